@@ -1,0 +1,28 @@
+"""A residual network with in-place activated batch norm on 8 x 8 handwritten digits.
+
+    fnet train digits
+
+About 10 s on two CPU cores, compilation included (5 s more the first time).
+42,874 parameters, 4.3 MiB at the peak of the train step. Test accuracy on the
+held-out fifth, 360 images: RESULT.
+"""
+
+from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
+
+
+def config() -> Config:
+    return Config(
+        name="digits",
+        data=Digits(batch_size=64, max_shift=1),
+        model=PreactResNet(widths=(16, 32), blocks_per_stage=2),
+        optim=Optim(
+            name="sgd",
+            learning_rate=0.1,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="cosine",
+            warmup_steps=20,
+        ),
+        train=Train(epochs=30, log_every=50),
+        checkpoint=Checkpoint(every=200),
+    )

@@ -1,0 +1,28 @@
+"""fnet trains bigger networks in the same memory, as pure functions over JAX."""
+
+from fnet import autodiff, layers, losses, memory, models, optim
+from fnet.autodiff import Aux
+from fnet.layer import Layer, repeat, residual, serial
+from fnet.layers.abn import abn
+from fnet.state import TrainState
+from fnet.step import compile_step, make_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aux",
+    "Layer",
+    "TrainState",
+    "abn",
+    "autodiff",
+    "compile_step",
+    "layers",
+    "losses",
+    "make_step",
+    "memory",
+    "models",
+    "optim",
+    "repeat",
+    "residual",
+    "serial",
+]

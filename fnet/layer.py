@@ -1,0 +1,153 @@
+"""A layer is a pair of pure functions; combinators make layers from layers."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+
+Params = dict[str, Any]
+State = dict[str, Any]
+
+
+class Layer(NamedTuple):
+    """A pure layer: how to make its arrays, and how to use them.
+
+    Attributes:
+      init: ``init(key) -> (params, state)``. ``key`` is a typed key
+        (``jax.random.key``). ``params`` are trained, ``state`` is not (running
+        statistics). Both are nested dicts of arrays, with nothing static in
+        them; a layer without either gives ``{}``. Sizes are arguments of the
+        layer, so ``jax.eval_shape(layer.init, key)`` needs no data.
+      apply: ``apply(params, state, x, *, key=None, train) -> (y, state)``.
+        ``train`` is a Python bool; ``key`` feeds layers that draw (dropout).
+    """
+
+    init: Callable[[Array], tuple[Params, State]]
+    apply: Callable[..., tuple[Array, State]]
+
+
+def stateless(f: Callable[[Array], Array]) -> Layer:
+    """A layer without parameters or state that applies ``f`` to its input."""
+
+    def init(key: Array) -> tuple[Params, State]:
+        del key
+        return {}, {}
+
+    def apply(
+        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
+    ) -> tuple[Array, State]:
+        del params, key, train
+        return f(x), state
+
+    return Layer(init, apply)
+
+
+def init_children(children: dict[str, Layer], key: Array) -> tuple[Params, State]:
+    """Params and state of named layers, one independent key each; empty ones are left out."""
+    params: Params = {}
+    state: State = {}
+    for i, (name, layer) in enumerate(children.items()):
+        p, s = layer.init(jax.random.fold_in(key, i))
+        params |= {name: p} if p else {}
+        state |= {name: s} if s else {}
+    return params, state
+
+
+def apply_child(
+    children: dict[str, Layer],
+    name: str,
+    params: Params,
+    state: State,
+    x: Array,
+    *,
+    key: Array | None,
+    train: bool,
+) -> tuple[Array, State]:
+    """Applies ``children[name]``; returns its output and ``state`` with that child's part renewed.
+
+    The child runs under ``jax.named_scope(name)``, so that its operations carry
+    its path into the compiled program.
+    """
+    child_key = None if key is None else jax.random.fold_in(key, list(children).index(name))
+    with jax.named_scope(name):
+        y, s = children[name].apply(
+            params.get(name, {}), state.get(name, {}), x, key=child_key, train=train
+        )
+    return y, (state | {name: s} if s else state)
+
+
+def serial(*layers: Layer, **named: Layer) -> Layer:
+    """Layers applied one after the other.
+
+    Args:
+      *layers: named ``"0"``, ``"1"``, ... in ``params`` and ``state``.
+      **named: further layers under names of their own, after ``layers``.
+
+    Returns:
+      A layer with ``params = {name: params of that layer}``, the same for ``state``.
+    """
+    children = {str(i): layer for i, layer in enumerate(layers)} | named
+
+    def apply(
+        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
+    ) -> tuple[Array, State]:
+        for name in children:
+            x, state = apply_child(children, name, params, state, x, key=key, train=train)
+        return x, state
+
+    return Layer(lambda key: init_children(children, key), apply)
+
+
+def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
+    """``y = shortcut(x) + body(x)`` (He et al. 2016); the shortcut is the identity by default.
+
+    Raises:
+      ValueError: if the two branches give different shapes.
+    """
+    children = {"body": body, "shortcut": shortcut or stateless(lambda x: x)}
+
+    def apply(
+        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
+    ) -> tuple[Array, State]:
+        y, state = apply_child(children, "body", params, state, x, key=key, train=train)
+        s, state = apply_child(children, "shortcut", params, state, x, key=key, train=train)
+        if y.shape != s.shape:
+            raise ValueError(
+                f"residual: body gives {y.shape}, shortcut gives {s.shape}; "
+                "pass a shortcut layer that maps the input to the body's shape"
+            )
+        return s + y, state
+
+    return Layer(lambda key: init_children(children, key), apply)
+
+
+def repeat(layer: Layer, n: int) -> Layer:
+    """``n`` copies of ``layer`` in a row, compiled once: a scan over stacked parameters.
+
+    Every leaf of ``params`` and ``state`` gains a leading axis of length ``n``.
+    Copies differ in their initial values and keys, not in their code. On CPU a
+    convolution inside a scan is many times slower than outside: there, write
+    ``serial(*[layer] * n)``, which unrolls.
+
+    Raises:
+      ValueError: if ``n < 1``.
+    """
+    if n < 1:
+        raise ValueError(f"repeat: n must be at least 1, got {n}")
+
+    def init(key: Array) -> tuple[Params, State]:
+        return jax.vmap(layer.init)(jax.random.split(key, n))
+
+    def apply(
+        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
+    ) -> tuple[Array, State]:
+        keys = None if key is None else jax.random.split(key, n)
+
+        def step(x: Array, copy: tuple[Params, State, Array | None]) -> tuple[Array, State]:
+            p, s, k = copy
+            return layer.apply(p, s, x, key=k, train=train)
+
+        return jax.lax.scan(step, x, (params, state, keys), length=n)
+
+    return Layer(init, apply)

@@ -1,0 +1,99 @@
+"""Activation functions by name, and the inverses of those that have a stable one."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fnet.layer import Layer, stateless
+
+
+class Activation(NamedTuple):
+    """An activation, elementwise, with an optional parameter.
+
+    Attributes:
+      forward: ``(z, param) -> y``.
+      inverse: ``(y, param) -> (z, dy/dz)``, both from the output alone, or None
+        where no stable inverse exists.
+      parameter: what the parameter is called, or None where there is none; an
+        inverse exists only where the parameter is positive.
+    """
+
+    forward: Callable[[Array, float], Array]
+    inverse: Callable[[Array, float], tuple[Array, Array]] | None = None
+    parameter: str | None = None
+
+
+def _invert_leaky_relu(y: Array, slope: float) -> tuple[Array, Array]:
+    d = jnp.where(y >= 0, 1.0, slope).astype(y.dtype)
+    return jnp.where(y >= 0, y, y / slope), d
+
+
+def _invert_elu(y: Array, alpha: float) -> tuple[Array, Array]:
+    # A saturated output rounds to -alpha, whose logarithm is infinite: stop one
+    # rounding step before. There dy/dz is 0, so that the exact z does not matter.
+    saturated = 1 - jnp.finfo(y.dtype).epsneg
+    below = jnp.maximum(jnp.minimum(y, 0) / alpha, -saturated)
+    return jnp.where(y > 0, y, jnp.log1p(below)), jnp.where(y > 0, 1.0, y + alpha).astype(y.dtype)
+
+
+def _invert_softplus(y: Array, _: float) -> tuple[Array, Array]:
+    # z = y + log(1 - exp(-y)); an output that underflowed to 0 has slope 0.
+    positive = jnp.maximum(y, jnp.finfo(y.dtype).tiny)
+    return positive + jnp.log(-jnp.expm1(-positive)), -jnp.expm1(-y)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "identity": Activation(lambda z, _: z, lambda y, _: (y, jnp.ones_like(y))),
+    "leaky_relu": Activation(jax.nn.leaky_relu, _invert_leaky_relu, "slope"),
+    "elu": Activation(jax.nn.elu, _invert_elu, "alpha"),
+    "softplus": Activation(lambda z, _: jax.nn.softplus(z), _invert_softplus),
+    "relu": Activation(lambda z, _: jax.nn.relu(z)),
+    "gelu": Activation(lambda z, _: jax.nn.gelu(z)),
+    "silu": Activation(lambda z, _: jax.nn.silu(z)),
+    "tanh": Activation(lambda z, _: jnp.tanh(z)),
+    "sigmoid": Activation(lambda z, _: jax.nn.sigmoid(z)),
+}
+
+
+def find(name: str) -> Activation:
+    """The activation of that name.
+
+    Raises:
+      ValueError: if there is none; the message lists those there are.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {sorted(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
+
+
+def check_parameter(where: str, name: str, param: float) -> None:
+    """Refuses a parameter with which the activation of that name has no inverse.
+
+    Raises:
+      ValueError: if ``name`` is unknown, or has a parameter that is not > 0.
+    """
+    what = find(name).parameter
+    if what and not param > 0:
+        instead = {"slope": "relu", "alpha": "silu"}[what]
+        raise ValueError(
+            f"{where}: {what} must be > 0 to be inverted, got {param}; "
+            f'use activation="{instead}", which recomputes instead'
+        )
+
+
+def activation(name: str, param: float = 0.01) -> Layer:
+    """A layer that applies an activation elementwise: no params, no state.
+
+    Args:
+      name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
+        ``gelu`` (tanh form), ``silu``, ``tanh`` or ``sigmoid``.
+      param: slope of ``leaky_relu``, alpha of ``elu``; otherwise unused.
+
+    Raises:
+      ValueError: if the name is unknown.
+    """
+    act = find(name)
+    return stateless(lambda x: act.forward(x, param))

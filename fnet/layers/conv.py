@@ -1,0 +1,135 @@
+"""Convolution and pooling on NHWC images."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from fnet.layer import Layer, Params, State, stateless
+from fnet.layers.linear import HE_NORMAL, add_bias
+
+Padding = str | Sequence[tuple[int, int]]
+
+
+def _pair(n: int | tuple[int, int]) -> tuple[int, int]:
+    return (n, n) if isinstance(n, int) else n
+
+
+def conv(
+    n_in: int,
+    n_out: int,
+    window: int | tuple[int, int] = 3,
+    *,
+    stride: int | tuple[int, int] = 1,
+    dilation: int | tuple[int, int] = 1,
+    groups: int = 1,
+    padding: Padding = "SAME",
+    bias: bool = True,
+    kernel_init: jax.nn.initializers.Initializer = HE_NORMAL,
+) -> Layer:
+    """Two-dimensional convolution (cross-correlation, as the field calls it).
+
+    Args:
+      n_in: input channels.
+      n_out: output channels.
+      window: kernel height and width.
+      stride: steps between outputs.
+      dilation: steps between kernel elements.
+      groups: channel groups convolved apart; divides ``n_in`` and ``n_out``.
+      padding: ``"SAME"``, ``"VALID"``, or (low, high) per spatial axis.
+      bias: whether a bias is added; without it, normalisation usually follows.
+      kernel_init: initial kernel; He et al. 2015 by default.
+
+    Returns:
+      A layer with params ``kernel`` [kh, kw, n_in / groups, n_out] and ``bias``
+      [n_out] (float32; cast to the input's dtype when applied), no state;
+      ``x`` [N, H, W, n_in] -> [N, H', W', n_out], in the input's dtype.
+
+    Raises:
+      ValueError: if ``groups`` does not divide both channel counts, or the
+        input is not [N, H, W, n_in].
+    """
+    if n_in % groups or n_out % groups:
+        raise ValueError(
+            f"conv: groups must divide both channel counts, got groups={groups}, "
+            f"n_in={n_in}, n_out={n_out}"
+        )
+    shape = (*_pair(window), n_in // groups, n_out)
+
+    def init(key: Array) -> tuple[Params, State]:
+        kernel = kernel_init(key, shape, jnp.float32)
+        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out)} if bias else {}), {}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "n h w c"],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "n h w d"], State]:
+        del key, train
+        if x.ndim != 4 or x.shape[-1] != n_in:
+            raise ValueError(f"conv: expected [N, H, W, {n_in}], got {x.shape}")
+        y = jax.lax.conv_general_dilated(
+            x,
+            params["kernel"].astype(x.dtype),
+            window_strides=_pair(stride),
+            padding=padding,
+            rhs_dilation=_pair(dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return add_bias(y, params), state
+
+    return Layer(init, apply)
+
+
+def max_pool(window: int = 2) -> Layer:
+    """Maximum over non-overlapping ``window`` x ``window`` patches.
+
+    ``x`` [N, H, W, C] -> [N, H // window, W // window, C]; rows and columns
+    that do not fill a patch are dropped. Written as the maximum of shifted
+    slices: on CPU the gradient of a windowed reduction costs several times more.
+
+    Raises:
+      ValueError: if the image is smaller than one patch.
+    """
+
+    def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
+        h, w = x.shape[1:3]
+        if h < window or w < window:
+            raise ValueError(f"max_pool: window {window} is larger than the image {h} x {w}")
+        x = x[:, : h - h % window, : w - w % window]
+        patches = [x[:, i::window, j::window] for i in range(window) for j in range(window)]
+        y = patches[0]
+        for p in patches[1:]:
+            y = jnp.maximum(y, p)
+        return y
+
+    return stateless(pool)
+
+
+def avg_pool(window: int = 2) -> Layer:
+    """Mean over non-overlapping ``window`` x ``window`` patches.
+
+    ``x`` [N, H, W, C] -> [N, H // window, W // window, C].
+
+    Raises:
+      ValueError: if ``window`` does not divide the image.
+    """
+
+    def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
+        n, h, w, c = x.shape
+        if h % window or w % window:
+            raise ValueError(f"avg_pool: window {window} does not divide the image {h} x {w}")
+        return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
+
+    return stateless(pool)
+
+
+def global_avg_pool() -> Layer:
+    """Mean over height and width: ``x`` [N, H, W, C] -> [N, C]."""
+    return stateless(lambda x: x.mean((1, 2)))

@@ -1,0 +1,64 @@
+"""The dense layer."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float
+
+from fnet.layer import Layer, Params, State
+
+HE_NORMAL = jax.nn.initializers.he_normal()
+
+
+def dense(
+    n_in: int,
+    n_out: int,
+    *,
+    bias: bool = True,
+    kernel_init: jax.nn.initializers.Initializer = HE_NORMAL,
+) -> Layer:
+    """``y = x W + b`` on the last axis.
+
+    Args:
+      n_in: size of the input's last axis.
+      n_out: size of the output's last axis.
+      bias: whether ``b`` is added; without it, normalisation usually follows.
+      kernel_init: initial ``W``; He et al. 2015 by default.
+
+    Returns:
+      A layer with params ``kernel`` [n_in, n_out] and ``bias`` [n_out] (float32;
+      cast to the input's dtype when applied), no state; ``x`` [..., n_in] ->
+      [..., n_out], in the input's dtype.
+
+    Raises:
+      ValueError: if ``x`` does not end in ``n_in``.
+    """
+
+    def init(key: Array) -> tuple[Params, State]:
+        kernel = kernel_init(key, (n_in, n_out), jnp.float32)
+        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out)} if bias else {}), {}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "... n_in"],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "... n_out"], State]:
+        del key, train
+        if x.shape[-1] != n_in:
+            raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
+        y = x @ params["kernel"].astype(x.dtype)
+        return add_bias(y, params), state
+
+    return Layer(init, apply)
+
+
+def add_bias(y: Array, params: Params) -> Array:
+    """``y + params["bias"]`` along the last axis in ``y``'s dtype, or ``y`` where there is none."""
+    b: ArrayLike | None = params.get("bias")
+    if b is None:
+        return y
+    return y + jnp.expand_dims(jnp.asarray(b, y.dtype), range(y.ndim - 1))

@@ -1,0 +1,38 @@
+"""Losses, one number per example; what is made of them is the gradient mode's business."""
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float, Int
+
+
+def cross_entropy(
+    logits: Float[Array, "... k"], labels: Int[Array, "..."], *, smoothing: float = 0.0
+) -> Float[Array, "..."]:
+    """``-log softmax(logits)[label]`` in nats, in float32, one per example.
+
+    Args:
+      logits: unnormalised log-probabilities of k classes, any floating dtype.
+      labels: class indices in [0, k).
+      smoothing: probability mass spread evenly over all classes (Szegedy et al.
+        2016), in [0, 1).
+
+    Raises:
+      ValueError: if ``labels`` do not match ``logits`` without its last axis.
+    """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy: labels must have shape {logits.shape[:-1]}, got {labels.shape}"
+        )
+    logits = logits.astype(jnp.float32)
+    if not smoothing:
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    targets = optax.losses.smooth_labels(
+        jnp.eye(logits.shape[-1], dtype=jnp.float32)[labels], smoothing
+    )
+    return optax.losses.softmax_cross_entropy(logits, targets)
+
+
+def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
+    """1.0 where the largest logit is the label's, else 0.0; one per example."""
+    return (logits.argmax(-1) == labels).astype(jnp.float32)

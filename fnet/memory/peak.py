@@ -1,0 +1,84 @@
+"""Peak bytes at compile time, and the compiler options that make the savings real."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# XLA's CPU compiler drops the barriers behind jax.checkpoint and then merges the
+# recomputation with the original; without that pass recomputation is kept.
+_KEEP_RECOMPUTATION = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# Its default scheduler trades memory for concurrency.
+_SCHEDULE_FOR_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "cpu": (_KEEP_RECOMPUTATION, _KEEP_RECOMPUTATION | _SCHEDULE_FOR_MEMORY),
+}
+"""Compiler options worth trying, by backend; neither of CPU's is always the smaller."""
+
+
+class Peak(NamedTuple):
+    """Memory of a compiled program in bytes, as its compiler assigned it.
+
+    Attributes:
+      arguments: of all inputs.
+      outputs: of all outputs, those in an input's buffer included.
+      aliased: outputs that live in a donated input's buffer.
+      temporaries: everything between.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        """``arguments + outputs - aliased + temporaries``."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def peak(compiled: jax.stages.Compiled) -> Peak:
+    """What a compiled program will hold at most, without running it.
+
+    Args:
+      compiled: ``jax.jit(f).lower(...).compile()``.
+    """
+    m: Any = compiled.memory_analysis()
+    return Peak(
+        arguments=m.argument_size_in_bytes,
+        outputs=m.output_size_in_bytes,
+        aliased=m.alias_size_in_bytes,
+        temporaries=m.temp_size_in_bytes,
+    )
+
+
+def compile_smallest(
+    lowered: jax.stages.Lowered, backend: str | None = None
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compiles with each of the backend's candidate options; the one with the lowest peak.
+
+    Args:
+      lowered: ``jax.jit(f).lower(...)``.
+      backend: a platform name; the default backend's by default.
+
+    Returns:
+      The compiled program and the options it was compiled with. Of equal ones,
+      the first.
+    """
+    candidates = CANDIDATE_OPTIONS.get(backend or jax.default_backend(), ({},))
+    compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
+    return min(compiled, key=lambda c: peak(c[0]).total)
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of an array, of a typed key, or of the shape of either."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a tree of arrays or of their shapes."""
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))

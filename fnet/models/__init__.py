@@ -1,0 +1,28 @@
+"""Whole networks by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fnet.layer import Layer
+from fnet.models.mlp import mlp
+from fnet.models.preact_resnet import preact_resnet
+
+MODELS: dict[str, Callable[..., Layer]] = {"mlp": mlp, "preact_resnet": preact_resnet}
+
+
+def get(name: str, **options: Any) -> Layer:
+    """A network by name.
+
+    Args:
+      name: ``mlp`` or ``preact_resnet``.
+      **options: of the function of that name in this room.
+
+    Raises:
+      ValueError: for an unknown name; the message lists those there are.
+    """
+    if name not in MODELS:
+        raise ValueError(f"models: expected one of {sorted(MODELS)}, got {name!r}")
+    return MODELS[name](**options)
+
+
+__all__ = ["MODELS", "get", "mlp", "preact_resnet"]

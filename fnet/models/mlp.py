@@ -1,0 +1,32 @@
+"""A multilayer perceptron over whole examples."""
+
+import math
+from collections.abc import Sequence
+
+from fnet import layers
+from fnet.layer import Layer, serial, stateless
+
+
+def mlp(
+    *,
+    num_classes: int,
+    in_shape: Sequence[int],
+    hidden: Sequence[int] = (256, 256),
+    activation: str = "relu",
+) -> Layer:
+    """Dense layers on flattened examples.
+
+    Args:
+      num_classes: length of the logits.
+      in_shape: shape of one example.
+      hidden: sizes of the layers between, possibly none.
+      activation: between each two layers; see `fnet.layers.activation`.
+
+    Returns:
+      A layer: [N, *in_shape] -> [N, num_classes].
+    """
+    sizes = [math.prod(in_shape), *hidden, num_classes]
+    return serial(
+        flatten=stateless(lambda x: x.reshape(x.shape[0], -1)),
+        mlp=layers.mlp(sizes, activation),
+    )

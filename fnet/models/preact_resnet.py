@@ -1,0 +1,74 @@
+"""Pre-activation residual networks for small images."""
+
+from collections.abc import Sequence
+
+from fnet import layers
+from fnet.layer import Layer, residual, serial
+
+
+def preact_resnet(
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    widths: Sequence[int] = (16, 32, 64),
+    blocks_per_stage: int = 2,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+) -> Layer:
+    """A residual network with pre-activation blocks and in-place activated batch norm.
+
+    He, Zhang, Ren, Sun, "Identity Mappings in Deep Residual Networks", ECCV
+    2016: every block is ``x + conv(abn(conv(abn(x))))``, so that the sum itself
+    is never activated and each ABN's output is the one array kept of it. The
+    first block of every stage but the first halves height and width.
+
+    Args:
+      num_classes: length of the logits.
+      in_channels: channels of the images.
+      widths: channels of each stage.
+      blocks_per_stage: residual blocks of each stage.
+      activation: of every ABN; see `fnet.abn`.
+      activation_param: its slope or alpha.
+
+    Returns:
+      A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].
+
+    Raises:
+      ValueError: if there is no stage or no block.
+    """
+    if not widths or blocks_per_stage < 1:
+        raise ValueError(
+            f"preact_resnet: needs a stage and a block in it, got widths={tuple(widths)}, "
+            f"blocks_per_stage={blocks_per_stage}"
+        )
+
+    def abn(channels: int) -> Layer:
+        return layers.abn(channels, activation=activation, activation_param=activation_param)
+
+    def block(n_in: int, n_out: int, stride: int) -> Layer:
+        body = serial(
+            abn1=abn(n_in),
+            conv1=layers.conv(n_in, n_out, 3, stride=stride, bias=False),
+            abn2=abn(n_out),
+            conv2=layers.conv(n_out, n_out, 3, bias=False),
+        )
+        if (n_in, stride) == (n_out, 1):
+            return residual(body)
+        return residual(body, layers.conv(n_in, n_out, 1, stride=stride, bias=False))
+
+    stages: dict[str, Layer] = {}
+    n_in = widths[0]
+    for i, width in enumerate(widths):
+        strides = [1 if i == 0 else 2] + [1] * (blocks_per_stage - 1)
+        blocks = {}
+        for j, stride in enumerate(strides):
+            blocks[f"block{j}"] = block(n_in, width, stride)
+            n_in = width
+        stages[f"stage{i}"] = serial(**blocks)
+    return serial(
+        stem=layers.conv(in_channels, widths[0], 3, bias=False),
+        **stages,
+        abn=abn(n_in),
+        pool=layers.global_avg_pool(),
+        head=layers.dense(n_in, num_classes),
+    )

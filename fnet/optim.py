@@ -1,0 +1,90 @@
+"""Optimizers and learning rate schedules by name, all of them optax's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+def make_schedule(
+    name: str, learning_rate: float, steps: int, *, warmup_steps: int = 0
+) -> optax.Schedule:
+    """The learning rate at each step.
+
+    Args:
+      name: ``constant``; ``cosine`` (Loshchilov & Hutter 2017) or ``linear``,
+        both down to 0 at ``steps``.
+      learning_rate: the highest value.
+      steps: the length of the run, warmup included.
+      warmup_steps: linear from 0 to ``learning_rate`` over that many steps first.
+
+    Raises:
+      ValueError: for an unknown name, or a warmup that is longer than the run.
+    """
+    if not 0 <= warmup_steps <= steps:
+        raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
+    rest = max(steps - warmup_steps, 1)
+    after: dict[str, Callable[[], optax.Schedule]] = {
+        "constant": lambda: optax.constant_schedule(learning_rate),
+        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
+        "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
+    }
+    if name not in after:
+        raise ValueError(f"schedule: expected one of {SCHEDULES}, got {name!r}")
+    if not warmup_steps:
+        return after[name]()
+    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    return optax.join_schedules([warmup, after[name]()], [warmup_steps])
+
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "lion")
+
+
+def make_optimizer(
+    name: str,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+) -> optax.GradientTransformation:
+    """A gradient transformation from optax.
+
+    Args:
+      name: ``sgd``, ``adam``, ``adamw`` or ``lion``.
+      learning_rate: a number or a schedule.
+      momentum: ``sgd``'s; 0 keeps no momentum buffer.
+      nesterov: ``sgd``'s.
+      weight_decay: times the parameter, on kernels only (`decayed`): decoupled
+        for ``adamw`` and ``lion``, added to the gradient otherwise.
+      clip_norm: largest global norm of the gradient, or None.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name == "adamw":
+        rule = optax.adamw(learning_rate, weight_decay=weight_decay, mask=decayed)
+    elif name == "lion":
+        rule = optax.lion(learning_rate, weight_decay=weight_decay, mask=decayed)
+    elif name in ("sgd", "adam"):
+        rule = (
+            optax.sgd(learning_rate, momentum=momentum or None, nesterov=nesterov)
+            if name == "sgd"
+            else optax.adam(learning_rate)
+        )
+        if weight_decay:
+            rule = optax.chain(optax.add_decayed_weights(weight_decay, mask=decayed), rule)
+    else:
+        raise ValueError(f"optimizer: expected one of {OPTIMIZERS}, got {name!r}")
+    return rule if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), rule)
+
+
+def decayed(params: Any) -> Any:
+    """Which leaves weight decay applies to: those named ``kernel``, not biases or norms."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[-1], "key", None) == "kernel", params
+    )

@@ -1,0 +1,55 @@
+"""Everything a training run carries from step to step."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fnet.layer import Layer
+
+
+@flax.struct.dataclass
+class TrainState:
+    """The donated argument of a train step. No buffer stands in it twice.
+
+    Attributes:
+      step: steps taken, int32 [].
+      params: trained arrays.
+      model_state: arrays that the forward pass renews (running statistics).
+      opt_state: the optimizer's.
+      ema: exponential moving average of ``params`` for evaluation, or None.
+      key: typed key []; the randomness of step i is ``fold_in(key, i)``, so that
+        it is the same after a resume.
+    """
+
+    step: Array
+    params: Any
+    model_state: Any
+    opt_state: optax.OptState
+    ema: Any
+    key: Array
+
+    @classmethod
+    def create(
+        cls, model: Layer, optimizer: optax.GradientTransformation, key: Array, *, ema: bool = False
+    ) -> "TrainState":
+        """A fresh state; ``key`` (typed, []) seeds both the initial values and all later steps."""
+        init_key, key = jax.random.split(key)
+        params, model_state = model.init(init_key)
+        return cls(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            model_state=model_state,
+            opt_state=optimizer.init(params),
+            # A copy: one buffer in two places cannot be donated.
+            ema=jax.tree.map(jnp.copy, params) if ema else None,
+            key=key,
+        )
+
+    @property
+    def evaluation_params(self) -> Any:
+        """The averaged parameters where they are kept, else the parameters."""
+        return self.params if self.ema is None else self.ema

@@ -1,0 +1,113 @@
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fnet import Layer, layers, repeat, residual, serial
+from fnet.layer import stateless
+
+
+def noise() -> Layer:
+    def apply(params, state, x, *, key=None, train):
+        return x + jax.random.normal(key, x.shape), state
+
+    return Layer(lambda key: ({}, {}), apply)
+
+
+def test_serial_composes_in_order_and_names_children(key):
+    layer = serial(layers.dense(3, 4), layers.activation("relu"), head=layers.dense(4, 2))
+    params, state = layer.init(key)
+    assert set(params) == {"0", "head"}
+    assert state == {}
+    x = jnp.arange(6.0).reshape(2, 3)
+    y, _ = layer.apply(params, state, x, train=True)
+    hidden = jax.nn.relu(x @ params["0"]["kernel"])
+    chex.assert_trees_all_close(y, hidden @ params["head"]["kernel"])
+
+
+def test_init_needs_no_data(key):
+    layer = serial(layers.conv(3, 8), layers.abn(8), layers.global_avg_pool())
+    params, state = jax.eval_shape(layer.init, key)
+    chex.assert_shape(params["0"]["kernel"], (3, 3, 3, 8))
+    chex.assert_shape(state["1"]["running_mean"], (8,))
+
+
+def test_children_start_from_independent_keys(key):
+    params, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(key)
+    assert not jnp.allclose(params["0"]["kernel"], params["1"]["kernel"])
+
+
+def test_adding_a_layer_keeps_the_initial_values_of_those_before_it(key):
+    short, _ = serial(layers.dense(4, 4)).init(key)
+    long, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(key)
+    chex.assert_trees_all_equal(short["0"], long["0"])
+
+
+def test_serial_gives_each_child_a_key_of_its_own(key):
+    twice, _ = serial(noise(), noise()).apply({}, {}, jnp.zeros(4), key=key, train=True)
+    first, _ = serial(noise()).apply({}, {}, jnp.zeros(4), key=key, train=True)
+    assert not jnp.allclose(twice, 2 * first)
+
+
+def test_serial_threads_state_of_every_child(key):
+    layer = serial(a=layers.abn(2), b=layers.abn(2))
+    params, state = layer.init(key)
+    x = jax.random.normal(key, (8, 2)) + 3.0
+    _, after = layer.apply(params, state, x, train=True)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    assert not jnp.allclose(state["a"]["running_mean"], after["a"]["running_mean"])
+    assert not jnp.allclose(state["b"]["running_var"], after["b"]["running_var"])
+    _, frozen = layer.apply(params, after, x, train=False)
+    chex.assert_trees_all_equal(after, frozen)
+
+
+def test_residual_adds_its_input(key):
+    body = layers.dense(3, 3)
+    layer = residual(body)
+    params, state = layer.init(key)
+    x = jnp.ones((2, 3))
+    y, _ = layer.apply(params, state, x, train=True)
+    chex.assert_trees_all_close(y, x + x @ params["body"]["kernel"])
+
+
+def test_residual_with_unequal_branches_names_both_shapes(key):
+    layer = residual(layers.dense(3, 4))
+    params, state = layer.init(key)
+    with pytest.raises(ValueError, match=r"body gives \(2, 4\), shortcut gives \(2, 3\)"):
+        layer.apply(params, state, jnp.ones((2, 3)), train=True)
+
+
+def test_repeat_equals_its_copies_in_a_row(key):
+    block = serial(layers.dense(3, 3), layers.abn(3))
+    layer = repeat(block, 4)
+    params, state = layer.init(key)
+    chex.assert_tree_shape_prefix((params, state), (4,))
+    x = jax.random.normal(key, (5, 3))
+    y, after = layer.apply(params, state, x, train=True)
+    expected, states = x, []
+    for i in range(4):
+        p, s = jax.tree.map(lambda a, i=i: a[i], (params, state))
+        expected, s = block.apply(p, s, expected, train=True)
+        states.append(s)
+    chex.assert_trees_all_close(y, expected, atol=1e-6)
+    chex.assert_trees_all_close(after, jax.tree.map(lambda *s: jnp.stack(s), *states), atol=1e-6)
+
+
+def test_repeat_gives_each_copy_a_key_of_its_own(key):
+    y, _ = repeat(noise(), 2).apply({}, {}, jnp.zeros(4), key=key, train=True)
+    y1, _ = repeat(noise(), 1).apply({}, {}, jnp.zeros(4), key=key, train=True)
+    assert not jnp.allclose(y, 2 * y1)
+
+
+def test_repeat_needs_a_copy():
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        repeat(layers.dense(2, 2), 0)
+
+
+def test_names_of_layers_reach_the_compiled_program(key):
+    layer = serial(stem=layers.dense(3, 3), head=stateless(jnp.sin))
+    params, state = layer.init(key)
+    f = jax.jit(lambda p, x: layer.apply(p, state, x, train=True)[0])
+    text = f.lower(params, jnp.ones((2, 3))).compile().as_text()
+    assert "/stem/" in text
+    assert "/head/" in text

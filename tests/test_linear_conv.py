@@ -1,0 +1,140 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fnet import layers
+
+
+def test_dense_is_affine_on_the_last_axis(key):
+    layer = layers.dense(3, 2)
+    params, state = layer.init(key)
+    params["bias"] = jnp.asarray([1.0, -1.0])
+    x = jax.random.normal(key, (4, 5, 3))
+    y, _ = layer.apply(params, state, x, train=False)
+    chex.assert_trees_all_close(
+        y, np.einsum("abi,io->abo", x, params["kernel"]) + np.array([1.0, -1.0]), atol=1e-5
+    )
+
+
+def test_dense_without_bias_has_none(key):
+    params, _ = layers.dense(3, 2, bias=False).init(key)
+    assert set(params) == {"kernel"}
+
+
+def test_layers_compute_in_the_dtype_of_their_input_and_keep_float32_parameters(key):
+    for layer, x in (
+        (layers.dense(3, 2), jnp.ones((2, 3), jnp.bfloat16)),
+        (layers.conv(3, 2), jnp.ones((2, 4, 4, 3), jnp.bfloat16)),
+    ):
+        params, state = layer.init(key)
+        chex.assert_type(jax.tree.leaves(params), jnp.float32)
+        y, _ = layer.apply(params, state, x, train=True)
+        chex.assert_type(y, jnp.bfloat16)
+
+
+def test_dense_names_the_size_it_expected(key):
+    params, state = layers.dense(3, 2).init(key)
+    with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(2, 4\)"):
+        layers.dense(3, 2).apply(params, state, jnp.ones((2, 4)), train=True)
+
+
+def reference_conv(x, kernel, stride, dilation, groups, pad):
+    """A loop over outputs, straight from the definition."""
+    x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    kh, kw, per_group, n_out = kernel.shape
+    h = (x.shape[1] - dilation * (kh - 1) - 1) // stride + 1
+    w = (x.shape[2] - dilation * (kw - 1) - 1) // stride + 1
+    y = np.zeros((x.shape[0], h, w, n_out))
+    for o in range(n_out):
+        first = (o // (n_out // groups)) * per_group
+        for i in range(h):
+            for j in range(w):
+                rows = i * stride + dilation * np.arange(kh)
+                columns = j * stride + dilation * np.arange(kw)
+                patch = x[:, rows][:, :, columns, first : first + per_group]
+                y[:, i, j, o] = (patch * kernel[..., o]).sum((1, 2, 3))
+    return y
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    window=st.integers(1, 3),
+    stride=st.integers(1, 2),
+    dilation=st.integers(1, 2),
+    groups=st.sampled_from([1, 2]),
+    pad=st.integers(0, 2),
+)
+def test_conv_equals_its_definition(window, stride, dilation, groups, pad):
+    key = jax.random.key(window)
+    layer = layers.conv(
+        4, 6, window, stride=stride, dilation=dilation, groups=groups, padding=[(pad, pad)] * 2
+    )
+    params, state = layer.init(key)
+    x = jax.random.normal(jax.random.key(9), (2, 6, 7, 4))
+    y, _ = layer.apply(params, state, x, train=True)
+    expected = reference_conv(
+        np.asarray(x), np.asarray(params["kernel"]), stride, dilation, groups, pad
+    )
+    chex.assert_trees_all_close(y, expected, atol=1e-5)
+
+
+def test_conv_refuses_groups_that_do_not_divide():
+    with pytest.raises(ValueError, match="groups=3, n_in=4, n_out=6"):
+        layers.conv(4, 6, groups=3)
+
+
+def test_conv_names_the_shape_it_expected(key):
+    layer = layers.conv(3, 2)
+    params, state = layer.init(key)
+    with pytest.raises(ValueError, match=r"expected \[N, H, W, 3\], got \(2, 4, 4, 1\)"):
+        layer.apply(params, state, jnp.ones((2, 4, 4, 1)), train=True)
+
+
+def pooled(layer, x):
+    return layer.apply({}, {}, x, train=True)[0]
+
+
+def test_max_pool_equals_the_windowed_reduction(key):
+    x = jax.random.normal(key, (2, 7, 6, 3))
+    expected = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    chex.assert_trees_all_equal(pooled(layers.max_pool(2), x), expected)
+
+
+def test_max_pool_gradient_goes_to_the_maximum():
+    x = jnp.arange(4.0).reshape(1, 2, 2, 1)
+    grad = jax.grad(lambda x: pooled(layers.max_pool(2), x).sum())(x)
+    chex.assert_trees_all_equal(grad.ravel(), jnp.asarray([0.0, 0.0, 0.0, 1.0]))
+
+
+def test_avg_pool_and_global_avg_pool_are_means():
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    chex.assert_trees_all_equal(
+        pooled(layers.avg_pool(2), x)[0, ..., 0], jnp.asarray([[2.5, 4.5], [10.5, 12.5]])
+    )
+    chex.assert_trees_all_equal(pooled(layers.global_avg_pool(), x), jnp.asarray([[7.5]]))
+
+
+def test_pools_refuse_windows_that_do_not_fit():
+    with pytest.raises(ValueError, match="window 3 does not divide the image 4 x 4"):
+        pooled(layers.avg_pool(3), jnp.ones((1, 4, 4, 1)))
+    with pytest.raises(ValueError, match="window 5 is larger than the image 4 x 4"):
+        pooled(layers.max_pool(5), jnp.ones((1, 4, 4, 1)))
+
+
+def test_mlp_has_activations_between_layers_only(key):
+    layer = layers.mlp([3, 4, 2], activation="tanh")
+    params, state = layer.init(key)
+    assert set(params) == {"dense_0", "dense_1"}
+    x = jax.random.normal(key, (5, 3))
+    y, _ = layer.apply(params, state, x, train=True)
+    hidden = np.tanh(x @ params["dense_0"]["kernel"])
+    chex.assert_trees_all_close(y, hidden @ params["dense_1"]["kernel"], atol=1e-6)
+
+
+def test_mlp_needs_two_sizes():
+    with pytest.raises(ValueError, match=r"at least an input and an output size, got \[3\]"):
+        layers.mlp([3])

@@ -1,0 +1,6 @@
+"""``python -m train`` is the ``fnet`` command."""
+
+from train.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Overrides from the command line, read by tyro; each mistake is one line."""
+
+import contextlib
+import io
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+from train import config as configs
+from train.config import Config
+from train.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Trains a network."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """Fields of the config."""
+    out: str | None = None
+    """The run's folder; runs/NAME by default, a resumed config.json's own."""
+    resume: bool = False
+    """Continue the run in that folder."""
+
+
+@dataclass(frozen=True)
+class MemoryArguments:
+    """Says what training would take, without training."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """Fields of the config."""
+
+
+T = TypeVar("T", TrainArguments, MemoryArguments)
+
+
+def read(defaults: T, given: Sequence[str], prog: str) -> T:
+    """``defaults`` with what the command line overrides.
+
+    Args:
+      defaults: the arguments' values where nothing is given.
+      given: ``["--section.field", "value", ...]``.
+      prog: the command, for ``--help``.
+
+    Raises:
+      UserError: for an unknown field, or a value of a wrong type or out of range.
+      SystemExit: with 0, after ``--help``.
+    """
+    asks_help = bool({"-h", "--help"} & set(given))
+    try:
+        arguments = _parse(defaults, given, prog, console_outputs=asks_help)
+    except SystemExit:
+        if asks_help:
+            raise
+        raise UserError(_first_mistake(defaults, given, prog)) from None
+    return replace(arguments, config=configs.check(arguments.config, "command line"))
+
+
+def _parse(defaults: T, given: Sequence[str], prog: str, *, console_outputs: bool) -> T:
+    # Some of what tyro says of a mistake comes in spite of console_outputs=False.
+    silence = contextlib.nullcontext() if console_outputs else _silence()
+    with silence:
+        return tyro.cli(
+            type(defaults),
+            prog=prog,
+            args=list(given),
+            default=defaults,
+            config=(tyro.conf.AvoidSubcommands,),
+            console_outputs=console_outputs,
+        )
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def _first_mistake(defaults: Any, given: Sequence[str], prog: str) -> str:
+    """Why tyro refuses ``given``: its own answer fills a screen."""
+    known = _flags(defaults)
+    for flag, values in _split(given):
+        if flag is None:
+            return f"unexpected {' '.join(values)}; fields are given as --section.field VALUE"
+        name = flag.removeprefix("--").replace("-", "_")
+        if flag[2:] == "" or (name not in known and name.replace("no_", "") not in known):
+            flags = ["--" + k.replace("_", "-") for k in known]
+            return f"unknown field {flag}{nearest(flag, flags)}; see {prog} --help"
+        try:
+            _parse(defaults, [flag, *values], prog, console_outputs=False)
+        except SystemExit:
+            expected = _in_words(known.get(name, bool))
+            got = " ".join(values) if values else "nothing"
+            return f"{flag}: expected {expected}, got {got}"
+    return f"cannot read {' '.join(given)}; see {prog} --help"
+
+
+def _split(given: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """``["--a", "1", "2", "--b=3"]`` -> ``("--a", ["1", "2"]), ("--b", ["3"])``."""
+    flag: str | None = None
+    values: list[str] = []
+    for token in [*given, "--"]:
+        if not token.startswith("--"):
+            values.append(token)
+            continue
+        if flag is not None or values:
+            yield flag, values
+        flag, _, value = token.partition("=")
+        values = [value] if value else []
+
+
+def _flags(defaults: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted name: type} of every argument, through the sections that the defaults have."""
+    flags: dict[str, Any] = {}
+    hints = get_type_hints(type(defaults))
+    for f in fields(defaults):
+        value = getattr(defaults, f.name)
+        if isinstance(value, Config):
+            flags |= _flags(value)
+        elif is_dataclass(value):
+            flags |= _flags(value, f"{prefix}{f.name}.")
+        else:
+            flags[prefix + f.name] = hints[f.name]
+    return flags
+
+
+def _in_words(kind: Any) -> str:
+    """``float | None -> "a float or None"``; for a Literal, its values."""
+    if get_origin(kind) is Annotated:
+        return _in_words(get_args(kind)[0])
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if isinstance(kind, types.UnionType):
+        return " or ".join(_in_words(k) for k in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"{_in_words(get_args(kind)[0])}, one or more times"
+    return {
+        int: "an integer",
+        float: "a number",
+        bool: "no value, it is a switch",
+        str: "a text",
+    }.get(kind, "None" if kind is type(None) else str(kind))

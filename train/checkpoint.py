@@ -1,0 +1,114 @@
+"""Checkpoints of a run: the only place that knows orbax."""
+
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from fnet import TrainState
+from train.errors import UserError
+
+# Orbax tells of every directory it makes; what matters is said by the loop.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+class Restored(NamedTuple):
+    """A checkpoint: the state after ``step`` steps, and where the data stood."""
+
+    step: int
+    state: TrainState
+    position: dict[str, Any]
+
+
+class Checkpoints:
+    """The newest checkpoints of a run, saved in the background, each of them whole or absent."""
+
+    def __init__(self, folder: Path, keep: int):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=options,
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "data": ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest checkpoint's step, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
+        """Starts to save; the state may be donated as soon as this returns."""
+        if self.latest_step == step:
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(position)
+            ),
+        )
+
+    def wait(self) -> None:
+        """Returns when everything is on disk."""
+        self._manager.wait_until_finished()
+
+    def restore(self, like: TrainState) -> Restored | None:
+        """The newest checkpoint, or None.
+
+        Args:
+          like: a state of the same shapes, or its shapes (``jax.eval_shape``).
+
+        Raises:
+          UserError: if the checkpoint's arrays have other names or shapes.
+        """
+        step = self.latest_step
+        if step is None:
+            return None
+        self._check_shapes(step, like)
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), like)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()
+            ),
+        )
+        return Restored(step, restored.state, restored.data)
+
+    def _check_shapes(self, step: int, like: TrainState) -> None:
+        there = _shapes(self._manager.item_metadata(step).state.tree)
+        here = _shapes(like)
+        for name in sorted(there.keys() | here.keys()):
+            if there.get(name) != here.get(name):
+                raise UserError(
+                    f"checkpoint {self._manager.directory / str(step)} is another model's: "
+                    f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+                )
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """{path: shape} of all leaves but the typed key, which is saved as its data."""
+
+    def name(path: Any) -> str:
+        parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
+        return ".".join(str(p) for p in parts)
+
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    shapes = {name(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
+    return {name: shape for name, shape in shapes.items() if name != "key"}

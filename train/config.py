@@ -1,0 +1,227 @@
+"""What a run is made of: frozen dataclasses, every field with its meaning and unit."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, get_args
+
+from annotated_types import Ge, Gt, Lt, MinLen
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from fnet import models
+from fnet.layer import Layer
+from train.errors import UserError, nearest
+
+Count = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+NonNegative = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
+
+
+class _Strict:
+    """A section of a config: no unknown key, no conversion, no nan or infinity."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Digits(_Strict):
+    """Scikit-learn's bundled handwritten digits: 1,797 grey images of 8 x 8 pixels."""
+
+    source: Literal["digits"] = "digits"
+    """Where the examples come from."""
+    batch_size: Count = 64
+    """Examples a training step."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Share of the images that is held out for testing, the same of every class."""
+    split_seed: Seed = 0
+    """Which images are held out."""
+    max_shift: Annotated[int, Ge(0), Lt(8)] = 1
+    """Training images are moved by up to that many pixels in each direction."""
+
+
+@dataclass(frozen=True)
+class PreactResNet(_Strict):
+    """A pre-activation residual network with in-place activated batch norm."""
+
+    name: Literal["preact_resnet"] = "preact_resnet"
+    """The family of networks."""
+    widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
+    """Channels of each stage; each stage after the first halves the image."""
+    blocks_per_stage: Count = 2
+    """Residual blocks of each stage."""
+    activation: Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"] = "leaky_relu"
+    """Activation in every in-place activated batch norm."""
+    activation_param: float = 0.01
+    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images [H, W, C]."""
+        return models.preact_resnet(
+            num_classes=num_classes,
+            in_channels=image_shape[-1],
+            widths=self.widths,
+            blocks_per_stage=self.blocks_per_stage,
+            activation=self.activation,
+            activation_param=self.activation_param,
+        )
+
+
+@dataclass(frozen=True)
+class Mlp(_Strict):
+    """A multilayer perceptron on flattened images."""
+
+    name: Literal["mlp"] = "mlp"
+    """The family of networks."""
+    hidden: tuple[Count, ...] = (256, 256)
+    """Sizes of the hidden layers."""
+    activation: Literal["relu", "leaky_relu", "elu", "softplus", "gelu", "silu", "tanh"] = "relu"
+    """Activation between layers."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images of that shape."""
+        return models.mlp(
+            num_classes=num_classes,
+            in_shape=image_shape,
+            hidden=self.hidden,
+            activation=self.activation,
+        )
+
+
+@dataclass(frozen=True)
+class Optim(_Strict):
+    """The optimizer and its learning rate."""
+
+    name: Literal["sgd", "adam", "adamw", "lion"] = "sgd"
+    """The update rule."""
+    learning_rate: Positive = 0.1
+    """Its highest value."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """How the learning rate falls: not at all, or to 0 at the end of the run."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps over which the learning rate first rises from 0."""
+    momentum: Share = 0.9
+    """Of sgd."""
+    nesterov: bool = False
+    """Whether sgd's momentum looks ahead (Nesterov)."""
+    weight_decay: NonNegative = 0.0
+    """On kernels only, never on biases or norms."""
+    clip_norm: Positive | None = None
+    """Largest global norm of the gradient."""
+    label_smoothing: Share = 0.0
+    """Probability spread evenly over all classes in the training loss."""
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Weight of the old average of the parameters; the average is what is evaluated."""
+
+
+@dataclass(frozen=True)
+class Train(_Strict):
+    """The length of the run, and what it reports on the way."""
+
+    epochs: Positive = 10.0
+    """Passes over the training examples."""
+    steps: Count | None = None
+    """Training steps; overrides epochs."""
+    seed: Seed = 0
+    """Of initial values, order of examples, augmentation and dropout."""
+    log_every: Count = 10
+    """Steps between two lines of metrics."""
+    eval_every: Count | None = None
+    """Steps between two evaluations; once an epoch by default."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(_Strict):
+    """What is kept of the state on disk."""
+
+    every: Count = 200
+    """Steps between two checkpoints; the last step always makes one."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+
+
+@dataclass(frozen=True)
+class Config(_Strict):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
+    """Names the run's folder where none is given."""
+    data: Digits = field(default_factory=Digits)
+    """Training and test examples."""
+    model: Annotated[PreactResNet | Mlp, Field(discriminator="name")] = field(
+        default_factory=PreactResNet
+    )
+    """The network."""
+    optim: Optim = field(default_factory=Optim)
+    """The optimizer."""
+    train: Train = field(default_factory=Train)
+    """The length of the run."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """What is kept on disk."""
+
+
+_ADAPTER = TypeAdapter(Config)
+
+
+def to_json(config: Config) -> str:
+    """The config as JSON that `from_json` reads back to an equal one."""
+    return _ADAPTER.dump_json(config, indent=2, warnings=False).decode() + "\n"
+
+
+def from_json(text: str | bytes, where: str) -> Config:
+    """Reads and checks a config.
+
+    Args:
+      text: JSON, as `to_json` writes it; keys that are left out take their defaults.
+      where: what is read, for the message.
+
+    Raises:
+      UserError: naming the first field that is unknown, of a wrong type or out
+        of range, its value, and what is allowed.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_first_mistake(error.errors()[0])}") from None
+
+
+def check(config: Config, where: str) -> Config:
+    """The same config, once every field's type and range have been checked.
+
+    Raises:
+      UserError: as `from_json`.
+    """
+    return from_json(to_json(config), where)
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"optim.learning_rate": 0.1, ...}``: every field by its dotted name."""
+    flat: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            flat[prefix + f.name] = value
+    return flat
+
+
+def _first_mistake(error: ErrorDetails) -> str:
+    # A union's tag stands in the location between the field and what is below it.
+    tags = {tag for variant in (PreactResNet, Mlp) for tag in _tags(variant)}
+    loc = [str(part) for part in error["loc"] if part not in tags]
+    name = ".".join(loc)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown field {name}{nearest(name, _known_fields())}"
+    message = error["msg"].removeprefix("Input should be ")
+    if error["type"] == "json_invalid" or not name:
+        return f"not a config: {error['msg']}"
+    return f"{name}: expected {message}, got {error['input']!r}"
+
+
+def _tags(variant: type) -> tuple[str, ...]:
+    return get_args(variant.__annotations__["name"])
+
+
+def _known_fields() -> list[str]:
+    return [name for variant in (PreactResNet(), Mlp()) for name in flatten(Config(model=variant))]

@@ -1,0 +1,77 @@
+"""Examples, in batches: what a task trains and is tested on."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+"""Named arrays with one leading axis of examples."""
+
+
+class Dataset(NamedTuple):
+    """A data source, split.
+
+    Attributes:
+      train: training examples.
+      test: held-out examples, seen by no step.
+      classes: their names, by label.
+      augment: ``(batch, generator) -> batch`` for training batches.
+    """
+
+    train: Arrays
+    test: Arrays
+    classes: tuple[str, ...]
+    augment: Callable[[Arrays, np.random.Generator], Arrays]
+
+
+def size(arrays: Arrays) -> int:
+    """How many examples there are."""
+    return len(next(iter(arrays.values())))
+
+
+class _Rows:
+    """Arrays as grain's random access source: one example an index."""
+
+    def __init__(self, arrays: Arrays):
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return size(self._arrays)
+
+    def __getitem__(self, index: Any) -> Arrays:
+        return {name: a[index] for name, a in self._arrays.items()}
+
+
+def training_batches(dataset: Dataset, batch_size: int, seed: int) -> grain.DatasetIterator:
+    """Endless augmented batches, reshuffled every epoch, always full.
+
+    The iterator's ``get_state()`` is its position as JSON; after ``set_state``
+    the same batches follow.
+    """
+    return iter(
+        grain.MapDataset.source(_Rows(dataset.train))
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .batch(batch_size)
+        .random_map(dataset.augment)
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
+    )
+
+
+def evaluation_batches(arrays: Arrays, batch_size: int) -> Iterator[Arrays]:
+    """Every example once, in order; the last batch is padded.
+
+    Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for padding.
+    """
+    n = size(arrays)
+    for start in range(0, n, batch_size):
+        batch = {name: a[start : start + batch_size] for name, a in arrays.items()}
+        real = size(batch)
+        padding = batch_size - real
+        batch = {
+            name: np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)) for name, a in batch.items()
+        }
+        yield batch | {"weight": (np.arange(batch_size) < real).astype(np.float32)}

@@ -1,0 +1,54 @@
+"""Scikit-learn's bundled handwritten digits (1,797 images of 8 x 8 pixels): no download.
+
+Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
+Machine Learning Repository, 1998; the test part of it, as scikit-learn ships it.
+"""
+
+import numpy as np
+
+from train.config import Digits
+from train.data import Arrays, Dataset
+from train.errors import UserError
+
+
+def load(config: Digits) -> Dataset:
+    """Images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
+
+    Raises:
+      UserError: if a split of that share cannot hold every class.
+    """
+    # Imported where it is needed: it takes as long as everything else together.
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    digits = load_digits()
+    images = (digits.images / 16.0).astype(np.float32)[..., None]
+    labels = digits.target.astype(np.int32)
+    try:
+        train, test = train_test_split(
+            np.arange(len(labels)),
+            test_size=config.test_share,
+            stratify=labels,
+            random_state=config.split_seed,
+        )
+    except ValueError as error:  # a share too small or too large for one of each class
+        raise UserError(f"data.test_share: {config.test_share} does not do: {error}") from error
+
+    def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
+        return batch | {"image": shifted(batch["image"], config.max_shift, generator)}
+
+    return Dataset(
+        train={"image": images[train], "label": labels[train]},
+        test={"image": images[test], "label": labels[test]},
+        classes=tuple(str(c) for c in digits.target_names),
+        augment=augment,
+    )
+
+
+def shifted(images: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
+    """Each image [N, H, W, C] moved by its own offset of up to ``most`` pixels, zeros moving in."""
+    n, h, w, _ = images.shape
+    padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
+    dy, dx = generator.integers(0, 2 * most + 1, (2, n, 1, 1))
+    rows, columns = dy + np.arange(h)[:, None], dx + np.arange(w)
+    return padded[np.arange(n)[:, None, None], rows, columns]

@@ -1,0 +1,149 @@
+"""The training loop, from a config to a trained network, readable top to bottom."""
+
+import importlib.metadata
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import fnet
+from train import data, plots
+from train.checkpoint import Checkpoints
+from train.config import Config
+from train.interruption import Interruption
+from train.metrics import Meter
+from train.process_memory import HighWater
+from train.run_folder import RunFolder, read_metrics, write_whole
+from train.screen import Screen, bytes_in_words, memory_table
+from train.setup import setup
+
+
+def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
+    """Trains what ``config`` describes and leaves everything about it in ``out``.
+
+    Args:
+      config: the whole run.
+      out: the run's folder; `RunFolder` says what lies where.
+      resume: continue the run that is there; the end is bit for bit that of a run
+        that was never interrupted.
+      console: where it is shown.
+
+    Raises:
+      UserError: for a mistake in config or folder, before any result is written.
+      TrainingError: if the loss is no longer finite.
+      DonationError: if the state would not be renewed in place.
+    """
+    began = time.perf_counter()
+    # What is learned, from which batches; what it costs is known before it runs.
+    run = setup(config)
+    folder = RunFolder(out)
+    if resume:
+        folder.resume(config)
+    else:
+        folder.begin(config)
+    batches = data.training_batches(run.task.dataset, config.data.batch_size, config.train.seed)
+    with console.status("compiling"):
+        executable = run.compile()
+        evaluate = run.compile_evaluation()
+        init = run.compile_init()
+    console.print(memory_table(executable.report))
+    write_whole(folder.memory, as_json(executable.report.as_dict()))
+    memory = HighWater()
+
+    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        restored = checkpoints.restore(run.state_shapes) if resume else None
+        if restored:
+            start, state = restored.step, restored.state
+            batches.set_state(restored.position)
+            console.print(f"resumed after step {start} of {run.steps}", highlight=False)
+        else:
+            start, state = 0, init(jax.random.key(config.train.seed))
+        folder.forget_metrics_after(start)
+
+        step, tested = start, {}
+        meter = Meter(config.data.batch_size)
+        eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
+        with (
+            Interruption() as interruption,
+            Screen(console, run.steps) as screen,
+            folder.metrics.open("a", buffering=1) as metrics_file,
+        ):
+            for step in range(start + 1, run.steps + 1):
+                state, metrics = executable(state, next(batches))
+                meter.add(metrics)
+                screen.advance(step)
+
+                stop = interruption.requested is not None
+                last = step == run.steps
+                evaluating = step % eval_every == 0 or last
+                if step % config.train.log_every == 0 or evaluating or stop:
+                    line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
+                    line["train/learning_rate"] = float(run.schedule(step - 1))
+                    if evaluating:
+                        tested = evaluate(state)
+                        line |= {f"test/{name}": value for name, value in tested.items()}
+                    metrics_file.write(json.dumps(line) + "\n")
+                    screen.log(step, line, executable.report.peak.total, memory.bytes())
+                    meter.restart()
+                if step % config.checkpoint.every == 0 or last or stop:
+                    checkpoints.save(step, state, batches.get_state())
+                if stop:
+                    break
+        checkpoints.wait()
+
+    title = f"{config.name}: {executable.report.parameters:,} parameters, {step} steps"
+    plots.curves(read_metrics(folder.metrics), title, folder.curves)
+    if step < run.steps:
+        console.print(
+            f"{interruption.requested}: saved after step {step} of {run.steps}; continue with\n"
+            f"  fnet train {folder.config} --resume",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    summary = {
+        "metrics": {f"test/{k}": v for k, v in (tested or evaluate(state)).items()},
+        "steps": step,
+        "seconds": time.perf_counter() - began,
+        "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
+        "parameters": executable.report.parameters,
+        "state_bytes": executable.report.state_bytes,
+        "donated_bytes": executable.report.donation.aliased_bytes,
+        "peak_bytes_predicted": executable.report.peak.total,
+        "peak_bytes_seen": memory.bytes(),
+        "versions": versions(),
+    }
+    write_whole(folder.summary, as_json(summary))
+    console.print(summary_lines(summary, folder), highlight=False, soft_wrap=True)
+
+
+def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:
+    """The end of a run, in words."""
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
+    seen, predicted = summary["peak_bytes_seen"], summary["peak_bytes_predicted"]
+    return (
+        f"{metrics}  after {summary['steps']} steps, {summary['seconds']:.1f} s\n"
+        f"peak memory: predicted {bytes_in_words(predicted)}, seen {bytes_in_words(seen)}\n"
+        f"curves: {folder.curves}\nsummary: {folder.summary}"
+    )
+
+
+def versions() -> dict[str, str]:
+    """What the run was made with."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    device = jax.local_devices()[0]
+    return {
+        "fnet": fnet.__version__,
+        "python": platform.python_version(),
+        "device": device.device_kind,
+    } | found
+
+
+def as_json(data: dict[str, Any]) -> str:
+    """Indented JSON, ending in a newline."""
+    return json.dumps(data, indent=2) + "\n"

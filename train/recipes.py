@@ -1,0 +1,62 @@
+"""Recipes: Python files with a ``config()``, and the JSON that runs leave behind."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from train import config as configs
+from train.config import Config
+from train.errors import UserError, nearest
+
+_HERE = Path(__file__).parent
+# Inside the package when installed, beside it in a checkout.
+FOLDER = next((p for p in (_HERE / "configs", _HERE.parent / "configs") if p.is_dir()), _HERE)
+
+
+def recipes() -> dict[str, str]:
+    """{name: first line of its docstring} of the recipes that come with fnet."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        found[path.stem] = doc.split("\n", 1)[0]
+    return found
+
+
+def load(given: str) -> Config:
+    """The config that a user names.
+
+    Args:
+      given: a recipe's name or file, a run's folder, or a config.json.
+
+    Raises:
+      UserError: if there is no such thing, or it is not a valid config.
+    """
+    path = Path(given)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" and path.is_file():
+        return configs.from_json(path.read_bytes(), str(path))
+    if path.suffix == ".py" and path.is_file():
+        return _run(path)
+    known = recipes()
+    if given in known:
+        return _run(FOLDER / f"{given}.py")
+    raise UserError(
+        f"no recipe {given}{nearest(path.stem, known)}; there are {', '.join(known)}; or give "
+        "a recipe's file, or a run's folder or config.json"
+    )
+
+
+def _run(path: Path) -> Config:
+    spec = importlib.util.spec_from_file_location(f"recipe_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        made = module.config()
+    except Exception as error:
+        raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Config):
+        raise UserError(f"{path}: config() must return a Config, got {type(made).__name__}")
+    return configs.check(made, str(path))

@@ -1,0 +1,129 @@
+"""The folder of a run: what lies where, and who may write into it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from train import config as configs
+from train.config import Config
+from train.errors import UserError
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "name",
+        "train.epochs",
+        "train.steps",
+        "train.log_every",
+        "train.eval_every",
+        "checkpoint.every",
+        "checkpoint.keep",
+    }
+)
+"""Fields that say how long a run goes and what it writes, not what it computes."""
+
+
+class RunFolder:
+    """The files of a run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.memory = path / "memory.json"
+        self.curves = path / "curves.png"
+        self.checkpoints = path / "checkpoints"
+
+    def read_config(self) -> Config:
+        """The resolved config of the run.
+
+        Raises:
+          UserError: if there is no run here.
+        """
+        if not self.config.is_file():
+            raise UserError(f"no run in {self.path}: it has no config.json")
+        return configs.from_json(self.config.read_bytes(), str(self.config))
+
+    def begin(self, config: Config) -> None:
+        """Makes the folder for a new run.
+
+        Raises:
+          UserError: if it cannot be written, or is not empty: nothing is overwritten.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            names = {p.name for p in self.path.iterdir()}
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        if self.config.name in names and names & {self.metrics.name, self.checkpoints.name}:
+            raise UserError(
+                f"{self.path} already holds a run: continue it with --resume, "
+                "or choose another folder with --out"
+            )
+        # A config alone is what a run leaves that ended before its first step.
+        if names - {self.config.name, self.memory.name}:
+            raise UserError(
+                f"{self.path} is not empty and holds no run: choose another folder with --out"
+            )
+        self._write_config(config)
+
+    def resume(self, config: Config) -> None:
+        """Checks that the run here is the config's, and takes over what may change.
+
+        Raises:
+          UserError: if there is no run here, or one of another config.
+        """
+        if not self.config.is_file():
+            raise UserError(
+                f"no run to resume in {self.path}: leave out --resume to start one there"
+            )
+        there, here = configs.flatten(self.read_config()), configs.flatten(config)
+        names = [n for n in sorted(there.keys() | here.keys()) if n not in MAY_CHANGE_ON_RESUME]
+        different = [n for n in names if there.get(n) != here.get(n)]
+        if different:
+            changes = ", ".join(
+                f"{n} is {there.get(n, 'absent')} there and {here.get(n, 'absent')} here"
+                for n in different
+            )
+            raise UserError(
+                f"{self.path} holds another config's run ({changes}): give it as it was, "
+                f"with `fnet train {self.config} --resume`, or choose another folder with --out"
+            )
+        self._write_config(config)
+
+    def _write_config(self, config: Config) -> None:
+        try:
+            write_whole(self.config, configs.to_json(config))
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drops lines of steps that a killed run logged but did not save: they come again."""
+        if self.metrics.exists():
+            lines = [line for line in read_metrics(self.metrics) if line["step"] <= step]
+            write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; one that was cut off by a kill is left out."""
+    lines = []
+    for text in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that no reader and no kill ever finds half of it."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _cannot_write(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write to {path}: {error.strerror or error}; choose another folder with --out"
+    )

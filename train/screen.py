@@ -1,0 +1,103 @@
+"""What a run shows: a table before, progress on the way, plain lines where there is no terminal."""
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fnet.step import Report
+
+
+def bytes_in_words(n: int | None) -> str:
+    """``1536 -> "1.50 KiB"``; None is unknown."""
+    if n is None:
+        return "unknown"
+    value = float(n)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def memory_table(report: Report) -> Table:
+    """The compiled step's memory, in words."""
+    t = Table(title="memory of the compiled step", title_justify="left", show_header=False)
+    t.add_column()
+    t.add_column(justify="right", style="bold")
+    t.add_row("parameters", f"{report.parameters:,}")
+    t.add_row("train state", bytes_in_words(report.state_bytes))
+    t.add_row("  of it renewed in place (aliased)", bytes_in_words(report.donation.aliased_bytes))
+    t.add_row("arguments (state and batch)", bytes_in_words(report.peak.arguments))
+    t.add_row("temporaries (what backward keeps)", bytes_in_words(report.peak.temporaries))
+    t.add_row("peak", bytes_in_words(report.peak.total))
+    return t
+
+
+class Screen:
+    """Progress of a run on a terminal, or as lines in a log."""
+
+    def __init__(self, console: Console, total: int):
+        self._console = console
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._total = total
+        self._task = self._progress.add_task("steps", total=total, metrics="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to ``step`` steps taken."""
+        self._progress.update(self._task, completed=step)
+
+    def log(self, step: int, line: Mapping[str, float], predicted: int, seen: int | None) -> None:
+        """Shows a line of metrics: beside the bar, or as a line of text."""
+        rate = line["examples_per_second"]
+        words = "  ".join(
+            [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
+            + [
+                f"{rate:,.0f} examples/s",
+                f"memory {bytes_in_words(seen)} (predicted {bytes_in_words(predicted)})",
+            ]
+        )
+        self._progress.update(self._task, completed=step, metrics=words)
+        if not self._console.is_terminal:
+            self._say(f"step {step}/{self._total}  {words}")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+_SHOWN = {
+    "train/loss": "loss",
+    "train/accuracy": "accuracy",
+    "test/accuracy": "test",
+    "train/learning_rate": "lr",
+}

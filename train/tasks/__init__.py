@@ -1,0 +1,1 @@
+"""Tasks: what is learned from which data, and what tells whether it worked."""
