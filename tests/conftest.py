@@ -8,16 +8,11 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
-
-
-@pytest.fixture
-def key():
-    return jax.random.key(0)
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ def noise() -> Layer:
     return Layer(lambda key: ({}, {}), apply)
 
 
-def test_serial_composes_in_order_and_names_children(key):
+def test_serial_composes_in_order_and_names_children():
     layer = serial(layers.dense(3, 4), layers.activation("relu"), head=layers.dense(4, 2))
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     assert set(params) == {"0", "head"}
     assert state == {}
     x = jnp.arange(6.0).reshape(2, 3)
@@ -25,34 +25,36 @@ def test_serial_composes_in_order_and_names_children(key):
     chex.assert_trees_all_close(y, hidden @ params["head"]["kernel"])
 
 
-def test_init_needs_no_data(key):
+def test_init_needs_no_data():
     layer = serial(layers.conv(3, 8), layers.abn(8), layers.global_avg_pool())
-    params, state = jax.eval_shape(layer.init, key)
+    params, state = jax.eval_shape(layer.init, jax.random.key(0))
     chex.assert_shape(params["0"]["kernel"], (3, 3, 3, 8))
     chex.assert_shape(state["1"]["running_mean"], (8,))
 
 
-def test_children_start_from_independent_keys(key):
-    params, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(key)
+def test_children_start_from_independent_keys():
+    params, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(jax.random.key(0))
     assert not jnp.allclose(params["0"]["kernel"], params["1"]["kernel"])
 
 
-def test_adding_a_layer_keeps_the_initial_values_of_those_before_it(key):
-    short, _ = serial(layers.dense(4, 4)).init(key)
-    long, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(key)
+def test_adding_a_layer_keeps_the_initial_values_of_those_before_it():
+    short, _ = serial(layers.dense(4, 4)).init(jax.random.key(0))
+    long, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(jax.random.key(0))
     chex.assert_trees_all_equal(short["0"], long["0"])
 
 
-def test_serial_gives_each_child_a_key_of_its_own(key):
-    twice, _ = serial(noise(), noise()).apply({}, {}, jnp.zeros(4), key=key, train=True)
-    first, _ = serial(noise()).apply({}, {}, jnp.zeros(4), key=key, train=True)
+def test_serial_gives_each_child_a_key_of_its_own():
+    twice, _ = serial(noise(), noise()).apply(
+        {}, {}, jnp.zeros(4), key=jax.random.key(2), train=True
+    )
+    first, _ = serial(noise()).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
     assert not jnp.allclose(twice, 2 * first)
 
 
-def test_serial_threads_state_of_every_child(key):
+def test_serial_threads_state_of_every_child():
     layer = serial(a=layers.abn(2), b=layers.abn(2))
-    params, state = layer.init(key)
-    x = jax.random.normal(key, (8, 2)) + 3.0
+    params, state = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (8, 2)) + 3.0
     _, after = layer.apply(params, state, x, train=True)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
     assert not jnp.allclose(state["a"]["running_mean"], after["a"]["running_mean"])
@@ -61,28 +63,28 @@ def test_serial_threads_state_of_every_child(key):
     chex.assert_trees_all_equal(after, frozen)
 
 
-def test_residual_adds_its_input(key):
+def test_residual_adds_its_input():
     body = layers.dense(3, 3)
     layer = residual(body)
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     x = jnp.ones((2, 3))
     y, _ = layer.apply(params, state, x, train=True)
     chex.assert_trees_all_close(y, x + x @ params["body"]["kernel"])
 
 
-def test_residual_with_unequal_branches_names_both_shapes(key):
+def test_residual_with_unequal_branches_names_both_shapes():
     layer = residual(layers.dense(3, 4))
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"body gives \(2, 4\), shortcut gives \(2, 3\)"):
         layer.apply(params, state, jnp.ones((2, 3)), train=True)
 
 
-def test_repeat_equals_its_copies_in_a_row(key):
+def test_repeat_equals_its_copies_in_a_row():
     block = serial(layers.dense(3, 3), layers.abn(3))
     layer = repeat(block, 4)
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     chex.assert_tree_shape_prefix((params, state), (4,))
-    x = jax.random.normal(key, (5, 3))
+    x = jax.random.normal(jax.random.key(1), (5, 3))
     y, after = layer.apply(params, state, x, train=True)
     expected, states = x, []
     for i in range(4):
@@ -93,9 +95,9 @@ def test_repeat_equals_its_copies_in_a_row(key):
     chex.assert_trees_all_close(after, jax.tree.map(lambda *s: jnp.stack(s), *states), atol=1e-6)
 
 
-def test_repeat_gives_each_copy_a_key_of_its_own(key):
-    y, _ = repeat(noise(), 2).apply({}, {}, jnp.zeros(4), key=key, train=True)
-    y1, _ = repeat(noise(), 1).apply({}, {}, jnp.zeros(4), key=key, train=True)
+def test_repeat_gives_each_copy_a_key_of_its_own():
+    y, _ = repeat(noise(), 2).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
+    y1, _ = repeat(noise(), 1).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
     assert not jnp.allclose(y, 2 * y1)
 
 
@@ -104,9 +106,9 @@ def test_repeat_needs_a_copy():
         repeat(layers.dense(2, 2), 0)
 
 
-def test_names_of_layers_reach_the_compiled_program(key):
+def test_names_of_layers_reach_the_compiled_program():
     layer = serial(stem=layers.dense(3, 3), head=stateless(jnp.sin))
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     f = jax.jit(lambda p, x: layer.apply(p, state, x, train=True)[0])
     text = f.lower(params, jnp.ones((2, 3))).compile().as_text()
     assert "/stem/" in text

@@ -9,35 +9,35 @@ from hypothesis import strategies as st
 from fnet import layers
 
 
-def test_dense_is_affine_on_the_last_axis(key):
+def test_dense_is_affine_on_the_last_axis():
     layer = layers.dense(3, 2)
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     params["bias"] = jnp.asarray([1.0, -1.0])
-    x = jax.random.normal(key, (4, 5, 3))
+    x = jax.random.normal(jax.random.key(1), (4, 5, 3))
     y, _ = layer.apply(params, state, x, train=False)
     chex.assert_trees_all_close(
         y, np.einsum("abi,io->abo", x, params["kernel"]) + np.array([1.0, -1.0]), atol=1e-5
     )
 
 
-def test_dense_without_bias_has_none(key):
-    params, _ = layers.dense(3, 2, bias=False).init(key)
+def test_dense_without_bias_has_none():
+    params, _ = layers.dense(3, 2, bias=False).init(jax.random.key(0))
     assert set(params) == {"kernel"}
 
 
-def test_layers_compute_in_the_dtype_of_their_input_and_keep_float32_parameters(key):
+def test_layers_compute_in_the_dtype_of_their_input_and_keep_float32_parameters():
     for layer, x in (
         (layers.dense(3, 2), jnp.ones((2, 3), jnp.bfloat16)),
         (layers.conv(3, 2), jnp.ones((2, 4, 4, 3), jnp.bfloat16)),
     ):
-        params, state = layer.init(key)
+        params, state = layer.init(jax.random.key(0))
         chex.assert_type(jax.tree.leaves(params), jnp.float32)
         y, _ = layer.apply(params, state, x, train=True)
         chex.assert_type(y, jnp.bfloat16)
 
 
-def test_dense_names_the_size_it_expected(key):
-    params, state = layers.dense(3, 2).init(key)
+def test_dense_names_the_size_it_expected():
+    params, state = layers.dense(3, 2).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(2, 4\)"):
         layers.dense(3, 2).apply(params, state, jnp.ones((2, 4)), train=True)
 
@@ -69,11 +69,10 @@ def reference_conv(x, kernel, stride, dilation, groups, pad):
     pad=st.integers(0, 2),
 )
 def test_conv_equals_its_definition(window, stride, dilation, groups, pad):
-    key = jax.random.key(window)
     layer = layers.conv(
         4, 6, window, stride=stride, dilation=dilation, groups=groups, padding=[(pad, pad)] * 2
     )
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(9), (2, 6, 7, 4))
     y, _ = layer.apply(params, state, x, train=True)
     expected = reference_conv(
@@ -87,9 +86,9 @@ def test_conv_refuses_groups_that_do_not_divide():
         layers.conv(4, 6, groups=3)
 
 
-def test_conv_names_the_shape_it_expected(key):
+def test_conv_names_the_shape_it_expected():
     layer = layers.conv(3, 2)
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"expected \[N, H, W, 3\], got \(2, 4, 4, 1\)"):
         layer.apply(params, state, jnp.ones((2, 4, 4, 1)), train=True)
 
@@ -98,8 +97,8 @@ def pooled(layer, x):
     return layer.apply({}, {}, x, train=True)[0]
 
 
-def test_max_pool_equals_the_windowed_reduction(key):
-    x = jax.random.normal(key, (2, 7, 6, 3))
+def test_max_pool_equals_the_windowed_reduction():
+    x = jax.random.normal(jax.random.key(1), (2, 7, 6, 3))
     expected = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     chex.assert_trees_all_equal(pooled(layers.max_pool(2), x), expected)
 
@@ -125,11 +124,11 @@ def test_pools_refuse_windows_that_do_not_fit():
         pooled(layers.max_pool(5), jnp.ones((1, 4, 4, 1)))
 
 
-def test_mlp_has_activations_between_layers_only(key):
+def test_mlp_has_activations_between_layers_only():
     layer = layers.mlp([3, 4, 2], activation="tanh")
-    params, state = layer.init(key)
+    params, state = layer.init(jax.random.key(0))
     assert set(params) == {"dense_0", "dense_1"}
-    x = jax.random.normal(key, (5, 3))
+    x = jax.random.normal(jax.random.key(1), (5, 3))
     y, _ = layer.apply(params, state, x, train=True)
     hidden = np.tanh(x @ params["dense_0"]["kernel"])
     chex.assert_trees_all_close(y, hidden @ params["dense_1"]["kernel"], atol=1e-6)

@@ -5,7 +5,7 @@ import io
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -134,7 +134,7 @@ def _in_words(kind: Any) -> str:
         return _in_words(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
-    if isinstance(kind, types.UnionType):
+    if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(_in_words(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
         return f"{_in_words(get_args(kind)[0])}, one or more times"

@@ -213,6 +213,10 @@ def _first_mistake(error: ErrorDetails) -> str:
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
         return f"unknown field {name}{nearest(name, _known_fields())}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        context = error.get("ctx", {})
+        tag, allowed = context["discriminator"].strip("'"), context.get("expected_tags", "a name")
+        return f"{name}.{tag}: expected one of {allowed}, got {context.get('tag', 'nothing')!r}"
     message = error["msg"].removeprefix("Input should be ")
     if error["type"] == "json_invalid" or not name:
         return f"not a config: {error['msg']}"

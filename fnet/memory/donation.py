@@ -45,12 +45,16 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
         and dtype in and out, and the reason.
     """
     arguments = tree_flatten_with_path(compiled.args_info)[0]
+    kept = _kept(compiled, len(arguments))
+    aliased = {kept[number] for number in _aliased_parameters(compiled)}
     donated = [(path, a) for path, a in arguments if a.donated]
-    aliased = _aliased_parameters(compiled)
+    debugging = [o for o in ("jax_debug_nans", "jax_debug_infs") if getattr(jax.config, o)]
+    if debugging:
+        raise DonationError(f"state not renewed in place: {debugging[0]} turns donation off")
+    if not donated:
+        raise DonationError("nothing is donated: jit the step with donate_argnums=0")
     not_reused = [
-        (path, a)
-        for number, (path, a) in enumerate(_kept(compiled, arguments))
-        if a.donated and number not in aliased
+        (path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased
     ]
     total = sum(leaf_bytes(a._aval) for _, a in donated)
     if not not_reused:
@@ -95,16 +99,16 @@ def _explain(path: Any, a: Any, outputs: dict[str, Any]) -> str:
         )
     if out.shape != shape:
         return f"{name} changes shape from {dtype}{list(shape)} to {dtype}{list(out.shape)}"
-    debugging = [o for o in ("jax_debug_nans", "jax_debug_infs") if getattr(jax.config, o)]
-    if debugging:
-        return f"{name} ({dtype}{list(shape)}): {debugging[0]} turns donation off"
-    return f"{name} ({dtype}{list(shape)}): the compiler did not reuse its buffer"
+    return (
+        f"{name} ({dtype}{list(shape)}) is overwritten without being read, which drops it, or "
+        "the compiler did not reuse its buffer: jit with keep_unused=True"
+    )
 
 
-def _kept(compiled: jax.stages.Compiled, arguments: list[Any]) -> list[Any]:
-    """The arguments that the compiled program takes: unused ones are dropped by JAX."""
+def _kept(compiled: jax.stages.Compiled, arguments: int) -> list[int]:
+    """Which arguments the compiled program takes, in order: JAX drops those never read."""
     kept = getattr(compiled._executable, "_kept_var_idx", None)
-    return arguments if kept is None else [arguments[i] for i in sorted(kept)]
+    return sorted(range(arguments) if kept is None else kept)
 
 
 def _aliased_parameters(compiled: jax.stages.Compiled) -> set[int]:

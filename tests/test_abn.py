@@ -1,0 +1,331 @@
+"""Golden equations: Rota Bulo et al. 2018 and mapillary/inplace_abn, checked through autodiff."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import fnet
+from fnet import layers
+from fnet.layers.activations import ACTIVATIONS
+
+INVERTIBLE = [name for name, a in ACTIVATIONS.items() if a.inverse]
+RECOMPUTED = [name for name, a in ACTIVATIONS.items() if not a.inverse]
+
+
+def defining_formula(x, gamma, beta, *, activation="leaky_relu", param=0.01, eps=1e-5, axis=-1):
+    """The contract's equations, as autodiff sees them: nothing in place."""
+    axis %= x.ndim
+    others = tuple(i for i in range(x.ndim) if i != axis)
+
+    def spread(v):
+        return jnp.expand_dims(v, others)
+
+    mean = x.mean(others)
+    var = jnp.square(x - spread(mean)).mean(others)
+    z = (x - spread(mean)) / jnp.sqrt(spread(var) + eps)
+    if gamma is not None:
+        g = jnp.where(gamma < 0, -gamma, gamma) + eps
+        z = z * spread(g) + spread(beta)
+    return ACTIVATIONS[activation].forward(z, param), mean, var
+
+
+def in_place(x, gamma, beta, *, activation="leaky_relu", param=0.01, **options):
+    return fnet.abn(
+        x, gamma, beta, None, None, train=True, activation=activation, activation_param=param,
+        **options,
+    )[0]  # fmt: skip
+
+
+def inputs(shape, channels, seed=0, dtype=jnp.float64, spread=1.0):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.normal(size=shape) * spread + rng.normal(size=1), dtype)
+    gamma = jnp.asarray(rng.normal(size=channels), dtype)
+    beta = jnp.asarray(rng.normal(size=channels) * 0.5, dtype)
+    dy = jnp.asarray(rng.normal(size=shape), dtype)
+    return x, gamma, beta, dy
+
+
+def gradients(f, x, gamma, beta, dy):
+    _, vjp = jax.vjp(f, x, gamma, beta)
+    return vjp(dy)
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.usefixtures("float64")
+def test_output_and_gradients_equal_the_defining_formula(activation):
+    x, gamma, beta, dy = inputs((6, 5, 3), 3)
+    param = 0.3
+    got = in_place(x, gamma, beta, activation=activation, param=param)
+    expected, _, _ = defining_formula(x, gamma, beta, activation=activation, param=param)
+    chex.assert_trees_all_close(got, expected, atol=1e-12)
+    chex.assert_trees_all_close(
+        gradients(
+            lambda *a: in_place(*a, activation=activation, param=param), x, gamma, beta, dy
+        ),
+        gradients(
+            lambda *a: defining_formula(*a, activation=activation, param=param)[0],
+            x, gamma, beta, dy,
+        ),
+        atol=1e-10,
+    )  # fmt: skip
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    samples=st.integers(2, 6),
+    axis=st.integers(0, 4),
+    activation=st.sampled_from(INVERTIBLE),
+    param=st.floats(0.01, 2.0),
+    seed=st.integers(0, 99),
+)
+def test_gradients_on_random_shapes_and_axes(shape, samples, axis, activation, param, seed):
+    shape = [samples, *shape]
+    axis %= len(shape)
+    if np.prod(shape) // shape[axis] < 2:
+        shape.append(2)
+    with jax.enable_x64(True):
+        x, gamma, beta, dy = inputs(shape, shape[axis], seed)
+        chex.assert_trees_all_close(
+            gradients(
+                lambda *a: in_place(*a, activation=activation, param=param, axis=axis),
+                x, gamma, beta, dy,
+            ),
+            gradients(
+                lambda *a: defining_formula(*a, activation=activation, param=param, axis=axis)[0],
+                x, gamma, beta, dy,
+            ),
+            rtol=1e-6,
+            atol=1e-7,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ["identity", "elu", "softplus", "gelu", "silu"])
+@pytest.mark.usefixtures("float64")
+def test_gradients_equal_finite_differences_to_second_order(activation):
+    x, gamma, beta, _ = inputs((7, 2), 2, seed=1)
+    f = lambda x, g, b: in_place(x, g, b, activation=activation, param=0.7)  # noqa: E731
+    check_grads(f, (x, gamma, beta), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("float64")
+def test_the_hessian_equals_that_of_the_defining_formula():
+    x, gamma, beta, dy = inputs((4, 3, 2), 2)
+    ours = jax.hessian(lambda x: (in_place(x, gamma, beta, activation="elu", param=1.0) * dy).sum())
+    theirs = jax.hessian(
+        lambda x: (defining_formula(x, gamma, beta, activation="elu", param=1.0)[0] * dy).sum()
+    )
+    chex.assert_trees_all_close(ours(x), theirs(x), atol=1e-8)
+
+
+@pytest.mark.parametrize("activation", INVERTIBLE)
+def test_only_the_output_is_kept_for_the_backward_pass(activation):
+    x, gamma, beta, _ = inputs((8, 4, 4, 3), 3, dtype=jnp.float32)
+    y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, activation=activation), x)
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
+    assert len(kept) == 1
+    chex.assert_trees_all_equal(kept[0].reshape(y.shape), y)
+
+
+@pytest.mark.parametrize("gamma", [0.0, -0.0, 1e-8, -1e-3])
+@pytest.mark.usefixtures("float64")
+def test_derivative_at_gamma_0_is_taken_from_above(gamma):
+    x, _, _, dy = inputs((9, 1), 1)
+    gamma, beta = jnp.asarray([gamma]), jnp.zeros(1)
+    _, dgamma, dbeta = gradients(lambda *a: in_place(*a), x, gamma, beta, dy)
+    _, expected, expected_beta = gradients(lambda *a: defining_formula(*a)[0], x, gamma, beta, dy)
+    chex.assert_trees_all_close(dgamma, expected, rtol=1e-6)
+    chex.assert_trees_all_close(dbeta, expected_beta, rtol=1e-10)
+
+
+@pytest.mark.parametrize("outlier", [1e3, 1e6])
+@pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
+def test_one_huge_outlier_leaves_gradients_finite(activation, outlier):
+    x, gamma, beta, dy = inputs((64, 2), 2, dtype=jnp.float32)
+    gamma = gamma * 40
+    x = x.at[0, 0].set(-outlier).at[1, 1].set(outlier)
+    y = in_place(x, gamma, beta, activation=activation, param=1.0)
+    grads = gradients(lambda *a: in_place(*a, activation=activation, param=1.0), x, gamma, beta, dy)
+    chex.assert_tree_all_finite((y, grads))
+
+
+def test_a_saturated_elu_has_finite_gradients():
+    # z = -40 rounds to y = -alpha, whose inverse is minus infinity.
+    x = jnp.asarray([[-1.0], [1.0], [1.0], [1.0]])
+    gamma, beta = jnp.asarray([20.0]), jnp.asarray([-10.0])
+    y = in_place(x, gamma, beta, activation="elu", param=1.0)
+    assert float(y.min()) == -1.0
+    chex.assert_tree_all_finite(
+        gradients(
+            lambda *a: in_place(*a, activation="elu", param=1.0), x, gamma, beta, jnp.ones_like(x)
+        )
+    )
+
+
+def test_a_constant_channel_gives_beta_and_finite_gradients():
+    x, beta = jnp.full((6, 1), 3.0), jnp.asarray([0.5])
+    y = in_place(x, jnp.ones(1), beta)
+    chex.assert_trees_all_close(y, jnp.full((6, 1), 0.5))
+    grads = gradients(lambda *a: in_place(*a), x, jnp.ones(1), beta, jnp.arange(6.0)[:, None])
+    chex.assert_tree_all_finite(grads)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.usefixtures("float64")
+def test_output_keeps_the_inputs_dtype_and_statistics_are_wide(dtype):
+    x, gamma, beta, dy = inputs((32, 3), 3)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    y, mean, var = fnet.abn(
+        x.astype(dtype), gamma.astype(wide), beta.astype(wide),
+        jnp.zeros(3, wide), jnp.ones(3, wide), train=True,
+    )  # fmt: skip
+    chex.assert_type([y, mean, var], [dtype, wide, wide])
+    expected, _, _ = defining_formula(x, gamma, beta)
+    tolerance = 4 * float(jnp.finfo(dtype).eps) + 1e-12
+    chex.assert_trees_all_close(y.astype(jnp.float64), expected, rtol=tolerance, atol=tolerance)
+    grads = gradients(
+        lambda *a: in_place(*a), x.astype(dtype), gamma.astype(wide), beta.astype(wide),
+        dy.astype(dtype),
+    )  # fmt: skip
+    chex.assert_type(grads, [dtype, wide, wide])
+    exact = gradients(lambda *a: defining_formula(*a)[0], x, gamma, beta, dy)
+    for got, want in zip(grads, exact, strict=True):
+        error = jnp.abs(got.astype(jnp.float64) - want).max() / jnp.abs(want).max()
+        assert error < 16 * float(jnp.finfo(dtype).eps) + 1e-10
+
+
+def test_running_statistics_move_to_the_unbiased_batch_statistics():
+    x, _, _, _ = inputs((5, 4, 3), 3, dtype=jnp.float32)
+    mean0, var0 = jnp.full(3, 2.0), jnp.full(3, 4.0)
+    _, mean, var = fnet.abn(x, None, None, mean0, var0, train=True, decay=0.75)
+    flat = np.asarray(x).reshape(-1, 3)
+    chex.assert_trees_all_close(mean, 0.75 * 2.0 + 0.25 * flat.mean(0), rtol=1e-5)
+    chex.assert_trees_all_close(var, 0.75 * 4.0 + 0.25 * flat.var(0, ddof=1), rtol=1e-5)
+
+
+def test_a_cumulative_average_is_the_mean_over_batches():
+    layer = layers.abn(2, decay=None)
+    params, state = layer.init(jax.random.key(0))
+    batches = [jax.random.normal(jax.random.key(i), (8, 2)) + i for i in range(3)]
+    for x in batches:
+        _, state = layer.apply(params, state, x, train=True)
+    chex.assert_trees_all_close(
+        state["running_mean"], jnp.stack([x.mean(0) for x in batches]).mean(0), atol=1e-5
+    )
+    assert float(state["count"]) == 3
+
+
+def test_evaluation_uses_the_running_statistics_and_leaves_them():
+    x, gamma, beta, dy = inputs((6, 3), 3, dtype=jnp.float32)
+    mean, var = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([0.5, 1.0, 2.0])
+
+    def frozen(x, gamma, beta):
+        y, new_mean, new_var = fnet.abn(x, gamma, beta, mean, var, train=False)
+        assert new_mean is mean
+        assert new_var is var
+        return y
+
+    def formula(x, gamma, beta):
+        z = (x - mean[None]) / jnp.sqrt(var + 1e-5)[None] * (jnp.abs(gamma) + 1e-5)[None]
+        return jax.nn.leaky_relu(z + beta[None], 0.01)
+
+    chex.assert_trees_all_close(frozen(x, gamma, beta), formula(x, gamma, beta), atol=1e-5)
+    chex.assert_trees_all_close(
+        gradients(frozen, x, gamma, beta, dy), gradients(formula, x, gamma, beta, dy), rtol=1e-4
+    )
+
+
+def test_without_tracked_statistics_evaluation_uses_the_batchs_own():
+    x, gamma, beta, _ = inputs((6, 3), 3, dtype=jnp.float32)
+    trained = fnet.abn(x, gamma, beta, None, None, train=True)
+    evaluated = fnet.abn(x, gamma, beta, None, None, train=False)
+    chex.assert_trees_all_equal(trained, evaluated)
+    assert evaluated[1:] == (None, None)
+
+
+def test_without_affine_parameters_the_output_is_normalised():
+    x, _, _, _ = inputs((64, 3), 3, dtype=jnp.float32, spread=5.0)
+    y, _, _ = fnet.abn(x, None, None, None, None, train=True, activation="identity")
+    chex.assert_trees_all_close(y.mean(0), jnp.zeros(3), atol=1e-5)
+    chex.assert_trees_all_close(y.std(0), jnp.ones(3), atol=1e-4)
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("activation", ["leaky_relu", "gelu", "sigmoid"])
+@pytest.mark.usefixtures("float64")
+def test_a_masked_batch_equals_a_really_smaller_one(activation, train):
+    x, gamma, beta, dy = inputs((7, 4, 3), 3)
+    mask = jnp.asarray([True, False, True, True, False, True, True])
+    running = jnp.zeros(3), jnp.ones(3)
+    padded = jnp.where(mask[:, None, None], x, jnp.nan)
+
+    def run(x, gamma, beta, mask=None):
+        return fnet.abn(
+            x, gamma, beta, *running, train=train, activation=activation, mask=mask
+        )  # fmt: skip
+
+    y, *statistics = run(padded, gamma, beta, mask)
+    small, *small_statistics = run(x[mask], gamma, beta)
+    chex.assert_trees_all_close(y[mask], small, atol=1e-12)
+    chex.assert_trees_all_close(statistics, small_statistics, atol=1e-12)
+    chex.assert_trees_all_equal(y[~mask], jnp.zeros((2, 4, 3)))
+
+    dx, *parameters = gradients(lambda *a: run(*a, mask=mask)[0], padded, gamma, beta, dy)
+    small_dx, *small_parameters = gradients(lambda *a: run(*a)[0], x[mask], gamma, beta, dy[mask])
+    chex.assert_trees_all_close(dx[mask], small_dx, atol=1e-12)
+    chex.assert_trees_all_close(parameters, small_parameters, atol=1e-12)
+    chex.assert_trees_all_equal(dx[~mask], jnp.zeros((2, 4, 3)))
+
+
+@pytest.mark.usefixtures("float64")
+def test_vmap_equals_a_loop():
+    x, gamma, beta, dy = inputs((3, 6, 2), 2)
+    f = lambda x, g, b: in_place(x, g, b, activation="elu", param=1.0)  # noqa: E731
+    grads = jax.vmap(lambda x, dy: gradients(f, x, gamma, beta, dy))(x, dy)
+    one_by_one = [gradients(f, x[i], gamma, beta, dy[i]) for i in range(3)]
+    chex.assert_trees_all_close(
+        grads, jax.tree.map(lambda *g: jnp.stack(g), *one_by_one), atol=1e-12
+    )
+
+
+BAD = [
+    ({"activation_param": 0.0}, ValueError, r"slope must be > 0 to be inverted, got 0.0; use activation=\"relu\""),
+    ({"activation": "elu", "activation_param": -1.0}, ValueError, r"alpha must be > 0 to be inverted, got -1.0"),
+    ({"activation": "swish"}, ValueError, r"expected one of .*'silu'.*, got 'swish'"),
+    ({"x": jnp.ones((1, 3))}, ValueError, r"one sample a channel: x has shape \(1, 3\), its channels on axis 1"),
+    ({"x": jnp.ones((0, 3))}, ValueError, r"an empty batch: x has shape \(0, 3\)"),
+    ({"x": jnp.ones(3)}, ValueError, r"rank >= 2 and an axis -1, got shape \(3,\)"),
+    ({"axis": 2}, ValueError, r"an axis 2, got shape \(4, 3\)"),
+    ({"x": jnp.ones((4, 3), int)}, TypeError, "x must be floating, got int32"),
+    ({"gamma": jnp.ones(3, jnp.float16)}, TypeError, "gamma must be float32 or wider, got float16"),
+    ({"beta": None}, ValueError, "got gamma without beta; give both or neither"),
+    ({"running_mean": None}, ValueError, "got running_var without running_mean"),
+    ({"gamma": jnp.ones(4), "beta": jnp.ones(4)}, ValueError, r"gamma must have shape \(3,\), .* got \(4,\)"),
+    ({"decay": None}, ValueError, r"pass decay=1 - 1 / count"),
+    ({"mask": jnp.ones(3, bool)}, ValueError, r"mask must be bool of shape \(4,\), got bool \(3,\)"),
+    ({"mask": jnp.ones(4)}, ValueError, r"mask must be bool of shape \(4,\), got float32 \(4,\)"),
+    ({"axis": 0, "mask": jnp.ones(4, bool), "gamma": None, "beta": None}, ValueError, "a mask needs examples on axis 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_refused_with_what_was_given(change, error, message):
+    arguments = {
+        "x": jnp.ones((4, 3)),
+        "gamma": jnp.ones(3),
+        "beta": jnp.zeros(3),
+        "running_mean": jnp.zeros(3),
+        "running_var": jnp.ones(3),
+    }
+    with pytest.raises(error, match=message):
+        fnet.abn(**(arguments | {"train": True} | change))
+
+
+def test_the_layer_refuses_at_construction():
+    with pytest.raises(ValueError, match=r"slope must be > 0 to be inverted, got -0.1"):
+        layers.abn(3, activation_param=-0.1)

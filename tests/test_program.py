@@ -1,0 +1,323 @@
+"""The whole program, in this process, on a network small enough to train in a second."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import fnet
+from train import checkpoint, cli, data, recipes
+from train.run_folder import RunFolder
+from train.setup import setup
+
+TINY = """
+from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
+
+def config():
+    return Config(
+        name="tiny",
+        data=Digits(batch_size=16),
+        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        optim=Optim(learning_rate=0.05, ema_decay=0.9),
+        train=Train(steps=8, log_every=2, eval_every=4),
+        checkpoint=Checkpoint(every=3),
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """An empty folder to work in, with a recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tiny.py").write_text(TINY)
+    return tmp_path
+
+
+def fnet_command(*words):
+    cli.main([str(w) for w in words])
+
+
+def exit_code(*words):
+    with pytest.raises(SystemExit) as exit_:
+        fnet_command(*words)
+    return exit_.value.code
+
+
+def final_state(folder):
+    config = RunFolder(folder).read_config()
+    with checkpoint.Checkpoints(RunFolder(folder).checkpoints, 2) as checkpoints:
+        restored = checkpoints.restore(setup(config).state_shapes)
+    state = restored.state
+    key = jax.random.key_data(jax.random.clone(state.key))
+    return (
+        jax.tree.map(np.asarray, (restored.step, state.params, state.model_state)),
+        key,
+        (
+            jax.tree.map(np.asarray, (state.opt_state, state.ema)),
+            restored.position,
+        ),
+    )
+
+
+def metrics_of(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "examples_per_second"} for line in lines]
+
+
+def interrupted_at(step, monkeypatch, how):
+    """The data of the next run does ``how()`` when asked for the batch after ``step``."""
+    original = data.training_batches
+
+    class Batches:
+        def __init__(self, batches):
+            self._batches, self._asked = batches, 0
+
+        def __next__(self):
+            self._asked += 1
+            if self._asked == step + 1:
+                how()
+            return next(self._batches)
+
+        def __getattr__(self, name):
+            return getattr(self._batches, name)
+
+    def once(*arguments):
+        monkeypatch.setattr(data, "training_batches", original)
+        return Batches(original(*arguments))
+
+    monkeypatch.setattr(data, "training_batches", once)
+
+
+def test_a_run_leaves_everything_that_was_promised(workplace, capsys):
+    out = workplace / "run"
+    fnet_command("train", "tiny.py", "--out", out)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary.keys() >= {
+        "metrics", "seconds", "examples_per_second", "parameters", "state_bytes",
+        "donated_bytes", "peak_bytes_predicted", "peak_bytes_seen", "versions",
+    }  # fmt: skip
+    assert summary["donated_bytes"] == summary["state_bytes"] > 0
+    assert summary["versions"]["jax"] == jax.__version__
+    config = RunFolder(out).read_config()
+    state = setup(config).state_shapes
+    assert summary["state_bytes"] == fnet.memory.tree_bytes(state)
+    assert summary["parameters"] == sum(a.size for a in jax.tree.leaves(state.params))
+    memory = json.loads((out / "memory.json").read_text())
+    assert memory["peak"]["total"] == summary["peak_bytes_predicted"]
+
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert [line["step"] for line in lines if "test/accuracy" in line] == [4, 8]
+    assert lines[-1]["test/accuracy"] == summary["metrics"]["test/accuracy"]
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+    printed = capsys.readouterr().out
+    assert "peak" in printed
+    assert str(out / "curves.png") in printed
+    fnet_command("eval", out)
+    printed = capsys.readouterr().out
+    assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed
+
+
+def test_an_interrupted_run_resumes_bit_for_bit(workplace, monkeypatch, capsys):
+    fnet_command("train", "tiny.py", "--out", "whole")
+    interrupted_at(4, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    fnet_command("train", "tiny.py", "--out", "parts")
+    printed = capsys.readouterr().out
+    assert "SIGINT: saved after step 5 of 8" in printed
+    assert "fnet train parts/config.json --resume" in printed
+    assert not (workplace / "parts" / "summary.json").exists()
+    fnet_command("train", "parts/config.json", "--resume")
+    chex.assert_trees_all_equal(final_state(workplace / "whole"), final_state(workplace / "parts"))
+    lines = {line["step"]: line for line in metrics_of(workplace / "parts")}
+    assert lines[8] == metrics_of(workplace / "whole")[-1]
+
+
+def test_n_steps_and_n_more_equal_2n_steps(workplace):
+    constant = ("--optim.schedule", "constant")
+    fnet_command("train", "tiny.py", "--out", "whole", *constant)
+    fnet_command("train", "tiny.py", "--out", "parts", *constant, "--train.steps", 4)
+    fnet_command("train", "tiny.py", "--out", "parts", *constant, "--resume")
+    chex.assert_trees_all_equal(final_state(workplace / "whole"), final_state(workplace / "parts"))
+    assert metrics_of(workplace / "whole") == metrics_of(workplace / "parts")
+
+
+def test_a_run_that_died_resumes_from_its_last_checkpoint(workplace, monkeypatch, capsys):
+    def die():
+        raise RuntimeError("killed")
+
+    fnet_command("train", "tiny.py", "--out", "whole")
+    interrupted_at(5, monkeypatch, die)
+    with pytest.raises(RuntimeError, match="killed"):
+        fnet_command("train", "tiny.py", "--out", "parts")
+    # Half a line, as a kill leaves it.
+    with (workplace / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "tra')
+    fnet_command("train", "tiny.py", "--out", "parts", "--resume")
+    assert "resumed after step 3 of 8" in capsys.readouterr().out
+    chex.assert_trees_all_equal(final_state(workplace / "whole"), final_state(workplace / "parts"))
+    assert [line["step"] for line in metrics_of(workplace / "parts")] == [2, 4, 6, 8]
+
+
+def test_resuming_a_finished_run_changes_nothing_but_says_its_result(workplace, capsys):
+    fnet_command("train", "tiny.py", "--out", "run")
+    before = final_state(workplace / "run"), metrics_of(workplace / "run")
+    capsys.readouterr()
+    fnet_command("train", "run", "--resume")
+    assert "resumed after step 8 of 8" in capsys.readouterr().out
+    chex.assert_trees_all_equal(
+        before, (final_state(workplace / "run"), metrics_of(workplace / "run"))
+    )
+
+
+def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again(workplace, monkeypatch):
+    def die():
+        raise RuntimeError("killed")
+
+    interrupted_at(1, monkeypatch, die)
+    with pytest.raises(RuntimeError, match="killed"):
+        fnet_command("train", "tiny.py", "--out", "run")
+    fnet_command("train", "tiny.py", "--out", "run", "--resume")
+    assert [line["step"] for line in metrics_of(workplace / "run")] == [2, 4, 6, 8]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_one_line(capsys):
+    assert exit_code("train", "tiny.py", "--out", "run", "--optim.learning-rate", 1e30) == 1
+    assert "fnet: the loss is nan at step " in capsys.readouterr().err
+
+
+def test_the_resolved_config_of_a_run_runs_again_as_it_is(workplace):
+    fnet_command("train", "tiny.py", "--out", "a", "--optim.learning-rate", 0.02)
+    fnet_command("train", "a/config.json", "--out", "b")
+    chex.assert_trees_all_equal(final_state(workplace / "a"), final_state(workplace / "b"))
+
+
+def test_memory_prints_what_was_asked_for_without_training(workplace, capsys):
+    fnet_command("memory", "tiny.py")
+    printed = capsys.readouterr().out
+    for word in ("parameters", "arguments", "aliased", "peak"):
+        assert word in printed
+    assert {p.name for p in workplace.iterdir()} <= {"tiny.py", "cache"}
+
+
+def test_configs_lists_every_recipe_with_its_first_line(capsys):
+    fnet_command("configs")
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} >= {"digits", "digits_mlp"}
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+@pytest.mark.parametrize("name", sorted(recipes.recipes()))
+def test_every_recipe_loads_and_builds(name):
+    config = recipes.load(name)
+    assert setup(config).steps > 0
+
+
+def test_help_lists_fields_with_their_values(capsys):
+    assert exit_code("train", "tiny.py", "--help") == 0
+    printed = capsys.readouterr().out
+    assert "--optim.learning-rate" in printed
+    assert "0.05" in printed
+
+
+MISTAKES = [
+    (("train", "digitz"), "no recipe digitz (did you mean digits?)"),
+    (("train", "missing.py"), "no recipe missing.py"),
+    (("train",), "say what first: fnet train CONFIG"),
+    (("trian", "digits"), "no command trian (did you mean train?)"),
+    (("train", "tiny.py", "--optim.lerning-rate", "1"), "unknown field --optim.lerning-rate (did you mean --optim.learning-rate?)"),
+    (("train", "tiny.py", "--optim.learning-rate", "fast"), "--optim.learning-rate: expected a number, got fast"),
+    (("train", "tiny.py", "--optim.learning-rate"), "--optim.learning-rate: expected a number, got nothing"),
+    (("train", "tiny.py", "--train.steps", "1.5"), "--train.steps: expected an integer or None, got 1.5"),
+    (("train", "tiny.py", "--optim.learning-rate", "-1"), "optim.learning_rate: expected greater than 0, got -1.0"),
+    (("train", "tiny.py", "--optim.name", "sdg"), "--optim.name: expected one of sgd, adam, adamw, lion, got sdg"),
+    (("train", "tiny.py", "--model.widths", "3", "x"), "--model.widths: expected an integer, one or more times, got 3 x"),
+    (("train", "tiny.py", "stray"), "unexpected stray"),
+    (("train", "tiny.py", "--model.activation-param", "0"), "slope must be > 0 to be inverted, got 0.0"),
+    (("train", "tiny.py", "--optim.warmup-steps", "9"), "warmup_steps must be in [0, 8], got 9"),
+    (("train", "tiny.py", "--data.test-share", "0.001"), "data.test_share: 0.001 does not do"),
+    (("train", "tiny.py", "--out", "tiny.py/run"), "cannot write to tiny.py/run"),
+    (("train", "tiny.py", "--out", "tiny.py"), "cannot write to tiny.py"),
+    (("train", "tiny.py", "--out", "."), ". is not empty and holds no run"),
+    (("train", "tiny.py", "--out", "new", "--resume"), "no run to resume in new"),
+    (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
+    (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
+    (("train", "half.json"), "half.json: not a config: Invalid JSON"),
+    (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'mlp', got 'resnett'"),
+    (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
+    (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
+    (("train", "other.py"), "other.py: config() must return a Config, got int"),
+    (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
+    (("eval",), "say what first: fnet eval RUN"),
+    (("memory", "tiny.py", "--out", "x"), "unknown field --out"),
+    (("configs", "all"), "fnet configs takes nothing, got all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
+    words, message, workplace, capsys
+):
+    head = "from train.config import *\ndef config(): return "
+    (workplace / "bad.json").write_text('{"optim": {"learning_rate": "x"}}')
+    (workplace / "typo.json").write_text('{"optim": {"lerning_rate": 1}}')
+    (workplace / "half.json").write_text('{"optim": ')
+    (workplace / "tag.json").write_text('{"model": {"name": "resnett"}}')
+    (workplace / "broken.py").write_text(head + "Config(optim=Optim(lr=1))")
+    (workplace / "range.py").write_text(head + "Config(data=Digits(batch_size=0))")
+    (workplace / "other.py").write_text(head + "3")
+    before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
+    assert exit_code(*words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+    after = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
+    assert {p: b for p, b in after.items() if "cache" not in p.parts} == before
+
+
+def test_a_folder_that_holds_a_run_is_never_overwritten(workplace, capsys):
+    fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 2)
+    before = {p: p.read_bytes() for p in (workplace / "run").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert exit_code("train", "tiny.py", "--out", "run") == 2
+    assert "run already holds a run: continue it with --resume" in capsys.readouterr().err
+    other = ("--optim.learning-rate", "0.9", "--data.batch-size", "8")
+    assert exit_code("train", "tiny.py", "--out", "run", "--resume", *other) == 2
+    error = capsys.readouterr().err
+    assert "data.batch_size is 16 there and 8 here" in error
+    assert "optim.learning_rate is 0.05 there and 0.9 here" in error
+    assert before == {p: p.read_bytes() for p in (workplace / "run").rglob("*") if p.is_file()}
+
+
+def test_a_checkpoint_of_another_model_is_named_with_both_shapes(workplace, capsys):
+    fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 2)
+    path = workplace / "run" / "config.json"
+    path.write_text(path.read_text().replace('"blocks_per_stage": 1', '"blocks_per_stage": 2'))
+    assert exit_code("eval", "run") == 2
+    error = capsys.readouterr().err
+    assert "checkpoints/2 is another model's: ema.stage0.block1" in error
+    assert "absent there, (4,) here" in error
+
+
+def test_python_m_train_is_the_same_program(workplace):
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "configs"], capture_output=True, text=True, check=True
+    )
+    assert "digits_mlp" in done.stdout
+
+
+def test_the_library_is_pure():
+    """Importing fnet brings in nothing that belongs to the program."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import fnet, sys; print(*sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    roots = {name.split(".")[0] for name in done.stdout.split()}
+    assert not roots & {"train", "tyro", "grain", "matplotlib", "sklearn", "pydantic"}

@@ -1,0 +1,311 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fnet
+from fnet import layers, losses, models, serial
+from fnet.memory import DonationError, donation, tree_bytes
+
+
+def classifier():
+    return serial(
+        conv=layers.conv(1, 4),
+        abn=layers.abn(4),
+        pool=layers.global_avg_pool(),
+        head=layers.dense(4, 3),
+    )
+
+
+def loss_of(model):
+    def loss(params, state, batch, key):
+        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
+        per_example = losses.cross_entropy(logits, batch["label"])
+        return per_example, fnet.Aux(state, {"accuracy": losses.accuracy(logits, batch["label"])})
+
+    return loss
+
+
+def batch_of(n, size=8):
+    return {
+        "image": jax.random.normal(jax.random.key(1), (n, size, size, 1)),
+        "label": jnp.arange(n) % 3,
+    }
+
+
+def copy(tree):
+    """A deep copy, so that the original can be donated and the copy looked at."""
+    return jax.tree.map(jnp.copy, tree)
+
+
+def test_step_is_the_optimizer_applied_to_the_mean_gradient():
+    model, optimizer = classifier(), optax.sgd(0.1, momentum=0.9)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    batch, loss = batch_of(6), loss_of(model)
+
+    def mean_loss(params):
+        per_example, aux = loss(params, state.model_state, batch, jax.random.key(5))
+        return per_example.mean(), aux.model_state
+
+    (value, model_state), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    before = copy(state)
+
+    after, metrics = fnet.make_step(loss, optimizer)(state, batch)
+    chex.assert_trees_all_close(after.params, params, atol=1e-6)
+    chex.assert_trees_all_close(after.opt_state, opt_state, atol=1e-6)
+    chex.assert_trees_all_close(after.model_state, model_state, atol=1e-6)
+    chex.assert_trees_all_close(metrics["loss"], value, atol=1e-6)
+    chex.assert_trees_all_close(metrics["grad_norm"], optax.tree.norm(grads), atol=1e-6)
+    assert int(after.step) == int(before.step) + 1
+
+
+def test_randomness_of_a_step_follows_from_key_and_step_number():
+    seen = []
+
+    def loss(params, state, batch, key):
+        noise = jax.random.normal(key, batch["x"].shape)
+        return params["w"] * noise, fnet.Aux(state, {"noise": noise})
+
+    model = fnet.Layer(lambda key: ({"w": jnp.ones(())}, {}), None)
+    step = fnet.make_step(loss, optax.sgd(0.0))
+    state = fnet.TrainState.create(model, optax.sgd(0.0), jax.random.key(3))
+    for _ in range(2):
+        state, metrics = step(state, {"x": jnp.zeros(4)})
+        seen.append(float(metrics["noise"]))
+    assert seen[0] != seen[1]
+    state = fnet.TrainState.create(model, optax.sgd(0.0), jax.random.key(3))
+    state, metrics = step(state, {"x": jnp.zeros(4)})
+    assert float(metrics["noise"]) == seen[0]
+
+
+def test_padding_with_weight_0_changes_nothing():
+    model = layers.mlp([4, 3])
+
+    def loss(params, state, batch, key):
+        logits, state = model.apply(params, state, batch["x"], train=True)
+        return losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    x, label = jax.random.normal(jax.random.key(1), (5, 4)), jnp.asarray([0, 1, 2, 0, 1])
+    padded = {
+        "x": jnp.concatenate([x, jnp.full((3, 4), jnp.inf)]),
+        "label": jnp.concatenate([label, jnp.zeros(3, int)]),
+        "weight": jnp.asarray([1.0] * 5 + [0.0] * 3),
+    }
+    gradient = fnet.autodiff.mean(loss)
+    params, state = model.init(jax.random.key(0))
+    expected, _, metrics = gradient(params, state, {"x": x, "label": label}, jax.random.key(2))
+    finite = padded | {"x": jnp.where(jnp.isfinite(padded["x"]), padded["x"], 7.0)}
+    got, _, padded_metrics = gradient(params, state, finite, jax.random.key(2))
+    chex.assert_trees_all_close(got, expected, atol=1e-6)
+    chex.assert_trees_all_close(padded_metrics, metrics, atol=1e-6)
+    _, _, worst = gradient(params, state, padded, jax.random.key(2))
+    chex.assert_tree_all_finite(worst)
+
+
+def test_all_weights_0_give_a_gradient_of_0():
+    gradient = fnet.autodiff.mean(lambda p, s, b, k: (p * b["x"], fnet.Aux(s, {})))
+    batch = {"x": jnp.ones(3), "weight": jnp.zeros(3)}
+    grads, _, metrics = gradient(jnp.asarray(2.0), {}, batch, None)
+    assert float(grads) == 0.0
+    assert float(metrics["loss"]) == 0.0
+
+
+def test_a_loss_that_already_averages_is_refused():
+    gradient = fnet.autodiff.mean(lambda p, s, b, k: ((p * b["x"]).mean(), fnet.Aux(s, {})))
+    with pytest.raises(ValueError, match=r"one loss per example, shape \[batch\], got \(\)"):
+        gradient(jnp.asarray(2.0), {}, {"x": jnp.ones(3)}, None)
+
+
+def test_ema_follows_the_parameters():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0), ema=True)
+    before = copy(state.ema)
+    step = fnet.make_step(loss_of(model), optimizer, ema_decay=0.75)
+    after, _ = step(state, batch_of(6))
+    expected = jax.tree.map(lambda e, p: 0.75 * e + 0.25 * p, before, after.params)
+    chex.assert_trees_all_close(after.ema, expected, atol=1e-6)
+    chex.assert_trees_all_equal(after.evaluation_params, after.ema)
+
+
+@pytest.mark.parametrize(("ema", "decay"), [(True, None), (False, 0.9)])
+def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0), ema=ema)
+    step = fnet.make_step(loss_of(model), optimizer, ema_decay=decay)
+    with pytest.raises(ValueError, match=r"TrainState.create\(ema=True\) and make_step"):
+        step(state, batch_of(6))
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.99])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lion"])
+def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
+    model = models.preact_resnet(num_classes=3, in_channels=1, widths=(4,), blocks_per_stage=1)
+    rule = fnet.optim.make_optimizer(optimizer, 0.1, weight_decay=1e-4, clip_norm=1.0)
+    state = fnet.TrainState.create(model, rule, jax.random.key(0), ema=ema_decay is not None)
+    step = fnet.make_step(loss_of(model), rule, ema_decay=ema_decay)
+    report = fnet.compile_step(step, state, batch_of(6)).report
+    assert report.donation.aliased_bytes == report.state_bytes == tree_bytes(state)
+    assert report.donation.leaves == len(jax.tree.leaves(state))
+
+
+def test_the_executable_takes_the_buffers_of_its_state():
+    model, optimizer = classifier(), optax.sgd(0.1, momentum=0.9)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    expected, _ = jax.jit(fnet.make_step(loss_of(model), optimizer).__wrapped__)(
+        copy(state), batch_of(6)
+    )
+    execute = fnet.compile_step(fnet.make_step(loss_of(model), optimizer), state, batch_of(6))
+    kernel = state.params["head"]["kernel"].unsafe_buffer_pointer()
+    after, _ = execute(state, batch_of(6))
+    assert after.params["head"]["kernel"].unsafe_buffer_pointer() == kernel
+    assert state.params["head"]["kernel"].is_deleted()
+    chex.assert_trees_all_close(after.params, expected.params, atol=1e-6)
+
+
+def test_compile_step_needs_only_shapes():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = jax.eval_shape(
+        lambda key: fnet.TrainState.create(model, optimizer, key), jax.random.key(0)
+    )
+    batch = jax.eval_shape(lambda: batch_of(6))
+    report = fnet.compile_step(fnet.make_step(loss_of(model), optimizer), state, batch).report
+    leaves = jax.tree.leaves(model.init(jax.random.key(0))[0])
+    assert report.parameters == sum(leaf.size for leaf in leaves)
+    assert report.peak.total == (
+        report.peak.arguments + report.peak.outputs - report.peak.aliased + report.peak.temporaries
+    )
+    assert report.as_dict()["peak"]["total"] == report.peak.total
+
+
+def compiled(f, state):
+    return jax.jit(f, donate_argnums=0).lower(state, jnp.ones(3)).compile()
+
+
+STATE = {"w": jnp.ones((3, 2)), "v": jnp.ones((3, 2)), "n": jnp.zeros((), jnp.int32)}
+
+
+def test_a_dtype_drift_is_caught_and_named():
+    def step(state, x):
+        return state | {"w": (state["w"] * x.sum()).astype(jnp.bfloat16)}, x.sum()
+
+    with pytest.raises(DonationError) as error:
+        donation(compiled(step, STATE))
+    assert str(error.value) == (
+        "state not renewed in place: ['w'] drifts from float32[3, 2] to bfloat16[3, 2]: "
+        "cast it back with .astype(float32)"
+    )
+
+
+def test_a_drift_is_named_even_where_another_leaf_could_use_its_buffer():
+    def step(state, x):
+        return {"w": state["v"], "v": state["w"].astype(jnp.float16), "n": state["n"]}, x.sum()
+
+    with pytest.raises(DonationError, match=r"\['v'\] drifts from float32\[3, 2\] to float16"):
+        donation(compiled(step, STATE))
+
+
+def test_a_changed_shape_and_a_dropped_leaf_are_named():
+    def step(state, x):
+        return {"w": state["w"][:2], "v": state["v"]}, x.sum()
+
+    with pytest.raises(DonationError) as error:
+        donation(compiled(step, STATE))
+    assert "['w'] changes shape from float32[3, 2] to float32[2, 2]" in str(error.value)
+    assert "['n'] (int32[]) has no output in its place: return it" in str(error.value)
+
+
+def test_a_leaf_that_is_overwritten_unread_is_named():
+    def step(state, x):
+        return state | {"v": jnp.zeros((3, 2))}, x.sum()
+
+    with pytest.raises(DonationError, match=r"\['v'\] \(float32\[3, 2\]\) is overwritten without"):
+        donation(compiled(step, STATE))
+
+
+def test_a_step_that_donates_nothing_is_told_so():
+    with pytest.raises(DonationError, match="jit the step with donate_argnums=0"):
+        donation(jax.jit(lambda s, x: (s, x)).lower(STATE, jnp.ones(3)).compile())
+
+
+def test_a_drifting_optimizer_is_caught_by_compile_step():
+    model = classifier()
+    drifting = optax.GradientTransformation(
+        init=lambda params: jax.tree.map(jnp.zeros_like, params),
+        update=lambda g, s, p=None: (g, jax.tree.map(lambda a: a.astype(jnp.bfloat16), g)),
+    )
+    state = fnet.TrainState.create(model, drifting, jax.random.key(0))
+    step = fnet.make_step(loss_of(model), drifting)
+    with pytest.raises(
+        DonationError, match=r"\.opt_state\['head'\]\['kernel'\] drifts from float32"
+    ):
+        fnet.compile_step(step, state, batch_of(6))
+
+
+def test_a_debug_option_that_turns_donation_off_is_named():
+    f = jax.jit(lambda s, x: ({"w": s["w"] + x.sum()}, x), donate_argnums=0)
+    jax.config.update("jax_debug_nans", True)
+    try:
+        with pytest.raises(DonationError, match="jax_debug_nans turns donation off"):
+            donation(f.lower({"w": jnp.ones(3)}, jnp.ones(3)).compile())
+    finally:
+        jax.config.update("jax_debug_nans", False)
+
+
+def test_weight_decay_spares_norms_and_biases():
+    model = classifier()
+    params, _ = model.init(jax.random.key(0))
+    rule = fnet.optim.make_optimizer("sgd", 1.0, momentum=0.0, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = rule.update(zeros, rule.init(params), params)
+    chex.assert_trees_all_close(updates["head"]["kernel"], -0.5 * params["head"]["kernel"])
+    chex.assert_trees_all_equal(updates["abn"], zeros["abn"])
+    chex.assert_trees_all_equal(updates["head"]["bias"], zeros["head"]["bias"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0]),
+        ("linear", [0.0, 0.5, 1.0, 0.5, 0.0]),
+        ("cosine", [0.0, 0.5, 1.0, 0.5, 0.0]),
+    ],
+)
+def test_schedules_rise_and_fall(name, expected):
+    schedule = fnet.optim.make_schedule(name, 1.0, steps=8, warmup_steps=4)
+    got = [float(schedule(step)) for step in (0, 2, 4, 6, 8)]
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_names_that_do_not_exist_are_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'step'"):
+        fnet.optim.make_schedule("step", 0.1, 10)
+    with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got 11"):
+        fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=11)
+    with pytest.raises(ValueError, match=r"expected one of .*adamw.*, got 'sdg'"):
+        fnet.optim.make_optimizer("sdg", 0.1)
+    with pytest.raises(ValueError, match=r"expected one of .*preact_resnet.*, got 'resnet1'"):
+        models.get("resnet1")
+
+
+def test_cross_entropy_is_in_nats_and_float32():
+    logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])).astype(jnp.bfloat16)
+    got = losses.cross_entropy(logits, jnp.asarray([0, 2]))
+    chex.assert_type(got, jnp.float32)
+    chex.assert_trees_all_close(got, -np.log([0.7, 0.1]), atol=2e-2)
+
+
+def test_label_smoothing_spreads_its_mass_evenly():
+    logits, labels = jax.random.normal(jax.random.key(0), (4, 5)), jnp.asarray([0, 1, 2, 4])
+    got = losses.cross_entropy(logits, labels, smoothing=0.1)
+    plain = losses.cross_entropy(logits, labels)
+    everywhere = -jax.nn.log_softmax(logits).mean(-1)
+    chex.assert_trees_all_close(got, 0.9 * plain + 0.1 * everywhere, atol=1e-6)
+
+
+def test_cross_entropy_names_the_shape_of_labels_it_expected():
+    with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
+        losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
