@@ -24,6 +24,6 @@ def config() -> Config:
             schedule="cosine",
             warmup_steps=20,
         ),
-        train=Train(epochs=60, log_every=50),
+        train=Train(epochs=60, log_every=50, eval_every=100),
         checkpoint=Checkpoint(every=200),
     )

@@ -16,5 +16,5 @@ def config() -> Config:
         data=Digits(batch_size=64, max_shift=1),
         model=Mlp(hidden=(256, 256)),
         optim=Optim(name="adamw", learning_rate=2e-3, weight_decay=1e-2, warmup_steps=20),
-        train=Train(epochs=60, log_every=50),
+        train=Train(epochs=60, log_every=50, eval_every=100),
     )
