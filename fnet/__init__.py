@@ -2,8 +2,10 @@
 
 from fnet import autodiff, layers, losses, memory, models, optim
 from fnet.autodiff import Aux
+from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
+from fnet.layers.reversible import reversible
 from fnet.state import TrainState
 from fnet.step import compile_step, make_step
 
@@ -22,7 +24,10 @@ __all__ = [
     "memory",
     "models",
     "optim",
+    "params_first",
+    "recompute",
     "repeat",
     "residual",
+    "reversible",
     "serial",
 ]

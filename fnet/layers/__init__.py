@@ -5,6 +5,7 @@ from fnet.layers.activations import activation
 from fnet.layers.conv import avg_pool, conv, global_avg_pool, max_pool
 from fnet.layers.linear import dense
 from fnet.layers.mlp import mlp
+from fnet.layers.reversible import reversible
 
 __all__ = [
     "abn",
@@ -15,4 +16,5 @@ __all__ = [
     "global_avg_pool",
     "max_pool",
     "mlp",
+    "reversible",
 ]

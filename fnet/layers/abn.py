@@ -15,6 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
+from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
 
@@ -53,7 +54,7 @@ def abn(
     activation                               kept for the backward pass
     ======================================== ==================================
     identity, leaky_relu, elu, softplus      y
-    relu, gelu, silu, tanh, sigmoid          z, and what act keeps of its own
+    relu, gelu, silu, tanh, sigmoid          z; act is recomputed under `fnet.recompute`
     ======================================== ==================================
 
     Args:
@@ -108,7 +109,7 @@ def abn(
     g = jnp.ones(channels, wide) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
     b = jnp.zeros(channels, wide) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
-    y, mean, var, n = _normalize(spec, x, g, b, statistics, mask)
+    y, mean, var, n = _normalize(spec, *_equally_varying((x, g, b, statistics, mask)))
     if not act.inverse:
         y = _real_rows(mask, act.forward(y, activation_param))
     if not train or running_mean is None or running_var is None or decay is None:
@@ -261,6 +262,25 @@ def _wide(a: Array) -> Array:
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
+def _equally_varying(arrays: tuple) -> tuple:
+    """Inside `jax.shard_map`, the arrays marked as varying over the same devices.
+
+    The transpose sums the cotangent of what is shared over the devices that share
+    it. With ``check_vma=False`` nothing is marked: `jax.shard_map` takes that sum.
+    """
+    every = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+
+    def mark(a: Array) -> Array:
+        missing = tuple(sorted(every - _varying(a)))
+        return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+    return jax.tree.map(mark, arrays)
+
+
+def _varying(a: Array) -> frozenset[str]:
+    return jax.typeof(a).manual_axis_type.varying
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _normalize(
     spec: _Spec,
@@ -300,7 +320,7 @@ def _normalize_fwd(
     inv = jax.lax.rsqrt(var + spec.eps)
     z = (w - spec.spread(mean, w)) * spec.spread(inv * g, w) + spec.spread(beta, w)
     y = activations.find(spec.activation).forward(z, spec.param).astype(x.dtype)
-    y = _real_rows(mask, y)
+    y, inv = keep(_real_rows(mask, y)), keep(inv)
     return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
 
 
@@ -308,8 +328,10 @@ def _normalize_bwd(spec: _Spec, residuals: tuple, cotangents: tuple[Array, ...])
     y, inv, g, beta, mask, n = residuals
     inverse = activations.find(spec.activation).inverse
     assert inverse is not None
+    # Not before its turn: what follows from y alone is as large as y.
+    y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
     z, slope = inverse(_wide(y), spec.param)
-    dz = _real_rows(mask, _wide(cotangents[0]) * slope)
+    dz = _real_rows(mask, _wide(dy) * slope)
     xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz
@@ -317,25 +339,7 @@ def _normalize_bwd(spec: _Spec, residuals: tuple, cotangents: tuple[Array, ...])
         means = (spec.spread(spec.over_devices(s) / n, z) for s in (dbeta, dg))
         dx = dx - next(means) - xhat * next(means)
     dx = _real_rows(mask, dx * spec.spread(inv * g, z))
-    return (
-        dx.astype(y.dtype),
-        _over_sharing_devices(spec, y, g, dg),
-        _over_sharing_devices(spec, y, beta, dbeta),
-        None,
-        None,
-    )
-
-
-def _over_sharing_devices(spec: _Spec, y: Array, parameter: Array, cotangent: Array) -> Array:
-    """The cotangent of a parameter, summed over the devices that share it.
-
-    Only where `jax.shard_map` tracks what varies over devices (``check_vma=True``)
-    is that sum the backward pass's; otherwise `jax.shard_map` takes it itself.
-    """
-    names = (spec.axis_name,) if isinstance(spec.axis_name, str) else spec.axis_name or ()
-    shared = tuple(a for a in names if a in jax.typeof(y).vma - jax.typeof(parameter).vma)
-    total = jax.lax.psum(cotangent, shared) if shared else cotangent
-    return total.astype(parameter.dtype)
+    return dx.astype(y.dtype), dg.astype(g.dtype), dbeta.astype(beta.dtype), None, None
 
 
 _normalize.defvjp(_normalize_fwd, _normalize_bwd)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet.backward_pass import params_first
 from fnet.layer import Layer, Params, State, stateless
 from fnet.layers.linear import HE_NORMAL, add_bias
 
@@ -73,6 +74,7 @@ def conv(
         del key, train
         if x.ndim != 4 or x.shape[-1] != n_in:
             raise ValueError(f"conv: expected [N, H, W, {n_in}], got {x.shape}")
+        x, params = params_first(x, params)
         y = jax.lax.conv_general_dilated(
             x,
             params["kernel"].astype(x.dtype),

@@ -6,6 +6,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
+from fnet.backward_pass import params_first
 from fnet.layer import Layer, Params, State
 
 HE_NORMAL = jax.nn.initializers.he_normal()
@@ -50,6 +51,7 @@ def dense(
         del key, train
         if x.shape[-1] != n_in:
             raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
+        x, params = params_first(x, params)
         y = x @ params["kernel"].astype(x.dtype)
         return add_bias(y, params), state
 

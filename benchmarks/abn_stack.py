@@ -1,0 +1,160 @@
+"""One network, written several ways: blocks of 3x3 convolution, batch norm, activation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import fnet
+from fnet import Layer, layers, serial
+from fnet.layers import activations
+
+Loss = Callable[[Any, Array], Array]
+Stack = Callable[[int], tuple[Loss, Any]]
+
+WIDTH = 64
+IMAGES = (16, 56, 56, WIDTH)
+"""Shape of the input, and of every activation: [batch, height, width, channels]."""
+
+_EPS = 1e-5
+
+
+def images(seed: int = 0) -> Array:
+    """The input: standard normal, shape `IMAGES`, float32."""
+    return jax.random.normal(jax.random.key(seed), IMAGES)
+
+
+def plain_stack(
+    blocks: int, activation: str = "leaky_relu", *, recompute: bool = False, seed: int = 0
+) -> tuple[Loss, Any]:
+    """In jnp, as one writes it down; ``recompute`` puts ``jax.checkpoint`` around each block.
+
+    Args:
+      blocks: how many.
+      activation: a name that `fnet.abn` knows.
+      recompute: whether only the blocks' inputs are kept for the backward pass.
+      seed: of the parameters.
+
+    Returns:
+      ``(loss, params)``: ``loss(params, x)`` is the mean square of the output
+      [] for ``x`` of shape `IMAGES`; params are one dict a block of ``kernel``
+      [3, 3, C, C], ``gamma`` and ``beta`` [C], float32.
+    """
+    act = activations.find(activation).forward
+
+    def block(p: dict[str, Array], x: Array) -> Array:
+        x = _convolution(x, p["kernel"])
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        return act((x - mean) / jnp.sqrt(var + _EPS) * p["gamma"] + p["beta"], 0.01)
+
+    return _stacked(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed)
+
+
+def in_place_stack(
+    blocks: int, activation: str = "leaky_relu", *, seed: int = 0
+) -> tuple[Loss, Any]:
+    """With fnet's layers under `fnet.recompute`; as `plain_stack`, but for the params' tree."""
+    block = serial(conv=layers.conv(WIDTH, WIDTH, bias=False), abn=_abn(WIDTH, activation))
+    return _of_layer(serial(*[block] * blocks), seed, wrap=fnet.recompute)
+
+
+def reversible_stack(
+    blocks: int, activation: str = "leaky_relu", *, restore: bool = True, seed: int = 0
+) -> tuple[Loss, Any]:
+    """The same block on either half of the channels, coupled; as `in_place_stack`.
+
+    A coupled block has two convolutions of half the width, a quarter of the
+    arithmetic each. ``restore=False`` keeps all activations instead.
+    """
+    half = WIDTH // 2
+    block = serial(conv=layers.conv(half, half, bias=False), abn=_abn(half, activation))
+    return _of_layer(layers.reversible([(block, block)] * blocks, restore=restore), seed)
+
+
+def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) -> tuple[Loss, Any]:
+    """With flax linen; as `plain_stack`, but for params, which are flax's own tree."""
+    act = activations.find(activation).forward
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x: Array) -> Array:
+            for _ in range(blocks):
+                x = nn.Conv(WIDTH, (3, 3), use_bias=False)(x)
+                x = act(nn.BatchNorm(use_running_average=False, epsilon=_EPS)(x), 0.01)
+            return x
+
+    model = Stack()
+    # One image of 2 x 2 pixels has the same parameters.
+    variables = model.init(jax.random.key(seed), jnp.zeros((1, 2, 2, WIDTH)))
+    statistics = variables["batch_stats"]
+
+    def loss(params: Any, x: Array) -> Array:
+        y, _ = model.apply(
+            {"params": params, "batch_stats": statistics}, x, mutable=["batch_stats"]
+        )
+        return jnp.square(y).mean()
+
+    return loss, variables["params"]
+
+
+def plain_coupled_stack(
+    blocks: int, activation: str = "leaky_relu", *, seed: int = 0
+) -> tuple[Loss, Any]:
+    """What `reversible_stack` computes, in jnp, as one writes it down, without a grid."""
+    act = activations.find(activation).forward
+
+    def half(p: dict[str, Array], x: Array) -> Array:
+        x = _convolution(x, p["kernel"])
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        return act((x - mean) / jnp.sqrt(var + _EPS) * p["gamma"] + p["beta"], 0.01)
+
+    def loss(params: list[dict[str, Array]], x: Array) -> Array:
+        x1, x2 = jnp.split(x, 2, axis=-1)
+        for f, g in zip(params[::2], params[1::2], strict=True):
+            x1 = x1 + half(f, x2)
+            x2 = x2 + half(g, x1)
+        return jnp.square(jnp.concatenate([x1, x2], -1)).mean()
+
+    return loss, _parameters(2 * blocks, seed, WIDTH // 2)
+
+
+def _abn(width: int, activation: str) -> Layer:
+    return layers.abn(width, activation=activation, eps=_EPS)
+
+
+def _of_layer(
+    layer: Layer, seed: int, wrap: Callable[[Callable], Callable] = lambda f: f
+) -> tuple[Loss, Any]:
+    params, state = layer.init(jax.random.key(seed))
+    apply = wrap(lambda params, x: layer.apply(params, state, x, train=True)[0])
+    return lambda params, x: jnp.square(apply(params, x)).mean(), params
+
+
+def _convolution(x: Array, kernel: Array) -> Array:
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def _parameters(blocks: int, seed: int, width: int = WIDTH) -> list[dict[str, Array]]:
+    he = jax.nn.initializers.he_normal()
+    return [
+        {
+            "kernel": he(key, (3, 3, width, width)),
+            "gamma": jnp.ones(width),
+            "beta": jnp.zeros(width),
+        }
+        for key in jax.random.split(jax.random.key(seed), blocks)
+    ]
+
+
+def _stacked(block: Callable[[dict[str, Array], Array], Array]) -> Loss:
+    def loss(params: list[dict[str, Array]], x: Array) -> Array:
+        for p in params:
+            x = block(p, x)
+        return jnp.square(x).mean()
+
+    return loss

@@ -1,0 +1,54 @@
+"""What the benchmarks share: interleaved medians, compiled temporaries, Markdown tables."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from fnet.memory import peak
+
+
+def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds a call takes, by name: the median over rounds.
+
+    Each round calls every function once, so that a machine that slows down slows
+    all of them down. A first call of each is not counted.
+
+    Args:
+      functions: to be called without arguments; JAX arrays they return are waited for.
+      rounds: how often each is timed.
+    """
+    for function in functions.values():
+        jax.block_until_ready(function())
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def temporaries(compiled: jax.stages.Compiled) -> int:
+    """Bytes of all that is neither an argument nor an output of a compiled program."""
+    return peak(compiled).temporaries
+
+
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A Markdown table with the keys of the first row as header, the first column to the left."""
+    header = list(rows[0])
+    lines = [
+        header,
+        ["---", *["---:"] * (len(header) - 1)],
+        *([r[h] for h in header] for r in rows),
+    ]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def versions(*packages: str) -> str:
+    """``name version`` of each package that is installed."""
+    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return ", ".join(f"{name} {found[name]}" for name in packages if name in found)

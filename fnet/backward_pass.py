@@ -1,0 +1,69 @@
+"""What the backward pass keeps and in which order it works: hints that a compiler needs."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+KEPT = "fnet_kept"
+"""The name of arrays that are kept for the backward pass under `recompute`."""
+
+F = TypeVar("F", bound=Callable)
+P = TypeVar("P")
+
+
+def keep(x: Array) -> Array:
+    """Names an array as one to keep under `recompute`; otherwise the identity."""
+    return checkpoint_name(x, KEPT)
+
+
+def recompute(f: F) -> F:
+    """``f``, whose backward pass keeps only what fnet's layers name and recomputes the rest.
+
+    Normalising layers name their output (where the activation has an inverse) or
+    the normalised pre-activation (where it has none) and their statistics. A
+    network of convolutions and `fnet.abn` then keeps one activation a block
+    whatever the activation is, and recomputes only activation functions, neither
+    a convolution nor a statistic.
+
+    Wrap what contains the whole network, for example its ``apply``. What has no
+    named array between it and the input is recomputed from the input, so a
+    network without fnet's norms gains nothing.
+
+    It is ``jax.checkpoint`` with ``save_only_these_names``; on CPU it takes effect
+    only with the compiler options that `fnet.compile_step` uses
+    (`fnet.memory.peak.CANDIDATE_OPTIONS`).
+    """
+    return jax.checkpoint(  # type: ignore[return-value]
+        f, policy=jax.checkpoint_policies.save_only_these_names(KEPT)
+    )
+
+
+@jax.custom_jvp
+def params_first(x: Array, params: P) -> tuple[Array, P]:
+    """``x`` and ``params`` as they are; backwards, params' cotangents are finished before x's.
+
+    A compiler is free to go on backwards through the network and compute the
+    parameters' gradients last, for which it keeps each layer's input and
+    cotangent: one more activation a block. Layers with large parameters pass
+    their arguments through this, so that both are free once a layer is passed.
+
+    Args:
+      x: the layer's input.
+      params: any pytree of arrays.
+    """
+    return x, params
+
+
+def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+    # Transposed, a barrier on tangents is one on cotangents. Where only one side
+    # is differentiated there is nothing to put in order.
+    if any(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
+        return primals, tangents
+    return primals, jax.lax.optimization_barrier(tangents)
+
+
+params_first.defjvp(_params_first_jvp, symbolic_zeros=True)

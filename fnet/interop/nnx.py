@@ -1,0 +1,171 @@
+"""In-place activated batch norm where a Flax nnx model has BatchNorm and an activation."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float
+
+from fnet.layers import activations
+from fnet.layers.abn import AxisName, abn
+
+
+class InPlaceABN(nnx.Module):
+    """`flax.nnx.BatchNorm` and the activation after it, with one array kept between them.
+
+    ::
+
+        self.norm = nnx.BatchNorm(64, rngs=rngs)      # before; then nnx.leaky_relu(self.norm(x))
+        self.norm = InPlaceABN(64, rngs=rngs)         # after; then self.norm(x)
+
+    The variables are BatchNorm's, so that its checkpoints load: `nnx.Param`
+    ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].
+    ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in
+    BatchNorm. With the equations of `fnet.abn`, these differ from it:
+
+    ========================= ==========================================================
+    scale                     multiplies as ``|scale| + epsilon``: its sign is lost
+    running variance          moves to the unbiased variance, n / (n - 1) of BatchNorm's
+    mask                      is per example, [N]; the others' output is 0
+    use_scale=False           leaves a constant scale of 1, ``use_bias=False`` a bias of 0
+    dtype                     never narrows parameters and statistics below float32
+    axis_index_groups         does not exist; nor do ``use_fast_variance`` (the variance is
+                              always that of the deviations) and ``promote_dtype``
+    ========================= ==========================================================
+
+    Args:
+      num_features: C, the size of the channel axis.
+      use_running_average: True: normalise with ``mean`` and ``var`` and leave them.
+        False: with the batch's statistics, and renew ``mean`` and ``var``. None:
+        given at the call.
+      axis: the channel axis, one integer.
+      momentum: weight of the old running statistics.
+      epsilon: added to the variance and to |scale|.
+      dtype: of the output; None: the widest of input and parameters.
+      param_dtype: of ``scale`` and ``bias``, float32 or wider.
+      use_bias: whether ``bias`` is a parameter.
+      use_scale: whether ``scale`` is a parameter.
+      bias_init: initialiser of ``bias``.
+      scale_init: initialiser of ``scale``.
+      axis_name: mapped axes over which the batch's statistics are global. Unused
+        with running statistics, where the axes need not exist.
+      activation: ``identity``, ``leaky_relu``, ``elu`` or ``softplus`` in place;
+        or ``relu``, ``gelu``, ``silu``, ``tanh``, ``sigmoid``; see `fnet.abn`.
+      activation_param: slope of ``leaky_relu``, alpha of ``elu``; > 0.
+      rngs: random keys, of which ``params`` is used.
+      bias_metadata: metadata of the variable ``bias``, such as its sharding.
+      scale_metadata: likewise of ``scale``.
+
+    Raises:
+      ValueError: at construction, for an activation that is unknown or cannot be
+        inverted; when called, if ``use_running_average`` is not given, and as
+        `fnet.abn`.
+      TypeError: when called, for a ``dtype`` that is not floating or a
+        ``param_dtype`` narrower than float32.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        use_running_average: bool | None = False,
+        axis: int = -1,
+        momentum: float = 0.99,
+        epsilon: float = 1e-5,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = nnx.initializers.zeros,
+        scale_init: Initializer = nnx.initializers.ones,
+        axis_name: AxisName = None,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        rngs: nnx.Rngs,
+        bias_metadata: Mapping[str, Any] = MappingProxyType({}),
+        scale_metadata: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        activations.check_parameter("InPlaceABN", activation, activation_param)
+        shape = (num_features,)
+        self.mean = nnx.BatchStat(jnp.zeros(shape))
+        self.var = nnx.BatchStat(jnp.ones(shape))
+        self.scale: nnx.Param[Array] | None = nnx.data(None)
+        self.bias: nnx.Param[Array] | None = nnx.data(None)
+        if use_scale:
+            self.scale = nnx.Param(scale_init(rngs.params(), shape, param_dtype), **scale_metadata)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), shape, param_dtype), **bias_metadata)
+
+        self.num_features = num_features
+        self.use_running_average = use_running_average
+        self.axis = axis
+        self.momentum = momentum
+        self.epsilon = epsilon
+        self.dtype = dtype
+        self.axis_name = axis_name
+        self.activation = activation
+        self.activation_param = activation_param
+
+    def __call__(
+        self,
+        x: Float[Array, "..."],
+        use_running_average: bool | None = None,
+        *,
+        mask: Bool[Array, " n"] | None = None,
+    ) -> Float[Array, "..."]:
+        """The normalised and activated input.
+
+        Args:
+          x: [N, ..., C] for ``axis=-1``, rank >= 2.
+          use_running_average: takes precedence over the attribute.
+          mask: [N], True for a real example; others count in no statistic, come
+            out as 0 and receive no gradient.
+
+        Returns:
+          An array of the shape of ``x``.
+        """
+        if use_running_average is None:
+            use_running_average = self.use_running_average
+        if use_running_average is None:
+            raise ValueError(
+                "InPlaceABN: use_running_average is None in the module and at the call; give it "
+                "in either, or call the model's train() or eval()"
+            )
+        train = not use_running_average
+        shape = (self.num_features,)
+        scale = jnp.ones(shape) if self.scale is None else self.scale[...]
+        bias = jnp.zeros(shape) if self.bias is None else self.bias[...]
+
+        dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
+        y, mean, var = abn(
+            jnp.asarray(x, dtype),
+            scale,
+            bias,
+            self.mean[...],
+            self.var[...],
+            train=train,
+            activation=self.activation,
+            activation_param=self.activation_param,
+            eps=self.epsilon,
+            decay=self.momentum,
+            axis=self.axis,
+            mask=mask,
+            axis_name=self.axis_name if train else None,
+        )
+        if train:
+            self.mean[...], self.var[...] = mean, var
+        return y
+
+    def set_view(self, use_running_average: bool | None = None) -> None:
+        """Called by `nnx.view`.
+
+        Args:
+          use_running_average: True: normalise with the running statistics; None: as it is.
+        """
+        if use_running_average is not None:
+            self.use_running_average = use_running_average

@@ -1,0 +1,239 @@
+"""Gomez et al. 2017 for the coupling; exactness is this project's own claim."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet import Layer, layers, serial
+from fnet.layers.reversible import GRID, LIMIT, reversible
+from fnet.memory.peak import CANDIDATE_OPTIONS
+
+OPTIONS = CANDIDATE_OPTIONS["cpu"][0]
+
+
+def convolution_block(channels):
+    return serial(conv=layers.conv(channels, channels, bias=False), abn=layers.abn(channels))
+
+
+def dense_block(width):
+    return serial(hidden=layers.dense(width, 2 * width), act=layers.activation("gelu"),
+                  out=layers.dense(2 * width, width))  # fmt: skip
+
+
+def dropout(rate=0.5):
+    def apply(params, state, x, *, key=None, train):
+        if not train:
+            return x, state
+        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0), state
+
+    return Layer(lambda key: ({}, {}), apply)
+
+
+def value_and_gradients(layer, params, state, x, key=None):
+    """Loss, gradients of params and x, and the new state, compiled to keep recomputation."""
+
+    def loss(params, x):
+        y, after = layer.apply(params, state, x, key=key, train=True)
+        return jnp.mean(jnp.sin(y)), after
+
+    f = jax.jit(
+        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), compiler_options=dict(OPTIONS)
+    )
+    return f(params, x)
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 16])
+def test_gradients_equal_those_of_the_same_network_without_reversal_bit_for_bit(blocks):
+    pairs = [(convolution_block(4), convolution_block(4))] * blocks
+    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    params, state = restored.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
+    chex.assert_trees_all_equal(
+        value_and_gradients(restored, params, state, x),
+        value_and_gradients(kept, params, state, x),
+    )
+
+
+def test_they_are_equal_at_64_blocks_too():
+    pairs = [(dense_block(3), dense_block(3))] * 64
+    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    params, state = restored.init(jax.random.key(0))
+    params = jax.tree.map(lambda p: 0.3 * p, params)
+    x = jax.random.normal(jax.random.key(1), (5, 6))
+    got = value_and_gradients(restored, params, state, x)
+    chex.assert_trees_all_equal(got, value_and_gradients(kept, params, state, x))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(got[1]))
+
+
+def test_the_output_is_that_of_the_coupling_within_the_grid():
+    pairs = [(dense_block(3), dense_block(3))] * 3
+    layer = reversible(pairs)
+    params, state = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (5, 6))
+    y, _ = layer.apply(params, state, x, train=True)
+    x1, x2 = jnp.split(x, 2, axis=-1)
+    for i, (f, g) in enumerate(pairs):
+        x1 = x1 + f.apply(params[str(i)]["f"], {}, x2, train=True)[0]
+        x2 = x2 + g.apply(params[str(i)]["g"], {}, x1, train=True)[0]
+    chex.assert_trees_all_close(y, jnp.concatenate([x1, x2], -1), atol=50 * GRID)
+
+
+@pytest.mark.usefixtures("float64")
+def test_gradients_equal_autodiff_of_the_coupling_without_a_grid():
+    pairs = [(dense_block(3), dense_block(3))] * 3
+    layer = reversible(pairs)
+    params, _ = layer.init(jax.random.key(0))
+    params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 6)))
+
+    def plain(params, x):
+        x1, x2 = jnp.split(x, 2, axis=-1)
+        for i, (f, g) in enumerate(pairs):
+            x1 = x1 + f.apply(params[str(i)]["f"], {}, x2, train=True)[0]
+            x2 = x2 + g.apply(params[str(i)]["g"], {}, x1, train=True)[0]
+        return jnp.mean(jnp.sin(jnp.concatenate([x1, x2], -1)))
+
+    got = value_and_gradients(layer, params, {}, x)[1]
+    chex.assert_trees_all_close(got, jax.grad(plain, argnums=(0, 1))(params, x), atol=100 * GRID)
+
+
+def test_running_statistics_are_renewed_once():
+    pairs = [(convolution_block(2), convolution_block(2))] * 2
+    layer = reversible(pairs)
+    params, state = layer.init(jax.random.key(0))
+    x = 3 + jax.random.normal(jax.random.key(1), (4, 5, 5, 4))
+    _, forward_only = layer.apply(params, state, x, train=True)
+    (_, after), _ = value_and_gradients(layer, params, state, x)
+    chex.assert_trees_all_close(after, forward_only, rtol=1e-6)
+    half = jnp.split(x, 2, axis=-1)[1]
+    _, direct = pairs[0][0].apply(params["0"]["f"], state["0"]["f"], half, train=True)
+    chex.assert_trees_all_close(after["0"]["f"], direct, rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_uses_and_leaves_the_running_statistics():
+    layer = reversible([(convolution_block(2), convolution_block(2))])
+    params, state = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 5, 5, 4))
+    _, after = layer.apply(params, state, x, train=False)
+    chex.assert_trees_all_equal(after, state)
+
+
+def test_dropout_is_replayed_in_the_backward_pass():
+    pairs = [(serial(layers.dense(4, 4), dropout()), serial(dropout(), layers.dense(4, 4)))] * 3
+    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    params, state = restored.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (6, 8))
+    got = value_and_gradients(restored, params, state, x, jax.random.key(2))
+    chex.assert_trees_all_equal(got, value_and_gradients(kept, params, state, x, jax.random.key(2)))
+    other = value_and_gradients(restored, params, state, x, jax.random.key(3))
+    assert float(got[0][0]) != float(other[0][0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_streams_are_restored_exactly_too(dtype):
+    pairs = [(dense_block(3), dense_block(3))] * 4
+    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    params, state = restored.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (5, 6), dtype)
+    y, _ = restored.apply(params, state, x, train=True)
+    assert y.dtype == dtype
+    chex.assert_trees_all_equal(
+        value_and_gradients(restored, params, state, x),
+        value_and_gradients(kept, params, state, x),
+    )
+
+
+def scaled(factor):
+    return Layer(lambda key: ({}, {}), lambda p, s, x, *, key=None, train: (factor * x, s))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 2 * LIMIT])
+def test_what_cannot_be_restored_comes_out_as_nan_and_not_as_a_number(bad):
+    layer = reversible([(scaled(1.0), scaled(1.0))])
+    x = jnp.ones((2, 4)).at[0, 0].set(bad)
+    assert bool(jnp.isnan(layer.apply({}, {}, x, train=True)[0]).all())
+    layer = reversible([(scaled(bad), scaled(0.0))])
+    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all())
+
+
+def test_a_stream_that_leaves_the_range_and_comes_back_is_noticed():
+    there_and_back = [(scaled(0.6 * LIMIT), scaled(0.0)), (scaled(-1.5 * LIMIT), scaled(0.0))]
+    layer = reversible([*there_and_back, (scaled(0.9 * LIMIT), scaled(0.0))])
+    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all()) is False
+    layer = reversible([(scaled(0.6 * LIMIT), scaled(0.0))] * 2 + [(scaled(-LIMIT), scaled(0.0))])
+    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all())
+
+
+def temporaries(blocks, layer_of=reversible):
+    pairs = [(convolution_block(16), convolution_block(16))] * blocks
+    layer = layer_of(pairs)
+    params, state = layer.init(jax.random.key(0))
+    x = jax.ShapeDtypeStruct((8, 28, 28, 32), jnp.float32)
+    f = jax.jit(jax.grad(lambda p, x: jnp.square(layer.apply(p, state, x, train=True)[0]).mean()))
+    compiled = f.lower(params, x).compile(compiler_options=dict(OPTIONS))
+    activation = 8 * 28 * 28 * 32 * 4
+    return fnet.memory.peak(compiled).temporaries / activation
+
+
+def test_memory_does_not_grow_with_depth():
+    # Half an activation more or less is how the compiler packs its buffers.
+    depths = [temporaries(blocks) for blocks in (6, 12, 24)]
+    assert max(depths) - min(depths) < 0.75
+    assert max(depths) < 5.5
+    kept = [temporaries(n, lambda p: reversible(p, restore=False)) for n in (6, 12)]
+    assert kept[1] - kept[0] > 5.5
+
+
+def test_vmap_equals_a_loop():
+    layer = reversible([(dense_block(2), dense_block(2))] * 2)
+    params, _ = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, 5, 4))
+    grad = jax.grad(lambda p, x: jnp.sin(layer.apply(p, {}, x, train=True)[0]).sum())
+    batched = jax.vmap(grad, in_axes=(None, 0))(params, x)
+    looped = jax.tree.map(lambda *g: jnp.stack(g), *[grad(params, x[i]) for i in range(3)])
+    chex.assert_trees_all_close(batched, looped, rtol=1e-5, atol=1e-6)
+
+
+def test_it_trains_inside_a_larger_network_with_a_donated_state():
+    import optax
+
+    model = serial(
+        stem=layers.conv(1, 8), body=reversible([(convolution_block(4), convolution_block(4))] * 2),
+        pool=layers.global_avg_pool(), head=layers.dense(8, 3),
+    )  # fmt: skip
+
+    def loss(params, state, batch, key):
+        logits, state = model.apply(params, state, batch["x"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["y"]), fnet.Aux(state, {})
+
+    batch = {"x": jax.random.normal(jax.random.key(1), (9, 6, 6, 1)), "y": jnp.arange(9) % 3}
+    state = fnet.TrainState.create(model, optax.adam(1e-2), jax.random.key(0))
+    step = fnet.compile_step(fnet.make_step(loss, optax.adam(1e-2)), state, batch)
+    assert step.report.donation.aliased_bytes == step.report.state_bytes
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_gradient_that_is_differentiated_again_is_refused_not_wrong():
+    layer = reversible([(dense_block(2), dense_block(2))])
+    params, _ = layer.init(jax.random.key(0))
+    f = lambda x: jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()  # noqa: E731
+    with pytest.raises(TypeError, match="its gradient cannot be differentiated again"):
+        jax.grad(lambda x: jax.grad(f)(x).sum())(jnp.ones((3, 4)))
+
+
+def test_bad_input_is_refused_with_what_was_given():
+    with pytest.raises(ValueError, match=r"at least one block \(f, g\), got none"):
+        reversible([])
+    layer = reversible([(layers.dense(2, 3), layers.dense(2, 2))])
+    params, state = layer.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"must be even to be halved, got \(2, 5\)"):
+        layer.apply(params, state, jnp.ones((2, 5)), train=True)
+    with pytest.raises(ValueError, match=r"f of block 0 maps \(2, 2\) to \(2, 3\)"):
+        layer.apply(params, state, jnp.ones((2, 4)), train=True)
