@@ -75,8 +75,14 @@ def abn(
       axis: the channel axis.
       mask: [N], True for a real example. Others count in no statistic, come out
         as 0 and receive no gradient: the result equals a smaller batch's.
-      axis_name: mapped axes (``jax.shard_map``) over which statistics are
-        global. Under ``jax.jit`` with sharded arrays they are global without it.
+      axis_name: mapped axes (``jax.shard_map``, ``jax.vmap``) over which statistics
+        are global. Under ``jax.jit`` with sharded arrays they are global without
+        it. A gradient taken outside the mapped function is complete. Inside it,
+        differentiate each device's own part of the loss: the gradient of ``x`` is
+        that of all parts together; so are those of ``gamma`` and ``beta`` with
+        ``check_vma=True``. With ``check_vma=False`` and in ``jax.vmap`` theirs are
+        one device's share, to be summed with ``jax.lax.psum``; there, a loss that
+        was itself summed over devices has a gradient as many times too large.
 
     Returns:
       ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``,
@@ -84,7 +90,8 @@ def abn(
 
     Raises:
       TypeError: if ``x`` is not floating, or a parameter or statistic is
-        narrower than float32.
+        narrower than float32; from JAX in forward mode (``jax.jvp``), which a
+        gradient of `abn` allows and `abn` itself does not.
       ValueError: for a parameter of another length than C, ``gamma`` without
         ``beta``, an empty batch, one sample a channel in training, an unknown
         activation, or a slope or alpha that cannot be inverted.
@@ -219,7 +226,8 @@ def _renew(old: Array, new: Array, decay: ArrayLike) -> Array:
 
 
 def _check_samples(x: Array, axis: int, axis_name: AxisName) -> None:
-    if x.size == 0 or (x.size == x.shape[axis] and axis_name is None):
+    devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+    if x.size == 0 or x.size * devices == x.shape[axis]:
         what = "one sample a channel" if x.size else "an empty batch"
         raise ValueError(
             f"abn: no batch statistics of {what}: x has shape {x.shape}, its channels on axis "
@@ -336,7 +344,8 @@ def _normalize_bwd(spec: _Spec, residuals: tuple, cotangents: tuple[Array, ...])
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz
     if n is not None:  # the batch's own statistics moved with x
-        means = (spec.spread(spec.over_devices(s) / n, z) for s in (dbeta, dg))
+        # Each device's sum with its own g, should that differ between them.
+        means = (spec.spread(spec.over_devices(s * g) / (n * g), z) for s in (dbeta, dg))
         dx = dx - next(means) - xhat * next(means)
     dx = _real_rows(mask, dx * spec.spread(inv * g, z))
     return dx.astype(y.dtype), dg.astype(g.dtype), dbeta.astype(beta.dtype), None, None

@@ -1,5 +1,6 @@
 """Activation functions by name, and the inverses of those that have a stable one."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.backward_pass import keep
 from fnet.layer import Layer, stateless
 
 
@@ -96,4 +98,26 @@ def activation(name: str, param: float = 0.01) -> Layer:
       ValueError: if the name is unknown.
     """
     act = find(name)
+    if act.inverse and not (act.parameter and param <= 0):
+        return stateless(lambda x: in_place(x, name, param))
     return stateless(lambda x: act.forward(x, param))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def in_place(z: Array, name: str, param: float) -> Array:
+    """An activation that has an inverse; its derivative is taken from its output.
+
+    Where the next layer keeps the output anyway, nothing is kept for this one
+    (under `fnet.recompute`, which keeps the output and no derivative).
+    """
+    return keep(find(name).forward(z, param))
+
+
+@in_place.defjvp
+def _in_place_jvp(
+    name: str, param: float, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    y = in_place(primals[0], name, param)
+    inverse = find(name).inverse
+    assert inverse is not None
+    return y, tangents[0] * inverse(y, param)[1]

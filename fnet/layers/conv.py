@@ -1,5 +1,6 @@
 """Convolution and pooling on NHWC images."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -89,27 +90,34 @@ def conv(
     return Layer(init, apply)
 
 
-def max_pool(window: int = 2) -> Layer:
-    """Maximum over non-overlapping ``window`` x ``window`` patches.
+def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) -> Layer:
+    """Maximum over ``window`` x ``window`` patches.
 
-    ``x`` [N, H, W, C] -> [N, H // window, W // window, C]; rows and columns
-    that do not fill a patch are dropped. Written as the maximum of shifted
-    slices: on CPU the gradient of a windowed reduction costs several times more.
+    ``x`` [N, H, W, C] -> [N, H', W', C] with ``H' = (H + 2 padding - window) // stride + 1``.
+    Patches that do not overlap are the maximum of shifted slices: on CPU the
+    gradient of a windowed reduction costs several times more.
+
+    Args:
+      window: height and width of a patch.
+      stride: steps between patches; ``window`` by default.
+      padding: rows and columns of minus infinity on each side.
 
     Raises:
-      ValueError: if the image is smaller than one patch.
+      ValueError: if the image, padded, is smaller than one patch.
     """
+    step = stride or window
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
-        h, w = x.shape[1:3]
+        h, w = (size + 2 * padding for size in x.shape[1:3])
         if h < window or w < window:
             raise ValueError(f"max_pool: window {window} is larger than the image {h} x {w}")
-        x = x[:, : h - h % window, : w - w % window]
-        patches = [x[:, i::window, j::window] for i in range(window) for j in range(window)]
-        y = patches[0]
-        for p in patches[1:]:
-            y = jnp.maximum(y, p)
-        return y
+        if step == window and not padding:
+            x = x[:, : h - h % window, : w - w % window]
+            shifts = [x[:, i::window, j::window] for i in range(window) for j in range(window)]
+            return functools.reduce(jnp.maximum, shifts)
+        spread = (1, window, window, 1)
+        pads = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, spread, (1, step, step, 1), pads)
 
     return stateless(pool)
 

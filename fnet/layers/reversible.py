@@ -134,8 +134,9 @@ class _Stream(NamedTuple):
     def add(self, f: Array) -> "_Stream":
         total = _value(self.units, jnp.float32) + f
         # False for NaN as well.
-        inside = jnp.all(jnp.abs(total) < LIMIT)
-        return _Stream(self.units + _units(f), self.inside & inside)
+        inside = self.inside & jnp.all(jnp.abs(total) < LIMIT)
+        # Checked at once: a check put off would keep what it looks at.
+        return _Stream(*jax.lax.optimization_barrier((self.units + _units(f), inside)))
 
 
 def _units(x: Array) -> Array:

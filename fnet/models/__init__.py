@@ -1,20 +1,28 @@
 """Whole networks by name."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from fnet.layer import Layer
 from fnet.models.mlp import mlp
 from fnet.models.preact_resnet import preact_resnet
+from fnet.models.resnet import DEPTHS, resnet
+from fnet.models.revnet import revnet
 
-MODELS: dict[str, Callable[..., Layer]] = {"mlp": mlp, "preact_resnet": preact_resnet}
+MODELS: dict[str, Callable[..., Layer]] = {
+    "mlp": mlp,
+    "preact_resnet": preact_resnet,
+    "revnet": revnet,
+}
+MODELS |= {f"resnet{depth}": functools.partial(resnet, depth) for depth in DEPTHS}
 
 
 def get(name: str, **options: Any) -> Layer:
     """A network by name.
 
     Args:
-      name: ``mlp`` or ``preact_resnet``.
+      name: ``mlp``, ``preact_resnet``, ``resnet18`` to ``resnet152``, ``revnet``.
       **options: of the function of that name in this room.
 
     Raises:
@@ -25,4 +33,4 @@ def get(name: str, **options: Any) -> Layer:
     return MODELS[name](**options)
 
 
-__all__ = ["MODELS", "get", "mlp", "preact_resnet"]
+__all__ = ["MODELS", "get", "mlp", "preact_resnet", "resnet", "revnet"]

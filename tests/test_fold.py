@@ -1,0 +1,163 @@
+"""A folded layer equals the layer and its batch norm in evaluation mode."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import layers
+from fnet.layers.fold import fold, fold_layer
+
+TOLERANCE = 1e-5  # of the largest output
+
+
+def trained_abn(linear, x, *, activation="leaky_relu", affine=True, eps=1e-5, steps=3):
+    """A linear layer, the batch norm behind it, and running statistics from real steps."""
+    params, _ = linear.init(jax.random.key(0))
+    if "bias" in params:
+        params["bias"] = jax.random.normal(jax.random.key(1), params["bias"].shape)
+    channels = params["kernel"].shape[-1]
+    norm = layers.abn(channels, activation=activation, affine=affine, eps=eps)
+    norm_params, state = norm.init(jax.random.key(2))
+    if affine:
+        gamma = jax.random.normal(jax.random.key(3), (channels,))  # of both signs
+        norm_params["gamma"] = gamma.at[0].set(0.0).at[1].set(-0.7)
+        norm_params["beta"] = jax.random.normal(jax.random.key(4), (channels,))
+    step = jax.jit(
+        lambda state, x: norm.apply(
+            norm_params, state, linear.apply(params, {}, x, train=True)[0], train=True
+        )[1]
+    )
+    for i in range(steps):
+        state = step(state, x * (1 + 0.3 * i) + 0.2 * i)
+    return params, norm, norm_params, state
+
+
+def assert_close_to_the_largest(got, expected):
+    chex.assert_trees_all_close(got, expected, rtol=0.0, atol=TOLERANCE * jnp.abs(expected).max())
+
+
+def assert_folded_equals_unfolded(make, x, *, bias, activation="leaky_relu", **options):
+    linear = make(bias=bias)
+    params, norm, norm_params, state = trained_abn(linear, x, activation=activation, **options)
+    y, _ = linear.apply(params, {}, x, train=False)
+    expected, _ = norm.apply(norm_params, state, y, train=False)
+
+    folded = fold_layer(params, norm_params, state, eps=options.get("eps", 1e-5))
+    z, _ = make(bias=True).apply(folded, {}, x, train=False)
+    got, _ = layers.activation(activation).apply({}, {}, z, train=False)
+    assert_close_to_the_largest(got, expected)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 3},
+        {"window": 3, "stride": 2},
+        {"window": (3, 1), "groups": 2},
+        {"window": 3, "groups": 4, "stride": 2},
+        {"window": 2, "dilation": 2, "padding": "VALID"},
+    ],
+)
+def test_a_folded_convolution_equals_the_convolution_and_its_norm(options, bias):
+    x = jax.random.normal(jax.random.key(5), (4, 7, 6, 4))
+    assert_folded_equals_unfolded(
+        lambda bias: layers.conv(4, 8, **options, bias=bias), x, bias=bias
+    )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["identity", "elu", "relu", "gelu"])
+def test_a_folded_dense_layer_equals_the_dense_layer_and_its_norm(activation, bias):
+    x = jax.random.normal(jax.random.key(5), (16, 5))
+    assert_folded_equals_unfolded(
+        lambda bias: layers.dense(5, 6, bias=bias), x, bias=bias, activation=activation
+    )
+
+
+def test_a_norm_without_parameters_folds_with_a_scale_of_exactly_1():
+    x = jax.random.normal(jax.random.key(5), (16, 5))
+    make = lambda bias: layers.dense(5, 6, bias=bias)  # noqa: E731
+    assert_folded_equals_unfolded(make, x, bias=True, affine=False, eps=0.1)
+    kernel, bias = fold(jnp.eye(2), None, None, None, jnp.zeros(2), jnp.full(2, 0.75), eps=0.25)
+    chex.assert_trees_all_equal((kernel, bias), (jnp.eye(2), jnp.zeros(2)))
+
+
+def test_eps_is_the_norms_own_and_counts_twice():
+    x = jax.random.normal(jax.random.key(5), (16, 5))
+    make = lambda bias: layers.dense(5, 6, bias=bias)  # noqa: E731
+    assert_folded_equals_unfolded(make, x, bias=True, eps=0.1)
+
+
+def test_gamma_enters_as_its_magnitude_and_eps():
+    kernel, vectors = jnp.eye(3), (jnp.zeros(3), jnp.ones(3))
+    gamma = jnp.asarray([2.0, -2.0, 0.0])
+    folded, bias = fold(kernel, None, gamma, jnp.asarray([1.0, 2.0, 3.0]), *vectors, eps=1e-3)
+    scale = (np.asarray([2.0, 2.0, 0.0]) + 1e-3) / np.sqrt(1 + 1e-3)
+    chex.assert_trees_all_close(folded, jnp.diag(jnp.asarray(scale, jnp.float32)), rtol=1e-6)
+    chex.assert_trees_all_close(bias, jnp.asarray([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.usefixtures("float64")
+def test_the_result_has_the_kernels_dtype_and_is_rounded_once(dtype):
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.normal(size=(3, 3, 2, 4)), dtype)
+    gamma, beta, mean, var = (
+        jnp.asarray(rng.uniform(0.5, 2.0, size=4), jnp.float32) for _ in "1234"
+    )
+    got = fold(kernel, None, gamma, beta, mean, var)
+    chex.assert_type(got, dtype)
+    wide = [a.astype(jnp.float64) for a in (kernel, gamma, beta, mean, var)]
+    exact = fold(wide[0], None, *wide[1:])
+    rounding = float(jnp.finfo(dtype).eps) + (1e-6 if dtype == jnp.float32 else 0)
+    chex.assert_trees_all_close(
+        [a.astype(jnp.float64) for a in got], list(exact), rtol=rounding, atol=rounding
+    )
+
+
+def test_numpy_arrays_fold_to_the_same_values():
+    arrays = [np.linspace(0.1, 1.0, 6, dtype=np.float32).reshape(2, 3)]
+    arrays += [np.linspace(0.5, 1.5, 3, dtype=np.float32) + i for i in range(5)]
+    chex.assert_trees_all_equal(fold(*arrays), fold(*(jnp.asarray(a) for a in arrays)))
+
+
+def test_stacked_layers_fold_under_vmap():
+    stacked = [jnp.linspace(0.1, 1.0, 12).reshape(2, 2, 3)]
+    stacked += [jnp.linspace(0.5, 1.5, 6).reshape(2, 3) + i for i in range(5)]
+    one_by_one = [fold(*(a[i] for a in stacked)) for i in range(2)]
+    chex.assert_trees_all_close(
+        jax.vmap(fold)(*stacked), jax.tree.map(lambda *a: jnp.stack(a), *one_by_one), rtol=1e-6
+    )
+
+
+BAD = [
+    ({"kernel": jnp.ones(3)}, ValueError, r"kernel must have rank >= 2, channels last, got \(3,\)"),
+    ({"kernel": jnp.ones((2, 3), int)}, TypeError, "kernel must be floating, got int32"),
+    ({"bias": jnp.ones(2)}, ValueError, r"bias must have shape \(3,\), the output channels of kernel \(2, 3\), got \(2,\)"),
+    ({"gamma": jnp.ones((3, 1))}, ValueError, r"gamma must have shape \(3,\), .* got \(3, 1\)"),
+    ({"beta": jnp.ones(3, int)}, TypeError, "beta must be floating, got int32"),
+    ({"running_mean": jnp.ones(4)}, ValueError, r"running_mean must have shape \(3,\), .* got \(4,\)"),
+    ({"running_var": jnp.ones(())}, ValueError, r"running_var must have shape \(3,\), .* got \(\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_refused_with_what_was_given(change, error, message):
+    names = ["bias", "gamma", "beta", "running_mean", "running_var"]
+    arguments = {"kernel": jnp.ones((2, 3))} | {name: jnp.ones(3) for name in names} | change
+    with pytest.raises(error, match=message):
+        fold(**arguments)
+
+
+def test_params_without_a_kernel_are_refused():
+    with pytest.raises(ValueError, match=r"with 'kernel', got \['0', '1'\]"):
+        fold_layer({"0": {}, "1": {}}, {}, {})
+
+
+def test_a_norm_without_running_statistics_is_refused():
+    norm_params, state = layers.abn(3, track=False).init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"lacks \['running_mean', 'running_var'\], it has \[\]"):
+        fold_layer({"kernel": jnp.ones((2, 3))}, norm_params, state)
