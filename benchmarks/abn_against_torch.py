@@ -1,19 +1,17 @@
 """`fnet.abn` beside torch's batch norm and inplace_abn: the same gradients, memory and step time.
 
-    pip install torch==2.13.0 flax "setuptools>=70,<82" "setuptools_scm<9" ninja
+    pip install torch==2.13.0 ninja "setuptools<82" "setuptools_scm<9"
     pip install --no-build-isolation inplace-abn
     JAX_PLATFORMS=cpu python -m benchmarks.abn_against_torch
 
-On CPU. Where inplace-abn could not be compiled, its rows are left out.
+On CPU, with torch's CPU build. inplace-abn needs a C++ compiler; without it its rows are left out.
 """
 
 import argparse
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
@@ -28,19 +26,19 @@ try:
 except ImportError as error:
     InPlaceABN, MISSING = None, str(error)
 
+MakeNorm = Callable[[], nn.Module]
 WIDTH, THREADS = abn_stack.WIDTH, 2
-FORMATS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "torch BatchNorm2d, in-place leaky_relu": lambda: nn.Sequential(
-        nn.BatchNorm2d(WIDTH), nn.LeakyReLU(0.01, inplace=True)
-    )
-}
+LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
+FLAX, FNET = "flax linen BatchNorm, leaky_relu", "`fnet.abn`"
+
+
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(WIDTH), nn.LeakyReLU(0.01, inplace=True))
+
+
+NORMS: dict[str, MakeNorm] = {"torch BatchNorm2d, in-place leaky_relu": batch_norm}
 if InPlaceABN is not None:
     NORMS["torch inplace_abn"] = lambda: InPlaceABN(WIDTH, activation_param=0.01)
-JAX_STACKS: dict[str, abn_stack.Stack] = {
-    "flax linen BatchNorm, leaky_relu": abn_stack.flax_stack,
-    "`fnet.abn`": abn_stack.in_place_stack,
-}
 
 
 def main() -> None:
@@ -49,41 +47,39 @@ def main() -> None:
         parser.add_argument(option, type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
-
     x = jax.random.normal(jax.random.key(0), (args.batch, *abn_stack.IMAGES[1:]))
     steps, saved, temporaries = {}, {}, {}
     for name, norm in NORMS.items():
-        for layout, memory_format in FORMATS.items():
-            model = torch_stack(norm, args.blocks).to(memory_format=memory_format)
-            images = nchw(x).contiguous(memory_format=memory_format)
+        for layout, order in LAYOUTS.items():
+            model = torch_stack(norm, args.blocks).to(memory_format=order)
+            images = nchw(x).contiguous(memory_format=order)
             step, row = torch_step(model, images), f"{name}, {layout}"
             steps[row], saved[row] = step, saved_bytes(step, {images, *model.parameters()})
             temporaries[row] = most_allocated(step)
-    for name, stack in JAX_STACKS.items():
+    for name, stack in ((FLAX, abn_stack.flax_stack), (FNET, abn_stack.in_place_stack)):
         loss, params = stack(args.blocks)
         compiled, _ = compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))
         steps[name] = lambda compiled=compiled, params=params: compiled(params, x)
         temporaries[name] = measure.temporaries(compiled)
 
     seconds = measure.interleaved(steps, args.rounds)
-    base = min((row for row in steps if "BatchNorm2d" in row), key=seconds.__getitem__)
+    base = min((row for row in steps if "BatchNorm2d" in row), key=lambda row: seconds[row])
     rows = [
         {
             "": name,
             "saved MB": f"{saved[name] / 1e6:.0f}" if name in saved else "",
-            "temporaries MB": f"{temporaries[name] / 1e6:.0f}",
-            "ratio": f"{temporaries[name] / temporaries[base]:.2f}",
+            "temporaries MB": f"{held / 1e6:.0f}",
+            "ratio": f"{held / temporaries[base]:.2f}",
             "step s": f"{seconds[name]:.2f}",
             "time ratio": f"{seconds[name] / seconds[base]:.2f}",
         }
-        for name in steps
+        for name, held in temporaries.items()
     ]
     print(
         f"{args.blocks} x (3x3 convolution, batch norm, leaky_relu 0.01) at {x.shape}, float32, "
-        f"CPU, {THREADS} threads in torch, medians of {args.rounds} interleaved steps. Ratios to: "
-        f"{base} (the faster layout). Saved: what torch keeps for the backward pass, without "
-        "parameters and input. Temporaries: all that a step holds at once, without parameters, "
-        "input and gradients; as torch allocated, as XLA assigned.\n\n" + measure.markdown(rows)
+        f"CPU, {THREADS} threads in torch, medians of {args.rounds} interleaved steps. Ratios to "
+        f"{base}, the faster layout. Saved for the backward pass: without parameters and input. "
+        f"Temporaries: also without gradients.\n\n{measure.markdown(rows)}"
     )
     for name, norm in NORMS.items():
         print(f"\nGradients of {name} and of fnet differ by {disagreement(norm):.0e} (float64).")
@@ -92,9 +88,9 @@ def main() -> None:
     print(f"\nVersions: {measure.versions('jax', 'jaxlib', 'flax', 'torch', 'inplace-abn')}.")
 
 
-def torch_stack(norm: Callable[[], nn.Module], blocks: int) -> nn.Sequential:
-    pairs = ((nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), norm()) for _ in range(blocks))
-    return nn.Sequential(*itertools.chain(*pairs))
+def torch_stack(norm: MakeNorm, blocks: int) -> nn.Sequential:
+    pairs = [(nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False), norm()) for _ in range(blocks)]
+    return nn.Sequential(*(module for pair in pairs for module in pair))
 
 
 def nchw(x: Any) -> torch.Tensor:
@@ -108,7 +104,7 @@ def torch_step(model: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 def saved_bytes(step: Callable[[], Any], arguments: set[torch.Tensor]) -> int:
     """Bytes of the distinct storages saved for the backward pass, those of arguments left out."""
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         step()
     held = {t.untyped_storage().data_ptr() for t in arguments}
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
@@ -119,19 +115,19 @@ def most_allocated(step: Callable[[], Any]) -> int:
     """The most bytes that a step holds at once, less what it returns."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         returned = step()
-    events = [e for e in profile.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return int(np.cumsum(changes).max()) - sum(t.nbytes for t in returned)
+    events = sorted(profile.kineto_results.events(), key=lambda e: e.start_ns())
+    held = np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"])
+    return int(held.max()) - sum(t.nbytes for t in returned)
 
 
-def disagreement(norm: Callable[[], nn.Module], blocks: int = 4) -> float:
+def disagreement(norm: MakeNorm, blocks: int = 4) -> float:
     """The largest difference from fnet's gradients, each relative to its largest value."""
     with jax.enable_x64(True):
-        loss, params = abn_stack.in_place_stack(blocks)
         rng = np.random.default_rng(0)
-        params = jax.tree.map(lambda p: jnp.asarray(p + 0.1 * rng.normal(size=p.shape)), params)
+        loss, params = abn_stack.in_place_stack(blocks)
+        params = jax.tree.map(lambda p: p + 0.1 * rng.normal(size=p.shape), params)
         x = rng.normal(size=(4, 8, 8, WIDTH))
-        ours = jax.jit(jax.grad(loss))(params, jnp.asarray(x))
+        ours = jax.jit(jax.grad(loss))(params, x)
         model = torch_stack(norm, blocks).double()
         with torch.no_grad():
             for p, destination in zip(in_torch_order(params), model.parameters(), strict=True):
@@ -139,19 +135,14 @@ def disagreement(norm: Callable[[], nn.Module], blocks: int = 4) -> float:
             for module in model.modules():
                 if isinstance(module, nn.BatchNorm2d):  # the others use |gamma| + eps
                     module.weight += module.eps
-        theirs = torch_step(model, nchw(x))()
-        pairs = zip(in_torch_order(ours), theirs, strict=True)
+        pairs = zip(in_torch_order(ours), torch_step(model, nchw(x))(), strict=True)
         return max(float(abs(a - b.numpy()).max() / abs(a).max()) for a, b in pairs)
 
 
 def in_torch_order(tree: Any) -> list[np.ndarray]:
     """The params or gradients of fnet in the order and layout of torch's: kernel, gamma, beta."""
-    blocks = ((b["conv"]["kernel"], b["abn"]["gamma"], b["abn"]["beta"]) for b in tree.values())
-    return [
-        np.array(a.transpose(range(a.ndim) if a.ndim == 1 else (3, 2, 0, 1)))
-        for b in blocks
-        for a in b
-    ]
+    blocks = [(b["conv"]["kernel"].transpose(3, 2, 0, 1), b["abn"]) for b in tree.values()]
+    return [np.array(a) for kernel, abn in blocks for a in (kernel, abn["gamma"], abn["beta"])]
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from fnet.autodiff import Aux
 from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
+from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.reversible import reversible
 from fnet.state import TrainState
 from fnet.step import compile_step, make_step
@@ -18,6 +19,7 @@ __all__ = [
     "abn",
     "autodiff",
     "compile_step",
+    "layer_norm",
     "layers",
     "losses",
     "make_step",
@@ -29,5 +31,6 @@ __all__ = [
     "repeat",
     "residual",
     "reversible",
+    "rms_norm",
     "serial",
 ]

@@ -8,6 +8,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from fnet.mesh import equally_varying
+
 KEPT = "fnet_kept"
 """The name of arrays that are kept for the backward pass under `recompute`."""
 
@@ -42,7 +44,6 @@ def recompute(f: F) -> F:
     )
 
 
-@jax.custom_jvp
 def params_first(x: Array, params: P) -> tuple[Array, P]:
     """``x`` and ``params`` as they are; backwards, params' cotangents are finished before x's.
 
@@ -55,6 +56,11 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
       x: the layer's input.
       params: any pytree of arrays.
     """
+    return _params_first(*equally_varying((x, params)))
+
+
+@jax.custom_jvp
+def _params_first(x: Array, params: Any) -> tuple[Array, Any]:
     return x, params
 
 
@@ -66,4 +72,4 @@ def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> An
     return primals, jax.lax.optimization_barrier(tangents)
 
 
-params_first.defjvp(_params_first_jvp, symbolic_zeros=True)
+_params_first.defjvp(_params_first_jvp, symbolic_zeros=True)

@@ -329,3 +329,10 @@ def test_bad_input_is_refused_with_what_was_given(change, error, message):
 def test_the_layer_refuses_at_construction():
     with pytest.raises(ValueError, match=r"slope must be > 0 to be inverted, got -0.1"):
         layers.abn(3, activation_param=-0.1)
+
+
+def test_a_float16_output_that_underflowed_keeps_the_sign_of_its_slope():
+    # z = -1e-6 times the slope 0.01 is below float16's smallest number.
+    y = jnp.asarray([-0.0, 0.0, 1.0, -1.0], jnp.float16)
+    _, slope = ACTIVATIONS["leaky_relu"].inverse(y, 0.01)
+    chex.assert_trees_all_close(slope, jnp.asarray([0.01, 1.0, 1.0, 0.01], jnp.float16))

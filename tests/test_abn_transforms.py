@@ -459,7 +459,7 @@ def test_recomputation_changes_neither_gradients_nor_the_one_update_of_the_state
         return 0.9 * state["1"]["running_mean"] + 0.1 * y.mean((0, 1, 2))
 
     got, expected, mean = compiled(
-        training_loss(remembering), training_loss(network.apply), first_mean
+        training_loss(remembering), training_loss(network.apply), mean_after_one_update
     )(params, x, state)
     chex.assert_trees_all_close(got, expected, atol=1e-11)
     (_, new_state), _ = got

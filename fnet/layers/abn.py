@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
+from fnet.mesh import equally_varying
 
 AxisName = str | tuple[str, ...] | None
 
@@ -116,7 +117,7 @@ def abn(
     g = jnp.ones(channels, wide) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
     b = jnp.zeros(channels, wide) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
-    y, mean, var, n = _normalize(spec, *_equally_varying((x, g, b, statistics, mask)))
+    y, mean, var, n = _normalize(spec, *equally_varying((x, g, b, statistics, mask)))
     if not act.inverse:
         y = _real_rows(mask, act.forward(y, activation_param))
     if not train or running_mean is None or running_var is None or decay is None:
@@ -268,25 +269,6 @@ def _real_rows(mask: Array | None, a: Array) -> Array:
 
 def _wide(a: Array) -> Array:
     return a.astype(jnp.promote_types(a.dtype, jnp.float32))
-
-
-def _equally_varying(arrays: tuple) -> tuple:
-    """Inside `jax.shard_map`, the arrays marked as varying over the same devices.
-
-    The transpose sums the cotangent of what is shared over the devices that share
-    it. With ``check_vma=False`` nothing is marked: `jax.shard_map` takes that sum.
-    """
-    every = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
-
-    def mark(a: Array) -> Array:
-        missing = tuple(sorted(every - _varying(a)))
-        return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-    return jax.tree.map(mark, arrays)
-
-
-def _varying(a: Array) -> frozenset[str]:
-    return jax.typeof(a).manual_axis_type.varying
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -29,8 +29,9 @@ class Activation(NamedTuple):
 
 
 def _invert_leaky_relu(y: Array, slope: float) -> tuple[Array, Array]:
-    d = jnp.where(y >= 0, 1.0, slope).astype(y.dtype)
-    return jnp.where(y >= 0, y, y / slope), d
+    # By its sign bit, not by y < 0: a small negative z may have underflowed to -0.0.
+    negative = jnp.signbit(y)
+    return jnp.where(negative, y / slope, y), jnp.where(negative, slope, 1.0).astype(y.dtype)
 
 
 def _invert_elu(y: Array, alpha: float) -> tuple[Array, Array]:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
+from fnet.mesh import equally_varying
 
 
 def layer_norm(
@@ -187,19 +189,7 @@ def _normalize_affine(
     wide = jnp.promote_types(x.dtype, jnp.float32)
     scale = jnp.ones(x.shape[-1], wide) if scale is None else scale
     bias = jnp.zeros(x.shape[-1], wide) if bias is None else bias
-    return _normalize(center, eps, *_equally_varying(x, scale, bias))
-
-
-def _equally_varying(*arrays: Array) -> list[Array]:
-    """Inside `jax.shard_map`, the arrays marked as varying over the same devices.
-
-    The transpose sums a shared parameter's gradient over the devices that share it.
-    """
-    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
-    missing = [tuple(frozenset().union(*varying) - v) for v in varying]
-    return [
-        jax.lax.pcast(a, m, to="varying") if m else a for a, m in zip(arrays, missing, strict=True)
-    ]
+    return _normalize(center, eps, *equally_varying((x, scale, bias)))
 
 
 def _wide(a: Array) -> Array:
@@ -244,7 +234,7 @@ def _normalize_fwd(
     y, xhat, inv = _forward(center, eps, x, scale, bias)
     # Without the barrier XLA computes y again from x in the backward pass and keeps x for
     # that, and the parameters at the size of x.
-    y, inv, scale, bias = jax.lax.optimization_barrier((y, inv, scale, bias))
+    y, inv, scale, bias = jax.lax.optimization_barrier((keep(y), keep(inv), scale, bias))
     return y, (_kept(y, xhat, _spread(_applied(scale, x), x)), inv, scale, bias)
 
 

@@ -1,6 +1,5 @@
 """Residual networks with in-place activated batch norm."""
 
-
 from fnet import layers
 from fnet.layer import Layer, residual, serial
 

@@ -1,0 +1,134 @@
+"""`fnet.abn` beside flax batch norm in 16 bits: the error of gradients from exact ones in float64.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.abn_bfloat16
+
+`fnet.abn` finds xhat as (z - beta) / gamma from an output rounded to 16 bits, which
+magnifies that rounding by |beta| / gamma, in dgamma above all; this says by how much.
+In float16 an output may also underflow to zero. Through a stack, both sides mostly
+show signs of activations that rounding has flipped.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import fnet
+from benchmarks import measure
+
+Norm = Callable[[Array, Array, Array], Array]
+EPS, SLOPE = 1e-5, 0.01
+LAYER, STACK, BLOCKS = (16, 28, 28, 32), (8, 14, 14, 32), 4
+GAMMAS, BETAS = (1.0, 0.1, 0.01), (0.0, 0.1, 1.0)
+
+
+def exact(x: Array, gamma: Array, beta: Array) -> Array:
+    """The defining formula: nothing in place."""
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return jax.nn.leaky_relu((x - mean) / jnp.sqrt(var + EPS) * (gamma + EPS) + beta, SLOPE)
+
+
+def in_place(x: Array, gamma: Array, beta: Array) -> Array:
+    return fnet.abn(x, gamma, beta, None, None, train=True, eps=EPS, activation_param=SLOPE)[0]
+
+
+def flax_norm(x: Array, gamma: Array, beta: Array) -> Array:
+    # fnet's scale is |gamma| + eps; with the same scale it is the same function.
+    params = {"scale": gamma + EPS, "bias": beta}
+    running = {"mean": jnp.zeros_like(beta), "var": jnp.ones_like(beta)}
+    norm = nn.BatchNorm(use_running_average=False, epsilon=EPS, dtype=x.dtype)
+    variables = {"params": params, "batch_stats": running}
+    return jax.nn.leaky_relu(norm.apply(variables, x, mutable=["batch_stats"])[0], SLOPE)
+
+
+def stack(norm: Norm, blocks: int, params: dict[str, Array], x: Array) -> Array:
+    """``blocks`` x (3x3 convolution, norm); without a convolution for one block."""
+    for i in range(blocks):
+        if "kernels" in params:
+            kernel = params["kernels"][i].astype(x.dtype)
+            layout = ("NHWC", "HWIO", "NHWC")
+            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+        x = norm(x, params["gamma"][i], params["beta"][i])
+    return x
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def gradients(norm: Norm, blocks: int, params: dict[str, Array], x: Array, dy: Array) -> Any:
+    _, vjp = jax.vjp(functools.partial(stack, norm, blocks), params, x)
+    params_gradient, dx = vjp(dy)
+    return {f"d{name}": g for name, g in params_gradient.items()} | {"dx": dx}
+
+
+def inputs(
+    shape: tuple[int, ...], blocks: int, gamma: float, beta: float, dtype: Any, seed: int
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Float32 params with gamma ~ N(gamma, gamma / 10), beta ~ N(0, beta); x, dy in ``dtype``."""
+    rng, channels = np.random.default_rng(seed), shape[-1]
+    params = {
+        "gamma": gamma * rng.normal(1, 0.1, (blocks, channels)),
+        "beta": beta * rng.normal(size=(blocks, channels)),
+    }
+    if blocks > 1:
+        he = np.sqrt(2 / (9 * channels))
+        params["kernels"] = he * rng.normal(size=(blocks, 3, 3, channels, channels))
+    x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
+    return {name: p.astype(np.float32) for name, p in params.items()}, x, dy
+
+
+def errors(norm: Norm, expected: dict[str, np.ndarray], *arguments: Any) -> dict[str, float]:
+    """Each gradient's largest error relative to its largest exact value; the worst block's."""
+    got = gradients(norm, len(arguments[0]["gamma"]), *arguments)
+    worst = {}
+    for name, e in expected.items():
+        g = np.asarray(got[name], np.float64)
+        blocks = [(g, e)] if name == "dx" else zip(g, e, strict=True)
+        worst[name] = max(float(abs(a - b).max() / abs(b).max()) for a, b in blocks)
+    return worst
+
+
+def row(
+    shape: tuple[int, ...], blocks: int, gamma: float, beta: float, dtype: Any, seeds: int
+) -> dict[str, str]:
+    """The medians over seeds, each cell "fnet / flax = ratio"."""
+    found: dict[Norm, list[dict[str, float]]] = {in_place: [], flax_norm: []}
+    for seed in range(seeds):
+        arguments = inputs(shape, blocks, gamma, beta, dtype, seed)
+        with jax.enable_x64(True):
+            wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), arguments)
+            expected = jax.tree.map(np.asarray, gradients(exact, blocks, *wide))
+        for norm, of_seeds in found.items():
+            of_seeds.append(errors(norm, expected, *jax.tree.map(jnp.asarray, arguments)))
+    cells = {"gamma": f"{gamma:g}", "beta": f"{beta:g}"}
+    for name in sorted(expected):
+        ours, theirs = (statistics.median(e[name] for e in of) for of in found.values())
+        cells[name] = f"{ours:.1e} / {theirs:.1e} = {ours / theirs:.2f}"
+    return cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    seeds = parser.parse_args().seeds
+    print(
+        "Largest error of each gradient relative to its largest exact value (float64), "
+        f"`fnet.abn` / flax = ratio, medians of {seeds} seeds; gamma is spread by a tenth, beta "
+        f"is normal of that deviation. {jax.default_backend()}; "
+        f"{measure.versions('jax', 'jaxlib', 'flax')}."
+    )
+    for dtype in (jnp.bfloat16, jnp.float16):
+        for shape, blocks in ((LAYER, 1), (STACK, BLOCKS)):
+            what = f"{blocks} x (3x3 convolution, norm, " if blocks > 1 else "One layer (norm, "
+            rows = [row(shape, blocks, g, b, dtype, seeds) for g in GAMMAS for b in BETAS]
+            print(f"\n{what}leaky_relu {SLOPE}) at {shape}, {np.dtype(dtype)}:\n")
+            print(measure.markdown(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet import layers, serial
+from fnet.memory.peak import CANDIDATE_OPTIONS
+
+FOR_MEMORY = CANDIDATE_OPTIONS["cpu"][1]
+
+
+def stack(blocks, activation, channels=32):
+    block = serial(
+        conv=layers.conv(channels, channels, bias=False),
+        abn=layers.abn(channels, activation=activation),
+    )
+    return serial(*[block] * blocks)
+
+
+def activations_kept(blocks, activation, *, recompute=True, shape=(8, 16, 16, 32)):
+    """Temporaries of the gradient's program, in activations."""
+    layer = stack(blocks, activation, shape[-1])
+    params, state = layer.init(jax.random.key(0))
+    apply = lambda p, x: layer.apply(p, state, x, train=True)[0]  # noqa: E731
+    apply = fnet.recompute(apply) if recompute else apply
+    f = jax.jit(jax.grad(lambda p, x: jnp.square(apply(p, x)).mean()))
+    compiled = f.lower(params, jax.ShapeDtypeStruct(shape, jnp.float32)).compile(
+        compiler_options=dict(FOR_MEMORY)
+    )
+    return fnet.memory.peak(compiled).temporaries / (4 * jnp.zeros(shape).size)
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "relu", "gelu"])
+def test_a_block_keeps_one_activation_whatever_the_activation_is(activation):
+    slope = (activations_kept(12, activation) - activations_kept(6, activation)) / 6
+    assert slope == pytest.approx(1.0, abs=0.05)
+
+
+def test_an_activation_with_an_inverse_needs_no_recomputation_for_that():
+    kept = [activations_kept(n, "leaky_relu", recompute=False) for n in (6, 12)]
+    assert (kept[1] - kept[0]) / 6 == pytest.approx(1.0, abs=0.05)
+
+
+def test_without_recomputation_an_activation_without_an_inverse_keeps_more():
+    kept = [activations_kept(n, "gelu", recompute=False) for n in (6, 12)]
+    assert (kept[1] - kept[0]) / 6 > 1.9
+
+
+def test_recomputation_changes_neither_gradients_nor_convolutions():
+    layer = stack(3, "gelu", 8)
+    params, state = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
+
+    def gradient(wrap):
+        apply = wrap(lambda p, x: layer.apply(p, state, x, train=True)[0])
+        return jax.jit(
+            jax.grad(lambda p: jnp.sin(apply(p, x)).sum()), compiler_options=dict(FOR_MEMORY)
+        )
+
+    plain, again = gradient(lambda f: f), gradient(fnet.recompute)
+    chex.assert_trees_all_close(plain(params), again(params), rtol=1e-4, atol=1e-5)
+    flops = [f.lower(params).compile().cost_analysis()["flops"] for f in (plain, again)]
+    assert flops[1] < 1.1 * flops[0]
+
+
+def test_params_first_is_the_identity_with_the_identitys_derivatives():
+    x, params = jnp.arange(3.0), {"w": jnp.ones((2, 3))}
+    chex.assert_trees_all_equal(fnet.params_first(x, params), (x, params))
+
+    def f(x, params):
+        x, params = fnet.params_first(x, params)
+        return jnp.sin(params["w"] @ x).sum()
+
+    def plain(x, params):
+        return jnp.sin(params["w"] @ x).sum()
+
+    for transform in (jax.grad, jax.jacfwd, jax.hessian):
+        chex.assert_trees_all_close(
+            transform(f, argnums=(0, 1))(x, params), transform(plain, argnums=(0, 1))(x, params)
+        )
+    batch = jnp.arange(12.0).reshape(4, 3)
+    mapped = [jax.vmap(jax.grad(g, argnums=(0, 1)), (0, None))(batch, params) for g in (f, plain)]
+    chex.assert_trees_all_close(*mapped)
+
+
+@pytest.mark.parametrize(("argnum", "products"), [(0, 2), (1, 2), ((0, 1), 3)])
+def test_params_first_computes_no_derivative_that_nobody_asked_for(argnum, products):
+    layer = layers.dense(200, 200)
+    params, _ = layer.init(jax.random.key(0))
+    f = jax.jit(jax.grad(lambda p, x: jnp.sin(layer.apply(p, {}, x, train=True)[0]).sum(), argnum))
+    compiled = f.lower(params, jnp.ones((64, 200))).compile()
+    one = 2 * 64 * 200 * 200
+    assert compiled.cost_analysis()["flops"] / one == pytest.approx(products, abs=0.1)
+
+
+def test_params_first_works_where_a_mesh_tracks_what_varies():
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = layers.dense(3, 2)
+    params, _ = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (8, 3))
+
+    def loss(params, x):
+        return jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()
+
+    for check_vma in (True, False):
+        sharded = jax.shard_map(
+            lambda p, x: jax.lax.psum(loss(p, x), "data"),
+            mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma,
+        )  # fmt: skip
+        got = jax.jit(jax.grad(sharded, argnums=(0, 1)))(params, x)
+        chex.assert_trees_all_close(got, jax.grad(loss, argnums=(0, 1))(params, x), atol=1e-6)

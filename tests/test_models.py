@@ -1,0 +1,167 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet import layers, models
+
+
+def shapes(model):
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def count(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+# Torchvision 0.20's numbers of parameters.
+@pytest.mark.parametrize(
+    ("depth", "parameters"),
+    [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
+)
+def test_residual_networks_have_as_many_parameters_as_torchvisions(depth, parameters):
+    params, _ = shapes(models.get(f"resnet{depth}", num_classes=1000))
+    assert count(params) == parameters
+
+
+def test_a_reversible_network_is_about_as_large_as_a_resnet50():
+    params, _ = shapes(models.get("revnet", num_classes=1000))
+    assert count(params) == pytest.approx(25_557_032, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.get("resnet18", num_classes=7),
+        models.get("resnet50", num_classes=7, small_images=True),
+        models.get("revnet", num_classes=7, widths=(16, 32), blocks=(1, 2)),
+        models.get(
+            "revnet", num_classes=7, widths=(16,), blocks=(2,), bottleneck=False, small_images=True
+        ),
+        models.get("preact_resnet", num_classes=7, widths=(8, 16)),
+        models.get("mlp", num_classes=7, in_shape=(32, 32, 3)),
+    ],
+)
+def test_networks_map_images_to_logits_and_keep_their_states_form(model):
+    params, state = shapes(model)
+    x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+    logits, after = jax.eval_shape(
+        lambda p, s, x: model.apply(p, s, x, train=True), params, state, x
+    )
+    assert logits.shape == (2, 7)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+
+
+def test_strides_are_torchvisions():
+    model = models.get("resnet50", num_classes=7)
+    seen = {}
+
+    def shape_of(name, layer):
+        def apply(params, state, x, **options):
+            y, state = layer.apply(params, state, x, **options)
+            seen[name] = y.shape
+            return y, state
+
+        return fnet.Layer(layer.init, apply)
+
+    pool = shape_of("pool", layers.max_pool(3, stride=2, padding=1))
+    jax.eval_shape(
+        lambda x: pool.apply({}, {}, x, train=True),
+        jax.ShapeDtypeStruct((1, 112, 112, 64), "float32"),
+    )
+    assert seen["pool"] == (1, 56, 56, 64)
+    params, state = shapes(model)
+    image = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
+    lowered = jax.jit(lambda p, s, x: model.apply(p, s, x, train=True)[0]).lower(
+        params, state, image
+    )
+    text = lowered.as_text()
+    for size, channels in ((56, 256), (28, 512), (14, 1024), (7, 2048)):
+        assert f"tensor<2x{size}x{size}x{channels}xf32>" in text
+
+
+def test_a_reversible_network_equals_itself_without_reversal():
+    options = {"num_classes": 3, "widths": (8, 16), "blocks": (2, 2), "small_images": True}
+    restored = models.get("revnet", **options)
+    kept = models.get("revnet", restore=False, **options)
+    params, state = restored.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+
+    def gradient(model):
+        f = lambda p: jnp.sin(model.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
+        return jax.jit(jax.grad(f))(params)
+
+    chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"depth must be one of \[18, 34, 50, 101, 152\], got 20"):
+        models.resnet(20, num_classes=3)
+    with pytest.raises(ValueError, match=r"got widths=\(8, 9\), blocks=\(1, 1\)"):
+        models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
+    with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):
+        models.preact_resnet(num_classes=3, widths=())
+
+
+def test_attention_equals_a_plain_softmax():
+    with jax.enable_x64(True):
+        layer = layers.attention(6, 2, causal=True)
+        params, _ = layer.init(jax.random.key(0))
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        x = np.random.default_rng(0).normal(size=(3, 5, 6))
+        y, _ = layer.apply(params, {}, jnp.asarray(x), train=True)
+        qkv = x @ params["query_key_value"]["kernel"] + params["query_key_value"]["bias"]
+        q, k, v = (a.reshape(3, 5, 2, 3) for a in np.split(qkv, 3, axis=-1))
+        scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(3)
+        scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        mixed = np.einsum("bhts,bshd->bthd", weights, v).reshape(3, 5, 6)
+        expected = mixed @ params["output"]["kernel"] + params["output"]["bias"]
+        chex.assert_trees_all_close(y, expected, atol=1e-6)
+
+
+def test_causal_attention_sees_nothing_that_comes_later():
+    layer = layers.transformer(8, 2, 2, causal=True)
+    params, _ = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 6, 8))
+    jacobian = jax.jacrev(lambda x: layer.apply(params, {}, x, train=True)[0].sum(-1))(x)
+    influence = jnp.abs(jacobian[0, :, 0]).sum(-1)
+    assert float(jnp.triu(influence, 1).max()) == 0.0
+    assert float(jnp.diag(influence).min()) > 0.0
+
+
+def test_attention_refuses_heads_that_do_not_divide():
+    with pytest.raises(ValueError, match="got heads=3, width=8"):
+        layers.attention(8, 3)
+
+
+def test_a_reversible_transformer_equals_itself_without_reversal():
+    restored = layers.reversible_transformer(8, 2, 3, causal=True)
+    kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
+    params, state = restored.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+
+    def gradient(layer):
+        f = lambda p, x: jnp.sin(layer.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
+        return jax.jit(jax.grad(f, argnums=(0, 1)))(params, x)
+
+    chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
+
+
+def transformer_activations(make, blocks, width):
+    """Temporaries of the gradient's program in activations, under the better options."""
+    layer = make(64, 4, blocks)
+    params, state = layer.init(jax.random.key(0))
+    x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
+    f = lambda p, x: jnp.square(layer.apply(p, state, x, train=True)[0]).mean()  # noqa: E731
+    compiled, _ = fnet.memory.compile_smallest(jax.jit(jax.grad(f)).lower(params, x))
+    return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
+
+
+def test_a_reversible_transformer_needs_no_more_memory_when_it_is_deeper():
+    few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 6))
+    assert many - few < 1
+    few, many = (transformer_activations(layers.transformer, n, 64) for n in (2, 6))
+    assert many - few > 20
