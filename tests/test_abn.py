@@ -143,6 +143,17 @@ def test_derivative_at_gamma_0_is_taken_from_above(gamma):
     chex.assert_trees_all_close(dbeta, expected_beta, rtol=1e-10)
 
 
+@pytest.mark.parametrize(("gamma", "error"), [(1.0, 1e-6), (1e-2, 1e-5), (1e-5, 5e-3)])
+def test_a_tiny_gamma_costs_its_gradient_the_digits_that_are_documented(gamma, error):
+    x, _, beta, dy = inputs((1024, 4), 4, seed=2, dtype=jnp.float32)
+    gamma = jnp.full(4, gamma, jnp.float32)
+    got = gradients(lambda *a: in_place(*a), x, gamma, beta, dy)[1]
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, gamma, beta, dy)]
+        exact = gradients(lambda *a: defining_formula(*a)[0], *wide)[1]
+        assert float(jnp.abs(got - exact).max() / jnp.abs(exact).max()) < error
+
+
 @pytest.mark.parametrize("outlier", [1e3, 1e6])
 @pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
 def test_one_huge_outlier_leaves_gradients_finite(activation, outlier):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen, MultipleOf
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -12,6 +12,7 @@ from fnet.layer import Layer
 from train.errors import UserError, nearest
 
 Count = Annotated[int, Ge(1)]
+EvenCount = Annotated[int, Ge(2), MultipleOf(2)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
@@ -57,14 +58,33 @@ class PreactResNet(_Strict):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
-        return models.preact_resnet(
-            num_classes=num_classes,
-            in_channels=image_shape[-1],
-            widths=self.widths,
-            blocks_per_stage=self.blocks_per_stage,
-            activation=self.activation,
-            activation_param=self.activation_param,
-        )
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return models.preact_resnet(num_classes=num_classes, in_channels=image_shape[-1], **options)
+
+
+@dataclass(frozen=True)
+class RevNet(_Strict):
+    """A reversible residual network: within a stage, nothing is kept per block."""
+
+    name: Literal["revnet"] = "revnet"
+    """The family of networks."""
+    widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
+    """Channels of each stage, both halves together; each stage after the first halves the image."""
+    blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
+    """Coupled blocks of each stage; each is worth two residual blocks."""
+    bottleneck: bool = False
+    """Whether a block is three convolutions, narrow between, or two of full width."""
+    activation: Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"] = "leaky_relu"
+    """Activation in every in-place activated batch norm."""
+    activation_param: float = 0.01
+    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    small_images: bool = True
+    """Whether the stem keeps the image's size; if not, it quarters height and width."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images [H, W, C]."""
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return models.revnet(num_classes=num_classes, in_channels=image_shape[-1], **options)
 
 
 @dataclass(frozen=True)
@@ -148,7 +168,7 @@ class Config(_Strict):
     """Names the run's folder where none is given."""
     data: Digits = field(default_factory=Digits)
     """Training and test examples."""
-    model: Annotated[PreactResNet | Mlp, Field(discriminator="name")] = field(
+    model: Annotated[PreactResNet | RevNet | Mlp, Field(discriminator="name")] = field(
         default_factory=PreactResNet
     )
     """The network."""
@@ -160,6 +180,7 @@ class Config(_Strict):
     """What is kept on disk."""
 
 
+_MODELS = (PreactResNet, RevNet, Mlp)
 _ADAPTER = TypeAdapter(Config)
 
 
@@ -208,7 +229,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _first_mistake(error: ErrorDetails) -> str:
     # A union's tag stands in the location between the field and what is below it.
-    tags = {tag for variant in (PreactResNet, Mlp) for tag in _tags(variant)}
+    tags = {tag for variant in _MODELS for tag in _tags(variant)}
     loc = [str(part) for part in error["loc"] if part not in tags]
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
@@ -228,4 +249,4 @@ def _tags(variant: type) -> tuple[str, ...]:
 
 
 def _known_fields() -> list[str]:
-    return [name for variant in (PreactResNet(), Mlp()) for name in flatten(Config(model=variant))]
+    return [name for variant in _MODELS for name in flatten(Config(model=variant()))]

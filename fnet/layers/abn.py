@@ -58,6 +58,19 @@ def abn(
     relu, gelu, silu, tanh, sigmoid          z; act is recomputed under `fnet.recompute`
     ======================================== ==================================
 
+    What ``y`` lost by rounding comes back as an error of ``xhat`` of about
+    ``|beta| / |gamma|`` roundings, and shows in the gradient of ``gamma``. Largest
+    relative error over 4,096 samples, float32, ``beta`` standard normal:
+
+    =========  =====  =====  =====  =====  =====  =====
+    gamma      1      1e-1   1e-2   1e-3   1e-4   1e-5
+    dgamma     1e-7   2e-7   4e-6   2e-5   3e-4   2e-3
+    dx         1e-7   1e-7   1e-7   8e-7   7e-6   4e-5
+    =========  =====  =====  =====  =====  =====  =====
+
+    With ``beta`` 0 both stay at 2e-7 throughout. In bfloat16 dgamma has 2e-3 at
+    gamma 1, 2e-2 at 0.1 and 2e-1 at 0.01, where a norm that keeps ``x`` has 2e-5.
+
     Args:
       x: [N, ..., C] for ``axis=-1``, rank >= 2; float16, bfloat16, float32 or
         float64. Statistics are computed in float32 (float64 for float64).

@@ -191,12 +191,11 @@ def _backward_once(static: tuple[_Stack, bool], residuals: tuple, dy: Array) -> 
         """From ``y = old + half(x)``: old, the cotangent of params, dx with the half's share."""
         # The barriers keep the compiler from finding that what is restored here
         # was known before, and keeping that instead.
-        x, y, dy, dx = jax.lax.optimization_barrier((x, y, dy, dx))
-        value, vjp = jax.vjp(
-            lambda p, x: block.half(which, p, x)[0],
-            block.params.get(which, {}),
-            _value(x, dtype),
-        )
+        # The parameters too: their transposes would be laid out long before.
+        p = block.params.get(which, {})
+        x, y, dy, dx, p = jax.lax.optimization_barrier((x, y, dy, dx, p))
+        run = lambda p, x: block.half(which, p, x)[0]  # noqa: E731
+        value, vjp = jax.vjp(run, p, _value(x, dtype))
         old, dy = jax.lax.optimization_barrier((y - _units(value), dy))
         dp, share = vjp(dy.astype(value.dtype))
         return old, dp, dx + share

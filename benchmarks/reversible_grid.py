@@ -1,0 +1,129 @@
+"""What the reversible stack's grid does to training: digits, with and without rounding.
+
+    python -m benchmarks.reversible_grid
+
+Trains a small reversible network and the same network with unrounded streams on
+scikit-learn's digits, from the same seeds, with the same batches, and prints the
+loss and the test accuracy of both. About five minutes.
+"""
+
+import argparse
+from collections.abc import Sequence
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import fnet
+from benchmarks.measure import markdown, versions
+from fnet import Layer, layers, models
+from fnet.layer import Params, State, apply_child
+
+BATCH, EPOCHS = 64, 15
+
+
+def coupled(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> Layer:
+    """`fnet.reversible` without a grid: float streams, everything kept."""
+    del restore
+    pairs = [{"f": f, "g": g} for f, g in blocks]
+
+    def apply(
+        params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
+    ) -> tuple[Array, State]:
+        x1, x2 = jnp.split(x, 2, axis=-1)
+        for i, pair in enumerate(pairs):
+            p, s = params[str(i)], state[str(i)]
+            f, s = apply_child(pair, "f", p, s, x2, key=None, train=train)
+            x1 = x1 + f
+            g, s = apply_child(pair, "g", p, s, x1, key=None, train=train)
+            x2 = x2 + g
+            state = state | {str(i): s}
+        return jnp.concatenate([x1, x2], -1), state
+
+    return Layer(REVERSIBLE(blocks).init, apply)
+
+
+REVERSIBLE = layers.reversible
+
+
+def network() -> Layer:
+    return models.revnet(
+        num_classes=10,
+        in_channels=1,
+        widths=(32, 64),
+        blocks=(3, 3),
+        bottleneck=False,
+        small_images=True,
+    )
+
+
+def trained(model: Layer, seed: int) -> tuple[float, float]:
+    """Mean loss over the last epoch, and test accuracy."""
+    digits = load_digits()
+    images = (digits.images / 16.0).astype(np.float32)[..., None]
+    split = train_test_split(
+        images, digits.target, test_size=0.2, stratify=digits.target, random_state=seed
+    )
+    train_x, test_x, train_y, test_y = split
+    steps = EPOCHS * len(train_x) // BATCH
+    schedule = fnet.optim.make_schedule("cosine", 0.1, steps, warmup_steps=20)
+    optimizer = fnet.optim.make_optimizer("sgd", schedule, nesterov=True, weight_decay=5e-4)
+
+    def loss(params: Params, state: State, batch: dict, key: Array) -> tuple[Array, fnet.Aux]:
+        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(seed))
+    step = fnet.make_step(loss, optimizer)
+    rng, losses = np.random.default_rng(seed), []
+    for _ in range(EPOCHS):
+        order = rng.permutation(len(train_x))[: len(train_x) // BATCH * BATCH]
+        losses = []
+        for rows in order.reshape(-1, BATCH):
+            state, metrics = step(state, {"image": train_x[rows], "label": train_y[rows]})
+            losses.append(metrics["loss"])
+    logits, _ = model.apply(state.params, state.model_state, jnp.asarray(test_x), train=False)
+    return float(jnp.stack(losses).mean()), float((logits.argmax(-1) == test_y).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    seeds = range(parser.parse_args().seeds)
+    with_grid = [trained(network(), seed) for seed in seeds]
+    with mock.patch.object(layers, "reversible", coupled):
+        without = [trained(network(), seed) for seed in seeds]
+    rows = [
+        {
+            "seed": str(seed),
+            "loss, grid": f"{a[0]:.5f}",
+            "loss, no grid": f"{b[0]:.5f}",
+            "accuracy, grid": f"{a[1]:.4f}",
+            "accuracy, no grid": f"{b[1]:.4f}",
+        }
+        for seed, a, b in zip(seeds, with_grid, without, strict=True)
+    ]
+    means = np.mean([[*a, *b] for a, b in zip(with_grid, without, strict=True)], axis=0)
+    rows.append(
+        dict(
+            zip(
+                rows[0],
+                [
+                    "mean",
+                    *(f"{means[i]:.5f}" for i in (0, 2)),
+                    *(f"{means[i]:.4f}" for i in (1, 3)),
+                ],
+                strict=True,
+            )
+        )
+    )
+    print(markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+
+
+if __name__ == "__main__":
+    main()
