@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -397,11 +395,3 @@ def test_four_blocks_need_well_under_the_temporaries_of_batch_norm(model):
 
     # Each block keeps 1 array against 3; the 2 or 3 in use at a time make that 6 or 7 against 12.
     assert temporaries(in_place=True) < 0.65 * temporaries(in_place=False)
-
-
-def test_importing_fnet_imports_no_adapter_and_no_nnx():
-    code = (
-        "import sys, fnet.interop; print([m for m in sys.modules if 'nnx' in m or 'interop.' in m])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

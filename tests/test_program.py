@@ -321,3 +321,11 @@ def test_the_library_is_pure():
     )  # fmt: skip
     roots = {name.split(".")[0] for name in done.stdout.split()}
     assert not roots & {"train", "tyro", "grain", "matplotlib", "sklearn", "pydantic"}
+
+
+def test_importing_fnet_imports_no_adapter_and_no_nnx():
+    code = (
+        "import sys, fnet.interop; print([m for m in sys.modules if 'nnx' in m or 'interop.' in m])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
