@@ -177,15 +177,14 @@ def _forward(
         after |= {block.name: s} if s else {}
     y = jnp.concatenate([_value(s.units, x.dtype) for s in (x1, x2)], axis=-1)
     y = jnp.where(x1.inside & x2.inside, y, jnp.nan)
-    kept = None if stack.restore else streams
-    return (y, after), (params, state, key, x1.units, x2.units, kept)
+    return (y, after), (x1.units, x2.units, None if stack.restore else streams)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _backward_once(static: tuple[_Stack, bool], residuals: tuple, dy: Array) -> tuple:
     """The cotangents of params and input."""
     stack, train = static
-    params, state, key, y1, y2, kept = residuals
+    params, state, key, (y1, y2, kept) = residuals
 
     def undo(which: str, x: Array, y: Array, dy: Array, dx: Array) -> tuple:
         """From ``y = old + half(x)``: old, the cotangent of params, dx with the half's share."""
@@ -222,12 +221,21 @@ def _refuse(*_: Any) -> Any:
     )
 
 
+def _forward_rule(
+    static: tuple[_Stack, bool], params: Params, state: State, key: Array | None, x: Array
+) -> tuple[tuple[Array, State], tuple]:
+    # The backward pass draws the same again, on purpose.
+    again = None if key is None else jax.random.clone(key)
+    out, streams = _forward(static, params, state, key, x)
+    return out, (params, state, again, streams)
+
+
 def _backward_rule(static: tuple[_Stack, bool], residuals: tuple, cotangents: tuple) -> tuple:
     dparams, dx = _backward_once(static, residuals, cotangents[0])
     return dparams, None, None, dx
 
 
-_apply.defvjp(_forward, _backward_rule)
+_apply.defvjp(_forward_rule, _backward_rule)
 # The two rules themselves have no derivatives: through integers they would be 0.
 _forward.defvjp(_refuse, _refuse)
 _backward_once.defvjp(_refuse, _refuse)
