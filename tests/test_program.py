@@ -253,6 +253,7 @@ MISTAKES = [
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
     (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),
+    (("train", "empty.py"), "empty.py: a recipe has a function config() that returns a Config"),
     (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
     (("eval",), "say what first: fnet eval RUN"),
     (("memory", "tiny.py", "--out", "x"), "unknown field --out"),
@@ -272,6 +273,7 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "broken.py").write_text(head + "Config(optim=Optim(lr=1))")
     (workplace / "range.py").write_text(head + "Config(data=Digits(batch_size=0))")
     (workplace / "other.py").write_text(head + "3")
+    (workplace / "empty.py").write_text("x = 1")
     before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
     assert exit_code(*words) == 2
     error = capsys.readouterr().err

@@ -50,9 +50,12 @@ def load(given: str) -> Config:
 def _run(path: Path) -> Config:
     # Run, not imported: nothing is left beside the user's file.
     try:
-        made = runpy.run_path(str(path))["config"]()
+        names = runpy.run_path(str(path))
+        made = names["config"]() if "config" in names else None
     except Exception as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
+    if made is None:
+        raise UserError(f"{path}: a recipe has a function config() that returns a Config")
     if not isinstance(made, Config):
         raise UserError(f"{path}: config() must return a Config, got {type(made).__name__}")
     return configs.check(made, str(path))
