@@ -25,6 +25,11 @@ class _Strict:
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def _options(model: Any) -> dict[str, Any]:
+    """The fields of a model's section but its name: options of the function that builds it."""
+    return {f.name: getattr(model, f.name) for f in fields(model) if f.name != "name"}
+
+
 @dataclass(frozen=True)
 class Digits(_Strict):
     """Scikit-learn's bundled handwritten digits: 1,797 grey images of 8 x 8 pixels."""
@@ -58,8 +63,9 @@ class PreactResNet(_Strict):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        return models.preact_resnet(num_classes=num_classes, in_channels=image_shape[-1], **options)
+        return models.preact_resnet(
+            num_classes=num_classes, in_channels=image_shape[-1], **_options(self)
+        )
 
 
 @dataclass(frozen=True)
@@ -83,8 +89,7 @@ class RevNet(_Strict):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        return models.revnet(num_classes=num_classes, in_channels=image_shape[-1], **options)
+        return models.revnet(num_classes=num_classes, in_channels=image_shape[-1], **_options(self))
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,7 @@ class Mlp(_Strict):
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images of that shape."""
-        return models.mlp(
-            num_classes=num_classes,
-            in_shape=image_shape,
-            hidden=self.hidden,
-            activation=self.activation,
-        )
+        return models.mlp(num_classes=num_classes, in_shape=image_shape, **_options(self))
 
 
 @dataclass(frozen=True)

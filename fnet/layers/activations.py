@@ -72,6 +72,12 @@ def find(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
+def invertible(name: str, param: float) -> bool:
+    """Whether the activation of that name has an inverse with that parameter."""
+    act = find(name)
+    return act.inverse is not None and (act.parameter is None or param > 0)
+
+
 def check_parameter(where: str, name: str, param: float) -> None:
     """Refuses a parameter with which the activation of that name has no inverse.
 
@@ -79,7 +85,7 @@ def check_parameter(where: str, name: str, param: float) -> None:
       ValueError: if ``name`` is unknown, or has a parameter that is not > 0.
     """
     what = find(name).parameter
-    if what and not param > 0:
+    if what and not invertible(name, param):
         instead = {"slope": "relu", "alpha": "silu"}[what]
         raise ValueError(
             f"{where}: {what} must be > 0 to be inverted, got {param}; "
@@ -99,7 +105,7 @@ def activation(name: str, param: float = 0.01) -> Layer:
       ValueError: if the name is unknown.
     """
     act = find(name)
-    if act.inverse and not (act.parameter and param <= 0):
+    if invertible(name, param):
         return stateless(lambda x: in_place(x, name, param))
     return stateless(lambda x: act.forward(x, param))
 

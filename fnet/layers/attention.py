@@ -1,6 +1,7 @@
 """Multi-head self-attention."""
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -39,8 +40,8 @@ def attention(width: int, heads: int, *, causal: bool = False) -> Layer:
         train: bool,
     ) -> tuple[Float[Array, "b t d"], State]:
         qkv, _ = apply_child(children, "query_key_value", params, {}, x, key=key, train=train)
-        q, k, v = qkv.reshape(*x.shape[:2], 3, heads, width // heads).swapaxes(0, 2)  # 3 T B H D
-        q, k, v = (a.swapaxes(0, 1) for a in (q, k, v))  # B T H D
+        qkv = qkv.reshape(*x.shape[:2], 3, heads, width // heads)
+        q, k, v = jnp.moveaxis(qkv, 2, 0)  # [B, T, heads, width / heads] each
         y = jax.nn.dot_product_attention(q, k, v, is_causal=causal).reshape(x.shape)
         y, _ = apply_child(children, "output", params, {}, y, key=key, train=train)
         return y, state

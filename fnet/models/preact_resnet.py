@@ -1,5 +1,6 @@
 """Pre-activation residual networks for small images."""
 
+import functools
 from collections.abc import Sequence
 
 from fnet import layers
@@ -42,8 +43,7 @@ def preact_resnet(
             f"blocks_per_stage={blocks_per_stage}"
         )
 
-    def abn(channels: int) -> Layer:
-        return layers.abn(channels, activation=activation, activation_param=activation_param)
+    abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
 
     def block(n_in: int, n_out: int, stride: int) -> Layer:
         body = serial(

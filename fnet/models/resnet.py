@@ -1,5 +1,7 @@
 """Residual networks with in-place activated batch norm."""
 
+import functools
+
 from fnet import layers
 from fnet.layer import Layer, residual, serial
 
@@ -49,8 +51,7 @@ def resnet(
     kind, blocks = DEPTHS[depth]
     expansion = 4 if kind == "bottleneck" else 1
 
-    def abn(channels: int, name: str = activation) -> Layer:
-        return layers.abn(channels, activation=name, activation_param=activation_param)
+    abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
 
     def convolution(n_in: int, n_out: int, window: int, stride: int = 1) -> Layer:
         pad = [(window // 2, window // 2)] * 2
@@ -65,11 +66,13 @@ def resnet(
         body, channels = {}, n_in
         for i, (window, out, step) in enumerate(plan, start=1):
             body[f"conv{i}"] = convolution(channels, out, window, step)
-            body[f"bn{i}"] = abn(out, "identity" if i == len(plan) else activation)
+            body[f"bn{i}"] = abn(out, activation="identity" if i == len(plan) else activation)
             channels = out
         shortcut = None
         if (n_in, stride) != (n_out, 1):
-            shortcut = serial(convolution(n_in, n_out, 1, stride), abn(n_out, "identity"))
+            shortcut = serial(
+                convolution(n_in, n_out, 1, stride), abn(n_out, activation="identity")
+            )
         return serial(
             sum=residual(serial(**body), shortcut),
             act=layers.activation(activation, activation_param),

@@ -1,5 +1,6 @@
 """Reversible residual networks: within a stage, nothing is kept per block."""
 
+import functools
 from collections.abc import Sequence
 
 from fnet import layers
@@ -51,8 +52,7 @@ def revnet(
             f"widths={tuple(widths)}, blocks={tuple(blocks)}"
         )
 
-    def abn(channels: int) -> Layer:
-        return layers.abn(channels, activation=activation, activation_param=activation_param)
+    abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
 
     def half(channels: int) -> Layer:
         narrow = channels // 2 if bottleneck else channels
