@@ -1,4 +1,4 @@
-"""Losses, one number per example; what is made of them is the gradient mode's business."""
+"""Cross-entropy and accuracy of logits that are there: one number per example."""
 
 import jax.numpy as jnp
 import optax

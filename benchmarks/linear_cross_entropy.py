@@ -1,0 +1,143 @@
+"""A linear layer and its cross-entropy, fused or not: memory and time of value and gradients.
+
+    python -m benchmarks.linear_cross_entropy
+    JAX_PLATFORMS=cpu python -m benchmarks.linear_cross_entropy --target h100
+
+The first runs on the CPU, every program compiled with each of the options that
+`fnet.compile_step` tries and the one with the lowest peak taken, the peers' too;
+about two minutes. The second compiles for a device that is not there and tells
+memory alone; it needs ``fnet-jax[target-gpu]`` or ``fnet-jax[target-tpu]``.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from benchmarks.measure import interleaved, markdown, temporaries, versions
+from fnet.losses import linear_cross_entropy
+from fnet.memory import compile_smallest
+from fnet.memory.target import TARGETS, compile_for, describe
+
+Losses = Callable[[Array, Array, Array], Array]
+Compile = Callable[[Any, Sequence[Any]], jax.stages.Compiled]
+
+
+def optax_losses(x: Array, kernel: Array, labels: Array) -> Array:
+    """As one writes it down; optax's losses are in the dtype of the logits."""
+    logits = (x @ kernel).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+class Sizes(NamedTuple):
+    """What is compared at which size: x [tokens, width], kernel [width, words]."""
+
+    tokens: int = 1024
+    width: int = 256
+    words: int = 32_768
+    dtype: str = "float32"
+
+    def arrays(self, seed: int = 0) -> tuple[Array, Array, Array]:
+        x_key, kernel_key, label_key = jax.random.split(jax.random.key(seed), 3)
+        x = jax.random.normal(x_key, (self.tokens, self.width), self.dtype)
+        kernel = jax.random.normal(kernel_key, (self.width, self.words), self.dtype)
+        labels = jax.random.randint(label_key, (self.tokens,), 0, self.words)
+        return x, kernel * self.width**-0.5, labels
+
+
+OPTAX = "`x @ kernel`, optax"
+BOTH: dict[str, Losses] = {
+    OPTAX: optax_losses,
+    "`fnet.linear_cross_entropy`": linear_cross_entropy,
+}
+VARIANTS: dict[str, Losses] = {
+    "optax under `jax.checkpoint`": jax.checkpoint(optax_losses),
+    "fnet, 256 words at a time": functools.partial(linear_cross_entropy, chunk=256),
+    "fnet, 4,096 words at a time": functools.partial(linear_cross_entropy, chunk=4096),
+}
+
+
+def value_and_gradients(losses: Losses) -> Callable[..., Any]:
+    """The mean loss and its gradients by x and kernel."""
+    return jax.value_and_grad(lambda *arrays: losses(*arrays).mean(), argnums=(0, 1))
+
+
+GRADIENTS: dict[Sizes, dict[str, Losses]] = {
+    Sizes(): BOTH | VARIANTS,
+    Sizes(width=768): BOTH,
+    Sizes(words=131_072): BOTH,
+}
+AHEAD_OF_TIME: dict[Sizes, dict[str, Losses]] = GRADIENTS | {
+    Sizes(dtype="bfloat16"): BOTH,
+    Sizes(8192, 2048, 131_072, "bfloat16"): BOTH,
+}
+LOSSES_ALONE: dict[Sizes, dict[str, Losses]] = {Sizes(): BOTH}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--target", choices=TARGETS, help="a device to compile for")
+    options = parser.parse_args()
+    if options.target:
+        rounds, gradients, compiled = 0, AHEAD_OF_TIME, ahead_of_time(options.target)
+    else:
+        rounds, gradients, compiled = options.rounds, GRADIENTS, smallest
+    print(f"Value and gradients by x and kernel, {options.target or 'CPU'}.\n")
+    print(markdown(rows(gradients, value_and_gradients, compiled, rounds)))
+    print("\nThe losses alone.\n")
+    print(markdown(rows(LOSSES_ALONE, lambda losses: losses, compiled, rounds)))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'optax', 'jax-cuda13-plugin', 'libtpu')}.")
+
+
+def smallest(jitted: jax.stages.Wrapped, shapes: Sequence[Any]) -> jax.stages.Compiled:
+    """For the CPU, with the options that need the least memory."""
+    return compile_smallest(jitted.lower(*shapes))[0]
+
+
+def ahead_of_time(target: str) -> Compile:
+    """For a device that is not there."""
+    return lambda jitted, shapes: compile_for(describe(target), jitted, *shapes)
+
+
+def rows(
+    cases: dict[Sizes, dict[str, Losses]],
+    wanted: Callable[[Losses], Callable[..., Any]],
+    compiled: Compile,
+    rounds: int,
+) -> list[dict[str, str]]:
+    """A line for each size and each way; ratios are to optax at the same size."""
+    lines = []
+    for sizes, ways in cases.items():
+        shapes = jax.eval_shape(sizes.arrays)
+        programs = {name: compiled(jax.jit(wanted(way)), shapes) for name, way in ways.items()}
+        seconds = {}
+        if rounds:
+            arrays = sizes.arrays()
+            calls = {name: functools.partial(p, *arrays) for name, p in programs.items()}
+            seconds = interleaved(calls, rounds)
+        size = {name: temporaries(program) for name, program in programs.items()}
+        for name in ways:
+            line = {
+                "": name,
+                "tokens x width x words": f"{sizes.tokens:,} x {sizes.width:,} x {sizes.words:,}",
+                "dtype": sizes.dtype,
+                "temporaries, MB": f"{size[name] / 1e6:,.1f}",
+                "of optax's": f"{size[name] / size[OPTAX]:.3f}",
+            }
+            if seconds:
+                line |= {
+                    "s": f"{seconds[name]:.3f}",
+                    "of optax's time": f"{seconds[name] / seconds[OPTAX]:.2f}",
+                }
+            lines.append(line)
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""Losses, one number per example; what is made of them is the gradient mode's business."""
+
+from fnet.losses.classification import accuracy, cross_entropy
+from fnet.losses.vocabulary import linear_cross_entropy
+
+__all__ = ["accuracy", "cross_entropy", "linear_cross_entropy"]
