@@ -7,6 +7,8 @@ from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
 from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.reversible import reversible
+from fnet.losses import linear_cross_entropy
+from fnet.planning import plan_step, variant
 from fnet.state import TrainState
 from fnet.step import compile_step, make_step
 
@@ -21,16 +23,19 @@ __all__ = [
     "compile_step",
     "layer_norm",
     "layers",
+    "linear_cross_entropy",
     "losses",
     "make_step",
     "memory",
     "models",
     "optim",
     "params_first",
+    "plan_step",
     "recompute",
     "repeat",
     "residual",
     "reversible",
     "rms_norm",
     "serial",
+    "variant",
 ]

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
+from fnet.autodiff.updating_scan import UpdatedStack
+
 Params = dict[str, Any]
 State = dict[str, Any]
 
@@ -128,7 +130,8 @@ def repeat(layer: Layer, n: int) -> Layer:
     Every leaf of ``params`` and ``state`` gains a leading axis of length ``n``.
     Copies differ in their initial values and keys, not in their code. On CPU a
     convolution inside a scan is many times slower than outside: there, write
-    ``serial(*[layer] * n)``, which unrolls.
+    ``serial(*[layer] * n)``, which unrolls. The copies can be trained without their
+    gradients ever existing together: `fnet.autodiff.optimizer_in_backward`.
 
     Raises:
       ValueError: if ``n < 1``.
@@ -144,10 +147,12 @@ def repeat(layer: Layer, n: int) -> Layer:
     ) -> tuple[Array, State]:
         keys = None if key is None else jax.random.split(key, n)
 
-        def step(x: Array, copy: tuple[Params, State, Array | None]) -> tuple[Array, State]:
-            p, s, k = copy
+        def copy(p: Params, inputs: tuple[State, Array | None], x: Array) -> tuple[Array, State]:
+            s, k = inputs
             return layer.apply(p, s, x, key=k, train=train)
 
-        return jax.lax.scan(step, x, (params, state, keys), length=n)
+        if isinstance(params, UpdatedStack):
+            return params.scan(copy, (state, keys), x)
+        return jax.lax.scan(lambda x, pi: copy(*pi, x), x, (params, (state, keys)), length=n)
 
     return Layer(init, apply)

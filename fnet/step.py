@@ -1,14 +1,15 @@
 """One train step: a pure function of state and batch, jitted, its state donated."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax import Array
 
-from fnet.autodiff import Gradient, Loss, mean
+from fnet.autodiff import Loss, mean
+from fnet.autodiff.update import Mode, update_of
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_smallest, peak, tree_bytes
 from fnet.state import TrainState
@@ -19,7 +20,7 @@ Metrics = dict[str, Array]
 def make_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
-    mode: Callable[[Loss], Gradient] = mean,
+    mode: Mode = mean,
     *,
     ema_decay: float | None = None,
 ) -> jax.stages.Wrapped:
@@ -41,23 +42,46 @@ def make_step(
     Raises:
       ValueError: when called with a state whose ``ema`` does not match ``ema_decay``.
     """
-    gradient = mode(loss)
+    return jit_step(TrainStep(loss, optimizer, mode, ema_decay))
 
-    def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        if (state.ema is None) != (ema_decay is None):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainStep:
+    """The pure function behind a step, ``make_step(...).__wrapped__``.
+
+    ``jit_step(dataclasses.replace(...))`` is the same step with another loss or mode.
+
+    Attributes:
+      loss: as `make_step` takes it.
+      optimizer: likewise.
+      mode: likewise.
+      ema_decay: likewise.
+    """
+
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    mode: Mode = mean
+    ema_decay: float | None = None
+
+    # What the compiled program is called.
+    __name__ = "step"
+
+    def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
+        """The next state, and metrics []."""
+        if (state.ema is None) != (self.ema_decay is None):
             raise ValueError(
-                f"make_step: ema_decay={ema_decay}, but the state "
+                f"make_step: ema_decay={self.ema_decay}, but the state "
                 f"{'has no' if state.ema is None else 'has an'} average; "
                 "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
             )
+        update = update_of(self.mode, self.loss, self.optimizer)
         key = jax.random.fold_in(state.key, state.step)
-        grads, model_state, metrics = gradient(state.params, state.model_state, batch, key)
-        with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+        params, opt_state, model_state, metrics = update(
+            state.params, state.opt_state, state.model_state, batch, key
+        )
         ema = state.ema
-        if ema_decay is not None:
-            ema = optax.incremental_update(params, ema, step_size=1 - ema_decay)
+        if self.ema_decay is not None:
+            ema = optax.incremental_update(params, ema, step_size=1 - self.ema_decay)
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -66,8 +90,11 @@ def make_step(
             opt_state=opt_state,
             ema=ema,
         )
-        return new_state, metrics | {"grad_norm": optax.tree.norm(grads)}
+        return new_state, metrics
 
+
+def jit_step(step: TrainStep) -> jax.stages.Wrapped:
+    """The step jitted, its state donated; ``__wrapped__`` gives ``step`` back."""
     # A leaf that is overwritten without being read still gives its buffer.
     return jax.jit(step, donate_argnums=0, keep_unused=True)
 
@@ -80,7 +107,7 @@ class Report(NamedTuple):
       state_bytes: the whole state's.
       peak: arguments, outputs, aliased, temporaries and their peak.
       donation: the proof that the state is renewed in place.
-      compiler_options: those found to need the least memory.
+      compiler_options: those given, or found to need the least memory.
     """
 
     parameters: int
@@ -109,7 +136,11 @@ class Executable(NamedTuple):
 
 
 def compile_step(
-    step: jax.stages.Wrapped, state: TrainState, batch: dict[str, Array]
+    step: jax.stages.Wrapped,
+    state: TrainState,
+    batch: dict[str, Array],
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Executable:
     """Compiles a step ahead of time, once; the result both runs and reports its memory.
 
@@ -117,6 +148,8 @@ def compile_step(
       step: from `make_step`.
       state: the state, or its shapes (``jax.eval_shape``).
       batch: a batch, or its shapes.
+      compiler_options: to compile with. By default each of the backend's
+        candidates is tried, and the smallest program kept.
 
     Returns:
       An executable ``(state, batch) -> (state, metrics)`` with ``.report``.
@@ -125,7 +158,12 @@ def compile_step(
       DonationError: if a leaf of the state is not renewed in place; the message
         names it, its shape and dtype in and out, and the reason.
     """
-    compiled, options = compile_smallest(step.lower(state, batch))
+    lowered = step.lower(state, batch)
+    if compiler_options is None:
+        compiled, options = compile_smallest(lowered)
+    else:
+        options = dict(compiler_options)
+        compiled = lowered.compile(compiler_options=options)
     return Executable(
         compiled,
         Report(

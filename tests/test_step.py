@@ -1,3 +1,5 @@
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,9 @@ import pytest
 
 import fnet
 from fnet import layers, losses, models, serial
+from fnet.autodiff import mean
 from fnet.memory import DonationError, donation, tree_bytes
+from fnet.step import TrainStep, jit_step
 
 
 def classifier():
@@ -179,6 +183,50 @@ def test_compile_step_needs_only_shapes():
         report.peak.arguments + report.peak.outputs - report.peak.aliased + report.peak.temporaries
     )
     assert report.as_dict()["peak"]["total"] == report.peak.total
+
+
+def test_compiler_options_are_those_given():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    step = fnet.make_step(loss_of(model), optimizer)
+    options = {"xla_backend_optimization_level": 0}
+    execute = fnet.compile_step(step, state, batch_of(6), compiler_options=options)
+    assert execute.report.compiler_options == options
+
+
+def test_a_step_can_be_taken_apart_and_made_anew():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    step = fnet.make_step(loss_of(model), optimizer)
+    plain = step.__wrapped__
+    assert isinstance(plain, TrainStep)
+    assert plain.optimizer is optimizer
+
+    def twice(loss):
+        def gradient(*args):
+            grads, state, metrics = mean(loss)(*args)
+            return jax.tree.map(lambda g: 2 * g, grads), state, metrics
+
+        return gradient
+
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    _, metrics = step(copy(state), batch_of(6))
+    _, doubled = jit_step(dataclasses.replace(plain, mode=twice))(copy(state), batch_of(6))
+    chex.assert_trees_all_close(doubled["grad_norm"], 2 * metrics["grad_norm"], rtol=1e-6)
+
+
+def test_a_mode_may_make_the_update_itself():
+    class Halving:
+        def update(self, loss, optimizer):
+            def update(params, opt_state, model_state, batch, key):
+                return jax.tree.map(lambda p: p / 2, params), opt_state, model_state, {}
+
+            return update
+
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    after, metrics = fnet.make_step(loss_of(model), optimizer, Halving())(copy(state), batch_of(6))
+    chex.assert_trees_all_equal(after.params, jax.tree.map(lambda p: p / 2, state.params))
+    assert metrics == {}
 
 
 def compiled(f, state):

@@ -26,6 +26,11 @@ Loss = Callable[[Any, Any, dict[str, Array], Array], tuple[Array, Aux]]
 Gradient = Callable[[Any, Any, dict[str, Array], Array], tuple[Any, Any, dict[str, Array]]]
 """``gradient(params, model_state, batch, key) -> (grads, model_state, mean metrics)``."""
 
+Objective = Callable[
+    [Any, Any, dict[str, Array], Array], tuple[Array, tuple[Any, dict[str, Array]]]
+]
+"""``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``."""
+
 
 def weighted_mean(values: Array, weight: Array | None) -> Array:
     """Mean of ``values`` [batch] over examples, weighted by ``weight`` [batch] where given.
@@ -52,24 +57,44 @@ def mean(loss: Loss) -> Gradient:
     Raises:
       ValueError: if ``loss`` does not give one loss per example.
     """
+    objective = mean_loss(loss)
 
     def gradient(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Any, Any, dict[str, Array]]:
-        weight = batch.get("weight")
-
-        def objective(params: Any) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-            losses, aux = loss(params, model_state, batch, key)
-            if losses.ndim != 1:
-                raise ValueError(
-                    f"mean: expected one loss per example, shape [batch], got {losses.shape}; "
-                    "return the losses themselves, not their mean"
-                )
-            metrics = {"loss": losses} | aux.metrics
-            means = {name: weighted_mean(v, weight) for name, v in metrics.items()}
-            return means["loss"], (aux.model_state, means)
-
-        grads, (new_model_state, means) = jax.grad(objective, has_aux=True)(params)
-        return grads, new_model_state, means
+        grads, (model_state, means) = jax.grad(objective, has_aux=True)(
+            params, model_state, batch, key
+        )
+        return grads, model_state, means
 
     return gradient
+
+
+def mean_loss(loss: Loss) -> Objective:
+    """What is differentiated: the mean loss of a batch, with all the loss returns beside it.
+
+    Args:
+      loss: as `mean` takes it.
+
+    Returns:
+      ``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``.
+
+    Raises:
+      ValueError: if ``loss`` does not give one loss per example.
+    """
+
+    def objective(
+        params: Any, model_state: Any, batch: dict[str, Array], key: Array
+    ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        losses, aux = loss(params, model_state, batch, key)
+        if losses.ndim != 1:
+            raise ValueError(
+                f"mean: expected one loss per example, shape [batch], got {losses.shape}; "
+                "return the losses themselves, not their mean"
+            )
+        weight = batch.get("weight")
+        metrics = {"loss": losses} | aux.metrics
+        means = {name: weighted_mean(v, weight) for name, v in metrics.items()}
+        return means["loss"], (aux.model_state, means)
+
+    return objective

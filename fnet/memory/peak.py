@@ -1,10 +1,13 @@
 """Peak bytes at compile time, and the compiler options that make the savings real."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from fnet.memory.schedule import Buffer, Timeline, timeline
 
 # XLA's CPU compiler drops the barriers behind jax.checkpoint and then merges the
 # recomputation with the original; without that pass recomputation is kept.
@@ -18,8 +21,19 @@ CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 """Compiler options worth trying, by backend; neither of CPU's is always the smaller."""
 
 
-class Peak(NamedTuple):
+class _Parts(NamedTuple):
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+
+class Peak(_Parts):
     """Memory of a compiled program in bytes, as its compiler assigned it.
+
+    The curve and the largest buffers are read from the program when first asked for,
+    which takes about a second for a ResNet-50's step. Until then the program is kept;
+    ``Peak(*peak(compiled))`` is the numbers alone.
 
     Attributes:
       arguments: of all inputs.
@@ -28,15 +42,46 @@ class Peak(NamedTuple):
       temporaries: everything between.
     """
 
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
+    _program: jax.stages.Compiled | None = None
 
     @property
     def total(self) -> int:
         """``arguments + outputs - aliased + temporaries``."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """What is alive at each instruction; see `fnet.memory.schedule.timeline`.
+
+        Raises:
+          ValueError: for numbers alone, without their program.
+        """
+        if self._program is None:
+            raise ValueError(
+                "peak: a copy is the numbers alone, without the program that the curve is read "
+                "from; ask what peak(compiled) returned"
+            )
+        found = timeline(self._program)
+        del self._program
+        return found
+
+    @property
+    def curve(self) -> list[int]:
+        """Bytes alive at each instruction, in the order they are scheduled.
+
+        Its maximum is what of ``total`` is in use at once: see
+        `fnet.memory.schedule.timeline` for what it leaves out.
+        """
+        return self.timeline.live_bytes
+
+    @property
+    def largest(self) -> list[Buffer]:
+        """The ten largest buffers alive where the curve is highest."""
+        return self.timeline.largest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are the numbers alone."""
+        return Peak, tuple(self)
 
 
 def peak(compiled: jax.stages.Compiled) -> Peak:
@@ -46,12 +91,14 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
       compiled: ``jax.jit(f).lower(...).compile()``.
     """
     m: Any = compiled.memory_analysis()
-    return Peak(
+    found = Peak(
         arguments=m.argument_size_in_bytes,
         outputs=m.output_size_in_bytes,
         aliased=m.alias_size_in_bytes,
         temporaries=m.temp_size_in_bytes,
     )
+    found._program = compiled
+    return found
 
 
 def compile_smallest(

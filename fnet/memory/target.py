@@ -3,21 +3,25 @@
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
+
+from fnet.memory.devices import TARGETS, Gpu, Tpu
 
 
 class Target(NamedTuple):
     """A device to compile for, present or not.
 
     Attributes:
-      name: as given to `describe`.
+      name: as given to `describe` or `from_text`.
       device: what shardings are made of; it holds no arrays and runs nothing.
-      memory: bytes it has for programs. Of a GPU's, JAX takes three quarters
-        unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+      memory: bytes of a GPU's memory; bytes that a TPU's compiler lets a program fill.
       compiler_options: to compile with where the device is not there.
     """
 
@@ -25,6 +29,15 @@ class Target(NamedTuple):
     device: jax.Device
     memory: int
     compiler_options: dict[str, Any]
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program can have of `memory`.
+
+        Of a GPU's, JAX takes three quarters unless ``XLA_PYTHON_CLIENT_MEM_FRACTION``
+        says otherwise.
+        """
+        return self.memory * 3 // 4 if self.device.platform == "gpu" else self.memory
 
 
 def describe(name: str) -> Target:
@@ -39,12 +52,38 @@ def describe(name: str) -> Target:
 
     Raises:
       ValueError: if the name is unknown; the message lists those there are.
-      RuntimeError: if the compiler is not installed; the message names the
-        extra to install.
+      RuntimeError: if the compiler, or what it needs of CUDA, is not installed;
+        the message names the extra to install.
     """
     if name not in TARGETS:
-        raise ValueError(f"describe: expected one of {list(TARGETS)}, got {name!r}")
-    return TARGETS[name].target(name)
+        raise ValueError(
+            f"describe: expected one of {list(TARGETS)}, got {name!r}; another NVIDIA GPU is "
+            "described by what XLA writes of it: see fnet.memory.target.from_text"
+        )
+    known = TARGETS[name]
+    if isinstance(known, Gpu):
+        return from_text(name, known.as_text())
+    return _tpu(name, known)
+
+
+def from_text(name: str, text: str) -> Target:
+    """A GPU that `TARGETS` does not have, from what XLA says of it.
+
+    Where there is one, XLA writes the text beside what it compiles: run anything
+    with ``XLA_FLAGS=--xla_dump_to=DIR`` and take any ``*.gpu_target_config.pbtxt``.
+    Those in XLA's sources (``xla/backends/gpu/target_config/specs``) serve too.
+
+    Args:
+      name: how messages call it.
+      text: a ``GpuTargetConfigProto`` in protobuf's text format.
+
+    Raises:
+      ValueError: if the text is not one of an NVIDIA GPU, or lacks what the
+        compiler needs; the message says what.
+      RuntimeError: as for `describe`.
+    """
+    memory = _checked_memory(name, text)
+    return Target(name, _gpu(name, text), memory, dict(_WITHOUT_A_GPU))
 
 
 def on(target: Target, tree: Any) -> Any:
@@ -79,8 +118,12 @@ def compile_for(
     them. A TPU's figures are of its main memory alone, with arrays padded to
     its tiles: small ones live on the chip and count nothing.
 
+    Where a program does not fit, XLA itself starts to recompute, as it would on
+    the device: past three quarters of its memory on a GPU. Below that, GPUs
+    differ little: their peaks are of what the program keeps.
+
     Args:
-      target: from `describe`.
+      target: from `describe` or `from_text`.
       jitted: ``jax.jit(f, donate_argnums=...)``, without static arguments.
       *args: its arguments, or their shapes: at least one array.
       compiler_options: added to the target's own.
@@ -89,7 +132,7 @@ def compile_for(
       ValueError: without an array among the arguments.
       jax.errors.JaxRuntimeError: ``RESOURCE_EXHAUSTED``, where a TPU's compiler
         finds that the program does not fit. A GPU's compiles it all the same:
-        compare its peak with ``target.memory``.
+        compare its peak with ``target.usable``.
     """
     if not jax.tree.leaves(args):
         raise ValueError("compile_for: needs an array argument, which is what is put on the target")
@@ -97,122 +140,121 @@ def compile_for(
     return jitted.lower(*on(target, args)).compile(compiler_options=options)
 
 
-class Gpu(NamedTuple):
-    """What XLA's GPU compiler asks of a device; sizes in bytes, as the CUDA driver reports them.
+# Autotuning would run kernels.
+_WITHOUT_A_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
-    Attributes:
-      device: the driver's name of it.
-      compute_capability: major and minor.
-      cores: streaming multiprocessors.
-      threads_per_core: resident at most.
-      memory: of the device.
-      bandwidth: of its memory, bytes per second.
-      l2_cache: of the device.
-      shared_per_core: shared memory of a streaming multiprocessor.
-      shared_per_block: of it, what one block can opt in to.
-      clock_ghz: of the streaming multiprocessors.
-    """
-
-    device: str
-    compute_capability: tuple[int, int]
-    cores: int
-    threads_per_core: int
-    memory: int
-    bandwidth: int
-    l2_cache: int
-    shared_per_core: int
-    shared_per_block: int
-    clock_ghz: float
-
-    def target(self, name: str) -> Target:
-        """One such GPU, alone in its machine."""
-        device = _first_device(name, "cuda", "1x1x1", self._as_text())
-        # Autotuning would run kernels.
-        return Target(name, device, self.memory, {"xla_gpu_autotune_level": 0})
-
-    def _as_text(self) -> str:
-        """XLA's GpuTargetConfigProto; what is a number here is the same for all GPUs so far."""
-        major, minor = self.compute_capability
-        return f"""
-            gpu_device_info {{
-              name: "{self.device}"
-              cuda_compute_capability {{ major: {major} minor: {minor} }}
-              core_count: {self.cores}
-              fpus_per_core: 128
-              clock_rate_ghz: {self.clock_ghz}
-              device_memory_size: {self.memory}
-              memory_bandwidth: {self.bandwidth}
-              l2_cache_size: {self.l2_cache}
-              shared_memory_per_core: {self.shared_per_core}
-              shared_memory_per_block: 49152
-              shared_memory_per_block_optin: {self.shared_per_block}
-              registers_per_core_limit: 65536
-              registers_per_block_limit: 65536
-              threads_per_core_limit: {self.threads_per_core}
-              threads_per_block_limit: 1024
-              threads_per_warp: 32
-              thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-              driver_version: "13.0.0"
-              runtime_version: "12.9.0"
-              compile_time_toolkit_version: "12.9.0"
-              dnn_version: "9.10.0"
-            }}
-            platform_name: "CUDA"
-            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-            device_description_str: "{self.device}"
-        """
+# Without any one of these XLA's compiler fails, divides by zero, or reckons with
+# zeros; all are above zero.
+_NEEDED = (
+    "device_memory_size",
+    "core_count",
+    "fpus_per_core",
+    "clock_rate_ghz",
+    "memory_bandwidth",
+    "shared_memory_per_block_optin",
+    "threads_per_warp",
+    "block_dim_limit_x",
+)
 
 
-class Tpu(NamedTuple):
-    """What XLA's TPU compiler asks of a device: little more than its name.
-
-    Attributes:
-      topology: the smallest slice of a whole host, of which one chip is used.
-      memory: HBM that its compiler lets a program fill, in bytes.
-    """
-
-    topology: str
-    memory: int
-
-    def target(self, name: str) -> Target:
-        """One chip of the slice."""
-        with _without_a_tpu_host():
-            return Target(name, _first_device(name, "tpu", self.topology), self.memory, {})
-
-
-TARGETS: dict[str, Gpu | Tpu] = {
-    "h100": Gpu(
-        device="NVIDIA H100 80GB HBM3",
-        compute_capability=(9, 0),
-        cores=132,
-        threads_per_core=2048,
-        memory=84_942_979_072,
-        bandwidth=3_352_320_000_000,
-        l2_cache=52_428_800,
-        shared_per_core=233_472,
-        shared_per_block=232_448,
-        clock_ghz=1.98,
-    ),
-    "v5e": Tpu(topology="v5e:2x2", memory=int(15.75 * 2**30)),
-}
-"""The devices that can be described, by name."""
+def _checked_memory(name: str, text: str) -> int:
+    """The size of a GPU's memory in its description, which is checked."""
+    string = r'"(?:\\.|[^"\\\n])*"'
+    without_comments = re.sub(rf"({string})|#[^\n]*", lambda m: m[1] or "", text)
+    platform = re.search(r'\bplatform_name\s*:\s*"(\w*)"', without_comments)
+    if platform and platform[1].upper() != "CUDA":
+        raise ValueError(
+            f'{name}: expected platform_name: "CUDA", got "{platform[1]}"; only NVIDIA\'s GPUs can '
+            "be described by text"
+        )
+    fields = re.sub(string, "", without_comments)
+    numbers = dict(re.findall(r"\b(\w+)\s*:\s*(\d+(?:\.\d+)?)", fields))
+    missing = [field for field in _NEEDED if not float(numbers.get(field, 0))]
+    if not re.search(r"\bcuda_compute_capability\s*:?\s*\{[^}]*\bmajor\s*:\s*[1-9]", fields):
+        missing.append("cuda_compute_capability { major }")
+    if not platform:
+        missing.append("platform_name")
+    if missing:
+        raise ValueError(
+            f"{name}: expected a GPU's properties as XLA writes them (a GpuTargetConfigProto in "
+            "text, DIR/*.gpu_target_config.pbtxt of XLA_FLAGS=--xla_dump_to=DIR); missing: "
+            + (", ".join(missing) if numbers else "all of it")
+        )
+    return int(numbers["device_memory_size"])
 
 
 @functools.cache
-def _first_device(name: str, platform: str, topology: str, config: str | None = None) -> jax.Device:
-    gpu = {"target_config": config, "topology": topology} if config else {}
+def _gpu(name: str, text: str) -> jax.Device:
+    describe_gpu = functools.partial(
+        _first_device, name, "cuda", target_config=text, topology="1x1x1"
+    )
     try:
-        slice_ = topologies.get_topology_desc(name if gpu else topology, platform, **gpu)
+        try:
+            device = describe_gpu()
+        except NotImplementedError:
+            _load_cuda_plugin()
+            device = describe_gpu()
+    except jax.errors.JaxRuntimeError as error:
+        if "GpuTargetConfigProto" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: XLA's compiler (jax {jax.__version__}) cannot read the GPU's properties: on "
+            "stderr it says which field is misspelt, written twice, or of another version of XLA"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{name}: XLA's compiler for NVIDIA's GPUs is not there: "
+            'pip install "fnet-jax[target-gpu]"'
+        ) from error
+    _try_cuda_tools(name, device)
+    return device
+
+
+def _load_cuda_plugin() -> None:
+    """Loads JAX's CUDA plugin, if there is one, where JAX did not.
+
+    JAX drops it where one of CUDA's libraries is missing, unless ``JAX_PLATFORMS``
+    names other platforms; compiling needs none of them, and no driver.
+    """
+    # JAX chooses its own devices first: it shall not try to run on this one. What
+    # it has to say of them it says to whoever uses them.
+    with contextlib.suppress(Exception):
+        jax.devices()
+    for plugin in metadata.entry_points(group="jax_plugins"):
+        if "cuda" in plugin.name:
+            with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
+                plugin.load().initialize()
+
+
+def _try_cuda_tools(name: str, device: jax.Device) -> None:
+    """Compiles something tiny that takes both of CUDA's tools: its assembler and libdevice."""
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.exp).lower(x).compile(compiler_options=_WITHOUT_A_GPU)
+    except jax.errors.JaxRuntimeError as error:
+        said = re.split(r"\. |\.?\n", str(error))[0]
+        raise RuntimeError(
+            f"{name}: CUDA's ptxas or libdevice is missing or does not know this GPU ({said}): "
+            'pip install "fnet-jax[target-gpu]" brings those of CUDA 13, for compute capability '
+            "7.5 and later"
+        ) from error
+
+
+@functools.cache
+def _tpu(name: str, known: Tpu) -> Target:
+    """One chip of the slice."""
+    # JAX sets this variable when it finds no TPU chip.
+    attached = "TPU_SKIP_MDS_QUERY" not in os.environ
+    try:
+        with _environment({} if attached else _TPU_HOST):
+            device = _first_device(known.topology, "tpu")
     except jax.errors.JaxRuntimeError:
         raise
-    except RuntimeError as error:  # the plugin is not there, or JAX dropped it
-        install = f"{name}: XLA's {platform.upper()} compiler is not there: pip install "
-        hint = '"fnet-jax[tpu]"'
-        if gpu:
-            hint = '"fnet-jax[cuda]" and, without a GPU, set JAX_PLATFORMS=cpu before JAX starts'
-        raise RuntimeError(install + hint) from error
-    return slice_.devices[0]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f'{name}: XLA\'s compiler for TPUs is not there: pip install "fnet-jax[target-tpu]"'
+        ) from error
+    return Target(name, device, known.memory, {})
 
 
 # libtpu expects a TPU's host: without these it searches for one, complains on
@@ -224,12 +266,14 @@ _TPU_HOST = {
 }
 
 
+def _first_device(topology_name: str, platform: str, **config: str) -> jax.Device:
+    return topologies.get_topology_desc(topology_name, platform, **config).devices[0]
+
+
 @contextlib.contextmanager
-def _without_a_tpu_host() -> Iterator[None]:
-    """Satisfies libtpu while it is loaded, unless a TPU is attached."""
-    # JAX sets this variable when it finds no TPU chip.
-    attached = "TPU_SKIP_MDS_QUERY" not in os.environ
-    added = {} if attached else {k: v for k, v in _TPU_HOST.items() if k not in os.environ}
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets those that are not set, for as long as a compiler is loaded."""
+    added = {k: v for k, v in variables.items() if k not in os.environ}
     os.environ.update(added)
     try:
         yield

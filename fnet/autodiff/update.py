@@ -1,0 +1,56 @@
+"""What a mode makes of a loss and an optimizer in the end: one update of the parameters."""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import optax
+from jax import Array
+
+from fnet.autodiff.mean import Gradient, Loss
+
+Update = Callable[
+    [Any, optax.OptState, Any, dict[str, Array], Array],
+    tuple[Any, optax.OptState, Any, dict[str, Array]],
+]
+"""``update(params, opt_state, model_state, batch, key)``: the first three renewed, and metrics.
+
+The metrics are scalars, among them ``grad_norm``."""
+
+
+@runtime_checkable
+class UpdateMode(Protocol):
+    """A mode that calls the optimizer itself, because it never has the whole gradient."""
+
+    def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
+        """What is to be done with a batch."""
+
+
+Mode = Callable[[Loss], Gradient] | UpdateMode
+"""What is made of the losses: their gradient, or the update itself."""
+
+
+def update_of(mode: Mode, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
+    """The update that a mode leads to: its own, or the optimizer's after the whole gradient."""
+    if isinstance(mode, UpdateMode):
+        return mode.update(loss, optimizer)
+    return gradient_then_optimizer(mode(loss), optimizer)
+
+
+def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransformation) -> Update:
+    """The plain update: first the gradient of all parameters, then the optimizer."""
+
+    def update(
+        params: Any,
+        opt_state: optax.OptState,
+        model_state: Any,
+        batch: dict[str, Array],
+        key: Array,
+    ) -> tuple[Any, optax.OptState, Any, dict[str, Array]]:
+        grads, model_state, metrics = gradient(params, model_state, batch, key)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params, opt_state, model_state, metrics | {"grad_norm": optax.tree.norm(grads)}
+
+    return update

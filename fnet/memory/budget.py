@@ -1,0 +1,51 @@
+"""Amounts of memory as people write and read them."""
+
+import re
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def read_bytes(text: str | int) -> int:
+    """``"4GB" -> 4_000_000_000``, ``"4GiB"`` and ``"4096MiB" -> 4_294_967_296``; an int is bytes.
+
+    Units are B, and K, M, G or T with B (powers of 1000) or iB (powers of 1024),
+    in upper or lower case; a fraction and a space before the unit are allowed.
+
+    Raises:
+      ValueError: for anything else, and for less than one byte.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(text).lower())
+    if isinstance(text, int) and not isinstance(text, bool):
+        value = float(text)
+    elif found and found[2].upper() in _UNITS:
+        value = float(found[1]) * _UNITS[found[2].upper()]
+    else:
+        raise ValueError(
+            f"expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of 1000, "
+            f"KiB to TiB of 1024), got {text!r}"
+        )
+    if value < 1:
+        raise ValueError(f"expected at least one byte, got {text!r}")
+    return int(value)
+
+
+def in_words(n: int | None) -> str:
+    """``1536 -> "1.50 KiB"``; None is unknown."""
+    if n is None:
+        return "unknown"
+    value = float(n)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,240 @@
+"""The fastest way to train within a budget: candidates are compiled, never run."""
+
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from fnet.memory.arithmetic import Arithmetic, arithmetic
+from fnet.memory.budget import in_words, read_bytes
+from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
+from fnet.memory.policy import policies_on
+from fnet.memory.target import Target
+
+Build = Callable[[str, int], jax.stages.Traced]
+"""``build(policy, microbatches) -> jitted.trace(...)`` of the train step that they make."""
+
+
+# Buffers are assigned before code is made of them.
+_WITHOUT_OPTIMISED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
+
+
+class Candidate(NamedTuple):
+    """A way to train, compiled.
+
+    Attributes:
+      policy: what the backward pass keeps; a key of `POLICIES`.
+      microbatches: how many the batch is split into.
+      work: arithmetic and bytes moved a step, by which candidates are ranked.
+      peak: of the compiled step.
+      compiler_options: it was compiled with.
+    """
+
+    policy: str
+    microbatches: int
+    work: Arithmetic
+    peak: Peak
+    compiler_options: dict[str, Any]
+
+    def __str__(self) -> str:
+        split = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return f"{self.policy}{split}"
+
+
+class Plan(NamedTuple):
+    """What was found.
+
+    Attributes:
+      budget: bytes, or None.
+      chosen: the fastest that fits; without a budget, the fastest.
+      smaller: the fastest of those compiled that need less than ``chosen``: what
+        a tighter budget would take; None if there is none.
+      candidates: all that were compiled, the fastest first.
+    """
+
+    budget: int | None
+    chosen: Candidate
+    smaller: Candidate | None
+    candidates: tuple[Candidate, ...]
+
+
+class BudgetError(ValueError):
+    """No candidate fits the budget."""
+
+
+def plan(
+    build: Build,
+    budget: int | str | None = None,
+    *,
+    policies: Sequence[str] | None = None,
+    microbatches: Iterable[int] = (1,),
+    couples_batch: bool = False,
+    state_bytes: int = 0,
+    reserve: int = 0,
+    target: Target | None = None,
+    progress: Callable[[Candidate], None] | None = None,
+) -> Plan:
+    """Chooses policy, microbatches and compiler options, without running a step.
+
+    Every policy is compiled once with the whole batch, then candidates with more
+    microbatches in the order of their work, until one fits. Code is not
+    generated where buffers can be assigned without; compile the one chosen again.
+    JAX's compilation cache, where it is on, makes a second call fast.
+
+    Args:
+      build: the traced train step for a policy and a number of microbatches.
+      budget: bytes, or as `read_bytes` reads them; None for no limit.
+      policies: keys of `POLICIES`; all that work on the device by default.
+      microbatches: numbers to choose from, each a multiple of the one before.
+      couples_batch: whether splitting the batch changes the result (batch
+        statistics): it is then the last resort.
+      state_bytes: of the train state; a budget without room for it is refused at once.
+      reserve: bytes of the budget that others need, beside the compiled step.
+      target: a device to compile for; this machine's by default.
+      progress: called with each candidate once it is compiled.
+
+    Raises:
+      BudgetError: for a budget below the state's size, and where nothing fits;
+        the message says what is the least, and by which policy.
+      ValueError: for a budget that cannot be read, or an unknown policy.
+    """
+    limit = None if budget is None else read_bytes(budget)
+    beside = f", and {in_words(reserve)} is taken beside it" if reserve else ""
+    if limit is not None and limit < state_bytes + reserve:
+        raise BudgetError(
+            f"a budget of {in_words(limit)} has no room for the train state, which alone takes "
+            f"{in_words(state_bytes)}{beside}"
+        )
+
+    def order(c: Candidate | _Way) -> tuple[bool, float]:
+        return couples_batch and c.microbatches > 1, c.work.time
+
+    def fits(peak_: int) -> bool:
+        return limit is None or peak_ + reserve <= limit
+
+    platform = _platform(target)
+    names = tuple(policies_on(platform) if policies is None else policies)
+    if unknown := [n for n in names if n not in policies_on(platform)]:
+        raise ValueError(
+            f"plan: expected policies for {platform} of {policies_on(platform)}, got {unknown[0]!r}"
+        )
+    options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
+    compile_ = functools.partial(_compile, options=options, target=target, progress=progress)
+    found = _search(build, names, sorted(set(microbatches)), compile_, order, fits)
+    ranked = tuple(sorted(found, key=order))
+    least = min(ranked, key=lambda c: c.peak.total)
+    if not fits(least.peak.total):
+        raise BudgetError(
+            f"no policy fits a budget of {in_words(limit)}: the least is "
+            f"{in_words(least.peak.total)}, by {least}{beside}"
+        )
+    if limit is None:  # of equally fast ones, the smallest
+        chosen = min(ranked, key=lambda c: (order(c), c.peak.total))
+    else:
+        chosen = next(c for c in ranked if fits(c.peak.total))
+    smaller = next((c for c in ranked if c.peak.total < chosen.peak.total), None)
+    return Plan(limit, chosen, smaller, ranked)
+
+
+def _platform(target: Target | None) -> str:
+    return target.device.platform if target else jax.default_backend()
+
+
+class _Way(NamedTuple):
+    """A policy with a number of microbatches, traced."""
+
+    policy: str
+    microbatches: int
+    lowered: jax.stages.Lowered
+    work: Arithmetic
+
+
+def _search(
+    build: Build,
+    policies: Sequence[str],
+    microbatches: Sequence[int],
+    compile_: Callable[[Sequence[_Way]], list[Candidate]],
+    order: Callable[[Any], tuple[bool, float]],
+    fits: Callable[[int], bool],
+) -> list[Candidate]:
+    """Best first: splitting the batch further only adds work."""
+
+    def trace(policy: str, microbatches: int) -> _Way:
+        traced = build(policy, microbatches)
+        return _Way(policy, microbatches, traced.lower(), arithmetic(traced.jaxpr))
+
+    found: list[Candidate] = []
+    peaks: dict[str, list[int]] = {name: [] for name in policies}
+    best = (True, math.inf)
+    compiling = [trace(name, microbatches[0]) for name in policies]  # side by side
+    waiting: list[_Way] = []
+    while compiling:
+        candidates = compile_(compiling)
+        found += candidates
+        for way in compiling:
+            seen = peaks[way.policy]
+            seen.append(min(c.peak.total for c in candidates if c.policy == way.policy))
+            if fits(seen[-1]):
+                best = min(best, order(way))
+            elif len(seen) < len(microbatches) and fits(_least_to_come(seen)):
+                waiting.append(trace(way.policy, microbatches[len(seen)]))
+        waiting.sort(key=order, reverse=True)
+        compiling = [waiting.pop()] if waiting and order(waiting[-1]) < best else []
+    return found
+
+
+def _least_to_come(peaks: Sequence[int]) -> int:
+    """What more microbatches could reach: each doubling saves at most half of the last saving."""
+    # The step from one to two brings the accumulator and says nothing.
+    return 0 if len(peaks) < 3 else peaks[-1] - max(peaks[-2] - peaks[-1], 0)
+
+
+def _compile(
+    ways: Sequence[_Way],
+    *,
+    options: Sequence[Mapping[str, Any]],
+    target: Target | None,
+    progress: Callable[[Candidate], None] | None,
+) -> list[Candidate]:
+    def one(way: _Way, chosen: Mapping[str, Any]) -> Candidate:
+        found = foresee(way.lowered, chosen, target)
+        made = Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
+        if progress:
+            progress(made)
+        return made
+
+    # Compiling lets go of Python's lock.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda job: one(*job), itertools.product(ways, options)))
+
+
+def foresee(
+    lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any], target: Target | None = None
+) -> Peak:
+    """The peak of a program, compiled only as far as that takes.
+
+    Args:
+      lowered: ``jax.jit(f).lower(...)``.
+      compiler_options: to compile with.
+      target: what it was lowered for; this machine's device by default.
+
+    Returns:
+      What `peak` says of the compiled program; of one that a TPU's compiler
+      refuses as too large, its own account of it, all as temporaries.
+    """
+    options = _WITHOUT_OPTIMISED_CODE.get(_platform(target), {}) | dict(compiler_options)
+    try:
+        # The numbers alone: a Peak that can tell more would keep every program.
+        return Peak(*peak(lowered.compile(compiler_options=options)))
+    except jax.errors.JaxRuntimeError as error:
+        # "Used 20.06G of 15.75G hbm", "... (512.00G) exceeds available HBM (15.75G)"
+        size = re.search(r"(?:Used |\()([\d.]+)([KMGT])(?: of|\) exceeds)", str(error))
+        if "RESOURCE_EXHAUSTED" not in str(error) or not size:
+            raise
+        return Peak(0, 0, 0, int(float(size[1]) * 2 ** (10 * " KMGT".index(size[2]))))

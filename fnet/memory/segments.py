@@ -1,0 +1,246 @@
+"""Recomputation of any function, segment by segment, cut where little passes between them."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+F = TypeVar("F", bound=Callable)
+CheckpointPolicy = Callable[..., Any]
+
+_LARGE_LOOP = 0.2  # share of everything kept from which on a loop is recomputed round by round
+_TRIALS = 200  # how many limits on a segment's size are tried
+
+
+def recompute_in_segments(
+    f: F, policy: CheckpointPolicy | None = None, *, loops_on_host: bool = False
+) -> F:
+    """``f``, whose backward pass keeps what passes between segments and recomputes each when due.
+
+    ``f`` is traced and its equations are divided into segments, each under a
+    ``jax.checkpoint`` of its own except the last, which is due at once. The cuts
+    are chosen so that what they keep and the largest segment, which is alive
+    while it is recomputed, are smallest together (Chen et al., "Training Deep
+    Nets with Sublinear Memory Cost", 2016, for any function instead of a list of
+    layers). A ``lax.scan`` that would keep a large share of everything keeps the
+    carry of each round instead, and recomputes the round.
+
+    One ``jax.checkpoint`` around a whole network saves nothing: it is all
+    recomputed at once when the backward pass begins.
+
+    Args:
+      f: a function of pytrees of arrays that `jax.checkpoint` could wrap. Its
+        arguments, parameters for example, are kept anyway and cost nothing.
+      policy: one of ``jax.checkpoint_policies``: what a segment keeps beside its
+        inputs; nothing by default.
+      loops_on_host: whether the carries of loops are kept in the host's memory,
+        which GPUs and TPUs can read (``pinned_host``).
+
+    Returns:
+      A function with the same arguments, values and gradients. On CPU it takes
+      effect only with the compiler options of `fnet.compile_step`.
+    """
+
+    def recomputing(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+
+        def flat(*leaves: Any) -> Any:
+            args, kwargs = jax.tree.unflatten(structure, leaves)
+            return f(*args, **kwargs)
+
+        traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        inlined = jax.make_jaxpr(lambda *leaves: _inline(traced, leaves))(*leaves)
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), _run(inlined, leaves, policy, loops_on_host)
+        )
+
+    return recomputing  # type: ignore[return-value]
+
+
+def _run(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    policy: CheckpointPolicy | None,
+    loops_on_host: bool,
+) -> list[Any]:
+    jaxpr = closed.jaxpr
+    large = _large_loops(jaxpr)
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+    bounds = _cuts(jaxpr, large)
+    for start, end in itertools.pairwise(bounds):
+        if start in large:
+            loop = jaxpr.eqns[start]
+            out = _recompute_rounds(loop, _read(loop.invars, values), loops_on_host)
+            values |= zip(loop.outvars, out, strict=True)
+            continue
+        part = _part(jaxpr, start, end)
+        run = jaxpr_as_fun(ClosedJaxpr(part, []))
+        if end != len(jaxpr.eqns):
+            run = jax.checkpoint(run, policy=policy)
+        values |= zip(part.outvars, run(*(values[v] for v in part.invars)), strict=True)
+    return _read(jaxpr.outvars, values)
+
+
+def _read(atoms: Sequence[Any], values: dict[Var, Any]) -> list[Any]:
+    return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
+
+
+def _inline(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluates with the bodies of inner ``jax.jit`` calls in their place."""
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(closed.jaxpr.invars, args, strict=True)
+    for i, equation in enumerate(closed.jaxpr.eqns):
+        if equation.primitive.name in ("jit", "pjit"):
+            out = _inline(equation.params["jaxpr"], _read(equation.invars, values))
+        else:
+            # A jaxpr of its own carries the equation's named scopes along.
+            one = _part(closed.jaxpr, i, i + 1, all_outputs=True)
+            out = jaxpr_as_fun(ClosedJaxpr(one, []))(*(values[v] for v in one.invars))
+        values |= zip(equation.outvars, out, strict=True)
+    return _read(closed.jaxpr.outvars, values)
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Var]:
+    return (a for a in atoms if not isinstance(a, Literal))
+
+
+def _part(jaxpr: Jaxpr, start: int, end: int, *, all_outputs: bool = False) -> Jaxpr:
+    """Equations [start, end) as a jaxpr: it takes what it reads, gives what is read later."""
+    eqns = jaxpr.eqns[start:end]
+    made = dict.fromkeys(v for e in eqns for v in e.outvars)
+    taken = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in made)
+    given = list(made)
+    if not all_outputs:
+        later = {v for e in jaxpr.eqns[end:] for v in _variables(e.invars)}
+        later |= set(_variables(jaxpr.outvars))
+        given = [v for v in made if v in later]
+    return jaxpr.replace(
+        eqns=eqns,
+        constvars=[],
+        invars=list(taken),
+        outvars=given,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _bytes(v: Any) -> int:
+    aval = v.aval
+    if not hasattr(aval, "shape") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return 0
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _made_bytes(jaxpr: Jaxpr) -> list[int]:
+    """What autodiff would keep of each equation at most: its results, of a loop in every round."""
+    return [
+        e.params["length"] * sum(_made_bytes(e.params["jaxpr"].jaxpr))
+        if e.primitive.name == "scan"
+        else sum(map(_bytes, e.outvars))
+        for e in jaxpr.eqns
+    ]
+
+
+def _large_loops(jaxpr: Jaxpr) -> set[int]:
+    made = _made_bytes(jaxpr)
+    return {
+        i
+        for i, e in enumerate(jaxpr.eqns)
+        if e.primitive.name == "scan"
+        and made[i] > _LARGE_LOOP * sum(made)
+        # A loop whose rounds are recomputed already is left as it is.
+        and any(inner.primitive.name != "checkpoint" for inner in e.params["jaxpr"].jaxpr.eqns)
+    }
+
+
+_CARRY = "fnet_carry"
+_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[_CARRY],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> list[Any]:
+    """The scan, each round under a `jax.checkpoint`."""
+    p = loop.params
+    fixed, carried = p["num_consts"], p["num_consts"] + p["num_carry"]
+    constants, carry, rows = args[:fixed], args[fixed:carried], args[carried:]
+    body = jaxpr_as_fun(p["jaxpr"])
+
+    def round_(carry: list[Any], rows: Sequence[Any]) -> list[Any]:
+        # The name is inside the checkpoint: the policy sees it.
+        named = [checkpoint_name(c, _CARRY) for c in carry] if on_host else carry
+        return body(*constants, *named, *rows)
+
+    recomputed = jax.checkpoint(round_, prevent_cse=False, policy=_ON_HOST if on_host else None)
+
+    def step(carry: Any, rows: Any) -> Any:
+        out = recomputed(carry, rows)
+        return out[: p["num_carry"]], out[p["num_carry"] :]
+
+    carry, stacked = jax.lax.scan(
+        step, list(carry), list(rows), p["length"], p["reverse"], p["unroll"]
+    )
+    return [*carry, *stacked]
+
+
+def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
+    """Positions between equations, from 0 to the last: those that keep least."""
+    count = len(jaxpr.eqns)
+    passing = _passing_bytes(jaxpr)
+    forced = {i + side for i in large for side in (0, 1)}
+    places = [
+        i
+        for i in range(count + 1)
+        if i in (0, count)
+        or i in forced
+        or (passing[i] <= passing[i - 1] and passing[i] < passing[i + 1])
+    ]
+    made = [0 if i in large else b for i, b in enumerate(_made_bytes(jaxpr))]
+    before = [0]
+    for b in made:
+        before.append(before[-1] + b)
+
+    def division(limit: int) -> tuple[float, list[int]]:
+        """Of the divisions into segments of up to ``limit`` bytes, the one that keeps least."""
+        best: list[tuple[float, int]] = [(0.0, 0)]
+        for j in range(1, len(places)):
+            options = []
+            for i in range(j - 1, -1, -1):
+                if before[places[j]] - before[places[i]] > limit and i != j - 1:
+                    break
+                options.append((best[i][0] + (passing[places[i]] if i else 0), i))
+                if places[i] in forced:
+                    break
+            best.append(min(options))
+        cuts, j = [places[-1]], len(places) - 1
+        while j:
+            j = best[j][1]
+            cuts.append(places[j])
+        return best[-1][0], cuts[::-1]
+
+    sizes = sorted({before[b] - before[a] for a in places for b in places if a < b}) or [0]
+    trials = sizes[:: max(1, len(sizes) // _TRIALS)]
+    best = min((division(limit)[0] + limit, limit) for limit in trials)
+    return division(best[1])[1]
+
+
+def _passing_bytes(jaxpr: Jaxpr) -> list[int]:
+    """At each position, the bytes made before and read after; the arguments do not count."""
+    changes = [0] * (len(jaxpr.eqns) + 2)
+    made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
+    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _variables(e.invars) if v in made}
+    for v, read in last.items():
+        changes[made[v] + 1] += _bytes(v)
+        changes[read + 1] -= _bytes(v)
+    passing, total = [], 0
+    for change in changes:
+        total += change
+        passing.append(total)
+    return passing

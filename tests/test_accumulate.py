@@ -1,0 +1,330 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fnet
+from fnet import layers, repeat, serial
+from fnet.autodiff import accumulate_grad, mean, microbatches
+from fnet.layer import stateless
+from fnet.memory import compile_smallest, peak, tree_bytes
+
+forms = pytest.mark.parametrize("unroll", [False, True])
+
+
+def mlp_loss(params, state, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["w"] + jnp.expand_dims(params["b"], 0))
+    y = hidden @ params["v"]
+    return jnp.square(y - batch["y"]), fnet.Aux(state, {"output": y, "is_positive": y > 0})
+
+
+def mlp_params():
+    w, v = jax.random.split(jax.random.key(0))
+    return {"w": jax.random.normal(w, (3, 5)), "b": jnp.ones(5), "v": jax.random.normal(v, 5)}
+
+
+def mlp_batch(n=12):
+    x, y = jax.random.split(jax.random.key(1))
+    return {"x": jax.random.normal(x, (n, 3)), "y": jax.random.normal(y, n)}
+
+
+WEIGHTS = {
+    "none": None,
+    "unequal": np.arange(12.0),
+    "padding in every part": np.asarray([1.0, 1.0, 0.0] * 4),
+    "a part of padding alone": np.asarray([1.0, 0.0, 2.0, 3.0] * 3),
+    "all padding": np.zeros(12),
+}
+
+
+@forms
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
+def test_gradient_and_metrics_are_those_of_the_whole_batch(weight, unroll):
+    batch = mlp_batch() | ({} if weight is None else {"weight": jnp.asarray(weight, jnp.float32)})
+    params = mlp_params()
+    expected, _, metrics = mean(mlp_loss)(params, {}, batch, None)
+    gradient = jax.jit(accumulate_grad(mlp_loss, 4, unroll=unroll))
+    got, _, got_metrics = gradient(params, {}, batch, None)
+    chex.assert_trees_all_close(got, expected, atol=1e-6)
+    chex.assert_trees_all_close(got_metrics, metrics, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes((got, got_metrics), (expected, metrics))
+    if weight is not None and not weight.any():
+        chex.assert_trees_all_equal(
+            (got, got_metrics), jax.tree.map(jnp.zeros_like, (got, metrics))
+        )
+
+
+@forms
+def test_a_tape_s_golden_values(unroll):
+    # Own tests of a tape that takes a gradient out of its slot, adds, and puts it back.
+    def gradient(f, *params):
+        batch = {"twice": jnp.ones(2)}
+
+        def loss(params, state, batch, key):
+            return f(*params) * batch["twice"], fnet.Aux(state, {})
+
+        return accumulate_grad(loss, 2, unroll=unroll)(params, {}, batch, None)[0]
+
+    two, three = jnp.asarray(2.0), jnp.asarray(3.0)
+    chex.assert_trees_all_equal(gradient(lambda a, b: a * b, two, three), (three, two))
+    chex.assert_trees_all_equal(gradient(lambda x: x**2 + x, two), (jnp.asarray(5.0),))
+
+    def chain(w1, w2, dy):
+        return jnp.square(jnp.maximum(jnp.ones(2) @ w1, 0) @ w2 + dy)
+
+    w1, w2 = jnp.eye(2), jnp.asarray([1.0, -2.0])
+    dw1, dw2, dy = gradient(chain, w1, w2, jnp.asarray(0.0))
+    assert float(dy) == -2.0
+    chex.assert_trees_all_equal(dw2, jnp.asarray([-2.0, -2.0]))
+    chex.assert_trees_all_equal(dw1, jnp.asarray([[-2.0, 4.0], [-2.0, 4.0]]))
+
+
+@forms
+def test_any_use_of_a_parameter_is_accumulated(unroll):
+    def loss(params, state, batch, key):
+        w, x = params["w"], batch["x"]
+        y = x @ w + x @ w.T  # twice
+        y += jnp.expand_dims(w[0] + w[-1] + w[:, 1] + jnp.flip(w[::2][0]), 0)  # static slices
+        y += jax.jit(lambda w: jnp.expand_dims(w[:2].sum(0), 0))(w)  # in a call
+        y += jax.checkpoint(lambda w: jnp.expand_dims(jnp.sin(w)[1:3].prod(0), 0))(w)
+        y += w[jnp.asarray([0, 2, 2])].sum()  # gathered
+        rows = jax.lax.scan(lambda y, row: (jnp.tanh(y + row[:1].sum()), None), y, w)[0]
+        y += jax.lax.cond(y.sum() > 0, lambda: rows, lambda: rows * w[1, 1])
+        return y.sum(-1), fnet.Aux(state, {})
+
+    params = {"w": jax.random.normal(jax.random.key(0), (4, 4)), "unused": jnp.ones(3)}
+    batch = {"x": jax.random.normal(jax.random.key(1), (6, 4))}
+    # A branch is chosen by part, so parts are compared.
+    parts = [{"x": batch["x"][i::3]} for i in range(3)]
+    whole = jax.jit(mean(loss))
+    each = [whole(params, {}, part, None)[0] for part in parts]
+    expected = jax.tree.map(lambda *g: sum(g) / 3, *each)
+    got, _, _ = jax.jit(accumulate_grad(loss, 3, unroll=unroll))(params, {}, batch, None)
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@forms
+def test_part_i_draws_from_the_key_folded_with_i(unroll):
+    def loss(params, state, batch, key):
+        noise = jax.random.normal(key, batch["x"].shape)
+        return params * noise, fnet.Aux(state, {"noise": noise})
+
+    gradient = accumulate_grad(loss, 3, unroll=unroll)
+    got, _, metrics = gradient(jnp.ones(()), {}, {"x": jnp.zeros(6)}, jax.random.key(7))
+    keys = [jax.random.fold_in(jax.random.key(7), i) for i in range(3)]
+    drawn = jnp.stack([jax.random.normal(key, 2) for key in keys])
+    chex.assert_trees_all_close(got, drawn.mean(), atol=1e-6)
+    chex.assert_trees_all_close(metrics["noise"], drawn.mean(), atol=1e-6)
+
+
+@forms
+def test_running_statistics_are_those_of_one_part_after_the_other(unroll):
+    norm = layers.abn(3)
+
+    def loss(params, state, batch, key):
+        y, state = norm.apply(params, state, batch["x"], train=True)
+        return y.sum(-1), fnet.Aux(state, {})
+
+    params, state = norm.init(jax.random.key(0))
+    x = 2 + jax.random.normal(jax.random.key(1), (12, 3))
+    _, got, _ = accumulate_grad(loss, 4, unroll=unroll)(params, state, {"x": x}, None)
+    for i in range(4):
+        _, state = norm.apply(params, state, x[i::4], train=True)
+    chex.assert_trees_all_close(got, state, atol=1e-6)
+
+
+def test_one_microbatch_is_the_mean_mode():
+    args = mlp_params(), {}, mlp_batch(), jax.random.key(0)
+    one, whole = accumulate_grad(mlp_loss, 1), mean(mlp_loss)
+    assert str(jax.make_jaxpr(one)(*args)) == str(jax.make_jaxpr(whole)(*args))
+
+
+def test_the_accumulator_has_the_parameters_dtype():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params())
+    batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_batch())
+    got, _, metrics = jax.jit(accumulate_grad(mlp_loss, 4))(params, {}, batch, None)
+    expected, _, expected_metrics = jax.jit(mean(mlp_loss))(params, {}, batch, None)
+    chex.assert_trees_all_equal_dtypes((got, metrics), (expected, expected_metrics))
+    chex.assert_trees_all_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def dense_network(depth=24, width=128, *, scanned):
+    block = serial(dense=layers.dense(width, width), relu=stateless(jax.nn.relu))
+    return repeat(block, depth) if scanned else serial(*[block] * depth)
+
+
+def regression(model):
+    def loss(params, state, batch, key):
+        y, state = model.apply(params, state, batch["x"], key=key, train=True)
+        return jnp.square(y).mean(-1), fnet.Aux(state, {})
+
+    return loss
+
+
+def compiled_step(optimizer, mode, *, scanned, batch=64, width=128):
+    model = dense_network(width=width, scanned=scanned)
+    create = functools.partial(fnet.TrainState.create, model, optimizer)
+    state = jax.eval_shape(create, jax.random.key(0))
+    step = fnet.make_step(regression(model), optimizer, mode)
+    batch = {"x": jax.ShapeDtypeStruct((batch, width), jnp.float32)}
+    return fnet.compile_step(step, state, batch).report, tree_bytes(state.params)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_step_holds_nothing_of_the_parameters_size_beside_state_and_accumulator(scanned):
+    # Parameters, momentum, accumulator: 3. The rest is one layer's gradient, 1/24, and
+    # the activations of 8 examples, 1/16.
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    report, params = compiled_step(optimizer, microbatches(8), scanned=scanned)
+    assert report.peak.total <= 3.3 * params
+    assert report.donation.donated_bytes == report.donation.aliased_bytes == report.state_bytes
+
+
+def test_a_step_with_adam_holds_four_times_the_parameters():
+    report, params = compiled_step(optax.adam(1e-3), microbatches(8), scanned=False)
+    assert report.peak.total <= 4.3 * params
+    assert report.donation.donated_bytes == report.state_bytes
+
+
+def test_adam_after_scanned_layers_holds_four_times_the_parameters():
+    model, optimizer = dense_network(scanned=True), optax.adam(1e-3)
+    gradient = accumulate_grad(regression(model), 8)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), keep_unused=True)
+    def update(params, opt_state, batch):
+        grads, _, _ = gradient(params, {}, batch, None)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = jax.eval_shape(model.init, jax.random.key(0))[0]
+    batch = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+    lowered = update.lower(params, jax.eval_shape(optimizer.init, params), batch)
+    assert peak(compile_smallest(lowered)[0]).total <= 4.3 * tree_bytes(params)
+
+
+def convolutions(depth=4, width=16):
+    block = serial(conv=layers.conv(width, width, bias=False), abn=layers.abn(width))
+    stem = layers.conv(3, width)
+    return serial(stem, *[block] * depth, layers.global_avg_pool(), layers.dense(width, 10))
+
+
+def lowering_of_convolutions(mode):
+    """Of their gradient by ``mode``: ``lower(lowering_platforms=...)``."""
+    model = convolutions()
+
+    def loss(params, state, batch, key):
+        logits, state = model.apply(params, state, batch["x"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 32, 32, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((32,), jnp.int32),
+    }
+    return jax.jit(mode(loss)).trace(params, state, batch, jax.random.key(0)).lower
+
+
+def test_in_line_parts_do_not_hold_each_other_s_activations():
+    def temporaries(mode):
+        return peak(compile_smallest(lowering_of_convolutions(mode)())[0]).temporaries
+
+    assert temporaries(microbatches(4, unroll=True)) <= 0.35 * temporaries(mean)
+
+
+def test_convolutions_are_in_line_on_cpu_and_in_a_loop_elsewhere():
+    lower = lowering_of_convolutions(microbatches(2))
+    assert "stablehlo.while" not in lower(lowering_platforms=("cpu",)).as_text()
+    for platform in ("cuda", "tpu"):
+        assert "stablehlo.while" in lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_what_is_fast_in_a_loop_is_in_a_loop_on_cpu():
+    def forward_convolution(params, state, batch, key):
+        kernel = jnp.ones((3, 3, 3, 2))
+        layout = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            batch["x"], kernel, (1, 1), "SAME", dimension_numbers=layout
+        )
+        return (y * params).sum((1, 2, 3)), fnet.Aux(state, {})
+
+    images = {"x": jnp.ones((4, 5, 5, 3))}
+    for loss, params, batch in (
+        (forward_convolution, jnp.ones(()), images),
+        (mlp_loss, mlp_params(), mlp_batch()),
+    ):
+        gradient = jax.jit(accumulate_grad(loss, 2))
+        assert "stablehlo.while" in gradient.lower(params, {}, batch, None).as_text()
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_a_sharded_batch_has_the_same_gradient_and_no_example_moves(axis_type):
+    axis_types = (getattr(jax.sharding.AxisType, axis_type),)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=axis_types)
+    params = mlp_params()
+    batch = mlp_batch(24) | {"weight": jnp.arange(24) % 5.0}
+    expected, _, metrics = mean(mlp_loss)(params, {}, batch, None)
+    with jax.set_mesh(mesh):
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        params = jax.device_put(params, NamedSharding(mesh, P()))
+        gradient = jax.jit(accumulate_grad(mlp_loss, 3)).lower(params, {}, batch, None).compile()
+        got, _, got_metrics = gradient(params, {}, batch, None)
+    chex.assert_trees_all_close(jax.device_get(got), expected, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(got_metrics), metrics, atol=1e-6)
+    program = gradient.as_text()
+    assert "all-reduce" in program
+    for moving in ("all-gather", "all-to-all", "collective-permute"):
+        assert moving not in program
+
+
+@forms
+@pytest.mark.parametrize("per_device", [False, True])
+def test_inside_shard_map_gradients_are_summed_over_devices_as_jax_grad_does(per_device, unroll):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradient(mode, params, batch):
+        if per_device:  # no sum over devices before the last part
+            params = jax.lax.pcast(params, "data", to="varying")
+        grads, _, metrics = mode(mlp_loss)(params, {}, batch, None)
+        grads = jax.lax.pmean(grads, "data") if per_device else grads
+        return grads, jax.lax.pmean(metrics, "data")
+
+    def mapped(mode):
+        f = functools.partial(gradient, mode)
+        specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(f, mesh=mesh, **specs))(mlp_params(), mlp_batch(24))
+
+    got = mapped(microbatches(3, unroll=unroll))
+    chex.assert_trees_all_close(got, mapped(mean), atol=1e-5)
+
+
+def test_a_batch_that_has_no_equal_parts_is_refused_with_the_size_to_pad_to():
+    with pytest.raises(ValueError, match=r"12 examples has no 5 equal .* pad it to 15 examples"):
+        accumulate_grad(mlp_loss, 5)(mlp_params(), {}, mlp_batch(), None)
+
+
+def test_less_than_one_microbatch_is_refused():
+    with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
+        accumulate_grad(mlp_loss, 0)
+    with pytest.raises(ValueError, match="microbatches must be at least 1, got -2"):
+        microbatches(-2)
+
+
+def test_arrays_of_different_lengths_are_refused():
+    for odd in (jnp.ones(11), jnp.ones(())):
+        with pytest.raises(ValueError, match="must share their leading axis"):
+            accumulate_grad(mlp_loss, 4)(mlp_params(), {}, mlp_batch() | {"odd": odd}, None)
+
+
+def test_a_loss_that_already_averages_is_refused():
+    def averaged(params, state, batch, key):
+        losses, aux = mlp_loss(params, state, batch, key)
+        return losses.mean(), aux
+
+    with pytest.raises(ValueError, match=r"one loss per example, shape \[batch\], got \(\)"):
+        accumulate_grad(averaged, 4)(mlp_params(), {}, mlp_batch(), None)

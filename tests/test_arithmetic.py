@@ -1,0 +1,68 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet.memory import Arithmetic, arithmetic
+
+
+def count(f, *shapes):
+    return arithmetic(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)))
+
+
+def test_a_matrix_product_is_two_operations_a_multiply_add():
+    assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == Arithmetic(
+        flops=2 * 3 * 5 * 7, bytes=4 * (15 + 35 + 21)
+    )
+
+
+def test_a_batched_product_counts_every_batch():
+    assert count(lambda a, b: a @ b, (4, 3, 5), (4, 5, 7)).flops == 4 * 2 * 3 * 5 * 7
+
+
+@pytest.mark.parametrize(("stride", "outputs"), [(1, 8 * 8), (2, 4 * 4)])
+def test_a_convolution_counts_its_window(stride, outputs):
+    def f(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    assert count(f, (2, 8, 8, 3), (3, 3, 3, 5)).flops == 2 * (2 * outputs * 5) * (3 * 3 * 3)
+
+
+def test_a_gradient_takes_two_more_products():
+    one = count(lambda a, b: a @ b, (8, 8), (8, 8)).flops
+    both = count(jax.grad(lambda a, b: ((a @ b) ** 2).sum(), (0, 1)), (8, 8), (8, 8)).flops
+    assert 3 * one <= both < 3.5 * one
+
+
+def test_a_loop_counts_every_round_and_a_branch_the_largest():
+    def f(x):
+        x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=6)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: x @ x, x)
+
+    products = 7 * 2 * 8**3
+    assert products <= count(f, (8, 8)).flops < products + 2000
+
+
+def test_recomputation_counts():
+    def f(x, kernel):
+        return jnp.sin(jnp.sin(x @ kernel) @ kernel).sum()
+
+    plain = count(jax.grad(f), (16, 16), (16, 16)).flops
+    again = count(jax.grad(jax.checkpoint(f)), (16, 16), (16, 16)).flops
+    assert again >= plain + 2 * 16**3
+
+
+def test_it_agrees_with_the_compiler_about_a_resnet():
+    model = fnet.models.get("resnet18", num_classes=10)
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+
+    def loss(params, state, x):
+        return model.apply(params, state, x, train=True)[0].sum()
+
+    args = params, state, jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
+    traced = jax.jit(jax.grad(loss)).trace(*args)
+    # XLA leaves out where a window sees only padding.
+    compilers = traced.lower().cost_analysis()["flops"]
+    assert abs(arithmetic(traced.jaxpr).flops / compilers - 1) < 0.1

@@ -1,0 +1,33 @@
+import pytest
+
+from fnet.memory import in_words, read_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"),
+    [
+        ("4GB", 4_000_000_000),
+        ("4GiB", 4 * 2**30),
+        ("4096MiB", 4 * 2**30),
+        ("1.5 gib", 3 * 2**29),
+        ("10kb", 10_000),
+        ("2TiB", 2**41),
+        ("17B", 17),
+        (17, 17),
+    ],
+)
+def test_amounts_are_read(text, bytes_):
+    assert read_bytes(text) == bytes_
+
+
+@pytest.mark.parametrize("text", ["4", "4G", "four GiB", "", "-1GB", "0GB", 0, True, "GB", "1e3MB"])
+def test_anything_else_is_answered_with_what_is_allowed(text):
+    with pytest.raises(ValueError, match=r"4GiB|at least one byte"):
+        read_bytes(text)
+
+
+def test_amounts_are_written():
+    assert in_words(1536) == "1.50 KiB"
+    assert in_words(12) == "12 bytes"
+    assert in_words(None) == "unknown"
+    assert in_words(5 * 2**40) == "5.00 TiB"

@@ -1,0 +1,38 @@
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from fnet.memory import largest
+
+
+@hypothesis.given(
+    fixed=st.integers(0, 10_000),
+    each=st.integers(1, 500),
+    bent=st.floats(0, 300),
+    room=st.integers(0, 500_000),
+    start=st.integers(1, 300),
+)
+def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent, room, start):
+    asked = []
+
+    def peak(n):
+        asked.append(n)
+        return int(fixed + each * n + bent * n**0.5)
+
+    found = largest(peak, fixed + room, start)
+    fits = [n for n in range(1, room // each + 2) if peak(n) <= fixed + room]
+    if not fits:
+        assert found is None
+    else:
+        assert max(fits) >= found >= 0.98 * max(fits) - 1
+
+
+def test_it_asks_few_times_where_memory_is_linear():
+    asked = []
+
+    def peak(n):
+        asked.append(n)
+        return 1000 + 37 * n
+
+    assert largest(peak, 100_000, 16) == pytest.approx(2675, rel=0.02)
+    assert len(asked) < 12

@@ -1,0 +1,253 @@
+import copy
+import itertools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import fnet
+from fnet import layers, losses, repeat, residual, serial
+from fnet.memory import Peak, peak, target
+from fnet.memory.peak import CANDIDATE_OPTIONS
+
+OPTIONS = CANDIDATE_OPTIONS["cpu"]
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+def compiled(f, *args, options=OPTIONS[0], **jit):
+    return jax.jit(f, **jit).lower(*args).compile(compiler_options=options)
+
+
+def step_of(model, x):
+    """A train step of the model with Adam, lowered."""
+
+    def loss(params, state, batch, key):
+        logits, state = model.apply(params, state, batch["x"], train=True)
+        return losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    rule = optax.adam(1e-3)
+    state = jax.eval_shape(lambda: fnet.TrainState.create(model, rule, jax.random.key(0)))
+    batch = {"x": x, "label": jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)}
+    return fnet.make_step(loss, rule).lower(state, batch)
+
+
+def block(n_in, n_out):
+    return serial(conv=layers.conv(n_in, n_out), abn=layers.abn(n_out))
+
+
+def dense_net():
+    return layers.mlp([32, 64, 64, 10]), jax.ShapeDtypeStruct((64, 32), jnp.float32)
+
+
+def conv_net():
+    model = serial(
+        stem=block(3, 16),
+        stage0=block(16, 16),
+        stage1=block(16, 16),
+        stage2=block(16, 16),
+        pool=layers.global_avg_pool(),
+        head=layers.dense(16, 10),
+    )
+    return model, jax.ShapeDtypeStruct((8, 16, 16, 3), jnp.float32)
+
+
+def scanned_net():
+    layer = residual(serial(up=layers.dense(32, 64), down=layers.dense(64, 32)))
+    model = serial(blocks=repeat(layer, 4), head=layers.dense(32, 10))
+    return model, jax.ShapeDtypeStruct((256, 32), jnp.float32)
+
+
+NETS = {"dense": dense_net, "conv": conv_net, "scanned": scanned_net}
+
+
+@pytest.fixture(scope="module", params=[(n, i) for n in NETS for i in range(2)], ids=str)
+def step(request):
+    name, candidate = request.param
+    return step_of(*NETS[name]()).compile(compiler_options=OPTIONS[candidate])
+
+
+def test_a_train_steps_curve_reaches_what_the_compiler_assigned_and_never_more(step):
+    p = peak(step)
+    assert 0.99 * p.total <= max(p.curve) <= p.total
+
+
+def test_the_buffers_alive_at_the_peak_sum_to_the_curve_there(step):
+    p = peak(step)
+    # The list of a program's outputs is itself a buffer: one pointer each.
+    pointers = 8 * len(jax.tree.leaves(step.out_info))
+    everything = sum(buffer.bytes for buffer in p.timeline.at_peak)
+    assert everything + pointers == max(p.curve) == p.curve[p.timeline.peak_index]
+
+
+def test_donated_state_counts_once(step):
+    p = peak(step)
+    bytes_of = {"argument": 0, "output": 0, "temporary": 0}
+    for buffer in p.timeline.at_peak:
+        bytes_of[buffer.kind] += buffer.bytes
+    pointers = 8 * len(jax.tree.leaves(step.out_info))
+    assert bytes_of["argument"] == p.arguments
+    assert bytes_of["output"] + pointers == p.outputs - p.aliased
+
+
+def test_arguments_carry_their_names_and_only_temporaries_have_a_phase(step):
+    p = peak(step)
+    named = [buffer.layer for buffer in p.timeline.at_peak if buffer.kind == "argument"]
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(step.args_info)]
+    assert len(named) == len(leaves)
+    keys = [jax.tree_util.keystr(path[2:]) for path in leaves]
+    functions = ["state" if path[1].idx == 0 else "batch" for path in leaves]
+    assert sorted(named) == sorted(f + k for f, k in zip(functions, keys, strict=True))
+    assert {b.phase for b in p.timeline.at_peak if b.kind == "argument"} == {""}
+
+
+def test_the_largest_ten_are_the_largest(step):
+    p = peak(step)
+    sizes = [buffer.bytes for buffer in p.timeline.at_peak]
+    assert [buffer.bytes for buffer in p.largest] == sorted(sizes, reverse=True)[:10]
+
+
+def test_what_a_conv_net_keeps_is_named_by_its_layers():
+    p = peak(step_of(*conv_net()).compile(compiler_options=OPTIONS[1]))
+    activation = 4 * 8 * 16 * 16 * 16
+    large = [b for b in p.largest if b.bytes >= activation]
+    kept = {b.layer for b in large if b.phase == "forward"}
+    assert {"stem/abn", "stage0/abn", "stage1/abn", "stage2/abn"} <= kept
+    assert {b.kind for b in large} == {"temporary"}
+    assert {b.dtype for b in large} == {"float32"}
+
+
+def test_what_a_scan_stacks_is_named_by_the_layer_inside():
+    p = peak(step_of(*scanned_net()).compile(compiler_options=OPTIONS[1]))
+    stacked = {(b.layer, b.phase) for b in p.timeline.at_peak if b.shape == (4, 256, 32)}
+    assert ("blocks", "forward") in stacked
+    gradients = {
+        (b.layer, b.phase)
+        for b in p.timeline.at_peak
+        if b.kind == "temporary" and b.shape in ((4, 32, 64), (4, 64, 32))
+    }
+    assert gradients == {("blocks/body/up", "backward"), ("blocks/body/down", "backward")}
+
+
+def test_the_report_of_a_step_still_gives_plain_numbers():
+    model, x = dense_net()
+    p = peak(step_of(model, x).compile())
+    assert p._asdict() | {"total": p.total} == {
+        "arguments": p.arguments,
+        "outputs": p.outputs,
+        "aliased": p.aliased,
+        "temporaries": p.temporaries,
+        "total": p.arguments + p.outputs - p.aliased + p.temporaries,
+    }
+
+
+def test_the_curve_of_a_known_program_is_known_and_its_maximum_what_was_assigned():
+    def f(x):
+        with jax.named_scope("first"):
+            a = jnp.sort(x, axis=0)
+        with jax.named_scope("second"):
+            b = a @ a  # beside a
+        with jax.named_scope("third"):
+            c = jnp.sort(b @ x, axis=1)  # b @ x beside b; sorted in place, when b is gone
+        return c[0]
+
+    p = peak(compiled(f, X))
+    array = 4 * 64 * 64
+    large = [(live - p.arguments - p.outputs) / array for live in p.curve]
+    assert [n for n, _ in itertools.groupby(large)] == [0, 1, 2, 1]
+    assert max(p.curve) == p.total == p.arguments + p.outputs + 2 * array
+    assert [(b.bytes, b.kind, b.layer, b.shape, b.dtype) for b in p.largest] == [
+        (array, "argument", "x", (64, 64), "float32"),
+        (array, "temporary", "first", (64, 64), "float32"),
+        (array, "temporary", "second", (64, 64), "float32"),
+        (256, "output", "", (64,), "float32"),
+    ]
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_program_without_temporaries_has_a_flat_curve(donate):
+    p = peak(compiled(lambda x: x + 1, X, donate_argnums=donate))
+    assert p.temporaries == 0
+    assert set(p.curve) == {p.total}
+    assert [b.kind for b in p.largest] == (["argument"] if donate else ["argument", "output"])
+
+
+PROGRAMS = {
+    "branches": (lambda i, x: jax.lax.cond(i > 0, lambda x: (x @ x) @ x, jnp.sin, x), (1, X)),
+    "a loop": (
+        lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c @ x), x),
+        (X,),
+    ),
+    "recomputation": (
+        jax.grad(
+            lambda x: jax.lax.scan(
+                jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ x) @ x), None)),
+                x,
+                length=4,
+            )[0].sum()
+        ),
+        (X,),
+    ),
+    "a batched gradient": (
+        jax.vmap(jax.grad(lambda x: jnp.tanh(x @ x).sum())),
+        (jax.ShapeDtypeStruct((8, 64, 64), jnp.float32),),
+    ),
+    "a sort": (lambda x: jnp.sort(x * 2, axis=0)[::-1] + 1, (X,)),
+    "an eigendecomposition": (lambda x: jnp.linalg.eigh(x + x.T)[1], (X,)),
+    "writing in place": (lambda x: (x.at[3].set(x[4]), x.at[4].add(x[3]).sum()), (X,)),
+    "small numbers": (lambda x: x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_curve_of_any_program_is_near_what_the_compiler_assigned_and_never_more(name):
+    f, args = PROGRAMS[name]
+    p = peak(compiled(f, *args))
+    assert 0.99 * p.total <= max(p.curve) <= p.total
+
+
+def test_of_a_sharded_program_it_is_what_one_device_holds():
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    x = jax.ShapeDtypeStruct(
+        (256, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
+    )
+    p = peak(compiled(lambda x: jnp.sin(x) @ x.T @ x, x))
+    assert 0.99 * p.total <= max(p.curve) <= p.total
+    argument = next(b for b in p.timeline.at_peak if b.kind == "argument")
+    assert (argument.shape, argument.bytes) == ((64, 64), 4 * 64 * 64)
+
+
+def test_two_compilations_give_the_same_timeline():
+    def once():
+        jax.clear_caches()
+        return peak(step_of(*dense_net()).compile()).timeline
+
+    assert once() == once()
+
+
+def test_a_copied_peak_is_its_numbers_and_says_where_the_curve_is():
+    p = peak(compiled(lambda x: (x @ x) @ x, X))
+    for numbers in (copy.copy(p), pickle.loads(pickle.dumps(p)), Peak(*p), p._replace(outputs=1)):
+        assert isinstance(numbers, Peak)
+        with pytest.raises(ValueError, match=r"ask what peak\(compiled\) returned"):
+            numbers.curve  # noqa: B018
+    assert copy.deepcopy(p) == p
+    assert len(p.curve) == len(p.timeline.instructions)
+
+
+def test_an_h100s_program_tells_its_curve_too():
+    try:
+        h100 = target.describe("h100")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    model, x = scanned_net()
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+
+    def loss(params, state, x):
+        return model.apply(params, state, x, train=True)[0].mean()
+
+    p = peak(target.compile_for(h100, jax.jit(jax.grad(loss)), params, state, x))
+    assert 0.95 * p.total <= max(p.curve) <= p.total
+    assert {"blocks/body/up", "blocks/body/down"} <= {b.layer for b in p.timeline.at_peak}

@@ -1,0 +1,129 @@
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import fnet
+from fnet import layers, memory
+from fnet.memory import BudgetError
+
+WIDTH, DEPTH, BATCH = 32, 16, 512
+
+
+def dense_network():
+    blocks = [fnet.serial(layers.dense(WIDTH, WIDTH), layers.activation("tanh"))] * DEPTH
+    return fnet.serial(*blocks, head=layers.dense(WIDTH, 10))
+
+
+def arguments(model, optimizer=None, shape=(WIDTH,)):
+    optimizer = optimizer or optax.sgd(0.1)
+
+    def loss(params, model_state, batch, key):
+        logits, model_state = model.apply(params, model_state, batch["x"], train=True)
+        losses = fnet.losses.cross_entropy(logits, batch["label"])
+        return losses, fnet.Aux(model_state, {})
+
+    state = jax.eval_shape(
+        lambda key: fnet.TrainState.create(model, optimizer, key), jax.random.key(0)
+    )
+    batch = {
+        "x": jax.ShapeDtypeStruct((BATCH, *shape), jnp.float32),
+        "label": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+    }
+    return fnet.make_step(loss, optimizer), state, batch
+
+
+@pytest.fixture(scope="module")
+def step_and_peaks():
+    """A dense network's step, its plan without a budget, and the peak of each policy."""
+    args = arguments(dense_network())
+    plan = fnet.plan_step(*args)
+    peaks = {}
+    for c in plan.candidates:
+        peaks[c.policy] = min(peaks.get(c.policy, c.peak.total), c.peak.total)
+    return args, plan, peaks
+
+
+def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
+    _, plan, _ = step_and_peaks
+    assert plan.chosen.policy == "keep"
+    assert plan.chosen.microbatches == 1
+    assert [c.work.time for c in plan.candidates] == sorted(c.work.time for c in plan.candidates)
+    assert {c.policy for c in plan.candidates} == {"keep", "named", "products", "segments"}
+
+
+def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
+    args, _, peaks = step_and_peaks
+    budget = (peaks["keep"] + peaks["segments"]) // 2
+    plan = fnet.plan_step(*args, budget, splits=(1,))
+    assert plan.chosen.peak.total <= budget
+    faster = [c for c in plan.candidates if c.work.time < plan.chosen.work.time]
+    assert faster
+    assert all(c.peak.total > budget for c in faster)
+
+
+def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
+    args, _, peaks = step_and_peaks
+    plan = fnet.plan_step(*args, int(0.9 * peaks["keep"]))
+    assert (plan.chosen.policy, plan.chosen.microbatches) == ("keep", 2)
+    assert plan.smaller is None or plan.smaller.peak.total < plan.chosen.peak.total
+
+
+def test_what_was_planned_is_what_is_compiled(step_and_peaks):
+    (step, state, batch), _, peaks = step_and_peaks
+    chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["keep"])).chosen
+    executable = fnet.compile_step(
+        fnet.variant(step, chosen.policy, chosen.microbatches),
+        state,
+        batch,
+        compiler_options=chosen.compiler_options,
+    )
+    assert executable.report.peak == chosen.peak
+
+
+def test_batch_statistics_are_split_last():
+    model = fnet.serial(
+        *[fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH, activation="gelu"))] * 8,
+        head=layers.dense(WIDTH, 10),
+    )
+    args = arguments(model)
+    peaks = {c.policy: c.peak.total for c in fnet.plan_step(*args).candidates}
+    plan = fnet.plan_step(*args, int(0.95 * peaks["keep"]))
+    assert plan.chosen.microbatches == 1
+    plan = fnet.plan_step(*args, int(0.95 * min(peaks.values())))
+    assert plan.chosen.microbatches > 1
+
+
+def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
+    (step, state, batch), *_ = step_and_peaks
+    with pytest.raises(BudgetError, match=r"state, which alone takes \d\d.\d\d KiB"):
+        fnet.plan_step(step, state, batch, "50kB")
+
+
+def test_a_budget_that_nothing_fits_names_the_least_and_its_policy(step_and_peaks):
+    (step, state, batch), _, peaks = step_and_peaks
+    with pytest.raises(BudgetError, match=f"least is {memory.in_words(peaks['segments'])}, by seg"):
+        fnet.plan_step(step, state, batch, memory.tree_bytes(state) + 1, splits=(1,))
+
+
+def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
+    args, _, peaks = step_and_peaks
+    plan = fnet.plan_step(*args, peaks["keep"], reserve=1, splits=(1,))
+    assert plan.chosen.peak.total < peaks["keep"]
+
+
+def test_mistakes_are_answered(step_and_peaks):
+    args, *_ = step_and_peaks
+    with pytest.raises(ValueError, match=r"expected policies for cpu of .*'segments'.*got 'hope'"):
+        fnet.plan_step(*args, policies=("hope",))
+    with pytest.raises(ValueError, match=r"for cpu.*got 'offload'"):
+        fnet.plan_step(*args, policies=("offload",))
+    with pytest.raises(ValueError, match="4GiB"):
+        fnet.plan_step(*args, "much")
+
+
+def test_progress_is_told_of_every_candidate(step_and_peaks):
+    args, *_ = step_and_peaks
+    told = []
+    plan = fnet.plan_step(*args, policies=("keep",), progress=told.append)
+    assert sorted(map(str, told)) == sorted(map(str, plan.candidates))

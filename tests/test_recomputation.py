@@ -1,0 +1,170 @@
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet import layers, serial
+from fnet.memory import target
+from fnet.memory.peak import CANDIDATE_OPTIONS, peak
+from fnet.memory.recomputation import RecomputationError, flops, recomputation
+
+DEFAULT: dict = {}
+KEEP, FOR_MEMORY = CANDIDATE_OPTIONS["cpu"]
+F32 = jnp.float32
+N, WIDTH, BLOCKS = 256, 64, 6
+PRODUCT = 2 * N * WIDTH * WIDTH
+X = jax.ShapeDtypeStruct((N, WIDTH), F32)
+WEIGHTS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), F32)] * BLOCKS
+
+
+def gradient(f, *args, options):
+    return jax.jit(jax.grad(f)).lower(*args).compile(compiler_options=dict(options))
+
+
+def dense_blocks(each=lambda f: f, around=lambda f: f):
+    block = each(lambda w, x: jnp.sin(x @ w))
+
+    def apply(ws, x):
+        for w in ws:
+            x = block(w, x)
+        return x
+
+    return lambda ws, x: jnp.square(around(apply)(ws, x)).mean()
+
+
+def both(wrap, options):
+    return [gradient(dense_blocks(w), WEIGHTS, X, options=options) for w in (lambda f: f, wrap)]
+
+
+def test_a_checkpoint_a_block_repeats_the_forward_pass_and_holds_less():
+    # Backward there are two products a block, but for the first, whose input has no gradient.
+    found = recomputation(*both(jax.checkpoint, KEEP))
+    assert found.flops_before == pytest.approx((3 * BLOCKS - 1) * PRODUCT, rel=0.06)
+    assert found.flops_after - found.flops_before == pytest.approx(BLOCKS * PRODUCT, rel=0.01)
+    assert found.arithmetic == found.flops_after / found.flops_before
+    assert found.memory == found.temporaries_after / found.temporaries_before
+    # A sine and a cosine a block before; one of them after.
+    assert found.memory < 0.65
+    assert found.bytes_after > found.bytes_before > 0
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the compiler keeps the barriers")
+def test_the_cpu_compiler_undoes_it_by_default_and_that_is_an_error():
+    with pytest.raises(RecomputationError) as error:
+        recomputation(*both(jax.checkpoint, DEFAULT))
+    message = str(error.value)
+    assert "arithmetic times 1.0" in message
+    assert "cse_barrier_expander" in message
+    assert f"compile with compiler_options={KEEP}" in message
+
+
+def test_without_a_barrier_it_is_merged_with_any_options():
+    policy = functools.partial(jax.checkpoint, prevent_cse=False)
+    with pytest.raises(RecomputationError, match=r"times 1\.000.*or prevent_cse=False let the"):
+        recomputation(*both(policy, KEEP))
+
+
+def test_one_checkpoint_around_everything_saves_nothing():
+    plain = gradient(dense_blocks(), WEIGHTS, X, options=KEEP)
+    whole = gradient(dense_blocks(around=jax.checkpoint), WEIGHTS, X, options=KEEP)
+    assert flops(whole) > 1.3 * flops(plain)
+    with pytest.raises(RecomputationError, match="wrap parts, a block each"):
+        recomputation(plain, whole)
+
+
+def abn_stack(activation, wrap):
+    block = serial(conv=layers.conv(8, 8, bias=False), abn=layers.abn(8, activation=activation))
+    layer = serial(*[block] * 4)
+    params, state = layer.init(jax.random.key(0))
+    apply = wrap(lambda p, x: layer.apply(p, state, x, train=True)[0])
+    images = jax.ShapeDtypeStruct((4, 8, 8, 8), F32)
+    return gradient(lambda p, x: jnp.square(apply(p, x)).mean(), params, images, options=FOR_MEMORY)
+
+
+def test_recompute_repeats_activation_functions_and_no_convolution():
+    found = recomputation(abn_stack("gelu", lambda f: f), abn_stack("gelu", fnet.recompute))
+    assert 1 < found.arithmetic < 1.05
+    assert found.memory < 0.65
+
+
+def test_a_policy_with_nothing_to_drop_is_told_so():
+    programs = [abn_stack("leaky_relu", wrap) for wrap in (lambda f: f, fnet.recompute)]
+    with pytest.raises(RecomputationError, match="nothing was kept before that the policy drops"):
+        recomputation(*programs)
+
+
+def test_inside_a_scan_it_holds_without_options_and_an_iteration_is_counted():
+    def loss(wrap):
+        step = wrap(lambda x, w: (jnp.sin(x @ w), None))
+        return lambda ws, x: jnp.square(jax.lax.scan(step, x, ws)[0]).mean()
+
+    stacked = jax.ShapeDtypeStruct((BLOCKS, WIDTH, WIDTH), F32)
+    programs = [
+        gradient(loss(wrap), stacked, X, options=DEFAULT) for wrap in (lambda f: f, jax.checkpoint)
+    ]
+    found = recomputation(*programs)
+    assert found.flops_after - found.flops_before == pytest.approx(PRODUCT, rel=0.05)
+    assert found.memory < 0.65
+
+
+# As XLA's compiler for an H100 writes it, shortened.
+GPU_TEXT = """
+ENTRY %main (x: f32[4,16,16,16], k: f32[16,3,3,16], dy: f32[4,16,16,16]) -> f32[8,512,1024] {
+  %x = f32[4,16,16,16]{3,2,1,0} parameter(0)
+  %k = f32[16,3,3,16]{3,2,1,0} parameter(1)
+  %dy = f32[4,16,16,16]{3,2,1,0} parameter(2)
+  %a = bf16[8,512,256]{2,1,0} parameter(3)
+  %b = bf16[8,256,1024]{2,1,0} parameter(4)
+  %conv.12 = (f32[4,16,16,16]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForward"
+  %dk.11 = (f32[16,3,3,16]{3,2,1,0}, u8[0]{0}) custom-call(%x, %dy), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  %dx.5 = (f32[4,16,16,16]{3,2,1,0}, u8[0]{0}) custom-call(%dy, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardInput"
+  %gemm = (bf16[8,512,1024]{2,1,0}, s8[4096]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],"lhs_batch_dimensions":["0"]}}}
+  ROOT %dot.29 = f32[8,512,1024]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}
+}
+"""
+
+
+def test_where_the_compiler_counts_nothing_products_are_read_from_the_program():
+    gpu = types.SimpleNamespace(cost_analysis=lambda: None, as_text=lambda: GPU_TEXT)
+    convolution, product = 2 * (4 * 16 * 16 * 16) * (3 * 3 * 16), 2 * (8 * 512 * 1024) * 256
+    assert flops(gpu) == 3 * convolution + 2 * product
+
+
+def test_it_holds_for_a_gpu_that_is_not_there():
+    try:
+        gpu = target.describe("h100")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    programs = [
+        target.compile_for(gpu, jax.jit(jax.grad(dense_blocks(each))), WEIGHTS, X)
+        for each in (lambda f: f, jax.checkpoint)
+    ]
+    found = recomputation(*programs)
+    assert found.flops_before == (3 * BLOCKS - 1) * PRODUCT
+    assert found.flops_after == (4 * BLOCKS - 1) * PRODUCT
+    assert found.bytes_before is None
+    assert found.memory < 0.65
+
+
+def test_products_read_from_a_program_are_those_its_compiler_counts():
+    def loss(kernels, x):
+        x = jnp.sin(fnet.layers.conv(4, 8, 3).apply({"kernel": kernels[0]}, {}, x, train=True)[0])
+        return jnp.sin(x.reshape(8, -1) @ kernels[1]).sum()
+
+    kernels = [jax.ShapeDtypeStruct(s, F32) for s in ((3, 3, 4, 8), (8 * 8 * 8, 32))]
+    images = jax.ShapeDtypeStruct((8, 8, 8, 4), F32)
+    compiled = gradient(loss, kernels, images, options=KEEP)
+    silent = types.SimpleNamespace(cost_analysis=lambda: None, as_text=compiled.as_text)
+    # Beside products a compiler counts sums, and leaves out products with padding.
+    assert flops(silent) == pytest.approx(flops(compiled), rel=0.1)
+
+
+def test_a_program_compared_with_itself_saves_nothing():
+    compiled = both(jax.checkpoint, KEEP)[1]
+    with pytest.raises(RecomputationError, match=r"arithmetic times 1\.000") as error:
+        recomputation(compiled, compiled)
+    held = f"{peak(compiled).temporaries:,}"
+    assert f"temporaries {held} bytes before, {held} after" in str(error.value)

@@ -1,0 +1,343 @@
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fnet.memory.hlo import arrays
+from fnet.memory.schedule import layer_of, timeline
+
+
+def program(text, *, arguments, outputs=0, aliased=0):
+    """What `timeline` reads of a compiled program, from a program written by hand."""
+    stats = SimpleNamespace(
+        argument_size_in_bytes=arguments,
+        output_size_in_bytes=outputs,
+        alias_size_in_bytes=aliased,
+    )
+    text = "HloModule m, is_scheduled=true" + text
+    return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: stats)
+
+
+def test_an_array_is_alive_from_its_making_to_its_last_reader():
+    text = """
+ENTRY %main (x: f32[25]) -> f32[25] {
+  %x = f32[25]{0} parameter(0), metadata={op_name="x"}
+  %a = f32[50]{0} custom-call(%x), metadata={op_name="jit(f)/jvp(one)/mul"}
+  %b = f32[75]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(two)/mul"}
+  %c = f32[25]{0} custom-call(%b), metadata={op_name="jit(f)/transpose(jvp(two))/mul"}
+  ROOT %d = f32[25]{0} custom-call(%a, %c)
+}
+"""
+    found = timeline(program(text, arguments=100, outputs=100))
+    assert found.instructions == ["x", "a", "b", "c", "d"]
+    assert found.live_bytes == [200, 400, 700, 800, 500]
+    assert found.peak_index == 3
+    assert [(b.bytes, b.kind, b.layer, b.phase) for b in found.at_peak] == [
+        (300, "temporary", "two", "forward"),
+        (200, "temporary", "one", "forward"),
+        (100, "argument", "x", ""),
+        (100, "output", "", ""),
+        (100, "temporary", "two", "backward"),
+    ]
+
+
+LOOP = """
+%cond (c: (s32[], f32[25], f32[250])) -> pred[] {
+  %c = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  ROOT %go = pred[] custom-call(%i)
+}
+
+%body (p: (s32[], f32[25], f32[250])) -> (s32[], f32[25], f32[250]) {
+  %p = (s32[], f32[25]{0}, f32[250]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%p), index=0
+  %carry = f32[25]{0} get-tuple-element(%p), index=1
+  %same = f32[250]{0} get-tuple-element(%p), index=2
+  %t = f32[50]{0} custom-call(%carry, %same), metadata={op_name="jit(f)/blocks/while/body/mul"}
+  %k = s32[] custom-call(%j)
+  %next = f32[25]{0} custom-call(%t), metadata={op_name="jit(f)/blocks/while/body/add"}
+  ROOT %r = (s32[], f32[25]{0}, f32[250]{0}) tuple(%k, %next, %same)
+}
+
+ENTRY %main (x: f32[25]) -> f32[0] {
+  %x = f32[25]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = s32[] copy(%zero)
+  %first = f32[25]{0} custom-call(%x)
+  %w = f32[250]{0} custom-call(%x)
+  %in = (s32[], f32[25]{0}, f32[250]{0}) tuple(%start, %first, %w)
+  %out = (s32[], f32[25]{0}, f32[250]{0}) while(%in), condition=%cond, body=%body
+  %last = f32[25]{0} get-tuple-element(%out), index=1
+  ROOT %y = f32[0]{0} custom-call(%last)
+}
+"""
+
+
+def test_a_loops_body_comes_once_and_its_carry_is_free_between_two_rounds():
+    found = timeline(program(LOOP, arguments=100))
+    live = dict(zip(found.instructions, found.live_bytes, strict=True))
+    held, counter, carry, whole, inside = 100, 4, 100, 1000, 200
+    assert live["w"] == held + counter + carry + whole
+    assert live["go"] == held + counter + carry + whole + 1
+    assert live["t"] == held + counter + carry + whole + inside
+    assert live["k"] == held + counter + whole + inside  # read, and not yet written
+    assert live["next"] == held + counter + carry + whole + inside
+    assert live["out"] == held + counter + carry + whole
+    assert live["y"] == held + carry
+    assert found.instructions.index("go") < found.instructions.index("t")
+    assert found.instructions.index("next") < found.instructions.index("out")
+
+
+def test_what_a_loop_carries_is_named_by_what_makes_it():
+    found = timeline(program(LOOP, arguments=100))
+    by_instruction = {b.instruction: b for b in found.at_peak}
+    assert by_instruction["next"].layer == "blocks"
+
+
+def test_a_slice_written_in_place_adds_nothing():
+    text = """
+%fused (q: f32[100], u: f32[25], at: s32[]) -> f32[100] {
+  %q = f32[100]{0} parameter(0)
+  %u = f32[25]{0} parameter(1)
+  %at = s32[] parameter(2)
+  %flat = f32[4,25]{1,0} bitcast(%q)
+  %row = f32[1,25]{1,0} bitcast(%u)
+  %zero = s32[] constant(0)
+  %written = f32[4,25]{1,0} dynamic-update-slice(%flat, %row, %at, %zero)
+  ROOT %line = f32[100]{0} bitcast(%written)
+}
+
+ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
+  %x = f32[25]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %a = f32[100]{0} custom-call(%x)
+  %b = f32[100]{0} fusion(%a, %x, %i), kind=kLoop, calls=%fused
+  %c = f32[100]{0} dynamic-update-slice(%b, %x, %i)
+  %d = f32[100]{0} custom-call(%c), output_to_operand_aliasing={{}: (0, {})}
+  ROOT %e = f32[25]{0} custom-call(%d)
+}
+"""
+    found = timeline(program(text, arguments=104, outputs=100))
+    assert found.live_bytes == [204, 204, 604, 604, 604, 604, 604]
+
+
+def test_an_output_in_a_donated_arguments_place_counts_once():
+    text = """, input_output_alias={ {0}: (1, {}, may-alias) }
+
+ENTRY %main (g: f32[25], w: f32[25]) -> (f32[25], f32[25]) {
+  %g = f32[25]{0} parameter(0), metadata={op_name="g"}
+  %w = f32[25]{0} parameter(1), metadata={op_name="state.params[\\'w\\']"}
+  %new = f32[25]{0} custom-call(%w, %g)
+  %seen = f32[25]{0} custom-call(%new)
+  ROOT %both = (f32[25]{0}, f32[25]{0}) tuple(%new, %seen)
+}
+"""
+    found = timeline(program(text, arguments=200, outputs=200, aliased=100))
+    assert set(found.live_bytes) == {300}
+    assert [(b.kind, b.layer) for b in found.at_peak] == [
+        ("argument", "g"),
+        ("argument", "state.params['w']"),
+        ("output", ""),
+    ]
+
+
+def test_a_temporary_uses_an_outputs_memory_while_that_is_empty():
+    # %early fits into %y before that is made; %late would overlap with it.
+    text = """
+ENTRY %main (x: f32[25]) -> f32[50] {
+  %x = f32[25]{0} parameter(0)
+  %early = f32[50]{0} custom-call(%x)
+  %late = f32[25]{0} custom-call(%early)
+  ROOT %y = f32[50]{0} custom-call(%late)
+}
+"""
+    found = timeline(program(text, arguments=100, outputs=200))
+    assert found.live_bytes == [300, 300, 400, 400]
+
+
+@pytest.mark.parametrize(("opcode", "temporary"), [("negate", 0), ("sort", 0), ("reverse", 200)])
+def test_only_what_is_elementwise_or_a_sort_may_write_over_what_it_reads(opcode, temporary):
+    text = f"""
+ENTRY %main (x: f32[25]) -> f32[50] {{
+  %x = f32[25]{{0}} parameter(0)
+  %a = f32[50]{{0}} custom-call(%x)
+  ROOT %y = f32[50]{{0}} {opcode}(%a)
+}}
+"""
+    found = timeline(program(text, arguments=100, outputs=200))
+    assert found.live_bytes == [300, 300 + temporary, 300 + temporary]
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        "branch_computations={%left, %right}",
+        "true_computation=%left, false_computation=%right",
+    ],
+)
+def test_branches_are_not_alive_at_the_same_time(branches):
+    text = """
+%left (l: (f32[25])) -> f32[25] {
+  %l = (f32[25]{0}) parameter(0)
+  %m = f32[25]{0} get-tuple-element(%l), index=0
+  %n = f32[250]{0} custom-call(%m)
+  ROOT %o = f32[25]{0} custom-call(%n)
+}
+
+%right (p: (f32[25])) -> f32[25] {
+  %p = (f32[25]{0}) parameter(0)
+  %q = f32[25]{0} get-tuple-element(%p), index=0
+  %r = f32[500]{0} custom-call(%q)
+  ROOT %s = f32[25]{0} custom-call(%r)
+}
+
+ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
+  %x = f32[25]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %t = (f32[25]{0}) tuple(%x)
+  %u = f32[25]{0} conditional(%i, %t, %t), BRANCHES
+  ROOT %v = f32[25]{0} custom-call(%u)
+}
+"""
+    text = text.replace("BRANCHES", branches)
+    found = timeline(program(text, arguments=104, outputs=100))
+    live = dict(zip(found.instructions, found.live_bytes, strict=True))
+    assert (live["n"], live["r"]) == (204 + 1000, 204 + 2000)
+    assert (live["o"], live["s"]) == (204 + 1000 + 100, 204 + 2000 + 100)
+    assert live["v"] == 204 + 100
+
+
+@pytest.mark.parametrize(
+    ("start", "done", "read"),
+    [
+        ("f32[25]{0} call(%a), to_apply=%inner", "f32[25]{0} bitcast(%s)", 0),
+        (
+            "((f32[25]{0}), f32[25]{0}) async-start(%a), calls=%inner",
+            "f32[25]{0} async-done(%s)",
+            100,
+        ),
+    ],
+)
+def test_a_called_computation_is_part_of_the_program(start, done, read):
+    # What is done at the same time keeps its operand until it is waited for.
+    text = """
+%inner (p: f32[25]) -> f32[25] {
+  %p = f32[25]{0} parameter(0)
+  %q = f32[250]{0} custom-call(%p)
+  ROOT %r = f32[25]{0} custom-call(%q)
+}
+
+ENTRY %main (x: f32[25]) -> f32[0] {
+  %x = f32[25]{0} parameter(0)
+  %a = f32[25]{0} custom-call(%x)
+  %s = START
+  %d = DONE
+  ROOT %y = f32[0]{0} custom-call(%d)
+}
+"""
+    text = text.replace("START", start).replace("DONE", done)
+    found = timeline(program(text, arguments=100))
+    live = dict(zip(found.instructions, found.live_bytes, strict=True))
+    assert (live["q"], live["y"]) == (100 + 100 + 1000, 100 + 100)
+    assert live["r"] == 100 + read + 1000 + 100
+
+
+def test_a_copy_to_a_tpus_scratchpad_takes_no_main_memory():
+    text = """
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %go = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %near = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%go)
+  %part = ((f32[8,128]{1,0:T(8,128)}), f32[4,128]{1,0:T(4,128)S(1)}, s32[]{:S(2)}) slice-start(%x)
+  %few = f32[4,128]{1,0:T(4,128)S(1)} slice-done(%part)
+  ROOT %y = f32[8,128]{1,0:T(8,128)} custom-call(%near, %few)
+}
+"""
+    found = timeline(program(text, arguments=4096, outputs=4096))
+    assert set(found.live_bytes) == {8192}
+
+
+@pytest.mark.parametrize(
+    ("result", "path", "expected"),
+    [
+        ("f32[8,4]{1,0}", (), (128, (8, 4), "float32")),
+        ("pred[]", (), (1, (), "bool")),
+        ("(s32[], (bf16[3]{0}, c64[2]{0}))", (1, 0), (6, (3,), "bfloat16")),
+        ("(s32[], (bf16[3]{0}, /*index=5*/c64[2]{0}))", (1, 1), (16, (2,), "complex64")),
+        ("s4[3]{0:E(4)}", (), (2, (3,), "int4")),
+        ("f8e4m3fn[8]{0}", (), (8, (8,), "float8_e4m3fn")),
+        # Tiles of 8 x 128 elements, the minor dimension last: 104 x 128.
+        ("f32[100,3]{1,0:T(8,128)}", (), (4 * 104 * 128, (100, 3), "float32")),
+        ("f32[100,3]{0,1:T(8,128)}", (), (4 * 8 * 128, (100, 3), "float32")),
+        ("f32[2,5]{1,0:T(2,128)S(1)}", (), (0, (2, 5), "float32")),
+        ("f32[]{:T(128)}", (), (512, (), "float32")),
+        ("f32[16]{0:S(5)}", (), (0, (16,), "float32")),
+    ],
+)
+def test_an_arrays_bytes_follow_from_its_printed_type(result, path, expected):
+    array = arrays(result)[path]
+    assert array[:3] == expected
+    assert jnp.dtype(array.dtype)
+
+
+def test_a_program_whose_order_is_not_decided_is_refused():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
+    text = lowered.as_text(dialect="hlo")
+    with pytest.raises(ValueError, match=r"expected the text of a compiled program .*HloModule"):
+        timeline(SimpleNamespace(as_text=lambda: text))
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    [
+        ("jit(step)/jvp(stage0)/0/conv/conv_general_dilated", ("stage0/0/conv", "forward")),
+        ("jit(step)/transpose(jvp(stage0))/0/conv/transpose", ("stage0/0/conv", "backward")),
+        (
+            "jit(step)/jvp(stage0)/abn/jit(leaky_relu)/jit(_where)/select_n",
+            ("stage0/abn", "forward"),
+        ),
+        ("jit(step)/jvp()/reduce_sum", ("", "forward")),
+        ("jit(step)/jvp(jit(layer))/a/b/cos", ("a/b", "forward")),
+        (
+            "jit(step)/transpose(jvp(jvp()))/checkpoint/rematted_computation/a/cos",
+            ("a", "backward"),
+        ),
+        ("jit(f)/jvp(blocks)/while/body/closed_call/body/act/tanh", ("blocks/body/act", "forward")),
+        ("jit(f)/transpose(jvp(blocks))/while/body/closed_call", ("blocks", "backward")),
+        ("jit(f)/jvp(blocks)/while", ("blocks", "forward")),
+        ("jit(f)/jvp(a)/cond/branch_1_fun/b/sin", ("a/b", "forward")),
+        ("jit(f)/vmap(jvp(vmap(transpose(jvp(a)))))/b/mul", ("a/b", "backward")),
+        ("jit(f)/jvp()/shard_map/a/dot_general", ("a", "forward")),
+        ("jit(h)/jvp(a/b)/c(d)/cos", ("a/b/c(d)", "forward")),
+        ("jit(step)/optimizer/mul", ("optimizer", "optimizer")),
+        ("jit(f)/stage0/dot_general", ("stage0", "")),
+        ("jit(f)/transpose", ("", "")),
+        ("x", ("", "")),
+        ("", ("", "")),
+    ],
+)
+def test_an_operations_name_tells_layer_and_phase(op_name, expected):
+    assert layer_of(op_name) == expected
+
+
+def test_a_copy_is_named_by_what_it_copies():
+    text = """
+%fused (q: f32[25]) -> f32[25] {
+  %q = f32[25]{0} parameter(0)
+  ROOT %c = f32[25]{0} copy(%q)
+}
+
+ENTRY %main (w: f32[25]) -> f32[5] {
+  %w = f32[25]{0} parameter(0), metadata={op_name="w"}
+  %a = f32[25]{0} fusion(%w), kind=kLoop, calls=%fused
+  %b = f32[25]{0} custom-call(%a), metadata={op_name="jit(f)/jvp(stage0)/mul"}
+  %c2 = f32[25]{0} copy(%b)
+  %d = f32[30]{0} custom-call(%a)
+  %e = f32[5,6]{0,1} bitcast(%d), metadata={op_name="jit(f)/jvp(stage1)/mul"}
+  ROOT %z = f32[5]{0} custom-call(%e, %c2, %a)
+}
+"""
+    found = timeline(program(text, arguments=100, outputs=20))
+    names = {b.instruction: b.layer for b in found.at_peak}
+    assert names == {"w": "w", "z": "", "a": "w", "c2": "stage0", "d": "stage1"}

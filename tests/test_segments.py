@@ -1,0 +1,123 @@
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet import layers
+from fnet.memory import arithmetic, compile_smallest, peak, recompute_in_segments
+from fnet.memory.policy import POLICIES
+
+DEPTH, WIDTH, BATCH = 24, 64, 512
+ACTIVATION = BATCH * WIDTH * 4
+
+
+def chain(params, x):
+    for kernel in params:
+        x = jnp.tanh(jnp.tanh(x @ kernel) * x)
+    return x.sum()
+
+
+def scanned(params, x):
+    def layer(x, kernel):
+        return jnp.tanh(jnp.tanh(x @ kernel) * x), None
+
+    return jax.lax.scan(layer, x, jnp.stack(params))[0].sum()
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), DEPTH + 1)
+    kernels = [jax.random.normal(k, (WIDTH, WIDTH)) / 8 for k in keys[1:]]
+    return kernels, jax.random.normal(keys[0], (BATCH, WIDTH))
+
+
+def temporaries(f):
+    compiled, _ = compile_smallest(jax.jit(jax.grad(f)).lower(*inputs()))
+    return peak(compiled).temporaries / ACTIVATION
+
+
+def flops(f):
+    return arithmetic(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
+
+
+@pytest.mark.parametrize("f", [chain, scanned, jax.jit(chain)], ids=["chain", "scan", "jit"])
+@pytest.mark.parametrize("policy", ["segments", "products", "named"])
+def test_recomputing_changes_neither_values_nor_gradients(f, policy):
+    ours = jax.jit(jax.value_and_grad(POLICIES[policy].apply(f)))(*inputs())
+    chex.assert_trees_all_close(ours, jax.jit(jax.value_and_grad(f))(*inputs()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("f", [chain, jax.jit(chain)], ids=["chain", "jit"])
+def test_a_deep_network_keeps_about_the_root_of_what_it_kept(f):
+    # 24 blocks of three arrays; two roots of 72 are 17, and the gradients are 3 more.
+    assert temporaries(f) > 48
+    assert temporaries(recompute_in_segments(f)) < 22
+
+
+def test_a_loop_keeps_its_carry_and_recomputes_a_round():
+    # One carry a round, and twice the kernels, each stack of which is as large as 3 activations.
+    assert temporaries(scanned) > 3 * DEPTH
+    assert DEPTH < temporaries(recompute_in_segments(scanned)) < DEPTH + 12
+
+
+def test_arithmetic_grows_by_less_than_one_forward_pass():
+    # Of the three products a layer takes, one is done again, except in the last segment.
+    assert flops(chain) < flops(recompute_in_segments(chain)) < 4 / 3 * flops(chain)
+
+
+def test_keeping_products_repeats_none():
+    products = sum(2 * BATCH * WIDTH**2 for _ in range(3 * DEPTH - 1))
+    repeated = flops(POLICIES["products"].apply(chain)) - flops(chain)
+    assert 0 < repeated < 0.05 * products
+    assert temporaries(POLICIES["products"].apply(chain)) < 0.75 * temporaries(chain)
+
+
+def test_model_state_keys_and_named_scopes_pass_through():
+    model = fnet.serial(
+        conv=layers.conv(3, 8, 3),
+        abn=layers.abn(8),
+        blocks=fnet.serial(*[fnet.residual(layers.conv(8, 8, 3))] * 4),
+        pool=layers.global_avg_pool(),
+    )
+    params, state = model.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
+
+    def loss(params, state, x, key):
+        x = x + jax.random.normal(key, x.shape)
+        y, state = model.apply(params, state, x, train=True)
+        return (y**2).mean(), state
+
+    def gradient(f):
+        differentiated = jax.jit(jax.value_and_grad(f, has_aux=True))
+        return differentiated(params, state, x, jax.random.key(2))
+
+    chex.assert_trees_all_close(
+        gradient(recompute_in_segments(loss)), gradient(loss), rtol=1e-4, atol=1e-6
+    )
+    lowered = jax.jit(jax.grad(recompute_in_segments(loss), has_aux=True)).lower(
+        params, state, x, jax.random.key(3)
+    )
+    assert "blocks/2/body" in lowered.as_text(debug_info=True)
+
+
+def test_functions_with_little_to_cut():
+    x = jnp.arange(3.0)
+    chex.assert_trees_all_equal(recompute_in_segments(lambda x: x)(x), x)
+    chex.assert_trees_all_equal(recompute_in_segments(lambda x: {"a": 2 * x})(x), {"a": 2 * x})
+    assert recompute_in_segments(lambda x, *, n: x.sum() + n)(x, n=1) == 4
+    chex.assert_trees_all_equal(
+        jax.grad(recompute_in_segments(lambda x: jnp.sin(x[0])))(x)[1:], x[1:] * 0
+    )
+
+
+def test_it_nests_in_other_transformations():
+    params, x = inputs()
+    plain = jax.vmap(jax.grad(chain), (None, 0))(params, x[:4, None])
+    ours = jax.vmap(jax.grad(recompute_in_segments(chain)), (None, 0))(params, x[:4, None])
+    chex.assert_trees_all_close(ours, plain, rtol=1e-5)
+    tangents = jax.tree.map(jnp.ones_like, (params, x))
+    chex.assert_trees_all_close(
+        jax.jvp(recompute_in_segments(chain), (params, x), tangents),
+        jax.jvp(chain, (params, x), tangents),
+        rtol=1e-5,
+    )
