@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import program_cases
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -20,3 +21,12 @@ def float64():
     """Enables float64 for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty folder to work in, with a recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "tiny.py").write_text(program_cases.TINY)
+    return tmp_path

@@ -4,16 +4,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BLOCKS = [
-    (path.name, i, code)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize(("name", "number", "code"), BLOCKS)
-def test_every_python_block_of_the_documents_runs(name, number, code):
-    exec(compile(code, f"{name}, block {number}", "exec"), {"__name__": name})
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_python_of_a_document_runs_from_top_to_bottom(page):
+    names = {"__name__": page.name}
+    for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        exec(compile(code, f"{page.name}, block {i}", "exec"), names)
 
 
 def test_the_map_names_every_module():

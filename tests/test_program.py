@@ -9,44 +9,14 @@ import chex
 import jax
 import numpy as np
 import pytest
+from program_cases import exit_code, fnet_command
 
 import fnet
-from train import checkpoint, cli, data, recipes
+from train import checkpoint, data, recipes
 from train.run_folder import RunFolder
 from train.setup import setup
 
-TINY = """
-from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
-
-def config():
-    return Config(
-        name="tiny",
-        data=Digits(batch_size=16),
-        model=PreactResNet(widths=(4,), blocks_per_stage=1),
-        optim=Optim(learning_rate=0.05, ema_decay=0.9),
-        train=Train(steps=8, log_every=2, eval_every=4),
-        checkpoint=Checkpoint(every=3),
-    )
-"""
-
-
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    """An empty folder to work in, with a recipe in it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    (tmp_path / "tiny.py").write_text(TINY)
-    return tmp_path
-
-
-def fnet_command(*words):
-    cli.main([str(w) for w in words])
-
-
-def exit_code(*words):
-    with pytest.raises(SystemExit) as exit_:
-        fnet_command(*words)
-    return exit_.value.code
+pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def final_state(folder):
@@ -198,14 +168,6 @@ def test_the_resolved_config_of_a_run_runs_again_as_it_is(workplace):
     chex.assert_trees_all_equal(final_state(workplace / "a"), final_state(workplace / "b"))
 
 
-def test_memory_prints_what_was_asked_for_without_training(workplace, capsys):
-    fnet_command("memory", "tiny.py")
-    printed = capsys.readouterr().out
-    for word in ("parameters", "arguments", "aliased", "peak"):
-        assert word in printed
-    assert {p.name for p in workplace.iterdir()} <= {"tiny.py", "cache"}
-
-
 def test_configs_lists_every_recipe_with_its_first_line(capsys):
     fnet_command("configs")
     lines = capsys.readouterr().out.splitlines()
@@ -249,14 +211,23 @@ MISTAKES = [
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
-    (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'revnet', 'mlp', got 'resnett'"),
+    (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet', 'revnet', 'mlp', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
     (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),
     (("train", "empty.py"), "empty.py: a recipe has a function config() that returns a Config"),
     (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
     (("eval",), "say what first: fnet eval RUN"),
-    (("memory", "tiny.py", "--out", "x"), "unknown field --out"),
+    (("memory", "tiny.py", "--budgett", "x"), "unknown field --budgett (did you mean --budget?)"),
+    (("memory", "tiny.py", "--budget", "much"), "memory.budget: expected a number with a unit (4GB, 4GiB, 4096MiB;"),
+    (("memory", "tiny.py", "--budget", "4"), "got '4'"),
+    (("memory", "tiny.py", "--target", "h1000"), "--target: describe: expected one of"),
+    (("memory", "tiny.py", "--target", "tiny.py"), "--target: tiny"),
+    (("memory", "tiny.py", "--batch-size", "auto"), "largest for what? give --budget or --target"),
+    (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a count of examples or auto, got none"),
+    (("memory", "tiny.py", "--budget", "64MiB"), "has no room for the train state, which alone takes"),
+    (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, keep"),
+    (("train", "tiny.py", "--memory.microbatches", "3"), "memory.microbatches: 3 do not divide data.batch_size 16"),
     (("configs", "all"), "fnet configs takes nothing, got all"),
 ]  # fmt: skip
 

@@ -32,6 +32,14 @@ class MemoryArguments:
 
     config: Annotated[Config, tyro.conf.arg(name="")]
     """Fields of the config."""
+    budget: str | None = None
+    """Most that training may hold, 4GiB, 4GB or 4096MiB; memory.budget by another name."""
+    target: str | None = None
+    """A device that need not be there (h100, a100, v5e, ...), or a GPU's description in a file."""
+    batch_size: str | None = None
+    """data.batch_size by another name; auto is the largest that fits."""
+    out: str | None = None
+    """Folder for memory.json and memory.png; runs/NAME-memory by default."""
 
 
 T = TypeVar("T", TrainArguments, MemoryArguments)

@@ -12,7 +12,8 @@ usage: fnet COMMAND ...
 
   fnet train CONFIG [--out DIR] [--resume] [--section.field VALUE ...]
   fnet eval RUN          metrics of a run's last checkpoint on its test examples
-  fnet memory CONFIG     what training would take, without training
+  fnet memory CONFIG [--budget 4GiB] [--target h100] [--batch-size auto]
+                         what training would take, without training; the way that fits
   fnet configs           the recipes, one line each
 
 CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
@@ -92,20 +93,16 @@ def _eval(argv: list[str]) -> None:
 def _memory(argv: list[str]) -> None:
     from train import arguments, recipes
 
-    given = _positional(argv, "fnet memory CONFIG [--section.field VALUE]")
+    given = _positional(argv, "fnet memory CONFIG [--budget 4GiB] [--section.field VALUE]")
     defaults = arguments.MemoryArguments(recipes.load(given))
-    config = arguments.read(defaults, argv[1:], f"fnet memory {given}").config
+    a = arguments.read(defaults, argv[1:], f"fnet memory {given}")
 
     _prepare_jax()
     from rich.console import Console
 
-    from train.screen import memory_table
-    from train.setup import setup
+    from train.foresee import foresee
 
-    console = Console()
-    with console.status("compiling the train step"):
-        report = setup(config).compile().report
-    console.print(memory_table(report))
+    foresee(a, Console())
 
 
 def _configs(argv: list[str]) -> None:

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Lt, MinLen, MultipleOf
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from fnet import models
+from fnet import memory, models
 from fnet.layer import Layer
 from train.errors import UserError, nearest
 
@@ -17,6 +17,16 @@ Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Lt(1)]
+Activation = Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"]
+
+
+def _readable(amount: str) -> str:
+    memory.read_bytes(amount)
+    return amount
+
+
+Amount = Annotated[str, AfterValidator(_readable)]
+"""Of memory: 4GiB, 4GB, 4096MiB."""
 
 
 class _Strict:
@@ -47,6 +57,24 @@ class Digits(_Strict):
 
 
 @dataclass(frozen=True)
+class Synthetic(_Strict):
+    """Random images with random labels, for measuring: there is nothing to learn."""
+
+    source: Literal["synthetic"] = "synthetic"
+    """Where the examples come from."""
+    batch_size: Count = 32
+    """Examples a training step."""
+    image_size: Count = 224
+    """Height and width."""
+    channels: Count = 3
+    """Of each image."""
+    classes: Count = 1000
+    """How many labels there are."""
+    examples: Count = 256
+    """Training images; a quarter as many are held out."""
+
+
+@dataclass(frozen=True)
 class PreactResNet(_Strict):
     """A pre-activation residual network with in-place activated batch norm."""
 
@@ -56,7 +84,7 @@ class PreactResNet(_Strict):
     """Channels of each stage; each stage after the first halves the image."""
     blocks_per_stage: Count = 2
     """Residual blocks of each stage."""
-    activation: Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"] = "leaky_relu"
+    activation: Activation = "leaky_relu"
     """Activation in every in-place activated batch norm."""
     activation_param: float = 0.01
     """Slope of leaky_relu or alpha of elu, above 0; others have none."""
@@ -66,6 +94,26 @@ class PreactResNet(_Strict):
         return models.preact_resnet(
             num_classes=num_classes, in_channels=image_shape[-1], **_options(self)
         )
+
+
+@dataclass(frozen=True)
+class ResNet(_Strict):
+    """A residual network (He et al. 2015) with in-place activated batch norm."""
+
+    name: Literal["resnet"] = "resnet"
+    """The family of networks."""
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    """Layers."""
+    activation: Activation = "leaky_relu"
+    """After every norm but a block's last, and after every sum."""
+    activation_param: float = 0.01
+    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    small_images: bool = False
+    """Whether the stem keeps the image's size; if not, it quarters height and width."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images [H, W, C]."""
+        return models.resnet(num_classes=num_classes, in_channels=image_shape[-1], **_options(self))
 
 
 @dataclass(frozen=True)
@@ -80,7 +128,7 @@ class RevNet(_Strict):
     """Coupled blocks of each stage; each is worth two residual blocks."""
     bottleneck: bool = False
     """Whether a block is three convolutions, narrow between, or two of full width."""
-    activation: Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"] = "leaky_relu"
+    activation: Activation = "leaky_relu"
     """Activation in every in-place activated batch norm."""
     activation_param: float = 0.01
     """Slope of leaky_relu or alpha of elu, above 0; others have none."""
@@ -161,14 +209,28 @@ class Checkpoint(_Strict):
 
 
 @dataclass(frozen=True)
+class Memory(_Strict):
+    """What training may hold, and what it does to hold less."""
+
+    budget: Amount | None = None
+    """Most that training may hold (4GiB, 4GB, 4096MiB); what follows is then chosen to fit."""
+    policy: Literal["auto", "keep", "named", "products", "segments", "offload"] = "auto"
+    """What the backward pass keeps; auto is the fastest within the budget, without one: keep."""
+    microbatches: Count | None = None
+    """Parts that a batch is split into, one after the other; chosen with the budget by default."""
+
+
+@dataclass(frozen=True)
 class Config(_Strict):
     """A whole run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Names the run's folder where none is given."""
-    data: Digits = field(default_factory=Digits)
+    data: Annotated[Digits | Synthetic, Field(discriminator="source")] = field(
+        default_factory=Digits
+    )
     """Training and test examples."""
-    model: Annotated[PreactResNet | RevNet | Mlp, Field(discriminator="name")] = field(
+    model: Annotated[PreactResNet | ResNet | RevNet | Mlp, Field(discriminator="name")] = field(
         default_factory=PreactResNet
     )
     """The network."""
@@ -176,11 +238,16 @@ class Config(_Strict):
     """The optimizer."""
     train: Train = field(default_factory=Train)
     """The length of the run."""
+    memory: Memory = field(default_factory=Memory)
+    """What training may hold."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """What is kept on disk."""
 
 
-_MODELS = (PreactResNet, RevNet, Mlp)
+_VARIANTS = {
+    "data": (Digits, Synthetic),
+    "model": (PreactResNet, ResNet, RevNet, Mlp),
+}
 _ADAPTER = TypeAdapter(Config)
 
 
@@ -229,7 +296,9 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _first_mistake(error: ErrorDetails) -> str:
     # A union's tag stands in the location between the field and what is below it.
-    tags = {tag for variant in _MODELS for tag in _tags(variant)}
+    tags = {
+        tag for variants in _VARIANTS.values() for variant in variants for tag in _tags(variant)
+    }
     loc = [str(part) for part in error["loc"] if part not in tags]
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
@@ -238,6 +307,8 @@ def _first_mistake(error: ErrorDetails) -> str:
         context = error.get("ctx", {})
         tag, allowed = context["discriminator"].strip("'"), context.get("expected_tags", "a name")
         return f"{name}.{tag}: expected one of {allowed}, got {context.get('tag', 'nothing')!r}"
+    if error["type"] == "value_error":
+        return f"{name}: {error['ctx']['error']}"
     message = error["msg"].removeprefix("Input should be ")
     if error["type"] == "json_invalid" or not name:
         return f"not a config: {error['msg']}"
@@ -245,8 +316,13 @@ def _first_mistake(error: ErrorDetails) -> str:
 
 
 def _tags(variant: type) -> tuple[str, ...]:
-    return get_args(variant.__annotations__["name"])
+    return get_args(next(iter(variant.__annotations__.values())))
 
 
 def _known_fields() -> list[str]:
-    return [name for variant in _MODELS for name in flatten(Config(model=variant()))]
+    configs = [
+        Config(**{section: variant()})  # type: ignore[arg-type]
+        for section, variants in _VARIANTS.items()
+        for variant in variants
+    ]
+    return list(dict.fromkeys(name for config in configs for name in flatten(config)))

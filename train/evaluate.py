@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fnet import TrainState
+from fnet import TrainState, memory
 from train.data import Arrays, evaluation_batches
 
 
@@ -22,6 +22,10 @@ class Evaluate:
       examples: what is evaluated on.
       batch_size: examples a call.
       shapes: of the train state (``jax.eval_shape``).
+
+    Attributes:
+      peak: bytes held at most while it is called: the whole train state, a batch
+        and the compiled program's temporaries.
     """
 
     def __init__(
@@ -40,6 +44,9 @@ class Evaluate:
         batch = next(self._batches())
         lowered = jax.jit(sums).lower(shapes.evaluation_params, shapes.model_state, batch)
         self._sums = lowered.compile()
+        taken = memory.peak(self._sums)
+        held = memory.tree_bytes((shapes, batch))
+        self.peak = held + taken.outputs + taken.temporaries
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Means over all examples, with the averaged parameters where they are kept."""

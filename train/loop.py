@@ -11,14 +11,18 @@ import jax
 from rich.console import Console
 
 import fnet
+from fnet.memory import in_words
 from train import data, plots
+from train.account import account
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.interruption import Interruption
+from train.memory_tables import plan_table, plan_words, tables
 from train.metrics import Meter
+from train.planning import check, compile_step, reserve
 from train.process_memory import HighWater
-from train.run_folder import RunFolder, read_metrics, write_whole
-from train.screen import Screen, bytes_in_words, memory_table
+from train.run_folder import RunFolder, as_json, read_metrics, write_whole
+from train.screen import Screen
 from train.setup import setup
 
 
@@ -40,18 +44,27 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     began = time.perf_counter()
     # What is learned, from which batches; what it costs is known before it runs.
     run = setup(config)
+    check(run)
     folder = RunFolder(out)
     if resume:
         folder.resume(config)
     else:
         folder.begin(config)
     batches = data.training_batches(run.task.dataset, config.data.batch_size, config.train.seed)
-    with console.status("compiling"):
-        executable = run.compile()
-        evaluate = run.compile_evaluation()
+    with console.status("compiling") as status:
+        planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
+        executable = planned.executable
+        evaluate = run.compile_evaluation(config.data.batch_size // planned.microbatches)
         init = run.compile_init()
-    console.print(memory_table(executable.report))
-    write_whole(folder.memory, as_json(executable.report.as_dict()))
+        learning_rate = run.compile_schedule()
+        costs = account(run, planned)
+    if planned.plan:
+        console.print(plan_table(planned.plan, reserve()))
+        console.print(plan_words(planned.plan, reserve()), highlight=False)
+    console.print(*tables(costs), sep="\n")
+    write_whole(folder.memory, as_json(costs.as_dict()))
+    plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)
+    predicted = max(executable.report.peak.total, evaluate.peak)
     memory = HighWater()
 
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
@@ -82,12 +95,12 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                 evaluating = step % eval_every == 0 or last
                 if step % config.train.log_every == 0 or evaluating or stop:
                     line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
-                    line["train/learning_rate"] = float(run.schedule(step - 1))
+                    line["train/learning_rate"] = learning_rate(step - 1)
                     if evaluating:
                         tested = evaluate(state)
                         line |= {f"test/{name}": value for name, value in tested.items()}
                     metrics_file.write(json.dumps(line) + "\n")
-                    screen.log(step, line, executable.report.peak.total, memory.bytes())
+                    screen.log(step, line, predicted, memory.bytes())
                     meter.restart()
                 if step % config.checkpoint.every == 0 or last or stop:
                     checkpoints.save(step, state, batches.get_state())
@@ -113,7 +126,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         "parameters": executable.report.parameters,
         "state_bytes": executable.report.state_bytes,
         "donated_bytes": executable.report.donation.aliased_bytes,
-        "peak_bytes_predicted": executable.report.peak.total,
+        "policy": planned.policy,
+        "microbatches": planned.microbatches,
+        "budget_bytes": planned.plan.budget if planned.plan else None,
+        "peak_bytes_predicted": predicted,
         "peak_bytes_seen": memory.bytes(),
         "versions": versions(),
     }
@@ -125,10 +141,12 @@ def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:
     """The end of a run, in words."""
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     seen, predicted = summary["peak_bytes_seen"], summary["peak_bytes_predicted"]
+    budget = summary["budget_bytes"]
+    of = f" of {in_words(budget)}" if budget else ""
     return (
         f"{metrics}  after {summary['steps']} steps, {summary['seconds']:.1f} s\n"
-        f"peak memory: predicted {bytes_in_words(predicted)}, seen {bytes_in_words(seen)}\n"
-        f"curves: {folder.curves}\nsummary: {folder.summary}"
+        f"peak memory: predicted {in_words(predicted)}, seen {in_words(seen)}{of}\n"
+        f"curves: {folder.curves}\nmemory: {folder.memory_picture}\nsummary: {folder.summary}"
     )
 
 
@@ -142,8 +160,3 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "device": device.device_kind,
     } | found
-
-
-def as_json(data: dict[str, Any]) -> str:
-    """Indented JSON, ending in a newline."""
-    return json.dumps(data, indent=2) + "\n"

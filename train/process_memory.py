@@ -6,6 +6,11 @@ from pathlib import Path
 
 import jax
 
+BESIDE_THE_PROGRAM = 64 * 2**20
+"""Bytes that a training process on CPU takes at most beside its compiled programs: batches that
+are read ahead, checkpoints on their way to disk, what the allocator does not give back. Measured:
+30 to 60 MiB."""
+
 
 class HighWater:
     """The most memory in use since this was made, above what was in use then.

@@ -32,6 +32,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.memory = path / "memory.json"
+        self.memory_picture = path / "memory.png"
         self.curves = path / "curves.png"
         self.checkpoints = path / "checkpoints"
 
@@ -62,7 +63,7 @@ class RunFolder:
                 "or choose another folder with --out"
             )
         # A config alone is what a run leaves that ended before its first step.
-        if names - {self.config.name, self.memory.name}:
+        if names - {self.config.name, self.memory.name, self.memory_picture.name}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
@@ -114,6 +115,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return lines
+
+
+def as_json(data: dict[str, Any]) -> str:
+    """Indented JSON, ending in a newline."""
+    return json.dumps(data, indent=2) + "\n"
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run shows: a table before, progress on the way, plain lines where there is no terminal."""
+"""What a run shows on the way: progress, or plain lines where there is no terminal."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -13,35 +13,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
-from fnet.step import Report
-
-
-def bytes_in_words(n: int | None) -> str:
-    """``1536 -> "1.50 KiB"``; None is unknown."""
-    if n is None:
-        return "unknown"
-    value = float(n)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
-
-
-def memory_table(report: Report) -> Table:
-    """The compiled step's memory, in words."""
-    t = Table(title="memory of the compiled step", title_justify="left", show_header=False)
-    t.add_column()
-    t.add_column(justify="right", style="bold")
-    t.add_row("parameters", f"{report.parameters:,}")
-    t.add_row("train state", bytes_in_words(report.state_bytes))
-    t.add_row("  of it renewed in place (aliased)", bytes_in_words(report.donation.aliased_bytes))
-    t.add_row("arguments (state and batch)", bytes_in_words(report.peak.arguments))
-    t.add_row("temporaries (what backward keeps)", bytes_in_words(report.peak.temporaries))
-    t.add_row("peak", bytes_in_words(report.peak.total))
-    return t
+from fnet.memory import in_words
 
 
 class Screen:
@@ -84,7 +57,7 @@ class Screen:
             [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
             + [
                 f"{rate:,.0f} examples/s",
-                f"memory {bytes_in_words(seen)} (predicted {bytes_in_words(predicted)})",
+                f"memory {in_words(seen)} (predicted {in_words(predicted)})",
             ]
         )
         self._progress.update(self._task, completed=step, metrics=words)

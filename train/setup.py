@@ -1,16 +1,17 @@
 """From a config to what runs: the task, the train step and the shapes of its arguments."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax import Array
 
 import fnet
 from fnet import TrainState, optim
-from fnet.step import Executable
 from train import data
 from train.config import Config
 from train.errors import UserError
@@ -29,7 +30,7 @@ class Setup(NamedTuple):
       steps_per_epoch: of one pass over the training examples, not rounded.
       schedule: step -> learning rate.
       init: ``key -> TrainState``.
-      step: the jitted train step.
+      step: the jitted train step, with the whole batch at once.
       state_shapes: of the train state.
       batch_shapes: of a training batch.
     """
@@ -44,17 +45,25 @@ class Setup(NamedTuple):
     state_shapes: TrainState
     batch_shapes: Any
 
-    def compile(self) -> Executable:
-        """The train step."""
-        return fnet.compile_step(self.step, self.state_shapes, self.batch_shapes)
+    def with_batch_size(self, rows: int) -> "Setup":
+        """The same run with batches of another size, to be compiled."""
+        config = dataclasses.replace(
+            self.config, data=dataclasses.replace(self.config.data, batch_size=rows)
+        )
+        return self._replace(config=config, batch_shapes=_batch_shapes(self.task, rows))
+
+    def compile_schedule(self) -> Callable[[int], float]:
+        """``step -> learning rate``: called eagerly it would compile a dozen small programs."""
+        compiled = jax.jit(self.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
+        return lambda step: float(compiled(np.int32(step)))
 
     def compile_init(self) -> Callable[[Array], TrainState]:
         """``key -> TrainState``."""
         return jax.jit(self.init).lower(jax.random.key(0)).compile()
 
-    def compile_evaluation(self) -> Evaluate:
-        """``state -> {metric: mean}`` on the test examples."""
-        task, batch_size = self.task, self.config.data.batch_size
+    def compile_evaluation(self, batch_size: int | None = None) -> Evaluate:
+        """``state -> {metric: mean}`` on the test examples, by default in training's batches."""
+        task, batch_size = self.task, batch_size or self.config.data.batch_size
         return Evaluate(task.measure, task.dataset.test, batch_size, self.state_shapes)
 
 
@@ -87,7 +96,6 @@ def setup(config: Config) -> Setup:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
     key = jax.random.key(config.train.seed)
-    rows = config.data.batch_size
     return Setup(
         config=config,
         task=task,
@@ -97,8 +105,12 @@ def setup(config: Config) -> Setup:
         init=init,
         step=fnet.make_step(task.loss, optimizer, ema_decay=o.ema_decay),
         state_shapes=jax.eval_shape(init, key),
-        batch_shapes={
-            name: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype)
-            for name, a in task.dataset.train.items()
-        },
+        batch_shapes=_batch_shapes(task, config.data.batch_size),
     )
+
+
+def _batch_shapes(task: Task, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        name: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype)
+        for name, a in task.dataset.train.items()
+    }

@@ -9,11 +9,13 @@ from jax import Array
 import fnet
 from fnet import losses
 from fnet.layer import Layer
-from train.config import Config
-from train.data import Dataset, digits
+from train.config import Config, Digits, Synthetic
+from train.data import Dataset, digits, synthetic
 from train.errors import UserError
 
 Batch = dict[str, Array]
+
+_SOURCES: dict[type, Callable[[Any], Dataset]] = {Digits: digits.load, Synthetic: synthetic.load}
 
 
 class Task(NamedTuple):
@@ -38,7 +40,7 @@ def build(config: Config) -> Task:
     Raises:
       UserError: if the network cannot be built, or not for these images.
     """
-    dataset = digits.load(config.data)
+    dataset = _SOURCES[type(config.data)](config.data)
     image_shape = dataset.train["image"].shape[1:]
     try:
         model = config.model.build(image_shape, len(dataset.classes))
@@ -51,7 +53,9 @@ def build(config: Config) -> Task:
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         logits, state = model.apply(params, state, batch["image"], key=key, train=True)
         label = batch["label"]
-        per_example = losses.cross_entropy(logits, label, smoothing=config.optim.label_smoothing)
+        with jax.named_scope("loss"):
+            smoothing = config.optim.label_smoothing
+            per_example = losses.cross_entropy(logits, label, smoothing=smoothing)
         return per_example, fnet.Aux(state, {"accuracy": losses.accuracy(logits, label)})
 
     def measure(params: Any, state: Any, batch: Batch) -> dict[str, Array]:

@@ -1,0 +1,188 @@
+"""Budgets of 75 %, 50 % and 30 % of the plain peak: kept to in real steps, and their time.
+
+    python -m benchmarks.budgets
+
+A ResNet-50 (SGD with momentum, batch 64 at 128 x 128) and a transformer of 12 blocks
+(AdamW, width 256, batch 16 of 256 tokens) are planned with `fnet.plan_step`, compiled
+and trained for a few steps, each in a fresh process. Plain is the policy that keeps
+all, with the whole batch at once, compiled for the least memory. Seen is the high-water mark of
+the process above what it held once everything was compiled; `RESERVE` of a budget is
+left to it. Processes are interleaved; seconds a step are medians.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import fnet
+from benchmarks.measure import markdown, versions
+from fnet import layers, models
+from fnet.memory import Plan, in_words
+from train.process_memory import BESIDE_THE_PROGRAM as RESERVE
+from train.process_memory import HighWater
+
+SHARES = (1.0, 0.75, 0.5, 0.3)
+
+Problem = tuple[fnet.Layer, optax.GradientTransformation, Callable[..., Any], dict[str, Any]]
+
+
+def resnet50() -> Problem:
+    """A ResNet-50 with in-place activated batch norm."""
+    model = models.get("resnet50", num_classes=1000)
+
+    def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
+        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    batch = {
+        "image": jax.ShapeDtypeStruct((64, 128, 128, 3), jnp.float32),
+        "label": jax.ShapeDtypeStruct((64,), jnp.int32),
+    }
+    return model, optax.sgd(0.01, momentum=0.9), loss, batch
+
+
+def transformer() -> Problem:
+    """A language model of 12 transformer blocks."""
+    width, words, tokens = 256, 8192, 256
+    trunk = fnet.serial(
+        blocks=layers.transformer(width, heads=8, blocks=12, causal=True),
+        norm=layers.rms_norm(width),
+    )
+
+    def init(key: Array) -> tuple[Any, Any]:
+        blocks, embedding, head = jax.random.split(key, 3)
+        scale = width**-0.5
+        return {
+            "trunk": trunk.init(blocks)[0],
+            "embedding": jax.random.normal(embedding, (words, width)) * scale,
+            "head": jax.random.normal(head, (width, words)) * scale,
+        }, {}
+
+    def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
+        x = params["embedding"][batch["token"]]
+        x, _ = trunk.apply(params["trunk"], {}, x, key=key, train=True)
+        losses = fnet.losses.cross_entropy(x @ params["head"], batch["next"])
+        return losses.mean(-1), fnet.Aux(state, {})
+
+    shape = jax.ShapeDtypeStruct((16, tokens), jnp.int32)
+    model = fnet.Layer(init, trunk.apply)
+    return model, optax.adamw(1e-3), loss, {"token": shape, "next": shape}
+
+
+PROBLEMS = {"resnet50": resnet50, "transformer": transformer}
+
+
+def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
+    """Plans, compiles and trains in this process."""
+    model, optimizer, loss, shapes = PROBLEMS[name]()
+    init = functools.partial(fnet.TrainState.create, model, optimizer)
+    state_shapes = jax.eval_shape(init, jax.random.key(0))
+    step = fnet.make_step(loss, optimizer)
+    began = time.perf_counter()
+    if budget is None:
+        plan = fnet.plan_step(step, state_shapes, shapes, policies=("keep",))
+    else:
+        plan = fnet.plan_step(step, state_shapes, shapes, budget, reserve=RESERVE)
+    planned = time.perf_counter() - began
+    c = plan.chosen
+    executable = fnet.compile_step(
+        fnet.variant(step, c.policy, c.microbatches),
+        state_shapes,
+        shapes,
+        compiler_options=c.compiler_options,
+    )
+    make = jax.jit(init).lower(jax.random.key(0)).compile()
+    batch = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes)
+    jax.block_until_ready(batch)
+    memory = HighWater()
+    state, seconds = make(jax.random.key(0)), []
+    for _ in range(steps):
+        start = time.perf_counter()
+        state, metrics = executable(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - start)
+    assert jnp.isfinite(metrics["loss"])
+    return {
+        "chosen": str(c),
+        "scheduled": "for memory" if "xla_cpu_scheduler_type" in c.compiler_options else "as usual",
+        "predicted": executable.report.peak.total,
+        "seen": memory.bytes(),
+        "seconds": seconds[1:],
+        "planned in": planned,
+        "candidates": candidates(plan),
+    }
+
+
+def candidates(plan: Plan) -> list[str]:
+    """What was compiled, for whoever wonders."""
+    return [
+        f"{c}, {in_words(c.peak.total)}, {c.work.flops / 1e9:.0f} GFLOP" for c in plan.candidates
+    ]
+
+
+def in_a_process(*arguments: object) -> dict[str, Any]:
+    """`measure` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.budgets", "--worker", *map(str, arguments)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--worker", nargs=3, metavar=("PROBLEM", "BUDGET", "STEPS"))
+    options = parser.parse_args()
+    if options.worker:
+        name, budget, steps = options.worker
+        found = measure(name, None if budget == "None" else int(budget), int(steps))
+        print(json.dumps(found))
+        return
+    rows = []
+    for name in options.problems:
+        plain = in_a_process(name, None, 1)["predicted"]
+        runs: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
+        for _ in range(options.rounds):
+            for share, found in runs.items():
+                budget = None if share == 1 else int(share * plain)
+                found.append(in_a_process(name, budget, options.steps))
+        seconds = {
+            share: statistics.median(s for run in found for s in run["seconds"])
+            for share, found in runs.items()
+        }
+        for share, found in runs.items():
+            seen = max(run["seen"] for run in found)
+            rows.append(
+                {
+                    "": name,
+                    "budget MB": "none" if share == 1 else f"{share * plain / 1e6:.0f}",
+                    "share": f"{share:.0%}",
+                    "chosen": found[0]["chosen"],
+                    "scheduled": found[0]["scheduled"],
+                    "predicted MB": f"{found[0]['predicted'] / 1e6:.0f}",
+                    "seen MB": f"{seen / 1e6:.0f}",
+                    "seen / budget": f"{seen / (share * plain):.2f}",
+                    "s a step": f"{seconds[share]:.2f}",
+                    "time / plain": f"{seconds[share] / seconds[1.0]:.2f}",
+                    "planned in s": f"{found[0]['planned in']:.0f}",
+                }
+            )
+    print(markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'optax')}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""A ResNet-50 with in-place activated batch norm on random images: for measuring.
+
+fnet memory resnet50_synthetic --budget 2GiB
+fnet train resnet50_synthetic --memory.budget 1GiB
+"""
+
+from train.config import Checkpoint, Config, Optim, ResNet, Synthetic, Train
+
+
+def config() -> Config:
+    return Config(
+        name="resnet50_synthetic",
+        data=Synthetic(batch_size=16, image_size=128, classes=1000, examples=64),
+        model=ResNet(depth=50),
+        optim=Optim(name="sgd", learning_rate=0.1, weight_decay=1e-4, schedule="constant"),
+        train=Train(steps=6, log_every=2),
+        checkpoint=Checkpoint(every=1000),
+    )

@@ -1,0 +1,29 @@
+"""The program in this process, in an empty folder, with a recipe that trains in a second."""
+
+import pytest
+
+from train import cli
+
+TINY = """
+from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
+
+def config():
+    return Config(
+        name="tiny",
+        data=Digits(batch_size=16),
+        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        optim=Optim(learning_rate=0.05, ema_decay=0.9),
+        train=Train(steps=8, log_every=2, eval_every=4),
+        checkpoint=Checkpoint(every=3),
+    )
+"""
+
+
+def fnet_command(*words):
+    cli.main([str(w) for w in words])
+
+
+def exit_code(*words):
+    with pytest.raises(SystemExit) as exit_:
+        fnet_command(*words)
+    return exit_.value.code

@@ -1,0 +1,104 @@
+"""``fnet memory`` and ``memory.budget``: what is foreseen, chosen and kept to."""
+
+import json
+
+import pytest
+from program_cases import exit_code, fnet_command
+
+from train import planning
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+@pytest.fixture(autouse=True)
+def little_is_reserved(monkeypatch):
+    """The networks here are smaller than what a process takes for itself."""
+    monkeypatch.setattr(planning, "BESIDE_THE_PROGRAM", 1000)
+
+
+DEEP = """
+from train.config import Config, Digits, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="deep",
+        data=Digits(batch_size=512),
+        model=Mlp(hidden=(32,) * 8, activation="gelu"),
+        optim=Optim(learning_rate=0.05),
+        train=Train(steps=2, log_every=1, eval_every=2),
+    )
+"""
+
+
+@pytest.fixture(autouse=True)
+def deep(workplace):
+    (workplace / "deep.py").write_text(DEEP)
+
+
+def test_memory_tells_where_it_goes_without_training(workplace, capsys):
+    fnet_command("memory", "tiny.py", "--out", "told")
+    printed = capsys.readouterr().out
+    for word in ("parameters", "arguments", "aliased", "peak", "kept for the backward", "segments"):
+        assert word in printed
+    assert "stage0/block0" in printed
+    told = json.loads((workplace / "told" / "memory.json").read_text())
+    assert {"kept", "plan", "peak", "donation", "largest_at_peak", "live_bytes"} <= told.keys()
+    assert max(told["live_bytes"]) <= told["peak"]["total"]
+    assert (workplace / "told" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in workplace.iterdir()} <= {"tiny.py", "deep.py", "cache", "told"}
+
+
+def test_a_budget_is_planned_for_and_said(workplace, capsys):
+    fnet_command("memory", "deep.py", "--out", "free")
+    plain = json.loads((workplace / "free" / "memory.json").read_text())["peak"]["total"]
+    capsys.readouterr()
+    budget = int(0.7 * plain)
+    fnet_command("memory", "deep.py", "--budget", f"{budget}B", "--out", "tight")
+    printed = capsys.readouterr().out
+    assert "too large" in printed
+    assert "largest batch that fits" in printed
+    told = json.loads((workplace / "tight" / "memory.json").read_text())
+    assert told["plan"]["budget"] == budget
+    assert told["peak"]["total"] + 1000 <= budget
+    assert told["peak"]["total"] == told["plan"]["chosen"]["peak"]["total"]
+
+    fnet_command("train", "deep.py", "--memory.budget", f"{budget}B", "--out", "run")
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    assert summary["budget_bytes"] == budget
+    assert (summary["policy"], summary["microbatches"]) == (told["policy"], told["microbatches"])
+    assert summary["peak_bytes_predicted"] <= budget
+    assert (workplace / "run" / "memory.png").exists()
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
+    fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
+    printed = capsys.readouterr().out
+    size = int(printed.split("largest batch that fits, by ")[1].split(": ")[1].split()[0])
+    told = json.loads((workplace / "auto" / "memory.json").read_text())
+    assert told["peak"]["total"] + 1000 <= 1_000_000
+    assert exit_code("memory", "deep.py", "--budget", "1MB", "--memory.microbatches", 1,
+                     "--batch-size", int(size * 1.05) + 1, "--out", "more") == 2  # fmt: skip
+    assert "no policy fits a budget of 976.56 KiB: the least is" in capsys.readouterr().err
+
+
+def test_a_policy_can_be_named_without_a_budget(workplace):
+    fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    assert summary["policy"] == "segments"
+    assert summary["budget_bytes"] is None
+
+
+def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
+    assert exit_code("train", "deep.py", "--memory.policy", "named", "--out", "run") == 2
+    assert "memory.policy: named: the policy saves nothing" in capsys.readouterr().err
+
+
+def test_microbatches_train_the_same_network(workplace):
+    results = {}
+    for split in (1, 4):
+        fnet_command("train", "deep.py", "--memory.microbatches", split, "--out", f"run{split}")
+        results[split] = json.loads((workplace / f"run{split}" / "summary.json").read_text())
+    assert results[4]["metrics"]["test/loss"] == pytest.approx(
+        results[1]["metrics"]["test/loss"], rel=1e-4
+    )
+    assert results[4]["peak_bytes_predicted"] < results[1]["peak_bytes_predicted"]

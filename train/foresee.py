@@ -1,0 +1,102 @@
+"""``fnet memory``: what training would take, on this machine or another, without a step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fnet.memory import Candidate, in_words
+from fnet.memory.target import Target, describe, from_text
+from train import config as configs
+from train import plots
+from train.account import account
+from train.arguments import MemoryArguments
+from train.config import Config
+from train.errors import UserError
+from train.memory_tables import plan_table, plan_words, tables
+from train.planning import choose, largest_batch, limit, plan, reserve
+from train.run_folder import as_json, write_whole
+from train.setup import setup
+
+
+def foresee(a: MemoryArguments, console: Console) -> None:
+    """Prints where the memory would go, and leaves it as data and as a picture.
+
+    Raises:
+      UserError: for a budget that nothing fits, an unknown target, a missing compiler.
+    """
+    target = _target(a.target) if a.target else None
+    config = a.config
+    if a.budget:
+        config = _changed(config, "memory", budget=a.budget)
+    if a.batch_size and a.batch_size != "auto":
+        config = _changed(config, "data", batch_size=_count(a.batch_size))
+    run = setup(configs.check(config, "command line"))
+    out = Path(a.out or f"runs/{config.name}-memory")
+
+    with console.status("tracing") as status:
+
+        def compiled(c: Candidate) -> None:
+            status.update(f"compiled {c}: {in_words(c.peak.total)}")
+
+        def tried(size: int, peak: int) -> None:
+            status.update(f"looking for the largest batch: {size} takes {in_words(peak)}")
+
+        room = limit(run, target)
+        if a.batch_size == "auto":
+            if room is None:
+                raise UserError("--batch-size auto: largest for what? give --budget or --target")
+            free = run._replace(config=_changed(run.config, "memory", budget=None))
+            ways = plan(free, target=target, progress=compiled)
+            thriftiest = min(ways.candidates, key=lambda c: c.peak.temporaries)
+            size = largest_batch(run, thriftiest, room, target=target, progress=tried)
+            if size is None:
+                raise UserError(f"not even one example a step fits in {in_words(room)}")
+            console.print(f"largest batch that fits, by {thriftiest}: {size}", highlight=False)
+            run = run.with_batch_size(size)
+        ways = plan(run, target=target, progress=compiled)
+        status.update(f"compiling {ways.chosen}")
+        costs = account(run, choose(run, ways, target=target))
+        console.print(*tables(costs), sep="\n")
+        console.print(plan_table(ways, reserve(target)))
+        console.print(plan_words(ways, reserve(target)), highlight=False, soft_wrap=True)
+        if room is not None and a.batch_size != "auto":
+            for way in _ends(ways.candidates, ways.chosen):
+                size = largest_batch(run, way, room, target=target, progress=tried)
+                console.print(f"largest batch that fits, by {way}: {size}", highlight=False)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "memory.json", as_json(costs.as_dict()))
+        plots.memory(costs, f"{config.name}: memory of a train step", out / "memory.png")
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
+    console.print(f"picture: {out / 'memory.png'}", highlight=False, soft_wrap=True)
+
+
+def _ends(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
+    """The chosen one, and the one that grows least with the batch."""
+    thriftiest = min(candidates, key=lambda c: (c.microbatches, c.peak.temporaries))
+    return list({c.policy: c for c in (chosen, thriftiest)}.values())
+
+
+def _changed(config: Config, section: str, **values: Any) -> Config:
+    changed = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: changed})
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--batch-size: expected a count of examples or auto, got {text}")
+    return int(text)
+
+
+def _target(given: str) -> Target:
+    """A known device, or the one that a file describes."""
+    path = Path(given)
+    try:
+        if path.is_file():
+            return from_text(path.stem, path.read_text())
+        return describe(given)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(f"--target: {error}") from error

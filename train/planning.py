@@ -1,0 +1,192 @@
+"""From a config's memory section to a train step that keeps to it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+import fnet
+from fnet import memory
+from fnet.memory import Candidate, Plan, Recomputation
+from fnet.memory.policy import policies_on
+from fnet.memory.target import Target, on
+from fnet.step import Executable
+from train.errors import UserError
+from train.process_memory import BESIDE_THE_PROGRAM
+from train.setup import Setup
+
+Progress = Callable[[Candidate], None]
+
+
+class Planned(NamedTuple):
+    """A compiled train step, and why it is this one.
+
+    Attributes:
+      executable: the compiled step with its report.
+      policy: a key of `fnet.memory.POLICIES`.
+      microbatches: how many a batch is split into.
+      plan: what it was chosen from; None where the config leaves no choice.
+      proof: that the policy reached the compiled program, where it recomputes.
+    """
+
+    executable: Executable
+    policy: str
+    microbatches: int
+    plan: Plan | None
+    proof: Recomputation | None
+
+
+def compile_step(
+    run: Setup, *, target: Target | None = None, progress: Progress | None = None
+) -> Planned:
+    """The train step that ``config.memory`` asks for: planned where it names a budget.
+
+    Args:
+      run: the run.
+      target: a device to compile for; this machine's by default.
+      progress: called with each candidate of a plan once it is compiled.
+
+    Raises:
+      UserError: for a budget that nothing fits, or a policy that this device does not have.
+    """
+    wanted = run.config.memory
+    if not wanted.budget:
+        policy = "keep" if wanted.policy == "auto" else wanted.policy
+        microbatches = wanted.microbatches or 1
+        executable = _compile(run, policy, microbatches, target)
+        proof = _proof(run, policy, microbatches, executable, target)
+        return Planned(executable, policy, microbatches, None, proof)
+    return choose(run, plan(run, target=target, progress=progress), target=target)
+
+
+def check(run: Setup) -> None:
+    """Refuses at once what ``config.memory`` asks for in vain, on this machine.
+
+    Raises:
+      UserError: for a policy that this device does not have, or a batch that cannot be split.
+    """
+    wanted, size = run.config.memory, run.config.data.batch_size
+    here = policies_on(jax.default_backend())
+    if wanted.policy not in ("auto", *here):
+        raise UserError(
+            f"memory.policy: {wanted.policy} does not work on {jax.default_backend()}: "
+            f"expected one of auto, {', '.join(here)}"
+        )
+    if wanted.microbatches and size % wanted.microbatches:
+        raise UserError(
+            f"memory.microbatches: {wanted.microbatches} do not divide data.batch_size {size}"
+        )
+
+
+def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
+    """Compiles what a plan has chosen."""
+    c = found.chosen
+    executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
+    proof = _proof(run, c.policy, c.microbatches, executable, target)
+    return Planned(executable, c.policy, c.microbatches, found, proof)
+
+
+def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
+    """The candidates for ``config.memory``, compiled and not run; all policies without a budget.
+
+    Raises:
+      UserError: as `compile_step`.
+    """
+    wanted = run.config.memory
+    try:
+        return fnet.plan_step(
+            run.step,
+            run.state_shapes,
+            run.batch_shapes,
+            wanted.budget,
+            policies=None if wanted.policy == "auto" else (wanted.policy,),
+            splits=None if wanted.microbatches is None else (wanted.microbatches,),
+            reserve=reserve(target),
+            target=target,
+            progress=progress,
+        )
+    except ValueError as error:
+        raise UserError(f"memory: {error}") from error
+
+
+def largest_batch(
+    run: Setup,
+    candidate: Candidate,
+    limit: int,
+    *,
+    target: Target | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int | None:
+    """The most examples a step can take within ``limit`` bytes, trained as ``candidate`` says.
+
+    Args:
+      run: the run; its batch size is where the search begins.
+      candidate: policy, microbatches and compiler options; its peak does not count.
+      limit: bytes of the compiled step.
+      target: a device to compile for; this machine's by default.
+      progress: called with each size tried and its peak.
+    """
+    split = candidate.microbatches
+
+    def peak(microbatch: int) -> int:
+        sized = run.with_batch_size(microbatch * split)
+        step = fnet.variant(run.step, candidate.policy, split)
+        traced = step.trace(*_arguments(sized, target))
+        found = memory.foresee(traced.lower(), candidate.compiler_options, target).total
+        if progress:
+            progress(microbatch * split, found)
+        return found
+
+    start = max(run.config.data.batch_size // split, 1)
+    found = memory.largest(peak, limit, start)
+    return None if found is None else found * split
+
+
+def limit(run: Setup, target: Target | None = None) -> int | None:
+    """Bytes that a compiled step may take: of the budget, or else of the target."""
+    if run.config.memory.budget:
+        return memory.read_bytes(run.config.memory.budget) - reserve(target)
+    return target.usable if target else None
+
+
+def reserve(target: Target | None = None) -> int:
+    """Bytes of a budget that are not the compiled step's."""
+    on_cpu = target is None and jax.default_backend() == "cpu"
+    return BESIDE_THE_PROGRAM if on_cpu else 0
+
+
+def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:
+    shapes = (run.state_shapes, run.batch_shapes)
+    return on(target, shapes) if target else shapes
+
+
+def _compile(
+    run: Setup,
+    policy: str,
+    microbatches: int,
+    target: Target | None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Executable:
+    if compiler_options is None and target:
+        compiler_options = target.compiler_options
+    try:
+        step = fnet.variant(run.step, policy, microbatches)
+        return fnet.compile_step(step, *_arguments(run, target), compiler_options=compiler_options)
+    except memory.DonationError:
+        raise
+    except ValueError as error:  # a batch that cannot be split, a policy of another device
+        raise UserError(f"memory: {error}") from error
+
+
+def _proof(
+    run: Setup, policy: str, microbatches: int, executable: Executable, target: Target | None
+) -> Recomputation | None:
+    """Compares with the policy that keeps all, compiled in the same way."""
+    if policy == "keep":
+        return None
+    options = executable.report.compiler_options
+    plain = _compile(run, "keep", microbatches, target, options)
+    try:
+        return memory.recomputation(plain.compiled, executable.compiled)
+    except memory.RecomputationError as error:
+        raise UserError(f"memory.policy: {policy}: {error}") from error
