@@ -1,7 +1,7 @@
 """fnet trains bigger networks in the same memory, as pure functions over JAX."""
 
 from fnet import autodiff, layers, losses, memory, models, optim
-from fnet.autodiff import Aux
+from fnet.autodiff import Aux, accumulate_grad
 from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
@@ -19,6 +19,7 @@ __all__ = [
     "Layer",
     "TrainState",
     "abn",
+    "accumulate_grad",
     "autodiff",
     "compile_step",
     "layer_norm",
