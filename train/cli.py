@@ -98,6 +98,11 @@ def _memory(argv: list[str]) -> None:
     a = arguments.read(defaults, argv[1:], f"fnet memory {given}")
 
     _prepare_jax()
+    if a.target:
+        import jax
+
+        # Nothing runs: this machine's own accelerator, or the lack of one, is not looked at.
+        jax.config.update("jax_platforms", "cpu")
     from rich.console import Console
 
     from train.foresee import foresee
