@@ -136,6 +136,7 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.budgets", "--worker", *map(str, arguments)]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
     return found
 
 

@@ -5,6 +5,7 @@ from fnet.autodiff import Aux, accumulate_grad
 from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
+from fnet.layers.attention import dot_product_attention
 from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.reversible import reversible
 from fnet.losses import linear_cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "accumulate_grad",
     "autodiff",
     "compile_step",
+    "dot_product_attention",
     "layer_norm",
     "layers",
     "linear_cross_entropy",

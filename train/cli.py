@@ -97,6 +97,8 @@ def _memory(argv: list[str]) -> None:
     defaults = arguments.MemoryArguments(recipes.load(given))
     a = arguments.read(defaults, argv[1:], f"fnet memory {given}")
 
+    if a.target:  # before XLA starts: its own warnings are not about this machine
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _prepare_jax()
     if a.target:
         import jax

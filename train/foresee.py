@@ -61,6 +61,8 @@ def foresee(a: MemoryArguments, console: Console) -> None:
         console.print(*tables(costs), sep="\n")
         console.print(plan_table(ways, reserve(target)))
         console.print(plan_words(ways, reserve(target)), highlight=False, soft_wrap=True)
+        if target:
+            console.print(_NOT_COUNTED, highlight=False, soft_wrap=True)
         if room is not None and a.batch_size != "auto":
             for way in _ends(ways.candidates, ways.chosen):
                 size = largest_batch(run, way, room, target=target, progress=tried)
@@ -72,6 +74,12 @@ def foresee(a: MemoryArguments, console: Console) -> None:
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
     console.print(f"picture: {out / 'memory.png'}", highlight=False, soft_wrap=True)
+
+
+_NOT_COUNTED = (
+    "Not counted, because only the device could tell: workspaces that cuDNN chooses by trying; "
+    "a TPU's small arrays, which live on the chip."
+)
 
 
 def _ends(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:

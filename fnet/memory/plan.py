@@ -170,7 +170,7 @@ def _search(
         return _Way(policy, microbatches, traced.lower(), arithmetic(traced.jaxpr))
 
     found: list[Candidate] = []
-    peaks: dict[str, list[int]] = {name: [] for name in policies}
+    peaks: dict[str, list[Peak]] = {name: [] for name in policies}
     best = (True, math.inf)
     compiling = [trace(name, microbatches[0]) for name in policies]  # side by side
     waiting: list[_Way] = []
@@ -179,20 +179,35 @@ def _search(
         found += candidates
         for way in compiling:
             seen = peaks[way.policy]
-            seen.append(min(c.peak.total for c in candidates if c.policy == way.policy))
-            if fits(seen[-1]):
+            mine = [c.peak for c in candidates if c.policy == way.policy]
+            seen.append(min(mine, key=lambda p: p.total))
+            if fits(seen[-1].total):
                 best = min(best, order(way))
-            elif len(seen) < len(microbatches) and fits(_least_to_come(seen)):
-                waiting.append(trace(way.policy, microbatches[len(seen)]))
+                continue
+            more = [
+                m
+                for m in microbatches
+                if m > way.microbatches and fits(_least(seen, m // microbatches[0]))
+            ]
+            if more:
+                waiting.append(trace(way.policy, more[0]))
         waiting.sort(key=order, reverse=True)
         compiling = [waiting.pop()] if waiting and order(waiting[-1]) < best else []
     return found
 
 
-def _least_to_come(peaks: Sequence[int]) -> int:
-    """What more microbatches could reach: each doubling saves at most half of the last saving."""
-    # The step from one to two brings the accumulator and says nothing.
-    return 0 if len(peaks) < 3 else peaks[-1] - max(peaks[-2] - peaks[-1], 0)
+def _least(peaks: Sequence[Peak], times: int) -> int:
+    """A lower bound on the peak with so many times the first number of microbatches.
+
+    At best all temporaries shrink with the microbatch; and once the accumulator is
+    there, doubling saves at most half of what the doubling before saved.
+    """
+    whole = peaks[0]
+    least = whole.total - whole.temporaries + whole.temporaries // times
+    if len(peaks) > 2:
+        saved = max(peaks[-2].total - peaks[-1].total, 0)
+        least = max(least, peaks[-1].total - saved)
+    return least
 
 
 def _compile(

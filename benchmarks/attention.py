@@ -1,0 +1,106 @@
+"""Attention in chunks of queries against `jax.nn.dot_product_attention`: memory and time.
+
+    python -m benchmarks.attention
+    JAX_PLATFORMS=cpu python -m benchmarks.attention --target h100
+
+The gradient with respect to q, k and v. Temporaries: of each side compiled with
+the options that make it smallest. Time: of that program for fnet; for jax.nn, of
+the fastest among all options. With ``--target`` for a device that is not there:
+temporaries, and the fused kernels that the program calls (for cuDNN's, which is
+looked for when the program is traced, its library must be installed).
+"""
+
+import argparse
+import functools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import fnet.memory.target
+from benchmarks.measure import interleaved, markdown, temporaries, versions
+from fnet.layers.attention import dot_product_attention
+from fnet.memory.peak import CANDIDATE_OPTIONS, compile_smallest
+
+HEADS, DIM = 8, 64
+TOKENS = (256, 512, 1024, 2048)
+DTYPES = ("float32", "bfloat16")
+
+Attention = Callable[[Array, Array, Array], Array]
+
+
+def sides(causal: bool) -> dict[str, Attention]:
+    return {
+        "jax.nn": functools.partial(jax.nn.dot_product_attention, is_causal=causal),
+        "fnet": functools.partial(dot_product_attention, causal=causal),
+    }
+
+
+def gradient(attention: Attention) -> jax.stages.Wrapped:
+    """``(q, k, v, cotangent) -> (dq, dk, dv)``."""
+    return jax.jit(lambda q, k, v, dy: jax.vjp(attention, q, k, v)[1](dy))
+
+
+def here(tokens: int, causal: bool, rounds: int) -> dict[str, str]:
+    shape = (1, tokens, HEADS, DIM)
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(4)]
+    lowered = {name: gradient(f).lower(*arrays) for name, f in sides(causal).items()}
+    smallest = {name: compile_smallest(low)[0] for name, low in lowered.items()}
+    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
+    programs = {f"jax.nn {i}": lowered["jax.nn"].compile(o) for i, o in enumerate(options)}
+    programs["fnet"] = smallest["fnet"]
+    seconds = interleaved(
+        {name: functools.partial(p, *arrays) for name, p in programs.items()}, rounds
+    )
+    theirs, ours = temporaries(smallest["jax.nn"]), temporaries(smallest["fnet"])
+    our_time = seconds.pop("fnet")
+    their_time = min(seconds.values())
+    return {
+        "tokens": f"{tokens}{', causal' if causal else ''}",
+        "jax.nn MB": f"{theirs / 1e6:.1f}",
+        "fnet MB": f"{ours / 1e6:.1f}",
+        "memory": f"{ours / theirs:.3f}",
+        "jax.nn ms": f"{their_time * 1e3:.1f}",
+        "fnet ms": f"{our_time * 1e3:.1f}",
+        "time": f"{our_time / their_time:.2f}",
+    }
+
+
+def there(target: fnet.memory.target.Target, tokens: int, causal: bool, dtype: str) -> dict:
+    x = jax.ShapeDtypeStruct((1, tokens, HEADS, DIM), jnp.dtype(dtype))
+    compiled = {
+        name: fnet.memory.target.compile_for(target, gradient(f), x, x, x, x)
+        for name, f in sides(causal).items()
+    }
+    theirs, ours = (temporaries(compiled[name]) for name in ("jax.nn", "fnet"))
+    calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', compiled["fnet"].as_text()))
+    return {
+        f"{target.name}, tokens": f"{tokens}{', causal' if causal else ''}, {dtype}",
+        "jax.nn MB": f"{theirs / 1e6:.1f}",
+        "fnet MB": f"{ours / 1e6:.1f}",
+        "memory": f"{ours / theirs:.3f}",
+        "kernels": ", ".join(sorted(calls)) or "chunks",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--target", help="a device to compile for, such as h100")
+    args = parser.parse_args()
+    cases = [(tokens, causal) for tokens in args.tokens for causal in (False, True)]
+    if args.target:
+        target = fnet.memory.target.describe(args.target)
+        rows = [there(target, *case, dtype) for dtype in DTYPES for case in cases]
+    else:
+        rows = [here(*case, args.rounds) for case in cases]
+    print(f"Gradient, batch 1, {HEADS} heads of {DIM}, temporaries; float32 unless said.\n")
+    print(markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'nvidia-cudnn-cu13', 'libtpu')}.")
+
+
+if __name__ == "__main__":
+    main()
