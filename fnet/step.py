@@ -119,7 +119,7 @@ class Report(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain nested dicts."""
         return self._asdict() | {
-            "peak": self.peak._asdict() | {"total": self.peak.total},
+            "peak": self.peak.as_dict(),
             "donation": self.donation._asdict(),
         }
 

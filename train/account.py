@@ -83,8 +83,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     def candidate(c: memory.Candidate | None) -> dict[str, Any] | None:
         if c is None:
             return None
-        peak = c.peak._asdict() | {"total": c.peak.total}
-        return c._asdict() | {"work": c.work._asdict(), "peak": peak}
+        return c._asdict() | {"work": c.work._asdict(), "peak": c.peak.as_dict()}
 
     return {
         "budget": plan.budget,

@@ -5,6 +5,7 @@ Limited Resources" (LOMO), ACL 2024, for SGD; here for any elementwise rule.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -85,17 +86,7 @@ class OptimizerInBackward:
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """The update of a batch; see `fnet.autodiff.update`."""
-
-        def update(
-            params: Any,
-            opt_state: optax.OptState,
-            model_state: Any,
-            batch: dict[str, Array],
-            key: Array,
-        ) -> tuple[Any, optax.OptState, Any, dict[str, Array]]:
-            return _update(self.paths, loss, optimizer, params, opt_state, model_state, batch, key)
-
-        return update
+        return functools.partial(_update, self.paths, loss, optimizer)
 
 
 def _update(

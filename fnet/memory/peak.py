@@ -49,6 +49,10 @@ class Peak(_Parts):
         """``arguments + outputs - aliased + temporaries``."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
+    def as_dict(self) -> dict[str, int]:
+        """The parts and their total."""
+        return self._asdict() | {"total": self.total}
+
     @functools.cached_property
     def timeline(self) -> Timeline:
         """What is alive at each instruction; see `fnet.memory.schedule.timeline`.
