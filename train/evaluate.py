@@ -25,7 +25,7 @@ class Evaluate:
 
     Attributes:
       peak: bytes held at most while it is called: the whole train state, a batch
-        and the compiled program's temporaries.
+        and what the compiled program takes beside them.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Evaluate:
         self._sums = lowered.compile()
         taken = memory.peak(self._sums)
         held = memory.tree_bytes((shapes, batch))
-        self.peak = held + taken.outputs + taken.temporaries
+        self.peak = held + taken.outputs + taken.temporaries + taken.workspace
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Means over all examples, with the averaged parameters where they are kept."""

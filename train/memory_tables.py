@@ -30,6 +30,8 @@ def step_table(account: Account) -> Table:
     t.add_row("  of it renewed in place (aliased)", in_words(report.donation.aliased_bytes))
     t.add_row("arguments (state and batch)", in_words(report.peak.arguments))
     t.add_row("temporaries", in_words(report.peak.temporaries))
+    if report.peak.workspace:
+        t.add_row("for convolutions (estimate)", in_words(report.peak.workspace))
     t.add_row("peak", in_words(report.peak.total))
     keeps = POLICIES[planned.policy].keeps
     t.add_row("policy", f"{planned.policy}: keeps {keeps}")

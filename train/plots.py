@@ -58,12 +58,14 @@ def memory(account: Account, title: str, path: Path) -> None:
     by_layer.tick_params("x", labelsize=7)
     by_layer.set_title("kept for the backward pass, forward from left to right", fontsize=10)
     by_layer.set_ylabel("MiB")
-    total = account.planned.executable.report.peak.total
+    assigned = account.planned.executable.report.peak.assigned
     if account.timeline:
         live = [b / 2**20 for b in account.timeline.live_bytes]
         over_time.fill_between(range(len(live)), live, step="post", color="#4477aa", alpha=0.7)
         over_time.axvline(account.timeline.peak_index, color="#cc3311", lw=1)
-    over_time.axhline(total / 2**20, color="#cc3311", lw=1, ls="--", label="peak, as assigned")
+    over_time.axhline(
+        assigned / 2**20, color="#cc3311", lw=1, ls="--", label="peak, as the compiler assigned it"
+    )
     over_time.set_title("alive while the compiled step runs", fontsize=10)
     over_time.set_xlabel("instruction, in the order of the schedule")
     over_time.set_ylabel("MiB")

@@ -199,11 +199,12 @@ def _search(
 def _least(peaks: Sequence[Peak], times: int) -> int:
     """A lower bound on the peak with so many times the first number of microbatches.
 
-    At best all temporaries shrink with the microbatch; and once the accumulator is
+    At best all temporaries and workspace shrink with the microbatch; and once the accumulator is
     there, doubling saves at most half of what the doubling before saved.
     """
     whole = peaks[0]
-    least = whole.total - whole.temporaries + whole.temporaries // times
+    shrinking = whole.temporaries + whole.workspace
+    least = whole.total - shrinking + shrinking // times
     if len(peaks) > 2:
         saved = max(peaks[-2].total - peaks[-1].total, 0)
         least = max(least, peaks[-1].total - saved)
