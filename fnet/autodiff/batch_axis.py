@@ -1,0 +1,280 @@
+"""Which axis of each value in a traced function counts examples, and where examples mix."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+
+from fnet import jaxprs
+from fnet.autodiff.equations import ELEMENTWISE
+
+
+class Mixed(NamedTuple):
+    """A value in which examples met.
+
+    Attributes:
+      layer: named scopes of the equation where they did.
+      operation: what that equation does.
+    """
+
+    layer: str
+    operation: str
+
+
+class Along(NamedTuple):
+    """A value with one row an example: of ``axis``, the outermost part where axes were merged."""
+
+    axis: int
+
+
+UNKNOWN = "unknown"
+"""A value that follows from the batch in a way that is not looked into."""
+
+State = Along | Mixed | str | None
+"""What is known of a value; None: it does not depend on the batch."""
+
+
+class Followed(NamedTuple):
+    """Where a batch went.
+
+    Attributes:
+      outputs: of each result.
+      at: of the inputs and the results of every equation that the batch reaches, by
+        the equation's number, after those of the calls and loops it is in.
+    """
+
+    outputs: list[State]
+    at: dict[tuple[int, ...], tuple[list[State], list[State]]]
+
+
+def follow(closed: ClosedJaxpr, batched: Sequence[bool]) -> Followed:
+    """Follows the examples of a batch through a function.
+
+    They are seen through elementwise operations, products, convolutions,
+    reductions, reshapes, transposes, lookups, calls and loops.
+
+    Args:
+      closed: ``jax.make_jaxpr(f)(*args)``, for at least two examples.
+      batched: of each argument, whether its leading axis is that of examples.
+    """
+    trail = _Trail({})
+    states: list[State] = [Along(0) if b else None for b in batched]
+    return Followed(trail.visit(closed, states, "", ()), trail.at)
+
+
+class _Trail(NamedTuple):
+    at: dict[tuple[int, ...], tuple[list[State], list[State]]]
+
+    def visit(
+        self, closed: ClosedJaxpr, inputs: Sequence[State], scope: str, path: tuple[int, ...]
+    ) -> list[State]:
+        known: dict[Any, State] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+
+        def states(atoms: Sequence[Any]) -> list[State]:
+            return [None if isinstance(a, Literal) else known.get(a) for a in atoms]
+
+        for i, eqn in enumerate(closed.jaxpr.eqns):
+            given, place = states(eqn.invars), (*path, i)
+            if any(s is not None for s in given):
+                here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+                out = self._equation(eqn, given, here, place)
+                self.at[place] = given, out
+                known |= zip(eqn.outvars, out, strict=True)
+        return states(closed.jaxpr.outvars)
+
+    def _equation(
+        self, eqn: JaxprEqn, given: list[State], here: str, path: tuple[int, ...]
+    ) -> list[State]:
+        name = eqn.primitive.name
+        inner = jaxprs.called(eqn)
+        if inner is None and name.startswith(("custom_jvp_call", "custom_vjp_call")):
+            inner = eqn.params["call_jaxpr"]
+        if inner is not None:
+            return self.visit(inner, given, here, path)
+        if name == "scan":
+            return self._scan(eqn, given, here, path)
+        count = len(eqn.outvars)
+        if mixed := next((s for s in given if isinstance(s, Mixed)), None):
+            return [mixed] * count
+        if UNKNOWN in given:
+            return [UNKNOWN] * count
+        if name == "optimization_barrier":
+            return given
+        if name in ELEMENTWISE:
+            return [_joined(given)] * count
+        rule = _RULES.get(name) or (_reduced if name.startswith(("reduce_", "arg")) else None)
+        found = rule(eqn, given) if rule else UNKNOWN
+        return [Mixed(here, name) if found == _MIXED else found] * count
+
+    def _scan(
+        self, eqn: JaxprEqn, given: list[State], here: str, path: tuple[int, ...]
+    ) -> list[State]:
+        s = jaxprs.scan(eqn)
+        before = s.constants + s.carry
+
+        def in_round(state: State) -> State:
+            if isinstance(state, Along):
+                return Along(state.axis - 1) if state.axis else UNKNOWN
+            return state
+
+        def stacked(state: State) -> State:
+            return Along(state.axis + 1) if isinstance(state, Along) else state
+
+        rows = [in_round(state) for state in given[before:]]
+        carry = given[s.constants : before]
+        out: list[State] = []
+        for _ in range(len(carry) + 1):  # until no round changes the carry
+            out = self.visit(s.body, [*given[: s.constants], *carry, *rows], here, path)
+            joined = [_joined(pair) for pair in zip(carry, out[: s.carry], strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        return [*carry, *map(stacked, out[s.carry :])]
+
+
+_MIXED = "mixed"
+
+
+def _joined(given: Sequence[State]) -> State:
+    states = {s for s in given if s is not None}
+    if mixed := next((s for s in states if isinstance(s, Mixed)), None):
+        return mixed
+    return states.pop() if len(states) == 1 else UNKNOWN if states else None
+
+
+def _only(given: list[State]) -> int:
+    """The axis of the first operand, where the others do not depend on the batch."""
+    first = given[0]
+    return first.axis if isinstance(first, Along) and not any(given[1:]) else -1
+
+
+def _reduced(eqn: JaxprEqn, given: list[State]) -> State:
+    axis, axes = _only(given), eqn.params.get("axes")
+    if axis < 0 or axes is None:
+        return UNKNOWN
+    if axis in axes:
+        return UNKNOWN if eqn.invars[0].aval.shape[axis] == 1 else _MIXED
+    return Along(axis - sum(a < axis for a in axes))
+
+
+def _cumulative(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 else _MIXED if axis == eqn.params["axis"] else Along(axis)
+
+
+def _broadcast(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 else Along(eqn.params["broadcast_dimensions"][axis])
+
+
+def _transposed(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 else Along(tuple(eqn.params["permutation"]).index(axis))
+
+
+def _reshaped(eqn: JaxprEqn, given: list[State]) -> State:
+    """Examples stay outermost where as much stands before them as did."""
+    axis = _only(given)
+    if axis < 0:
+        return UNKNOWN
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    outer = 1
+    for size in before[:axis]:
+        outer *= size
+    seen = 1
+    for place, size in enumerate(after):
+        if seen == outer and size != 1:
+            # The axis itself, merged with those behind it, or cut into pieces from the outside.
+            return Along(place) if size % before[axis] == 0 else UNKNOWN
+        seen *= size
+    return UNKNOWN
+
+
+def _squeezed(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    dimensions = eqn.params["dimensions"]
+    if axis < 0 or axis in dimensions:
+        return UNKNOWN
+    return Along(axis - sum(d < axis for d in dimensions))
+
+
+def _dot(eqn: JaxprEqn, given: list[State]) -> State:
+    contracted, batch = eqn.params["dimension_numbers"]
+    found: list[State] = []
+    for k, state in enumerate(given):
+        if not isinstance(state, Along):
+            continue
+        if state.axis in contracted[k]:
+            return _MIXED
+        if state.axis in batch[k]:
+            found.append(Along(tuple(batch[k]).index(state.axis)))
+            continue
+        taken = (*contracted[k], *batch[k])
+        place = len(batch[k]) + state.axis - sum(t < state.axis for t in taken)
+        if k == 1:
+            place += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
+        found.append(Along(place))
+    return _joined(found)
+
+
+def _convolved(eqn: JaxprEqn, given: list[State]) -> State:
+    d, axis = eqn.params["dimension_numbers"], _only(given)
+    if axis < 0 or axis != d.lhs_spec[0]:
+        return UNKNOWN
+    return Along(d.out_spec[0])
+
+
+def _windowed(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 or eqn.params["window_dimensions"][axis] != 1 else Along(axis)
+
+
+def _padded(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 or any(eqn.params["padding_config"][axis]) else Along(axis)
+
+
+def _concatenated(eqn: JaxprEqn, given: list[State]) -> State:
+    joined = _joined(given)
+    along = isinstance(joined, Along) and joined.axis != eqn.params["dimension"]
+    return joined if along else UNKNOWN
+
+
+def _sliced(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    whole = axis >= 0 and eqn.invars[0].aval.shape[axis] == eqn.outvars[0].aval.shape[axis]
+    return Along(axis) if whole else UNKNOWN
+
+
+def _gathered(eqn: JaxprEqn, given: list[State]) -> State:
+    """Rows of a table that all share, by each example's indices; or of a table for each example."""
+    d, (table, indices) = eqn.params["dimension_numbers"], given
+    places = [i for i in range(eqn.outvars[0].aval.ndim) if i not in d.offset_dims]
+    if isinstance(table, Along) and table.axis in d.operand_batching_dims:
+        paired = d.start_indices_batching_dims[d.operand_batching_dims.index(table.axis)]
+        return Along(places[paired]) if indices in (None, Along(paired)) else UNKNOWN
+    if table is None and isinstance(indices, Along) and indices.axis < len(places):
+        return Along(places[indices.axis])
+    if isinstance(table, Along) and indices is None:
+        gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
+        whole = eqn.params["slice_sizes"][table.axis] == eqn.invars[0].aval.shape[table.axis]
+        if whole and table.axis not in (*gone, *d.start_index_map):
+            return Along(d.offset_dims[table.axis - sum(g < table.axis for g in gone)])
+    return UNKNOWN
+
+
+_RULES: dict[str, Callable[[JaxprEqn, list[State]], State]] = {
+    "broadcast_in_dim": _broadcast,
+    "concatenate": _concatenated,
+    "conv_general_dilated": _convolved,
+    "dot_general": _dot,
+    "gather": _gathered,
+    "pad": _padded,
+    "reduce_window_max": _windowed,
+    "reduce_window_sum": _windowed,
+    "reshape": _reshaped,
+    "slice": _sliced,
+    "squeeze": _squeezed,
+    "stop_gradient": lambda eqn, given: given[0],
+    "transpose": _transposed,
+} | dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative)

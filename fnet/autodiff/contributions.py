@@ -1,0 +1,325 @@
+"""What each example contributes to a gradient: norms and scaled sums from one backward pass."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from fnet.autodiff.batch_axis import UNKNOWN, Along, Followed, Mixed, follow
+from fnet.autodiff.examples import (
+    Examples,
+    PerExampleLoss,
+    check_losses,
+    check_params,
+    examples,
+)
+from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
+from fnet.autodiff.taps import Uses, _tap, find_uses, tapped
+
+_AT_ONCE = 16 * 2**20
+"""Bytes of shares that may be made at once beside as much again as the parameters take."""
+
+
+class Contributions(NamedTuple):
+    """Of every example to every parameter's gradient.
+
+    Attributes:
+      losses: [batch].
+      aux: what the loss returns beside them, [batch, ...] each.
+      structure: of the parameters.
+      shares: of each parameter by its number.
+      chunks: of the parameters that are left.
+    """
+
+    losses: Array
+    aux: Any
+    structure: Any
+    shares: dict[int, Shares]
+    chunks: "Chunks"
+
+    def squared_norms(self) -> Any:
+        """Of each example's gradient of each parameter, [batch] each, like params."""
+        found = {i: s.squared_norms() for i, s in self.shares.items()}
+        return self._tree(found | self.chunks.squared_norms())
+
+    def total(self, scales: Any) -> Any:
+        """Sums over examples, scaled: ``sum_b scales_b gradient_b``, float32.
+
+        Args:
+          scales: [batch] of each parameter, like params. What is scaled by 0 counts
+            as 0, even if it is not finite.
+        """
+        of = dict(enumerate(jax.tree.leaves(scales)))
+        found = {i: s.total(of[i]) for i, s in self.shares.items()}
+        return self._tree(found | self.chunks.totals(of))
+
+    def routes(self) -> Any:
+        """How each parameter's shares are had, like params."""
+        found = {i: s.route for i, s in self.shares.items()}
+        return self._tree(found | dict.fromkeys(self.chunks.which, "made in chunks"))
+
+    def _tree(self, leaves: dict[int, Any]) -> Any:
+        return jax.tree.unflatten(self.structure, [leaves[i] for i in range(len(leaves))])
+
+
+def contributions(
+    name: str,
+    loss: PerExampleLoss,
+    params: Any,
+    batch: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    width: int | None = None,
+) -> Contributions:
+    """One backward pass, and what of it belongs to which example.
+
+    A tap (a zero) stands behind every product of data with a parameter; its
+    cotangent and the data give an example's share of the gradient. Other uses of
+    a parameter give each example a copy of its own to differentiate.
+
+    Args:
+      name: of the caller, for errors.
+      loss: see `PerExampleLoss`.
+      params: floating-point arrays.
+      batch: the loss's other arguments.
+      has_aux: whether the loss returns ``(losses, aux)``.
+      width: for how many examples shares are made at once where they must be made;
+        by default as many as take no more than the parameters.
+
+    Raises:
+      TypeError: for parameters that have no gradient.
+      ValueError: for arrays of unequal leading axes, losses that are not one per
+        example, a width below 1, and layers that mix examples.
+    """
+    check_params(name, params)
+    if width is not None and (not isinstance(width, int) or width < 1):
+        raise ValueError(f"{name}: width must be a whole number of examples above 0, got {width!r}")
+    e = examples(name, batch)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+
+    def whole(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
+        out = loss(jax.tree.unflatten(structure, params), *batch)
+        return out if has_aux else (out, None)
+
+    traced = _follow(name, whole, leaves, e)
+    found = _at_once(traced, leaves, e) or _one_by_one(whole, traced, leaves, e, width)
+    losses, aux, shares, chunks = found
+    for i in set(range(len(leaves))).difference(shares, chunks.which):
+        shares[i] = Unused(leaves[i], e.size)
+    aux = jax.tree.unflatten(traced.aux, aux)
+    return Contributions(losses, aux, structure, shares, chunks)
+
+
+class _Traced(NamedTuple):
+    """The loss of a whole batch.
+
+    Attributes:
+      closed: of the parameters, then the batch.
+      aux: structure of what is returned beside the losses.
+      followed: where the examples are in it.
+    """
+
+    closed: ClosedJaxpr
+    aux: Any
+    followed: Followed
+
+    @property
+    def proven(self) -> bool:
+        """Whether each example is known to have a row of its own in every result, or no part."""
+        losses, *aux = self.followed.outputs
+        return losses == Along(0) and all(state in (None, Along(0)) for state in aux)
+
+
+def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Traced:
+    """Refuses losses that are not one per example, or that depend on other examples."""
+    rows = max(e.size, 2)  # of a single example nothing can be said
+    batch = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in e.leaves]
+    closed, out = jax.make_jaxpr(
+        lambda *args: whole(list(args[: len(leaves)]), e.rebuild_batch(args[len(leaves) :])),
+        return_shape=True,
+    )(*leaves, *batch)
+    check_losses(name, out[0], rows)
+    followed = follow(closed, [False] * len(leaves) + [True] * len(batch))
+    if isinstance(mixed := followed.outputs[0], Mixed):
+        raise ValueError(
+            f"{name}: {mixed.layer or 'the loss'} mixes the examples of a batch "
+            f"({mixed.operation}): the gradient of one example does not exist. Batch norm: use "
+            "frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
+        )
+    return _Traced(closed, jax.tree.structure(out[1]), followed)
+
+
+_Found = tuple[Array, list[Any], dict[int, Shares], "Chunks"]
+
+
+def _at_once(traced: _Traced, leaves: Sequence[Any], e: Examples) -> _Found | None:
+    """The batch as it is, if every place where a parameter meets it is known."""
+    uses = find_uses(traced.closed, len(leaves))
+    if e.size < 2 or e.keys or uses.other or not traced.proven:
+        return None
+    axes = []
+    for use in uses.known:
+        given, (out,) = traced.followed.at.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
+        data = given[use.product.data] if use.product.data is not None else Along(0)
+        if not isinstance(data, Along) or not isinstance(out, Along):
+            return None
+        axes.append((data.axis, out.axis))
+
+    def losses(taps: list[Array]) -> Any:
+        (losses, *aux), data = tapped(traced.closed, uses.known, taps, [*leaves, *e.leaves])
+        return losses, (aux, data)
+
+    taps = [jnp.zeros((*use.loops, *use.out.shape), use.out.dtype) for use in uses.known]
+    found, vjp, (aux, data) = jax.vjp(losses, taps, has_aux=True)
+    (cotangents,) = vjp(jnp.ones_like(found))
+
+    def by_example(a: Array, loops: int, axis: int) -> Array:
+        """Each example's part of that axis stays; the examples go before."""
+        axis += loops
+        a = a.reshape(*a.shape[:axis], e.size, -1, *a.shape[axis + 1 :])
+        return jnp.moveaxis(a, axis, loops)
+
+    met: dict[int, list[Met]] = {}
+    for use, x, ct, (data_axis, out_axis) in zip(uses.known, data, cotangents, axes, strict=True):
+        n = len(use.loops)
+        if use.product.data is None:
+            x = jnp.zeros((*use.loops, e.size, 0))
+        else:
+            x = by_example(x, n, data_axis)
+        met.setdefault(use.view.param, []).append(Met(use, x, by_example(ct, n, out_axis)))
+    shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
+    return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
+
+
+def _one_by_one(
+    whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
+) -> _Found:
+    """Each example as a batch of one, vectorised."""
+
+    def one(*args: Any) -> tuple[Array, Any]:
+        losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
+        return losses[0], jax.tree.map(lambda a: a[0] if jnp.ndim(a) else a, aux)
+
+    shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in e.leaves]
+    closed = jax.make_jaxpr(one)(*leaves, *shapes)
+    uses = find_uses(closed, len(leaves))
+    at_once, in_chunks = _divided(uses, leaves, e.size, width)
+    losses, aux, shares = _backward(closed, uses, leaves, e, at_once)
+    chunks = Chunks(closed, leaves, e, in_chunks, _width(in_chunks, leaves, e.size, width))
+    return losses, aux, shares, chunks
+
+
+def _divided(
+    uses: Uses, leaves: Sequence[Any], size: int, width: int | None
+) -> tuple[list[int], list[int]]:
+    """Parameters used in other ways: those whose shares are made at once, and the rest."""
+    allowed = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    at_once, in_chunks = [], []
+    for i in sorted(uses.other, key=lambda i: leaves[i].size):
+        taken = size * leaves[i].size * leaves[i].dtype.itemsize
+        if taken <= allowed and (width is None or size <= width or leaves[i].ndim < 2):
+            at_once.append(i)
+            allowed -= taken
+        else:
+            in_chunks.append(i)
+    return at_once, in_chunks
+
+
+def _backward(
+    closed: ClosedJaxpr, uses: Uses, leaves: Sequence[Any], e: Examples, made: Sequence[int]
+) -> tuple[Array, list[Any], dict[int, Shares]]:
+    """Losses, aux, and the shares of all parameters but those made in chunks."""
+    known = uses.known
+
+    def one(taps: list[Array], copies: dict[int, Array], example: list[Array]) -> Any:
+        own = [_tap(p, copies[i]) if i in copies else p for i, p in enumerate(leaves)]
+        (loss, *aux), data = tapped(closed, known, taps, [*own, *example])
+        return loss, (aux, data)
+
+    loops = [len(use.loops) for use in known]
+    batched = jax.vmap(one, in_axes=(loops, 0, 0), out_axes=(0, (0, loops)))
+    taps = [
+        jnp.zeros((*use.loops, e.size, *use.out.shape), use.out.dtype) for use in known
+    ]
+    copies = {i: jnp.zeros((e.size, *leaves[i].shape), leaves[i].dtype) for i in made}
+    losses, vjp, (aux, data) = jax.vjp(
+        lambda taps, copies: batched(taps, copies, e.leaves), taps, copies, has_aux=True
+    )
+    cotangents, each = vjp(jnp.ones_like(losses))
+    met: dict[int, list[Met]] = {}
+    for use, x, ct in zip(known, data, cotangents, strict=True):
+        met.setdefault(use.view.param, []).append(Met(use, x, ct))
+    shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
+    return losses, aux, shares | {i: Made(g) for i, g in each.items()}
+
+
+def _width(which: Sequence[int], leaves: Sequence[Any], size: int, width: int | None) -> int:
+    each = sum(leaves[i].size * leaves[i].dtype.itemsize for i in which)
+    allowed = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    return width or max(1, min(allowed // max(each, 1), size))
+
+
+class Chunks(NamedTuple):
+    """Shares that are made for a few examples at a time, once for norms and again for sums.
+
+    Attributes:
+      closed: the traced loss of an example.
+      leaves: all parameters.
+      examples: the batch.
+      which: the numbers of the parameters.
+      width: how many examples at a time.
+    """
+
+    closed: ClosedJaxpr
+    leaves: Sequence[Any]
+    examples: Examples
+    which: Sequence[int]
+    width: int
+
+    def squared_norms(self) -> dict[int, Array]:
+        """[batch] of each parameter."""
+        if not self.which:
+            return {}
+
+        def of(example: Sequence[Array]) -> list[Array]:
+            return [jnp.square(g.astype(jnp.float32)).sum() for g in self._gradient(example)]
+
+        return dict(zip(self.which, self.examples.map(of, self.width), strict=True))
+
+    def totals(self, scales: Mapping[int, Array]) -> dict[int, Array]:
+        """``sum_b scales_b gradient_b`` of each parameter."""
+        e, width = self.examples, self.width
+        parts = -(-e.size // width)
+        padding = parts * width - e.size
+
+        def divided(a: Array) -> Array:
+            rows = jnp.concatenate([a, jnp.broadcast_to(a[:1], (padding, *a.shape[1:]))])
+            return rows.reshape(parts, width, *a.shape[1:])
+
+        def add(sums: list[Array], part: Any) -> tuple[list[Array], None]:
+            rows, scales = part
+            shares = map(Made, jax.vmap(self._gradient)(rows))
+            added = [
+                s + share.total(scale)
+                for s, share, scale in zip(sums, shares, scales, strict=True)
+            ]
+            return added, None
+
+        sums = [jnp.zeros(self.leaves[i].shape, jnp.float32) for i in self.which]
+        if self.which and parts:
+            rows = [divided(a) for a in e.leaves]
+            padded = [divided(scales[i]).at[-1, width - padding :].set(0) for i in self.which]
+            sums, _ = jax.lax.scan(add, sums, (rows, padded))
+        return dict(zip(self.which, sums, strict=True))
+
+    def _gradient(self, example: Sequence[Array]) -> list[Array]:
+        def of(own: list[Any]) -> Array:
+            params = list(self.leaves)
+            for i, p in zip(self.which, own, strict=True):
+                params[i] = p
+            return jaxpr_as_fun(self.closed)(*params, *example)[0]
+
+        return jax.grad(of)([self.leaves[i] for i in self.which])

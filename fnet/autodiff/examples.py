@@ -1,0 +1,108 @@
+"""A batch as examples: the arguments of a loss, one example at a time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PerExampleLoss = Callable[..., Any]
+"""``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``.
+
+Every array in ``batch`` has a leading axis of examples; scalars are shared by all.
+A `jax.random.key` without axes becomes one key an example.
+"""
+
+
+class Examples(NamedTuple):
+    """Arguments of a loss, with a leading axis of examples.
+
+    Attributes:
+      size: how many there are.
+      leaves: [size, ...] each.
+      keys: whether there are keys that become one an example.
+      rebuild: from one example's leaves, without that axis, to the arguments of a
+        batch of one.
+      rebuild_batch: from all leaves to the arguments of a batch.
+    """
+
+    size: int
+    leaves: list[Array]
+    keys: bool
+    rebuild: Callable[[Sequence[Array]], tuple[Any, ...]]
+    rebuild_batch: Callable[[Sequence[Array]], tuple[Any, ...]]
+
+    def map(self, f: Callable[[Sequence[Array]], Any], width: int) -> Any:
+        """``f`` of each example's leaves, ``width`` of them at a time, results stacked."""
+        if self.size <= width:
+            return jax.vmap(f)(self.leaves)
+        return jax.lax.map(f, self.leaves, batch_size=width)
+
+
+def examples(name: str, batch: tuple[Any, ...]) -> Examples:
+    """Takes the arguments of a loss apart.
+
+    Args:
+      name: of the caller, for errors.
+      batch: the arguments after the parameters.
+
+    Raises:
+      ValueError: if arrays differ in their leading axis, or there are none.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    leaves = [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in leaves]
+    rows = {i: a for i, a in enumerate(leaves) if a.ndim}
+    sizes = {a.shape[0] for a in rows.values() if not _is_key(a)}
+    if len(sizes) != 1:
+        paths = jax.tree_util.tree_flatten_with_path(batch)[0]
+        shapes = [
+            f"{jax.tree_util.keystr(path[1:]) or f'argument {path[0].idx + 1}'}: {a.shape}"
+            for (path, _), a in zip(paths, leaves, strict=True)
+        ]
+        raise ValueError(
+            f"{name}: expected arrays that share a leading axis of examples, got "
+            f"{', '.join(shapes) or 'none'}"
+        )
+    (size,) = sizes
+    keys = {i: a for i, a in enumerate(leaves) if _is_key(a) and not a.ndim}
+    rows |= {i: jax.vmap(jax.random.fold_in, (None, 0))(a, jnp.arange(size)) for i, a in keys.items()}
+    order = sorted(rows)
+
+    def rebuild(example: Sequence[Array]) -> tuple[Any, ...]:
+        one = [a if i in keys else a[None] for i, a in zip(order, example, strict=True)]
+        return arguments(one)
+
+    def rebuild_batch(rows: Sequence[Array]) -> tuple[Any, ...]:
+        return arguments([a[0] if i in keys else a for i, a in zip(order, rows, strict=True)])
+
+    def arguments(given: Sequence[Array]) -> tuple[Any, ...]:
+        whole = list(leaves)
+        for i, a in zip(order, given, strict=True):
+            whole[i] = a
+        return jax.tree.unflatten(structure, whole)
+
+    return Examples(size, [rows[i] for i in order], bool(keys), rebuild, rebuild_batch)
+
+
+def _is_key(a: Array) -> bool:
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def check_losses(name: str, losses: Any, size: int) -> None:
+    """Refuses what is not one loss per example."""
+    shape = jnp.shape(losses)
+    if shape != (size,):
+        hint = "; return the losses themselves, not their mean" if shape == () else ""
+        raise ValueError(f"{name}: expected one loss per example, shape [{size}], got {shape}{hint}")
+
+
+def check_params(name: str, params: Any) -> None:
+    """Refuses parameters that have no gradient."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        dtype = jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{name}: expected floating-point parameters, got {dtype} at "
+                f"{jax.tree_util.keystr(path) or 'params'}; keep it outside of params"
+            )

@@ -1,0 +1,74 @@
+"""Equations of a traced function: run one, look into one. The same on JAX 0.10 and 0.11."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+CHECKPOINT = ("checkpoint", "remat2")
+"""What `jax.checkpoint` is called in a jaxpr."""
+
+_CALLS = ("jit", "pjit", "closed_call")
+
+
+def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr for these values of its inputs, literals included."""
+    given = {v: a for v, a in zip(eqn.invars, values, strict=True) if not isinstance(v, Literal)}
+    # A jaxpr of its own carries the equation's named scopes along.
+    one = jaxpr.replace(
+        eqns=[eqn],
+        constvars=[],
+        invars=list(given),
+        outvars=eqn.outvars,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jaxpr_as_fun(ClosedJaxpr(one, []))(*given.values())
+
+
+def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The jaxpr that an equation only calls: of `jax.jit` and `jax.checkpoint`."""
+    name = eqn.primitive.name
+    if name in CHECKPOINT:
+        return _closed(eqn.params["jaxpr"])
+    if name in _CALLS:
+        return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+    return None
+
+
+class Scan(NamedTuple):
+    """A `jax.lax.scan`, taken apart.
+
+    Attributes:
+      body: ``(constants, carry, rows) -> (carry, rows of results)``, flat.
+      constants: how many arguments are the same in all rounds.
+      carry: how many go from round to round.
+      run: ``(body, carry, rows) -> (carry, stacked)``: such a loop with another body.
+    """
+
+    body: ClosedJaxpr
+    constants: int
+    carry: int
+    run: Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
+
+
+def scan(eqn: JaxprEqn) -> Scan:
+    """Takes the equation of a scan apart."""
+    params = eqn.params
+    body, length = _closed(params["jaxpr"]), params["length"]
+
+    # Rows have one axis more outside than inside. (The counts' names differ between versions.)
+    def rows(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        return sum(o.aval.ndim > i.aval.ndim for o, i in zip(outer, inner, strict=True))
+
+    carry = len(eqn.outvars) - rows(eqn.outvars, body.jaxpr.outvars)
+    constants = len(eqn.invars) - carry - rows(eqn.invars, body.jaxpr.invars)
+
+    def run(f: Callable[..., Any], carry: Any, rows: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(f, carry, rows, length, params["reverse"], params["unroll"])
+
+    return Scan(body, constants, carry, run)
+
+
+def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
