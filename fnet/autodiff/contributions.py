@@ -53,7 +53,10 @@ class Contributions(NamedTuple):
             as 0, even if it is not finite.
         """
         of = dict(enumerate(jax.tree.leaves(scales)))
-        found = {i: s.total(of[i]) for i, s in self.shares.items()}
+        found, made = {}, jnp.zeros(())
+        for i, share in sorted(self.shares.items(), reverse=True):
+            found[i] = share.total(_after(of[i], made))
+            made = found[i] if found[i].ndim > 1 else made
         return self._tree(found | self.chunks.totals(of))
 
     def routes(self) -> Any:
@@ -63,6 +66,16 @@ class Contributions(NamedTuple):
 
     def _tree(self, leaves: dict[int, Any]) -> Any:
         return jax.tree.unflatten(self.structure, [leaves[i] for i in range(len(leaves))])
+
+
+def _after(scales: Array, made: Array) -> Array:
+    """``scales`` as they are, known only once ``made`` is.
+
+    Layer by layer, data and cotangents are then done with one after the other;
+    otherwise a compiler scales all of them first, and holds them twice.
+    """
+    # A barrier would say so, but XLA's CPU compiler drops it before it orders anything.
+    return scales + 0 * jnp.nan_to_num(made[(0,) * made.ndim])
 
 
 def contributions(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 _EXTRA = 4  # intermediates may take this part of what the factors take
-_PARTS = 8  # in which data are cleared where they must be
+_PARTS = 32  # in which data are cleared where they must be
 _ALWAYS = 2**20  # bytes that intermediates may take in any case
 
 

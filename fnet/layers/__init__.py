@@ -4,7 +4,9 @@ from fnet.layers.abn import layer as abn
 from fnet.layers.activations import activation
 from fnet.layers.attention import attention
 from fnet.layers.conv import avg_pool, conv, global_avg_pool, max_pool
+from fnet.layers.embedding import embedding, unembed
 from fnet.layers.fold import fold, fold_layer
+from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.linear import dense
 from fnet.layers.mlp import mlp
 from fnet.layers.norm import layer_norm_layer as layer_norm
@@ -19,9 +21,11 @@ __all__ = [
     "avg_pool",
     "conv",
     "dense",
+    "embedding",
     "fold",
     "fold_layer",
     "global_avg_pool",
+    "group_norm",
     "layer_norm",
     "max_pool",
     "mlp",
@@ -29,4 +33,5 @@ __all__ = [
     "reversible_transformer",
     "rms_norm",
     "transformer",
+    "unembed",
 ]

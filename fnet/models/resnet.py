@@ -1,6 +1,4 @@
-"""Residual networks with in-place activated batch norm."""
-
-import functools
+"""Residual networks with in-place activated batch norm, or with group norm."""
 
 from fnet import layers
 from fnet.layer import Layer, residual, serial
@@ -22,6 +20,7 @@ def resnet(
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
+    norm: str = "abn",
     small_images: bool = False,
 ) -> Layer:
     """A residual network for images.
@@ -36,6 +35,8 @@ def resnet(
       in_channels: channels of the images.
       activation: after every norm but a block's last, and after every sum.
       activation_param: its slope or alpha.
+      norm: ``"abn"``: `fnet.abn`. ``"group"``: group norm with 32 groups and then the
+        activation, as Wu and He 2018; no example depends on another.
       small_images: True: the stem is a 3x3 convolution of stride 1, for images of
         about 32 x 32. False: 7x7 of stride 2 and a 3x3 maximum of stride 2.
 
@@ -44,14 +45,23 @@ def resnet(
       follow torchvision's: ``conv1``, ``bn1``, ``layer1`` to ``layer4``, ``fc``.
 
     Raises:
-      ValueError: for another depth.
+      ValueError: for another depth or norm.
     """
     if depth not in DEPTHS:
         raise ValueError(f"resnet: depth must be one of {sorted(DEPTHS)}, got {depth}")
+    if norm not in ("abn", "group"):
+        raise ValueError(f'resnet: norm must be "abn" or "group", got {norm!r}')
     kind, blocks = DEPTHS[depth]
     expansion = 4 if kind == "bottleneck" else 1
 
-    abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
+    def normalized(name: str, channels: int, act: str) -> dict[str, Layer]:
+        """The norm of that name and the activation behind it, in one layer or in two."""
+        if norm == "abn":
+            return {name: layers.abn(channels, activation=act, activation_param=activation_param)}
+        layer = {name: layers.group_norm(channels)}
+        if act != "identity":
+            layer[f"{name}_act"] = layers.activation(act, activation_param)
+        return layer
 
     def convolution(n_in: int, n_out: int, window: int, stride: int = 1) -> Layer:
         pad = [(window // 2, window // 2)] * 2
@@ -66,12 +76,13 @@ def resnet(
         body, channels = {}, n_in
         for i, (window, out, step) in enumerate(plan, start=1):
             body[f"conv{i}"] = convolution(channels, out, window, step)
-            body[f"bn{i}"] = abn(out, activation="identity" if i == len(plan) else activation)
+            body |= normalized(f"bn{i}", out, "identity" if i == len(plan) else activation)
             channels = out
         shortcut = None
         if (n_in, stride) != (n_out, 1):
             shortcut = serial(
-                convolution(n_in, n_out, 1, stride), abn(n_out, activation="identity")
+                convolution(n_in, n_out, 1, stride),
+                *normalized("bn", n_out, "identity").values(),
             )
         return serial(
             sum=residual(serial(**body), shortcut),
@@ -81,7 +92,7 @@ def resnet(
     stem = {
         "conv1": convolution(in_channels, 64, 3 if small_images else 7, 1 if small_images else 2)
     }
-    stem["bn1"] = abn(64)
+    stem |= normalized("bn1", 64, activation)
     if not small_images:
         stem["maxpool"] = layers.max_pool(3, stride=2, padding=1)
     stages, n_in = {}, 64

@@ -1,0 +1,233 @@
+"""One linear function at many arguments: how many of them at a time, and in which layout."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+from fnet.mesh import equally_varying
+
+Arrays = Sequence[Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linear:
+    """A linear function of arrays, traced once, to be evaluated at many arguments (lanes).
+
+    Attributes:
+      jaxpr: its equations.
+      residuals: what it closes over, the same for every lane.
+    """
+
+    jaxpr: Jaxpr
+    residuals: list[Array]
+
+    @classmethod
+    def of(cls, f: Callable[..., Arrays], like: Sequence[Any]) -> "Linear":
+        """Traces ``f(*arrays) -> arrays`` for arguments of the shapes of ``like``."""
+        closed = jax.make_jaxpr(lambda *lane: list(f(*lane)))(
+            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like)
+        )
+        return cls(closed.jaxpr, list(closed.consts))
+
+    def one(self, lane: Arrays) -> list[Array]:
+        """Its results for one lane."""
+        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.residuals))(*lane)
+
+    def at_once(self, lanes: Arrays) -> list[Array]:
+        """Its results for lanes stacked on a leading axis, stacked likewise."""
+        if lanes[0].shape[0] == 1:
+            return [a[None] for a in self.one([a[0] for a in lanes])]
+        laid_out = _products_by_lane(self.jaxpr, [True] * len(self.jaxpr.invars))[0]
+        return jax.vmap(jaxpr_as_fun(ClosedJaxpr(laid_out, self.residuals)))(*lanes)
+
+    def in_chunks(
+        self,
+        lanes: Callable[[Array | int, int], Arrays],
+        n: int,
+        width: int,
+        sums: Arrays | None = None,
+        unroll: bool = False,
+    ) -> list[Array]:
+        """Its results for ``n`` lanes, ``width`` at a time, the last ones fewer.
+
+        Args:
+          lanes: ``lanes(start, size)``, the stacked arguments from lane ``start`` on.
+          n: how many lanes there are.
+          width: how many are evaluated at once; only so many exist beside the results.
+          sums: [n, ...] to which the results are added; None: 0.
+          unroll: whether chunks are written out rather than looped over.
+        """
+        if width >= n:
+            results = self.at_once(lanes(0, n))
+            return results if sums is None else list(map(jnp.add, sums, results))
+
+        def chunk(sums: Arrays, start: Array | int, size: int) -> list[Array]:
+            results = self.at_once(lanes(start, size))
+            if fresh:
+                return [_write(s, r, start) for s, r in zip(sums, results, strict=True)]
+            return [
+                _write(s, jax.lax.dynamic_slice_in_dim(s, start, size) + r, start)
+                for s, r in zip(sums, results, strict=True)
+            ]
+
+        fresh = sums is None
+        if sums is None:
+            sums = [jnp.zeros((n, *v.aval.shape), v.aval.dtype) for v in self.jaxpr.outvars]
+        # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
+        sums = equally_varying((list(sums), self.residuals, list(lanes(0, 1))))[0]
+        chunks = n // width
+        if unroll:
+            for i in range(chunks):
+                sums = chunk(sums, i * width, width)
+        else:
+            sums, _ = jax.lax.scan(
+                lambda sums, i: (chunk(sums, i * width, width), None), sums, jnp.arange(chunks)
+            )
+        return chunk(sums, chunks * width, n % width) if n % width else list(sums)
+
+    def best_width(self, n: int, accumulated: bool) -> int:
+        """How many of ``n`` lanes at a time take the least time on the default backend.
+
+        On accelerators all: one lane rarely fills them. On CPUs lanes share caches:
+        as many as fit into `CPU_LANES_BYTES`, which is all of them for small
+        functions and one for large. Where results are new and larger than what is
+        between them and the lanes, all again: a loop would copy each result
+        into its place, which costs more than it saves.
+
+        Args:
+          n: how many lanes there are.
+          accumulated: whether results are added to what is there.
+        """
+        if jax.default_backend() != "cpu":
+            return n
+        made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
+        given, results = (sum(map(_bytes, v)) for v in (self.jaxpr.invars, self.jaxpr.outvars))
+        between = max(made - results, 0)
+        if not accumulated and not self.has_convolutions and results > given + between:
+            return n
+        most = max(CPU_LANES_BYTES // max(given + made, 1), 1)
+        return math.ceil(n / math.ceil(n / most))
+
+    @functools.cached_property
+    def has_convolutions(self) -> bool:
+        """Whether a convolution, slow in loops and over lanes on CPUs, is among its equations."""
+        return "conv_general_dilated" in {e.primitive.name for e in _equations(self.jaxpr)}
+
+    @property
+    def loops_are_slow(self) -> bool:
+        """Whether chunks are better written out: XLA's CPU convolutions are slow in loops."""
+        return self.has_convolutions and jax.default_backend() == "cpu"
+
+
+CPU_LANES_BYTES = 2**20
+"""What of the lanes is alive at once on CPUs, by `Linear.best_width`."""
+
+
+def _write(s: Array, r: Array, start: Array | int) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(s, r, start, 0)
+
+
+def _bytes(v: Any) -> int:
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
+
+
+def _equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """All equations, those of calls and loops among them."""
+    found = list(jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        for inner in _inner(eqn):
+            found += _equations(inner)
+    return found
+
+
+def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
+    return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if _is_jaxpr(v)]
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
+    """The outermost equations' results that differ from lane to lane, or hold loops' of them."""
+    differing = set(jaxpr.invars)
+    made = []
+    for eqn in jaxpr.eqns:
+        if differing.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
+            differing.update(eqn.outvars)
+            made += eqn.outvars
+    return made
+
+
+def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:
+    """The same equations, whose products of a lane with what all lanes share are `_product`.
+
+    Args:
+      jaxpr: equations, those of calls and of `jax.checkpoint` included; those of
+        loops and branches stay as they are.
+      laned: of each input, whether it differs from lane to lane.
+
+    Returns:
+      The equations, and of each output, whether it differs.
+    """
+    differs = dict(zip(jaxpr.invars, laned, strict=True))
+
+    def of(v: Any) -> bool:
+        return not isinstance(v, Literal) and differs.get(v, False)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        given = [of(v) for v in eqn.invars]
+        results = [any(given)] * len(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and sum(given) == 1:
+            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+            (call,) = jax.make_jaxpr(_product(eqn))(*shapes).jaxpr.eqns
+            eqn = eqn.replace(primitive=call.primitive, params=call.params)
+        elif eqn.primitive.name in _CALLS and any(given):
+            called = eqn.params["jaxpr"]
+            plain = called.jaxpr if isinstance(called, ClosedJaxpr) else called
+            plain, results = _products_by_lane(plain, given)
+            new = called.replace(jaxpr=plain) if isinstance(called, ClosedJaxpr) else plain
+            eqn = eqn.replace(params=eqn.params | {"jaxpr": new})
+        differs |= zip(eqn.outvars, results, strict=True)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns), [of(v) for v in jaxpr.outvars]
+
+
+_CALLS = {"jit", "pjit", "remat", "remat2", "checkpoint"}
+
+
+def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
+    """A ``dot_general`` whose result over lanes lies lane by lane.
+
+    `jax.vmap` makes one product of what all lanes share and of the lanes side by
+    side, which puts the lane's axis within the result wherever the lane's own
+    axes surround the contracted one (gradients and tangents of matrices), and
+    then moves it to the front: a copy as large as all results. Here such a
+    product is as many products, each of which lies where it is wanted.
+    """
+    dot = functools.partial(eqn.primitive.bind, **eqn.params)
+    (contracted, batch) = eqn.params["dimension_numbers"]
+    call = jax.custom_batching.custom_vmap(dot)
+
+    @call.def_vmap
+    def _over_lanes(n: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
+        lane = 0 if batched[0] else 1
+        free = set(range(operands[lane].ndim - 1)).difference(contracted[lane], batch[lane])
+        if all(batched) or max(free, default=-1) < min(contracted[lane], default=0):
+            return jax.vmap(dot, [0 if b else None for b in batched])(*operands), True
+        a, b = (
+            x if is_lane else jnp.broadcast_to(x, (n, *x.shape))
+            for x, is_lane in zip(operands, batched, strict=True)
+        )
+        return jax.vmap(dot)(a, b), True
+
+    return call
