@@ -1,7 +1,7 @@
 """fnet trains bigger networks in the same memory, as pure functions over JAX."""
 
 from fnet import autodiff, layers, losses, memory, models, optim
-from fnet.autodiff import Aux, accumulate_grad
+from fnet.autodiff import Aux, accumulate_grad, clipped_grad, per_example_grad
 from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
@@ -22,6 +22,7 @@ __all__ = [
     "abn",
     "accumulate_grad",
     "autodiff",
+    "clipped_grad",
     "compile_step",
     "dot_product_attention",
     "layer_norm",
@@ -33,6 +34,7 @@ __all__ = [
     "models",
     "optim",
     "params_first",
+    "per_example_grad",
     "plan_step",
     "recompute",
     "repeat",

@@ -26,6 +26,11 @@ def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(one, []))(*given.values())
 
 
+def aval(atom: Any) -> Any:
+    """Shape and dtype of an array that an equation reads or gives."""
+    return atom.aval
+
+
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The jaxpr that an equation only calls: of `jax.jit` and `jax.checkpoint`."""
     name = eqn.primitive.name

@@ -153,7 +153,7 @@ def _reduced(eqn: JaxprEqn, given: list[State]) -> State:
     if axis < 0 or axes is None:
         return UNKNOWN
     if axis in axes:
-        return UNKNOWN if eqn.invars[0].aval.shape[axis] == 1 else _MIXED
+        return UNKNOWN if jaxprs.aval(eqn.invars[0]).shape[axis] == 1 else _MIXED
     return Along(axis - sum(a < axis for a in axes))
 
 
@@ -177,7 +177,7 @@ def _reshaped(eqn: JaxprEqn, given: list[State]) -> State:
     axis = _only(given)
     if axis < 0:
         return UNKNOWN
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before, after = jaxprs.aval(eqn.invars[0]).shape, jaxprs.aval(eqn.outvars[0]).shape
     outer = 1
     for size in before[:axis]:
         outer *= size
@@ -212,7 +212,7 @@ def _dot(eqn: JaxprEqn, given: list[State]) -> State:
         taken = (*contracted[k], *batch[k])
         place = len(batch[k]) + state.axis - sum(t < state.axis for t in taken)
         if k == 1:
-            place += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
+            place += jaxprs.aval(eqn.invars[0]).ndim - len(contracted[0]) - len(batch[0])
         found.append(Along(place))
     return _joined(found)
 
@@ -242,14 +242,14 @@ def _concatenated(eqn: JaxprEqn, given: list[State]) -> State:
 
 def _sliced(eqn: JaxprEqn, given: list[State]) -> State:
     axis = _only(given)
-    whole = axis >= 0 and eqn.invars[0].aval.shape[axis] == eqn.outvars[0].aval.shape[axis]
-    return Along(axis) if whole else UNKNOWN
+    before, after = jaxprs.aval(eqn.invars[0]).shape, jaxprs.aval(eqn.outvars[0]).shape
+    return Along(axis) if axis >= 0 and before[axis] == after[axis] else UNKNOWN
 
 
 def _gathered(eqn: JaxprEqn, given: list[State]) -> State:
     """Rows of a table that all share, by each example's indices; or of a table for each example."""
     d, (table, indices) = eqn.params["dimension_numbers"], given
-    places = [i for i in range(eqn.outvars[0].aval.ndim) if i not in d.offset_dims]
+    places = [i for i in range(jaxprs.aval(eqn.outvars[0]).ndim) if i not in d.offset_dims]
     if isinstance(table, Along) and table.axis in d.operand_batching_dims:
         paired = d.start_indices_batching_dims[d.operand_batching_dims.index(table.axis)]
         return Along(places[paired]) if indices in (None, Along(paired)) else UNKNOWN
@@ -257,7 +257,8 @@ def _gathered(eqn: JaxprEqn, given: list[State]) -> State:
         return Along(places[indices.axis])
     if isinstance(table, Along) and indices is None:
         gone = (*d.collapsed_slice_dims, *d.operand_batching_dims)
-        whole = eqn.params["slice_sizes"][table.axis] == eqn.invars[0].aval.shape[table.axis]
+        shape = jaxprs.aval(eqn.invars[0]).shape
+        whole = eqn.params["slice_sizes"][table.axis] == shape[table.axis]
         if whole and table.axis not in (*gone, *d.start_index_map):
             return Along(d.offset_dims[table.axis - sum(g < table.axis for g in gone)])
     return UNKNOWN
@@ -267,6 +268,11 @@ _RULES: dict[str, Callable[[JaxprEqn, list[State]], State]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,
+    "cumlogsumexp": _cumulative,
+    "cummax": _cumulative,
+    "cummin": _cumulative,
+    "cumprod": _cumulative,
+    "cumsum": _cumulative,
     "dot_general": _dot,
     "gather": _gathered,
     "pad": _padded,
@@ -277,4 +283,4 @@ _RULES: dict[str, Callable[[JaxprEqn, list[State]], State]] = {
     "squeeze": _squeezed,
     "stop_gradient": lambda eqn, given: given[0],
     "transpose": _transposed,
-} | dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative)
+}

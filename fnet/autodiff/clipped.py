@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.contributions import contributions
-from fnet.autodiff.examples import PerExampleLoss
+from fnet.autodiff.examples import PerExampleLoss, examples
 
 
 class Clipped(NamedTuple):
@@ -90,7 +90,8 @@ def clipped_grad(
         params: Any, *batch: Any, mask: Array | None = None, clip: Any = clip
     ) -> tuple[Any, Clipped]:
         _check(clip, rescale_to_unit_norm, per_layer, automatic)
-        found = contributions("clipped_grad", loss, params, batch, has_aux=has_aux, width=width)
+        e = examples("clipped_grad", batch)
+        found = contributions("clipped_grad", loss, params, e, has_aux=has_aux, width=width)
         count = found.losses.shape[0]
         real = jnp.ones(count, bool) if mask is None else jnp.asarray(mask) != 0
         if real.shape != (count,):
@@ -112,7 +113,10 @@ def clipped_grad(
                 s = jnp.where(norm > bound, bound / jnp.where(norm > bound, norm, 1), 1)
             return jnp.where(real & finite, s, 0)
 
-        scales = [scale(b, sum(jax.tree.leaves(g))) for b, g in zip(bounds, groups, strict=True)]
+        scales = [
+            scale(bound, sum(jax.tree.leaves(group), jnp.zeros(count)))
+            for bound, group in zip(bounds, groups, strict=True)
+        ]
         each = [jax.tree.map(lambda _, s=s: s, g) for g, s in zip(groups, scales, strict=True)]
         leaves = [leaf for group in each for leaf in jax.tree.leaves(group)]
         sums = found.total(jax.tree.unflatten(found.structure, leaves))
@@ -150,7 +154,8 @@ def routes(
     found = {}
 
     def trace(params: Any, batch: Any) -> None:
-        c = contributions("routes", loss, params, batch, has_aux=has_aux, width=width)
+        e = examples("routes", batch)
+        c = contributions("routes", loss, params, e, has_aux=has_aux, width=width)
         found["routes"] = c.routes()
 
     jax.eval_shape(trace, params, batch)
@@ -161,8 +166,9 @@ def _groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[A
     """Bounds, and the part of the parameters that each is for."""
     if not per_layer:
         return [clip], [squares]
-    bounds, structure = jax.tree.flatten(clip)
-    if jax.tree.structure(0) == structure:
+    bounds = jax.tree.leaves(clip)
+    structure: Any = jax.tree.structure(clip)
+    if jax.tree_util.treedef_is_leaf(structure):
         leaves = jax.tree.leaves(squares)
         return [clip / max(len(leaves), 1) ** 0.5] * len(leaves), leaves
     try:

@@ -14,10 +14,10 @@ from fnet.autodiff.examples import (
     PerExampleLoss,
     check_losses,
     check_params,
-    examples,
+    check_width,
 )
 from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
-from fnet.autodiff.taps import Uses, _tap, find_uses, tapped
+from fnet.autodiff.taps import Uses, find_uses, tap, tapped
 
 _AT_ONCE = 16 * 2**20
 """Bytes of shares that may be made at once beside as much again as the parameters take."""
@@ -28,7 +28,8 @@ class Contributions(NamedTuple):
 
     Attributes:
       losses: [batch].
-      aux: what the loss returns beside them, [batch, ...] each.
+      aux: what the loss returns beside them: [batch, ...] each, but what does not
+        depend on the batch as it is.
       structure: of the parameters.
       shares: of each parameter by its number.
       chunks: of the parameters that are left.
@@ -44,6 +45,11 @@ class Contributions(NamedTuple):
         """Of each example's gradient of each parameter, [batch] each, like params."""
         found = {i: s.squared_norms() for i, s in self.shares.items()}
         return self._tree(found | self.chunks.squared_norms())
+
+    def each(self) -> Any:
+        """Every example's gradient, [batch, *parameter] each, like params."""
+        found = {i: s.each() for i, s in self.shares.items()}
+        return self._tree(found | self.chunks.each())
 
     def total(self, scales: Any) -> Any:
         """Sums over examples, scaled: ``sum_b scales_b gradient_b``, float32.
@@ -82,7 +88,7 @@ def contributions(
     name: str,
     loss: PerExampleLoss,
     params: Any,
-    batch: tuple[Any, ...],
+    e: Examples,
     *,
     has_aux: bool = False,
     width: int | None = None,
@@ -97,7 +103,7 @@ def contributions(
       name: of the caller, for errors.
       loss: see `PerExampleLoss`.
       params: floating-point arrays.
-      batch: the loss's other arguments.
+      e: the loss's other arguments.
       has_aux: whether the loss returns ``(losses, aux)``.
       width: for how many examples shares are made at once where they must be made;
         by default as many as take no more than the parameters.
@@ -108,9 +114,7 @@ def contributions(
         example, a width below 1, and layers that mix examples.
     """
     check_params(name, params)
-    if width is not None and (not isinstance(width, int) or width < 1):
-        raise ValueError(f"{name}: width must be a whole number of examples above 0, got {width!r}")
-    e = examples(name, batch)
+    check_width(name, width)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
 
     def whole(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
@@ -133,11 +137,13 @@ class _Traced(NamedTuple):
       closed: of the parameters, then the batch.
       aux: structure of what is returned beside the losses.
       followed: where the examples are in it.
+      shapes: of what is returned beside the losses.
     """
 
     closed: ClosedJaxpr
     aux: Any
     followed: Followed
+    shapes: list[tuple[int, ...]]
 
     @property
     def proven(self) -> bool:
@@ -162,7 +168,8 @@ def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Trace
             f"({mixed.operation}): the gradient of one example does not exist. Batch norm: use "
             "frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
         )
-    return _Traced(closed, jax.tree.structure(out[1]), followed)
+    shapes = [a.shape for a in jax.tree.leaves(out[1])]
+    return _Traced(closed, jax.tree.structure(out[1]), followed, shapes)
 
 
 _Found = tuple[Array, list[Any], dict[int, Shares], "Chunks"]
@@ -211,16 +218,22 @@ def _one_by_one(
     whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
 ) -> _Found:
     """Each example as a batch of one, vectorised."""
+    axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
 
-    def one(*args: Any) -> tuple[Array, Any]:
+    def one(*args: Any) -> tuple[Array, list[Array]]:
         losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
-        return losses[0], jax.tree.map(lambda a: a[0] if jnp.ndim(a) else a, aux)
+        rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
+        # What has a row an example in a batch has one row here.
+        return losses[0], [
+            a[0] if axis == 0 and a.shape[:1] == (1,) and shape[1:] == a.shape[1:] else a
+            for a, shape, axis in rows
+        ]
 
     shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in e.leaves]
     closed = jax.make_jaxpr(one)(*leaves, *shapes)
     uses = find_uses(closed, len(leaves))
     at_once, in_chunks = _divided(uses, leaves, e.size, width)
-    losses, aux, shares = _backward(closed, uses, leaves, e, at_once)
+    losses, aux, shares = _backward(closed, uses, leaves, e, at_once, axes)
     chunks = Chunks(closed, leaves, e, in_chunks, _width(in_chunks, leaves, e.size, width))
     return losses, aux, shares, chunks
 
@@ -242,21 +255,24 @@ def _divided(
 
 
 def _backward(
-    closed: ClosedJaxpr, uses: Uses, leaves: Sequence[Any], e: Examples, made: Sequence[int]
+    closed: ClosedJaxpr,
+    uses: Uses,
+    leaves: Sequence[Any],
+    e: Examples,
+    made: Sequence[int],
+    aux_axes: Sequence[int | None],
 ) -> tuple[Array, list[Any], dict[int, Shares]]:
     """Losses, aux, and the shares of all parameters but those made in chunks."""
     known = uses.known
 
     def one(taps: list[Array], copies: dict[int, Array], example: list[Array]) -> Any:
-        own = [_tap(p, copies[i]) if i in copies else p for i, p in enumerate(leaves)]
+        own = [tap(p, copies[i]) if i in copies else p for i, p in enumerate(leaves)]
         (loss, *aux), data = tapped(closed, known, taps, [*own, *example])
         return loss, (aux, data)
 
     loops = [len(use.loops) for use in known]
-    batched = jax.vmap(one, in_axes=(loops, 0, 0), out_axes=(0, (0, loops)))
-    taps = [
-        jnp.zeros((*use.loops, e.size, *use.out.shape), use.out.dtype) for use in known
-    ]
+    batched = jax.vmap(one, in_axes=(loops, 0, 0), out_axes=(0, (list(aux_axes), loops)))
+    taps = [jnp.zeros((*use.loops, e.size, *use.out.shape), use.out.dtype) for use in known]
     copies = {i: jnp.zeros((e.size, *leaves[i].shape), leaves[i].dtype) for i in made}
     losses, vjp, (aux, data) = jax.vjp(
         lambda taps, copies: batched(taps, copies, e.leaves), taps, copies, has_aux=True
@@ -302,6 +318,12 @@ class Chunks(NamedTuple):
 
         return dict(zip(self.which, self.examples.map(of, self.width), strict=True))
 
+    def each(self) -> dict[int, Array]:
+        """[batch, *parameter] of each."""
+        if not self.which:
+            return {}
+        return dict(zip(self.which, self.examples.map(self._gradient, self.width), strict=True))
+
     def totals(self, scales: Mapping[int, Array]) -> dict[int, Array]:
         """``sum_b scales_b gradient_b`` of each parameter."""
         e, width = self.examples, self.width
@@ -316,8 +338,7 @@ class Chunks(NamedTuple):
             rows, scales = part
             shares = map(Made, jax.vmap(self._gradient)(rows))
             added = [
-                s + share.total(scale)
-                for s, share, scale in zip(sums, shares, scales, strict=True)
+                s + share.total(scale) for s, share, scale in zip(sums, shares, scales, strict=True)
             ]
             return added, None
 

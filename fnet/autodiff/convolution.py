@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
+from fnet import jaxprs
 from fnet.autodiff import outer
 
 
@@ -38,7 +39,7 @@ class Convolution(NamedTuple):
         """Reads the equation; None if the images are the parameter."""
         if parameter != 1 or eqn.params["batch_group_count"] != 1:
             return None
-        aval = eqn.invars[1].aval
+        aval = jaxprs.aval(eqn.invars[1])
         return cls(0, dict(eqn.params), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
@@ -70,9 +71,7 @@ class Convolution(NamedTuple):
             (low, high, dilation - 1)
             for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True)
         ]
-        padded = jax.lax.pad(
-            x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + padding + [(0, 0, 0)]
-        )
+        padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0)] * 3 + padding + [(0, 0, 0)])
         window = self._window()
         steps, spread = p["window_strides"], p["rhs_dilation"]
         out = [
@@ -111,7 +110,9 @@ class Convolution(NamedTuple):
         """See `Product`."""
 
         def of(x: Array, ct: Array) -> Array:
-            return jnp.moveaxis(self._kernels(outer.per_example(*self.factors(x, ct)), len(x)), 1, 0)
+            return jnp.moveaxis(
+                self._kernels(outer.per_example(*self.factors(x, ct)), len(x)), 1, 0
+            )
 
         u, _ = jax.eval_shape(self.factors, x, ct)
         found = outer.by_examples(of, (x, ct), 4 * u.shape[0] * u.shape[2] * u.shape[3])

@@ -66,7 +66,9 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
         )
     (size,) = sizes
     keys = {i: a for i, a in enumerate(leaves) if _is_key(a) and not a.ndim}
-    rows |= {i: jax.vmap(jax.random.fold_in, (None, 0))(a, jnp.arange(size)) for i, a in keys.items()}
+    rows |= {
+        i: jax.vmap(jax.random.fold_in, (None, 0))(a, jnp.arange(size)) for i, a in keys.items()
+    }
     order = sorted(rows)
 
     def rebuild(example: Sequence[Array]) -> tuple[Any, ...]:
@@ -94,7 +96,9 @@ def check_losses(name: str, losses: Any, size: int) -> None:
     shape = jnp.shape(losses)
     if shape != (size,):
         hint = "; return the losses themselves, not their mean" if shape == () else ""
-        raise ValueError(f"{name}: expected one loss per example, shape [{size}], got {shape}{hint}")
+        raise ValueError(
+            f"{name}: expected one loss per example, shape [{size}], got {shape}{hint}"
+        )
 
 
 def check_params(name: str, params: Any) -> None:
@@ -106,3 +110,12 @@ def check_params(name: str, params: Any) -> None:
                 f"{name}: expected floating-point parameters, got {dtype} at "
                 f"{jax.tree_util.keystr(path) or 'params'}; keep it outside of params"
             )
+
+
+def check_width(name: str, width: int | None) -> None:
+    """Refuses a number of examples at a time that is none."""
+    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+        raise ValueError(
+            f"{name}: width is how many examples are taken at a time, a whole number above 0; "
+            f"got {width!r}"
+        )

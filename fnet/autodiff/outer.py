@@ -30,9 +30,11 @@ def squared_norms(u: Array, v: Array) -> Array:
     """
     groups, _, time = u.shape[:3]
     if time == 1:
-        return _squared_lengths(u) * _squared_lengths(v) if groups == 1 else jax.vmap(
-            lambda u, v: squared_norms(u[None], v[None])
-        )(u, v).sum(0)
+        return (
+            _squared_lengths(u) * _squared_lengths(v)
+            if groups == 1
+            else jax.vmap(lambda u, v: squared_norms(u[None], v[None]))(u, v).sum(0)
+        )
     if _is_index(u) or _is_index(v):
         return inner_products(u, v, u, v)
     rows, cols = u.shape[-1], v.shape[-1]

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
+from fnet import jaxprs
 from fnet.autodiff import outer
 from fnet.autodiff.convolution import Convolution
 
@@ -45,7 +46,7 @@ class Product(Protocol):
 def product(eqn: JaxprEqn, parameter: int) -> Product | None:
     """What the equation is, if its operand of that number is a parameter that data meets."""
     made = _PRODUCTS.get(eqn.primitive.name)
-    if made is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+    if made is None or not jnp.issubdtype(jaxprs.aval(eqn.outvars[0]).dtype, jnp.floating):
         return None
     return made(eqn, parameter)
 
@@ -64,7 +65,7 @@ class Shift(NamedTuple):
     @classmethod
     def of(cls, eqn: JaxprEqn, parameter: int) -> "Shift | None":
         """Reads the equation; None if the parameter is a number."""
-        if not eqn.invars[parameter].aval.ndim:
+        if not jaxprs.aval(eqn.invars[parameter]).ndim:
             return None
         return cls(_stretched(eqn, parameter))
 
@@ -105,7 +106,9 @@ class Scale(NamedTuple):
     def of(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
         """Reads the equation; None if the parameter is a number, or the data are broadcast."""
         data = 1 - parameter
-        if not eqn.invars[parameter].aval.ndim or eqn.invars[data].aval.shape != eqn.outvars[0].aval.shape:
+        if not jaxprs.aval(eqn.invars[parameter]).ndim:
+            return None
+        if jaxprs.aval(eqn.invars[data]).shape != jaxprs.aval(eqn.outvars[0]).shape:
             return None
         return cls(data, _stretched(eqn, parameter))
 
@@ -128,7 +131,7 @@ class Scale(NamedTuple):
 
 
 def _stretched(eqn: JaxprEqn, parameter: int) -> tuple[int, ...]:
-    shapes = eqn.invars[parameter].aval.shape, eqn.outvars[0].aval.shape
+    shapes = jaxprs.aval(eqn.invars[parameter]).shape, jaxprs.aval(eqn.outvars[0]).shape
     return tuple(i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if n < m)
 
 
@@ -153,7 +156,7 @@ class Dot(NamedTuple):
         """Reads the equation."""
         contracted, batch = eqn.params["dimension_numbers"]
         data = 1 - parameter
-        shape = eqn.invars[parameter].aval.shape
+        shape = jaxprs.aval(eqn.invars[parameter]).shape
         return cls(
             data,
             (tuple(batch[data]), tuple(batch[parameter])),
@@ -182,7 +185,8 @@ class Dot(NamedTuple):
         return elements.transpose(*range(loops), *axes).reshape(-1, *sizes)
 
     def _free(self) -> list[int]:
-        return [i for i in range(len(self.parameter)) if i not in self.batch[1] + self.contracted[1]]
+        taken = self.batch[1] + self.contracted[1]
+        return [i for i in range(len(self.parameter)) if i not in taken]
 
     def _shaped(self, g: Array, stacked: int) -> Array:
         """[stacked * groups, ..., rows, cols] as the parameter is laid out."""
@@ -209,7 +213,6 @@ class Dot(NamedTuple):
         return self._shaped(outer.total(*self.factors(x, ct), scales), x.shape[0])
 
 
-
 class Lookup(NamedTuple):
     """``gather`` of whole rows: an embedding.
 
@@ -227,9 +230,9 @@ class Lookup(NamedTuple):
     @classmethod
     def of(cls, eqn: JaxprEqn, parameter: int) -> "Lookup | None":
         """Reads the equation; None for any other gather."""
-        p, table = eqn.params, eqn.invars[0].aval
+        p, table = eqn.params, jaxprs.aval(eqn.invars[0])
         d = p["dimension_numbers"]
-        indices = eqn.invars[1].aval.ndim
+        indices = jaxprs.aval(eqn.invars[1]).ndim
         whole_rows = (
             parameter == 0
             and d.collapsed_slice_dims == d.start_index_map == (0,)
@@ -268,7 +271,6 @@ class Lookup(NamedTuple):
         add = jax.vmap(jax.vmap(lambda index, rows: table.at[index].add(rows)))
         return add(index, rows.astype(jnp.float32)).reshape(*index.shape[:2], *self.parameter)
 
-
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
         index, rows = self.factors(x, ct)
@@ -291,7 +293,6 @@ def _arranged(a: Array, groups: Any, times: Any, last: Any) -> Array:
         math.prod(a.shape[i] for i in last),
     )
     return a.transpose(0, *groups, 1, 2, *times, *last).reshape(sizes)
-
 
 
 _PRODUCTS = {

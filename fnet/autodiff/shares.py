@@ -25,6 +25,9 @@ class Shares(Protocol):
     def squared_norms(self) -> Array:
         """[batch]."""
 
+    def each(self) -> Array:
+        """[batch, *parameter]."""
+
     def total(self, scales: Array) -> Array:
         """``sum_b scales_b share_b``, like the parameter, float32.
 
@@ -80,20 +83,20 @@ class Products(NamedTuple):
         batch = self.met[0].ct.shape[len(self.met[0].use.loops)]
         return _KEPT * batch * self.param.size <= sources
 
-    def _each(self, met: Sequence[Met]) -> Array:
-        """[batch, *parameter]."""
+    def each(self) -> Array:
+        """See `Shares`."""
         made = [
             jax.vmap(lambda g, m=m: m.of_parameter(g, self.param), 1)(
                 m.use.product.per_example(*m.sorted())
             )
-            for m in met
+            for m in self.met
         ]
         return jax.tree.reduce(jnp.add, made)
 
     def squared_norms(self) -> Array:
         """See `Shares`."""
         if self._is_small():
-            return jnp.square(self._each(self.met)).sum(range_(1, self.param.ndim + 1))
+            return jnp.square(self.each()).sum(range_(1, self.param.ndim + 1))
         if len(self.met) == 1 and not self.met[0].use.view.repeats:
             (m,) = self.met
             return m.use.product.squared_norms(*m.sorted())
@@ -105,12 +108,12 @@ class Products(NamedTuple):
         ]
 
         def of(*arrays: Array) -> Array:
-            found = [jnp.moveaxis(a, 0, n) for a, n in zip(arrays, np.repeat(loops, 2), strict=True)]
+            pairs = zip(self.met, loops, arrays[::2], arrays[1::2], strict=True)
             met = [
-                m._replace(x=x, ct=ct)
-                for m, x, ct in zip(self.met, found[::2], found[1::2], strict=True)
+                m._replace(x=jnp.moveaxis(x, 0, n), ct=jnp.moveaxis(ct, 0, n))
+                for m, n, x, ct in pairs
             ]
-            return jnp.square(self._each(met)).sum(range_(1, self.param.ndim + 1))
+            return jnp.square(self._replace(met=met).each()).sum(range_(1, self.param.ndim + 1))
 
         return outer.in_parts(of, arrays, 4 * self.param.size)
 
@@ -138,7 +141,7 @@ class Products(NamedTuple):
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
         if self._is_small():
-            return Made(self._each(self.met)).total(scales)
+            return Made(self.each()).total(scales)
         made = [
             m.of_parameter(m.use.product.total(*m.sorted(), scales), self.param) for m in self.met
         ]
@@ -154,6 +157,10 @@ class Made(NamedTuple):
     def squared_norms(self) -> Array:
         """See `Shares`."""
         return jnp.square(self.shares.astype(jnp.float32)).sum(range_(1, self.shares.ndim))
+
+    def each(self) -> Array:
+        """See `Shares`."""
+        return self.shares
 
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
@@ -174,6 +181,10 @@ class Unused(NamedTuple):
         """See `Shares`."""
         return jnp.zeros(self.batch, jnp.float32)
 
+    def each(self) -> Array:
+        """See `Shares`."""
+        return jnp.zeros((self.batch, *self.param.shape), self.param.dtype)
+
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
         return jnp.zeros(self.param.shape, jnp.float32)
@@ -182,7 +193,6 @@ class Unused(NamedTuple):
 def range_(start: int, stop: int) -> tuple[int, ...]:
     """The axes between, as reductions take them."""
     return tuple(range(start, stop))
-
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,6 +1,5 @@
 """Where parameters meet data in a traced function, and the cotangents there."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +107,7 @@ class _Search:
             view: Any = views[operand]
             found = product(eqn, operand)
             if found and not (found.once and view.repeats):
-                aval = eqn.outvars[0].aval
+                aval = jaxprs.aval(eqn.outvars[0])
                 out = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
                 self.uses.append(Use(path, view, found, loops, out))
             elif changed := view.through(eqn):
@@ -173,7 +172,7 @@ class _Evaluation(NamedTuple):
             inside = {n: taps[n] for n, use in self._inside(here) if use.path != here}
             if (number := self.at.get(here)) is not None:
                 (out,) = jaxprs.run(jaxpr, eqn, inputs)
-                outputs = [_tap(out, taps[number])]
+                outputs = [tap(out, taps[number])]
                 operand = self.uses[number].product.data
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
             elif inside:
@@ -206,7 +205,8 @@ class _Evaluation(NamedTuple):
     ) -> tuple[list[Any], dict[int, Array]]:
         s = jaxprs.scan(eqn)
         before = s.constants + s.carry
-        constants, carry, rows = inputs[: s.constants], inputs[s.constants : before], inputs[before:]
+        constants, carry = inputs[: s.constants], inputs[s.constants : before]
+        rows = inputs[before:]
 
         def body(carry: list[Any], slices: Any) -> tuple[list[Any], Any]:
             rows, taps = slices
@@ -217,12 +217,12 @@ class _Evaluation(NamedTuple):
         return [*carry, *stacked], data
 
 
-@functools.partial(jax.custom_jvp)
-def _tap(x: Array, tap: Array) -> Array:
-    """``x``, whose cotangent is the tap's too. The tap itself is not read, and so not made."""
+@jax.custom_jvp
+def tap(x: Array, zero: Array) -> Array:
+    """``x``, whose cotangent is also that of ``zero``, which is not read and so not made."""
     return x
 
 
-@_tap.defjvp
+@tap.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]

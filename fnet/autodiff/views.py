@@ -9,6 +9,8 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
+from fnet import jaxprs
+
 
 class View(NamedTuple):
     """Which elements of a parameter a value consists of, in which order.
@@ -46,7 +48,7 @@ class View(NamedTuple):
     def through(self, eqn: JaxprEqn) -> list["View"] | None:
         """What the equation makes of it, or None if it is more than a view."""
         changes = _CHANGES.get(eqn.primitive.name)
-        if changes is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+        if changes is None or not jnp.issubdtype(jaxprs.aval(eqn.outvars[0]).dtype, jnp.floating):
             return None
         found = [self._changed(change) for change in changes(eqn, len(self.loops))]
         return None if None in found else [view for view in found if view]
@@ -78,12 +80,12 @@ def _same(eqn: JaxprEqn, loops: int) -> list[Change]:
 
 
 def _reshaped(eqn: JaxprEqn, loops: int) -> list[Change]:
-    shape = eqn.outvars[0].aval.shape
+    shape = jaxprs.aval(eqn.outvars[0]).shape
     return [lambda a: a.reshape(*a.shape[:loops], *shape)]
 
 
 def _broadcast(eqn: JaxprEqn, loops: int) -> list[Change]:
-    shape, kept = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    shape, kept = jaxprs.aval(eqn.outvars[0]).shape, eqn.params["broadcast_dimensions"]
 
     def change(a: Any) -> Any:
         ones = [1] * len(shape)

@@ -1,0 +1,208 @@
+"""Gradient modes of train steps that look at every example's gradient."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fnet.autodiff.clipped import Clipped, clipped_grad
+from fnet.autodiff.mean import Gradient, Loss, weighted_mean
+from fnet.autodiff.per_example import noise_scale
+
+
+def clipped(
+    clip: float,
+    *,
+    noise_multiplier: float = 0.0,
+    expected_batch_size: float | None = None,
+    per_layer: bool = False,
+    automatic: float | None = None,
+    microbatches: int = 1,
+) -> Callable[[Loss], Gradient]:
+    """The gradient mode of private training: clipped, noised, averaged.
+
+        (sum_b s_b g_b + noise_multiplier * clip * N(0, 1)) / expected_batch_size
+
+    with s_b as in `fnet.clipped_grad` (DP-SGD: Abadi et al. 2016). Noise is float32, drawn
+    from the step's key and the parameter's number.
+
+    Args:
+      clip: the bound on each example's gradient.
+      noise_multiplier: standard deviation of the noise, in units of the bound.
+      expected_batch_size: what sums are divided by: for Poisson sampling the mean
+        batch size, which must not depend on the batch. By default the batch's weights
+        are counted.
+      per_layer: each parameter array has an equal share of the bound.
+      automatic: as in `fnet.clipped_grad`.
+      microbatches: in how many parts a batch is taken, one after the other.
+
+    Returns:
+      A mode for `fnet.make_step`. ``weight`` 0 in a batch is padding. Metrics beside
+      those of the loss: ``clipped``, the share of examples above the bound; ``norm_median`` and
+      ``norm_max`` of their gradients; ``nonfinite``, how many were left out.
+
+    Raises:
+      ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0, and
+        private noise without ``expected_batch_size``.
+    """
+    if not noise_multiplier >= 0:
+        raise ValueError(f"clipped: noise_multiplier must be at least 0, got {noise_multiplier}")
+    if noise_multiplier and expected_batch_size is None:
+        raise ValueError(
+            "clipped: with noise the sum is divided by a number that does not depend on the "
+            "batch; give expected_batch_size"
+        )
+    if microbatches < 1:
+        raise ValueError(f"clipped: microbatches must be at least 1, got {microbatches}")
+    # Refuses a bound at once.
+    clipped_grad(_no_loss, clip, per_layer=per_layer, automatic=automatic)
+
+    def mode(loss: Loss) -> Gradient:
+        def gradient(
+            params: Any, model_state: Any, batch: dict[str, Array], key: Array
+        ) -> tuple[Any, Any, dict[str, Array]]:
+            drawn, noise_key = jax.random.split(key)
+            function = clipped_grad(
+                _per_example(loss, model_state), clip, per_layer=per_layer, automatic=automatic,
+                has_aux=True,
+            )  # fmt: skip
+            sums, info = _in_parts(function, params, batch, drawn, microbatches)
+            weight = batch.get("weight")
+            if noise_multiplier:
+                sums = _noised(sums, noise_multiplier * clip, noise_key)
+            count = expected_batch_size or _count(weight, info.losses)
+            grads = jax.tree.map(lambda g: g / count, sums)
+            metrics, state = _summary(info, weight, model_state)
+            above = (info.norms > clip).astype(jnp.float32)
+            metrics["clipped"] = weighted_mean(above, _real(weight))
+            return grads, state, metrics
+
+        return gradient
+
+    return mode
+
+
+def per_example() -> Callable[[Loss], Gradient]:
+    """The gradient mode that measures noise: the mean gradient, and the norms of all examples'.
+
+    Returns:
+      A mode for `fnet.make_step`. Metrics beside those of the loss: ``norm_median``, ``norm_max``;
+      ``grad_sq`` and ``grad_var``, whose averages over steps give the simple noise
+      scale ``grad_var / grad_sq`` in examples (`fnet.autodiff.noise_scale`);
+      ``nonfinite``, how many examples were left out.
+    """
+
+    def mode(loss: Loss) -> Gradient:
+        def gradient(
+            params: Any, model_state: Any, batch: dict[str, Array], key: Array
+        ) -> tuple[Any, Any, dict[str, Array]]:
+            weight = batch.get("weight")
+            function = clipped_grad(_per_example(loss, model_state), float("inf"), has_aux=True)
+            sums, info = function(params, batch, key, mask=_real(weight))
+            count = _count(weight, info.losses)
+            grads = jax.tree.map(lambda g: g / count, sums)
+            metrics, state = _summary(info, weight, model_state)
+            squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
+            scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), weight)
+            return grads, state, metrics | scale._asdict()
+
+        return gradient
+
+    return mode
+
+
+def _no_loss(params: Any) -> Array:
+    raise NotImplementedError
+
+
+def _per_example(loss: Loss, model_state: Any) -> Callable[..., Any]:
+    """``(params, batch, key) -> (losses, (metrics, model state))``."""
+
+    def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
+        losses, aux = loss(params, model_state, batch, key)
+        return losses, (aux.metrics, aux.model_state)
+
+    return function
+
+
+def _real(weight: Array | None) -> Array | None:
+    return None if weight is None else (weight != 0).astype(jnp.float32)
+
+
+def _count(weight: Array | None, losses: Array) -> Array:
+    real = jnp.ones(losses.shape, bool) if weight is None else weight != 0
+    return jnp.maximum(real.sum(), 1).astype(jnp.float32)
+
+
+def _in_parts(
+    function: Callable[..., tuple[Any, Clipped]],
+    params: Any,
+    batch: dict[str, Array],
+    key: Array,
+    n: int,
+) -> tuple[Any, Clipped]:
+    """The function of a batch, in n parts one after the other, sums added up in place."""
+    if n == 1:
+        return function(params, batch, key, mask=_real(batch.get("weight")))
+    size = len(next(iter(batch.values())))
+    if size % n:
+        raise ValueError(
+            f"clipped: a batch of {size} examples has no {n} equal microbatches; "
+            f"pad it to {size + -size % n} examples, with weight 0"
+        )
+    # Every n-th example: of a sharded batch each device then has its share of every part.
+    parts = {k: jnp.moveaxis(a.reshape(size // n, n, *a.shape[1:]), 1, 0) for k, a in batch.items()}
+
+    def add(sums: Any, part: Any) -> tuple[Any, Clipped]:
+        i, rows = part
+        more, info = function(
+            params, rows, jax.random.fold_in(key, i), mask=_real(rows.get("weight"))
+        )
+        return jax.tree.map(jnp.add, sums, more), info
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums, infos = jax.lax.scan(add, zeros, (jnp.arange(n), parts))
+
+    def joined(a: Array) -> Array:
+        if a.shape[1:2] != (size // n,):
+            return a[0]  # the same in all parts
+        return jnp.swapaxes(a, 0, 1).reshape(size, *a.shape[2:])
+
+    return sums, jax.tree.map(joined, infos)._replace(nonfinite=infos.nonfinite.sum())
+
+
+def _noised(sums: Any, deviation: float, key: Array) -> Any:
+    leaves, structure = jax.tree.flatten(sums)
+    noisy = [
+        (g + deviation * jax.random.normal(jax.random.fold_in(key, i), g.shape)).astype(g.dtype)
+        for i, g in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, noisy)
+
+
+def _summary(info: Clipped, weight: Array | None, model_state: Any) -> tuple[dict[str, Array], Any]:
+    """Metrics as means over real examples, and the model state, averaged where examples differ."""
+    real = _real(weight)
+    metrics, states = info.aux
+    means = {name: weighted_mean(values, real) for name, values in metrics.items()}
+    norms = jnp.where(jnp.isfinite(info.norms), info.norms, jnp.nan)
+    if real is not None:
+        norms = jnp.where(real, norms, jnp.nan)
+
+    def renewed(before: Array, after: Array) -> Array:
+        if after.shape == before.shape:
+            return after
+        mean = jax.vmap(functools.partial(weighted_mean, weight=real), -1)
+        flat = after.reshape(len(after), -1)
+        return mean(flat).reshape(before.shape).astype(before.dtype)
+
+    return {
+        "loss": weighted_mean(info.losses, real),
+        **means,
+        "norm_median": jnp.nanmedian(norms),
+        "norm_max": jnp.nanmax(norms),
+        "nonfinite": info.nonfinite.astype(jnp.float32),
+    }, jax.tree.map(renewed, model_state, states)

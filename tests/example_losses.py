@@ -1,0 +1,323 @@
+"""Losses with one value an example, by name: what the tests of per-example gradients run on."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import fnet
+from fnet import layers
+
+
+class Case(NamedTuple):
+    """A loss, its parameters and a batch of six."""
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: tuple[Any, ...]
+
+
+B = 6
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / max(shape[-1], 1) ** 0.5
+
+
+def tokens(seed: int, words: int, *shape: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), shape, 0, words)
+
+
+def tree(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def rows(y: jax.Array) -> jax.Array:
+    """Something of every example, not linear in it."""
+    return (jnp.sin(y) * y).reshape(len(y), -1).sum(1)
+
+
+def dense() -> Case:
+    def loss(p, x):
+        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+
+    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
+
+
+def dense_over_time() -> Case:
+    def loss(p, x):
+        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+
+    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
+
+
+def long_sequences() -> Case:
+    def loss(p, x):
+        return rows(jnp.tanh(x @ p["w"]) @ p["v"])
+
+    return Case(loss, tree(w=(2, 3), v=(3, 2)), (normal(9, B, 40, 2),))
+
+
+def tied_embedding() -> Case:
+    def loss(p, t):
+        x = jnp.tanh(p["embedding"][t] + p["place"] @ p["mix"])
+        logits = x @ p["embedding"].T
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, t).mean(-1)
+
+    return Case(loss, tree(embedding=(11, 4), place=(5, 4), mix=(4, 4)), (tokens(1, 11, B, 5),))
+
+
+def used_in_every_step() -> Case:
+    def loss(p, x):
+        def step(h, x):
+            h = jnp.tanh(h @ p["w"] + x @ p["u"] + p["b"])
+            return h, h @ p["out"]
+
+        return rows(jax.lax.scan(step, jnp.zeros((len(x), 4)), jnp.swapaxes(x, 0, 1))[1][-1])
+
+    params = tree(w=(4, 4), u=(3, 4), b=(4,), out=(4, 2))
+    return Case(loss, params, (normal(9, B, 7, 3),))
+
+
+def written_out_recurrence() -> Case:
+    def loss(p, x):
+        h = x[:, 0]
+        for i in range(4):
+            h = jnp.tanh(h @ p["w"] + x[:, i])
+        return rows(h)
+
+    return Case(loss, tree(w=(4, 4)), (normal(9, B, 4, 4),))
+
+
+def stacked_layers() -> Case:
+    def loss(p, x):
+        def layer(h, p):
+            return h + jnp.tanh(h @ p["w"] + p["b"]) @ p["v"].T, None
+
+        return rows(jax.lax.scan(layer, x, p)[0])
+
+    return Case(loss, tree(w=(3, 4, 6), b=(3, 6), v=(3, 4, 6)), (normal(9, B, 5, 4),))
+
+
+def loop_in_a_loop() -> Case:
+    def loss(p, x):
+        def inner(h, w):
+            return jnp.tanh(h @ w + h @ p["shared"]), None
+
+        def outer(h, w):
+            return jax.lax.scan(inner, h, w)[0], None
+
+        return rows(jax.lax.scan(outer, x, p["w"])[0])
+
+    return Case(loss, tree(w=(2, 3, 4, 4), shared=(4, 4)), (normal(9, B, 4),))
+
+
+def recomputed() -> Case:
+    @jax.checkpoint
+    def block(p, x):
+        return jnp.tanh(x @ p["w"]) @ p["v"]
+
+    def loss(p, x):
+        return rows(jax.jit(block)(p, block(p, x)))
+
+    return Case(loss, tree(w=(4, 6), v=(6, 4)), (normal(9, B, 3, 4),))
+
+
+def views() -> Case:
+    def loss(p, x):
+        q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+        parts = x @ p["qkv"][:, :4] + x @ p["cube"].reshape(4, 4).T
+        low = (x.astype(jnp.bfloat16) @ p["low"].astype(jnp.bfloat16)).astype(jnp.float32)
+        return rows(q * k + v + parts + low)
+
+    return Case(loss, tree(qkv=(4, 12), cube=(2, 2, 4), low=(4, 4)), (normal(9, B, 3, 4),))
+
+
+def heads() -> Case:
+    def loss(p, x):
+        q = jnp.einsum("btd,dhk->bthk", x, p["q"]) + p["b"]
+        a = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, q), -1)
+        mixed = jnp.einsum("bhts,bshk,hkl->bthl", a, q, p["each"])
+        return rows(jnp.einsum("bthk,hkd->btd", mixed, p["o"]))
+
+    params = tree(q=(4, 2, 3), b=(2, 3), each=(2, 3, 3), o=(2, 3, 4))
+    return Case(loss, params, (normal(9, B, 5, 4),))
+
+
+def convolutions() -> Case:
+    def conv(x, w, stride=1, **how):
+        return jax.lax.conv_general_dilated(
+            x,
+            w,
+            (stride, stride),
+            how.pop("padding", "SAME"),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            **how,
+        )
+
+    def loss(p, x):
+        x = jnp.tanh(conv(x, p["stem"], 2))
+        x = jnp.tanh(conv(x, p["wide"], rhs_dilation=(2, 2)) + p["b"])
+        x = jnp.tanh(conv(x, p["groups"], feature_group_count=2))
+        x = jnp.tanh(conv(x, p["depth"], feature_group_count=6))
+        return rows(conv(x, p["up"], padding=[(1, 2), (2, 0)], lhs_dilation=(2, 2)))
+
+    params = tree(
+        stem=(3, 3, 2, 4), wide=(3, 2, 4, 4), b=(4,), groups=(3, 3, 2, 6), depth=(2, 2, 1, 6),
+        up=(3, 3, 6, 2),
+    )  # fmt: skip
+    return Case(loss, params, (normal(9, B, 9, 8, 2),))
+
+
+def other_layouts() -> Case:
+    def loss(p, x):
+        y = jax.lax.conv(x, p["w"], (1, 1), "VALID")
+        return rows(jnp.tanh(y)) + rows(jax.lax.conv(x[:, :, 1:], p["w"], (2, 1), "SAME"))
+
+    return Case(loss, tree(w=(3, 2, 2, 3)), (normal(9, B, 2, 6, 5),))
+
+
+def convolution_in_time() -> Case:
+    def loss(p, x):
+        y = jax.lax.conv_general_dilated(
+            x, p["w"], (1,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return rows(y)
+
+    return Case(loss, tree(w=(3, 4, 5)), (normal(9, B, 7, 4),))
+
+
+def custom_derivatives() -> Case:
+    @jax.custom_jvp
+    def twice(w):
+        return 2 * w
+
+    twice.defjvp(lambda p, t: (2 * p[0], 3 * t[0]))
+
+    @jax.custom_vjp
+    def gain(x, w):
+        return x * w
+
+    gain.defvjp(
+        lambda x, w: (x * w, (x, w)), lambda r, ct: (ct * r[1], 5 * (ct * r[0]).sum((0, 1)))
+    )
+
+    def loss(p, x):
+        return rows(gain(jnp.tanh(x @ twice(p["w"])), p["g"]))
+
+    return Case(loss, tree(w=(4, 4), g=(4,)), (normal(9, B, 3, 4),))
+
+
+def unusual() -> Case:
+    def loss(p, x):
+        norm = p["w"] / jnp.linalg.norm(p["w"], axis=0)
+        y = jnp.tanh(x @ norm * p["number"]) ** 2 + jnp.exp(p["log"])
+        return rows(y) + p["number"] + (p["w"] ** 2).sum()
+
+    params = tree(w=(4, 3), log=(3,)) | {"number": jnp.float32(0.7), "unused": jnp.ones((2, 2))}
+    return Case(loss, params, (normal(9, B, 5, 4),))
+
+
+def no_parameters_with_data() -> Case:
+    def loss(p, x):
+        return rows(x) * 0 + (p["w"] ** 2).sum()
+
+    return Case(loss, tree(w=(3, 2)), (normal(9, B, 4),))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(12)(nn.RMSNorm()(x))))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, t):
+        embed = nn.Embed(11, 6)
+        x = embed(t) + self.param("place", nn.initializers.normal(), (5, 6))
+        for _ in range(2):
+            x = Block()(x)
+        return embed.attend(nn.LayerNorm()(x))
+
+
+def flax_transformer() -> Case:
+    model, t = Transformer(), tokens(1, 11, B, 5)
+    params = model.init(jax.random.key(0), t)
+
+    def loss(p, t):
+        logits = model.apply(p, t)
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, t).mean(-1)
+
+    return Case(loss, params, (t,))
+
+
+class Cnn(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.GroupNorm(2)(nn.Conv(4, (3, 3), 2)(x)))
+        x = nn.max_pool(nn.relu(nn.Conv(6, (3, 3), feature_group_count=2)(x)), (2, 2), (2, 2))
+        return nn.Dense(3)(x.reshape(len(x), -1))
+
+
+def flax_cnn() -> Case:
+    model, x = Cnn(), normal(1, B, 8, 8, 2)
+    params = model.init(jax.random.key(0), x)
+    return Case(lambda p, x: rows(model.apply(p, x)), params, (x,))
+
+
+def fnet_layers(model: fnet.Layer, x: jax.Array, *, train: bool = True) -> Case:
+    params, state = model.init(jax.random.key(0))
+    return Case(lambda p, x: rows(model.apply(p, state, x, train=train)[0]), params, (x,))
+
+
+def fnet_transformer() -> Case:
+    return fnet_layers(layers.transformer(8, heads=2, blocks=2, causal=True), normal(1, B, 5, 8))
+
+
+def fnet_mlp() -> Case:
+    return fnet_layers(layers.mlp([4, 8, 3]), normal(1, B, 4))
+
+
+def frozen_abn() -> Case:
+    model = fnet.serial(conv=layers.conv(2, 4), abn=layers.abn(4), pool=layers.global_avg_pool())
+    return fnet_layers(model, normal(1, B, 5, 5, 2), train=False)
+
+
+def dropout() -> Case:
+    def loss(p, x, key):
+        x = jnp.tanh(x @ p["w"])
+        return rows(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ p["v"])
+
+    return Case(loss, tree(w=(4, 8), v=(8, 2)), (normal(9, B, 4), jax.random.key(3)))
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        dense, dense_over_time, long_sequences, tied_embedding, used_in_every_step,
+        written_out_recurrence, stacked_layers, loop_in_a_loop, recomputed, views, heads,
+        convolutions, other_layouts, convolution_in_time, custom_derivatives, unusual,
+        no_parameters_with_data, flax_transformer, flax_cnn, fnet_transformer, fnet_mlp,
+        frozen_abn, dropout,
+    )
+}  # fmt: skip
+
+
+def one_by_one(case: Case) -> Any:
+    """Each example's gradient, by a loop over batches of one."""
+
+    def example(i: int) -> tuple[Any, ...]:
+        return tuple(
+            jax.random.fold_in(a, i)
+            if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+            else a[i : i + 1]
+            for a in case.batch
+        )
+
+    gradient = jax.jit(jax.grad(lambda p, *example: case.loss(p, *example)[0]))
+    return [gradient(case.params, *example(i)) for i in range(B)]
