@@ -26,6 +26,31 @@ def test_residual_networks_have_as_many_parameters_as_torchvisions(depth, parame
     assert count(params) == parameters
 
 
+@pytest.mark.parametrize("depth", [18, 50])
+def test_group_norm_changes_no_number_of_parameters_and_needs_no_state(depth):
+    params, _ = shapes(models.get(f"resnet{depth}", num_classes=1000))
+    grouped, state = shapes(models.get(f"resnet{depth}", num_classes=1000, norm="group"))
+    assert count(grouped) == count(params)
+    assert state == {}
+
+
+def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
+    model = models.get("resnet18", num_classes=3, norm="group", small_images=True)
+    params, state = jax.jit(model.init)(jax.random.key(0))
+    logits = jax.jit(lambda p, x: model.apply(p, state, x, train=True)[0])
+    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
+    first, second = logits(params, x), logits(params, x.at[0].mul(-3.0))
+    assert jnp.abs(first[0] - second[0]).max() > 1e-2
+    chex.assert_trees_all_close(first[1], second[1], atol=1e-6)
+
+
+def test_the_norm_of_a_residual_network_is_in_place_unless_another_is_asked_for():
+    params, state = shapes(models.get("resnet18", num_classes=3))
+    assert set(params["layer1"]["0"]["sum"]["body"]["bn1"]) == {"gamma", "beta"}
+    assert set(params["layer2"]["0"]["sum"]["shortcut"]) == {"0", "1"}
+    assert set(state["bn1"]) == {"running_mean", "running_var"}
+
+
 def test_a_reversible_network_is_about_as_large_as_a_resnet50():
     params, _ = shapes(models.get("revnet", num_classes=1000))
     assert count(params) == pytest.approx(25_557_032, rel=0.05)
@@ -36,6 +61,7 @@ def test_a_reversible_network_is_about_as_large_as_a_resnet50():
     [
         models.get("resnet18", num_classes=7),
         models.get("resnet50", num_classes=7, small_images=True),
+        models.get("resnet18", num_classes=7, norm="group", activation="relu"),
         models.get("revnet", num_classes=7, widths=(16, 32), blocks=(1, 2)),
         models.get(
             "revnet", num_classes=7, widths=(16,), blocks=(2,), bottleneck=False, small_images=True
@@ -99,6 +125,8 @@ def test_a_reversible_network_equals_itself_without_reversal():
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match=r"depth must be one of \[18, 34, 50, 101, 152\], got 20"):
         models.resnet(20, num_classes=3)
+    with pytest.raises(ValueError, match='norm must be "abn" or "group", got \'batch\''):
+        models.resnet(18, num_classes=3, norm="batch")
     with pytest.raises(ValueError, match=r"got widths=\(8, 9\), blocks=\(1, 1\)"):
         models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
     with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):

@@ -227,7 +227,8 @@ MISTAKES = [
     (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a count of examples or auto, got none"),
     (("memory", "tiny.py", "--budget", "64MiB"), "has no room for the train state, which alone takes"),
     (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, keep"),
-    (("train", "tiny.py", "--memory.microbatches", "3"), "memory.microbatches: 3 do not divide data.batch_size 16"),
+    (("train", "mode.json"), "mode.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got 'clip'"),
+    (("train", "parts.json"), "grad.microbatches: 3 do not divide data.batch_size 64"),
     (("configs", "all"), "fnet configs takes nothing, got all"),
 ]  # fmt: skip
 
@@ -241,6 +242,9 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "typo.json").write_text('{"optim": {"lerning_rate": 1}}')
     (workplace / "half.json").write_text('{"optim": ')
     (workplace / "tag.json").write_text('{"model": {"name": "resnett"}}')
+    (workplace / "mode.json").write_text('{"grad": {"mode": "clip"}}')
+    parts = '{"model": {"name": "mlp"}, "grad": {"mode": "microbatch", "microbatches": 3}}'
+    (workplace / "parts.json").write_text(parts)
     (workplace / "broken.py").write_text(head + "Config(optim=Optim(lr=1))")
     (workplace / "range.py").write_text(head + "Config(data=Digits(batch_size=0))")
     (workplace / "other.py").write_text(head + "3")

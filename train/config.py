@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from annotated_types import Ge, Gt, Lt, MinLen, MultipleOf
+from annotated_types import Ge, Gt, Le, Lt, MinLen, MultipleOf
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -98,7 +98,7 @@ class PreactResNet(_Strict):
 
 @dataclass(frozen=True)
 class ResNet(_Strict):
-    """A residual network (He et al. 2015) with in-place activated batch norm."""
+    """A residual network (He et al. 2015)."""
 
     name: Literal["resnet"] = "resnet"
     """The family of networks."""
@@ -108,6 +108,8 @@ class ResNet(_Strict):
     """After every norm but a block's last, and after every sum."""
     activation_param: float = 0.01
     """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    norm: Literal["abn", "group"] = "abn"
+    """In-place activated batch norm, or group norm, by which no example depends on another."""
     small_images: bool = False
     """Whether the stem keeps the image's size; if not, it quarters height and width."""
 
@@ -183,6 +185,59 @@ class Optim(_Strict):
 
 
 @dataclass(frozen=True)
+class Mean(_Strict):
+    """One gradient of the examples' mean loss."""
+
+    mode: Literal["mean"] = "mean"
+    """What is made of the examples' losses; a memory budget may split its batches."""
+
+
+@dataclass(frozen=True)
+class Microbatch(_Strict):
+    """The same gradient, summed over parts of the batch."""
+
+    mode: Literal["microbatch"] = "microbatch"
+    """What is made of the examples' losses."""
+    microbatches: Count = 2
+    """Parts that a batch is split into, one after the other."""
+
+
+@dataclass(frozen=True)
+class PerExample(_Strict):
+    """The mean gradient, and how the examples' gradients differ: the gradient noise scale."""
+
+    mode: Literal["per_example"] = "per_example"
+    """What is made of the examples' losses."""
+
+
+@dataclass(frozen=True)
+class Clipped(_Strict):
+    """Each example's gradient scaled to a norm; with noise, differentially private training."""
+
+    mode: Literal["clipped"] = "clipped"
+    """What is made of the examples' losses."""
+    clip: Positive = 1.0
+    """Largest norm of one example's gradient."""
+    per_layer: bool = False
+    """Whether each parameter array's part is clipped by itself, to an equal share of clip."""
+    microbatches: Count = 1
+    """Parts that a batch is split into, one after the other."""
+    epsilon: Annotated[float, Gt(0), Le(1000)] | None = None
+    """Privacy that the whole run may spend; the noise follows from it. Needs delta."""
+    delta: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Chance that is left out of the promise of epsilon; less than 1 / training examples."""
+    noise_multiplier: Positive | None = None
+    """Standard deviation of the noise, in clips; instead of epsilon. Needs delta."""
+    accountant: Literal["pld", "rdp"] = "pld"
+    """How epsilon is reckoned: privacy loss distributions, or Renyi differential privacy."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether noise is added, and batches are sampled for it."""
+        return self.epsilon is not None or self.noise_multiplier is not None
+
+
+@dataclass(frozen=True)
 class Train(_Strict):
     """The length of the run, and what it reports on the way."""
 
@@ -216,8 +271,6 @@ class Memory(_Strict):
     """Most that training may hold (4GiB, 4GB, 4096MiB); what follows is then chosen to fit."""
     policy: Literal["auto", "keep", "named", "products", "segments", "offload"] = "auto"
     """What the backward pass keeps; auto is the fastest within the budget, without one: keep."""
-    microbatches: Count | None = None
-    """Parts that a batch is split into, one after the other; chosen with the budget by default."""
 
 
 @dataclass(frozen=True)
@@ -236,6 +289,10 @@ class Config(_Strict):
     """The network."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer."""
+    grad: Annotated[Mean | Microbatch | PerExample | Clipped, Field(discriminator="mode")] = field(
+        default_factory=Mean
+    )
+    """What is made of the examples' losses."""
     train: Train = field(default_factory=Train)
     """The length of the run."""
     memory: Memory = field(default_factory=Memory)
@@ -247,6 +304,7 @@ class Config(_Strict):
 _VARIANTS = {
     "data": (Digits, Synthetic),
     "model": (PreactResNet, ResNet, RevNet, Mlp),
+    "grad": (Mean, Microbatch, PerExample, Clipped),
 }
 _ADAPTER = TypeAdapter(Config)
 

@@ -1,5 +1,6 @@
 """The training loop, from a config to a trained network, readable top to bottom."""
 
+import contextlib
 import importlib.metadata
 import json
 import platform
@@ -12,18 +13,18 @@ from rich.console import Console
 
 import fnet
 from fnet.memory import in_words
-from train import data, plots
+from train import plots
 from train.account import account
 from train.checkpoint import Checkpoints
 from train.config import Config
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
-from train.metrics import Meter
+from train.metrics import Meter, noise_scale
 from train.planning import check, compile_step, reserve
 from train.process_memory import HighWater
 from train.run_folder import RunFolder, as_json, read_metrics, write_whole
 from train.screen import Screen
-from train.setup import setup
+from train.setup import check_resumed, setup
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
@@ -47,10 +48,12 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     check(run)
     folder = RunFolder(out)
     if resume:
+        if folder.config.is_file():
+            check_resumed(run, folder.read_config())
         folder.resume(config)
     else:
         folder.begin(config)
-    batches = data.training_batches(run.task.dataset, config.data.batch_size, config.train.seed)
+    batches = run.training_batches()
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         executable = planned.executable
@@ -65,6 +68,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     write_whole(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)
     predicted = max(executable.report.peak.total, evaluate.peak)
+    if run.privacy:
+        words = f"private: {run.privacy.in_words(run.steps)}"
+        console.print(words, highlight=False, soft_wrap=True)
     memory = HighWater()
 
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
@@ -94,7 +100,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                 last = step == run.steps
                 evaluating = step % eval_every == 0 or last
                 if step % config.train.log_every == 0 or evaluating or stop:
+                    # Reckoned while the device still works on the steps before.
+                    spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
                     line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
+                    line |= spent
                     line["train/learning_rate"] = learning_rate(step - 1)
                     if evaluating:
                         tested = evaluate(state)
@@ -109,7 +118,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         checkpoints.wait()
 
     title = f"{config.name}: {executable.report.parameters:,} parameters, {step} steps"
-    plots.curves(read_metrics(folder.metrics), title, folder.curves)
+    lines = read_metrics(folder.metrics)
+    plots.curves(lines, title, folder.curves)
     if step < run.steps:
         console.print(
             f"{interruption.requested}: saved after step {step} of {run.steps}; continue with\n"
@@ -120,6 +130,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         return
     summary = {
         "metrics": {f"test/{k}": v for k, v in (tested or evaluate(state)).items()},
+        "privacy": run.privacy.as_dict(step) if run.privacy else None,
+        "noise_scale": noise_scale(lines),
         "steps": step,
         "seconds": time.perf_counter() - began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
@@ -134,7 +146,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         "versions": versions(),
     }
     write_whole(folder.summary, as_json(summary))
-    console.print(summary_lines(summary, folder), highlight=False, soft_wrap=True)
+    words = summary_lines(summary, folder)
+    if run.privacy:
+        words += f"\nprivate: {run.privacy.in_words(step)}"
+    console.print(words, highlight=False, soft_wrap=True)
 
 
 def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:
@@ -154,6 +169,8 @@ def versions() -> dict[str, str]:
     """What the run was made with."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     found = {name: importlib.metadata.version(name) for name in packages}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["dp-accounting"] = importlib.metadata.version("dp-accounting")
     device = jax.local_devices()[0]
     return {
         "fnet": fnet.__version__,

@@ -1,6 +1,8 @@
 """Metrics between two lines of the log, averaged, with the rate at which they came."""
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ class Meter:
     """Collects each step's metrics without waiting for them; waits only when a line is due.
 
     Attributes:
-      examples: all examples metered.
+      examples: all examples metered; where batches are sampled, as many as on average.
       seconds: the time they took, without what came between two windows.
     """
 
@@ -49,4 +51,38 @@ class Meter:
         self.seconds += seconds
         self._window = []
         means = {f"train/{k}": float(np.mean([m[k] for m in window])) for k in window[0]}
+        if means.get("train/grad_sq", 0) > 0:
+            means["train/noise_scale"] = means["train/grad_var"] / means["train/grad_sq"]
         return means | {"examples_per_second": examples / seconds}
+
+
+def noise_scale(lines: Sequence[dict[str, Any]]) -> float | None:
+    """The simple noise scale at the end of a run; None where it was not, or cannot be measured."""
+    course = noise_scale_course(lines)
+    return course[-1][1] if course and course[-1][0] == lines[-1]["step"] else None
+
+
+def noise_scale_course(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
+    """The simple noise scale over a run, in examples: (step, tr(Sigma) / |G|^2).
+
+    The batch size at which the noise of the gradient is as large as the gradient
+    (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A).
+    Both estimates are unbiased and noisy, their ratio is not unbiased: each is
+    averaged exponentially (half-life: a tenth of the run), and then divided. Steps
+    where the average of |G|^2 is not above 0 are left out: there noise is all there is.
+
+    Args:
+      lines: of metrics.jsonl, with ``train/grad_var`` and ``train/grad_sq``.
+    """
+    measured = [r for r in lines if "train/grad_sq" in r]
+    course = []
+    var = sq = last = 0.0
+    for line in measured:
+        step = line["step"]
+        keep = 0.5 ** ((step - last) / (measured[-1]["step"] / 10))
+        var = keep * var + (1 - keep) * line["train/grad_var"]
+        sq = keep * sq + (1 - keep) * line["train/grad_sq"]
+        last = step
+        if sq > 0:
+            course.append((step, var / sq))
+    return course

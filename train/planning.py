@@ -52,30 +52,30 @@ def compile_step(
     wanted = run.config.memory
     if not wanted.budget:
         policy = "keep" if wanted.policy == "auto" else wanted.policy
-        microbatches = wanted.microbatches or 1
-        executable = _compile(run, policy, microbatches, target)
-        proof = _proof(run, policy, microbatches, executable, target)
-        return Planned(executable, policy, microbatches, None, proof)
+        split = (run.splits or (1,))[0]
+        executable = _compile(run, policy, split, target)
+        proof = _proof(run, policy, split, executable, target)
+        return Planned(executable, policy, split * run.parts, None, proof)
     return choose(run, plan(run, target=target, progress=progress), target=target)
 
 
 def check(run: Setup) -> None:
-    """Refuses at once what ``config.memory`` asks for in vain, on this machine.
+    """Refuses at once what the config asks for in vain, on this machine.
 
     Raises:
       UserError: for a policy that this device does not have, or a batch that cannot be split.
     """
-    wanted, size = run.config.memory, run.config.data.batch_size
+    wanted = run.config.memory
     here = policies_on(jax.default_backend())
     if wanted.policy not in ("auto", *here):
         raise UserError(
             f"memory.policy: {wanted.policy} does not work on {jax.default_backend()}: "
             f"expected one of auto, {', '.join(here)}"
         )
-    if wanted.microbatches and size % wanted.microbatches:
-        raise UserError(
-            f"memory.microbatches: {wanted.microbatches} do not divide data.batch_size {size}"
-        )
+    rows = jax.tree.leaves(run.batch_shapes)[0].shape[0]
+    microbatches = (run.splits or (1,))[0] * run.parts
+    if rows % microbatches:
+        raise UserError(f"grad.microbatches: {microbatches} do not divide data.batch_size {rows}")
 
 
 def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
@@ -83,7 +83,7 @@ def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
     c = found.chosen
     executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
     proof = _proof(run, c.policy, c.microbatches, executable, target)
-    return Planned(executable, c.policy, c.microbatches, found, proof)
+    return Planned(executable, c.policy, c.microbatches * run.parts, found, proof)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -100,7 +100,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             run.batch_shapes,
             wanted.budget,
             policies=None if wanted.policy == "auto" else (wanted.policy,),
-            splits=None if wanted.microbatches is None else (wanted.microbatches,),
+            splits=run.splits,
             reserve=reserve(target),
             target=target,
             progress=progress,
@@ -126,20 +126,20 @@ def largest_batch(
       target: a device to compile for; this machine's by default.
       progress: called with each size tried and its peak.
     """
-    split = candidate.microbatches
+    parts = candidate.microbatches * run.parts
 
     def peak(microbatch: int) -> int:
-        sized = run.with_batch_size(microbatch * split)
-        step = fnet.variant(run.step, candidate.policy, split)
+        sized = run.with_batch_size(microbatch * parts)
+        step = fnet.variant(run.step, candidate.policy, candidate.microbatches)
         traced = step.trace(*_arguments(sized, target))
         found = memory.foresee(traced.lower(), candidate.compiler_options, target).total
         if progress:
-            progress(microbatch * split, found)
+            progress(microbatch * parts, found)
         return found
 
-    start = max(run.config.data.batch_size // split, 1)
+    start = max(run.config.data.batch_size // parts, 1)
     found = memory.largest(peak, limit, start)
-    return None if found is None else found * split
+    return None if found is None else found * parts
 
 
 def limit(run: Setup, target: Target | None = None) -> int | None:

@@ -4,38 +4,89 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from train.account import Account
+from train.metrics import noise_scale_course
 
 
 def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Loss, accuracy and learning rate over the steps, training and test, as a PNG.
+
+    Where they were measured, epsilon spent and the gradient noise scale as well: as far
+    as the estimate of |G|^2 is above 0.
 
     Args:
       lines: of metrics.jsonl: ``{"step": ..., "train/loss": ..., "test/loss": ...}``.
       title: above the picture.
       path: where it is written.
     """
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    panels = [_loss, _accuracy, _learning_rate]
+    if any("privacy/epsilon" in line for line in lines):
+        panels.append(_epsilon)
+    if any("train/noise_scale" in line for line in lines):
+        panels.append(_noise_scale)
+    figure = Figure(figsize=(4 * len(panels), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    axes = figure.subplots(1, 3)
-    for ax, name in zip(axes, ("loss", "accuracy", "learning_rate"), strict=True):
-        for split, style in (("train", {"lw": 1.2}), ("test", {"lw": 1.2, "marker": "o", "ms": 3})):
-            points = [(r["step"], r[key]) for r in lines if (key := f"{split}/{name}") in r]
-            if points:
-                last = f"{split} {points[-1][1]:.2%}" if name == "accuracy" else split
-                ax.plot(*zip(*points, strict=True), label=last, **style)
+    for ax, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        panel(ax, lines)
         ax.set_xlabel("step")
-        ax.set_ylabel({"loss": "loss (nats)", "learning_rate": "learning rate"}.get(name, name))
         ax.grid(alpha=0.3)
-        if name == "loss":
-            ax.set_yscale("log")
-        if name != "learning_rate":
-            ax.legend(frameon=False)
     figure.savefig(path, dpi=110)
+
+
+Lines = Sequence[dict[str, Any]]
+
+_TEST = {"marker": "o", "ms": 3}
+
+
+def _loss(ax: Axes, lines: Lines) -> None:
+    _plot(ax, lines, "train/loss", label="train")
+    _plot(ax, lines, "test/loss", label="test", **_TEST)
+    ax.set_ylabel("loss (nats)")
+    ax.set_yscale("log")
+    ax.legend(frameon=False)
+
+
+def _accuracy(ax: Axes, lines: Lines) -> None:
+    for split, style in (("train", {}), ("test", _TEST)):
+        last = [line[key] for line in lines if (key := f"{split}/accuracy") in line][-1:]
+        label = f"{split} {last[0]:.2%}" if last else None
+        _plot(ax, lines, f"{split}/accuracy", label=label, **style)
+    ax.set_ylabel("accuracy")
+    ax.legend(frameon=False)
+
+
+def _learning_rate(ax: Axes, lines: Lines) -> None:
+    _plot(ax, lines, "train/learning_rate")
+    ax.set_ylabel("learning rate")
+
+
+def _epsilon(ax: Axes, lines: Lines) -> None:
+    _plot(ax, lines, "privacy/epsilon")
+    ax.set_ylabel("epsilon spent")
+    ax.set_ylim(bottom=0)
+
+
+def _noise_scale(ax: Axes, lines: Lines) -> None:
+    _plot(ax, lines, "train/noise_scale", label="between two lines", ls="", marker=".", alpha=0.4)
+    course = noise_scale_course(lines)
+    if course:
+        step, last = course[-1]
+        label = f"averaged, {last:,.0f} at step {step}"
+        ax.plot(*zip(*course, strict=True), lw=1.2, label=label)
+    ax.set_ylabel("simple noise scale, examples")
+    ax.set_yscale("log")
+    ax.legend(frameon=False, loc="upper left")
+
+
+def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
+    points = [(line["step"], line[key]) for line in lines if key in line]
+    if points:
+        ax.plot(*zip(*points, strict=True), **({"lw": 1.2} | style))
 
 
 def memory(account: Account, title: str, path: Path) -> None:

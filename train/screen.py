@@ -72,5 +72,7 @@ _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "accuracy",
     "test/accuracy": "test",
+    "train/noise_scale": "noise scale",
+    "privacy/epsilon": "epsilon",
     "train/learning_rate": "lr",
 }

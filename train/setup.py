@@ -5,17 +5,20 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import numpy as np
 import optax
 from jax import Array
 
 import fnet
-from fnet import TrainState, optim
+from fnet import TrainState, autodiff, optim
 from train import data
-from train.config import Config
+from train.config import Clipped, Config, Microbatch, PerExample
+from train.data import poisson
 from train.errors import UserError
 from train.evaluate import Evaluate
+from train.privacy import Privacy, privacy_of
 from train.tasks import classification
 from train.tasks.classification import Task
 
@@ -33,6 +36,7 @@ class Setup(NamedTuple):
       step: the jitted train step, with the whole batch at once.
       state_shapes: of the train state.
       batch_shapes: of a training batch.
+      privacy: what noise and sampling promise; None without noise.
     """
 
     config: Config
@@ -44,13 +48,37 @@ class Setup(NamedTuple):
     step: jax.stages.Wrapped
     state_shapes: TrainState
     batch_shapes: Any
+    privacy: Privacy | None
+
+    @property
+    def splits(self) -> tuple[int, ...] | None:
+        """The numbers of microbatches that `fnet.variant` may make; None for any."""
+        grad = self.config.grad
+        if isinstance(grad, Microbatch):
+            return (grad.microbatches,)
+        return (1,) if isinstance(grad, PerExample | Clipped) else None
+
+    @property
+    def parts(self) -> int:
+        """The number of microbatches that the step's mode makes by itself."""
+        grad = self.config.grad
+        return grad.microbatches if isinstance(grad, Clipped) else 1
+
+    def training_batches(self) -> grain.DatasetIterator:
+        """Endless batches; their position is saved with ``get_state``."""
+        dataset, size = self.task.dataset, self.config.data.batch_size
+        seed = self.config.train.seed
+        if not self.privacy:
+            return data.training_batches(dataset, size, seed)
+        rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
+        return poisson.poisson_batches(dataset, size, seed, rows)
 
     def with_batch_size(self, rows: int) -> "Setup":
         """The same run with batches of another size, to be compiled."""
         config = dataclasses.replace(
             self.config, data=dataclasses.replace(self.config.data, batch_size=rows)
         )
-        return self._replace(config=config, batch_shapes=_batch_shapes(self.task, rows))
+        return self._replace(config=config, batch_shapes=_batch_shapes(self.task, config))
 
     def compile_schedule(self) -> Callable[[int], float]:
         """``step -> learning rate``: called eagerly it would compile a dozen small programs."""
@@ -75,7 +103,7 @@ def setup(config: Config) -> Setup:
     """
     task = classification.build(config)
     steps_per_epoch = data.size(task.dataset.train) / config.data.batch_size
-    steps = config.train.steps or math.ceil(config.train.epochs * steps_per_epoch)
+    steps = _length(config, steps_per_epoch)
     o = config.optim
     try:
         schedule = optim.make_schedule(
@@ -95,7 +123,15 @@ def setup(config: Config) -> Setup:
     def init(key: Array) -> TrainState:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
-    key = jax.random.key(config.train.seed)
+    privacy = _privacy(config, data.size(task.dataset.train), steps)
+    step = fnet.make_step(task.loss, optimizer, _mode(config, privacy), ema_decay=o.ema_decay)
+    state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
+    batch_shapes = _batch_shapes(task, config)
+    if isinstance(config.grad, PerExample | Clipped):
+        try:  # not every network has a gradient per example
+            jax.eval_shape(step, state_shapes, batch_shapes)
+        except ValueError as error:
+            raise UserError(f"grad: {error}") from error
     return Setup(
         config=config,
         task=task,
@@ -103,14 +139,69 @@ def setup(config: Config) -> Setup:
         steps_per_epoch=steps_per_epoch,
         schedule=schedule,
         init=init,
-        step=fnet.make_step(task.loss, optimizer, ema_decay=o.ema_decay),
-        state_shapes=jax.eval_shape(init, key),
-        batch_shapes=_batch_shapes(task, config.data.batch_size),
+        step=step,
+        state_shapes=state_shapes,
+        batch_shapes=batch_shapes,
+        privacy=privacy,
     )
 
 
-def _batch_shapes(task: Task, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype)
-        for name, a in task.dataset.train.items()
+def check_resumed(run: Setup, there: Config) -> None:
+    """Refuses to go on with other noise than a run was begun with.
+
+    Args:
+      run: what is to go on.
+      there: the config that it was begun with.
+
+    Raises:
+      UserError: if the noise was calibrated for a run of another length.
+    """
+    here = run.config
+    if (here.grad, here.data) != (there.grad, there.data):
+        return  # not the same run: the folder says so
+    steps = _length(there, run.steps_per_epoch)
+    if isinstance(here.grad, Clipped) and here.grad.epsilon is not None and steps != run.steps:
+        raise UserError(
+            f"train.steps: the noise was calibrated to spend epsilon {here.grad.epsilon:g} over "
+            f"{steps} steps, not {run.steps}; a run that is to become longer names "
+            "grad.noise_multiplier instead"
+        )
+
+
+def _length(config: Config, steps_per_epoch: float) -> int:
+    return config.train.steps or math.ceil(config.train.epochs * steps_per_epoch)
+
+
+def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
+    if not isinstance(config.grad, Clipped):
+        return None
+    size = config.data.batch_size
+    return privacy_of(config.grad, batch_size=size, examples=examples, steps=steps)
+
+
+def _mode(config: Config, privacy: Privacy | None) -> autodiff.Mode:
+    """What the config makes of the losses; microbatches of the mean are left to `fnet.variant`."""
+    grad = config.grad
+    if isinstance(grad, PerExample):
+        return autodiff.per_example()
+    if isinstance(grad, Clipped):
+        return autodiff.clipped(
+            grad.clip,
+            noise_multiplier=privacy.noise_multiplier if privacy else 0.0,
+            expected_batch_size=config.data.batch_size,
+            per_layer=grad.per_layer,
+            microbatches=grad.microbatches,
+        )
+    return autodiff.mean
+
+
+def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    arrays, rows, grad = task.dataset.train, config.data.batch_size, config.grad
+    shapes = {}
+    if isinstance(grad, Clipped) and grad.is_private:
+        # Whole vectors of 8, in each part.
+        rows = poisson.rows_of(data.size(arrays), rows, 8 * grad.microbatches)
+        shapes["weight"] = jax.ShapeDtypeStruct((rows,), np.float32)
+    return shapes | {
+        name: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for name, a in arrays.items()
     }

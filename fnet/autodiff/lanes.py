@@ -157,14 +157,19 @@ def _is_jaxpr(value: Any) -> bool:
 
 
 def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
-    """The outermost equations' results that differ from lane to lane, or hold loops' of them."""
+    """Results of the outermost equations that differ from lane to lane, each array once."""
     differing = set(jaxpr.invars)
     made = []
     for eqn in jaxpr.eqns:
         if differing.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
             differing.update(eqn.outvars)
-            made += eqn.outvars
+            if eqn.primitive.name not in _SAME_ELEMENTS:
+                made += eqn.outvars
     return made
+
+
+# A compiler writes what they are applied to in its new layout at once.
+_SAME_ELEMENTS = {"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"}
 
 
 def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -104,13 +104,10 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
-        """Reads the equation; None if the parameter is a number, or the data are broadcast."""
-        data = 1 - parameter
+        """Reads the equation; None if the parameter is a number."""
         if not jaxprs.aval(eqn.invars[parameter]).ndim:
             return None
-        if jaxprs.aval(eqn.invars[data]).shape != jaxprs.aval(eqn.outvars[0]).shape:
-            return None
-        return cls(data, _stretched(eqn, parameter))
+        return cls(1 - parameter, _stretched(eqn, parameter))
 
     def squared_norms(self, x: Array, ct: Array) -> Array:
         """See `Product`."""

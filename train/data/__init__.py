@@ -66,12 +66,14 @@ def evaluation_batches(arrays: Arrays, batch_size: int) -> Iterator[Arrays]:
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for padding.
     """
-    n = size(arrays)
-    for start in range(0, n, batch_size):
-        batch = {name: a[start : start + batch_size] for name, a in arrays.items()}
-        real = size(batch)
-        padding = batch_size - real
-        batch = {
-            name: np.pad(a, [(0, padding)] + [(0, 0)] * (a.ndim - 1)) for name, a in batch.items()
-        }
-        yield batch | {"weight": (np.arange(batch_size) < real).astype(np.float32)}
+    for start in range(0, size(arrays), batch_size):
+        yield padded({k: a[start : start + batch_size] for k, a in arrays.items()}, batch_size)
+
+
+def padded(batch: Arrays, rows: int) -> Arrays:
+    """The batch with zeros up to that many rows, and ``weight`` [rows]: 0.0 for those, else 1.0."""
+    real = size(batch)
+    batch = {
+        name: np.pad(a, [(0, rows - real)] + [(0, 0)] * (a.ndim - 1)) for name, a in batch.items()
+    }
+    return batch | {"weight": (np.arange(rows) < real).astype(np.float32)}
