@@ -7,6 +7,7 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
 
 from fnet.mesh import equally_varying
 
@@ -70,6 +71,13 @@ def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> An
     if any(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
         return primals, tangents
     return primals, jax.lax.optimization_barrier(tangents)
+
+
+def is_params_first(eqn: JaxprEqn) -> bool:
+    """Whether an equation is `params_first`: it gives what it takes."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == _params_first.__name__)
 
 
 _params_first.defjvp(_params_first_jvp, symbolic_zeros=True)

@@ -4,16 +4,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
+Width = int | Literal["auto"]
+"""How many lanes exist at a time."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,23 +50,34 @@ class Linear:
         laid_out = _products_by_lane(self.jaxpr, [True] * len(self.jaxpr.invars))[0]
         return jax.vmap(jaxpr_as_fun(ClosedJaxpr(laid_out, self.residuals)))(*lanes)
 
+    def over(self, lanes: Arrays, n: int, width: Width, sums: Arrays | None = None) -> list[Array]:
+        """Its results for ``n`` stacked lanes, added to ``sums``; `in_chunks` of ``width``."""
+
+        def some(start: Array | int, size: int) -> list[Array]:
+            if size == n:
+                return list(lanes)
+            return [jax.lax.dynamic_slice_in_dim(a, start, size) for a in lanes]
+
+        return self.in_chunks(some, n, width, sums)
+
     def in_chunks(
         self,
         lanes: Callable[[Array | int, int], Arrays],
         n: int,
-        width: int,
+        width: Width,
         sums: Arrays | None = None,
-        unroll: bool = False,
     ) -> list[Array]:
         """Its results for ``n`` lanes, ``width`` at a time, the last ones fewer.
 
         Args:
           lanes: ``lanes(start, size)``, the stacked arguments from lane ``start`` on.
           n: how many lanes there are.
-          width: how many are evaluated at once; only so many exist beside the results.
+          width: how many are evaluated at once: only so many exist beside the
+            results; "auto" is `best_width`.
           sums: [n, ...] to which the results are added; None: 0.
-          unroll: whether chunks are written out rather than looped over.
         """
+        if width == "auto":
+            width = self.best_width(n, accumulated=sums is not None)
         if width >= n:
             results = self.at_once(lanes(0, n))
             return results if sums is None else list(map(jnp.add, sums, results))
@@ -79,18 +93,19 @@ class Linear:
 
         fresh = sums is None
         if sums is None:
-            sums = [jnp.zeros((n, *v.aval.shape), v.aval.dtype) for v in self.jaxpr.outvars]
+            shapes: list[Any] = [v.aval for v in self.jaxpr.outvars]
+            sums = [jnp.zeros((n, *a.shape), a.dtype) for a in shapes]
         # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
-        sums = equally_varying((list(sums), self.residuals, list(lanes(0, 1))))[0]
+        carry = equally_varying((list(sums), self.residuals, list(lanes(0, 1))))[0]
         chunks = n // width
-        if unroll:
+        if self.loops_are_slow:
             for i in range(chunks):
-                sums = chunk(sums, i * width, width)
+                carry = chunk(carry, i * width, width)
         else:
-            sums, _ = jax.lax.scan(
-                lambda sums, i: (chunk(sums, i * width, width), None), sums, jnp.arange(chunks)
+            carry, _ = jax.lax.scan(
+                lambda carry, i: (chunk(carry, i * width, width), None), carry, jnp.arange(chunks)
             )
-        return chunk(sums, chunks * width, n % width) if n % width else list(sums)
+        return chunk(carry, chunks * width, n % width) if n % width else carry
 
     def best_width(self, n: int, accumulated: bool) -> int:
         """How many of ``n`` lanes at a time take the least time on the default backend.
@@ -108,9 +123,10 @@ class Linear:
         if jax.default_backend() != "cpu":
             return n
         made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
-        given, results = (sum(map(_bytes, v)) for v in (self.jaxpr.invars, self.jaxpr.outvars))
+        given = sum(_bytes(v) for v in self.jaxpr.invars)
+        results = sum(_bytes(v) for v in self.jaxpr.outvars)
         between = max(made - results, 0)
-        if not accumulated and not self.has_convolutions and results > given + between:
+        if not accumulated and not self.has_convolutions and max(given, results) > between:
             return n
         most = max(CPU_LANES_BYTES // max(given + made, 1), 1)
         return math.ceil(n / math.ceil(n / most))
@@ -135,7 +151,8 @@ def _write(s: Array, r: Array, start: Array | int) -> Array:
 
 
 def _bytes(v: Any) -> int:
-    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
+    aval = v.aval
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def _equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -161,7 +178,7 @@ def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
     differing = set(jaxpr.invars)
     made = []
     for eqn in jaxpr.eqns:
-        if differing.intersection(v for v in eqn.invars if not isinstance(v, Literal)):
+        if any(v in differing for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)):
             differing.update(eqn.outvars)
             if eqn.primitive.name not in _SAME_ELEMENTS:
                 made += eqn.outvars
@@ -186,7 +203,7 @@ def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[
     differs = dict(zip(jaxpr.invars, laned, strict=True))
 
     def of(v: Any) -> bool:
-        return not isinstance(v, Literal) and differs.get(v, False)
+        return not isinstance(v, jax.extend.core.Literal) and differs.get(v, False)
 
     eqns = []
     for eqn in jaxpr.eqns:
@@ -229,6 +246,10 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
         free = set(range(operands[lane].ndim - 1)).difference(contracted[lane], batch[lane])
         if all(batched) or max(free, default=-1) < min(contracted[lane], default=0):
             return jax.vmap(dot, [0 if b else None for b in batched])(*operands), True
+        if jax.default_backend() == "cpu" and operands[lane][0].size > eqn.outvars[0].aval.size:
+            shared = operands[1 - lane]
+            order = (lambda x: (x, shared)) if lane == 0 else (lambda x: (shared, x))
+            return jax.lax.map(lambda x: dot(*order(x)), operands[lane]), True
         a, b = (
             x if is_lane else jnp.broadcast_to(x, (n, *x.shape))
             for x, is_lane in zip(operands, batched, strict=True)

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from fnet import jaxprs
 from fnet.autodiff.products import Product, product
 from fnet.autodiff.views import View
+from fnet.backward_pass import is_params_first
 
 Path = tuple[int, ...]
 """An equation's place: its number, after those of the calls and loops it is in."""
@@ -100,7 +101,7 @@ class _Search:
             return self.visit(inner, views, path, loops)
         if eqn.primitive.name == "scan":
             self._scan(eqn, views, path, loops)
-        elif eqn.primitive.name == "optimization_barrier":
+        elif eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
             return views
         elif sum(view is not None for view in views) == 1:
             (operand,) = (k for k, view in enumerate(views) if view is not None)
