@@ -181,6 +181,14 @@ def test_every_recipe_loads_and_builds(name):
     assert setup(config).steps > 0
 
 
+def test_a_section_of_another_kind_can_be_named_on_the_command_line(workplace):
+    words = ("--grad.mode", "microbatch", "--grad.microbatches", 4, "--model.name=mlp")
+    fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1, *words)
+    config = recipes.load("run")
+    assert config.grad.microbatches == 4
+    assert (config.model.name, config.model.hidden) == ("mlp", (256, 256))
+
+
 def test_help_lists_fields_with_their_values(capsys):
     assert exit_code("train", "tiny.py", "--help") == 0
     printed = capsys.readouterr().out
@@ -229,6 +237,9 @@ MISTAKES = [
     (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, keep"),
     (("train", "mode.json"), "mode.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got 'clip'"),
     (("train", "parts.json"), "grad.microbatches: 3 do not divide data.batch_size 64"),
+    (("train", "tiny.py", "--grad.mode", "clip"), "--grad.mode: expected one of mean, microbatch, per_example, clipped, got clip"),
+    (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.microbatches", "3"), "grad.microbatches: 3 do not divide data.batch_size 16"),
+    (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.clip", "3"), "unknown field --grad.clip"),
     (("configs", "all"), "fnet configs takes nothing, got all"),
 ]  # fmt: skip
 

@@ -58,6 +58,7 @@ def read(defaults: T, given: Sequence[str], prog: str) -> T:
       SystemExit: with 0, after ``--help``.
     """
     asks_help = bool({"-h", "--help"} & set(given))
+    defaults = replace(defaults, config=_with_variants(defaults.config, given))
     try:
         arguments = _parse(defaults, given, prog, console_outputs=asks_help)
     except SystemExit:
@@ -65,6 +66,23 @@ def read(defaults: T, given: Sequence[str], prog: str) -> T:
             raise
         raise UserError(_first_mistake(defaults, given, prog)) from None
     return replace(arguments, config=configs.check(arguments.config, "command line"))
+
+
+def _with_variants(config: Config, given: Sequence[str]) -> Config:
+    """The config with the sections that ``given`` names a kind of: ``--grad.mode clipped``.
+
+    A section of another kind begins with its own defaults.
+    """
+    for flag, values in _split(given):
+        section, _, name = (flag or "").removeprefix("--").replace("-", "_").partition(".")
+        kinds = configs.kinds(section)
+        if not kinds or name != fields(getattr(config, section))[0].name or len(values) != 1:
+            continue
+        if values[0] not in kinds:
+            raise UserError(f"{flag}: expected one of {', '.join(kinds)}, got {values[0]}")
+        if not isinstance(getattr(config, section), kinds[values[0]]):
+            config = replace(config, **{section: kinds[values[0]]()})
+    return config
 
 
 def _parse(defaults: T, given: Sequence[str], prog: str, *, console_outputs: bool) -> T:

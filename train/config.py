@@ -309,6 +309,11 @@ _VARIANTS = {
 _ADAPTER = TypeAdapter(Config)
 
 
+def kinds(section: str) -> dict[str, type]:
+    """``{"mean": Mean, ...}``: what a section can be, by its first field; else {}."""
+    return {_tags(kind)[0]: kind for kind in _VARIANTS.get(section, ())}
+
+
 def to_json(config: Config) -> str:
     """The config as JSON that `from_json` reads back to an equal one."""
     return _ADAPTER.dump_json(config, indent=2, warnings=False).decode() + "\n"

@@ -178,7 +178,7 @@ _Found = tuple[Array, list[Any], dict[int, Shares], "Chunks"]
 def _at_once(traced: _Traced, leaves: Sequence[Any], e: Examples) -> _Found | None:
     """The batch as it is, if every place where a parameter meets it is known."""
     uses = find_uses(traced.closed, len(leaves))
-    if e.size < 2 or e.keys or uses.other or not traced.proven:
+    if e.size < 2 or uses.other or not traced.proven:
         return None
     axes = []
     for use in uses.known:

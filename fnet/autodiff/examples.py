@@ -21,7 +21,6 @@ class Examples(NamedTuple):
     Attributes:
       size: how many there are.
       leaves: [size, ...] each.
-      keys: whether there are keys that become one an example.
       rebuild: from one example's leaves, without that axis, to the arguments of a
         batch of one.
       rebuild_batch: from all leaves to the arguments of a batch.
@@ -29,7 +28,6 @@ class Examples(NamedTuple):
 
     size: int
     leaves: list[Array]
-    keys: bool
     rebuild: Callable[[Sequence[Array]], tuple[Any, ...]]
     rebuild_batch: Callable[[Sequence[Array]], tuple[Any, ...]]
 
@@ -84,7 +82,7 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
             whole[i] = a
         return jax.tree.unflatten(structure, whole)
 
-    return Examples(size, [rows[i] for i in order], bool(keys), rebuild, rebuild_batch)
+    return Examples(size, [rows[i] for i in order], rebuild, rebuild_batch)
 
 
 def _is_key(a: Array) -> bool:

@@ -185,8 +185,8 @@ def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
     return made
 
 
-# A compiler writes what they are applied to in its new layout at once.
-_SAME_ELEMENTS = {"transpose", "reshape", "squeeze", "expand_dims", "convert_element_type"}
+# They give the array another layout or name, not another array.
+_SAME_ELEMENTS = {"transpose", "reshape", "squeeze", "expand_dims", "optimization_barrier"}
 
 
 def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[bool]]:

@@ -184,25 +184,26 @@ def _noised(sums: Any, deviation: float, key: Array) -> Any:
 
 
 def _summary(info: Clipped, weight: Array | None, model_state: Any) -> tuple[dict[str, Array], Any]:
-    """Metrics as means over real examples, and the model state, averaged where examples differ."""
-    real = _real(weight)
+    """Metrics as means over the examples that count, and the model state, averaged likewise."""
+    counts = jnp.isfinite(info.norms).astype(jnp.float32)
+    if weight is not None:
+        counts = jnp.where(weight != 0, counts, 0)
     metrics, states = info.aux
-    means = {name: weighted_mean(values, real) for name, values in metrics.items()}
-    norms = jnp.where(jnp.isfinite(info.norms), info.norms, jnp.nan)
-    if real is not None:
-        norms = jnp.where(real, norms, jnp.nan)
+    means = {name: weighted_mean(values, counts) for name, values in metrics.items()}
+    norms = jnp.where(counts > 0, info.norms, jnp.nan)
 
     def renewed(before: Array, after: Array) -> Array:
         if after.shape == before.shape:
             return after
-        mean = jax.vmap(functools.partial(weighted_mean, weight=real), -1)
+        mean = jax.vmap(functools.partial(weighted_mean, weight=counts), -1)
         flat = after.reshape(len(after), -1)
         return mean(flat).reshape(before.shape).astype(before.dtype)
 
+    # Of no examples at all, 0.
     return {
-        "loss": weighted_mean(info.losses, real),
+        "loss": weighted_mean(info.losses, counts),
         **means,
-        "norm_median": jnp.nanmedian(norms),
-        "norm_max": jnp.nanmax(norms),
+        "norm_median": jnp.nan_to_num(jnp.nanmedian(norms)),
+        "norm_max": jnp.nan_to_num(jnp.nanmax(norms)),
         "nonfinite": info.nonfinite.astype(jnp.float32),
     }, jax.tree.map(renewed, model_state, states)

@@ -1,0 +1,186 @@
+"""The sum of clipped per-example gradients against the plain gradient: time and memory.
+
+    python -m benchmarks.clipped_grad
+    python -m benchmarks.clipped_grad --only MLP --rounds 51
+
+Every line is one jitted program that gives gradients alone, on the CPU, in float32.
+"plain" is ``jax.grad`` of the mean loss; "time" is to the fastest plain gradient of
+the same network in whatever way it is written here, "memory" to the smallest
+temporaries of the plain ones. "vmap" makes every example's gradient, then clips and
+sums; `per_example_grad` returns all of them. Both are left out where they would take
+more than 4 GB, results included. "differs" is the largest difference, relative to the
+largest gradient, from a loop over single examples, half of which are
+clipped. About ten minutes.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import fnet
+from benchmarks import networks
+from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.networks import Network
+
+MOST_BYTES = 4e9
+TOLERANCE = 1e-5
+WIDTH = 8
+"""How many gradients `fnet.per_example_grad` makes at a time."""
+
+CASES: dict[str, Callable[[], dict[str, Network]]] = {
+    "MLP 784-512-512-10, batch 256": networks.mlp,
+    "transformer, width 384, 32 tokens, batch 64": functools.partial(
+        networks.fnet_transformer, 384, 32, 64
+    ),
+    "flax transformer, width 384, 32 tokens, batch 64": functools.partial(
+        networks.flax_transformer, 384, 32, 64
+    ),
+    "transformer, width 256, 128 tokens, batch 32": functools.partial(
+        networks.fnet_transformer, 256, 128, 32
+    ),
+    "flax transformer, width 256, 128 tokens, batch 32": functools.partial(
+        networks.flax_transformer, 256, 128, 32
+    ),
+    "small CNN 28x28, batch 128": networks.cnn,
+    "ResNet-18, group norm, 32x32, batch 16": networks.resnet18,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="a part of the networks' names")
+    args = parser.parse_args()
+    lines = []
+    for name, make in CASES.items():
+        if args.only in name:
+            lines += rows(name, make(), args.rounds)
+    print(f"Medians of {args.rounds} interleaved rounds, {jax.default_backend()}, float32.\n")
+    print(markdown(lines))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax')}.")
+
+
+def rows(name: str, written: dict[str, Network], rounds: int) -> list[dict[str, str]]:
+    """A line for each program; ratios are to the best plain ones."""
+    programs = {f"plain, {way}": compiled(plain(n.loss), n) for way, n in written.items()}
+    differs = {}
+    for way, n in written.items():
+        bound = float(jnp.median(norms_one_by_one(n)))
+        row, program = f"`clipped_grad`, {way}", compiled(clipped(n.loss, bound), n)
+        programs[row] = program
+        differs[row] = checked(program(n.params, n.x, n.y), one_by_one(n, bound))
+    first, n = next(iter(written.items()))
+    slow = {f"{kind}, {first}": compiled(make(n.loss, 1.0), n) for kind, make in EACH.items()}
+    slow = {row: program for row, program in slow.items() if held(program) <= MOST_BYTES}
+
+    def called(which: dict[str, jax.stages.Compiled]) -> dict[str, Callable[[], Any]]:
+        ways = {row: written[row.partition(", ")[2]] for row in which}
+        return {row: functools.partial(which[row], n.params, n.x, n.y) for row, n in ways.items()}
+
+    # Apart, so that gigabytes coming and going do not disturb what takes milliseconds.
+    seconds = interleaved(called(programs), rounds) | interleaved(called(slow), 3)
+    programs |= slow
+    size = {row: temporaries(program) for row, program in programs.items()}
+    fastest = min(seconds[f"plain, {way}"] for way in written)
+    smallest = min(size[f"plain, {way}"] for way in written)
+    return [
+        {
+            "": name,
+            "gradient": row,
+            "ms": f"{seconds[row] * 1e3:.1f}",
+            "time": f"{seconds[row] / fastest:.2f}",
+            "temporaries MB": f"{size[row] / 1e6:.1f}",
+            "memory": f"{size[row] / smallest:.2f}",
+            "differs": f"{differs[row]:.0e}" if row in differs else "",
+        }
+        for row in programs
+    ]
+
+
+def plain(loss: Any) -> Callable[..., Any]:
+    return jax.grad(lambda params, x, y: loss(params, x, y).mean())
+
+
+def clipped(loss: Any, bound: float) -> Callable[..., Any]:
+    return lambda *args: fnet.clipped_grad(loss, bound)(*args)[0]
+
+
+def every_gradient(loss: Any, bound: float) -> Callable[..., Any]:
+    """Each example's gradient, clipped, and then the sum: what vmap makes of it."""
+
+    def one(params: Any, x: Array, y: Array) -> Any:
+        return scaled(jax.grad(lambda p: loss(p, x[None], y[None])[0])(params), bound)
+
+    def total(params: Any, x: Array, y: Array) -> Any:
+        each = jax.vmap(one, (None, 0, 0))(params, x, y)
+        return jax.tree.map(lambda g: g.sum(0), each)
+
+    return total
+
+
+def a_few_at_a_time(loss: Any, bound: float) -> Callable[..., Any]:
+    del bound
+    return fnet.autodiff.per_example_grad(loss, width=WIDTH)
+
+
+EACH = {"vmap": every_gradient, f"`per_example_grad` {WIDTH} at a time": a_few_at_a_time}
+
+
+def scaled(gradient: Any, bound: float) -> Any:
+    factor = jnp.minimum(1, bound / optax.global_norm(gradient))
+    return jax.tree.map(lambda g: g * factor, gradient)
+
+
+def compiled(f: Callable[..., Any], n: Network) -> jax.stages.Compiled:
+    return jax.jit(f).lower(n.params, n.x, n.y).compile()
+
+
+def held(program: jax.stages.Compiled) -> int:
+    """Bytes of temporaries and results."""
+    analysis: Any = program.memory_analysis()
+    return temporaries(program) + analysis.output_size_in_bytes
+
+
+def norms_one_by_one(n: Network) -> Array:
+    norm = jax.jit(lambda *args: optax.global_norm(plain(n.loss)(*args)))
+    return jnp.stack([norm(n.params, *example) for example in singly(n)])
+
+
+def one_by_one(n: Network, bound: float) -> Any:
+    """The sum of clipped gradients by a loop over batches of one example."""
+
+    @jax.jit
+    def add(total: Any, x: Array, y: Array) -> Any:
+        return jax.tree.map(jnp.add, total, scaled(plain(n.loss)(n.params, x, y), bound))
+
+    total = jax.tree.map(jnp.zeros_like, n.params)
+    for example in singly(n):
+        total = add(total, *example)
+    return total
+
+
+def singly(n: Network) -> list[tuple[Array, Array]]:
+    return [(n.x[i : i + 1], n.y[i : i + 1]) for i in range(len(n.x))]
+
+
+def checked(got: Any, expected: Any) -> float:
+    """The largest difference relative to the largest gradient.
+
+    Raises:
+      AssertionError: where it is above the tolerance.
+    """
+    largest = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
+    differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), got, expected)
+    worst = max(jax.tree.leaves(differences)) / largest
+    assert worst <= TOLERANCE, f"clipped_grad differs from a loop over examples by {worst:.1e}"
+    return worst
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Differentially private training on 8 x 8 handwritten digits: epsilon 3 at delta 1e-5.
+
+    pip install '.[privacy]'
+    fnet train digits_dp
+
+About 15 s on two CPU cores, compilation included. 19,210 parameters, 3.9 MiB at the
+peak of the train step. After 600 steps that draw 1,024 of the 1,437 training images
+each, on average, epsilon is 2.999 (noise multiplier 24.3). Test accuracy on the
+held-out fifth: 93.9 %; over five splits and seeds 93.6 to 96.1 %, mean 94.8 %, where
+digits_mlp, which promises nothing, has 98.2 %. Splits 1 to 3 were those it was tuned on.
+"""
+
+from train.config import Clipped, Config, Digits, Mlp, Optim, Train
+
+
+def config() -> Config:
+    return Config(
+        name="digits_dp",
+        data=Digits(batch_size=1024, max_shift=0),
+        model=Mlp(hidden=(256,), activation="tanh"),
+        optim=Optim(name="sgd", learning_rate=0.6, momentum=0.9, schedule="cosine"),
+        grad=Clipped(clip=0.15, epsilon=3.0, delta=1e-5),
+        train=Train(steps=600, log_every=25, eval_every=50),
+    )

@@ -1,0 +1,114 @@
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet import layers
+
+
+def table_and_layer(words=7, width=4):
+    layer = layers.embedding(words, width)
+    params, state = layer.init(jax.random.key(0))
+    return params, lambda params, tokens: layer.apply(params, state, tokens, train=True)[0]
+
+
+def test_a_token_gives_its_row():
+    params, embed = table_and_layer()
+    tokens = jnp.asarray([[0, 6, 3], [3, 3, 1]])
+    y = embed(params, tokens)
+    chex.assert_trees_all_equal(y, np.asarray(params["embedding"])[np.asarray(tokens)])
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int16, jnp.int32])
+def test_any_integer_is_a_token(dtype):
+    params, embed = table_and_layer()
+    y = embed(params, jnp.asarray([5, 1], dtype))
+    chex.assert_trees_all_equal(y, params["embedding"][jnp.asarray([5, 1])])
+
+
+def test_a_row_receives_the_sum_over_its_tokens():
+    params, embed = table_and_layer()
+    tokens = np.asarray([[2, 2, 5], [2, 0, 5]])
+    weights = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    got = jax.grad(lambda p: (embed(p, jnp.asarray(tokens)) * weights).sum())(params)
+    expected = np.zeros((7, 4), np.float32)
+    np.add.at(expected, tokens, weights)
+    chex.assert_trees_all_close(got["embedding"], expected, atol=1e-6)
+
+
+def test_lookup_and_tied_head_equal_flaxs():
+    params, embed = table_and_layer()
+    module = nn.Embed(7, 4)
+    tokens = jnp.asarray([[1, 2, 3]])
+    x = jax.random.normal(jax.random.key(1), (2, 3, 4))
+    variables = {"params": params}
+    chex.assert_trees_all_equal(embed(params, tokens), module.apply(variables, tokens))
+    chex.assert_trees_all_close(
+        layers.unembed(x, params["embedding"]),
+        module.apply(variables, x, method="attend"),
+        atol=1e-6,
+    )
+
+
+def test_a_tied_table_learns_from_both_of_its_uses():
+    params, embed = table_and_layer()
+    tokens, labels = jnp.asarray([[1, 2, 3]]), jnp.asarray([[2, 3, 4]])
+
+    def loss(table_in, table_out):
+        logits = layers.unembed(embed({"embedding": table_in}, tokens), table_out)
+        return fnet.losses.cross_entropy(logits, labels).mean()
+
+    table = params["embedding"]
+    tied = jax.grad(lambda t: loss(t, t))(table)
+    chex.assert_trees_all_close(tied, sum(jax.grad(loss, argnums=(0, 1))(table, table)), atol=1e-6)
+
+
+def test_the_loss_without_whole_logits_equals_that_of_the_logits():
+    table = table_and_layer()[0]["embedding"]
+    x, labels = jax.random.normal(jax.random.key(1), (2, 3, 4)), jnp.asarray([[0, 1, 2], [3, 4, 6]])
+    logits = layers.unembed(x, table)
+    chex.assert_trees_all_close(
+        fnet.linear_cross_entropy(x, table.T, labels),
+        fnet.losses.cross_entropy(logits, labels),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("token", [-1, 7, 1000])
+def test_a_token_outside_of_the_vocabulary_shows_and_trains_no_word(token):
+    params, embed = table_and_layer()
+    tokens = jnp.asarray([2, token])
+    y = embed(params, tokens)
+    assert jnp.isfinite(y[0]).all()
+    assert jnp.isnan(y[1]).all()
+    gradient = jax.grad(lambda p: embed(p, tokens).sum())(params)["embedding"]
+    chex.assert_trees_all_equal(gradient, jnp.zeros((7, 4)).at[2].set(1.0))
+
+
+def test_the_table_is_float32_and_the_output_what_was_asked_for():
+    layer = layers.embedding(7, 4, dtype=jnp.bfloat16)
+    params, state = layer.init(jax.random.key(0))
+    assert params["embedding"].dtype == jnp.float32
+    assert layer.apply(params, state, jnp.asarray([1]), train=False)[0].dtype == jnp.bfloat16
+    assert layers.unembed(jnp.ones((2, 4), jnp.bfloat16), params["embedding"]).dtype == jnp.bfloat16
+
+
+def test_rows_have_length_one_on_average():
+    params, _ = layers.embedding(1000, 64).init(jax.random.key(0))
+    lengths = jnp.square(params["embedding"]).sum(-1)
+    assert float(lengths.mean()) == pytest.approx(1, abs=0.03)
+
+
+def test_what_is_no_token_is_refused():
+    params, embed = table_and_layer()
+    with pytest.raises(TypeError, match="tokens must be integers, got float32"):
+        embed(params, jnp.ones(3))
+    with pytest.raises(TypeError, match="tokens must be integers, got bool"):
+        embed(params, jnp.ones(3, bool))
+    with pytest.raises(ValueError, match=r"unembed: expected \[..., 4\], got \(2, 5\)"):
+        layers.unembed(jnp.ones((2, 5)), params["embedding"])
+    with pytest.raises(ValueError, match="got words=0, width=4"):
+        layers.embedding(0, 4)

@@ -1,0 +1,164 @@
+"""Golden: flax.linen.GroupNorm of flax 0.12, and the equation of Wu and He 2018."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fnet
+from fnet import layers
+from fnet.layers.group_norm import group_norm
+
+
+def inputs(shape, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=shape) * 2 + 1, rng.normal(size=shape)
+    scale, bias = rng.normal(size=shape[-1]), rng.normal(size=shape[-1])
+    return tuple(jnp.asarray(a, dtype) for a in (x, scale, bias, dy))
+
+
+def flax_group_norm(x, scale, bias, *, groups):
+    norm = nn.GroupNorm(groups, epsilon=1e-5, use_fast_variance=False)
+    return norm.apply({"params": {"scale": scale, "bias": bias}}, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [((3, 4, 5, 12), 3), ((2, 3, 8), 8), ((2, 3, 8), 1), ((4, 6), 2), ((1, 2, 2, 2, 4), 4)],
+)
+def test_values_and_gradients_equal_flaxs(shape, groups, float64):
+    x, scale, bias, dy = inputs(shape, np.float64)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(norm, dy, *args):
+        y, backward = jax.vjp(functools.partial(norm, groups=groups), *args)
+        return y, backward(dy)
+
+    with jax.numpy_rank_promotion("allow"):
+        expected = both(flax_group_norm, dy, x, scale, bias)
+    got = both(group_norm, dy, x, scale, bias)
+    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_equals_float64_to_its_roundings(float64):
+    *wide, dy = inputs((4, 8, 8, 16), np.float64)
+    f = functools.partial(group_norm, groups=4)
+    y, backward = jax.vjp(f, *wide)
+    narrow = [a.astype(jnp.float32) for a in wide]
+    y32, backward32 = jax.vjp(f, *narrow)
+    chex.assert_trees_all_close(y32, y, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(backward32(dy.astype("float32")), backward(dy), atol=1e-4)
+
+
+def test_the_variance_survives_a_mean_that_is_far_from_zero():
+    x = 1e3 + jax.random.normal(jax.random.key(0), (4, 8, 8, 8))
+    y = group_norm(x, None, None, groups=2)
+    per_group = y.reshape(4, 64, 2, 4)
+    chex.assert_trees_all_close(per_group.mean((1, 3)), jnp.zeros((4, 2)), atol=1e-3)
+    chex.assert_trees_all_close(per_group.std((1, 3)), jnp.ones((4, 2)), atol=1e-3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    n=st.integers(1, 3),
+    positions=st.lists(st.integers(1, 4), max_size=3),
+    groups=st.integers(1, 3),
+    size=st.integers(1, 4),
+)
+def test_it_equals_its_equation(n, positions, groups, size):
+    x, scale, bias, _ = inputs((n, *positions, groups * size))
+    w = np.asarray(x, np.float64).reshape(n, -1, groups, size)
+    mean, var = w.mean((1, 3), keepdims=True), w.var((1, 3), keepdims=True)
+    expected = ((w - mean) / np.sqrt(var + 1e-5)).reshape(x.shape)
+    expected = expected * np.asarray(scale) + np.asarray(bias)
+    # A group of nearly equal elements is divided by little: its roundings grow as much.
+    atol = 1e-5 / np.sqrt(var.min() + 1e-5)
+    chex.assert_trees_all_close(group_norm(x, scale, bias, groups=groups), expected, atol=atol)
+
+
+def test_an_example_depends_on_no_other():
+    x, scale, bias, _ = inputs((3, 2, 2, 6))
+    norm = functools.partial(group_norm, scale=scale, bias=bias, groups=3)
+    alone = jnp.concatenate([norm(x[i : i + 1]) for i in range(3)])
+    chex.assert_trees_all_close(norm(x), alone, atol=1e-6)
+    jacobian = jax.jacrev(lambda x: norm(x).sum((1, 2, 3)))(x)
+    for i in range(3):
+        for j in range(3):
+            assert i == j or not jacobian[i, j].any()
+
+
+def test_one_group_is_layer_norm():
+    x, scale, bias, _ = inputs((5, 8))
+    chex.assert_trees_all_close(
+        group_norm(x, scale, bias, groups=1), fnet.layer_norm(x, scale, bias, eps=1e-5), atol=1e-5
+    )
+
+
+def test_statistics_of_bfloat16_are_float32():
+    x, scale, bias, _ = inputs((2, 16, 16, 8))
+    x = (x + 10).astype(jnp.bfloat16)
+    y = group_norm(x, scale, bias, groups=2)
+    assert y.dtype == jnp.bfloat16
+    expected = group_norm(x.astype(jnp.float32), scale, bias, groups=2)
+    chex.assert_trees_all_close(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_a_batch_of_none_gives_none():
+    x, scale, bias, _ = inputs((0, 4, 4, 6))
+    assert group_norm(x, scale, bias, groups=3).shape == (0, 4, 4, 6)
+
+
+def test_the_layer_begins_as_the_plain_normalisation():
+    layer = layers.group_norm(64)
+    params, state = layer.init(jax.random.key(0))
+    assert state == {}
+    chex.assert_trees_all_equal(params, {"scale": jnp.ones(64), "bias": jnp.zeros(64)})
+    x, *_ = inputs((2, 4, 4, 64))
+    y, _ = layer.apply(params, state, x, train=True)
+    chex.assert_trees_all_close(y, group_norm(x, None, None, groups=32), atol=1e-6)
+
+
+@pytest.mark.parametrize("act", ["relu", "leaky_relu"])
+def test_under_recompute_a_block_keeps_one_array(act):
+    shape = (8, 16, 16, 32)
+
+    def activations_kept(blocks):
+        parts = {}
+        for i in range(blocks):
+            parts[f"conv{i}"] = layers.conv(32, 32, bias=False)
+            parts[f"norm{i}"] = layers.group_norm(32, 8)
+            parts[f"act{i}"] = layers.activation(act)
+        model = fnet.serial(**parts)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        apply = fnet.recompute(lambda p, x: model.apply(p, {}, x, train=True)[0])
+        gradient = jax.jit(jax.grad(lambda p, x: jnp.square(apply(p, x)).mean()))
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        compiled, _ = fnet.memory.compile_smallest(gradient.lower(params, x))
+        return fnet.memory.peak(compiled).temporaries / (4 * np.prod(shape))
+
+    assert (activations_kept(5) - activations_kept(3)) / 2 < 1.1
+
+
+def test_what_does_not_fit_is_refused():
+    x = jnp.ones((2, 4, 6))
+    ones = jnp.ones(6)
+    with pytest.raises(ValueError, match="got groups=4, channels=6"):
+        group_norm(x, ones, ones, groups=4)
+    with pytest.raises(ValueError, match="got groups=0, channels=6"):
+        group_norm(x, ones, ones, groups=0)
+    with pytest.raises(ValueError, match="got groups=32, channels=48"):
+        layers.group_norm(48)
+    with pytest.raises(ValueError, match=r"scale must have shape \(6,\).*got \(5,\)"):
+        group_norm(x, jnp.ones(5), ones, groups=2)
+    with pytest.raises(ValueError, match=r"x must be \[N, ..., C\], got shape \(6,\)"):
+        group_norm(ones, ones, ones, groups=2)
+    with pytest.raises(TypeError, match="x must be floating, got int32"):
+        group_norm(x.astype(int), ones, ones, groups=2)
+    with pytest.raises(TypeError, match="bias must be float32 or wider, got bfloat16"):
+        group_norm(x, ones, ones.astype(jnp.bfloat16), groups=2)

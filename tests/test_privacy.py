@@ -1,0 +1,300 @@
+"""Private training: what is promised, what is spent, and that a run keeps to it."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import sys
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from dp_accounting import TruncatedSubsampledGaussianDpEvent
+from dp_accounting.pld import PLDAccountant
+from program_cases import exit_code, fnet_command
+from test_program import final_state, metrics_of
+
+from train import recipes
+from train.config import Clipped
+from train.data import poisson
+from train.errors import UserError
+from train.metrics import noise_scale, noise_scale_course
+from train.privacy import Privacy, noise_for, privacy_of
+from train.setup import setup
+
+PRIVATE = """
+from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="private",
+        data=Digits(batch_size=64),
+        model=Mlp(hidden=()),
+        optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant", ema_decay=0.9),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
+        train=Train(steps=8, log_every=2, eval_every=4),
+        checkpoint=Checkpoint(every=3),
+    )
+"""
+
+OTHER = """
+from train.config import *
+
+def config():
+    return Config(
+        name="other",
+        data=Digits(batch_size=64),
+        model={model},
+        optim=Optim(learning_rate=0.05),
+        grad={grad},
+        train=Train(steps=4, log_every=2, eval_every=4),
+    )
+"""
+
+
+@pytest.fixture
+def private(workplace):
+    (workplace / "private.py").write_text(PRIVATE)
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a private run of 8 steps, and what it printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "private.py").write_text(PRIVATE)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        fnet_command("train", folder / "private.py", "--out", folder / "run")
+    return folder / "run", printed.getvalue()
+
+
+def promise_of(folder):
+    return json.loads((folder / "summary.json").read_text())["privacy"]
+
+
+def write_other(workplace, grad, model="Mlp(hidden=())", name="other.py"):
+    (workplace / name).write_text(OTHER.format(grad=grad, model=model))
+
+
+# As dp_accounting 0.6 and jax_privacy reckon them.
+SPENT = [
+    (1.5, 0.04, 2250, "rdp", 7.3293),
+    (1.5, 0.04, 2250, "pld", 6.7688),
+    (1.0, 0.01, 1000, "rdp", 2.10137),
+    (1.0, 0.01, 1000, "pld", 1.82824),
+    (1.1, 256 / 60000, 3515, "rdp", 1.281144),
+    (1.1, 256 / 60000, 3515, "pld", 1.13374),
+]
+
+
+@pytest.mark.parametrize(("noise", "probability", "steps", "accountant", "epsilon"), SPENT)
+def test_epsilon_is_that_of_the_published_accountants(
+    noise, probability, steps, accountant, epsilon
+):
+    digits = len(str(epsilon).split(".")[1])
+    spent = Privacy(noise, probability, 1e-5, accountant).epsilon(steps)
+    assert round(spent, digits) == epsilon
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(("epsilon", "probability", "steps"), [(3, 0.356, 300), (0.5, 0.01, 1000)])
+def test_calibrated_noise_spends_the_target_and_hardly_less(
+    epsilon, probability, steps, accountant
+):
+    noise = noise_for(
+        epsilon, 1e-5, sampling_probability=probability, steps=steps, accountant=accountant
+    )
+    spent = Privacy(noise, probability, 1e-5, accountant).epsilon(steps)
+    assert 0.99 * epsilon < spent <= epsilon
+
+
+def test_epsilon_begins_at_zero_and_rises_with_every_step():
+    privacy = Privacy(1.0, 0.05, 1e-5)
+    spent = [privacy.epsilon(steps) for steps in range(6)]
+    assert spent[0] == 0
+    assert all(a < b for a, b in itertools.pairwise(spent))
+
+
+def test_dropping_what_overflows_a_padded_batch_changes_no_digit_of_epsilon():
+    """An overflowing step keeps a uniform choice: accounted for exactly, it is as if none did."""
+    examples, size, noise, steps = 1437, 512, 8.0, 300
+    rows = poisson.rows_of(examples, size)
+    truncated = TruncatedSubsampledGaussianDpEvent(examples, size / examples, rows, noise)
+    exactly = PLDAccountant().compose(truncated, steps).get_epsilon(1e-5)
+    spent = Privacy(noise, size / examples, 1e-5).epsilon(steps)
+    assert spent == pytest.approx(exactly, rel=1e-7)
+
+
+def test_a_private_run_says_what_it_will_spend_and_has_spent(whole):
+    folder, printed = whole
+    promise = promise_of(folder)
+    privacy = Privacy(1.0, 64 / 1437, 1e-5)
+    assert promise == {
+        "epsilon": privacy.epsilon(8),
+        "noise_multiplier": 1.0,
+        "sampling_probability": 64 / 1437,
+        "delta": 1e-5,
+        "accountant": "pld",
+    }
+    before, after = printed.split("step 2/8")
+    for part in (before, after):
+        assert f"private: epsilon {promise['epsilon']:.4g} at delta 1e-05 after 8 steps" in part
+    assert f"epsilon {privacy.epsilon(2):.4g}  " in after
+    lines = metrics_of(folder)
+    assert [r["privacy/epsilon"] for r in lines] == [privacy.epsilon(n) for n in (2, 4, 6, 8)]
+    assert {"train/clipped", "train/norm_median", "train/norm_max"} <= lines[0].keys()
+    assert "dp-accounting" in json.loads((folder / "summary.json").read_text())["versions"]
+
+
+def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
+    folder, _ = whole
+    fnet_command("train", "private.py", "--out", "parts", "--train.steps", 4)
+    fnet_command("train", "private.py", "--out", "parts", "--resume")
+    chex.assert_trees_all_equal(final_state(folder), final_state(private / "parts"))
+    assert metrics_of(folder) == metrics_of(private / "parts")
+    assert promise_of(folder) == promise_of(private / "parts")
+
+
+def test_a_target_is_kept_to_and_its_noise_is_not_stretched_over_more_steps(private, capsys):
+    target = ("--grad.noise-multiplier", "None", "--grad.epsilon", "2")
+    fnet_command("train", "private.py", *target, "--out", "run", "--train.steps", 2)
+    assert 1.98 < promise_of(private / "run")["epsilon"] <= 2
+    before = (private / "run" / "config.json").read_bytes()
+    capsys.readouterr()
+    assert exit_code("train", "run", "--resume", "--train.steps", 4) == 2
+    error = capsys.readouterr().err
+    assert "train.steps: the noise was calibrated to spend epsilon 2 over 2 steps, not 4" in error
+    assert error.count("\n") == 1
+    assert (private / "run" / "config.json").read_bytes() == before
+
+
+def one_step(config, batch=None):
+    """The parameters before and after the first step of a config."""
+    run = setup(config)
+    state = run.init(jax.random.key(0))
+    before = jax.tree.map(np.array, state.params)
+    batch = next(run.training_batches()) if batch is None else batch(run.batch_shapes)
+    after = run.step(state, batch)[0].params
+    return before, jax.tree.map(np.array, after)
+
+
+def test_noise_has_the_scale_that_was_accounted_for(private):
+    """A batch that is all padding moves by learning rate x noise multiplier x clip / batch_size."""
+    config = recipes.load("private.py")
+    grad = dataclasses.replace(config.grad, noise_multiplier=20.0, clip=0.5)
+
+    def padding(shapes):
+        return jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+
+    before, after = one_step(dataclasses.replace(config, grad=grad), padding)
+    moved = np.concatenate(
+        [np.ravel(b - a) for a, b in zip(*map(jax.tree.leaves, (before, after)), strict=True)]
+    )
+    expected = 0.5 * 20 * 0.5 / 64
+    assert moved.size == 64 * 10 + 10
+    assert moved.std() == pytest.approx(expected, rel=4 / np.sqrt(2 * moved.size))
+    assert abs(moved.mean()) < 4 * expected / np.sqrt(moved.size)
+
+
+def test_modes_that_leave_the_gradient_as_it_is_take_the_same_step(workplace):
+    moved = {}
+    for grad in ("Mean()", "PerExample()", "Clipped(clip=1e6)"):
+        write_other(workplace, grad)
+        _, moved[grad] = one_step(recipes.load("other.py"))
+    chex.assert_trees_all_close(moved["PerExample()"], moved["Mean()"], rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(moved["Clipped(clip=1e6)"], moved["Mean()"], rtol=1e-5, atol=1e-7)
+
+
+def test_a_clip_that_is_small_bounds_the_step(workplace):
+    write_other(workplace, "Clipped(clip=1e-3)")
+    before, after = one_step(recipes.load("other.py"))
+    moved = optax.tree.norm(jax.tree.map(np.subtract, after, before))
+    assert 0 < moved <= 0.05 * 1e-3 * (1 + 1e-3)
+
+
+def test_a_per_example_run_measures_the_noise_scale(workplace):
+    write_other(workplace, "PerExample()")
+    fnet_command("train", "other.py", "--out", "run")
+    lines = metrics_of(workplace / "run")
+    assert {"train/norm_median", "train/norm_max", "train/grad_sq", "train/grad_var"} <= lines[
+        0
+    ].keys()
+    for line in lines:
+        ratio = line["train/grad_var"] / line["train/grad_sq"]
+        assert line["train/noise_scale"] == pytest.approx(ratio)
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    assert summary["noise_scale"] == noise_scale(lines) > 0
+    assert summary["privacy"] is None
+
+
+def test_a_plan_splits_batches_in_the_plain_mode_only(workplace):
+    splits = {}
+    for grad in ("Mean()", "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"):
+        write_other(workplace, grad)
+        splits[grad] = setup(recipes.load("other.py")).splits
+    assert list(splits.values()) == [None, (4,), (1,), (1,)]
+
+
+def test_the_noise_scale_is_a_ratio_of_averages_that_forget():
+    def line(step, var, sq):
+        return {"step": step, "train/grad_var": var, "train/grad_sq": sq}
+
+    # By hand: one line is its own average; of two lines 20 steps apart, at the half-life
+    # of a tenth of 40 steps, the first counts 2^-5 as much as the second.
+    assert noise_scale_course([line(20, 6.0, 2.0)]) == [(20, 3.0)]
+    first, second = noise_scale_course([line(20, 6.0, 2.0), line(40, 8.0, 1.0)])
+    share = 2.0**-5
+    assert first[1] == pytest.approx(3)
+    assert second[1] == pytest.approx((share * 6 + 8) / (share * 2 + 1))
+    # Where noise is all there is, the estimate of |G|^2 can be below 0.
+    assert noise_scale_course([line(1, 6.0, -1.0)]) == []
+    assert noise_scale([line(1, 6.0, 1.0), line(100, 6.0, -1.0)]) is None
+    assert noise_scale([{"step": 1, "train/loss": 1.0}]) is None
+
+
+def test_without_the_optional_dependency_private_training_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(UserError, match="pip install dp-accounting"):
+        privacy_of(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
+    # Clipping alone needs no account.
+    assert privacy_of(Clipped(), batch_size=8, examples=100, steps=10) is None
+
+
+NONE = ("--grad.noise-multiplier", "None")
+MISTAKES = [
+    (("--grad.epsilon", "2", *NONE, "--grad.delta", "None"), "grad.delta: missing beside grad.epsilon; give less than 1 / 1437"),
+    (("--grad.delta", "None"), "grad.delta: missing beside grad.noise_multiplier"),
+    (NONE, "grad.delta: needs grad.epsilon or grad.noise_multiplier beside it"),
+    (("--grad.epsilon", "2"), "grad: epsilon 2.0 and noise_multiplier 1.0 each set the noise"),
+    (("--grad.delta", "0.001"), "grad.delta: 0.001 would permit to publish one of 1437 training examples whole"),
+    (("--grad.delta", "1.5"), "grad.delta: expected less than 1, got 1.5"),
+    (("--grad.epsilon", "-1"), "grad.epsilon: expected greater than 0, got -1.0"),
+    (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),
+    (("--grad.accountant", "moments"), "--grad.accountant: expected one of pld, rdp, got moments"),
+    (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
+    (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: 1e-05 is out of reach in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
+    (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 keeps nothing private: 8 steps spend epsilon"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_in_a_promise_is_one_line_and_nothing_is_written(words, message, private, capsys):
+    assert exit_code("train", "private.py", "--out", "run", *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (private / "run").exists()
+
+
+@pytest.mark.parametrize("grad", ["Clipped(epsilon=1.0, delta=1e-5)", "PerExample()"])
+def test_a_norm_over_the_batch_is_refused_by_name(grad, workplace, capsys):
+    write_other(workplace, grad, model="PreactResNet(widths=(4,), blocks_per_stage=1)")
+    assert exit_code("train", "other.py", "--out", "run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: grad: ")
+    assert "abn" in error
+    assert error.count("\n") == 1
+    assert not (workplace / "run").exists()
