@@ -77,7 +77,7 @@ def is_params_first(eqn: JaxprEqn) -> bool:
     """Whether an equation is `params_first`: it gives what it takes."""
     if eqn.primitive.name != "custom_jvp_call":
         return False
-    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == _params_first.__name__)
+    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "_params_first")
 
 
 _params_first.defjvp(_params_first_jvp, symbolic_zeros=True)

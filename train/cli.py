@@ -141,9 +141,12 @@ def _run_of(given: str) -> str | None:
 
 
 def _prepare_jax() -> None:
-    """Compiled programs are kept between runs, in the user's cache folder."""
+    """Compiled programs are kept between runs, in the user's cache folder; freed memory is not."""
     import jax
 
+    from train.process_memory import one_arena
+
+    one_arena()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))

@@ -32,11 +32,9 @@ class Linear:
     residuals: list[Array]
 
     @classmethod
-    def of(cls, f: Callable[..., Arrays], like: Sequence[Any]) -> "Linear":
-        """Traces ``f(*arrays) -> arrays`` for arguments of the shapes of ``like``."""
-        closed = jax.make_jaxpr(lambda *lane: list(f(*lane)))(
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like)
-        )
+    def of(cls, f: Callable[..., Arrays], like: Arrays) -> "Linear":
+        """Traces ``f(*arrays) -> arrays`` for arguments of the types of ``like``."""
+        closed = jax.make_jaxpr(lambda *lane: list(f(*lane)))(*like)
         return cls(closed.jaxpr, list(closed.consts))
 
     def one(self, lane: Arrays) -> list[Array]:
@@ -110,18 +108,19 @@ class Linear:
     def best_width(self, n: int, accumulated: bool) -> int:
         """How many of ``n`` lanes at a time take the least time on the default backend.
 
-        On accelerators all: one lane rarely fills them. On CPUs lanes share caches:
-        as many as fit into `CPU_LANES_BYTES`, which is all of them for small
-        functions and one for large. Where results are new and larger than what is
-        between them and the lanes, all again: a loop would copy each result
-        into its place, which costs more than it saves.
+        On CPUs lanes share caches: as many as fit into `CPU_LANES_BYTES`, which is
+        all of them for small functions and one for large. But where the lanes, or
+        new results, are larger than what is between them, all at once: what a loop
+        gains it would lose by copying each lane from or into its place. On
+        accelerators all, since one lane rarely fills them; an eighth where
+        results are added to others, so that they hardly exist twice.
 
         Args:
           n: how many lanes there are.
           accumulated: whether results are added to what is there.
         """
         if jax.default_backend() != "cpu":
-            return n
+            return max(n // 8, 1) if accumulated else n
         made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
         given = sum(_bytes(v) for v in self.jaxpr.invars)
         results = sum(_bytes(v) for v in self.jaxpr.outvars)

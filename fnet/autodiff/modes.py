@@ -70,15 +70,14 @@ def clipped(
                 has_aux=True,
             )  # fmt: skip
             sums, info = _in_parts(function, params, batch, drawn, microbatches)
-            weight = batch.get("weight")
+            counts = _counting(info, batch.get("weight"))
             if noise_multiplier:
                 sums = _noised(sums, noise_multiplier * clip, noise_key)
-            count = expected_batch_size or _count(weight, info.losses)
-            grads = jax.tree.map(lambda g: g / count, sums)
-            metrics, state = _summary(info, weight, model_state)
+            size = expected_batch_size or jnp.maximum(counts.sum(), 1)
+            grads = jax.tree.map(lambda g: g / size, sums)
+            metrics, state = _summary(info, counts, model_state)
             above = (info.norms > clip).astype(jnp.float32)
-            metrics["clipped"] = weighted_mean(above, _real(weight))
-            return grads, state, metrics
+            return grads, state, metrics | {"clipped": weighted_mean(above, counts)}
 
         return gradient
 
@@ -99,14 +98,13 @@ def per_example() -> Callable[[Loss], Gradient]:
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            weight = batch.get("weight")
             function = clipped_grad(_per_example(loss, model_state), float("inf"), has_aux=True)
-            sums, info = function(params, batch, key, mask=_real(weight))
-            count = _count(weight, info.losses)
-            grads = jax.tree.map(lambda g: g / count, sums)
-            metrics, state = _summary(info, weight, model_state)
+            sums, info = function(params, batch, key, mask=_real(batch.get("weight")))
+            counts = _counting(info, batch.get("weight"))
+            grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
+            metrics, state = _summary(info, counts, model_state)
             squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
-            scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), weight)
+            scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), counts)
             return grads, state, metrics | scale._asdict()
 
         return gradient
@@ -132,9 +130,10 @@ def _real(weight: Array | None) -> Array | None:
     return None if weight is None else (weight != 0).astype(jnp.float32)
 
 
-def _count(weight: Array | None, losses: Array) -> Array:
-    real = jnp.ones(losses.shape, bool) if weight is None else weight != 0
-    return jnp.maximum(real.sum(), 1).astype(jnp.float32)
+def _counting(info: Clipped, weight: Array | None) -> Array:
+    """1 for examples that are real and have a finite gradient, [batch]."""
+    counts = jnp.isfinite(info.norms)
+    return (counts if weight is None else counts & (weight != 0)).astype(jnp.float32)
 
 
 def _in_parts(
@@ -183,11 +182,8 @@ def _noised(sums: Any, deviation: float, key: Array) -> Any:
     return jax.tree.unflatten(structure, noisy)
 
 
-def _summary(info: Clipped, weight: Array | None, model_state: Any) -> tuple[dict[str, Array], Any]:
+def _summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
     """Metrics as means over the examples that count, and the model state, averaged likewise."""
-    counts = jnp.isfinite(info.norms).astype(jnp.float32)
-    if weight is not None:
-        counts = jnp.where(weight != 0, counts, 0)
     metrics, states = info.aux
     means = {name: weighted_mean(values, counts) for name, values in metrics.items()}
     norms = jnp.where(counts > 0, info.norms, jnp.nan)

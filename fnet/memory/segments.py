@@ -9,6 +9,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from fnet import jaxprs
+
 F = TypeVar("F", bound=Callable)
 CheckpointPolicy = Callable[..., Any]
 
@@ -138,7 +140,7 @@ def _bytes(v: Any) -> int:
 def _made_bytes(jaxpr: Jaxpr) -> list[int]:
     """What autodiff would keep of each equation at most: its results, of a loop in every round."""
     return [
-        e.params["length"] * sum(_made_bytes(e.params["jaxpr"].jaxpr))
+        e.params["length"] * sum(_made_bytes(jaxprs.scan(e).body.jaxpr))
         if e.primitive.name == "scan"
         else sum(map(_bytes, e.outvars))
         for e in jaxpr.eqns
@@ -153,7 +155,7 @@ def _large_loops(jaxpr: Jaxpr) -> set[int]:
         if e.primitive.name == "scan"
         and made[i] > _LARGE_LOOP * sum(made)
         # A loop whose rounds are recomputed already is left as it is.
-        and any(inner.primitive.name != "checkpoint" for inner in e.params["jaxpr"].jaxpr.eqns)
+        and any(e.primitive.name not in jaxprs.CHECKPOINT for e in jaxprs.scan(e).body.jaxpr.eqns)
     }
 
 
@@ -168,10 +170,10 @@ _ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
 
 def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> list[Any]:
     """The scan, each round under a `jax.checkpoint`."""
-    p = loop.params
-    fixed, carried = p["num_consts"], p["num_consts"] + p["num_carry"]
-    constants, carry, rows = args[:fixed], args[fixed:carried], args[carried:]
-    body = jaxpr_as_fun(p["jaxpr"])
+    scan = jaxprs.scan(loop)
+    before = scan.constants + scan.carry
+    constants, carry, rows = args[: scan.constants], args[scan.constants : before], args[before:]
+    body = jaxpr_as_fun(scan.body)
 
     def round_(carry: list[Any], rows: Sequence[Any]) -> list[Any]:
         # The name is inside the checkpoint: the policy sees it.
@@ -182,11 +184,9 @@ def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> lis
 
     def step(carry: Any, rows: Any) -> Any:
         out = recomputed(carry, rows)
-        return out[: p["num_carry"]], out[p["num_carry"] :]
+        return out[: scan.carry], out[scan.carry :]
 
-    carry, stacked = jax.lax.scan(
-        step, list(carry), list(rows), p["length"], p["reverse"], p["unroll"]
-    )
+    carry, stacked = scan.run(step, list(carry), list(rows))
     return [*carry, *stacked]
 
 

@@ -1,0 +1,4 @@
+"""One script a claim: python -m benchmarks.NAME.
+
+A package, not a mere folder, because Opacus installs one of this name, which would win.
+"""

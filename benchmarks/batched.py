@@ -1,0 +1,176 @@
+"""N tangents or cotangents at one point against N single passes: time, and memory by width.
+
+    python -m benchmarks.batched
+    python -m benchmarks.batched --networks mlp --lanes 16
+
+Batch 64, derivatives with respect to the parameters. A single pass is one call of
+the jitted `jax.jvp` or `jax.vjp`; all N results are kept until the last is there.
+Times are ratios to these N calls, interleaved. "one jit": the N passes in one
+program. "vmap": `jax.vmap` of the linear function. "one by one": width 1.
+"separate": results as N trees. "into": accumulators added to in place, against
+N single passes that add to donated ones. Temporaries: of the compiled program.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarks.measure import interleaved, markdown, temporaries, versions
+from fnet import layers
+from fnet.autodiff.batched import jvps, vjps
+
+BATCH = 64
+LANES = (1, 4, 16, 64)
+WIDTHS = (1, 4, 16, 64)
+NETWORKS = ("mlp", "wide", "small", "convolutions")
+
+
+def network(name: str) -> tuple[Callable[[Any], Array], Any]:
+    """A function of parameters, and parameters."""
+    if name == "convolutions":
+        model = layers.serial(
+            first=layers.conv(3, 16, (3, 3)),
+            relu=layers.activation("relu"),
+            second=layers.conv(16, 16, (3, 3)),
+            pool=layers.global_avg_pool(),
+            head=layers.dense(16, 10),
+        )
+        shape: tuple[int, ...] = (BATCH, 16, 16, 3)
+    else:
+        sizes = {"mlp": [784, 512, 512, 10], "wide": [256] * 4, "small": [16] * 3}[name]
+        model, shape = layers.mlp(sizes), (BATCH, sizes[0])
+    params, state = model.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), shape)
+    return lambda params: model.apply(params, state, x, train=True)[0], params
+
+
+def lane(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda a: a[i], tree)
+
+
+def stacked(like: Any, n: int, seed: int) -> Any:
+    return jax.tree.map(
+        lambda a: jax.random.normal(jax.random.key(seed), (n, *a.shape), a.dtype), like
+    )
+
+
+def single(mode: str, f: Callable[[Any], Array]) -> Callable[[Any, Any], Any]:
+    if mode == "forward":
+        return lambda params, t: jax.jvp(f, (params,), (t,))
+
+    def pull(params: Any, c: Any) -> Any:
+        out, vjp = jax.vjp(f, params)
+        return out, vjp(c)
+
+    return pull
+
+
+def vmapped(mode: str, f: Callable[[Any], Array], params: Any, shadows: Any) -> Any:
+    if mode == "forward":
+        out, push = jax.linearize(f, params)
+        return out, jax.vmap(push)(shadows)
+    out, pull = jax.vjp(f, params)
+    return out, jax.vmap(pull)(shadows)
+
+
+def batched(mode: str, f: Callable[[Any], Array], width: Any, params: Any, shadows: Any) -> Any:
+    if mode == "forward":
+        return jvps(f, (params,), (shadows,), width=width)
+    return vjps(f, (params,), shadows, width=width)
+
+
+def accumulating(f: Callable[[Any], Array], params: Any, cotangents: Any, n: int) -> dict:
+    """Both sides adding to accumulators that they own."""
+
+    def step(params: Any, c: Any, into: Any) -> Any:
+        return vjps(f, (params,), c, into=(into,))
+
+    def one(params: Any, c: Any, into: Any) -> Any:
+        out, pull = jax.vjp(f, params)
+        return out, jax.tree.map(jnp.add, into, pull(c)[0])
+
+    step, one = (jax.jit(g, donate_argnums=2) for g in (step, one))
+    ours = [jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), params)]
+    theirs = [jax.tree.map(jnp.zeros_like, params) for _ in range(n)]
+    singles = [lane(cotangents, i) for i in range(n)]
+
+    def all_at_once() -> Any:
+        out, (ours[0],) = step(params, cotangents, ours[0])
+        return out, ours[0]
+
+    def one_by_one() -> Any:
+        for i, c in enumerate(singles):
+            _, theirs[i] = one(params, c, theirs[i])
+        return list(theirs)
+
+    return {"into": all_at_once, "singles into": one_by_one}
+
+
+def time_row(name: str, mode: str, n: int, rounds: int) -> dict[str, str]:
+    f, params = network(name)
+    shadows = stacked(params if mode == "forward" else f(params), n, 2)
+    apart = [lane(shadows, i) for i in range(n)]
+    call = jax.jit(single(mode, f))
+    sides: dict[str, Callable[[], Any]] = {
+        "singles": lambda: [call(params, s) for s in apart],
+        "auto": functools.partial(
+            jax.jit(functools.partial(batched, mode, f, "auto")), params, shadows
+        ),
+        "one by one": functools.partial(
+            jax.jit(functools.partial(batched, mode, f, 1)), params, shadows
+        ),
+        "vmap": functools.partial(jax.jit(functools.partial(vmapped, mode, f)), params, shadows),
+    }
+    if n <= 16:
+        fused = jax.jit(lambda params, apart: [single(mode, f)(params, s) for s in apart])
+        separate = jax.jit(functools.partial(batched, mode, f, "auto"))
+        sides["one jit"] = functools.partial(fused, params, apart)
+        sides["separate"] = functools.partial(separate, params, apart)
+    if mode == "reverse":
+        sides |= accumulating(f, params, shadows, n)
+    seconds = interleaved(sides, rounds)
+    ratio = {k: f"{s / seconds['singles']:.2f}" for k, s in seconds.items()}
+    if "into" in seconds:
+        ratio["into"] = f"{seconds['into'] / seconds['singles into']:.2f}"
+    columns = ("auto", "vmap", "one by one", "separate", "one jit", "into")
+    return {
+        "network": f"{name}, {mode}",
+        "N": str(n),
+        "N singles ms": f"{seconds['singles'] * 1e3:.1f}",
+        **{k: ratio.get(k, "") for k in columns},
+    }
+
+
+def memory_row(name: str, mode: str, n: int) -> dict[str, str]:
+    f, params = network(name)
+    shadows = stacked(params if mode == "forward" else f(params), n, 2)
+
+    def mb(g: Callable[..., Any]) -> str:
+        return f"{temporaries(jax.jit(g).lower(params, shadows).compile()) / 1e6:.2f}"
+
+    widths = {str(w): mb(functools.partial(batched, mode, f, w)) for w in (*WIDTHS, "auto")}
+    return {"network": f"{name}, {mode}", **widths, "vmap": mb(functools.partial(vmapped, mode, f))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=NETWORKS)
+    parser.add_argument("--lanes", type=int, nargs="+", default=LANES)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    modes = ("forward", "reverse")
+    cases = [(name, mode) for name in args.networks for mode in modes]
+    print(f"Time as a ratio to N single passes, batch {BATCH}, {jax.default_backend()}.\n")
+    print(markdown([time_row(*case, n, args.rounds) for case in cases for n in args.lanes]))
+    print("\nTemporaries in MB, N = 64, by width.\n")
+    print(markdown([memory_row(*case, max(WIDTHS)) for case in cases]))
+    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+
+
+if __name__ == "__main__":
+    main()
