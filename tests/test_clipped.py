@@ -4,9 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_losses import CASES, one_by_one
+from example_losses import CASES, B, one_by_one, rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fnet.autodiff.clipped import clipped_grad
+import fnet
+from fnet import layers
+from fnet.autodiff.clipped import clipped_grad, routes
+from fnet.memory import peak
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +42,224 @@ def test_it_is_the_clipped_sum_of_a_loop_over_examples(name):
     chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
     scale = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
     chex.assert_trees_all_close(found, expected, atol=tolerance * scale, rtol=tolerance)
+
+
+def halves(p, x):
+    """Half the squared distance: the gradient is p - x."""
+    return (p - x) ** 2 / 2
+
+
+INFINITY = float("inf")
+X = np.array([1.0, 4.0, 7.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("clip", "how", "expected"),
+    [(2.5, {}, -3.5), (2.5, {"rescale_to_unit_norm": True}, -1.4), (10, {}, -6.0)],
+)
+def test_the_golden_sums_of_jax_privacy(clip, how, expected):
+    found, info = clipped_grad(halves, clip, **how)(jnp.float32(2), X)
+    chex.assert_trees_all_close(found, jnp.float32(expected), rtol=1e-6)
+    chex.assert_trees_all_close(info.norms, jnp.array([1.0, 2.0, 5.0]))
+
+
+def test_the_golden_norms_without_a_bound():
+    found, info = clipped_grad(halves, INFINITY)(jnp.float32(3), np.array([0.0, 7.0, -2.0]))
+    chex.assert_trees_all_close((found, info.norms), (jnp.float32(4), jnp.array([3.0, 4.0, 5.0])))
+
+
+def test_padding_contributes_nothing():
+    gradient = clipped_grad(halves, 2.5, rescale_to_unit_norm=True)
+    found, info = gradient(jnp.float32(2), X, mask=np.array([True, False, False]))
+    chex.assert_trees_all_close(found, jnp.float32(0.4))
+    chex.assert_trees_all_close(info.norms, jnp.array([1.0, 0.0, 0.0]))
+    found, _ = gradient(jnp.float32(2), X, mask=np.zeros(3, bool))
+    assert found == 0
+
+
+def linear(p, gradients):
+    """A loss with these gradients."""
+    return sum((p[name] * gradients[name]).sum(-1) for name in p)
+
+
+def test_a_bound_of_nothing_normalises_where_it_is_rescaled():
+    p = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    g = {"a": np.array([[3.0, 0.0]]), "b": np.array([[0.0, 4.0]])}
+    found, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, g)
+    expected = {"a": jnp.array([0.6, 0.0]), "b": jnp.array([0.0, 0.8])}
+    chex.assert_trees_all_close(found, expected)
+    zero = jax.tree.map(np.zeros_like, g)
+    found, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, zero)
+    chex.assert_trees_all_equal(found, p)
+
+
+def test_layers_are_clipped_on_their_own():
+    p = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    g = {"a": np.array([[3.0, 4.0]]), "b": np.array([[0.0, 10.0]])}
+    found, _ = clipped_grad(linear, {"a": 1, "b": 15}, per_layer=True)(p, g)
+    expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 10.0])}
+    chex.assert_trees_all_close(found, expected)
+    found, _ = clipped_grad(linear, 2**0.5, per_layer=True)(p, g)
+    expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 1.0])}
+    chex.assert_trees_all_close(found, expected)
+
+
+def test_automatic_clipping_divides_by_the_norm():
+    found, _ = clipped_grad(halves, 1.0, automatic=0.01)(jnp.float32(2), X)
+    expected = 1 / 1.01 - 2 / 2.01 - 5 / 5.01
+    chex.assert_trees_all_close(found, jnp.float32(expected), rtol=1e-6)
+
+
+def test_a_bound_may_be_traced():
+    gradient = clipped_grad(halves, 1.0)
+    found = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)
+    chex.assert_trees_all_close(found, jnp.float32(-3.5))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("name", ["dense_over_time", "convolution_in_time", "fnet_mlp"])
+def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted(name, bad):
+    case = CASES[name]()
+    gradient = jax.jit(clipped_grad(case.loss, 1.0))
+    (x,) = case.batch
+    found, info = gradient(case.params, x.at[2].set(bad))
+    mask = jnp.arange(B) != 2
+    expected, _ = jax.jit(clipped_grad(case.loss, 1.0))(case.params, x, mask=mask)
+    chex.assert_tree_all_finite(found)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert info.nonfinite == 1
+
+
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize("name", ["dense", "tied_embedding"])
+def test_a_batch_of_none_and_of_one(name, size):
+    case = CASES[name]()
+    batch = jax.tree.map(lambda a: a[:size], case.batch)
+    found, info = clipped_grad(case.loss, INFINITY)(case.params, *batch)
+    expected = jax.grad(lambda p: case.loss(p, *batch).sum())(case.params)
+    chex.assert_shape(info.norms, (size,))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3), st.floats(1e-6, 1e6))
+def test_without_one_example_the_sum_changes_by_no_more_than_the_bound(seed, clip, scale):
+    rng = np.random.default_rng(seed)
+    p = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    g = {
+        name: (scale * rng.standard_normal((4, v.size))).astype(np.float32) for name, v in p.items()
+    }
+    gradient = clipped_grad(linear, clip)
+    whole, _ = gradient(p, g)
+    for i in range(4):
+        rest, _ = gradient(p, g, mask=np.arange(4) != i)
+        change = optax.tree.norm(jax.tree.map(jnp.subtract, whole, rest))
+        assert change <= clip * (1 + 1e-5) + 1e-6 * clip * 4
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_large_parameters_of_unknown_use_are_made_in_chunks(width):
+    case = CASES["custom_derivatives"]()
+    assert routes(case.loss, case.params, *case.batch)["w"] == "made"
+    assert routes(case.loss, case.params, *case.batch, width=width)["w"] == "made in chunks"
+    at_once = clipped_grad(case.loss, 0.5)(case.params, *case.batch)
+    in_chunks = clipped_grad(case.loss, 0.5, width=width)(case.params, *case.batch)
+    chex.assert_trees_all_close(in_chunks, at_once, rtol=1e-5, atol=1e-6)
+
+
+def test_routes_tell_how_each_parameter_was_met():
+    found = {}
+    for name in ("dense", "dense_over_time", "unusual", "tied_embedding"):
+        case = CASES[name]()
+        found |= {(name, k): v for k, v in routes(case.loss, case.params, *case.batch).items()}
+    assert found["dense", "w"] == found["tied_embedding", "embedding"] == "products"
+    assert found["dense_over_time", "b"] == "kept"
+    assert found["unusual", "w"] == "made"
+    assert found["unusual", "unused"] == "unused"
+
+
+def test_a_sharded_batch_gives_the_same_sum():
+    case = CASES["dense_over_time"]()
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    x = jax.device_put(case.batch[0], NamedSharding(mesh, PartitionSpec("data")))
+    gradient = jax.jit(clipped_grad(case.loss, 0.5))
+    found, info = gradient(case.params, x)
+    expected, expected_info = gradient(case.params, *case.batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(info.norms, expected_info.norms, rtol=1e-5)
+
+
+def test_of_an_mlp_no_more_memory_is_taken_than_of_the_plain_gradient():
+    model = layers.mlp([784, 512, 512, 10])
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    x = jax.ShapeDtypeStruct((256, 784), jnp.float32)
+    y = jax.ShapeDtypeStruct((256,), jnp.int32)
+
+    def loss(p, x, y):
+        logits = model.apply(p, {}, x, train=True)[0]
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, y)
+
+    def temporaries(f):
+        return peak(jax.jit(f).lower(params, x, y).compile()).temporaries
+
+    plain = temporaries(jax.grad(lambda *args: loss(*args).mean()))
+    assert temporaries(lambda *args: clipped_grad(loss, 1.0)(*args)) <= 1.1 * plain
+
+
+def coupled(p, x):
+    with jax.named_scope("norm"):
+        h = x @ p
+        h = h - h.mean(0, keepdims=True)
+    return rows(h)
+
+
+REFUSED = {
+    "nan": (lambda: clipped_grad(halves, float("nan")), "at least 0, got nan"),
+    "negative": (lambda: clipped_grad(halves, -1.0), "at least 0, got -1.0"),
+    "nothing": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
+    "everything": (
+        lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "infinite clip"
+    ),
+    "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
+    "width": (
+        lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "above 0; got 0"
+    ),
+    "mean": (
+        lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),
+        r"got \(\); return the losses themselves",
+    ),
+    "sizes": (
+        lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
+        r"argument 1: \(3,\), argument 2: \(2,\)",
+    ),
+    "mask": (
+        lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
+    ),
+    "coupled": (
+        lambda: clipped_grad(coupled, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
+        "norm mixes the examples.*reduce_sum.*group norm",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_named(name):
+    wrong, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        wrong()
+
+
+def test_batch_norm_is_refused_by_its_name():
+    model = fnet.serial(conv=layers.conv(2, 4), norm=layers.abn(4), pool=layers.global_avg_pool())
+    params, state = model.init(jax.random.key(0))
+
+    def loss(p, x):
+        return rows(model.apply(p, state, x, train=True)[0])
+
+    with pytest.raises(ValueError, match="norm mixes the examples of a batch"):
+        clipped_grad(loss, 1.0)(params, jnp.ones((4, 5, 5, 2)))
+
+
+def test_integer_parameters_are_refused():
+    with pytest.raises(TypeError, match=r"got int32 at \['n'\]"):
+        clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)

@@ -30,6 +30,7 @@ class Contributions(NamedTuple):
       losses: [batch].
       aux: what the loss returns beside them: [batch, ...] each, but what does not
         depend on the batch as it is.
+      aux_rows: which of its leaves are [batch, ...].
       structure: of the parameters.
       shares: of each parameter by its number.
       chunks: of the parameters that are left.
@@ -37,6 +38,7 @@ class Contributions(NamedTuple):
 
     losses: Array
     aux: Any
+    aux_rows: list[bool]
     structure: Any
     shares: dict[int, Shares]
     chunks: "Chunks"
@@ -122,12 +124,17 @@ def contributions(
         return out if has_aux else (out, None)
 
     traced = _follow(name, whole, leaves, e)
-    found = _at_once(traced, leaves, e) or _one_by_one(whole, traced, leaves, e, width)
-    losses, aux, shares, chunks = found
+    if e.size:
+        found = _at_once(traced, leaves, e) or _one_by_one(whole, traced, leaves, e, width)
+        losses, aux, shares, chunks = found
+    else:
+        losses, aux = whole(leaves, e.rebuild_batch(e.leaves))
+        aux, shares, chunks = jax.tree.leaves(aux), {}, Chunks(traced.closed, leaves, e, (), 1)
     for i in set(range(len(leaves))).difference(shares, chunks.which):
         shares[i] = Unused(leaves[i], e.size)
     aux = jax.tree.unflatten(traced.aux, aux)
-    return Contributions(losses, aux, structure, shares, chunks)
+    rows = [state is not None for state in traced.followed.outputs[1:]]
+    return Contributions(losses, aux, rows, structure, shares, chunks)
 
 
 class _Traced(NamedTuple):

@@ -209,7 +209,8 @@ def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[
         given = [of(v) for v in eqn.invars]
         results = [any(given)] * len(eqn.outvars)
         if eqn.primitive.name == "dot_general" and sum(given) == 1:
-            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+            operands: list[Any] = [v.aval for v in eqn.invars]
+            shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
             (call,) = jax.make_jaxpr(_product(eqn))(*shapes).jaxpr.eqns
             eqn = eqn.replace(primitive=call.primitive, params=call.params)
         elif eqn.primitive.name in _CALLS and any(given):
@@ -233,7 +234,9 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
     side, which puts the lane's axis within the result wherever the lane's own
     axes surround the contracted one (gradients and tangents of matrices), and
     then moves it to the front: a copy as large as all results. Here such a
-    product is as many products, each of which lies where it is wanted.
+    product is as many products, each of which lies where it is wanted: in one
+    batched product, or on CPUs, where the lanes' operands are larger than their
+    results, one after the other.
     """
     dot = functools.partial(eqn.primitive.bind, **eqn.params)
     (contracted, batch) = eqn.params["dimension_numbers"]
@@ -245,10 +248,10 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
         free = set(range(operands[lane].ndim - 1)).difference(contracted[lane], batch[lane])
         if all(batched) or max(free, default=-1) < min(contracted[lane], default=0):
             return jax.vmap(dot, [0 if b else None for b in batched])(*operands), True
-        if jax.default_backend() == "cpu" and operands[lane][0].size > eqn.outvars[0].aval.size:
-            shared = operands[1 - lane]
-            order = (lambda x: (x, shared)) if lane == 0 else (lambda x: (shared, x))
-            return jax.lax.map(lambda x: dot(*order(x)), operands[lane]), True
+        if jax.default_backend() == "cpu" and operands[lane][0].nbytes > _bytes(eqn.outvars[0]):
+            # XLA's CPU compiler would bring all matrices into another layout first.
+            one = (lambda x: dot(x, operands[1])) if lane == 0 else (lambda x: dot(operands[0], x))
+            return jax.lax.map(one, operands[lane]), True
         a, b = (
             x if is_lane else jnp.broadcast_to(x, (n, *x.shape))
             for x, is_lane in zip(operands, batched, strict=True)

@@ -43,7 +43,12 @@ def per_example_grad(
         def some(e: Examples) -> Any:
             found = contributions("per_example_grad", loss, params, e, has_aux=has_aux)
             grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), found.each(), params)
-            return grads, found.aux
+            aux, structure = jax.tree.flatten(found.aux)
+            rows = [
+                a if is_row else jnp.broadcast_to(a, (e.size, *jnp.shape(a)))
+                for a, is_row in zip(aux, found.aux_rows, strict=True)
+            ]
+            return grads, jax.tree.unflatten(structure, rows)
 
         grads, aux = _in_chunks(some, e, width or max(e.size, 1))
         return (grads, aux) if has_aux else grads

@@ -1,0 +1,181 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from example_losses import CASES, B, one_by_one
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fnet
+from fnet import autodiff, layers
+from fnet.autodiff import influence, noise_scale, per_example_grad, per_example_norms
+
+
+@pytest.fixture(autouse=True)
+def as_users_write():
+    """Biases are added to arrays of higher rank."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def stacked(gradients):
+    return jax.tree.map(lambda *g: jnp.stack(g), *gradients)
+
+
+@pytest.mark.parametrize("width", [None, 1, 4])
+@pytest.mark.parametrize(
+    "name", ["tied_embedding", "convolutions", "stacked_layers", "unusual", "dropout"]
+)
+def test_they_are_those_of_a_loop_over_examples(name, width):
+    case = CASES[name]()
+    found = jax.jit(per_example_grad(case.loss, width=width))(case.params, *case.batch)
+    chex.assert_trees_all_close(found, stacked(one_by_one(case)), rtol=2e-4, atol=2e-5)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2),
+    st.integers(1, 2), st.sampled_from(["SAME", "VALID"]),
+)  # fmt: skip
+def test_convolutions_of_all_shapes(size, window, stride, dilation, groups, features, padding):
+    side = size + dilation * (window - 1)
+    x = jax.random.normal(jax.random.key(0), (3, side, side + 1, groups * features))
+    kernel = jax.random.normal(jax.random.key(1), (window, window, features, 2 * groups))
+
+    def loss(kernel, x):
+        y = jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), padding, rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+        )  # fmt: skip
+        return jnp.sin(y).sum((1, 2, 3))
+
+    found = per_example_grad(loss)(kernel, x)
+    expected = jnp.stack(
+        [jax.grad(lambda k, i=i: loss(k, x[i : i + 1])[0])(kernel) for i in range(3)]
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+    norms = per_example_norms(loss)(kernel, x)
+    lengths = jnp.linalg.norm(expected.reshape(3, -1), axis=1)
+    chex.assert_trees_all_close(norms, lengths, rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_loss_returns_beside_comes_along():
+    def loss(p, x, name):
+        return p * x, {"doubled": 2 * x, "same": name}
+
+    x = jnp.arange(3.0)
+    grads, aux = per_example_grad(loss, has_aux=True, width=2)(jnp.float32(2), x, jnp.float32(7))
+    chex.assert_trees_all_close(grads, x)
+    chex.assert_trees_all_close(aux["doubled"], 2 * x)
+
+
+def test_influence_is_the_dot_product_with_each_gradient():
+    case = CASES["heads"]()
+    each = one_by_one(case)
+    direction = jax.tree.map(jnp.ones_like, case.params)
+    expected = jnp.stack([optax.tree.vdot(g, direction) for g in each])
+    found = influence(case.loss)(direction, case.params, *case.batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_noise_scale_is_unbiased():
+    true = np.array([1.0, -2.0, 0.5])
+    deviation = np.array([0.5, 1.0, 2.0])
+    g = true + deviation * np.random.default_rng(0).standard_normal((20_000, 8, 3))
+    norms = jnp.asarray(np.linalg.norm(g, axis=-1))
+    mean = jnp.asarray(np.linalg.norm(g.mean(1), axis=-1))
+    found = jax.vmap(noise_scale)(norms, mean)
+    chex.assert_trees_all_close(found.grad_sq.mean(), (true**2).sum(), rtol=0.02)
+    chex.assert_trees_all_close(found.grad_var.mean(), (deviation**2).sum(), rtol=0.02)
+
+
+def test_padding_is_no_part_of_the_noise_scale():
+    norms, weight = jnp.array([1.0, 2.0, jnp.nan]), jnp.array([1.0, 1.0, 0.0])
+    found = noise_scale(norms, jnp.float32(1.2), weight)
+    chex.assert_trees_all_close(found, noise_scale(norms[:2], jnp.float32(1.2)))
+
+
+@pytest.mark.parametrize("width", [0, -1, 1.5, True])
+def test_a_width_is_a_whole_number(width):
+    with pytest.raises(ValueError, match="a whole number above 0; got"):
+        per_example_grad(lambda p, x: p * x, width=width)
+
+
+MODEL = layers.mlp([4, 8, 3])
+
+
+def model_loss(params, state, batch, key):
+    logits, state = MODEL.apply(params, state, batch["x"], key=key, train=True)
+    losses = fnet.losses.cross_entropy(logits, batch["label"])
+    return losses, fnet.Aux(state, {"accuracy": fnet.losses.accuracy(logits, batch["label"])})
+
+
+def batch(weight=None):
+    x = jax.random.normal(jax.random.key(0), (B, 4))
+    found = {"x": x, "label": jnp.arange(B) % 3}
+    return found if weight is None else found | {"weight": jnp.asarray(weight, jnp.float32)}
+
+
+def gradient(mode, batch):
+    params, state = MODEL.init(jax.random.key(1))
+    return jax.jit(mode(model_loss))(params, state, batch, jax.random.key(2))
+
+
+@pytest.mark.parametrize("weight", [None, [1, 0, 1, 1, 0, 1]])
+@pytest.mark.parametrize("mode", [autodiff.per_example(), autodiff.clipped(1e6)])
+def test_without_a_bound_the_modes_give_the_mean_gradient(mode, weight):
+    found, _, metrics = gradient(mode, batch(weight))
+    expected, _, means = gradient(autodiff.mean, batch(weight))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    for name, value in means.items():
+        chex.assert_trees_all_close(metrics[name], value, rtol=1e-5)
+
+
+def test_microbatches_of_a_private_step_change_nothing():
+    weight = [1, 0, 1, 1, 0, 1]
+    whole = gradient(autodiff.clipped(0.5), batch(weight))
+    parts = gradient(autodiff.clipped(0.5, microbatches=3), batch(weight))
+    chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():
+    mode = autodiff.clipped(0.5, noise_multiplier=3.0, expected_batch_size=10)
+    silent, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
+    run = jax.jit(mode(model_loss))
+    params, state = MODEL.init(jax.random.key(1))
+    draws = [run(params, state, batch(), jax.random.key(i))[0] for i in range(200)]
+    noise = jax.tree.map(lambda *g: jnp.stack(g[1:]) - g[0], silent, *draws)
+    values = jnp.concatenate([n.ravel() for n in jax.tree.leaves(noise)])
+    chex.assert_trees_all_close(values.std(), jnp.float32(3 * 0.5 / 10), rtol=0.03)
+    assert jnp.unique(values).size > 0.99 * values.size
+
+
+def test_an_example_that_is_not_finite_leaves_the_metrics_finite():
+    bad = batch()
+    bad["x"] = bad["x"].at[1].set(jnp.nan)
+    for mode in (autodiff.per_example(), autodiff.clipped(0.5)):
+        grads, _, metrics = gradient(mode, bad)
+        chex.assert_tree_all_finite((grads, metrics))
+        assert metrics["nonfinite"] == 1
+
+
+def test_a_batch_that_is_all_padding_gives_nothing():
+    grads, _, metrics = gradient(autodiff.clipped(0.5), batch(np.zeros(B)))
+    chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
+    chex.assert_tree_all_finite(metrics)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"clip": -1.0}, "at least 0"),
+        ({"clip": 1.0, "noise_multiplier": 1.0}, "expected_batch_size"),
+        ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
+        ({"clip": 1.0, "microbatches": 0}, "microbatches must be at least 1"),
+    ],
+)
+def test_modes_refuse_what_makes_no_sense(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        autodiff.clipped(**wrong)
