@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.measure import interleaved, markdown, temporaries, versions
-from fnet import layers
+from fnet import layers, serial
 from fnet.autodiff.batched import jvps, vjps
 
 BATCH = 64
@@ -33,7 +33,7 @@ NETWORKS = ("mlp", "wide", "small", "convolutions")
 def network(name: str) -> tuple[Callable[[Any], Array], Any]:
     """A function of parameters, and parameters."""
     if name == "convolutions":
-        model = layers.serial(
+        model = serial(
             first=layers.conv(3, 16, (3, 3)),
             relu=layers.activation("relu"),
             second=layers.conv(16, 16, (3, 3)),

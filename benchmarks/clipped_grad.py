@@ -9,8 +9,9 @@ the same network in whatever way it is written here, "memory" to the smallest
 temporaries of the plain ones. "vmap" makes every example's gradient, then clips and
 sums; `per_example_grad` returns all of them. Both are left out where they would take
 more than 4 GB, results included. "differs" is the largest difference, relative to the
-largest gradient, from a loop over single examples, half of which are
-clipped. About ten minutes.
+largest gradient, from a loop over single examples, half of which are clipped. The plain
+gradient differs from such a loop, too: where a network is deep, a rounding moves some
+activation to the other side of its kink. About ten minutes.
 """
 
 import argparse
@@ -71,10 +72,13 @@ def rows(name: str, written: dict[str, Network], rounds: int) -> list[dict[str, 
     programs = {f"plain, {way}": compiled(plain(n.loss), n) for way, n in written.items()}
     differs = {}
     for way, n in written.items():
+        mean = programs[f"plain, {way}"](n.params, n.x, n.y)
+        total = optax.tree.scale(len(n.x), mean)
+        rounding = differs[f"plain, {way}"] = difference(total, one_by_one(n, jnp.inf))
         bound = float(jnp.median(norms_one_by_one(n)))
         row, program = f"`clipped_grad`, {way}", compiled(clipped(n.loss, bound), n)
         programs[row] = program
-        differs[row] = checked(program(n.params, n.x, n.y), one_by_one(n, bound))
+        differs[row] = checked(program(n.params, n.x, n.y), one_by_one(n, bound), rounding)
     first, n = next(iter(written.items()))
     slow = {f"{kind}, {first}": compiled(make(n.loss, 1.0), n) for kind, make in EACH.items()}
     slow = {row: program for row, program in slow.items() if held(program) <= MOST_BYTES}
@@ -169,17 +173,28 @@ def singly(n: Network) -> list[tuple[Array, Array]]:
     return [(n.x[i : i + 1], n.y[i : i + 1]) for i in range(len(n.x))]
 
 
-def checked(got: Any, expected: Any) -> float:
-    """The largest difference relative to the largest gradient.
+def checked(got: Any, expected: Any, rounding: float = 0.0) -> float:
+    """The difference.
+
+    Args:
+      got: by what is measured.
+      expected: by a loop over examples.
+      rounding: how much a plain gradient differs from such a loop.
 
     Raises:
-      AssertionError: where it is above the tolerance.
+      AssertionError: where it is above the tolerance and above twice the rounding.
     """
-    largest = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
-    differences = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), got, expected)
-    worst = max(jax.tree.leaves(differences)) / largest
-    assert worst <= TOLERANCE, f"clipped_grad differs from a loop over examples by {worst:.1e}"
+    worst = difference(got, expected)
+    allowed = max(TOLERANCE, 2 * rounding)
+    assert worst <= allowed, f"differs from a loop over examples by {worst:.1e} > {allowed:.1e}"
     return worst
+
+
+def difference(got: Any, expected: Any) -> float:
+    """The largest, relative to the largest gradient."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
+    largest = max(float(abs(b).max()) for _, b in pairs)
+    return max(float(abs(a - b).max()) for a, b in pairs) / largest
 
 
 if __name__ == "__main__":
