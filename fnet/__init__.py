@@ -6,6 +6,7 @@ from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
 from fnet.layers.attention import dot_product_attention
+from fnet.layers.group_norm import group_norm
 from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.reversible import reversible
 from fnet.losses import linear_cross_entropy
@@ -25,6 +26,7 @@ __all__ = [
     "clipped_grad",
     "compile_step",
     "dot_product_attention",
+    "group_norm",
     "layer_norm",
     "layers",
     "linear_cross_entropy",

@@ -59,7 +59,8 @@ def jvps(
         varied: where they are whole arguments they need None, inside a tree
         anything may stand for them.
       width: how many lanes exist at a time, beside results; need not divide N.
-        "auto": see `fnet.autodiff.lanes.Linear.best_width`.
+        "auto": the fastest found, see `fnet.autodiff.lanes.Linear.best_width`. It
+        bounds memory except on CPUs in the backward pass of convolutions.
       primal: whether ``f``'s result is returned; False is Enzyme's DualOnly.
 
     Returns:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from fnet.autodiff.accumulate import _convolutions, _is_in_fast_layout
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -125,20 +126,23 @@ class Linear:
         given = sum(_bytes(v) for v in self.jaxpr.invars)
         results = sum(_bytes(v) for v in self.jaxpr.outvars)
         between = max(made - results, 0)
-        if not accumulated and not self.has_convolutions and max(given, results) > between:
+        has_convolutions = any(True for _ in _convolutions(self.jaxpr))
+        if not accumulated and not has_convolutions and max(given, results) > between:
             return n
         most = max(CPU_LANES_BYTES // max(given + made, 1), 1)
         return math.ceil(n / math.ceil(n / most))
 
     @functools.cached_property
-    def has_convolutions(self) -> bool:
-        """Whether a convolution, slow in loops and over lanes on CPUs, is among its equations."""
-        return "conv_general_dilated" in {e.primitive.name for e in _equations(self.jaxpr)}
-
-    @property
     def loops_are_slow(self) -> bool:
-        """Whether chunks are better written out: XLA's CPU convolutions are slow in loops."""
-        return self.has_convolutions and jax.default_backend() == "cpu"
+        """Whether chunks are written out one after the other, as `accumulate_grad` has them.
+
+        On CPUs, in a loop, a convolution in another layout than XLA's own takes 10 to
+        90 times as long; those of a backward pass are. Written out, the compiler may
+        begin one chunk before it ends another: ``width`` then does not bound memory.
+        """
+        return jax.default_backend() == "cpu" and not all(
+            _is_in_fast_layout(eqn) for eqn in _convolutions(self.jaxpr)
+        )
 
 
 CPU_LANES_BYTES = 2**20
@@ -152,24 +156,6 @@ def _write(s: Array, r: Array, start: Array | int) -> Array:
 def _bytes(v: Any) -> int:
     aval = v.aval
     return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def _equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """All equations, those of calls and loops among them."""
-    found = list(jaxpr.eqns)
-    for eqn in jaxpr.eqns:
-        for inner in _inner(eqn):
-            found += _equations(inner)
-    return found
-
-
-def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
-    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else [p])]
-    return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if _is_jaxpr(v)]
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
