@@ -246,6 +246,16 @@ def _sliced(eqn: JaxprEqn, given: list[State]) -> State:
     return Along(axis) if axis >= 0 and before[axis] == after[axis] else UNKNOWN
 
 
+def _split(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 or axis == eqn.params["axis"] else Along(axis)
+
+
+def _reversed(eqn: JaxprEqn, given: list[State]) -> State:
+    axis = _only(given)
+    return UNKNOWN if axis < 0 or axis in eqn.params["dimensions"] else Along(axis)
+
+
 def _gathered(eqn: JaxprEqn, given: list[State]) -> State:
     """Rows of a table that all share, by each example's indices; or of a table for each example."""
     d, (table, indices) = eqn.params["dimension_numbers"], given
@@ -274,12 +284,15 @@ _RULES: dict[str, Callable[[JaxprEqn, list[State]], State]] = {
     "cumprod": _cumulative,
     "cumsum": _cumulative,
     "dot_general": _dot,
+    "dynamic_slice": _sliced,
     "gather": _gathered,
     "pad": _padded,
     "reduce_window_max": _windowed,
     "reduce_window_sum": _windowed,
     "reshape": _reshaped,
+    "rev": _reversed,
     "slice": _sliced,
+    "split": _split,
     "squeeze": _squeezed,
     "stop_gradient": lambda eqn, given: given[0],
     "transpose": _transposed,

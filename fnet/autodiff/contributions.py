@@ -1,14 +1,17 @@
 """What each example contributes to a gradient: norms and scaled sums from one backward pass."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
+from fnet.autodiff.alone import Alone, alone
 from fnet.autodiff.batch_axis import UNKNOWN, Along, Followed, Mixed, follow
+from fnet.autodiff.chunks import Chunks
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
@@ -17,10 +20,10 @@ from fnet.autodiff.examples import (
     check_width,
 )
 from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
-from fnet.autodiff.taps import Uses, find_uses, tap, tapped
+from fnet.autodiff.taps import Path, Use, Uses, find_uses, tap, tapped
 
 _AT_ONCE = 16 * 2**20
-"""Bytes of shares that may be made at once beside as much again as the parameters take."""
+"""Bytes of shares that may be made at once beside as many as the parameters take."""
 
 
 class Contributions(NamedTuple):
@@ -41,7 +44,7 @@ class Contributions(NamedTuple):
     aux_rows: list[bool]
     structure: Any
     shares: dict[int, Shares]
-    chunks: "Chunks"
+    chunks: Chunks
 
     def squared_norms(self) -> Any:
         """Of each example's gradient of each parameter, [batch] each, like params."""
@@ -125,7 +128,8 @@ def contributions(
 
     traced = _follow(name, whole, leaves, e)
     if e.size:
-        found = _at_once(traced, leaves, e) or _one_by_one(whole, traced, leaves, e, width)
+        found = _at_once(whole, traced, leaves, e, width)
+        found = found or _one_by_one(whole, traced, leaves, e, width)
         losses, aux, shares, chunks = found
     else:
         losses, aux = whole(leaves, e.rebuild_batch(e.leaves))
@@ -179,28 +183,36 @@ def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Trace
     return _Traced(closed, jax.tree.structure(out[1]), followed, shapes)
 
 
-_Found = tuple[Array, list[Any], dict[int, Shares], "Chunks"]
+_Found = tuple[Array, list[Any], dict[int, Shares], Chunks]
 
 
-def _at_once(traced: _Traced, leaves: Sequence[Any], e: Examples) -> _Found | None:
-    """The batch as it is, if every place where a parameter meets it is known."""
+def _at_once(
+    whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
+) -> _Found | None:
+    """The batch as it is, if all that a parameter meets has a row an example."""
     uses = find_uses(traced.closed, len(leaves))
-    if e.size < 2 or uses.other or not traced.proven:
+    if e.size < 2 or uses.lost or not traced.proven:
+        return None
+    if (apart := _alone(whole, traced, uses, leaves, e, width)) is None:
         return None
     axes = []
-    for use in uses.known:
-        given, (out,) = traced.followed.at.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
+    for use in uses.every:
+        given, (out, *_) = traced.followed.at.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
         data = given[use.product.data] if use.product.data is not None else Along(0)
         if not isinstance(data, Along) or not isinstance(out, Along):
             return None
         axes.append((data.axis, out.axis))
 
     def losses(taps: list[Array]) -> Any:
-        (losses, *aux), data = tapped(traced.closed, uses.known, taps, [*leaves, *e.leaves])
+        args = [*leaves, *e.leaves]
+        (losses, *aux), data = tapped(traced.closed, uses.every, taps, args, apart)
         return losses, (aux, data)
 
-    taps = [jnp.zeros((*use.loops, *use.out.shape), use.out.dtype) for use in uses.known]
-    found, vjp, (aux, data) = jax.vjp(losses, taps, has_aux=True)
+    def zeros(use: Use) -> Array:
+        copies = () if use.operand is None else (e.size,)
+        return jnp.zeros((*use.loops, *copies, *use.out.shape), use.out.dtype)
+
+    found, vjp, (aux, data) = jax.vjp(losses, list(map(zeros, uses.every)), has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(found))
 
     def by_example(a: Array, loops: int, axis: int) -> Array:
@@ -210,15 +222,47 @@ def _at_once(traced: _Traced, leaves: Sequence[Any], e: Examples) -> _Found | No
         return jnp.moveaxis(a, axis, loops)
 
     met: dict[int, list[Met]] = {}
-    for use, x, ct, (data_axis, out_axis) in zip(uses.known, data, cotangents, axes, strict=True):
+    for use, x, ct, (data_axis, out_axis) in zip(uses.every, data, cotangents, axes, strict=True):
         n = len(use.loops)
         if use.product.data is None:
             x = jnp.zeros((*use.loops, e.size, 0))
         else:
             x = by_example(x, n, data_axis)
-        met.setdefault(use.view.param, []).append(Met(use, x, by_example(ct, n, out_axis)))
+        ct = ct if use.operand is not None else by_example(ct, n, out_axis)
+        met.setdefault(use.view.param, []).append(Met(use, x, ct))
     shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
     return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
+
+
+def _alone(
+    whole: Any,
+    traced: _Traced,
+    uses: Uses,
+    leaves: Sequence[Any],
+    e: Examples,
+    width: int | None,
+) -> dict[Path, Alone] | None:
+    """Equations that use parameters in other ways than products, example by example.
+
+    None where one cannot be had, or the examples' copies would be too large.
+    """
+    copied = [use for use in uses.every if use.operand is not None]
+    taken = sum(e.size * math.prod((*use.loops, *use.out.shape)) * 4 for use in copied)
+    if taken > _allowed(leaves) or _divided(uses, leaves, e.size, width)[1]:
+        return None
+    if not copied:
+        return {}
+    shapes = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in e.leaves]
+    one = jax.make_jaxpr(
+        lambda *args: whole(list(args[: len(leaves)]), e.rebuild_batch(args[len(leaves) :]))
+    )(*leaves, *shapes)
+    found = {}
+    for path in {use.path for use in copied}:
+        states = traced.followed.at.get(path, ([UNKNOWN], [UNKNOWN]))
+        if (equation := alone(traced.closed, one, path, e.size, states)) is None:
+            return None
+        found[path] = equation
+    return found
 
 
 def _one_by_one(
@@ -245,11 +289,16 @@ def _one_by_one(
     return losses, aux, shares, chunks
 
 
+def _allowed(leaves: Sequence[Any]) -> int:
+    """Bytes of shares that may be made at once."""
+    return sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+
+
 def _divided(
     uses: Uses, leaves: Sequence[Any], size: int, width: int | None
 ) -> tuple[list[int], list[int]]:
     """Parameters used in other ways: those whose shares are made at once, and the rest."""
-    allowed = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    allowed = _allowed(leaves)
     at_once, in_chunks = [], []
     for i in sorted(uses.other, key=lambda i: leaves[i].size):
         taken = size * leaves[i].size * leaves[i].dtype.itemsize
@@ -294,73 +343,5 @@ def _backward(
 
 def _width(which: Sequence[int], leaves: Sequence[Any], size: int, width: int | None) -> int:
     each = sum(leaves[i].size * leaves[i].dtype.itemsize for i in which)
-    allowed = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    allowed = _allowed(leaves)
     return width or max(1, min(allowed // max(each, 1), size))
-
-
-class Chunks(NamedTuple):
-    """Shares that are made for a few examples at a time, once for norms and again for sums.
-
-    Attributes:
-      closed: the traced loss of an example.
-      leaves: all parameters.
-      examples: the batch.
-      which: the numbers of the parameters.
-      width: how many examples at a time.
-    """
-
-    closed: ClosedJaxpr
-    leaves: Sequence[Any]
-    examples: Examples
-    which: Sequence[int]
-    width: int
-
-    def squared_norms(self) -> dict[int, Array]:
-        """[batch] of each parameter."""
-        if not self.which:
-            return {}
-
-        def of(example: Sequence[Array]) -> list[Array]:
-            return [jnp.square(g.astype(jnp.float32)).sum() for g in self._gradient(example)]
-
-        return dict(zip(self.which, self.examples.map(of, self.width), strict=True))
-
-    def each(self) -> dict[int, Array]:
-        """[batch, *parameter] of each."""
-        if not self.which:
-            return {}
-        return dict(zip(self.which, self.examples.map(self._gradient, self.width), strict=True))
-
-    def totals(self, scales: Mapping[int, Array]) -> dict[int, Array]:
-        """``sum_b scales_b gradient_b`` of each parameter."""
-        e, width = self.examples, self.width
-        parts = -(-e.size // width)
-        padding = parts * width - e.size
-
-        def divided(a: Array) -> Array:
-            rows = jnp.concatenate([a, jnp.broadcast_to(a[:1], (padding, *a.shape[1:]))])
-            return rows.reshape(parts, width, *a.shape[1:])
-
-        def add(sums: list[Array], part: Any) -> tuple[list[Array], None]:
-            rows, scales = part
-            shares = map(Made, jax.vmap(self._gradient)(rows))
-            added = [
-                s + share.total(scale) for s, share, scale in zip(sums, shares, scales, strict=True)
-            ]
-            return added, None
-
-        sums = [jnp.zeros(self.leaves[i].shape, jnp.float32) for i in self.which]
-        if self.which and parts:
-            rows = [divided(a) for a in e.leaves]
-            padded = [divided(scales[i]).at[-1, width - padding :].set(0) for i in self.which]
-            sums, _ = jax.lax.scan(add, sums, (rows, padded))
-        return dict(zip(self.which, sums, strict=True))
-
-    def _gradient(self, example: Sequence[Array]) -> list[Array]:
-        def of(own: list[Any]) -> Array:
-            params = list(self.leaves)
-            for i, p in zip(self.which, own, strict=True):
-                params[i] = p
-            return jaxpr_as_fun(self.closed)(*params, *example)[0]
-
-        return jax.grad(of)([self.leaves[i] for i in self.which])

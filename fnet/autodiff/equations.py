@@ -14,7 +14,7 @@ ELEMENTWISE = frozenset(
     (  # noqa: SIM905
         "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj "
         "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
-        "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg "
+        "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg "
         "nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left "
         "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
     ).split()

@@ -76,6 +76,8 @@ class Products(NamedTuple):
     @property
     def route(self) -> str:
         """See `Shares`."""
+        if any(m.use.operand is not None for m in self.met):
+            return "made"
         return "kept" if self._is_small() else "products" if self._aligned() else "made in parts"
 
     def _is_small(self) -> bool:

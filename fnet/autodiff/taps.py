@@ -9,7 +9,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
-from fnet.autodiff.products import Product, product
+from fnet.autodiff.alone import Alone
+from fnet.autodiff.products import Product, Shift, product
 from fnet.autodiff.views import View
 from fnet.backward_pass import is_params_first
 
@@ -25,7 +26,10 @@ class Use(NamedTuple):
       view: of the parameter.
       product: what they make together.
       loops: lengths of the scans around it, the outermost first.
-      out: shape and dtype of the equation's result, in one round.
+      out: shape and dtype of the equation's result, in one round; or of the operand.
+      operand: the number of an operand that the equation uses in a way that is not
+        looked into. Each example is given a copy of its own: the tap [batch, ...]
+        stands before the equation.
     """
 
     path: Path
@@ -33,6 +37,7 @@ class Use(NamedTuple):
     product: Product
     loops: tuple[int, ...]
     out: jax.ShapeDtypeStruct
+    operand: int | None = None
 
     @property
     def stacked(self) -> tuple[int, ...]:
@@ -44,12 +49,19 @@ class Uses(NamedTuple):
     """How a function uses its parameters.
 
     Attributes:
-      known: uses as one product each, in order.
-      other: parameters that are used in another way too.
+      every: all uses, in order.
+      other: parameters that are used otherwise than in products.
+      lost: those of them that are used by themselves, apart from the data.
     """
 
-    known: tuple[Use, ...]
+    every: tuple[Use, ...]
     other: frozenset[int]
+    lost: frozenset[int]
+
+    @property
+    def known(self) -> tuple[Use, ...]:
+        """Uses of parameters that are in products alone."""
+        return tuple(use for use in self.every if use.view.param not in self.other)
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
@@ -65,14 +77,14 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
     search.visit(closed, [*views, *[None] * (len(closed.jaxpr.invars) - params)], (), ())
-    known = tuple(use for use in search.uses if use.view.param not in search.other)
-    return Uses(known, frozenset(search.other))
+    other = {use.view.param for use in search.uses if use.operand is not None}
+    return Uses(tuple(search.uses), frozenset(other | search.lost), frozenset(search.lost))
 
 
 class _Search:
     def __init__(self) -> None:
         self.uses: list[Use] = []
-        self.other: set[int] = set()
+        self.lost: set[int] = set()
 
     def visit(
         self,
@@ -108,16 +120,26 @@ class _Search:
             view: Any = views[operand]
             found = product(eqn, operand)
             if found and not (found.once and view.repeats):
-                aval = jaxprs.aval(eqn.outvars[0])
-                out = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-                self.uses.append(Use(path, view, found, loops, out))
+                self.uses.append(Use(path, view, found, loops, _shape(eqn.outvars[0])))
             elif changed := view.through(eqn):
                 return list(changed)
             else:
-                self._lose(views)
+                self._give_copies(eqn, views, path, loops)
         else:
-            self._lose(views)
+            self._give_copies(eqn, views, path, loops)
         return [None] * len(eqn.outvars)
+
+    def _give_copies(
+        self, eqn: JaxprEqn, views: list[View | None], path: Path, loops: tuple[int, ...]
+    ) -> None:
+        if not any(
+            v is None and not isinstance(a, Literal) for v, a in zip(views, eqn.invars, strict=True)
+        ):
+            self._lose(views)
+        for k, (view, operand) in enumerate(zip(views, eqn.invars, strict=True)):
+            if view:
+                use = Use(path, view, Shift(()), loops, _shape(operand), k)
+                self.uses.append(use)
 
     def _scan(
         self, eqn: JaxprEqn, views: list[View | None], path: Path, loops: tuple[int, ...]
@@ -130,11 +152,20 @@ class _Search:
         self._lose(self.visit(s.body, inputs, path, (*loops, eqn.params["length"])))
 
     def _lose(self, views: Sequence[View | None]) -> None:
-        self.other |= {view.param for view in views if view}
+        self.lost |= {view.param for view in views if view}
+
+
+def _shape(atom: Any) -> jax.ShapeDtypeStruct:
+    aval = jaxprs.aval(atom)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def tapped(
-    closed: ClosedJaxpr, uses: Sequence[Use], taps: Sequence[Array], args: Sequence[Any]
+    closed: ClosedJaxpr,
+    uses: Sequence[Use],
+    taps: Sequence[Array],
+    args: Sequence[Any],
+    alone: Mapping[Path, Alone] | None = None,
 ) -> tuple[list[Any], list[Array]]:
     """Evaluates a traced function with a tap behind every use.
 
@@ -142,20 +173,26 @@ def tapped(
       closed: the traced function.
       uses: of its parameters.
       taps: of each use, zeros [*loops, *out.shape]. The cotangent of a tap is that
-        of the result behind which it stands.
+        of the result behind which it stands. Before an operand it is [*loops, batch,
+        *operand.shape], and its cotangent that of each example's copy.
       args: of the function.
+      alone: the equations whose operands have taps.
 
     Returns:
       Its results; and of each use the data that met the parameter, [*loops, ...].
     """
-    at = {use.path: number for number, use in enumerate(uses)}
-    results, data = _Evaluation(at, uses).run(closed, args, (), dict(enumerate(taps)))
+    at: dict[Path, list[int]] = {}
+    for number, use in enumerate(uses):
+        at.setdefault(use.path, []).append(number)
+    evaluation = _Evaluation(at, uses, alone or {})
+    results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
 
 class _Evaluation(NamedTuple):
-    at: dict[Path, int]
+    at: dict[Path, list[int]]
     uses: Sequence[Use]
+    alone: Mapping[Path, Alone]
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Array]
@@ -171,8 +208,11 @@ class _Evaluation(NamedTuple):
         for i, eqn in enumerate(jaxpr.eqns):
             here, inputs = (*path, i), read(eqn.invars)
             inside = {n: taps[n] for n, use in self._inside(here) if use.path != here}
-            if (number := self.at.get(here)) is not None:
-                (out,) = jaxprs.run(jaxpr, eqn, inputs)
+            if here in self.alone:
+                outputs = self._each_alone(here, inputs, taps)
+                data |= dict.fromkeys(self.at[here], jnp.zeros(0))
+            elif here in self.at:
+                (number,), (out,) = self.at[here], jaxprs.run(jaxpr, eqn, inputs)
                 outputs = [tap(out, taps[number])]
                 operand = self.uses[number].product.data
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
@@ -184,6 +224,16 @@ class _Evaluation(NamedTuple):
                 outputs = jaxprs.run(jaxpr, eqn, inputs)
             values |= zip(eqn.outvars, outputs, strict=True)
         return read(jaxpr.outvars), data
+
+    def _each_alone(self, path: Path, inputs: list[Any], taps: Mapping[int, Array]) -> list[Array]:
+        numbers = self.at[path]
+        operands = [self.uses[n].operand for n in numbers]
+
+        def change(given: list[Array], zeros: Sequence[Array]) -> list[Array]:
+            own = dict(zip(operands, zeros, strict=True))
+            return [tap(a, own[k]) if k in own else a for k, a in enumerate(given)]
+
+        return self.alone[path](inputs, [taps[n] for n in numbers], change)
 
     def _inside(self, path: Path) -> list[tuple[int, Use]]:
         return [(n, use) for n, use in enumerate(self.uses) if use.path[: len(path)] == path]

@@ -1,0 +1,120 @@
+"""An equation in the midst of a batch, evaluated for each example alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from fnet import jaxprs
+from fnet.autodiff.batch_axis import Along, State
+
+
+class Alone(NamedTuple):
+    """An equation that treats every example alike, vectorised over them.
+
+    Each example may then have its own copy of an operand that all share.
+
+    Attributes:
+      jaxpr: of a batch of one, in which the equation is.
+      eqn: the equation.
+      size: how many examples there are.
+      given: of each operand the axis that counts examples, None if all share it.
+      out: of each result likewise.
+    """
+
+    jaxpr: Jaxpr
+    eqn: JaxprEqn
+    size: int
+    given: Sequence[int | None]
+    out: Sequence[int]
+
+    def __call__(
+        self, operands: Sequence[Array], own: Sequence[Array], change: Callable[..., list[Array]]
+    ) -> list[Array]:
+        """Its results for the whole batch.
+
+        Args:
+          operands: of the whole batch.
+          own: [size, ...] of each example.
+          change: ``(operands, own) -> operands`` of one example.
+        """
+
+        def one(rows: list[Array], own: Sequence[Array]) -> list[Array]:
+            return jaxprs.run(self.jaxpr, self.eqn, change(rows, own))
+
+        rows = [
+            a if axis is None else _divided(a, axis, self.size)
+            for a, axis in zip(operands, self.given, strict=True)
+        ]
+        axes = [None if axis is None else 0 for axis in self.given]
+        results = jax.vmap(one, (axes, 0))(rows, own)
+        return [_joined(a, axis) for a, axis in zip(results, self.out, strict=True)]
+
+
+def alone(
+    whole: ClosedJaxpr,
+    one: ClosedJaxpr,
+    path: Sequence[int],
+    size: int,
+    states: tuple[list[State], list[State]],
+) -> Alone | None:
+    """The equation of that path; None where it cannot be told how it treats one example.
+
+    Args:
+      whole: a function of a batch, traced.
+      one: the same function of a batch of one.
+      path: of the equation, the same in both.
+      size: of the batch.
+      states: which axis counts examples, of its operands and results.
+    """
+    given, out = states
+    if not all(isinstance(s, Along) for s in out):
+        return None
+    if not all(s is None or isinstance(s, Along) for s in given):
+        return None
+    found = _equations(whole, one, path)
+    if found is None:
+        return None
+    (_, eqn), (jaxpr, small) = found
+    pairs = [*zip(eqn.invars, small.invars, given, strict=True)]
+    pairs += zip(eqn.outvars, small.outvars, out, strict=True)
+    for a, b, state in pairs:
+        shape = list(jaxprs.aval(a).shape)
+        if isinstance(state, Along):
+            shape[state.axis] //= size
+        if tuple(shape) != jaxprs.aval(b).shape:
+            return None
+    axes = [s.axis if isinstance(s, Along) else None for s in given]
+    return Alone(jaxpr, small, size, axes, [s.axis for s in out if isinstance(s, Along)])
+
+
+_Found = tuple[tuple[Jaxpr, JaxprEqn], tuple[Jaxpr, JaxprEqn]]
+
+
+def _equations(whole: ClosedJaxpr, one: ClosedJaxpr, path: Sequence[int]) -> _Found | None:
+    """The equation in both functions, if they consist of the same ones all the way."""
+    names = [[e.primitive.name for e in c.jaxpr.eqns] for c in (whole, one)]
+    if names[0] != names[1]:
+        return None
+    pair = whole.jaxpr.eqns[path[0]], one.jaxpr.eqns[path[0]]
+    if len(path) == 1:
+        return (whole.jaxpr, pair[0]), (one.jaxpr, pair[1])
+    inner: Any = [
+        jaxprs.scan(e).body if e.primitive.name == "scan" else jaxprs.called(e) for e in pair
+    ]
+    return _equations(inner[0], inner[1], path[1:])
+
+
+def _divided(a: Array, axis: int, size: int) -> Array:
+    """Each example's part of that axis stays where it is; the examples go first."""
+    a = a.reshape(*a.shape[:axis], size, -1, *a.shape[axis + 1 :])
+    return jnp.moveaxis(a, axis, 0)
+
+
+def _joined(a: Array, axis: int) -> Array:
+    """The inverse."""
+    a = jnp.moveaxis(a, 0, axis)
+    return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
