@@ -1,7 +1,15 @@
 """fnet trains bigger networks in the same memory, as pure functions over JAX."""
 
 from fnet import autodiff, layers, losses, memory, models, optim
-from fnet.autodiff import Aux, accumulate_grad, clipped_grad, per_example_grad
+from fnet.autodiff import (
+    Aux,
+    accumulate_grad,
+    clipped_grad,
+    jacobian,
+    jvps,
+    per_example_grad,
+    vjps,
+)
 from fnet.backward_pass import params_first, recompute
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
@@ -27,6 +35,8 @@ __all__ = [
     "compile_step",
     "dot_product_attention",
     "group_norm",
+    "jacobian",
+    "jvps",
     "layer_norm",
     "layers",
     "linear_cross_entropy",
@@ -45,4 +55,5 @@ __all__ = [
     "rms_norm",
     "serial",
     "variant",
+    "vjps",
 ]

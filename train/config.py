@@ -220,6 +220,10 @@ class Clipped(_Strict):
     """Largest norm of one example's gradient."""
     per_layer: bool = False
     """Whether each parameter array's part is clipped by itself, to an equal share of clip."""
+    quantile: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Share of examples that clip is adapted to, step by step, to leave as they are."""
+    automatic: Positive | None = None
+    """Divides each gradient by its norm plus this, instead of clipping what is above clip."""
     microbatches: Count = 1
     """Parts that a batch is split into, one after the other."""
     epsilon: Annotated[float, Gt(0), Le(1000)] | None = None

@@ -111,7 +111,8 @@ def setup(config: Config) -> Setup:
         )
     except ValueError as error:
         raise UserError(f"optim: {error}") from error
-    optimizer = optim.make_optimizer(
+    privacy = _privacy(config, data.size(task.dataset.train), steps)
+    plain = optim.make_optimizer(
         o.name,
         schedule,
         momentum=o.momentum,
@@ -120,11 +121,12 @@ def setup(config: Config) -> Setup:
         clip_norm=o.clip_norm,
     )
 
+    mode, optimizer = _mode(config, privacy, plain)
+
     def init(key: Array) -> TrainState:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
-    privacy = _privacy(config, data.size(task.dataset.train), steps)
-    step = fnet.make_step(task.loss, optimizer, _mode(config, privacy), ema_decay=o.ema_decay)
+    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     batch_shapes = _batch_shapes(task, config)
     if isinstance(config.grad, PerExample | Clipped):
@@ -179,20 +181,47 @@ def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
     return privacy_of(config.grad, batch_size=size, examples=examples, steps=steps)
 
 
-def _mode(config: Config, privacy: Privacy | None) -> autodiff.Mode:
-    """What the config makes of the losses; microbatches of the mean are left to `fnet.variant`."""
+def _mode(
+    config: Config, privacy: Privacy | None, optimizer: optax.GradientTransformation
+) -> tuple[autodiff.Mode, optax.GradientTransformation]:
+    """What the config makes of the losses, and the optimizer with what the mode keeps in it.
+
+    Microbatches of the mean are left to `fnet.variant`.
+    """
     grad = config.grad
     if isinstance(grad, PerExample):
-        return autodiff.per_example()
-    if isinstance(grad, Clipped):
-        return autodiff.clipped(
+        return autodiff.per_example(), optimizer
+    if not isinstance(grad, Clipped):
+        return autodiff.mean, optimizer
+    noise = privacy.noise_multiplier if privacy else 0.0
+    size, parts = config.data.batch_size, grad.microbatches
+    if grad.quantile is None:
+        mode = autodiff.clipped(
             grad.clip,
-            noise_multiplier=privacy.noise_multiplier if privacy else 0.0,
-            expected_batch_size=config.data.batch_size,
+            noise_multiplier=noise,
+            expected_batch_size=size,
             per_layer=grad.per_layer,
-            microbatches=grad.microbatches,
+            automatic=grad.automatic,
+            microbatches=parts,
         )
-    return autodiff.mean
+        return mode, optimizer
+    if grad.per_layer or grad.automatic is not None:
+        other = "per_layer" if grad.per_layer else "automatic"
+        raise UserError(
+            f"grad.quantile: adapts one bound for whole gradients, which grad.{other} has not; "
+            "give one of them"
+        )
+    try:
+        adaptive = autodiff.AdaptiveClipping(
+            grad.clip,
+            quantile=grad.quantile,
+            noise_multiplier=noise,
+            expected_batch_size=size,
+            microbatches=parts,
+        )
+    except ValueError as error:
+        raise UserError(f"grad.quantile: {error}") from error
+    return adaptive, adaptive.keeping_clip(optimizer)
 
 
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:

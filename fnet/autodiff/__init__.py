@@ -1,8 +1,11 @@
 """What is made of one loss per example: gradient modes, and gradients of single examples."""
 
 from fnet.autodiff.accumulate import accumulate_grad, microbatches
+from fnet.autodiff.adaptive import AdaptiveClipping, adapted_clip
+from fnet.autodiff.batched import jvps, vjps
 from fnet.autodiff.clipped import Clipped, clipped_grad, routes
 from fnet.autodiff.in_backward import optimizer_in_backward
+from fnet.autodiff.jacobian import hvps, jacobian
 from fnet.autodiff.mean import Aux, Gradient, Loss, mean, weighted_mean
 from fnet.autodiff.modes import clipped, per_example
 from fnet.autodiff.per_example import (
@@ -15,6 +18,7 @@ from fnet.autodiff.per_example import (
 from fnet.autodiff.update import Mode, Update
 
 __all__ = [
+    "AdaptiveClipping",
     "Aux",
     "Clipped",
     "Gradient",
@@ -23,9 +27,13 @@ __all__ = [
     "NoiseScale",
     "Update",
     "accumulate_grad",
+    "adapted_clip",
     "clipped",
     "clipped_grad",
+    "hvps",
     "influence",
+    "jacobian",
+    "jvps",
     "mean",
     "microbatches",
     "noise_scale",
@@ -34,5 +42,6 @@ __all__ = [
     "per_example_grad",
     "per_example_norms",
     "routes",
+    "vjps",
     "weighted_mean",
 ]

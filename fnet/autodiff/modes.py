@@ -64,20 +64,16 @@ def clipped(
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            drawn, noise_key = jax.random.split(key)
             function = clipped_grad(
-                _per_example(loss, model_state), clip, per_layer=per_layer, automatic=automatic,
-                has_aux=True,
+                per_example_loss(loss, model_state), clip, per_layer=per_layer,
+                automatic=automatic, has_aux=True,
             )  # fmt: skip
-            sums, info = _in_parts(function, params, batch, drawn, microbatches)
-            counts = _counting(info, batch.get("weight"))
-            if noise_multiplier:
-                sums = _noised(sums, noise_multiplier * clip, noise_key)
-            size = expected_batch_size or jnp.maximum(counts.sum(), 1)
-            grads = jax.tree.map(lambda g: g / size, sums)
-            metrics, state = _summary(info, counts, model_state)
-            above = (info.norms > clip).astype(jnp.float32)
-            return grads, state, metrics | {"clipped": weighted_mean(above, counts)}
+            sums, info, counts, noise_key = clipped_sum(function, params, batch, key, microbatches)
+            grads = noised_mean(
+                sums, noise_multiplier * clip, expected_batch_size, counts, noise_key
+            )
+            metrics, state = summary(info, counts, model_state)
+            return grads, state, metrics | {"clipped": share_above(clip, info, counts)}
 
         return gradient
 
@@ -98,11 +94,11 @@ def per_example() -> Callable[[Loss], Gradient]:
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            function = clipped_grad(_per_example(loss, model_state), float("inf"), has_aux=True)
+            function = clipped_grad(per_example_loss(loss, model_state), float("inf"), has_aux=True)
             sums, info = function(params, batch, key, mask=_real(batch.get("weight")))
             counts = _counting(info, batch.get("weight"))
             grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
-            metrics, state = _summary(info, counts, model_state)
+            metrics, state = summary(info, counts, model_state)
             squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
             scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), counts)
             return grads, state, metrics | scale._asdict()
@@ -116,7 +112,7 @@ def _no_loss(params: Any) -> Array:
     raise NotImplementedError
 
 
-def _per_example(loss: Loss, model_state: Any) -> Callable[..., Any]:
+def per_example_loss(loss: Loss, model_state: Any) -> Callable[..., Any]:
     """``(params, batch, key) -> (losses, (metrics, model state))``."""
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
@@ -134,6 +130,19 @@ def _counting(info: Clipped, weight: Array | None) -> Array:
     """1 for examples that are real and have a finite gradient, [batch]."""
     counts = jnp.isfinite(info.norms)
     return (counts if weight is None else counts & (weight != 0)).astype(jnp.float32)
+
+
+def clipped_sum(
+    function: Callable[..., tuple[Any, Clipped]],
+    params: Any,
+    batch: dict[str, Array],
+    key: Array,
+    microbatches: int,
+) -> tuple[Any, Clipped, Array, Array]:
+    """A batch's sum, what is said of it, which examples count, and a key for noise."""
+    drawn, noise_key = jax.random.split(key)
+    sums, info = _in_parts(function, params, batch, drawn, microbatches)
+    return sums, info, _counting(info, batch.get("weight")), noise_key
 
 
 def _in_parts(
@@ -173,7 +182,21 @@ def _in_parts(
     return sums, jax.tree.map(joined, infos)._replace(nonfinite=infos.nonfinite.sum())
 
 
-def _noised(sums: Any, deviation: float, key: Array) -> Any:
+def noised_mean(
+    sums: Any, deviation: Array | float, size: float | None, counts: Array, key: Array
+) -> Any:
+    """Sums with noise of that deviation, over the expected size or over those that count."""
+    if not (isinstance(deviation, float) and deviation == 0):
+        sums = _noised(sums, deviation, key)
+    return jax.tree.map(lambda g: g / (size or jnp.maximum(counts.sum(), 1)), sums)
+
+
+def share_above(clip: Array | float, info: Clipped, counts: Array) -> Array:
+    """Of the examples that count, [] in [0, 1]."""
+    return weighted_mean((info.norms > clip).astype(jnp.float32), counts)
+
+
+def _noised(sums: Any, deviation: Array | float, key: Array) -> Any:
     leaves, structure = jax.tree.flatten(sums)
     noisy = [
         (g + deviation * jax.random.normal(jax.random.fold_in(key, i), g.shape)).astype(g.dtype)
@@ -182,7 +205,7 @@ def _noised(sums: Any, deviation: float, key: Array) -> Any:
     return jax.tree.unflatten(structure, noisy)
 
 
-def _summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
+def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
     """Metrics as means over the examples that count, and the model state, averaged likewise."""
     metrics, states = info.aux
     means = {name: weighted_mean(values, counts) for name, values in metrics.items()}
