@@ -268,3 +268,23 @@ def test_batch_norm_is_refused_by_its_name():
 def test_integer_parameters_are_refused():
     with pytest.raises(TypeError, match=r"got int32 at \['n'\]"):
         clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)
+
+
+@pytest.mark.usefixtures("float64")
+def test_of_float64_it_has_all_digits():
+    model = layers.transformer(8, heads=2, blocks=1)
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
+    x = np.random.default_rng(0).standard_normal((3, 4, 8))
+
+    def loss(p, x):
+        return rows(model.apply(p, {}, x, train=True)[0])
+
+    @jax.jit
+    def both_ways(params, x):
+        each = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(params, x)
+        return clipped_grad(loss, INFINITY)(params, x), each
+
+    (found, info), each = both_ways(params, x)
+    chex.assert_trees_all_close(found, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-11)
+    chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-12)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from fnet.autodiff import outer
 from fnet.autodiff.examples import Examples
 from fnet.autodiff.shares import Made
 
@@ -35,7 +36,7 @@ class Chunks(NamedTuple):
             return {}
 
         def of(example: Sequence[Array]) -> list[Array]:
-            return [jnp.square(g.astype(jnp.float32)).sum() for g in self._gradient(example)]
+            return [jnp.square(g.astype(outer.wide(g))).sum() for g in self._gradient(example)]
 
         return dict(zip(self.which, self.examples.map(of, self.width), strict=True))
 
@@ -63,7 +64,7 @@ class Chunks(NamedTuple):
             ]
             return added, None
 
-        sums = [jnp.zeros(self.leaves[i].shape, jnp.float32) for i in self.which]
+        sums = [jnp.zeros(self.leaves[i].shape, outer.wide(self.leaves[i])) for i in self.which]
         if self.which and parts:
             rows = [divided(a) for a in e.leaves]
             padded = [divided(scales[i]).at[-1, width - padding :].set(0) for i in self.which]

@@ -58,6 +58,9 @@ def clipped_grad(
       - Without one example the sum differs by at most ``clip``, by 1 if rescaled.
       - An example with a gradient that is not finite, or masked, contributes exactly 0.
       - A batch of 0 examples gives 0.
+      - Sums are kept in float32 (of float64, in that). Of narrower activations scaled
+        cotangents are rounded like any, so that bounds hold to such a rounding: in
+        bfloat16 to 0.4 %.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``; see `PerExampleLoss`.

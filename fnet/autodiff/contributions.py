@@ -57,7 +57,7 @@ class Contributions(NamedTuple):
         return self._tree(found | self.chunks.each())
 
     def total(self, scales: Any) -> Any:
-        """Sums over examples, scaled: ``sum_b scales_b gradient_b``, float32.
+        """Sums over examples, scaled: ``sum_b scales_b gradient_b``, float32 or wider.
 
         Args:
           scales: [batch] of each parameter, like params. What is scaled by 0 counts

@@ -146,7 +146,7 @@ class Convolution(NamedTuple):
                 return jax.lax.conv_general_dilated_p.bind(x, kernel, **p)
 
             (kernel,) = jax.linear_transpose(convolve, self.kernel)(ct)
-            return kernel.astype(jnp.float32)
+            return kernel.astype(outer.wide(kernel))
 
         rows = scales.reshape(1, -1, *[1] * (x.ndim - 2))
         x, ct = jnp.where(rows != 0, x, 0), jnp.where(rows != 0, ct * rows.astype(ct.dtype), 0)

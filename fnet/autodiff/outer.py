@@ -65,7 +65,7 @@ def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Array:
 
 def per_example(u: Array, v: Array) -> Array:
     """G itself, [groups, batch, rows, cols]."""
-    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=jnp.float32)
+    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=wide(u, v))
 
 
 def total(u: Array, v: Array, scales: Array) -> Array:
@@ -86,7 +86,7 @@ def _total(u: Array, v: Array, scales: Array) -> Array:
     u = u.reshape(-1, u.shape[-1])
 
     def product(u: Array) -> Array:
-        return jnp.einsum("nr,nc->rc", u, v, preferred_element_type=jnp.float32)
+        return jnp.einsum("nr,nc->rc", u, v, preferred_element_type=wide(u, v))
 
     rows = u.shape[-1]
     parts = next(n for n in range(min(_PARTS, rows), rows + 1) if rows % n == 0)
@@ -111,6 +111,11 @@ def scaled(v: Array, scales: Array) -> tuple[Array, Array]:
     v = v.reshape(-1, v.shape[-1])
     real = rows != 0
     return jnp.where(real[:, None], v * rows[:, None].astype(v.dtype), 0), real
+
+
+def wide(*arrays: Array) -> jnp.dtype:
+    """In which dtype sums of them are kept: float32, or float64 of such."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 def in_parts(f: Callable[..., Array], arrays: Sequence[Array], bytes_each: int) -> Array:
@@ -153,11 +158,11 @@ def _gram(u: Array, other: Array) -> Array:
     if _is_index(other):
         at = jnp.broadcast_to(other[:, :, None], (*u.shape[:3], other.shape[-1]))
         return jnp.take_along_axis(u, at, -1)
-    return jnp.einsum("gbtr,gbsr->gbts", u, other, preferred_element_type=jnp.float32)
+    return jnp.einsum("gbtr,gbsr->gbts", u, other, preferred_element_type=wide(u, other))
 
 
 def _squared(a: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.square(a.astype(jnp.float32)).sum(axes)
+    return jnp.square(a.astype(wide(a))).sum(axes)
 
 
 def _squared_lengths(a: Array) -> Array:

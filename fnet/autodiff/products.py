@@ -37,7 +37,7 @@ class Product(Protocol):
         """Each example's gradient, [stacked, batch, *parameter]."""
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
-        """Their sum, scaled by [batch], [stacked, *parameter], float32.
+        """Their sum, scaled by [batch], [stacked, *parameter], float32 or wider.
 
         Examples that are scaled by 0 are left out, whatever their data and cotangents are.
         """
@@ -77,7 +77,7 @@ class Shift(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         axes = (2, *(3 + i for i in self.summed))
-        return ct.astype(jnp.float32).sum(axes, keepdims=True).squeeze(2)
+        return ct.astype(outer.wide(ct)).sum(axes, keepdims=True).squeeze(2)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
@@ -85,7 +85,8 @@ class Shift(NamedTuple):
 
         def one(ct: Array) -> Array:
             rows, _ = outer.scaled(ct.reshape(*ct.shape[:2], -1), scales)
-            return rows.astype(jnp.float32).sum(0).reshape(shape).sum(self.summed, keepdims=True)
+            rows = rows.astype(outer.wide(rows)).sum(0)
+            return rows.reshape(shape).sum(self.summed, keepdims=True)
 
         return one(ct[0])[None] if len(ct) == 1 else jax.vmap(one)(ct)
 
@@ -117,7 +118,7 @@ class Scale(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         axes = (2, *(3 + i for i in self.summed))
-        each = (x.astype(jnp.float32) * ct).sum(axes, keepdims=True)
+        each = (x.astype(outer.wide(x, ct)) * ct).sum(axes, keepdims=True)
         return each.squeeze(2)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
@@ -264,19 +265,19 @@ class Lookup(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         index, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), jnp.float32)
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), outer.wide(rows))
         add = jax.vmap(jax.vmap(lambda index, rows: table.at[index].add(rows)))
-        return add(index, rows.astype(jnp.float32)).reshape(*index.shape[:2], *self.parameter)
+        return add(index, rows.astype(table.dtype)).reshape(*index.shape[:2], *self.parameter)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
         index, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), jnp.float32)
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), outer.wide(rows))
 
         def add(index: Array, rows: Array) -> Array:
             return table.at[index.ravel()].add(outer.scaled(rows, scales)[0])
 
-        found = jax.vmap(add)(index, rows.astype(jnp.float32))
+        found = jax.vmap(add)(index, rows.astype(table.dtype))
         return found.reshape(-1, *self.parameter)
 
 

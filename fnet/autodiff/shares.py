@@ -29,7 +29,7 @@ class Shares(Protocol):
         """[batch, *parameter]."""
 
     def total(self, scales: Array) -> Array:
-        """``sum_b scales_b share_b``, like the parameter, float32.
+        """``sum_b scales_b share_b``, like the parameter, float32 or wider.
 
         What is scaled by 0 counts as 0, even if it is not finite.
         """
@@ -158,7 +158,9 @@ class Made(NamedTuple):
 
     def squared_norms(self) -> Array:
         """See `Shares`."""
-        return jnp.square(self.shares.astype(jnp.float32)).sum(range_(1, self.shares.ndim))
+        return jnp.square(self.shares.astype(outer.wide(self.shares))).sum(
+            range_(1, self.shares.ndim)
+        )
 
     def each(self) -> Array:
         """See `Shares`."""
@@ -167,8 +169,8 @@ class Made(NamedTuple):
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
         # A product: XLA's CPU compiler makes a slow loop of scales[:, None] * shares.
-        rows = self.shares.reshape(len(scales), -1).astype(jnp.float32)
-        found = scales.astype(jnp.float32) @ jnp.where(scales[:, None] != 0, rows, 0)
+        rows = self.shares.reshape(len(scales), -1).astype(outer.wide(self.shares))
+        found = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
         return found.reshape(self.shares.shape[1:])
 
 
