@@ -1,6 +1,6 @@
 """Other libraries' clipped per-example gradients, each against its own plain gradient.
 
-    pip install jax-privacy torch==2.13.0 opacus==1.6.0
+    pip install '.[peers]'
     python -m benchmarks.clipped_grad_peers
 
 jax-privacy and optax on the networks of `benchmarks.clipped_grad` in plain JAX, jitted;

@@ -39,11 +39,8 @@ def with_gradients(f, **options):
 
 
 def compiled(*functions):
-    """All the functions of the same arguments in one program, unoptimised: compiled sooner."""
-    return jax.jit(
-        lambda *a: tuple(f(*a) for f in functions),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
+    """All the functions of the same arguments in one program."""
+    return jax.jit(lambda *a: tuple(f(*a) for f in functions))
 
 
 def wide(tree):

@@ -2,15 +2,18 @@
 
 import os
 
-# Four devices on the CPU, so that sharding is tested everywhere; set before JAX starts.
+# Set before JAX starts: four devices on the CPU, so that sharding is tested everywhere; and no
+# optimised code, a quarter of the time: no test is of speed, and buffers are assigned before it.
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import program_cases
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
@@ -23,10 +26,21 @@ def float64():
         yield
 
 
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory):
+    """The folder where the program keeps what it compiled, for all tests: most train one recipe."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def workplace(tmp_path, monkeypatch, compiled_programs):
     """An empty folder to work in, with a recipe in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
     (tmp_path / "tiny.py").write_text(program_cases.TINY)
-    return tmp_path
+    # JAX has read its environment long ago, and looks for a cache only once.
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(compiled_programs))
+    yield tmp_path
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", None)

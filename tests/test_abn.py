@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from abn_cases import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -50,32 +51,38 @@ def inputs(shape, channels, seed=0, dtype=jnp.float64, spread=1.0):
     return x, gamma, beta, dy
 
 
-def gradients(f, x, gamma, beta, dy):
-    _, vjp = jax.vjp(f, x, gamma, beta)
-    return vjp(dy)
+def pullback(f):
+    """``f``'s gradients of x, gamma and beta, as a function of them and dy."""
+    return lambda x, gamma, beta, dy: jax.vjp(f, x, gamma, beta)[1](dy)
+
+
+def gradients(f, *arguments):
+    return jax.jit(pullback(f))(*arguments)
+
+
+def both_gradients(f, g, *arguments):
+    """Of two functions, in one program."""
+    return compiled(pullback(f), pullback(g))(*arguments)
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.usefixtures("float64")
 def test_output_and_gradients_equal_the_defining_formula(activation):
     x, gamma, beta, dy = inputs((6, 5, 3), 3)
-    param = 0.3
-    got = in_place(x, gamma, beta, activation=activation, param=param)
-    expected, _, _ = defining_formula(x, gamma, beta, activation=activation, param=param)
+
+    def ours(*a):
+        return in_place(*a, activation=activation, param=0.3)
+
+    def formula(*a):
+        return defining_formula(*a, activation=activation, param=0.3)[0]
+
+    got, expected = compiled(ours, formula)(x, gamma, beta)
     chex.assert_trees_all_close(got, expected, atol=1e-12)
-    chex.assert_trees_all_close(
-        gradients(
-            lambda *a: in_place(*a, activation=activation, param=param), x, gamma, beta, dy
-        ),
-        gradients(
-            lambda *a: defining_formula(*a, activation=activation, param=param)[0],
-            x, gamma, beta, dy,
-        ),
-        atol=1e-10,
-    )  # fmt: skip
+    got, expected = both_gradients(ours, formula, x, gamma, beta, dy)
+    chex.assert_trees_all_close(got, expected, atol=1e-10)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     samples=st.integers(2, 6),
@@ -90,19 +97,12 @@ def test_gradients_on_random_shapes_and_axes(shape, samples, axis, activation, p
     if np.prod(shape) // shape[axis] < 2:
         shape.append(2)
     with jax.enable_x64(True):
-        x, gamma, beta, dy = inputs(shape, shape[axis], seed)
-        chex.assert_trees_all_close(
-            gradients(
-                lambda *a: in_place(*a, activation=activation, param=param, axis=axis),
-                x, gamma, beta, dy,
-            ),
-            gradients(
-                lambda *a: defining_formula(*a, activation=activation, param=param, axis=axis)[0],
-                x, gamma, beta, dy,
-            ),
-            rtol=1e-6,
-            atol=1e-7,
-        )  # fmt: skip
+        got, expected = both_gradients(
+            lambda *a: in_place(*a, activation=activation, param=param, axis=axis),
+            lambda *a: defining_formula(*a, activation=activation, param=param, axis=axis)[0],
+            *inputs(shape, shape[axis], seed),
+        )
+        chex.assert_trees_all_close(got, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("activation", ["identity", "elu", "softplus", "gelu", "silu"])
@@ -110,7 +110,7 @@ def test_gradients_on_random_shapes_and_axes(shape, samples, axis, activation, p
 def test_gradients_equal_finite_differences_to_second_order(activation):
     x, gamma, beta, _ = inputs((7, 2), 2, seed=1)
     f = lambda x, g, b: in_place(x, g, b, activation=activation, param=0.7)  # noqa: E731
-    check_grads(f, (x, gamma, beta), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
+    check_grads(jax.jit(f), (x, gamma, beta), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("float64")
@@ -120,7 +120,7 @@ def test_the_hessian_equals_that_of_the_defining_formula():
     theirs = jax.hessian(
         lambda x: (defining_formula(x, gamma, beta, activation="elu", param=1.0)[0] * dy).sum()
     )
-    chex.assert_trees_all_close(ours(x), theirs(x), atol=1e-8)
+    chex.assert_trees_all_close(*compiled(ours, theirs)(x), atol=1e-8)
 
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
@@ -137,8 +137,9 @@ def test_only_the_output_is_kept_for_the_backward_pass(activation):
 def test_derivative_at_gamma_0_is_taken_from_above(gamma):
     x, _, _, dy = inputs((9, 1), 1)
     gamma, beta = jnp.asarray([gamma]), jnp.zeros(1)
-    _, dgamma, dbeta = gradients(lambda *a: in_place(*a), x, gamma, beta, dy)
-    _, expected, expected_beta = gradients(lambda *a: defining_formula(*a)[0], x, gamma, beta, dy)
+    (_, dgamma, dbeta), (_, expected, expected_beta) = both_gradients(
+        in_place, lambda *a: defining_formula(*a)[0], x, gamma, beta, dy
+    )
     chex.assert_trees_all_close(dgamma, expected, rtol=1e-6)
     chex.assert_trees_all_close(dbeta, expected_beta, rtol=1e-10)
 
@@ -147,7 +148,7 @@ def test_derivative_at_gamma_0_is_taken_from_above(gamma):
 def test_a_tiny_gamma_costs_its_gradient_the_digits_that_are_documented(gamma, error):
     x, _, beta, dy = inputs((1024, 4), 4, seed=2, dtype=jnp.float32)
     gamma = jnp.full(4, gamma, jnp.float32)
-    got = gradients(lambda *a: in_place(*a), x, gamma, beta, dy)[1]
+    got = gradients(in_place, x, gamma, beta, dy)[1]
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, gamma, beta, dy)]
         exact = gradients(lambda *a: defining_formula(*a)[0], *wide)[1]
@@ -182,7 +183,7 @@ def test_a_constant_channel_gives_beta_and_finite_gradients():
     x, beta = jnp.full((6, 1), 3.0), jnp.asarray([0.5])
     y = in_place(x, jnp.ones(1), beta)
     chex.assert_trees_all_close(y, jnp.full((6, 1), 0.5))
-    grads = gradients(lambda *a: in_place(*a), x, jnp.ones(1), beta, jnp.arange(6.0)[:, None])
+    grads = gradients(in_place, x, jnp.ones(1), beta, jnp.arange(6.0)[:, None])
     chex.assert_tree_all_finite(grads)
 
 
@@ -191,18 +192,17 @@ def test_a_constant_channel_gives_beta_and_finite_gradients():
 def test_output_keeps_the_inputs_dtype_and_statistics_are_wide(dtype):
     x, gamma, beta, dy = inputs((32, 3), 3)
     wide = jnp.promote_types(dtype, jnp.float32)
-    y, mean, var = fnet.abn(
-        x.astype(dtype), gamma.astype(wide), beta.astype(wide),
-        jnp.zeros(3, wide), jnp.ones(3, wide), train=True,
-    )  # fmt: skip
+    narrow = x.astype(dtype), gamma.astype(wide), beta.astype(wide)
+    (y, mean, var), (expected, _, _) = jax.jit(
+        lambda narrow, exact: (
+            fnet.abn(*narrow, jnp.zeros(3, wide), jnp.ones(3, wide), train=True),
+            defining_formula(*exact),
+        )
+    )(narrow, (x, gamma, beta))
     chex.assert_type([y, mean, var], [dtype, wide, wide])
-    expected, _, _ = defining_formula(x, gamma, beta)
     tolerance = 4 * float(jnp.finfo(dtype).eps) + 1e-12
     chex.assert_trees_all_close(y.astype(jnp.float64), expected, rtol=tolerance, atol=tolerance)
-    grads = gradients(
-        lambda *a: in_place(*a), x.astype(dtype), gamma.astype(wide), beta.astype(wide),
-        dy.astype(dtype),
-    )  # fmt: skip
+    grads = gradients(in_place, *narrow, dy.astype(dtype))
     chex.assert_type(grads, [dtype, wide, wide])
     exact = gradients(lambda *a: defining_formula(*a)[0], x, gamma, beta, dy)
     for got, want in zip(grads, exact, strict=True):
@@ -245,10 +245,9 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them():
         z = (x - mean[None]) / jnp.sqrt(var + 1e-5)[None] * (jnp.abs(gamma) + 1e-5)[None]
         return jax.nn.leaky_relu(z + beta[None], 0.01)
 
-    chex.assert_trees_all_close(frozen(x, gamma, beta), formula(x, gamma, beta), atol=1e-5)
-    chex.assert_trees_all_close(
-        gradients(frozen, x, gamma, beta, dy), gradients(formula, x, gamma, beta, dy), rtol=1e-4
-    )
+    chex.assert_trees_all_close(*compiled(frozen, formula)(x, gamma, beta), atol=1e-5)
+    got, expected = both_gradients(frozen, formula, x, gamma, beta, dy)
+    chex.assert_trees_all_close(got, expected, rtol=1e-4)
 
 
 def test_without_tracked_statistics_evaluation_uses_the_batchs_own():
@@ -270,37 +269,41 @@ def test_without_affine_parameters_the_output_is_normalised():
 @pytest.mark.parametrize("activation", ["leaky_relu", "gelu", "sigmoid"])
 @pytest.mark.usefixtures("float64")
 def test_a_masked_batch_equals_a_really_smaller_one(activation, train):
-    x, gamma, beta, dy = inputs((7, 4, 3), 3)
-    mask = jnp.asarray([True, False, True, True, False, True, True])
-    running = jnp.zeros(3), jnp.ones(3)
-    padded = jnp.where(mask[:, None, None], x, jnp.nan)
+    x, gamma, beta, dy = (np.asarray(a) for a in inputs((7, 4, 3), 3))
+    mask = np.asarray([True, False, True, True, False, True, True])
+    padded = np.where(mask[:, None, None], x, np.nan)
 
-    def run(x, gamma, beta, mask=None):
-        return fnet.abn(
-            x, gamma, beta, *running, train=train, activation=activation, mask=mask
-        )  # fmt: skip
+    @jax.jit
+    def run(x, gamma, beta, dy, mask=None):
+        def norm(x, gamma, beta):
+            y, *statistics = fnet.abn(
+                x, gamma, beta, jnp.zeros(3), jnp.ones(3),
+                train=train, activation=activation, mask=mask,
+            )  # fmt: skip
+            return y, statistics
 
-    y, *statistics = run(padded, gamma, beta, mask)
-    small, *small_statistics = run(x[mask], gamma, beta)
+        y, vjp, statistics = jax.vjp(norm, x, gamma, beta, has_aux=True)
+        return y, statistics, vjp(dy)
+
+    y, statistics, (dx, *parameters) = run(padded, gamma, beta, dy, mask)
+    small, small_statistics, (small_dx, *small_parameters) = run(x[mask], gamma, beta, dy[mask])
+    y, dx = np.asarray(y), np.asarray(dx)
     chex.assert_trees_all_close(y[mask], small, atol=1e-12)
     chex.assert_trees_all_close(statistics, small_statistics, atol=1e-12)
-    chex.assert_trees_all_equal(y[~mask], jnp.zeros((2, 4, 3)))
-
-    dx, *parameters = gradients(lambda *a: run(*a, mask=mask)[0], padded, gamma, beta, dy)
-    small_dx, *small_parameters = gradients(lambda *a: run(*a)[0], x[mask], gamma, beta, dy[mask])
+    chex.assert_trees_all_equal(y[~mask], np.zeros((2, 4, 3)))
     chex.assert_trees_all_close(dx[mask], small_dx, atol=1e-12)
     chex.assert_trees_all_close(parameters, small_parameters, atol=1e-12)
-    chex.assert_trees_all_equal(dx[~mask], jnp.zeros((2, 4, 3)))
+    chex.assert_trees_all_equal(dx[~mask], np.zeros((2, 4, 3)))
 
 
 @pytest.mark.usefixtures("float64")
 def test_vmap_equals_a_loop():
     x, gamma, beta, dy = inputs((3, 6, 2), 2)
-    f = lambda x, g, b: in_place(x, g, b, activation="elu", param=1.0)  # noqa: E731
-    grads = jax.vmap(lambda x, dy: gradients(f, x, gamma, beta, dy))(x, dy)
-    one_by_one = [gradients(f, x[i], gamma, beta, dy[i]) for i in range(3)]
+    of_one = pullback(lambda x, g, b: in_place(x, g, b, activation="elu", param=1.0))
+    grads = jax.jit(jax.vmap(of_one, (0, None, None, 0)))(x, gamma, beta, dy)
+    one_by_one = [jax.jit(of_one)(x[i], gamma, beta, dy[i]) for i in range(3)]
     chex.assert_trees_all_close(
-        grads, jax.tree.map(lambda *g: jnp.stack(g), *one_by_one), atol=1e-12
+        grads, jax.tree.map(lambda *g: np.stack(g), *one_by_one), atol=1e-12
     )
 
 

@@ -70,7 +70,7 @@ def training_loss(apply):
 @pytest.mark.usefixtures("float64")
 def test_recomputation_changes_neither_gradients_nor_the_one_update_of_the_state(remember):
     network = small_network()
-    params, state = wide(network.init(jax.random.key(0)))
+    params, state = wide(jax.jit(network.init)(jax.random.key(0)))
     x = images()
 
     def remembering(params, state, x, *, train):

@@ -71,11 +71,7 @@ def value_and_gradients(f, arrays):
     return y, *back(arrays[3])
 
 
-# Half the time to compile.
-quickly = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(quickly, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def of_each(fs, arrays):
     return [value_and_gradients(f, arrays) for f in fs]
 
@@ -132,13 +128,13 @@ def test_the_scale_may_be_traced_and_has_a_gradient(float64):
     q, k, v, _ = inputs()
     loss = lambda f, s: jnp.sin(f(q, k, v, scale=s)).sum()  # noqa: E731
     both = lambda s: [jax.grad(loss, argnums=1)(f, s) for f in (dot_product_attention, plain)]  # noqa: E731
-    chex.assert_trees_all_close(*quickly(both)(0.3), rtol=1e-10)
+    chex.assert_trees_all_close(*jax.jit(both)(0.3), rtol=1e-10)
 
 
 def test_keys_behind_a_band_of_causal_attention_are_not_read():
     q, k, v, _ = inputs(np.float32, t=16)
     v = v.at[:, 12:].set(jnp.nan)
-    y = quickly(functools.partial(dot_product_attention, causal=True, chunk=2))(q, k, v)
+    y = jax.jit(functools.partial(dot_product_attention, causal=True, chunk=2))(q, k, v)
     assert bool(jnp.isfinite(y[:, :12]).all())
     assert bool(jnp.isnan(y[:, 12:]).all())
 
@@ -151,9 +147,9 @@ def test_vmap_equals_a_loop(mapped, float64):
         for a, axis in zip((q, k, v), mapped, strict=True)
     ]
     f = functools.partial(dot_product_attention, chunk=4)
-    got = quickly(jax.vmap(f, in_axes=mapped))(*stacked)
+    got = jax.jit(jax.vmap(f, in_axes=mapped))(*stacked)
     part = lambda a, axis, i: a if axis is None else jnp.take(a, i, axis)  # noqa: E731
-    each = [quickly(f)(*map(part, stacked, mapped, [i] * 3)) for i in range(3)]
+    each = [jax.jit(f)(*map(part, stacked, mapped, [i] * 3)) for i in range(3)]
     chex.assert_trees_all_close(got, jnp.stack(each), rtol=1e-10, atol=1e-12)
 
 
@@ -166,7 +162,7 @@ def test_forward_mode_and_second_derivatives_equal_those_of_a_plain_softmax(floa
         f = functools.partial(f, causal=True, mask=mask)
         gradient = jax.grad(lambda *a: jnp.sin(f(*a)).sum(), argnums=(0, 1, 2))
         both = lambda *a: (jax.jvp(f, *a), jax.jvp(gradient, *a))  # noqa: E731
-        return quickly(both)((q, k, v), tuple(tangents))
+        return jax.jit(both)((q, k, v), tuple(tangents))
 
     ours = functools.partial(dot_product_attention, chunk=3)
     chex.assert_trees_all_close(both(ours), both(plain), rtol=1e-9, atol=1e-11)
@@ -196,7 +192,7 @@ def test_float16_is_taken():
 
 
 def temporaries(f, *args):
-    return peak(compile_smallest(quickly(f).lower(*args))[0]).temporaries
+    return peak(compile_smallest(jax.jit(f).lower(*args))[0]).temporaries
 
 
 def of_gradient(f, t):
@@ -291,8 +287,8 @@ def test_each_device_attends_to_its_part_of_the_batch():
 
     attend = functools.partial(dot_product_attention, mask=mask, chunk=3)
     f = lambda *a: value_and_gradients(attend, a)  # noqa: E731
-    got = quickly(jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split))(*arrays)
-    chex.assert_trees_all_close(jax.device_get(got), quickly(f)(*arrays), rtol=1e-5, atol=1e-5)
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split))(*arrays)
+    chex.assert_trees_all_close(jax.device_get(got), jax.jit(f)(*arrays), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -303,7 +299,7 @@ def test_arrays_sharded_over_batch_and_heads_stay_where_they_are(axis_type):
     mask = mask_of((1, 1, T, T))
     f = lambda *a: dot_product_attention(*a, mask=mask, causal=True, chunk=3).sum()  # noqa: E731
     with jax.set_mesh(mesh):
-        compiled = quickly(jax.grad(f, argnums=(0, 1, 2))).lower(x, x, x).compile()
+        compiled = jax.jit(jax.grad(f, argnums=(0, 1, 2))).lower(x, x, x).compile()
     text = compiled.as_text()
     assert not any(move in text for move in ("all-gather", "all-to-all", "collective-permute"))
     assert all(s.is_equivalent_to(sharding, 4) for s in compiled.output_shardings)

@@ -39,15 +39,19 @@ def assert_close_to_the_largest(got, expected):
 
 
 def assert_folded_equals_unfolded(make, x, *, bias, activation="leaky_relu", **options):
-    linear = make(bias=bias)
-    params, norm, norm_params, state = trained_abn(linear, x, activation=activation, **options)
-    y, _ = linear.apply(params, {}, x, train=False)
-    expected, _ = norm.apply(norm_params, state, y, train=False)
+    @jax.jit
+    def folded_and_unfolded(x):
+        linear = make(bias=bias)
+        params, norm, norm_params, state = trained_abn(linear, x, activation=activation, **options)
+        y, _ = linear.apply(params, {}, x, train=False)
+        expected, _ = norm.apply(norm_params, state, y, train=False)
 
-    folded = fold_layer(params, norm_params, state, eps=options.get("eps", 1e-5))
-    z, _ = make(bias=True).apply(folded, {}, x, train=False)
-    got, _ = layers.activation(activation).apply({}, {}, z, train=False)
-    assert_close_to_the_largest(got, expected)
+        folded = fold_layer(params, norm_params, state, eps=options.get("eps", 1e-5))
+        z, _ = make(bias=True).apply(folded, {}, x, train=False)
+        got, _ = layers.activation(activation).apply({}, {}, z, train=False)
+        return got, expected
+
+    assert_close_to_the_largest(*folded_and_unfolded(x))
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -169,11 +169,11 @@ def quick_key():
 def test_a_linen_model_learns_and_evaluates_with_the_statistics_it_gathered():
     x, labels = toy_problem()
     net = LinenNet(in_place=True)
-    variables = net.init(quick_key(), x[:1], train=True)
+    variables = jax.jit(functools.partial(net.init, train=True))(quick_key(), x[:1])
     params, stats = variables["params"], variables["batch_stats"]
     chex.assert_trees_all_equal(stats["norm_0"], {"mean": jnp.zeros(6), "var": jnp.ones(6)})
     optimizer = optax.adam(0.03)
-    opt_state = optimizer.init(params)
+    opt_state = jax.jit(optimizer.init)(params)
 
     @jax.jit
     def step(params, stats, opt_state):
@@ -252,8 +252,10 @@ def test_nnx_views_and_modes_switch_the_statistics_used():
 def linen_norm(x, batch_norm=False, **options):
     """One norm as ``(x, use_running_average, mask) -> y``, forgetting its new statistics."""
     module = (nn.BatchNorm if batch_norm else fnet_linen.InPlaceABN)(**options)
-    variables = module.init(jax.random.key(0), x, use_running_average=False)
+    init = functools.partial(module.init, use_running_average=False)
+    variables = jax.jit(init)(jax.random.key(0), x)
 
+    @functools.partial(jax.jit, static_argnums=1)
     def call(x, frozen, mask=None):
         return module.apply(variables, x, frozen, mask=mask, mutable=["batch_stats"])[0]
 
@@ -264,7 +266,13 @@ def nnx_norm(x, batch_norm=False, axis=-1, **options):
     """The same from nnx."""
     make = nnx.BatchNorm if batch_norm else fnet_nnx.InPlaceABN
     module = make(x.shape[axis], use_running_average=None, axis=axis, rngs=nnx.Rngs(0), **options)
-    return lambda x, frozen, mask=None: nnx.clone(module)(x, frozen, mask=mask)
+    graph, state = nnx.split(module)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def call(x, frozen, mask=None):
+        return nnx.merge(graph, state, copy=True)(x, frozen, mask=mask)
+
+    return call
 
 
 NORMS = pytest.mark.parametrize("norm", [linen_norm, nnx_norm], ids=["linen", "nnx"])

@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -85,14 +87,18 @@ def test_repeat_equals_its_copies_in_a_row():
     params, state = layer.init(jax.random.key(0))
     chex.assert_tree_shape_prefix((params, state), (4,))
     x = jax.random.normal(jax.random.key(1), (5, 3))
-    y, after = layer.apply(params, state, x, train=True)
-    expected, states = x, []
-    for i in range(4):
-        p, s = jax.tree.map(lambda a, i=i: a[i], (params, state))
-        expected, s = block.apply(p, s, expected, train=True)
-        states.append(s)
-    chex.assert_trees_all_close(y, expected, atol=1e-6)
-    chex.assert_trees_all_close(after, jax.tree.map(lambda *s: jnp.stack(s), *states), atol=1e-6)
+
+    @jax.jit
+    def in_a_row(params, state, x):
+        states = []
+        for i in range(4):
+            p, s = jax.tree.map(lambda a, i=i: a[i], (params, state))
+            x, s = block.apply(p, s, x, train=True)
+            states.append(s)
+        return x, jax.tree.map(lambda *s: jnp.stack(s), *states)
+
+    got = jax.jit(functools.partial(layer.apply, train=True))(params, state, x)
+    chex.assert_trees_all_close(got, in_a_row(params, state, x), atol=1e-6)
 
 
 def test_repeat_gives_each_copy_a_key_of_its_own():

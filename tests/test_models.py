@@ -3,6 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layer_cases import initial
 
 import fnet
 from fnet import layers, models
@@ -36,10 +37,12 @@ def test_group_norm_changes_no_number_of_parameters_and_needs_no_state(depth):
 
 def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
     model = models.get("resnet18", num_classes=3, norm="group", small_images=True)
-    params, state = jax.jit(model.init)(jax.random.key(0))
-    logits = jax.jit(lambda p, x: model.apply(p, state, x, train=True)[0])
-    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
-    first, second = logits(params, x), logits(params, x.at[0].mul(-3.0))
+    x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
+    other = x * np.asarray([-3.0, 1.0], np.float32)[:, None, None, None]
+
+    params, state = initial(model)
+    logits = jax.jit(lambda params, x: model.apply(params, state, x, train=True)[0])
+    first, second = logits(params, x), logits(params, other)
     assert jnp.abs(first[0] - second[0]).max() > 1e-2
     chex.assert_trees_all_close(first[1], second[1], atol=1e-6)
 
@@ -109,10 +112,10 @@ def test_strides_are_torchvisions():
 
 
 def test_a_reversible_network_equals_itself_without_reversal():
-    options = {"num_classes": 3, "widths": (8, 16), "blocks": (2, 2), "small_images": True}
+    options = {"num_classes": 3, "widths": (8, 16), "blocks": (1, 2), "small_images": True}
     restored = models.get("revnet", **options)
     kept = models.get("revnet", restore=False, **options)
-    params, state = restored.init(jax.random.key(0))
+    params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
 
     def gradient(model):
@@ -136,10 +139,9 @@ def test_wrong_sizes_are_refused():
 def test_attention_equals_a_plain_softmax():
     with jax.enable_x64(True):
         layer = layers.attention(6, 2, causal=True)
-        params, _ = layer.init(jax.random.key(0))
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-        x = np.random.default_rng(0).normal(size=(3, 5, 6))
-        y, _ = layer.apply(params, {}, jnp.asarray(x), train=True)
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), initial(layer)[0])
+        x = np.random.default_rng(1).normal(size=(3, 5, 6))
+        y = jax.jit(lambda p, x: layer.apply(p, {}, x, train=True)[0])(params, x)
         qkv = x @ params["query_key_value"]["kernel"] + params["query_key_value"]["bias"]
         q, k, v = (a.reshape(3, 5, 2, 3) for a in np.split(qkv, 3, axis=-1))
         scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(3)
@@ -152,9 +154,10 @@ def test_attention_equals_a_plain_softmax():
 
 def test_causal_attention_sees_nothing_that_comes_later():
     layer = layers.transformer(8, 2, 2, causal=True)
-    params, _ = layer.init(jax.random.key(0))
+    params, _ = initial(layer)
     x = jax.random.normal(jax.random.key(1), (1, 6, 8))
-    jacobian = jax.jacrev(lambda x: layer.apply(params, {}, x, train=True)[0].sum(-1))(x)
+    sums = lambda x: layer.apply(params, {}, x, train=True)[0].sum(-1)  # noqa: E731
+    jacobian = jax.jit(jax.jacrev(sums))(x)
     influence = jnp.abs(jacobian[0, :, 0]).sum(-1)
     assert float(jnp.triu(influence, 1).max()) == 0.0
     assert float(jnp.diag(influence).min()) > 0.0
@@ -168,7 +171,7 @@ def test_attention_refuses_heads_that_do_not_divide():
 def test_a_reversible_transformer_equals_itself_without_reversal():
     restored = layers.reversible_transformer(8, 2, 3, causal=True)
     kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
-    params, state = restored.init(jax.random.key(0))
+    params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
 
     def gradient(layer):
@@ -181,15 +184,15 @@ def test_a_reversible_transformer_equals_itself_without_reversal():
 def transformer_activations(make, blocks, width):
     """Temporaries of the gradient's program in activations, under the better options."""
     layer = make(64, 4, blocks)
-    params, state = layer.init(jax.random.key(0))
+    params, state = shapes(layer)
     x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
-    f = lambda p, x: jnp.square(layer.apply(p, state, x, train=True)[0]).mean()  # noqa: E731
-    compiled, _ = fnet.memory.compile_smallest(jax.jit(jax.grad(f)).lower(params, x))
+    f = lambda p, s, x: jnp.square(layer.apply(p, s, x, train=True)[0]).mean()  # noqa: E731
+    compiled, _ = fnet.memory.compile_smallest(jax.jit(jax.grad(f)).lower(params, state, x))
     return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
 
 
 def test_a_reversible_transformer_needs_no_more_memory_when_it_is_deeper():
-    few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 6))
-    assert many - few < 1
-    few, many = (transformer_activations(layers.transformer, n, 64) for n in (2, 6))
-    assert many - few > 20
+    few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 5))
+    assert many - few < 0.75
+    few, many = (transformer_activations(layers.transformer, n, 64) for n in (1, 3))
+    assert many - few > 10

@@ -3,11 +3,11 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from in_backward_cases import BATCH, INSIDE, SMALL, WIDTH, classifier, loss_of, small_block
 from jax.sharding import NamedSharding, PartitionSpec
+from layer_cases import initial
 
 import fnet
 from fnet import Layer, TrainState, layers, repeat, residual, serial
@@ -16,9 +16,6 @@ from fnet.autodiff.elementwise import layerwise_update
 from fnet.autodiff.in_backward import optimizer_in_backward
 from fnet.autodiff.layerwise import REST
 from fnet.memory import peak, tree_bytes
-
-# Compiles sooner; what is computed stays the same.
-QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
 
 
 def dropout(rate):
@@ -44,23 +41,17 @@ def full_block():
     )
 
 
-@functools.cache
-def initial(model):
-    """Some parameters and state, without a program to compile for each."""
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    return jax.tree.map(lambda a: rng.normal(scale=0.3, size=a.shape).astype(a.dtype), shapes)
-
-
 def trained(model, optimizer, mode, *, loss=None, steps=5, ema_decay=None, place=None):
     """The state and the last metrics after some steps, all of them in the same buffers."""
     start = Layer(lambda key: jax.tree.map(jnp.asarray, initial(model)), model.apply)
-    state = TrainState.create(start, optimizer, jax.random.key(0), ema=ema_decay is not None)
+    create = functools.partial(TrainState.create, start, optimizer, ema=ema_decay is not None)
+    state = jax.jit(create)(jax.random.key(0))
     step = fnet.make_step(loss or loss_of(model), optimizer, mode, ema_decay=ema_decay)
     if place:
         state = place(state)
     else:
-        step = fnet.compile_step(step, state, BATCH, compiler_options=QUICK)
+        # One program, in place of the smallest of several.
+        step = fnet.compile_step(step, state, BATCH, compiler_options={})
     for _ in range(steps):
         state, metrics = step(state, BATCH)
     return state.replace(key=jax.random.key_data(state.key)), metrics

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -83,14 +85,16 @@ def test_what_was_planned_is_what_is_compiled(step_and_peaks):
 
 def test_batch_statistics_are_split_last():
     model = fnet.serial(
-        *[fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH, activation="gelu"))] * 8,
+        *[fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH, activation="gelu"))] * 4,
         head=layers.dense(WIDTH, 10),
     )
-    args = arguments(model)
-    peaks = {c.policy: c.peak.total for c in fnet.plan_step(*args).candidates}
-    plan = fnet.plan_step(*args, int(0.95 * peaks["keep"]))
+    plan_step = functools.partial(
+        fnet.plan_step, *arguments(model), policies=("keep", "named"), splits=(1, 2)
+    )
+    peaks = {c.policy: c.peak.total for c in plan_step().candidates}
+    plan = plan_step(int(0.95 * peaks["keep"]))
     assert plan.chosen.microbatches == 1
-    plan = fnet.plan_step(*args, int(0.95 * min(peaks.values())))
+    plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
 
 

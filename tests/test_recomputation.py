@@ -78,10 +78,12 @@ def test_one_checkpoint_around_everything_saves_nothing():
 def abn_stack(activation, wrap):
     block = serial(conv=layers.conv(8, 8, bias=False), abn=layers.abn(8, activation=activation))
     layer = serial(*[block] * 4)
-    params, state = layer.init(jax.random.key(0))
-    apply = wrap(lambda p, x: layer.apply(p, state, x, train=True)[0])
+    params, state = jax.eval_shape(layer.init, jax.random.key(0))
+    apply = wrap(lambda p, s, x: layer.apply(p, s, x, train=True)[0])
     images = jax.ShapeDtypeStruct((4, 8, 8, 8), F32)
-    return gradient(lambda p, x: jnp.square(apply(p, x)).mean(), params, images, options=FOR_MEMORY)
+    return gradient(
+        lambda p, s, x: jnp.square(apply(p, s, x)).mean(), params, state, images, options=FOR_MEMORY
+    )
 
 
 def test_recompute_repeats_activation_functions_and_no_convolution():

@@ -1,0 +1,31 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import losses
+
+
+def test_cross_entropy_is_in_nats_and_float32():
+    logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])).astype(jnp.bfloat16)
+    got = losses.cross_entropy(logits, jnp.asarray([0, 2]))
+    chex.assert_type(got, jnp.float32)
+    chex.assert_trees_all_close(got, -np.log([0.7, 0.1]), atol=2e-2)
+
+
+def test_label_smoothing_spreads_its_mass_evenly():
+    @jax.jit
+    def both(logits, labels):
+        plain = losses.cross_entropy(logits, labels)
+        everywhere = -jax.nn.log_softmax(logits).mean(-1)
+        expected = 0.9 * plain + 0.1 * everywhere
+        return losses.cross_entropy(logits, labels, smoothing=0.1), expected
+
+    logits = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    chex.assert_trees_all_close(*both(logits, np.asarray([0, 1, 2, 4])), atol=1e-6)
+
+
+def test_cross_entropy_names_the_shape_of_labels_it_expected():
+    with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
+        losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))

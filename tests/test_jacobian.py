@@ -1,0 +1,88 @@
+"""Jacobians and products with Hessians are those of JAX, at any width and either way."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lane_cases import double, normal, square
+
+from fnet.autodiff.jacobian import hvps, jacobian
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    n_in=st.integers(1, 5),
+    n_out=st.integers(1, 5),
+    width=st.one_of(st.just("auto"), st.integers(1, 6)),
+    mode=st.sampled_from(["auto", "forward", "reverse"]),
+)
+def test_a_jacobian_is_that_of_jax(n_in, n_out, width, mode):
+    w, x, y = normal(0, n_out, n_in), normal(1, n_in), normal(2, 2, n_out)
+
+    def f(x, y):
+        z = jnp.sin(w @ x["a"]) * x["s"]
+        return {"z": z, "product": y @ z}
+
+    @jax.jit
+    def both(x, y):
+        ours = jacobian(f, mode=mode, width=width), jacobian(f, (1, 0), mode=mode, width=width)
+        return [g(x, y) for g in ours], [g(x, y) for g in (jax.jacfwd(f), jax.jacrev(f, (1, 0)))]
+
+    chex.assert_trees_all_close(*both({"a": x, "s": jnp.asarray(1.5)}, y), atol=1e-5)
+
+
+def test_a_jacobian_goes_the_way_with_fewer_lanes():
+    def lanes(n_in, n_out):
+        f = jacobian(lambda x: normal(0, n_out, n_in) @ jnp.sin(x), width=3)
+        text = str(jax.make_jaxpr(f)(jnp.ones(n_in)))
+        return "length=2" in text
+
+    # 6 lanes are two chunks of 3; the other way would take 90 / 3.
+    assert lanes(6, 90)
+    assert lanes(90, 6)
+
+
+@settings(max_examples=6, deadline=None)
+@given(n=st.integers(1, 5), width=st.one_of(st.just("auto"), st.integers(1, 6)))
+def test_hvps_are_products_with_the_hessian(n, width):
+    f = lambda x, y: (jnp.sin(x) ** 2 @ y) + (x**3).sum()  # noqa: E731
+
+    @jax.jit
+    def both(x, y, t):
+        (grad, left_out), (products, none) = hvps(f, (x, y), (t, None), width=width)
+        assert left_out is None
+        assert none is None
+        (packed, _) = hvps(f, (x, y), (t.reshape(-1), None), width=width, primal=False)
+        expected = t @ jax.hessian(f)(x, y)
+        return (grad, jax.grad(f)(x, y)), (products, expected), (packed.reshape(n, 4), expected)
+
+    gradients, products, packed = both(normal(0, 4), normal(1, 4), normal(2, n, 4))
+    chex.assert_trees_all_close(*gradients, atol=1e-5)
+    chex.assert_trees_all_close(*products, atol=1e-4)
+    chex.assert_trees_all_close(*packed, atol=1e-4)
+
+
+X = jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jacobian(double, width=0), "width must be at least 1, got 0"),
+        (
+            lambda: jacobian(double, mode="sideways"),
+            "'auto', 'forward' or 'reverse', got 'sideways'",
+        ),
+        (lambda: hvps(double, (X,), (X[None],)), r"function to a scalar, got shape \(2,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_an_integer_has_no_jacobian():
+    with pytest.raises(TypeError, match="expected a real floating argument, got int32"):
+        jacobian(square)(3)

@@ -1,0 +1,125 @@
+"""Lanes come stacked, packed or separate, and go back as they came."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lane_cases import WIDTHS, double, square
+
+from fnet.autodiff.batched import jvps, vjps
+
+# As in Rust's tests of Enzyme's batch mode (rust-lang/rust pull request 137880).
+M = np.asarray(
+    [
+        [4.3, 1.2, 3.4, 2.1],
+        [2.3, 4.5, 1.7, 6.4],
+        [1.1, 3.3, 2.5, 4.7],
+        [5.2, 1.4, 2.6, 3.8],
+        [1, 2, 3, 4],
+    ],
+    np.float32,
+)
+
+
+def times_m(x):
+    return jnp.asarray(M) @ x
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_identity_tangents_are_the_columns_and_packed_ones_lie_end_to_end(width):
+    x = jnp.ones(4)
+    stacked = jvps(times_m, (x,), (jnp.eye(4),), width=width, primal=False)
+    packed = jvps(times_m, (x,), (jnp.eye(4).reshape(16),), width=width, primal=False)
+    assert packed.shape == (20,)
+    for i in range(4):
+        np.testing.assert_allclose(stacked[i], M[:, i], rtol=1e-6)
+        np.testing.assert_allclose(packed[5 * i : 5 * i + 5], M[:, i], rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [1.0, [1.0, 1.0]], ids=["one seed", "two seeds"])
+def test_separate_accumulators_come_back_separate(seed):
+    zeros = [jnp.zeros(()), jnp.ones(())]
+    (grads,) = vjps(square, (3.0,), seed, into=(zeros,), primal=False)
+    assert [float(g) for g in grads] == [6.0, 7.0]
+    assert all(z.is_deleted() for z in zeros)
+
+
+def test_integers_and_keys_inside_a_tree_are_constants():
+    def f(p):
+        return {"y": p["x"] * p["n"] + jax.random.normal(p["key"]), "n": p["n"]}
+
+    p = {"x": jnp.ones(2), "n": jnp.asarray(3), "key": jax.random.key(1)}
+    t = {"x": jnp.eye(2), "n": None, "key": None}
+    got = jvps(f, (p,), (t,), primal=False)
+    chex.assert_trees_all_close(got["y"], 3.0 * jnp.eye(2))
+    assert got["n"].dtype == jax.dtypes.float0
+    p["key"] = jax.random.key(2)
+    (grads,) = vjps(f, (p,), {"y": jnp.eye(2), "n": None}, primal=False)
+    chex.assert_trees_all_close(grads["x"], 3.0 * jnp.eye(2))
+    assert grads["n"].shape == (2,)
+    assert grads["n"].dtype == jax.dtypes.float0
+
+
+def test_mixed_forms_come_back_stacked():
+    f = lambda x, y: x * y  # noqa: E731
+    x, y = jnp.ones(2), jnp.full(2, 2.0)
+    got = jvps(f, (x, y), (jnp.eye(2).reshape(4), jnp.eye(2)), primal=False)
+    chex.assert_trees_all_close(got, 3.0 * jnp.eye(2))
+    got = jvps(f, (x, y), (list(jnp.eye(2)), jnp.eye(2)), primal=False)
+    chex.assert_trees_all_close(got, 3.0 * jnp.eye(2))
+
+
+def test_a_list_of_one_array_has_separate_lanes_too():
+    got = jvps(lambda x: [2.0 * x[0]], ([jnp.ones(3)],), ([[jnp.ones(3)]],), primal=False)
+    chex.assert_trees_all_close(got, ([jnp.full(3, 2.0)],))
+
+
+X = jnp.ones((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: jvps(jnp.add, (1.0, 2.0), (jnp.ones(2), jnp.ones(3))),
+            "argument 0 has 2, argument 1 has 3",
+        ),
+        (lambda: jvps(double, (X,), (jnp.ones((0, 2, 3)),)), "at least 1 lane, got N = 0"),
+        (lambda: jvps(double, (X,), ([],)), "N must be at least 1"),
+        (lambda: jvps(double, (X,), (None,)), "at least one argument, got None for all"),
+        (lambda: jvps(double, (X,), (jnp.ones((4, 3, 2)),)), r"\(N, 2, 3\) stacked or \(N \* 2, 3"),
+        (lambda: jvps(double, (X,), (jnp.ones((5, 3)),)), r"got \(5, 3\)"),
+        (lambda: jvps(double, (X,), ([X, X[:1]],)), r"lane 1: expected shape \(2, 3\), got \(1, 3"),
+        (
+            lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(jnp.ones((3, 2, 3)),)),
+            "into, argument 0 has 3, the cotangents has 4",
+        ),
+        (
+            lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(jnp.ones((4, 3, 3)),)),
+            r"into, argument 0: expected shape \(N, 2, 3\)",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: jvps(double, (X,), (jnp.ones((4, 2, 3), jnp.float16),)),
+            r"expected dtype float32, got float16; cast it with .astype\(float32\)",
+        ),
+        (lambda: vjps(double, (X,), jnp.ones((4, 2), int)), "expected dtype float32, got int32"),
+        (
+            lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(jnp.ones((4, 2, 3), jnp.float16),)),
+            "into, argument 0: expected dtype float32, got float16",
+        ),
+    ],
+)
+def test_another_dtype_is_refused(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

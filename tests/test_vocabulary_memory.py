@@ -1,0 +1,92 @@
+"""What the compiled program takes: chunks of the logits, and nothing of their size or the kernel's."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from vocabulary_cases import ALL_OPTIONS
+
+from fnet.losses import linear_cross_entropy
+from fnet.memory import compile_smallest, peak
+
+S = jax.ShapeDtypeStruct
+TOKENS, WIDTH, WORDS = 1024, 256, 32_768
+SHAPES = (S((TOKENS, WIDTH), jnp.float32), S((WIDTH, WORDS), jnp.float32), S((TOKENS,), jnp.int32))
+
+
+def value_and_gradients(f, argnums=(0, 1)):
+    return jax.jit(jax.value_and_grad(lambda *a: f(*a).mean(), argnums=argnums))
+
+
+@functools.cache
+def temporaries(f, words=WORDS):
+    """Of value and gradients, with the compiler options that need the least."""
+    x, _, labels = SHAPES
+    lowered = value_and_gradients(f).lower(x, S((WIDTH, words), jnp.float32), labels)
+    return peak(compile_smallest(lowered)[0]).temporaries
+
+
+def of_whole_logits(x, kernel, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ kernel, labels)
+
+
+def test_temporaries_are_a_small_part_of_those_of_whole_logits():
+    assert temporaries(linear_cross_entropy) <= 0.03 * temporaries(of_whole_logits)
+
+
+def test_four_times_the_words_take_the_same_bytes():
+    assert temporaries(linear_cross_entropy, 4 * WORDS) == temporaries(linear_cross_entropy)
+
+
+def test_options_take_next_to_nothing():
+    f = functools.partial(linear_cross_entropy, **ALL_OPTIONS)
+    assert temporaries(f) <= 1.01 * temporaries(linear_cross_entropy)
+
+
+CHUNK_OF_LOGITS = 4 * TOKENS * 1024
+x_, kernel_, labels_ = SHAPES
+OTHER_CALLS = {
+    "losses alone": (jax.jit(linear_cross_entropy), SHAPES),
+    "a gradient of x alone": (value_and_gradients(linear_cross_entropy, argnums=0), SHAPES),
+    "words that are no multiple of the chunk": (
+        value_and_gradients(linear_cross_entropy),
+        (x_, S((WIDTH, 50_257), jnp.float32), labels_),
+    ),
+    "two dimensions of tokens": (
+        value_and_gradients(linear_cross_entropy),
+        (S((8, 128, WIDTH), jnp.float32), kernel_, S((8, 128), jnp.int32)),
+    ),
+    "bfloat16 with a float32 kernel": (
+        value_and_gradients(linear_cross_entropy),
+        (S((TOKENS, WIDTH), jnp.bfloat16), kernel_, labels_),
+    ),
+    "an embedding's matrix": (
+        value_and_gradients(functools.partial(linear_cross_entropy, vocab_axis=0)),
+        (x_, S((WORDS, WIDTH), jnp.float32), labels_),
+    ),
+}
+
+
+@pytest.mark.parametrize(("jitted", "shapes"), OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_nothing_of_the_logits_or_the_kernels_size_is_made(jitted, shapes):
+    assert peak(jitted.lower(*shapes).compile()).temporaries <= 2.5 * CHUNK_OF_LOGITS
+
+
+def test_a_second_derivative_forward_over_reverse_stays_chunked():
+    gradients = jax.grad(lambda *a: linear_cross_entropy(*a).mean(), argnums=(0, 1))
+
+    @jax.jit
+    def hessian_times(x, kernel, labels, *vector):
+        return jax.jvp(lambda *arrays: gradients(*arrays, labels), (x, kernel), vector)[1]
+
+    compiled = hessian_times.lower(*SHAPES, *SHAPES[:2]).compile()
+    assert peak(compiled).temporaries <= 5 * CHUNK_OF_LOGITS
+
+
+def test_temporaries_follow_the_chunk():
+    small, large = (
+        temporaries(functools.partial(linear_cross_entropy, chunk=c)) for c in (256, 4096)
+    )
+    assert large - small == pytest.approx(4 * (TOKENS + WIDTH) * (4096 - 256), rel=0.2)

@@ -1,0 +1,50 @@
+"""Arrays, the formula on whole logits, and gradients that the tests of vocabulary losses share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+D, V = 5, 37
+ALL_OPTIONS = {"smoothing": 0.2, "z_loss": 0.03, "soft_cap": 2.0}
+
+
+def arrays(*tokens, dtype=jnp.float64, width=D, words=V, seed=0):
+    """x, kernel, bias, labels, and weights that make one number of the losses."""
+    rng = np.random.default_rng(seed)
+    shapes = ((*tokens, width), (width, words), (words,), tokens)
+    x, kernel, bias, weights = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
+    return x, kernel, bias, jnp.asarray(rng.integers(0, words, tokens)), weights
+
+
+def whole_logits(x, kernel, bias=None, *, soft_cap=None):
+    """In float32 or wider, of the numbers given."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    z = x.astype(wide) @ kernel.astype(wide)
+    if bias is not None:
+        z += jnp.expand_dims(bias.astype(wide), range(z.ndim - 1))
+    return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+
+
+def from_whole_logits(
+    x, kernel, labels, *, bias=None, mask=None, smoothing=0.0, z_loss=0.0, soft_cap=None
+):
+    """The docstring's formula, written down."""
+    z = whole_logits(x, kernel, bias, soft_cap=soft_cap)
+    lse = jax.nn.logsumexp(z, -1)
+    picked = jnp.take_along_axis(z, labels[..., None], -1)[..., 0]
+    got = lse - (1 - smoothing) * picked - smoothing * z.mean(-1) + z_loss * lse**2
+    return got if mask is None else jnp.where(mask, got, 0)
+
+
+def with_gradients(f, labels, weights, **options):
+    """Losses and the gradients by x, kernel and bias of their weighted sum; compiled."""
+
+    @jax.jit
+    def both(x, kernel, bias):
+        def of_arrays(x, kernel, bias):
+            return f(x, kernel, labels, bias=bias, **options)
+
+        got, pullback = jax.vjp(of_arrays, x, kernel, bias)
+        return got, pullback(weights.astype(got.dtype))
+
+    return both
