@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -70,7 +71,9 @@ def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> An
     # is differentiated there is nothing to put in order.
     if any(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
         return primals, tangents
-    return primals, jax.lax.optimization_barrier(tangents)
+    x, params = tangents
+    # JAX 0.11 fails to add what comes out of a barrier to a reference, but not of a copy.
+    return primals, jax.lax.optimization_barrier((x, jax.tree.map(jnp.copy, params)))
 
 
 def is_params_first(eqn: JaxprEqn) -> bool:

@@ -143,8 +143,8 @@ def layer_of(op_name: str) -> tuple[str, str]:
 # A slash inside parentheses belongs to a scope's own name.
 _SLASH = re.compile(r"/(?![^(]*\))")
 _CONTROL_FLOW = re.compile(
-    r"/(while/(body|cond)|cond/branch_\d+_fun|closed_call|checkpoint|rematted_computation|shard_map)"
-    r"(?=/|$)"
+    r"/(while/(body|cond)|cond/branch_\d+_fun|closed_call|eval_jaxpr|checkpoint"
+    r"|rematted_computation|shard_map)(?=/|$)"
 )
 _WRAPPED = re.compile(r"(jit|jvp|transpose|vmap)\((.*)\)")
 
