@@ -218,27 +218,28 @@ def _is_slow_in_loops_on_cpu(
     outermost computation only. Derivatives are among the others.
     """
     args = params, model_state, _part(parts, 0), key
-    if not any(_convolutions(jax.make_jaxpr(objective)(*args))):
+    if not any(convolutions(jax.make_jaxpr(objective)(*args))):
         return False
     gradient = jax.make_jaxpr(jax.grad(objective, has_aux=True))(*args)
-    return any(not _is_in_fast_layout(eqn) for eqn in _convolutions(gradient))
+    return any(not is_in_fast_layout(eqn) for eqn in convolutions(gradient))
 
 
-def _convolutions(value: Any) -> Iterator[JaxprEqn]:
+def convolutions(value: Any) -> Iterator[JaxprEqn]:
     """All convolutions in a jaxpr and those within it."""
     if isinstance(value, Jaxpr):
         for eqn in value.eqns:
             if eqn.primitive.name == "conv_general_dilated":
                 yield eqn
-            yield from _convolutions(tuple(eqn.params.values()))
+            yield from convolutions(tuple(eqn.params.values()))
     elif isinstance(value, ClosedJaxpr):
-        yield from _convolutions(value.jaxpr)
+        yield from convolutions(value.jaxpr)
     elif type(value) is tuple:
         for v in value:
-            yield from _convolutions(v)
+            yield from convolutions(v)
 
 
-def _is_in_fast_layout(eqn: JaxprEqn) -> bool:
+def is_in_fast_layout(eqn: JaxprEqn) -> bool:
+    """Whether it is [batch, space, features] x [space, in, out], fast in loops on CPU."""
     layout = eqn.params["dimension_numbers"]
     space = tuple(range(1, len(layout.lhs_spec) - 1))
     last = len(space) + 1

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from fnet.autodiff.accumulate import _convolutions, _is_in_fast_layout
+from fnet.autodiff.accumulate import convolutions, is_in_fast_layout
 from fnet.mesh import equally_varying
 
 Arrays = Sequence[Array]
@@ -110,9 +110,9 @@ class Linear:
         """How many of ``n`` lanes at a time take the least time on the default backend.
 
         On CPUs lanes share caches: as many as fit into `CPU_LANES_BYTES`, which is
-        all of them for small functions and one for large. But where the lanes, or
-        new results, are larger than what is between them, all at once: what a loop
-        gains it would lose by copying each lane from or into its place. On
+        all of them for small functions and one for large. But where new results are
+        larger than what is between, all at once: what a loop gains it would lose by
+        copying each into its place. On
         accelerators all, since one lane rarely fills them; an eighth where
         results are added to others, so that they hardly exist twice.
 
@@ -123,12 +123,12 @@ class Linear:
         if jax.default_backend() != "cpu":
             return max(n // 8, 1) if accumulated else n
         made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
-        given = sum(_bytes(v) for v in self.jaxpr.invars)
         results = sum(_bytes(v) for v in self.jaxpr.outvars)
         between = max(made - results, 0)
-        has_convolutions = any(True for _ in _convolutions(self.jaxpr))
-        if not accumulated and not has_convolutions and max(given, results) > between:
+        has_convolutions = any(True for _ in convolutions(self.jaxpr))
+        if not accumulated and not has_convolutions and results > between:
             return n
+        given = sum(_bytes(v) for v in self.jaxpr.invars)
         most = max(CPU_LANES_BYTES // max(given + made, 1), 1)
         return math.ceil(n / math.ceil(n / most))
 
@@ -141,7 +141,7 @@ class Linear:
         begin one chunk before it ends another: ``width`` then does not bound memory.
         """
         return jax.default_backend() == "cpu" and not all(
-            _is_in_fast_layout(eqn) for eqn in _convolutions(self.jaxpr)
+            is_in_fast_layout(eqn) for eqn in convolutions(self.jaxpr)
         )
 
 
