@@ -2,6 +2,10 @@
 
 fnet memory resnet50_synthetic --budget 2GiB
 fnet train resnet50_synthetic --memory.budget 1GiB
+
+Trained for six steps without a budget: 44 s on two CPU cores, most of it compilation;
+predicted 698 MB, seen 714 MB. The first command takes about a minute and a half.
+Nothing can be learnt from random images.
 """
 
 from train.config import Checkpoint, Config, Optim, ResNet, Synthetic, Train

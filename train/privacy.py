@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from train.config import Clipped
 from train.errors import UserError
+from train.process_memory import give_free_memory_back
 
 _MOST_NOISE = 1024.0
 """Noise multiplier beyond which none is looked for."""
@@ -51,7 +52,9 @@ class Privacy:
 
         Takes 0.02 to 0.3 s, and nothing where it was asked before.
         """
-        return _epsilon(self, steps) if steps else 0.0
+        spent = _epsilon(self, steps) if steps else 0.0
+        give_free_memory_back()  # distributions of privacy loss are large, and many
+        return spent
 
     def as_dict(self, steps: int) -> dict[str, Any]:
         """All of it for JSON, with epsilon after ``steps`` steps."""

@@ -25,7 +25,7 @@ class HighWater:
     def __init__(self) -> None:
         if jax.default_backend() == "cpu":
             gc.collect()
-            _give_free_memory_back()
+            give_free_memory_back()
             _reset_peak()
         self._baseline = _in_use()
 
@@ -47,8 +47,8 @@ def one_arena() -> None:
         return
 
 
-def _give_free_memory_back() -> None:
-    """Lets the C library return what compilation has left free, or the baseline would hide it."""
+def give_free_memory_back() -> None:
+    """Lets the C library return what is free: a baseline, or the peak, would count it."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
