@@ -5,11 +5,29 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 
 from fnet.autodiff.updating_scan import UpdatedStack
 
 Params = dict[str, Any]
 State = dict[str, Any]
+
+
+class Decode(NamedTuple):
+    """How a layer along time goes on from where it stopped, a few positions at a time.
+
+    Attributes:
+      start: ``start(batch, length, dtype) -> cache``: an empty past with room for
+        ``length`` positions; a pytree of arrays, of ``dtype`` where they hold
+        activations, ``{}`` for a layer without memory.
+      extend: ``extend(params, state, cache, x, position) -> (y, cache)``: what
+        ``apply(..., train=False)`` gives at the next t positions. ``x`` and ``y`` are
+        [B, t, D], t >= 1: a whole prompt, or one token; ``position``, int32 [], is how many
+        came before. State is read and never renewed.
+    """
+
+    start: Callable[[int, int, DTypeLike], Any]
+    extend: Callable[[Params, State, Any, Array, Array], tuple[Array, Any]]
 
 
 class Layer(NamedTuple):
@@ -23,10 +41,14 @@ class Layer(NamedTuple):
         layer, so ``jax.eval_shape(layer.init, key)`` needs no data.
       apply: ``apply(params, state, x, *, key=None, train) -> (y, state)``.
         ``train`` is a Python bool; ``key`` feeds layers that draw (dropout).
+        Layers along time [B, T, D] also take ``mask`` [B, T], True for a real token.
+      decode: of layers along time that can go on from where they stopped; None
+        for others.
     """
 
     init: Callable[[Array], tuple[Params, State]]
     apply: Callable[..., tuple[Array, State]]
+    decode: Decode | None = None
 
 
 def stateless(f: Callable[[Array], Array]) -> Layer:
