@@ -1,0 +1,140 @@
+"""What a run is made of: frozen dataclasses, every field with its meaning and unit."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from train.config.data import Digits, Synthetic
+from train.config.model import Mlp, PreactResNet, ResNet, RevNet
+from train.config.section import Section
+from train.config.training import (
+    Checkpoint,
+    Clipped,
+    Mean,
+    Memory,
+    Microbatch,
+    Optim,
+    PerExample,
+    Train,
+)
+from train.errors import UserError, nearest
+
+
+@dataclass(frozen=True)
+class Config(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
+    """Names the run's folder where none is given."""
+    data: Annotated[Digits | Synthetic, Field(discriminator="source")] = field(
+        default_factory=Digits
+    )
+    """Training and test examples."""
+    model: Annotated[PreactResNet | ResNet | RevNet | Mlp, Field(discriminator="name")] = field(
+        default_factory=PreactResNet
+    )
+    """The network."""
+    optim: Optim = field(default_factory=Optim)
+    """The optimizer."""
+    grad: Annotated[Mean | Microbatch | PerExample | Clipped, Field(discriminator="mode")] = field(
+        default_factory=Mean
+    )
+    """What is made of the examples' losses."""
+    train: Train = field(default_factory=Train)
+    """The length of the run."""
+    memory: Memory = field(default_factory=Memory)
+    """What training may hold."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """What is kept on disk."""
+
+
+_VARIANTS = {
+    "data": (Digits, Synthetic),
+    "model": (PreactResNet, ResNet, RevNet, Mlp),
+    "grad": (Mean, Microbatch, PerExample, Clipped),
+}
+_ADAPTER = TypeAdapter(Config)
+
+
+def kinds(section: str) -> dict[str, type]:
+    """``{"mean": Mean, ...}``: what a section can be, by its first field; else {}."""
+    return {_tags(kind)[0]: kind for kind in _VARIANTS.get(section, ())}
+
+
+def to_json(config: Config) -> str:
+    """The config as JSON that `from_json` reads back to an equal one."""
+    return _ADAPTER.dump_json(config, indent=2, warnings=False).decode() + "\n"
+
+
+def from_json(text: str | bytes, where: str) -> Config:
+    """Reads and checks a config.
+
+    Args:
+      text: JSON, as `to_json` writes it; keys that are left out take their defaults.
+      where: what is read, for the message.
+
+    Raises:
+      UserError: naming the first field that is unknown, of a wrong type or out
+        of range, its value, and what is allowed.
+    """
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_first_mistake(error.errors()[0])}") from None
+
+
+def check(config: Config, where: str) -> Config:
+    """The same config, once every field's type and range have been checked.
+
+    Raises:
+      UserError: as `from_json`.
+    """
+    return from_json(to_json(config), where)
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """``{"optim.learning_rate": 0.1, ...}``: every field by its dotted name."""
+    flat: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            flat[prefix + f.name] = value
+    return flat
+
+
+def _first_mistake(error: ErrorDetails) -> str:
+    # A union's tag stands in the location between the field and what is below it.
+    tags = {
+        tag for variants in _VARIANTS.values() for variant in variants for tag in _tags(variant)
+    }
+    loc = [str(part) for part in error["loc"] if part not in tags]
+    name = ".".join(loc)
+    if error["type"] == "unexpected_keyword_argument":
+        return f"unknown field {name}{nearest(name, _known_fields())}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        context = error.get("ctx", {})
+        tag, allowed = context["discriminator"].strip("'"), context.get("expected_tags", "a name")
+        return f"{name}.{tag}: expected one of {allowed}, got {context.get('tag', 'nothing')!r}"
+    if error["type"] == "value_error":
+        return f"{name}: {error['ctx']['error']}"
+    message = error["msg"].removeprefix("Input should be ")
+    if error["type"] == "json_invalid" or not name:
+        return f"not a config: {error['msg']}"
+    return f"{name}: expected {message}, got {error['input']!r}"
+
+
+def _tags(variant: type) -> tuple[str, ...]:
+    return get_args(next(iter(variant.__annotations__.values())))
+
+
+def _known_fields() -> list[str]:
+    configs = [
+        Config(**{section: variant()})  # type: ignore[arg-type]
+        for section, variants in _VARIANTS.items()
+        for variant in variants
+    ]
+    return list(dict.fromkeys(name for config in configs for name in flatten(config)))

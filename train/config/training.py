@@ -1,0 +1,127 @@
+"""How a network is trained, and what the run keeps."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from train.config.section import Amount, Count, NonNegative, Positive, Section, Seed, Share
+
+
+@dataclass(frozen=True)
+class Optim(Section):
+    """The optimizer and its learning rate."""
+
+    name: Literal["sgd", "adam", "adamw", "lion"] = "sgd"
+    """The update rule."""
+    learning_rate: Positive = 0.1
+    """Its highest value."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """How the learning rate falls: not at all, or to 0 at the end of the run."""
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps over which the learning rate first rises from 0."""
+    momentum: Share = 0.9
+    """Of sgd."""
+    nesterov: bool = False
+    """Whether sgd's momentum looks ahead (Nesterov)."""
+    weight_decay: NonNegative = 0.0
+    """On kernels only, never on biases or norms."""
+    clip_norm: Positive | None = None
+    """Largest global norm of the gradient."""
+    label_smoothing: Share = 0.0
+    """Probability spread evenly over all classes in the training loss."""
+    ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Weight of the old average of the parameters; the average is what is evaluated."""
+
+
+@dataclass(frozen=True)
+class Mean(Section):
+    """One gradient of the examples' mean loss."""
+
+    mode: Literal["mean"] = "mean"
+    """What is made of the examples' losses; a memory budget may split its batches."""
+
+
+@dataclass(frozen=True)
+class Microbatch(Section):
+    """The same gradient, summed over parts of the batch."""
+
+    mode: Literal["microbatch"] = "microbatch"
+    """What is made of the examples' losses."""
+    microbatches: Count = 2
+    """Parts that a batch is split into, one after the other."""
+
+
+@dataclass(frozen=True)
+class PerExample(Section):
+    """The mean gradient, and how the examples' gradients differ: the gradient noise scale."""
+
+    mode: Literal["per_example"] = "per_example"
+    """What is made of the examples' losses."""
+
+
+@dataclass(frozen=True)
+class Clipped(Section):
+    """Each example's gradient scaled to a norm; with noise, differentially private training."""
+
+    mode: Literal["clipped"] = "clipped"
+    """What is made of the examples' losses."""
+    clip: Positive = 1.0
+    """Largest norm of one example's gradient."""
+    per_layer: bool = False
+    """Whether each parameter array's part is clipped by itself, to an equal share of clip."""
+    quantile: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Share of examples that clip is adapted to, step by step, to leave as they are."""
+    automatic: Positive | None = None
+    """Divides each gradient by its norm plus this, instead of clipping what is above clip."""
+    microbatches: Count = 1
+    """Parts that a batch is split into, one after the other."""
+    epsilon: Annotated[float, Gt(0), Le(1000)] | None = None
+    """Privacy that the whole run may spend; the noise follows from it. Needs delta."""
+    delta: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Chance that is left out of the promise of epsilon; less than 1 / training examples."""
+    noise_multiplier: Positive | None = None
+    """Standard deviation of the noise, in clips; instead of epsilon. Needs delta."""
+    accountant: Literal["pld", "rdp"] = "pld"
+    """How epsilon is reckoned: privacy loss distributions, or Renyi differential privacy."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether noise is added, and batches are sampled for it."""
+        return self.epsilon is not None or self.noise_multiplier is not None
+
+
+@dataclass(frozen=True)
+class Train(Section):
+    """The length of the run, and what it reports on the way."""
+
+    epochs: Positive = 10.0
+    """Passes over the training examples."""
+    steps: Count | None = None
+    """Training steps; overrides epochs."""
+    seed: Seed = 0
+    """Of initial values, order of examples, augmentation and dropout."""
+    log_every: Count = 10
+    """Steps between two lines of metrics."""
+    eval_every: Count | None = None
+    """Steps between two evaluations; once an epoch by default."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(Section):
+    """What is kept of the state on disk."""
+
+    every: Count = 200
+    """Steps between two checkpoints; the last step always makes one."""
+    keep: Count = 2
+    """How many of the newest are kept."""
+
+
+@dataclass(frozen=True)
+class Memory(Section):
+    """What training may hold, and what it does to hold less."""
+
+    budget: Amount | None = None
+    """Most that training may hold (4GiB, 4GB, 4096MiB); what follows is then chosen to fit."""
+    policy: Literal["auto", "keep", "named", "products", "segments", "offload"] = "auto"
+    """What the backward pass keeps; auto is the fastest within the budget, without one: keep."""
