@@ -1,0 +1,450 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet.diffusion import (
+    SAMPLERS,
+    SCHEDULES,
+    TARGETS,
+    Schedule,
+    add_noise,
+    ddim,
+    ddpm,
+    denoised,
+    dpm_solver,
+    drop_labels,
+    guided,
+    samplers,
+    sampling_times,
+    schedules,
+    target,
+)
+
+MEAN, STD = 0.4, 0.5
+
+
+def noise(n, seed=1, size=3, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), (n, size), dtype)
+
+
+def gaussian_denoiser(schedule, predicts, dtype=jnp.float32):
+    """The best denoiser of data from N(MEAN, STD^2), where all is known."""
+    alphas, sigmas = (jnp.asarray(a, dtype) for a in schedule)
+
+    def denoise(x, t):
+        alpha, sigma = alphas[t][:, None], sigmas[t][:, None]
+        gain = alpha * STD**2 / ((alpha * STD) ** 2 + sigma**2)
+        x0 = MEAN + gain * (x - alpha * MEAN)
+        return target(predicts, x0, (x - alpha * x0) / sigma, alphas[t], sigmas[t])
+
+    return denoise
+
+
+def flow(schedule, x):
+    """Where the probability flow takes x of the last step, for that data: scaled at each level."""
+    alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
+    return MEAN + STD * (x - alpha * MEAN) / np.hypot(alpha * STD, sigma)
+
+
+def moments(sampler, schedule):
+    """Mean and deviation of what is sampled of that data: every step is linear in x."""
+    path = Schedule(np.append(schedule.alpha[::-1], 1.0), np.append(schedule.sigma[::-1], 0.0))
+    numbers = {
+        "ddpm": lambda: samplers.ddim_steps(path, 1.0),
+        "ddim": lambda: samplers.ddim_steps(path),
+        "dpm_solver": lambda: samplers.dpm_solver_steps(path),
+    }[sampler]()
+    # x and x0 = constant, times the first x, and the variance of what was drawn since.
+    x, before, drawn = np.asarray([0.0, 1.0]), np.zeros(2), 0.0
+    for alpha, sigma, a, b, c, d in zip(path.alpha[:-1], path.sigma[:-1], *numbers, strict=True):
+        gain = alpha * STD**2 / ((alpha * STD) ** 2 + sigma**2)
+        x0 = gain * x + [MEAN - gain * alpha * MEAN, 0.0]
+        x, before = a * x + b * x0 + c * before, x0
+        drawn = (a + b * gain) ** 2 * drawn + d**2
+    return x[0], np.hypot(x[1], np.sqrt(drawn))
+
+
+def knowing(schedule, x0, predicts):
+    """A denoiser that knows the example."""
+    alphas, sigmas = (jnp.asarray(a, x0.dtype) for a in schedule)
+
+    def denoise(x, t):
+        _, eps = denoised("x0", x0, x, alphas[t], sigmas[t])
+        return target(predicts, x0, eps, alphas[t], sigmas[t])
+
+    return denoise
+
+
+def levels(*angles):
+    """Signal and noise at angles, rising from 0 (clean) to pi / 2 (noise)."""
+    return Schedule(np.cos(angles), np.sin(angles))
+
+
+def even_in_log_snr(steps, least=-3.0, most=10.0):
+    log_snr = np.linspace(most, least, steps)
+    return Schedule(1 / np.sqrt(1 + np.exp(-2 * log_snr)), 1 / np.sqrt(1 + np.exp(2 * log_snr)))
+
+
+# Identities.
+
+
+@pytest.mark.parametrize("angle", [0.01, 0.7, 1.57])
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_ddim_to_the_same_time_is_the_identity(angle, eta):
+    a, b, c, d = samplers.ddim_steps(levels(angle, angle), eta)
+    np.testing.assert_array_equal((a, c, d), ([1.0], [0.0], [0.0]))
+    np.testing.assert_allclose(b, 0, atol=1e-16)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("predicts", TARGETS)
+def test_ddim_with_the_true_noise_recovers_the_example_in_one_step(name, predicts):
+    # From a step where some signal is left; below, without that.
+    whole = schedules.get(name)
+    steps = int((whole.alpha > 0.2).sum())
+    schedule = Schedule(*(a[:steps] for a in whole))
+    x0, eps = noise(4, 1), noise(4, 2)
+    alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
+    truth = target(predicts, x0, eps, alpha, sigma)
+    got = ddim(lambda x, t: truth, schedule, add_noise(x0, eps, alpha, sigma), 1, predicts=predicts)
+    chex.assert_trees_all_close(got, x0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("predicts", TARGETS)
+def test_so_it_does_from_the_last_step_in_float64(float64, name, predicts):
+    schedule = schedules.get(name)
+    x0, eps = noise(4, 1, dtype=jnp.float64), noise(4, 2, dtype=jnp.float64)
+    alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
+    truth = target(predicts, x0, eps, alpha, sigma)
+    got = ddim(lambda x, t: truth, schedule, add_noise(x0, eps, alpha, sigma), 1, predicts=predicts)
+    chex.assert_trees_all_close(got, x0, atol=1e-11)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("predicts", TARGETS)
+def test_every_sampler_ends_at_the_example_that_the_denoiser_knows(sampler, predicts):
+    schedule, x0 = schedules.cosine(50), noise(2, 1)
+    got = samplers.get(sampler)(
+        knowing(schedule, x0, predicts), schedule, noise(2, 2), 7,
+        predicts=predicts, key=jax.random.key(3),
+    )  # fmt: skip
+    chex.assert_trees_all_close(got, x0, atol=1e-5)
+
+
+def test_ddim_step_is_the_papers():
+    """Song et al. 2021, equations 12 and 16, in its x0 and eps."""
+    path, eta = levels(1.3, 0.9), 0.6
+    (alpha, alpha_next), (sigma, sigma_next) = path
+    x, x0, drawn = 0.3, -0.7, 1.9
+    eps = (x - alpha * x0) / sigma
+    std = eta * sigma_next / sigma * np.sqrt(1 - (alpha / alpha_next) ** 2)
+    expected = alpha_next * x0 + np.sqrt(sigma_next**2 - std**2) * eps + std * drawn
+    a, b, _, d = samplers.ddim_steps(path, eta)
+    np.testing.assert_allclose(a * x + b * x0 + d * drawn, expected, rtol=1e-14)
+
+
+def test_ddim_with_eta_1_draws_from_the_posterior_of_ddpm():
+    """Ho et al. 2020, equations 6 and 7, with abar = alpha^2, over the steps visited."""
+    path = levels(1.5, 1.2, 0.8, 0.3)
+    abar, abar_next = path.alpha[:-1] ** 2, path.alpha[1:] ** 2
+    beta = 1 - abar / abar_next
+    a, b, c, d = samplers.ddim_steps(path, 1.0)
+    np.testing.assert_allclose(a, np.sqrt(1 - beta) * (1 - abar_next) / (1 - abar), rtol=1e-12)
+    np.testing.assert_allclose(b, np.sqrt(abar_next) * beta / (1 - abar), rtol=1e-12)
+    np.testing.assert_allclose(d**2, beta * (1 - abar_next) / (1 - abar), rtol=1e-12)
+    assert not c.any()
+
+
+def test_dpm_solver_step_is_the_papers():
+    """Lu et al. 2022, "DPM-Solver++", algorithm 2: D and x of its third step."""
+    path = levels(1.5, 1.3, 0.9, 0.4)
+    log_snr = np.log(path.alpha / path.sigma)
+    h = np.diff(log_snr)
+    r = h[0] / h[1]
+    x, x0, before = 0.3, -0.7, -0.5
+    d = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
+    expected = path.sigma[2] / path.sigma[1] * x - path.alpha[2] * np.expm1(-h[1]) * d
+    a, b, c, _ = (n[1] for n in samplers.dpm_solver_steps(path))
+    np.testing.assert_allclose(a * x + b * x0 + c * before, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("ends", ["clean", "without signal", "both"])
+def test_dpm_solver_takes_first_order_steps_where_there_is_nothing_to_extrapolate(ends):
+    path = levels(
+        np.pi / 2 if ends != "clean" else 1.5, 1.2, 0.8, 0.4 if ends == "without signal" else 0.0
+    )
+    if ends != "clean":
+        path.alpha[0] = 0.0
+    ours, first_order = samplers.dpm_solver_steps(path), samplers.ddim_steps(path)
+    chex.assert_tree_all_finite(ours)
+    same = {"clean": [0, 2], "without signal": [0, 1], "both": [0, 1, 2]}[ends]
+    for mine, other in zip(ours, first_order, strict=True):
+        np.testing.assert_array_equal(mine[same], other[same])
+    others = [i for i in range(3) if i not in same]
+    assert (ours.c[others] != 0).all()
+
+
+# Data of which all is known.
+
+
+def error_of(sampler, steps):
+    schedule = even_in_log_snr(steps)
+    x = jnp.linspace(-2, 2, 9, dtype=jnp.float64)[:, None]
+    got = sampler(gaussian_denoiser(schedule, "x0", jnp.float64), schedule, x, steps, predicts="x0")
+    return np.abs(got - flow(schedule, x)).max()
+
+
+@pytest.mark.parametrize(("sampler", "order"), [(ddim, 1), (dpm_solver, 2)])
+def test_deterministic_samplers_follow_the_probability_flow_to_their_order(float64, sampler, order):
+    coarse, fine, finer = (error_of(sampler, n) for n in (100, 200, 400))
+    assert finer < fine < coarse < 0.05
+    assert abs(np.log2(coarse / fine) - order) < 0.15
+    assert abs(np.log2(fine / finer) - order) < 0.1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_dpm_solver_is_nearer_than_ddim_with_as_many_steps(name):
+    schedule = schedules.get(name)
+    denoise, x = gaussian_denoiser(schedule, "v"), jnp.linspace(-2, 2, 9)[:, None]
+    far, near = (
+        float(jnp.abs(s(denoise, schedule, x, 20, predicts="v") - flow(schedule, x)).max())
+        for s in (ddim, dpm_solver)
+    )
+    assert near < 0.6 * far < 0.1
+
+
+@pytest.mark.parametrize("predicts", TARGETS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samples_have_the_mean_and_the_variance_of_the_data(sampler, predicts):
+    schedule, n = schedules.cosine(500), 20_000
+    got = samplers.get(sampler)(
+        gaussian_denoiser(schedule, predicts), schedule, noise(n, 5, size=1), 500,
+        predicts=predicts, key=jax.random.key(6),
+    )  # fmt: skip
+    mean, std = moments(sampler, schedule)
+    assert abs(float(got.mean()) - mean) < 5 * std / np.sqrt(n)
+    assert abs(float(got.std()) / std - 1) < 5 / np.sqrt(2 * n)
+    assert abs(mean - MEAN) < 0.01
+    assert abs(std / STD - 1) < 0.02
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_moments_of_samples_converge_to_those_of_the_data(sampler, name):
+    errors = []
+    for steps in (50, 200, 800):
+        schedule = schedules.get(name, steps)
+        errors.append(abs(moments(sampler, schedule)[1] / STD - 1))
+    # Four times as many steps: at first order a quarter of the error is left. What stays is that
+    # the first x is pure noise, where the schedule still has some signal.
+    assert errors[1] < 0.35 * errors[0]
+    assert errors[2] < max(0.35 * errors[1], 1e-4)
+
+
+def test_noise_is_drawn_anew_for_each_step_and_example_and_follows_the_key():
+    schedule, x = schedules.cosine(20), jnp.zeros((3, 2))
+
+    def sample(seed):
+        return ddpm(
+            lambda x, t: jnp.zeros_like(x), schedule, x, 10,
+            predicts="v", key=jax.random.key(seed),
+        )  # fmt: skip
+
+    got = sample(1)
+    chex.assert_trees_all_equal(sample(1), got)
+    assert float(jnp.abs(sample(2) - got).min()) > 0
+    assert len(np.unique(got)) == got.size
+
+
+# The way it is called.
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_model_is_asked_at_the_steps_of_its_training(sampler):
+    schedule, seen = schedules.cosine(100), []
+
+    def denoise(x, t):
+        assert t.shape == x.shape[:1]
+        assert t.dtype == jnp.int32
+        jax.debug.callback(lambda t: seen.append(np.asarray(t)), t, ordered=True)
+        return x
+
+    jax.block_until_ready(
+        samplers.get(sampler)(denoise, schedule, noise(2), 7, key=jax.random.key(3))
+    )
+    jax.effects_barrier()
+    np.testing.assert_array_equal(seen, np.stack([sampling_times(schedule, 7)] * 2, -1))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_take_jit_and_vmap_and_trace_the_model_once(sampler):
+    schedule, traces = schedules.linear(100), []
+    exact = gaussian_denoiser(schedule, "v")
+
+    def denoise(x, t):
+        traces.append(x)
+        return exact(x, t)
+
+    def sample(x, key):
+        return samplers.get(sampler)(denoise, schedule, x, 9, predicts="v", key=key)
+
+    expected = sample(noise(4), jax.random.key(3))
+    traces.clear()
+    got = jax.jit(sample)(noise(4), jax.random.key(3))
+    assert len(traces) == 1
+    chex.assert_trees_all_close(got, expected, atol=1e-5)
+    both = jax.vmap(sample)(
+        jnp.stack([noise(4), noise(4, 2)]), jax.random.split(jax.random.key(4), 2)
+    )
+    one = sample(noise(4, 2), jax.random.split(jax.random.key(4), 2)[1])
+    chex.assert_trees_all_close(both[1], one, atol=1e-5)
+
+
+def test_every_x0_is_clipped():
+    schedule = schedules.cosine(50)
+    x0 = jnp.asarray([[3.0, -0.25, -3.0]])
+    for sampler in SAMPLERS.values():
+        got = sampler(
+            lambda x, t: x0, schedule, noise(1), 9,
+            predicts="x0", clip=1.0, key=jax.random.key(3),
+        )  # fmt: skip
+        chex.assert_trees_all_close(got, jnp.asarray([[1.0, -0.25, -1.0]]), atol=1e-6)
+
+
+def test_a_schedule_that_ends_without_signal_is_sampled_by_x0_and_v_alone():
+    schedule = levels(0.3, 0.8, 1.2, np.pi / 2)
+    schedule.alpha[-1] = 0.0
+    for sampler in SAMPLERS.values():
+        for predicts in ("x0", "v"):
+            sample = functools.partial(sampler, predicts=predicts, key=jax.random.key(3))
+            x0 = noise(2, 1)
+            got = sample(knowing(schedule, x0, predicts), schedule, noise(2, 2), 4)
+            chex.assert_trees_all_close(got, x0, atol=1e-5)
+        with pytest.raises(ValueError, match=r'no signal at its last step.*"x0" or "v"'):
+            sampler(lambda x, t: x, schedule, noise(2, 2), 4, key=jax.random.key(3))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("steps", [0, 11])
+def test_steps_that_the_schedule_has_not_are_refused(sampler, steps):
+    with pytest.raises(ValueError, match=rf"steps must be in \[1, 10\].*got {steps}"):
+        samplers.get(sampler)(
+            lambda x, t: x, schedules.cosine(10), noise(2), steps, key=jax.random.key(3)
+        )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda f, s, x: samplers.get("euler"), r"one of \('ddpm', 'ddim', 'dpm_solver'\), got"),
+        (lambda f, s, x: ddim(f, s, x, 5, predicts="u"), r"one of \('eps', 'x0', 'v'\), got 'u'"),
+        (lambda f, s, x: ddim(f, s, x, 5, eta=1.5), r"eta must be in \[0, 1\], got 1.5"),
+        (lambda f, s, x: ddpm(f, s, x, 5), "pass a key"),
+        (lambda f, s, x: ddim(f, s, x, 5, clip=-1.0), "clip: must be > 0"),
+        (lambda f, s, x: dpm_solver(lambda x, t: x[:1], s, x, 5), "must have the shape of x"),
+        (lambda f, s, x: ddim(f, Schedule(s.alpha, s.alpha), x, 5), "must be 1"),
+        (lambda f, s, x: ddim(f, s, x[0, 0], 5), "a batch of examples"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(lambda x, t: x, schedules.cosine(10), noise(2))
+
+
+def test_a_sample_narrower_than_float32_is_refused():
+    with pytest.raises(TypeError, match="x must be float32 or float64, got bfloat16"):
+        ddim(lambda x, t: x, schedules.cosine(10), noise(2).astype(jnp.bfloat16), 5)
+
+
+def test_a_model_in_bfloat16_is_sampled_in_float32():
+    schedule = schedules.cosine(50)
+    exact = gaussian_denoiser(schedule, "v")
+    got = ddim(lambda x, t: exact(x, t).astype(jnp.bfloat16), schedule, noise(4), 20, predicts="v")
+    assert got.dtype == jnp.float32
+    chex.assert_trees_all_close(got, ddim(exact, schedule, noise(4), 20, predicts="v"), atol=0.02)
+
+
+# Guidance.
+
+
+def labelled(x, t, labels):
+    """A prediction that depends on each of its three."""
+    return jnp.sin(x + labels[:, None]) + t[:, None]
+
+
+def test_guidance_goes_on_from_the_unlabelled_towards_the_labelled():
+    """Ho & Salimans 2022, equation 6: (1 + w) with - w without, w = scale - 1."""
+    x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
+    with_label, without = labelled(x, t, labels), labelled(x, t, jnp.full(3, 9))
+    got = guided(labelled, labels, 9, 3.0)(x, t)
+    chex.assert_trees_all_close(got, 3 * with_label - 2 * without, atol=1e-5)
+    per_example = guided(labelled, labels, 9, jnp.asarray([1.0, 0.0, 3.0]))(x, t)
+    expected = jnp.stack([with_label[0], without[1], got[2]])
+    chex.assert_trees_all_close(per_example, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1, 1.0, np.float32(1.0), jnp.ones(()), jnp.ones(3)])
+def test_scale_1_is_exactly_the_labelled_prediction(scale):
+    x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
+    chex.assert_trees_all_equal(guided(labelled, labels, 9, scale)(x, t), labelled(x, t, labels))
+
+
+@pytest.mark.parametrize(("scale", "batch"), [(2.0, 6), (0.0, 6), (1.0, 3), (jnp.ones(()), 6)])
+def test_the_model_is_called_once_on_twice_the_batch(scale, batch):
+    calls = []
+
+    def denoise(x, t, labels):
+        calls.append((x.shape[0], t.shape[0], labels.shape[0]))
+        return x
+
+    guided(denoise, jnp.arange(3), 9, scale)(noise(3), jnp.zeros(3, jnp.int32))
+    assert calls == [(batch, batch, batch)]
+
+
+def test_guidance_is_the_same_for_every_target():
+    schedule, labels = schedules.cosine(50), jnp.asarray([0, 1, 1])
+    alphas, sigmas = (jnp.asarray(a, jnp.float32) for a in schedule)
+
+    def sample(predicts):
+        def denoise(x, t, labels):
+            x0 = 0.5 * jnp.tanh(x) + 0.1 * labels[:, None]
+            _, eps = denoised("x0", x0, x, alphas[t], sigmas[t])
+            return target(predicts, x0, eps, alphas[t], sigmas[t])
+
+        return ddim(guided(denoise, labels, 2, 3.0), schedule, noise(3), 10, predicts=predicts)
+
+    chex.assert_trees_all_close(sample("v"), sample("x0"), atol=1e-4)
+    # eps tells little of x0 where there is little signal, and its roundings show.
+    chex.assert_trees_all_close(sample("eps"), sample("x0"), atol=1e-2)
+
+
+def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
+    labels = jnp.arange(10_000) % 10
+    got = np.asarray(drop_labels(jax.random.key(1), labels, 10, 0.1))
+    dropped = got == 10
+    assert abs(dropped.mean() - 0.1) < 5 * np.sqrt(0.09 / 10_000)
+    np.testing.assert_array_equal(got[~dropped], np.asarray(labels)[~dropped])
+    chex.assert_trees_all_equal(drop_labels(jax.random.key(2), labels, 10, 0.0), labels)
+    assert (np.asarray(drop_labels(jax.random.key(3), labels, 10, 1.0)) == 10).all()
+    assert got.dtype == labels.dtype
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda n: guided(labelled, n, 9, jnp.ones(2)), ValueError, r"one per label, \(3,\)"),
+        (lambda n: guided(labelled, n[None], 9, 2.0), ValueError, r"a vector, got shape \(1, 3\)"),
+        (lambda n: guided(labelled, n / 2, 9, 2.0), TypeError, "integers, got float32"),
+        (lambda n: guided(labelled, n, 9, 2.0)(noise(4), jnp.zeros(4, int)), ValueError, "3 label"),
+        (lambda n: drop_labels(jax.random.key(1), n, 9, 1.5), ValueError, r"\[0, 1\], got 1.5"),
+        (lambda n: drop_labels(jax.random.key(1), n / 2, 9, 0.1), TypeError, "integers"),
+    ],
+)
+def test_labels_and_scales_that_do_not_fit_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(jnp.arange(3))
