@@ -1,6 +1,6 @@
 """fnet trains bigger networks in the same memory, as pure functions over JAX."""
 
-from fnet import autodiff, layers, losses, memory, models, optim
+from fnet import autodiff, diffusion, layers, losses, memory, models, optim
 from fnet.autodiff import (
     Aux,
     accumulate_grad,
@@ -11,9 +11,11 @@ from fnet.autodiff import (
     vjps,
 )
 from fnet.backward_pass import params_first, recompute
-from fnet.layer import Layer, repeat, residual, serial
+from fnet.generate import generate, sample_token, stream
+from fnet.layer import Decode, Layer, repeat, residual, serial
 from fnet.layers.abn import abn
 from fnet.layers.attention import dot_product_attention
+from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.group_norm import group_norm
 from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.reversible import reversible
@@ -26,14 +28,18 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Aux",
+    "Decode",
     "Layer",
     "TrainState",
     "abn",
     "accumulate_grad",
+    "apply_context",
     "autodiff",
     "clipped_grad",
     "compile_step",
+    "diffusion",
     "dot_product_attention",
+    "generate",
     "group_norm",
     "jacobian",
     "jvps",
@@ -53,7 +59,10 @@ __all__ = [
     "residual",
     "reversible",
     "rms_norm",
+    "sample_token",
     "serial",
+    "stream",
+    "update_context",
     "variant",
     "vjps",
 ]

@@ -87,8 +87,11 @@ def apply_child(
     *,
     key: Array | None,
     train: bool,
+    **inputs: Any,
 ) -> tuple[Array, State]:
     """Applies ``children[name]``; returns its output and ``state`` with that child's part renewed.
+
+    ``inputs`` are further arguments of the child's ``apply``.
 
     The child runs under ``jax.named_scope(name)``, so that its operations carry
     its path into the compiled program.
@@ -96,7 +99,7 @@ def apply_child(
     child_key = None if key is None else jax.random.fold_in(key, list(children).index(name))
     with jax.named_scope(name):
         y, s = children[name].apply(
-            params.get(name, {}), state.get(name, {}), x, key=child_key, train=train
+            params.get(name, {}), state.get(name, {}), x, key=child_key, train=train, **inputs
         )
     return y, (state | {name: s} if s else state)
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
+from annotated_types import Ge, Gt, Le
+from pydantic import TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config
+from train.config.section import Count, Seed
 from train.errors import UserError, nearest
 
 
@@ -42,7 +45,47 @@ class MemoryArguments:
     """Folder for memory.json and memory.png; runs/NAME-memory by default."""
 
 
+@dataclass(frozen=True)
+class TextArguments:
+    """Continues a text with a trained model."""
+
+    prompt: str = "\n"
+    """What is continued."""
+    length: Count = 500
+    """Tokens to add."""
+    temperature: Annotated[float, Ge(0)] = 0.8
+    """Below 1: likelier tokens, 0: the likeliest; 1: as the model says."""
+    top_k: Count | None = None
+    """Draw from the k likeliest tokens alone."""
+    top_p: Annotated[float, Gt(0), Le(1)] | None = None
+    """Draw from the fewest tokens that have at least this probability together."""
+    seed: Seed = 0
+    """Of what is drawn."""
+
+
+@dataclass(frozen=True)
+class ImageArguments:
+    """Draws images with a trained model."""
+
+    labels: tuple[str, ...] = ()
+    """Classes to draw, a row each; all by default."""
+    count: Count = 10
+    """Images of each."""
+    guidance: Annotated[float, Ge(0)] = 1.5
+    """Above 1: more typical of their label, less varied; 1: as the model says; 0: of any."""
+    sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
+    """How noise is taken out."""
+    steps: Count = 50
+    """Steps to take, at most those of the run's schedule."""
+    seed: Seed = 0
+    """Of what is drawn."""
+    out: str | None = None
+    """The picture; samples.png in the run's folder by default."""
+
+
 T = TypeVar("T", TrainArguments, MemoryArguments)
+S = TypeVar("S", TextArguments, ImageArguments)
+A = TypeVar("A")
 
 
 def read(defaults: T, given: Sequence[str], prog: str) -> T:
@@ -68,6 +111,29 @@ def read(defaults: T, given: Sequence[str], prog: str) -> T:
     return replace(arguments, config=configs.check(arguments.config, "command line"))
 
 
+def read_options(kind: type[S], given: Sequence[str], prog: str) -> S:
+    """The options of a command that is given no config.
+
+    Raises:
+      UserError: for an unknown option, or a value of a wrong type or out of range.
+      SystemExit: with 0, after ``--help``.
+    """
+    asks_help = bool({"-h", "--help"} & set(given))
+    try:
+        options = _parse(kind(), given, prog, console_outputs=asks_help)
+    except SystemExit:
+        if asks_help:
+            raise
+        raise UserError(_first_mistake(kind(), given, prog)) from None
+    try:
+        return TypeAdapter(kind).validate_python(options.__dict__)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = "--" + str(first["loc"][0]).replace("_", "-")
+        expected = first["msg"].removeprefix("Input should be ")
+        raise UserError(f"{flag}: expected {expected}, got {first['input']!r}") from None
+
+
 def _with_variants(config: Config, given: Sequence[str]) -> Config:
     """The config with the sections that ``given`` names a kind of: ``--grad.mode clipped``.
 
@@ -85,7 +151,7 @@ def _with_variants(config: Config, given: Sequence[str]) -> Config:
     return config
 
 
-def _parse(defaults: T, given: Sequence[str], prog: str, *, console_outputs: bool) -> T:
+def _parse(defaults: A, given: Sequence[str], prog: str, *, console_outputs: bool) -> A:
     # Some of what tyro says of a mistake comes in spite of console_outputs=False.
     silence = contextlib.nullcontext() if console_outputs else _silence()
     with silence:

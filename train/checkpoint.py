@@ -91,6 +91,30 @@ class Checkpoints:
         )
         return Restored(step, restored.state, restored.data)
 
+    def restore_network(self) -> tuple[Any, Any]:
+        """The newest checkpoint's parameters, averaged where an average is kept, and model state.
+
+        Needs neither the data nor the optimizer that they were made with.
+
+        Raises:
+          UserError: if there is no checkpoint.
+        """
+        step = self.latest_step
+        if step is None:
+            raise UserError(
+                f"no checkpoint in {self._manager.directory}: the run has not saved one yet"
+            )
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
+            self._manager.item_metadata(step).state.tree,
+            is_leaf=lambda a: hasattr(a, "shape"),
+        )
+        state = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        ).state
+        return state["params"] if state.get("ema") is None else state["ema"], state["model_state"]
+
     def _check_shapes(self, step: int, like: TrainState) -> None:
         there = _shapes(self._manager.item_metadata(step).state.tree)
         here = _shapes(like)

@@ -14,6 +14,8 @@ usage: fnet COMMAND ...
   fnet eval RUN          metrics of a run's last checkpoint on its test examples
   fnet memory CONFIG [--budget 4GiB] [--target h100] [--batch-size auto]
                          what training would take, without training; the way that fits
+  fnet sample RUN [--prompt TEXT]
+                         text or images from a trained model; --help says how to draw
   fnet configs           the recipes, one line each
 
 CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
@@ -41,7 +43,13 @@ def _fail(error: Exception, code: int) -> None:
 
 def _dispatch(argv: list[str]) -> None:
     # What a command needs is imported when it runs: a mistake is answered at once.
-    commands = {"train": _train, "eval": _eval, "memory": _memory, "configs": _configs}
+    commands = {
+        "train": _train,
+        "eval": _eval,
+        "memory": _memory,
+        "sample": _sample,
+        "configs": _configs,
+    }
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         raise SystemExit(0 if argv else 2)
@@ -110,6 +118,36 @@ def _memory(argv: list[str]) -> None:
     from train.foresee import foresee
 
     foresee(a, Console())
+
+
+def _sample(argv: list[str]) -> None:
+    given = _positional(argv, "fnet sample RUN [--prompt TEXT] [--length 500] [--labels 3 5]")
+    from train import arguments
+    from train.config import Denoiser, LanguageModel
+    from train.run_folder import RunFolder
+
+    folder = RunFolder(Path(_run_of(given) or given))
+    config = folder.read_config()
+    if not isinstance(config.model, LanguageModel | Denoiser):
+        raise UserError(
+            f"{folder.path} is a run of {config.model.name}, which generates nothing; "
+            "there are language_model (text) and denoiser (images)"
+        )
+    prog = f"fnet sample {given}"
+    if isinstance(config.model, LanguageModel):
+        text = arguments.read_options(arguments.TextArguments, argv[1:], prog)
+        _prepare_jax()
+        from train.sample_text import continued
+
+        for piece in continued(folder, config, text):
+            print(piece, end="", flush=True)
+        print()
+        return
+    images = arguments.read_options(arguments.ImageArguments, argv[1:], prog)
+    _prepare_jax()
+    from train.sample_images import draw
+
+    print(draw(folder, config, images))
 
 
 def _configs(argv: list[str]) -> None:

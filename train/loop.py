@@ -20,7 +20,7 @@ from train.config import Config
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
 from train.metrics import Meter, noise_scale
-from train.planning import check, compile_step, reserve
+from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
 from train.run_folder import RunFolder, as_json, read_metrics, write_whole
 from train.screen import Screen
@@ -56,7 +56,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     batches = run.training_batches()
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-        executable = planned.executable
+        executable, take_step = planned.executable, StepBySize(run, planned)
         evaluate = run.compile_evaluation(config.data.batch_size // planned.microbatches)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
@@ -92,7 +92,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             folder.metrics.open("a", buffering=1) as metrics_file,
         ):
             for step in range(start + 1, run.steps + 1):
-                state, metrics = executable(state, next(batches))
+                state, metrics = take_step(state, next(batches))
                 meter.add(metrics)
                 screen.advance(step)
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 import fnet
-from fnet import memory
+from fnet import TrainState, memory
 from fnet.memory import Candidate, Plan, Recomputation
 from fnet.memory.policy import policies_on
 from fnet.memory.target import Target, on
@@ -57,6 +57,43 @@ def compile_step(
         proof = _proof(run, policy, split, executable, target)
         return Planned(executable, policy, split * run.parts, None, proof)
     return choose(run, plan(run, target=target, progress=progress), target=target)
+
+
+class StepBySize:
+    """The planned step, for batches of every length that comes.
+
+    Another length than that planned for is compiled when it first comes, in the same
+    way: there are at most as many as there are powers of two (`train.data.buckets`).
+
+    Attributes:
+      programs: how many were compiled.
+    """
+
+    def __init__(self, run: Setup, planned: Planned):
+        self._run, self._planned = run, planned
+        self._by_shape = {_shapes(run.batch_shapes): planned.executable}
+
+    @property
+    def programs(self) -> int:
+        """How many were compiled."""
+        return len(self._by_shape)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The next state and the step's metrics."""
+        shape = _shapes(batch)
+        if shape not in self._by_shape:
+            self._by_shape[shape] = _compile(
+                self._run._replace(batch_shapes=jax.eval_shape(lambda b: b, batch)),
+                self._planned.policy,
+                self._planned.microbatches // self._run.parts,
+                None,
+                self._planned.executable.report.compiler_options,
+            )
+        return self._by_shape[shape](state, batch)
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(a.shape for a in jax.tree.leaves(batch))
 
 
 def check(run: Setup) -> None:

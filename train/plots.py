@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -23,7 +24,9 @@ def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
       title: above the picture.
       path: where it is written.
     """
-    panels = [_loss, _accuracy, _learning_rate]
+    panels = [_loss, _learning_rate]
+    if any("train/accuracy" in line for line in lines):
+        panels.insert(1, _accuracy)
     if any("privacy/epsilon" in line for line in lines):
         panels.append(_epsilon)
     if any("train/noise_scale" in line for line in lines):
@@ -44,8 +47,10 @@ _TEST = {"marker": "o", "ms": 3}
 
 
 def _loss(ax: Axes, lines: Lines) -> None:
-    _plot(ax, lines, "train/loss", label="train")
-    _plot(ax, lines, "test/loss", label="test", **_TEST)
+    for split, style in (("train", {}), ("test", _TEST)):
+        last = [line[key] for line in lines if (key := f"{split}/loss") in line][-1:]
+        label = f"{split} {last[0]:.3f}" if last else None
+        _plot(ax, lines, f"{split}/loss", label=label, **style)
     ax.set_ylabel("loss (nats)")
     ax.set_yscale("log")
     ax.legend(frameon=False)
@@ -87,6 +92,27 @@ def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
     points = [(line["step"], line[key]) for line in lines if key in line]
     if points:
         ax.plot(*zip(*points, strict=True), **({"lw": 1.2} | style))
+
+
+def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
+    """Images [rows, columns, H, W, C] in [0, 1], a named row each, as a PNG.
+
+    One channel is shown as ink on paper.
+    """
+    rows, columns, h, w, c = images.shape
+    # A pixel of paper around each.
+    framed = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+    whole = framed.swapaxes(1, 2).reshape(rows * (h + 2), columns * (w + 2), c)
+    figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    ax.imshow(whole[..., 0] if c == 1 else whole, cmap="gray_r", vmin=0, vmax=1)
+    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names)
+    ax.set_xticks([])
+    ax.set_title(title, fontsize=9)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    figure.savefig(path, dpi=110)
 
 
 def memory(account: Account, title: str, path: Path) -> None:

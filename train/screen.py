@@ -72,6 +72,7 @@ _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "accuracy",
     "test/accuracy": "test",
+    "test/loss": "test loss",
     "train/noise_scale": "noise scale",
     "privacy/epsilon": "epsilon",
     "train/learning_rate": "lr",

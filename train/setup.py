@@ -14,13 +14,13 @@ from jax import Array
 import fnet
 from fnet import TrainState, autodiff, optim
 from train import data
-from train.config import Clipped, Config, Microbatch, PerExample
-from train.data import poisson
+from train.config import Clipped, Config, Microbatch, PerExample, TextFile
+from train.data import Dataset, buckets, poisson
 from train.errors import UserError
 from train.evaluate import Evaluate
 from train.privacy import Privacy, privacy_of
-from train.tasks import classification
-from train.tasks.classification import Task
+from train.tasks import Task
+from train.tasks import build as build_task
 
 
 class Setup(NamedTuple):
@@ -68,10 +68,12 @@ class Setup(NamedTuple):
         """Endless batches; their position is saved with ``get_state``."""
         dataset, size = self.task.dataset, self.config.data.batch_size
         seed = self.config.train.seed
-        if not self.privacy:
-            return data.training_batches(dataset, size, seed)
-        rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
-        return poisson.poisson_batches(dataset, size, seed, rows)
+        if self.privacy:
+            rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
+            return poisson.poisson_batches(dataset, size, seed, rows)
+        if longest := _longest(self.config):
+            return buckets.bucketed_batches(dataset, size, seed, longest)
+        return data.training_batches(dataset, size, seed)
 
     def with_batch_size(self, rows: int) -> "Setup":
         """The same run with batches of another size, to be compiled."""
@@ -101,8 +103,8 @@ def setup(config: Config) -> Setup:
     Raises:
       UserError: if the config's parts do not fit each other or the data.
     """
-    task = classification.build(config)
-    steps_per_epoch = data.size(task.dataset.train) / config.data.batch_size
+    task = build_task(config)
+    steps_per_epoch = _steps_per_epoch(config, task.dataset)
     steps = _length(config, steps_per_epoch)
     o = config.optim
     try:
@@ -170,6 +172,19 @@ def check_resumed(run: Setup, there: Config) -> None:
         )
 
 
+def _longest(config: Config) -> int | None:
+    """Tokens of the longest rows where rows differ in length; else None."""
+    text = config.data
+    return text.context if isinstance(text, TextFile) and text.separator else None
+
+
+def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
+    size, longest = config.data.batch_size, _longest(config)
+    if longest and not (isinstance(config.grad, Clipped) and config.grad.is_private):
+        return buckets.batches_an_epoch(dataset, size, longest)
+    return data.size(dataset.train) / size
+
+
 def _length(config: Config, steps_per_epoch: float) -> int:
     return config.train.steps or math.ceil(config.train.epochs * steps_per_epoch)
 
@@ -225,12 +240,12 @@ def _mode(
 
 
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    arrays, rows, grad = task.dataset.train, config.data.batch_size, config.grad
-    shapes = {}
-    if isinstance(grad, Clipped) and grad.is_private:
-        # Whole vectors of 8, in each part.
-        rows = poisson.rows_of(data.size(arrays), rows, 8 * grad.microbatches)
-        shapes["weight"] = jax.ShapeDtypeStruct((rows,), np.float32)
-    return shapes | {
-        name: jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for name, a in arrays.items()
-    }
+    dataset, rows, grad = task.dataset, config.data.batch_size, config.grad
+    private = False
+    if isinstance(grad, Clipped) and grad.is_private:  # whole vectors of 8, in each part
+        private = True
+        rows = poisson.rows_of(data.size(dataset.train), rows, 8 * grad.microbatches)
+    batch = data.batch_of(dataset, rows)
+    if private or _longest(config):
+        batch = data.padded(batch, rows)
+    return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import jax
@@ -10,10 +11,6 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
-from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, apply_child, init_children
-from fnet.layers.linear import dense
-
 
 def dot_product_attention(
     q: Float[Array, "b t h d"],
@@ -21,6 +18,7 @@ def dot_product_attention(
     v: Float[Array, "b s k d"],
     *,
     causal: bool = False,
+    window: int | None = None,
     mask: Bool[Array, "#b #h #t #s"] | None = None,
     scale: ArrayLike | None = None,
     chunk: int | None = None,
@@ -37,16 +35,17 @@ def dot_product_attention(
     from the weights (Dao et al. 2022, "FlashAttention"). Causal attention leaves out
     most keys that come later: queries are taken in up to four bands of two chunks or
     more, each with the keys up to its end; with four, 5/8 of all scores are made.
-    Arrays sharded over B and H stay where they are.
+    With a window a chunk reads the keys that its queries see and no others, so that time
+    grows as T times the window. Arrays sharded over B and H stay where they are.
 
     A row with nothing to attend gives 0 and receives no gradient, where
     `jax.nn.dot_product_attention` gives it the mean of v over all keys.
 
     Where the backend has a fused kernel it is used instead: on NVIDIA GPUs from
     Ampere on, cuDNN's, for float16 and bfloat16 without a mask (if causal, with
-    T = S), where cuDNN is found when the program is traced and takes the shapes
-    (``jax.nn.dot_product_attention(implementation="cudnn")``). It keeps the output
-    and one number a row besides q, k and v. It knows neither forward mode
+    T = S; with a window, if causal), where cuDNN is found when the program is traced and
+    takes the shapes (``jax.nn.dot_product_attention(implementation="cudnn")``). It keeps
+    the output and one number a row besides q, k and v. It knows neither forward mode
     (`jax.jvp`) nor second derivatives, nor a `jax.vmap` over some of q, k, v and
     the cotangent alone. Chunks know all of these: give ``chunk``, and no other
     kernel is used.
@@ -59,12 +58,16 @@ def dot_product_attention(
       v: values [B, S, K, D].
       causal: whether query i attends to no key after the i-th, counted from the
         start of both.
+      window: how many positions are seen at most, >= 1 (sliding window, Beltagy et al.
+        2020, "Longformer"): with ``causal`` query i attends to keys i - window + 1 to i,
+        otherwise to keys i - window + 1 to i + window - 1. None: all.
       mask: [B, H, T, S], each axis as long as that or 1; True: attend. With
-        ``causal`` both must allow.
+        ``causal`` and ``window`` all must allow.
       scale: of the scores; 1 / sqrt(D) by default.
       chunk: at most as many queries at a time, spread evenly. By default as many as
         have 2^20 scores in all heads and examples, but at least 64; all of them if
-        they have 2^21 scores at most. Examples that `jax.vmap` adds do not count.
+        they have 2^21 scores at most. With a window, at most half as many as it is
+        long, but at least 64. Examples that `jax.vmap` adds do not count.
 
     Returns:
       [B, T, H, D], in the dtype of ``q``.
@@ -72,73 +75,39 @@ def dot_product_attention(
     Raises:
       TypeError: if q, k and v are not floating or differ in dtype, or the mask is
         not bool.
-      ValueError: if a shape does not fit; if ``chunk < 1``.
+      ValueError: if a shape does not fit; if ``chunk < 1`` or ``window < 1``.
     """
-    _check(q, k, v, mask, chunk)
+    _check(q, k, v, mask, chunk, window)
     if not q.size or not k.size:
         return jnp.zeros_like(q)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if window is not None and window >= max(q.shape[1], k.shape[1]):
+        window = None
 
-    size = _queries_at_a_time(q, k) if chunk is None else chunk
+    size = _queries_at_a_time(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
-        return _in_chunks(q, k, v, mask, scale, causal, size)
+        return _in_chunks(q, k, v, mask, scale, causal, window, size)
 
     if chunk is not None or mask is not None or (causal and q.shape[1] != k.shape[1]):
         return in_chunks(q, k, v)
     fused = functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, scale=scale, implementation="cudnn"
     )
+    if window is not None:
+        before = window - 1
+        fused = functools.partial(fused, local_window_size=(before, 0 if causal else before))
     if not isinstance(scale, int | float) or not _takes(fused, q, k, v):
         return in_chunks(q, k, v)
     return jax.lax.platform_dependent(q, k, v, cuda=fused, default=in_chunks)
 
 
-def attention(width: int, heads: int, *, causal: bool = False, chunk: int | None = None) -> Layer:
-    """``softmax(q k^T / sqrt(width / heads)) v`` in each head, and a dense layer after it.
-
-    Vaswani et al., "Attention Is All You Need", NeurIPS 2017, computed by
-    `fnet.dot_product_attention`. Under `fnet.recompute` its output is kept.
-
-    Args:
-      width: D, the size of the input's and the output's last axis.
-      heads: how many; divides ``width``.
-      causal: whether a position sees only itself and those before it.
-      chunk: as for `fnet.dot_product_attention`.
-
-    Returns:
-      A layer, [B, T, D] -> [B, T, D], with params ``query_key_value`` and ``output``,
-      each ``{"kernel", "bias"}``; no state.
-
-    Raises:
-      ValueError: if ``heads`` does not divide ``width``.
-    """
-    if heads < 1 or width % heads:
-        raise ValueError(f"attention: heads must divide width, got heads={heads}, width={width}")
-    children = {"query_key_value": dense(width, 3 * width), "output": dense(width, width)}
-
-    def apply(
-        params: Params,
-        state: State,
-        x: Float[Array, "b t d"],
-        *,
-        key: Array | None = None,
-        train: bool,
-    ) -> tuple[Float[Array, "b t d"], State]:
-        qkv, _ = apply_child(children, "query_key_value", params, {}, x, key=key, train=train)
-        qkv = qkv.reshape(*x.shape[:2], 3, heads, width // heads)
-        q, k, v = jnp.moveaxis(qkv, 2, 0)  # [B, T, heads, width / heads] each
-        y = keep(dot_product_attention(q, k, v, causal=causal, chunk=chunk)).reshape(x.shape)
-        y, _ = apply_child(children, "output", params, {}, y, key=key, train=train)
-        return y, state
-
-    return Layer(lambda key: init_children(children, key), apply)
-
-
 # Scores at a time, and the fewest queries. Gradient for 8 heads of 64, float32, on two CPU
 # cores, time against jax.nn's: 512 tokens at once 0.75, in halves 0.9 to 1.0, in quarters 0.9 to
-# 1.1; 1,024 tokens in eighths, 2^20 scores each, 0.55, in quarters 0.72, at once 0.77.
+# 1.1; 1,024 tokens in eighths, 2^20 scores each, 0.55, in quarters 0.72, at once 0.77. Causal,
+# 4,096 tokens, ms: window 256 in 64s 203, in 128s 201, in 256s 231; window 64 in 64s 205, in
+# 128s 284; without a window 1,334 or more.
 _SCORES, _QUERIES = 2**20, 64
 
 _BANDS = 4  # of causal attention: each is compiled, and eight would save a tenth more
@@ -148,15 +117,25 @@ _BANDS = 4  # of causal attention: each is compiled, and eight would save a tent
 _PRECISION = {jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
 
 
-def _queries_at_a_time(q: Array, k: Array) -> int:
-    a_query = q.shape[0] * q.shape[2] * k.shape[1]  # its scores
-    if q.shape[1] * a_query <= 2 * _SCORES:
-        return q.shape[1]
-    return max(_QUERIES, _SCORES // a_query)
+def _queries_at_a_time(q: Array, k: Array, window: int | None) -> int:
+    examples_and_heads, (t, s) = q.shape[0] * q.shape[2], (q.shape[1], k.shape[1])
+    if window is not None:  # half of it: a longer chunk makes more scores that are not seen
+        a_query = examples_and_heads * min(s, 2 * window)
+        return max(_QUERIES, min(_SCORES // a_query, window // 2))
+    if t * s * examples_and_heads <= 2 * _SCORES:
+        return t
+    return max(_QUERIES, _SCORES // (s * examples_and_heads))
+
+
+def _span(size: int, causal: bool, window: int | None) -> float:
+    """How many keys that many neighbouring queries see."""
+    if window is None:
+        return math.inf
+    return size + (window - 1) * (1 if causal else 2)
 
 
 # Once around all, so that q, k and v are kept as they came, and once around each chunk.
-@functools.partial(jax.checkpoint, static_argnums=(5, 6))
+@functools.partial(jax.checkpoint, static_argnums=(5, 6, 7))
 def _in_chunks(
     q: Array,
     k: Array,
@@ -164,6 +143,7 @@ def _in_chunks(
     mask: Array | None,
     scale: ArrayLike,
     causal: bool,
+    window: int | None,
     chunk: int,
 ) -> Array:
     (b, t, h, d), s, groups = q.shape, k.shape[1], k.shape[2]
@@ -178,48 +158,62 @@ def _in_chunks(
     mask = None if mask is None else _by_group(mask, groups, padding)
     starts = size * jnp.arange(n)
 
-    bands = max(1, min(_BANDS, n // 2)) if causal else 1
+    span = _span(size, causal, window)
+    bands = max(1, min(_BANDS, n // 2)) if causal and span >= s else 1
     parts = []
     for first, last in itertools.pairwise(n * i // bands for i in range(bands + 1)):
         end = min(s, last * size) if causal else s
-        attend = functools.partial(_attend, k[:, :, :end], v[:, :, :end], mask, scale, causal)
+        see = causal, window, int(min(span, end))
+        attend = functools.partial(_attend, k[:, :, :end], v[:, :, :end], mask, scale, *see)
         parts.append(jax.lax.map(lambda x, f=attend: f(*x), (q[first:last], starts[first:last])))
     y = jnp.concatenate(parts).transpose(1, 0, 4, 2, 3, 5)  # [B, n, size, K, H / K, D]
     return y.reshape(b, n, size, h, d).reshape(b, n * size, h, d)[:, :t]
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
+@functools.partial(jax.checkpoint, static_argnums=(4, 5, 6))
 def _attend(
     k: Float[Array, "b k s d"],
     v: Float[Array, "b k s d"],
     mask: Bool[Array, "#b #k #g #t #s_or_more"] | None,
     scale: ArrayLike,
     causal: bool,
+    window: int | None,
+    span: int,
     q: Float[Array, "b k g c d"],
     start: Array,
 ) -> Float[Array, "b k g c d"]:
-    """What the queries from ``start`` on read from the keys."""
+    """What the queries from ``start`` on read from the ``span`` keys that they may see."""
+    size, end = q.shape[-2], k.shape[-2]
+    first: ArrayLike = 0
+    if span < end:
+        assert window is not None
+        first = jnp.clip(start - window + 1, 0, end - span)
+        k, v = (jax.lax.dynamic_slice_in_dim(a, first, span, axis=2) for a in (k, v))
     product = functools.partial(jnp.einsum, precision=_PRECISION.get(q.dtype))
     scores = product("bkgtd,bksd->bkgts", _wide(q), k)
     scores = scores * jnp.asarray(scale, scores.dtype)
 
-    size, end = scores.shape[-2:]
     # Finite, so that a row of nothing else has no NaN, nor has its gradient.
     unseen = 0.7 * float(jnp.finfo(jnp.float32).min)
-    if causal:
-        seen = start + jnp.arange(size)[:, None] >= jnp.arange(end)[None]
+    if causal or window is not None:
+        ago = (start - first) + jnp.arange(size)[:, None] - jnp.arange(span)[None]
+        seen = ago >= 0 if causal else ago > -(window or 0)
+        if window is not None:
+            seen &= ago < window
         scores = jnp.where(seen[None, None, None], scores, unseen)
     if mask is not None:
-        seen = mask[..., :end]
+        seen = mask
         if mask.shape[-2] > 1:
             seen = jax.lax.dynamic_slice_in_dim(seen, start, size, axis=-2)
+        if mask.shape[-1] > 1:
+            seen = jax.lax.dynamic_slice_in_dim(seen, first, span, axis=-1)
         scores = jnp.where(seen, scores, unseen)
 
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     y = product("bkgts,bksd->bkgtd", weights, v) / weights.sum(-1, keepdims=True)
-    if mask is not None:
-        y = jnp.where(top > unseen, y, 0)
+    if mask is not None or window is not None:
+        y = jnp.where(top <= unseen, 0, y)  # not of a NaN, which is never hidden
     return y.astype(q.dtype)
 
 
@@ -255,7 +249,9 @@ def _older_than_ampere() -> bool:
     return any(float(gpu.compute_capability) < 8 for gpu in gpus)
 
 
-def _check(q: Array, k: Array, v: Array, mask: Array | None, chunk: int | None) -> None:
+def _check(
+    q: Array, k: Array, v: Array, mask: Array | None, chunk: int | None, window: int | None
+) -> None:
     """Refuses arrays that do not fit each other."""
     where = "dot_product_attention"
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
@@ -275,6 +271,8 @@ def _check(q: Array, k: Array, v: Array, mask: Array | None, chunk: int | None) 
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
+    if window is not None and window < 1:
+        raise ValueError(f"{where}: window must be at least 1, got {window}; None attends to all")
     if mask is None:
         return
     if mask.dtype != bool:

@@ -2,10 +2,10 @@
 
 from fnet.layer import Layer, residual, serial
 from fnet.layers.activations import activation
-from fnet.layers.attention import attention
 from fnet.layers.linear import dense
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.reversible import reversible
+from fnet.layers.self_attention import attention
 
 
 def _halves(width: int, heads: int, hidden: int, causal: bool, act: str) -> tuple[Layer, Layer]:

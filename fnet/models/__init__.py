@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fnet.layer import Layer
+from fnet.models.denoiser import Denoiser, denoiser
+from fnet.models.language_model import LanguageModel, language_model
 from fnet.models.mlp import mlp
 from fnet.models.preact_resnet import preact_resnet
 from fnet.models.resnet import DEPTHS, resnet
@@ -33,4 +35,15 @@ def get(name: str, **options: Any) -> Layer:
     return MODELS[name](**options)
 
 
-__all__ = ["MODELS", "get", "mlp", "preact_resnet", "resnet", "revnet"]
+__all__ = [
+    "MODELS",
+    "Denoiser",
+    "LanguageModel",
+    "denoiser",
+    "get",
+    "language_model",
+    "mlp",
+    "preact_resnet",
+    "resnet",
+    "revnet",
+]

@@ -6,8 +6,8 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from train.config.data import Digits, Synthetic
-from train.config.model import Mlp, PreactResNet, ResNet, RevNet
+from train.config.data import Digits, Synthetic, TextFile
+from train.config.model import Denoiser, LanguageModel, Mlp, PreactResNet, ResNet, RevNet
 from train.config.section import Section
 from train.config.training import (
     Checkpoint,
@@ -28,13 +28,13 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Names the run's folder where none is given."""
-    data: Annotated[Digits | Synthetic, Field(discriminator="source")] = field(
+    data: Annotated[Digits | Synthetic | TextFile, Field(discriminator="source")] = field(
         default_factory=Digits
     )
     """Training and test examples."""
-    model: Annotated[PreactResNet | ResNet | RevNet | Mlp, Field(discriminator="name")] = field(
-        default_factory=PreactResNet
-    )
+    model: Annotated[
+        PreactResNet | ResNet | RevNet | Mlp | LanguageModel | Denoiser, Field(discriminator="name")
+    ] = field(default_factory=PreactResNet)
     """The network."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer."""
@@ -51,8 +51,8 @@ class Config(Section):
 
 
 _VARIANTS = {
-    "data": (Digits, Synthetic),
-    "model": (PreactResNet, ResNet, RevNet, Mlp),
+    "data": (Digits, Synthetic, TextFile),
+    "model": (PreactResNet, ResNet, RevNet, Mlp, LanguageModel, Denoiser),
     "grad": (Mean, Microbatch, PerExample, Clipped),
 }
 _ADAPTER = TypeAdapter(Config)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from train.config.section import Count, Section, Seed
 
@@ -40,3 +40,25 @@ class Synthetic(Section):
     """How many labels there are."""
     examples: Count = 256
     """Training images; a quarter as many are held out."""
+
+
+@dataclass(frozen=True)
+class TextFile(Section):
+    """A text, to be continued: each token is learned from those before it."""
+
+    source: Literal["text_file"] = "text_file"
+    """Where the examples come from."""
+    path: str | None = None
+    """A text file; without one, the sources of Python's standard library on this machine."""
+    tokenizer: str | None = None
+    """A tokenizer.json of the tokenizers library; without one, tokens are bytes."""
+    batch_size: Count = 12
+    """Rows a training step."""
+    context: Annotated[int, Ge(2)] = 64
+    """Tokens of a row."""
+    separator: Annotated[str, MinLen(1)] | None = None
+    """What stands between documents; then no row crosses from one to the next."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Share of the text, or of its documents, that is held out for testing."""
+    split_seed: Seed | None = None
+    """Which part is held out, drawn; without it, the last."""

@@ -14,10 +14,10 @@ class Dataset(NamedTuple):
     """A data source, split.
 
     Attributes:
-      train: training examples.
-      test: held-out examples, seen by no step.
-      classes: their names, by label.
-      augment: ``(batch, generator) -> batch`` for training batches.
+      train: training examples; of a text, where each row begins.
+      test: held-out examples, seen by no step, as ``augment`` would give them.
+      classes: their names, by label; () where there are none.
+      augment: ``(batch, generator) -> batch`` makes training batches of rows of ``train``.
     """
 
     train: Arrays
@@ -42,6 +42,13 @@ class _Rows:
 
     def __getitem__(self, index: Any) -> Arrays:
         return {name: a[index] for name, a in self._arrays.items()}
+
+
+def batch_of(dataset: Dataset, rows: int) -> Arrays:
+    """What the shapes of a training batch of that many rows are, filled with one example."""
+    one = {name: a[:1] for name, a in dataset.train.items()}
+    batch = dataset.augment(one, np.random.default_rng(0))
+    return {name: np.broadcast_to(a, (rows, *a.shape[1:])) for name, a in batch.items()}
 
 
 def training_batches(dataset: Dataset, batch_size: int, seed: int) -> grain.DatasetIterator:
@@ -71,9 +78,12 @@ def evaluation_batches(arrays: Arrays, batch_size: int) -> Iterator[Arrays]:
 
 
 def padded(batch: Arrays, rows: int) -> Arrays:
-    """The batch with zeros up to that many rows, and ``weight`` [rows]: 0.0 for those, else 1.0."""
+    """The batch with zeros up to that many rows, and ``weight`` [rows]: 0.0 for those, else 1.0.
+
+    A weight that the batch brings is kept.
+    """
     real = size(batch)
-    batch = {
+    batch = {"weight": np.ones(real, np.float32)} | batch
+    return {
         name: np.pad(a, [(0, rows - real)] + [(0, 0)] * (a.ndim - 1)) for name, a in batch.items()
     }
-    return batch | {"weight": (np.arange(rows) < real).astype(np.float32)}

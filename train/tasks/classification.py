@@ -1,54 +1,27 @@
 """One label an image: data, network, loss and metrics."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array
 
 import fnet
 from fnet import losses
-from fnet.layer import Layer
-from train.config import Config, Digits, Synthetic
-from train.data import Dataset, digits, synthetic
-from train.errors import UserError
-
-Batch = dict[str, Array]
-
-_SOURCES: dict[type, Callable[[Any], Dataset]] = {Digits: digits.load, Synthetic: synthetic.load}
-
-
-class Task(NamedTuple):
-    """What a config describes.
-
-    Attributes:
-      dataset: training and test examples.
-      model: the network.
-      loss: ``(params, model_state, batch, key) -> (losses [batch], Aux)`` in training.
-      measure: ``(params, model_state, batch) -> {metric: [batch]}`` in evaluation.
-    """
-
-    dataset: Dataset
-    model: Layer
-    loss: fnet.autodiff.Loss
-    measure: Callable[[Any, Any, Batch], dict[str, Array]]
+from train.config import Config, LanguageModel
+from train.tasks import images
+from train.tasks.task import Batch, Task
 
 
 def build(config: Config) -> Task:
     """The classification task of a config.
 
     Raises:
-      UserError: if the network cannot be built, or not for these images.
+      UserError: if the config names no images.
+      ValueError: if the network cannot be built.
     """
-    dataset = _SOURCES[type(config.data)](config.data)
-    image_shape = dataset.train["image"].shape[1:]
-    try:
-        model = config.model.build(image_shape, len(dataset.classes))
-        params, state = jax.eval_shape(model.init, jax.random.key(0))
-        image = jax.ShapeDtypeStruct((2, *image_shape), "float32")
-        jax.eval_shape(lambda p, s, x: model.apply(p, s, x, train=False), params, state, image)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"model: {error}") from error
+    assert not isinstance(config.model, LanguageModel)  # that is another task
+    dataset = images.load(config)
+    model = config.model.build(dataset.train["image"].shape[1:], len(dataset.classes))
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         logits, state = model.apply(params, state, batch["image"], key=key, train=True)

@@ -1,0 +1,21 @@
+"""A transformer that continues a text, byte by byte."""
+
+from train.config import Checkpoint, Config, LanguageModel, Optim, TextFile, Train
+
+
+def config() -> Config:
+    return Config(
+        name="text_transformer",
+        data=TextFile(context=64, batch_size=12),
+        model=LanguageModel(mixers=("attention",), blocks=4, width=128, heads=4),
+        optim=Optim(
+            name="adamw",
+            learning_rate=3e-3,
+            schedule="cosine",
+            warmup_steps=100,
+            weight_decay=0.1,
+            clip_norm=1.0,
+        ),
+        train=Train(steps=2000, log_every=50, eval_every=500),
+        checkpoint=Checkpoint(every=500),
+    )

@@ -1,0 +1,63 @@
+"""Dropout whose mask is drawn again in the backward pass, so that nothing is kept for it."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from fnet.layer import Layer, Params, State
+
+
+def dropout(rate: float) -> Layer:
+    """``y = x * m / (1 - rate)`` in training, m being 1 with probability 1 - rate, else 0.
+
+    Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from
+    Overfitting", JMLR 2014, scaled in training, so that evaluation is the identity.
+    The backward pass keeps the key and draws m from it again.
+
+    Args:
+      rate: the part that is set to 0, in [0, 1).
+
+    Returns:
+      A layer without params or state; ``x`` of any shape, in its dtype. In training with
+      ``rate`` > 0 ``apply`` needs a ``key``.
+
+    Raises:
+      ValueError: if ``rate`` is not in [0, 1); when applied in training with ``rate`` > 0
+        and without a key.
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout: rate must be in [0, 1), got {rate}")
+
+    def init(key: Array) -> tuple[Params, State]:
+        del key
+        return {}, {}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "..."],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "..."], State]:
+        del params
+        if not train or rate == 0:
+            return x, state
+        if key is None:
+            raise ValueError(
+                f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "
+                "or train=False"
+            )
+        return _dropped(key, x, rate), state
+
+    return Layer(init, apply)
+
+
+def _dropped(key: Array, x: Array, rate: float) -> Array:
+    @jax.checkpoint
+    def drop(key: Array, x: Array) -> Array:
+        kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+
+    return drop(key, x)

@@ -1,0 +1,241 @@
+"""Blocks along time: a mixer, a feed-forward, and what each block tells the next."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float
+
+from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
+from fnet.layers.attention_context import RATE, Passing, apply_context, update_context
+from fnet.layers.dropout import dropout as dropout_layer
+from fnet.layers.dynamic_tanh import dynamic_tanh
+from fnet.layers.linear import dense
+from fnet.layers.norm import layer_norm_layer, rms_norm_layer
+
+NORMS: dict[str, Callable[[int], Layer]] = {
+    "rms": rms_norm_layer,
+    "layer": functools.partial(layer_norm_layer, bias=False),
+    "dynamic_tanh": dynamic_tanh,
+}
+"""What may stand before a mixer or a feed-forward: width -> layer."""
+
+
+class Block(NamedTuple):
+    """What one block is made of.
+
+    Attributes:
+      mixer: a layer along time, [B, T, D] -> [B, T, D], which also takes ``mask``.
+      feed_forward: a layer position by position, [B, T, D] -> [B, T, D]; None for a
+        block that is a mixer alone.
+    """
+
+    mixer: Layer
+    feed_forward: Layer | None = None
+
+
+def stack(
+    width: int,
+    blocks: Sequence[Block],
+    *,
+    norm: str = "rms",
+    context: Passing | None = None,
+    context_rate: float = RATE,
+    condition: int | None = None,
+    dropout: float = 0.0,
+) -> Layer:
+    """Blocks one after the other, with or without the attention context.
+
+    A block is, with C the context that it reads and k its strength::
+
+        x' = x + (k / D) x @ C;   m = mixer(norm(x'))
+        r  = x' + m;              y = r + feed_forward(norm(r))
+
+    and what the next block reads is renewed from ``x'`` and ``m``
+    (`fnet.update_context`). The first block reads none. ``lagged`` contexts are those
+    of the step before: causal, and independent of the order of examples in time.
+    ``current`` ones are renewed by the very sequence that reads them: the way of the
+    source, in which a little of the future reaches the past.
+
+    With ``condition``, each norm's output is scaled and shifted, and each branch scaled,
+    by numbers that a dense layer makes of a vector per example; all 0 at first, so
+    that each block begins as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable
+    Diffusion Models with Transformers")::
+
+        m = g1 mixer(norm(x') (1 + s1) + b1)
+
+    Args:
+      width: D.
+      blocks: at least one.
+      norm: before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
+        ``dynamic_tanh``.
+      context: how contexts are passed on; None: there are none, nor buffers for them.
+      context_rate: weight of what was just seen in a context.
+      condition: width of the vectors that ``apply`` is then given.
+      dropout: rate, on each branch before it is added; in training.
+
+    Returns:
+      A layer, [B, T, D] -> [B, T, D]; ``apply`` also takes ``mask`` [B, T], True for a
+      real token, and ``condition`` [B, condition]. Params ``{"0": {"mixer_norm",
+      "mixer", "feed_forward_norm", "feed_forward", "modulation", "strength"}, ...}``;
+      state ``{"1": {"context": [D, D]}, ...}``, renewed in training, read in
+      evaluation. It can be decoded where all of its mixers can and there is no
+      condition.
+
+    Raises:
+      ValueError: if there is no block, or for an unknown norm or way to pass a context;
+        when applied, if a condition is missing, or given in vain.
+    """
+    if not blocks:
+        raise ValueError("stack: needs at least one block, got none")
+    if norm not in NORMS:
+        raise ValueError(f"stack: norm must be one of {sorted(NORMS)}, got {norm!r}")
+    if context is not None and context not in get_args(Passing):
+        raise ValueError(
+            f"stack: context must be one of {get_args(Passing)} or None, got {context!r}"
+        )
+    parts = [_parts(width, block, norm, condition, dropout) for block in blocks]
+
+    def init(key: Array) -> tuple[Params, State]:
+        params: Params = {}
+        state: State = {}
+        for i, children in enumerate(parts):
+            p, s = init_children(children, jax.random.fold_in(key, i))
+            if context and i:
+                p |= {"strength": jnp.zeros(())}
+                s |= {"context": jnp.zeros((width, width))}
+            params |= {str(i): p}
+            state |= {str(i): s} if s else {}
+        return params, state
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "b t d"],
+        *,
+        key: Array | None = None,
+        train: bool,
+        mask: Bool[Array, "b t"] | None = None,
+        condition: Float[Array, "b c"] | None = None,
+    ) -> tuple[Float[Array, "b t d"], State]:
+        _check_condition(parts, condition)
+        taken, given = x, x  # by the mixer of the block before
+        for i, children in enumerate(parts):
+            name, k = str(i), None if key is None else jax.random.fold_in(key, i)
+            p, s = params[name], state.get(name, {})
+            with jax.named_scope(name):
+                if "strength" in p:
+                    here = s["context"]
+                    if train:
+                        new = update_context(here, taken, given, rate=context_rate, mask=mask)
+                        s = s | {"context": new}
+                        here = new if context == "current" else here
+                    x = apply_context(x, here, p["strength"])
+                taken = x
+                mix = functools.partial(
+                    apply_child, children, "mixer", p, s, key=k, train=train, mask=mask
+                )
+                x, given, s = _block(children, p, x, mix, condition, key=k, train=train)
+            state = state | {name: s} if s else state
+        return x, state
+
+    def start(batch: int, length: int, dtype: DTypeLike) -> Any:
+        return {str(i): decode.start(batch, length, dtype) for i, decode in enumerate(decodes)}
+
+    def extend(
+        params: Params, state: State, cache: Any, x: Array, position: Array
+    ) -> tuple[Array, Any]:
+        for i, (children, decode) in enumerate(zip(parts, decodes, strict=True)):
+            name = str(i)
+            p, s = params[name], state.get(name, {})
+            with jax.named_scope(name):
+                if "strength" in p:
+                    x = apply_context(x, s["context"], p["strength"])
+                mix = _going_on(decode, p["mixer"], s.get("mixer", {}), cache[name], position)
+                x, _, past = _block(children, p, x, mix, None, key=None, train=False)
+            cache = cache | {name: past}
+        return x, cache
+
+    decodes = [c["mixer"].decode for c in parts if c["mixer"].decode]
+    can_decode = condition is None and len(decodes) == len(parts)
+    return Layer(init, apply, Decode(start, extend) if can_decode else None)
+
+
+def _going_on(
+    decode: Decode, params: Params, state: State, cache: Any, position: Array
+) -> Callable[[Array], tuple[Array, Any]]:
+    return lambda x: decode.extend(params, state, cache, x, position)
+
+
+def _parts(
+    width: int, block: Block, norm: str, condition: int | None, dropout: float
+) -> dict[str, Layer]:
+    """A block's layers by name."""
+    parts = {"mixer_norm": NORMS[norm](width), "mixer": block.mixer}
+    if block.feed_forward:
+        parts |= {"feed_forward_norm": NORMS[norm](width), "feed_forward": block.feed_forward}
+    if dropout:
+        parts |= {f"{branch}_dropout": dropout_layer(dropout) for branch in _BRANCHES}
+    if condition:
+        zeros = jax.nn.initializers.zeros
+        numbers = 3 * width * (2 if block.feed_forward else 1)
+        parts["modulation"] = dense(condition, numbers, kernel_init=zeros)
+    return parts
+
+
+_BRANCHES = ("mixer", "feed_forward")
+
+
+def _block(
+    children: dict[str, Layer],
+    params: Params,
+    x: Array,
+    mix: Callable[[Array], tuple[Array, Any]],
+    condition: Array | None,
+    *,
+    key: Array | None,
+    train: bool,
+) -> tuple[Array, Array, Any]:
+    """The block's output, what its mixer gave, and what ``mix`` gave beside that."""
+
+    def child(name: str, x: Array) -> Array:
+        if name not in children:
+            return x
+        return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+
+    modulation: dict[str, Sequence[Array]] = {}  # scale, shift and gate, [B, 1, D] each
+    if condition is not None:
+        numbers = child("modulation", jax.nn.silu(condition).astype(x.dtype))[:, None]
+        of_each = jnp.split(numbers, numbers.shape[-1] // (3 * x.shape[-1]), axis=-1)
+        modulation = {n: jnp.split(a, 3, axis=-1) for n, a in zip(_BRANCHES, of_each, strict=False)}
+
+    def before(branch: str, x: Array) -> Array:
+        h = child(f"{branch}_norm", x)
+        if branch not in modulation:
+            return h
+        scale, shift, _ = modulation[branch]
+        return h * (1 + scale) + shift
+
+    def added(branch: str, x: Array, y: Array) -> Array:
+        y = child(f"{branch}_dropout", y)
+        return x + (modulation[branch][2] * y if branch in modulation else y)
+
+    mixed, beside = mix(before("mixer", x))
+    x = added("mixer", x, mixed)
+    if "feed_forward" in children:
+        x = added("feed_forward", x, child("feed_forward", before("feed_forward", x)))
+    return x, mixed, beside
+
+
+def _check_condition(parts: Sequence[dict[str, Layer]], condition: Array | None) -> None:
+    wanted = "modulation" in parts[0]
+    if wanted != (condition is not None):
+        raise ValueError(
+            f"stack: made {'with' if wanted else 'without'} a condition, got "
+            f"{'none' if condition is None else condition.shape}; the condition's width is an "
+            "argument of stack, the condition one of apply"
+        )

@@ -1,0 +1,229 @@
+"""The attention context: what its contract says must hold."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fnet
+from fnet.layers.attention_context import _sum_over_examples
+
+BOUND = np.tanh(1.0)  # 0.76159
+
+
+def arrays(*shape, n=1, dtype=jnp.float32):
+    made = [jax.random.normal(jax.random.key(7 + i), shape, dtype) for i in range(n)]
+    return made if n > 1 else made[0]
+
+
+def square(d=6, dtype=jnp.float32):
+    return 0.5 * jax.random.uniform(jax.random.key(3), (d, d), dtype, -1, 1)
+
+
+def naive_apply(x, context, strength):
+    return x + strength / x.shape[-1] * (x @ context)
+
+
+def naive_update(context, x, mixed, rate=0.01):
+    """As the contract writes it, in numpy float64, example by example."""
+    x, mixed, context = (np.asarray(a, np.float64) for a in (x, mixed, context))
+    t = x.shape[1]
+    stride = max(1, t // min(t, 32))
+    seen = []
+    for rows, other in zip(x, mixed, strict=True):
+        a, b = (r[::stride][:32] - r[::stride][:32].mean(0) for r in (rows, other))
+        denominator = np.outer(np.linalg.norm(a, axis=0), np.linalg.norm(b, axis=0))
+        known = denominator > 1e-12
+        corr = np.where(known, a.T @ b / np.where(known, denominator, 1), 0)
+        seen.append(np.tanh(corr))
+    return (1 - rate) * context + rate * np.mean(seen, 0)
+
+
+@pytest.mark.parametrize("t", [1, 2, 5, 31, 32, 33, 64, 100])
+def test_update_is_the_contracts_formula(t):
+    x, mixed = arrays(3, t, 6, n=2)
+    new = fnet.update_context(square(), x, mixed)
+    chex.assert_trees_all_close(new, naive_update(square(), x, mixed).astype("f"), atol=1e-6)
+
+
+def test_update_is_the_contracts_formula_in_float64(float64):
+    x, mixed = arrays(3, 70, 6, n=2, dtype=jnp.float64)
+    context = square(dtype=jnp.float64)
+    new = fnet.update_context(context, x, mixed, rate=0.3)
+    np.testing.assert_allclose(new, naive_update(context, x, mixed, rate=0.3), atol=1e-12)
+
+
+def test_apply_and_its_gradients_are_those_of_the_naive_form():
+    x, dy = arrays(2, 5, 6, n=2)
+    strength = jnp.float32(1.7)
+
+    def gradients(f):
+        return jax.grad(lambda x, s: (f(x, square(), s) * dy).sum(), argnums=(0, 1))(x, strength)
+
+    chex.assert_trees_all_close(
+        fnet.apply_context(x, square(), strength), naive_apply(x, square(), strength), rtol=1e-5
+    )
+    chex.assert_trees_all_close(gradients(fnet.apply_context), gradients(naive_apply), rtol=1e-5)
+
+
+def test_gradients_are_those_of_finite_differences(float64):
+    x, dy = arrays(5, 6, n=2, dtype=jnp.float64)
+    context = square(dtype=jnp.float64)
+    jax.test_util.check_grads(
+        lambda x, s: (fnet.apply_context(x, context, s) * dy).sum(),
+        (x, jnp.float64(0.7)),
+        order=2,
+        modes=("fwd", "rev"),
+        atol=1e-8,
+        rtol=1e-8,
+    )
+
+
+def test_at_strength_0_it_is_the_identity_and_still_learns():
+    x = arrays(4, 6)
+    y, pull = jax.vjp(lambda s: fnet.apply_context(x, square(), s), jnp.float32(0))
+    chex.assert_trees_all_equal(y, x)
+    assert abs(pull(x)[0]) > 1e-3
+
+
+def test_no_gradient_flows_into_or_through_a_context():
+    x = arrays(2, 40, 6)
+    into = jax.grad(lambda c: fnet.apply_context(x, c, jnp.float32(1)).sum())(square())
+    chex.assert_trees_all_equal(into, jnp.zeros((6, 6)))
+    through = jax.grad(lambda x: fnet.update_context(square(), x, 2 * x).sum())(x)
+    chex.assert_trees_all_equal(through, jnp.zeros_like(x))
+
+
+def test_the_backward_pass_is_one_product_and_keeps_nothing_but_x_and_the_context():
+    x = arrays(8, 6)
+    _, pull = jax.vjp(lambda x, s: fnet.apply_context(x, square(), s), x, jnp.float32(1))
+    kept = [a.shape for a in jax.tree.leaves(pull) if getattr(a, "ndim", 0) == 2]
+    assert sorted(kept) == [(6, 6), (8, 6)]
+    products = str(jax.make_jaxpr(pull)(x)).count("dot_general")
+    # <x, g> is a sum of products, not a matrix product.
+    assert products == 1
+
+
+def test_step_mode_gives_what_the_sequence_gives():
+    x = arrays(3, 9, 6)
+    whole = fnet.apply_context(x, square(), jnp.float32(2))
+    steps = [fnet.apply_context(x[:, t], square(), jnp.float32(2)) for t in range(9)]
+    chex.assert_trees_all_close(jnp.stack(steps, 1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e8, -3.7])
+def test_constant_columns_give_0(value):
+    x, mixed = arrays(2, 40, 6, n=2)
+    new = fnet.update_context(jnp.zeros((6, 6)), x.at[..., 2].set(value), mixed)
+    assert (new[2] == 0).all()
+    assert (new[jnp.arange(6) != 2] != 0).all()
+
+
+def test_k_equal_steps_have_the_closed_form_of_an_average():
+    x, mixed = arrays(2, 40, 6, n=2)
+    one = fnet.update_context(jnp.zeros((6, 6)), x, mixed, rate=1.0)
+    context = start = square()
+    for _ in range(20):
+        context = fnet.update_context(context, x, mixed)
+    expected = 0.99**20 * start + (1 - 0.99**20) * one
+    chex.assert_trees_all_close(context, expected, atol=1e-6)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([1e-20, 1e-3, 1.0, 1e3, 1e25]), st.floats(0, 1))
+@settings(max_examples=30, deadline=None)
+def test_no_entry_leaves_the_bound(seed, size, rate):
+    x = size * jax.random.normal(jax.random.key(seed), (2, 35, 4))
+    context = BOUND * jax.random.uniform(jax.random.key(seed + 1), (4, 4), minval=-1)
+    new = fnet.update_context(context, x, x, rate=rate)
+    assert jnp.abs(new).max() <= BOUND + 1e-6
+
+
+def test_features_that_move_together_reach_the_bound():
+    x = arrays(1, 40, 1)
+    new = fnet.update_context(
+        jnp.zeros((2, 2)), jnp.concatenate([x, -x], -1), jnp.concatenate([x, x], -1), rate=1.0
+    )
+    np.testing.assert_allclose(new, BOUND * np.array([[1, 1], [-1, -1]]), rtol=1e-6)
+
+
+def test_one_row_is_pure_decay():
+    x, mixed = arrays(3, 1, 6, n=2)
+    chex.assert_trees_all_close(fnet.update_context(square(), x, mixed), 0.99 * square())
+
+
+def test_masked_examples_and_tokens_are_left_out():
+    x, mixed = arrays(3, 20, 6, n=2)
+    two = fnet.update_context(square(), x[:2], mixed[:2])
+    mask = jnp.array([True, True, False])
+    chex.assert_trees_all_close(
+        fnet.update_context(square(), x.at[2].set(jnp.nan), mixed, mask=mask), two, atol=1e-7
+    )
+    chex.assert_trees_all_equal(
+        fnet.update_context(square(), x, mixed, mask=jnp.zeros(3, bool)), square()
+    )
+    short = fnet.update_context(square(), x[:, :11], mixed[:, :11])
+    of_tokens = jnp.broadcast_to(jnp.arange(20) < 11, (3, 20))
+    padded = fnet.update_context(square(), x.at[:, 11:].set(99.0), mixed, mask=of_tokens)
+    chex.assert_trees_all_close(padded, short, atol=1e-7)
+
+
+def test_rows_that_are_not_finite_count_as_zero():
+    x, mixed = arrays(2, 20, 6, n=2)
+    bad = fnet.update_context(square(), x.at[0, 3, 1].set(jnp.nan), mixed)
+    chex.assert_trees_all_close(
+        bad, fnet.update_context(square(), x.at[0, 3].set(0.0), mixed), atol=1e-7
+    )
+    assert jnp.isnan(fnet.apply_context(x.at[0, 3, 1].set(jnp.nan), square(), jnp.float32(1))).any()
+
+
+@pytest.mark.parametrize(("examples", "width"), [(6, 512), (5, 600), (1, 1100)])
+def test_examples_taken_a_few_at_a_time_sum_to_the_same(examples, width):
+    x, y = arrays(examples, 8, width, n=2)
+    each = sum(_sum_over_examples(x[i : i + 1], y[i : i + 1]) for i in range(examples))
+    chex.assert_trees_all_close(_sum_over_examples(x, y), each, atol=1e-5)
+
+
+def test_no_more_than_a_few_examples_correlations_exist_at_a_time():
+    x = jax.ShapeDtypeStruct((64, 32, 512), jnp.float32)
+    context = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    compiled = jax.jit(fnet.update_context).lower(context, x, x).compile()
+    whole = 64 * 512 * 512 * 4
+    assert fnet.memory.peak(compiled).temporaries < whole / 3
+
+
+def test_bfloat16_activations_leave_a_float32_context():
+    x, mixed = (a.astype(jnp.bfloat16) for a in arrays(2, 20, 6, n=2))
+    assert fnet.update_context(square(), x, mixed).dtype == jnp.float32
+    assert fnet.apply_context(x, square(), jnp.float32(1)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: fnet.apply_context(jnp.ones((3, 4)), square(), jnp.ones(())),
+            r"\(4, 4\).*\(6, 6\)",
+        ),
+        (lambda: fnet.apply_context(jnp.ones((3, 6)), square(), jnp.ones(6)), "scalar"),
+        (lambda: fnet.update_context(square(), jnp.ones((3, 4)), jnp.ones((3, 4))), r"\(4, 4\)"),
+        (lambda: fnet.update_context(square(), jnp.ones((3, 6)), jnp.ones((2, 6))), "both"),
+        (lambda: fnet.update_context(square(), jnp.ones((3, 6)), jnp.ones((3, 6)), rate=2), "rate"),
+        (
+            lambda: fnet.update_context(
+                square(), jnp.ones((2, 3, 6)), jnp.ones((2, 3, 6)), mask=jnp.ones(3, bool)
+            ),
+            "mask",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="floating"):
+        fnet.apply_context(jnp.ones((3, 6), int), square(), jnp.ones(()))

@@ -1,0 +1,194 @@
+"""Language models of every mixer, and text drawn from them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fnet
+from fnet import layers, models
+
+V, WIDTH, T = 11, 16, 12
+
+MIXERS = {
+    "attention": lambda: layers.attention(
+        WIDTH, 4, groups=2, causal=True, rotary=100.0, bias=False
+    ),
+    "window": lambda: layers.attention(WIDTH, 2, causal=True, window=4, rotary=100.0),
+    "mamba": lambda: layers.mamba(WIDTH, state=4),
+    "mamba2": lambda: layers.mamba2(WIDTH, head=8, state=4),
+    "rg_lru": lambda: layers.rg_lru(WIDTH, heads=2),
+}
+
+
+def made(*mixers, context="lagged", **options):
+    """A model of these mixers, in turn, with its parameters and a state with contexts in it."""
+    blocks = [layers.Block(MIXERS[name](), layers.feed_forward(WIDTH, 24)) for name in mixers]
+    model = models.language_model(
+        vocabulary=V, width=WIDTH, blocks=blocks, context=context, **options
+    )
+    params, state = model.init(jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: a + 2 if path[-1].key == "strength" else a, params
+    )
+    state = jax.tree.map(
+        lambda a: 0.5 * jax.random.uniform(jax.random.key(a.size), a.shape, minval=-1), state
+    )
+    return model, params, state
+
+
+def tokens(t=T, seed=1):
+    return jax.random.randint(jax.random.key(seed), (2, t), 0, V)
+
+
+FAMILIES = [("attention", "attention"), ("mamba", "mamba2"), ("rg_lru", "window", "mamba")]
+
+
+@pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
+def test_losses_are_the_cross_entropy_of_the_logits(mixers):
+    model, params, state = made(*mixers)
+    logits, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
+    chex.assert_shape(logits, (2, T, V))
+    each, _ = jax.jit(lambda x, y: model.losses(params, state, x, y, train=False))(
+        tokens(), tokens(seed=2)
+    )
+    expected = -jax.nn.log_softmax(logits)[
+        jnp.arange(2)[:, None], jnp.arange(T)[None], tokens(seed=2)
+    ]
+    chex.assert_trees_all_close(each, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
+def test_no_later_token_reaches_an_earlier_one(mixers):
+    model, params, state = made(*mixers)
+    run = jax.jit(lambda x: model.apply(params, state, x, train=True)[0])
+    changed = tokens().at[:, 7:].set((tokens()[:, 7:] + 1) % V)
+    chex.assert_trees_all_close(run(changed)[:, :7], run(tokens())[:, :7], atol=1e-5)
+    assert jnp.abs(run(changed)[:, 7:] - run(tokens())[:, 7:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
+@pytest.mark.parametrize("prompt", [1, 5, T])
+def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers, prompt):
+    model, params, state = made(*mixers)
+    whole, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
+    extend = jax.jit(model.decode.extend)
+    cache = model.decode.start(2, T, jnp.float32)
+    logits, cache = extend(params, state, cache, tokens()[:, :prompt], jnp.int32(0))
+    chex.assert_trees_all_close(logits, whole[:, prompt - 1], atol=2e-5)
+    for i in range(prompt, T):
+        logits, cache = extend(params, state, cache, tokens()[:, i : i + 1], jnp.int32(i))
+        chex.assert_trees_all_close(logits, whole[:, i], atol=2e-5)
+
+
+def test_a_table_serves_both_ends():
+    _, params, _ = made("attention")
+    assert set(params) == {"embedding", "blocks", "norm"}
+
+
+def test_without_contexts_the_state_is_empty():
+    assert made("attention", "mamba", context=None)[2] == {}
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 20])
+def test_generation_does_not_depend_on_its_pieces(at_a_time):
+    model, params, state = made("attention", "mamba")
+    prompt = tokens(4)
+    pieces = list(
+        fnet.stream(
+            model, params, state, prompt, jax.random.key(3), 7, at_a_time=at_a_time, top_k=5
+        )
+    )
+    assert [p.shape[1] for p in pieces] == [min(at_a_time, 7 - i) for i in range(0, 7, at_a_time)]
+    whole = fnet.generate(model, params, state, prompt, jax.random.key(3), 7, top_k=5)
+    chex.assert_trees_all_equal(jnp.concatenate(pieces, 1), whole)
+
+
+def test_greedy_generation_is_that_without_a_cache():
+    model, params, state = made("rg_lru", "attention")
+    apply = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
+    told = tokens(3)
+    for _ in range(6):
+        told = jnp.concatenate([told, apply(told)[:, -1].argmax(-1)[:, None]], 1)
+    drawn = fnet.generate(model, params, state, tokens(3), jax.random.key(0), 6, temperature=0.0)
+    chex.assert_trees_all_equal(drawn, told[:, 3:].astype(jnp.int32))
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says():
+    logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125]))
+
+    def share(**options):
+        draw = jax.vmap(lambda k: fnet.sample_token(k, logits[None], **options)[0])
+        keys = jax.random.split(jax.random.key(len(str(options))), 4000)
+        return np.bincount(jax.jit(draw)(keys), minlength=4) / len(keys)
+
+    np.testing.assert_allclose(share(), [0.5, 0.25, 0.125, 0.125], atol=0.03)
+    np.testing.assert_allclose(share(top_k=2), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    np.testing.assert_allclose(share(top_p=0.5), [1, 0, 0, 0])
+    np.testing.assert_allclose(share(top_p=0.51), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    np.testing.assert_allclose(share(temperature=0.5), np.array([16, 4, 1, 1]) / 22, atol=0.03)
+    np.testing.assert_allclose(share(temperature=0), [1, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"at_a_time": 0}, "at_a_time"),
+    ],
+)
+def test_drawing_out_of_range_is_refused(options, words):
+    model, params, state = made("attention")
+    with pytest.raises(ValueError, match=words):
+        next(fnet.stream(model, params, state, tokens(3), jax.random.key(0), 4, **options))
+
+
+def test_an_empty_prompt_and_a_model_that_looks_ahead_are_refused():
+    model, params, state = made("attention")
+    with pytest.raises(ValueError, match="P >= 1"):
+        next(fnet.stream(model, params, state, tokens(0), jax.random.key(0), 4))
+    both_ways = layers.Block(layers.attention(WIDTH, 2))
+    ahead = models.language_model(vocabulary=V, width=WIDTH, blocks=[both_ways])
+    with pytest.raises(ValueError, match="causal"):
+        next(fnet.stream(ahead, {}, {}, tokens(3), jax.random.key(0), 4))
+
+
+def test_the_cache_is_renewed_in_place():
+    from fnet.generate import _draw, _read, _Sampling
+
+    model, params, state = made("window", "attention", "mamba", "mamba2", "rg_lru")
+    carry = jax.eval_shape(lambda p: _read(model, 500, params, state, p), tokens(3))
+    at = (jnp.asarray(3), jnp.asarray(0))
+    compiled = _draw.lower(
+        model, _Sampling(1.0, None, None), 8, carry, at, params, state, jax.random.key(0)
+    ).compile()
+    cache = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry))
+    assert fnet.memory.peak(compiled).aliased >= cache
+
+
+def test_training_learns_to_repeat():
+    model, _, _ = made("attention", "mamba")
+
+    def loss(params, model_state, batch, key):
+        each, model_state = model.losses(
+            params, model_state, batch[:, :-1], batch[:, 1:], key=key, train=True
+        )
+        return each.mean(1), fnet.Aux(model_state, {})
+
+    optimizer = optax.adam(1e-2)
+    train_state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    text = jnp.tile(jnp.arange(5), 6)[None, :25].repeat(4, 0)
+
+    def whole(params, model_state, batch, key):
+        return loss(params, model_state, batch["tokens"], key)
+
+    step = fnet.compile_step(fnet.make_step(whole, optimizer), train_state, {"tokens": text})
+    for _ in range(60):
+        train_state, metrics = step(train_state, {"tokens": text})
+    assert metrics["loss"] < 0.1
+    contexts = jax.tree.leaves(train_state.model_state)
+    assert all(0 < jnp.abs(c).max() <= np.tanh(1) for c in contexts)

@@ -1,0 +1,203 @@
+"""Stacks of blocks: contexts from block to block, conditions, and going on from where it stopped."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet import layers
+
+WIDTH, HEADS = 16, 2
+
+
+def causal_blocks(n=3):
+    attention = layers.attention(WIDTH, HEADS, causal=True, rotary=100.0)
+    return [layers.Block(attention, layers.feed_forward(WIDTH, 24))] * n
+
+
+def made(context="lagged", strength=3.0, **options):
+    """A stack, its parameters with that strength, and a state with contexts in it."""
+    stack = layers.stack(WIDTH, causal_blocks(), context=context, **options)
+    params, state = stack.init(jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, a: a + strength if path[-1].key == "strength" else a, params
+    )
+    state = jax.tree.map(
+        lambda a: 0.5 * jax.random.uniform(jax.random.key(a.size), a.shape, minval=-1), state
+    )
+    return stack, params, state
+
+
+def tokens(t=12, seed=5):
+    return jax.random.normal(jax.random.key(seed), (2, t, WIDTH))
+
+
+def test_every_block_but_the_first_has_a_context_and_a_strength():
+    _, params, state = made()
+    assert [("strength" in params[i]) for i in "012"] == [False, True, True]
+    chex.assert_trees_all_equal_shapes(state, {i: {"context": jnp.zeros((16, 16))} for i in "12"})
+
+
+def test_without_contexts_there_is_no_buffer_for_one():
+    _, params, state = made(context=None)
+    assert state == {}
+    assert "strength" not in params["1"]
+
+
+def test_at_strength_0_a_context_changes_nothing():
+    plain, params, _ = made(context=None)
+    stack, with_strength, state = made(strength=0.0)
+    with_strength = {
+        i: params[i] | {k: v for k, v in with_strength[i].items() if k == "strength"}
+        for i in params
+    }
+    y, new = stack.apply(with_strength, state, tokens(), train=True)
+    chex.assert_trees_all_equal(y, plain.apply(params, {}, tokens(), train=True)[0])
+    assert not jnp.array_equal(new["1"]["context"], state["1"]["context"])
+
+
+def test_a_lagged_context_is_read_from_the_step_before_and_a_current_one_from_this():
+    lagged, params, state = made("lagged")
+    current, _, _ = made("current")
+    x = tokens()
+    y, renewed = lagged.apply(params, state, x, train=True)
+    z, _ = current.apply(params, state, x, train=True)
+    assert jnp.abs(y - z).max() > 1e-4
+    # The next block's own context is of what went through this block, under the context read here.
+    chex.assert_trees_all_close(lagged.apply(params, state, x, train=False)[0], y, atol=1e-6)
+    again, _ = lagged.apply(params, renewed, x, train=False)
+    assert jnp.abs(again - y).max() > 1e-4
+
+
+@pytest.mark.parametrize("context", ["lagged", "current"])
+def test_evaluation_reads_contexts_and_renews_none(context):
+    stack, params, state = made(context)
+    y, after = stack.apply(params, state, tokens(), train=False)
+    chex.assert_trees_all_equal(after, state)
+    other = jax.tree.map(jnp.zeros_like, state)
+    assert jnp.abs(stack.apply(params, other, tokens(), train=False)[0] - y).max() > 1e-3
+
+
+def future_to_past(stack, params, state):
+    """The largest |d out[t] / d in[s]| with s > t, in training."""
+    jacobian = jax.jit(
+        jax.jacrev(lambda x: stack.apply(params, state, x, train=True)[0].sum((0, 2)))
+    )(tokens())
+    t, s = jnp.arange(12)[:, None], jnp.arange(12)[None]
+    return jnp.where((s > t)[:, None, :, None], jacobian, 0)
+
+
+def test_nothing_of_later_tokens_leaks_through_a_lagged_context():
+    stack, params, state = made("lagged")
+    assert not future_to_past(stack, params, state).any()
+    early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
+    changed = tokens().at[:, 5:].set(9.0)
+    chex.assert_trees_all_equal(stack.apply(params, state, changed, train=True)[0][:, :5], early)
+
+
+def test_a_current_context_leaks_as_its_docstring_says():
+    stack, params, state = made("current")
+    early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
+    changed = stack.apply(params, state, tokens().at[:, 5:].set(9.0), train=True)[0][:, :5]
+    assert jnp.abs(changed - early).max() > 1e-5
+
+
+def test_a_lagged_step_does_not_depend_on_the_order_of_examples():
+    stack, params, state = made("lagged")
+    y, new = stack.apply(params, state, tokens(), train=True)
+    z, flipped = stack.apply(params, state, tokens()[::-1], train=True)
+    chex.assert_trees_all_close(z[::-1], y, atol=1e-6)
+    chex.assert_trees_all_close(flipped, new, atol=1e-6)
+
+
+@pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [4, 8]])
+def test_going_on_piece_by_piece_gives_the_whole(pieces):
+    stack, params, state = made(norm="layer")
+    whole, _ = stack.apply(params, state, tokens(), train=False)
+    cache, position, parts = stack.decode.start(2, 12, jnp.float32), 0, []
+    extend = jax.jit(stack.decode.extend)
+    for n in pieces:
+        piece = tokens()[:, position : position + n]
+        y, new = extend(params, state, cache, piece, jnp.int32(position))
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, cache)
+        cache, position, parts = new, position + n, [*parts, y]
+    chex.assert_trees_all_close(jnp.concatenate(parts, 1), whole, atol=1e-5)
+
+
+def test_a_conditioned_block_begins_as_the_identity_and_learns():
+    stack = layers.stack(WIDTH, causal_blocks(2), condition=5)
+    params, state = stack.init(jax.random.key(0))
+    vector = jax.random.normal(jax.random.key(1), (2, 5))
+    y, _ = stack.apply(params, state, tokens(), train=True, condition=vector)
+    chex.assert_trees_all_equal(y, tokens())
+    grads = jax.grad(
+        lambda p: jnp.square(stack.apply(p, state, tokens(), train=True, condition=vector)[0]).sum()
+    )(params)
+    assert all(jnp.abs(grads[i]["modulation"]["kernel"]).max() > 0 for i in "01")
+    assert stack.decode is None
+
+
+def test_a_block_may_be_a_mixer_alone():
+    attention = layers.attention(WIDTH, HEADS, causal=True)
+    stack = layers.stack(WIDTH, [layers.Block(attention)] * 2)
+    params, _ = stack.init(jax.random.key(0))
+    assert set(params["0"]) == {"mixer", "mixer_norm"}
+    chex.assert_shape(stack.apply(params, {}, tokens(), train=True)[0], (2, 12, WIDTH))
+
+
+def test_dropout_acts_on_branches_in_training_alone():
+    stack, params, state = made(context=None, dropout=0.5)
+
+    def run(seed, train):
+        return stack.apply(params, state, tokens(), key=jax.random.key(seed), train=train)[0]
+
+    assert jnp.abs(run(0, True) - run(1, True)).max() > 1e-3
+    chex.assert_trees_all_equal(run(2, False), run(3, False))
+
+
+def test_padding_has_no_part_in_a_context():
+    stack, params, state = made()
+    mask = jnp.broadcast_to(jnp.arange(12) < 7, (2, 12))
+    _, short = stack.apply(params, state, tokens()[:, :7], train=True)
+    _, padded = stack.apply(params, state, tokens(), train=True, mask=mask)
+    chex.assert_trees_all_close(short, padded, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: layers.stack(WIDTH, []), "at least one block"),
+        (lambda: layers.stack(WIDTH, causal_blocks(), norm="batch"), "dynamic_tanh.*batch"),
+        (lambda: layers.stack(WIDTH, causal_blocks(), context="late"), "lagged.*late"),
+    ],
+)
+def test_a_stack_that_cannot_be_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_condition_that_is_missing_or_too_many_is_refused():
+    stack = layers.stack(WIDTH, causal_blocks(1), condition=5)
+    params, _ = stack.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="with a condition, got none"):
+        stack.apply(params, {}, tokens(), train=True)
+    plain, params, state = made()
+    with pytest.raises(ValueError, match="without a condition"):
+        plain.apply(params, state, tokens(), train=True, condition=jnp.ones((2, 5)))
+
+
+def test_clipped_gradients_of_a_stack_without_contexts_are_those_of_single_examples():
+    stack, params, _ = made(context=None)
+
+    def loss(params, batch):
+        return jnp.square(stack.apply(params, {}, batch, train=True)[0]).mean((1, 2))
+
+    x = tokens()
+    clipped, info = jax.jit(fnet.clipped_grad(loss, 0.5))(params, x)
+    each = jax.jit(fnet.per_example_grad(loss))(params, x)
+    norms = jnp.sqrt(sum(jnp.square(g).reshape(2, -1).sum(1) for g in jax.tree.leaves(each)))
+    chex.assert_trees_all_close(info.norms, norms, rtol=1e-4)
+    scale = jnp.minimum(1, 0.5 / norms)
+    expected = jax.tree.map(lambda g: jnp.einsum("b,b...->...", scale, g), each)
+    chex.assert_trees_all_close(clipped, expected, rtol=2e-4, atol=1e-6)

@@ -1,0 +1,133 @@
+"""Text in rows: what is read, what is told, and what no row crosses."""
+
+import numpy as np
+import pytest
+
+from train.config import TextFile
+from train.data import text_file
+from train.data.buckets import bucket_of, bucketed_batches
+from train.errors import UserError
+
+TEXT = "".join(chr(33 + i % 90) for i in range(1000))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def written(tokens):
+    return bytes(tokens.astype(np.uint8)).decode()
+
+
+def test_rows_are_pieces_of_the_training_part(text):
+    data = text_file.load(TextFile(path=text, context=16))
+    batch = data.augment(data.train, np.random.default_rng(0))
+    assert batch["tokens"].shape == (len(data.train["start"]), 17)
+    assert all(written(row) in TEXT[:900] for row in batch["tokens"])
+    again = data.augment(data.train, np.random.default_rng(1))
+    assert not np.array_equal(again["tokens"], batch["tokens"])
+
+
+def test_test_rows_tell_every_held_out_token_but_the_first_exactly_once(text):
+    test = text_file.load(TextFile(path=text, context=16)).test
+    told = "".join(
+        written(t[1 : n + 1]) for t, n in zip(test["tokens"], test["length"], strict=True)
+    )
+    assert told == TEXT[901:]
+    np.testing.assert_allclose(test["weight"], test["length"] / 16)
+
+
+def test_a_seed_draws_which_part_is_held_out(text):
+    parts = [
+        text_file.load(TextFile(path=text, context=16, split_seed=s)).test["tokens"][0]
+        for s in (0, 0, 1, 2)
+    ]
+    assert np.array_equal(parts[0], parts[1])
+    assert len({p.tobytes() for p in parts}) > 1
+    data = text_file.load(TextFile(path=text, context=16, split_seed=1))
+    held_out = written(data.test["tokens"][0])
+    rows = data.augment(data.train, np.random.default_rng(0))["tokens"]
+    start = TEXT.index(held_out)
+    inside = {written(r) for r in rows} & {TEXT[i : i + 17] for i in range(start, start + 84)}
+    # The text repeats every 90 symbols, so that a held-out piece may stand elsewhere too.
+    assert all(TEXT.count(piece) > 1 for piece in inside)
+
+
+def documents(tmp_path, lengths):
+    path = tmp_path / "documents.txt"
+    path.write_text("|".join(chr(97 + i % 26) * n for i, n in enumerate(lengths)))
+    return TextFile(path=str(path), context=64, separator="|", test_share=0.25, batch_size=4)
+
+
+LENGTHS = [3, 10, 17, 30, 40, 64, 65, 70, 130, 200, 5, 9, 33, 90, 12, 60]
+
+
+def test_no_row_crosses_from_one_document_to_the_next(tmp_path):
+    config = documents(tmp_path, LENGTHS)
+    data = text_file.load(config)
+    batches = bucketed_batches(data, 4, 0, 64)
+    for batch, _ in zip(batches, range(30), strict=False):
+        for row, n in zip(batch["tokens"], batch["length"], strict=True):
+            assert len(set(row[: n + 1].tolist())) <= 1
+            assert not row[n + 1 :].any()
+
+
+def test_batches_have_the_lengths_of_powers_of_two_and_tell_each_token_once_an_epoch(tmp_path):
+    data = text_file.load(documents(tmp_path, LENGTHS))
+    source = bucketed_batches(data, 4, 0, 64)
+    seen, told = set(), 0
+    while told < data.train["length"].sum():
+        batch = next(source)
+        seen.add(batch["tokens"].shape)
+        bucket = batch["tokens"].shape[1] - 1
+        np.testing.assert_allclose(batch["weight"], batch["length"] / bucket)
+        told += batch["length"].sum()
+    assert told == data.train["length"].sum()
+    assert seen <= {(4, b + 1) for b in (16, 32, 64)}
+
+
+def test_bucketed_batches_go_on_where_they_stopped(tmp_path):
+    data = text_file.load(documents(tmp_path, LENGTHS))
+    first = bucketed_batches(data, 4, 0, 64)
+    for _ in range(7):
+        next(first)
+    position = first.get_state()
+    second = bucketed_batches(data, 4, 0, 64)
+    second.set_state(position)
+    for _ in range(9):
+        a, b = next(first), next(second)
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_buckets_are_powers_of_two_within_bounds():
+    lengths = np.array([1, 16, 17, 32, 33, 100, 500])
+    np.testing.assert_array_equal(bucket_of(lengths, 100), [16, 16, 32, 32, 64, 100, 100])
+
+
+def test_bytes_that_are_no_text_are_read(tmp_path):
+    path = tmp_path / "binary"
+    path.write_bytes(bytes(range(256)) * 4)
+    data = text_file.load(TextFile(path=str(path), context=8))
+    assert {*data.test["tokens"].ravel().tolist()} > {200, 255}
+
+
+def test_without_a_path_there_is_the_standard_library():
+    data = text_file.load(TextFile(context=64))
+    rows = data.augment({k: v[:2000] for k, v in data.train.items()}, np.random.default_rng(0))
+    assert "def " in written(rows["tokens"].ravel()[:20000].clip(0, 127))
+
+
+@pytest.mark.parametrize("content", ["", "too short"])
+def test_a_text_that_is_too_short_is_refused(tmp_path, content):
+    path = tmp_path / "short.txt"
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"short.txt is too short: {len(content)} tokens.*64"):
+        text_file.load(TextFile(path=str(path)))
+
+
+def test_a_missing_text_is_one_line():
+    with pytest.raises(UserError, match=r"cannot read nowhere\.txt: No such file"):
+        text_file.load(TextFile(path="nowhere.txt"))

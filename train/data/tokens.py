@@ -1,0 +1,71 @@
+"""Text as numbers: bytes, or what a file of the tokenizers library makes of it."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from train.config import TextFile
+from train.errors import UserError
+
+
+class Tokens(NamedTuple):
+    """A vocabulary.
+
+    Attributes:
+      size: how many different tokens there are.
+      encode: text -> tokens [T], of the smallest unsigned dtype that holds them all.
+      decode: tokens -> text; bytes that are no text come out as U+FFFD.
+    """
+
+    size: int
+    encode: Callable[[str], np.ndarray]
+    decode: Callable[[Iterable[int]], str]
+
+
+def tokens_of(config: TextFile) -> Tokens:
+    """The vocabulary that a config names.
+
+    Raises:
+      UserError: if its file is missing or is none of a tokenizer, or the library is
+        not installed.
+    """
+    if config.tokenizer is None:
+        return Tokens(256, _encode_bytes, _decode_bytes)
+    path = Path(config.tokenizer)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError(
+            "data.tokenizer: needs the tokenizers library; pip install 'fnet-jax[text]'"
+        ) from None
+    if not path.is_file():
+        raise UserError(f"data.tokenizer: no file {path}; it is a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"data.tokenizer: cannot read {path}: {error}") from error
+    size = tokenizer.get_vocab_size()
+    dtype = np.min_scalar_type(max(size - 1, 0))
+
+    def encode(text: str) -> np.ndarray:
+        ids = tokenizer.encode(text).ids
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        if (text and not ids) or (unknown and tokenizer.token_to_id(unknown) in ids):
+            raise UserError(f"{path} has no token for some of {_shortened(text)!r}")
+        return np.array(ids, dtype)
+
+    return Tokens(size, encode, lambda ids: tokenizer.decode([int(i) for i in ids]))
+
+
+def _encode_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _decode_bytes(ids: Iterable[int]) -> str:
+    return bytes(int(i) for i in ids).decode("utf-8", "replace")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else text[:37] + "..."

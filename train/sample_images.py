@@ -1,0 +1,83 @@
+"""Images from a trained denoiser, as a picture with a row for each label."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fnet import diffusion
+from train import plots
+from train.arguments import ImageArguments
+from train.checkpoint import Checkpoints
+from train.config import Config, Denoiser
+from train.errors import UserError
+from train.run_folder import RunFolder
+from train.tasks import images as sources
+from train.tasks.diffusion import schedule_of
+
+
+def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
+    """Draws images and writes the picture of them; gives its path.
+
+    Raises:
+      UserError: for an unknown label, more steps than the schedule has, a run without
+        a checkpoint, or a picture that cannot be written.
+    """
+    section = config.model
+    assert isinstance(section, Denoiser)
+    classes = sources.load(config).classes
+    names = a.labels or classes
+    for name in names:
+        if name not in classes:
+            raise UserError(f"--labels: expected some of {', '.join(classes)}, got {name}")
+    if a.steps > section.steps:
+        raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
+    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        params, state = checkpoints.restore_network()
+    labels = np.repeat([classes.index(name) for name in names], a.count)
+    drawn = samples(config, params, state, jnp.asarray(labels), a)
+    path = Path(a.out) if a.out else folder.path / "samples.png"
+    title = f"{config.name}: {a.sampler}, {a.steps} steps, guidance {a.guidance:g}"
+    try:
+        plots.grid(
+            np.asarray(drawn).reshape(len(names), a.count, *drawn.shape[1:]), names, title, path
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot write {path}: {error}; choose another --out") from error
+    return path
+
+
+def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArguments) -> Array:
+    """Images [N, H, W, C] in [0, 1], float32, one for each label [N].
+
+    Args:
+      config: of the run.
+      params: of its network.
+      state: likewise; contexts are read as in training.
+      labels: class indices.
+      a: how they are drawn.
+    """
+    section = config.model
+    assert isinstance(section, Denoiser)
+    dataset = sources.load(config)
+    shape, classes = dataset.train["image"].shape[1:], len(dataset.classes)
+    model, schedule = section.build(shape, classes), schedule_of(section)
+    sampler = diffusion.samplers.get(a.sampler)
+
+    @jax.jit
+    def run(params: Any, state: Any, labels: Array, key: Array) -> Array:
+        def denoise(x: Array, t: Array, label: Array) -> Array:
+            return model.apply(params, state, x, time=t, label=label, train=False)[0]
+
+        first, later = jax.random.split(key)
+        x = jax.random.normal(first, (len(labels), *shape))
+        denoise_all = diffusion.guided(denoise, labels, classes, a.guidance)
+        return sampler(
+            denoise_all, schedule, x, a.steps, predicts=section.predicts, clip=1.0, key=later
+        )
+
+    drawn = run(params, state, labels.astype(jnp.int32), jax.random.key(a.seed))
+    return jnp.clip((drawn + 1) / 2, 0, 1)

@@ -1,0 +1,65 @@
+"""Images out of noise, by label: data, network, loss and metrics."""
+
+from typing import Any
+
+import jax
+from jax import Array
+
+import fnet
+from fnet import diffusion
+from fnet.diffusion import Schedule, schedules
+from train.config import Config, Denoiser
+from train.tasks import images
+from train.tasks.task import Batch, Task
+
+
+def schedule_of(model: Denoiser) -> Schedule:
+    """The schedule of noise that a config names."""
+    return schedules.get(model.schedule, model.steps)
+
+
+def build(config: Config) -> Task:
+    """The diffusion task of a config.
+
+    Raises:
+      UserError: if the config names no images.
+      ValueError: if the network cannot be built.
+    """
+    section = config.model
+    assert isinstance(section, Denoiser)
+    dataset = images.load(config)
+    classes = len(dataset.classes)
+    model = section.build(dataset.train["image"].shape[1:], classes)
+    schedule = schedule_of(section)
+
+    def losses(
+        params: Any, state: Any, batch: Batch, label: Array, noise: Array, dropout: Array | None
+    ) -> tuple[Array, Any]:
+        train = dropout is not None
+
+        def denoise(x: Array, t: Array) -> tuple[Array, Any]:
+            return model.apply(params, state, x, time=t, label=label, key=dropout, train=train)
+
+        return diffusion.denoising_losses(
+            denoise,
+            2 * batch["image"] - 1,
+            noise,
+            schedule,
+            predicts=section.predicts,
+            weighting=section.weighting,
+            stratified=not train,
+            has_aux=True,
+        )
+
+    def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
+        noise, dropout, dropping = jax.random.split(key, 3)
+        label = diffusion.drop_labels(dropping, batch["label"], classes, section.label_dropout)
+        each, state = losses(params, state, batch, label, noise, dropout)
+        return each, fnet.Aux(state, {})
+
+    def measure(params: Any, state: Any, batch: Batch) -> dict[str, Array]:
+        # The same noise for the same examples each time, so that evaluations compare.
+        each, _ = losses(params, state, batch, batch["label"], jax.random.key(0), None)
+        return {"loss": each}
+
+    return Task(dataset, model, loss, measure)
