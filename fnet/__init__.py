@@ -17,8 +17,11 @@ from fnet.layers.abn import abn
 from fnet.layers.attention import dot_product_attention
 from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.group_norm import group_norm
+from fnet.layers.mamba2 import state_space_dual
 from fnet.layers.norm import layer_norm, rms_norm
+from fnet.layers.recurrence import linear_recurrence
 from fnet.layers.reversible import reversible
+from fnet.layers.selective_scan import selective_scan
 from fnet.losses import linear_cross_entropy
 from fnet.planning import plan_step, variant
 from fnet.state import TrainState
@@ -46,6 +49,7 @@ __all__ = [
     "layer_norm",
     "layers",
     "linear_cross_entropy",
+    "linear_recurrence",
     "losses",
     "make_step",
     "memory",
@@ -60,7 +64,9 @@ __all__ = [
     "reversible",
     "rms_norm",
     "sample_token",
+    "selective_scan",
     "serial",
+    "state_space_dual",
     "stream",
     "update_context",
     "variant",

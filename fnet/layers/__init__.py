@@ -3,6 +3,7 @@
 from fnet.layers.abn import layer as abn
 from fnet.layers.activations import activation
 from fnet.layers.attention_context import apply_context, update_context
+from fnet.layers.causal_conv import causal_conv_layer as causal_conv
 from fnet.layers.conv import avg_pool, conv, global_avg_pool, max_pool
 from fnet.layers.dropout import dropout
 from fnet.layers.dynamic_tanh import dynamic_tanh
@@ -30,6 +31,7 @@ __all__ = [
     "apply_context",
     "attention",
     "avg_pool",
+    "causal_conv",
     "conv",
     "dense",
     "dropout",

@@ -57,7 +57,8 @@ def dropout(rate: float) -> Layer:
 def _dropped(key: Array, x: Array, rate: float) -> Array:
     @jax.checkpoint
     def drop(key: Array, x: Array) -> Array:
-        kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+        # A clone: JAX's check of reused keys knows no recomputation.
+        kept = jax.random.bernoulli(jax.random.clone(key), 1 - rate, x.shape)
         return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
     return drop(key, x)

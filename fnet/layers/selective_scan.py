@@ -42,10 +42,20 @@ def selective_scan(
     that. Time is linear in T. The gradient can be had by reverse mode, under `jax.vmap`
     too, but has itself no derivative.
 
-    It is a loop over time, made for CPUs, on which it takes a quarter to an eighth of the
-    time of the same loop under automatic differentiation, and is far ahead of an
-    associative scan. On an accelerator each step is a few small kernels:
-    `fnet.layers.mamba2`, which is made of matrix products, suits it better.
+    It is a loop over time, made for CPUs. Value and gradients of 256 channels of 16
+    states, float32, two cores, temporaries and time against the same loop and an
+    associative scan under automatic differentiation (``python -m benchmarks.selective_scan``):
+
+    =====  ===============  ================  ==================
+    T      fnet             loop              associative
+    =====  ===============  ================  ==================
+    256    1.5 MB, 3.6 ms   14 MB, 23 ms      29 MB, 41 ms
+    2,048  8.5 MB, 27 ms    111 MB, 181 ms    235 MB, 620 ms
+    8,192  30 MB, 121 ms    446 MB, 720 ms
+    =====  ===============  ================  ==================
+
+    On an accelerator each step is a few small kernels: `fnet.layers.mamba2`, which is made
+    of matrix products, is meant for it.
 
     Args:
       x: inputs [B, T, E], T >= 1; float16, bfloat16, float32 or float64. The

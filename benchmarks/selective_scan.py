@@ -1,0 +1,181 @@
+"""The selective scan over time: is it linear, what does it hold; and the layers around scans.
+
+    python -m benchmarks.selective_scan
+
+The scan: value and gradients by all arguments, one example, on three sides. ``fnet``
+is `selective_scan`; ``loop`` the same recurrence step by step under automatic
+differentiation; ``associative`` an associative scan over all T x N x E numbers.
+Temporaries and time: of each side's smallest program. The exponent is that of a
+line through the logarithms of time and T.
+
+The layers: value and gradients by parameters and input, beside causal attention of
+the same width. A token: one more of each, after T.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from benchmarks.measure import interleaved, markdown, temporaries, versions
+from fnet.layer import Layer
+from fnet.layers.attention import attention
+from fnet.layers.mamba import mamba
+from fnet.layers.mamba2 import mamba2
+from fnet.layers.rg_lru import rg_lru
+from fnet.layers.selective_scan import selective_scan
+from fnet.memory.peak import compile_smallest
+
+CHANNELS, STATES = 256, 16
+STEPS = (256, 512, 1024, 2048, 4096, 8192)
+ASSOCIATIVE_UP_TO = 2048  # more takes seconds, and gigabytes
+WIDTH, HEADS = 128, 4
+LAYERS = ((12, 64), (1, 2048))  # batch, T
+
+Scan = Callable[[Array, Array, Array, Array, Array], Array]
+
+
+def loop(x: Array, dt: Array, A: Array, B: Array, C: Array) -> Array:
+    def step(h: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, dt, B, C = now
+        h = jnp.exp(dt[:, None] * A.T) * h + (dt * x)[:, None] * B[..., None]
+        return h, jnp.einsum("bne,bn->be", h, C)
+
+    start = jnp.zeros((x.shape[0], *A.shape[::-1]))
+    _, y = jax.lax.scan(step, start, tuple(jnp.moveaxis(a, 1, 0) for a in (x, dt, B, C)))
+    return jnp.moveaxis(y, 0, 1)
+
+
+def associative(x: Array, dt: Array, A: Array, B: Array, C: Array) -> Array:
+    def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+        return first[0] * second[0], second[0] * first[1] + second[1]
+
+    decay = jnp.exp(dt[:, :, None] * A.T)  # [B, T, N, E]
+    added = (dt * x)[:, :, None] * B[..., None]
+    _, h = jax.lax.associative_scan(then, (decay, added), axis=1)
+    return jnp.einsum("btne,btn->bte", h, C)
+
+
+SIDES: dict[str, Scan] = {
+    "fnet": lambda *given: selective_scan(*given)[0],
+    "loop": loop,
+    "associative": associative,
+}
+
+
+def scan_arrays(t: int) -> list[Array]:
+    """The scan's arguments, with A and dt as Mamba starts, and a cotangent."""
+    rng = np.random.default_rng(0)
+    shapes = [(1, t, CHANNELS), (1, t, STATES), (1, t, STATES), (1, t, CHANNELS)]
+    x, b, c, dy = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    dt = jnp.asarray(np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), size=x.shape)), jnp.float32)
+    a = -jnp.broadcast_to(jnp.arange(1.0, STATES + 1), (CHANNELS, STATES))
+    return [dy, x, dt, a, b, c]
+
+
+def compiled_scan(scan: Scan, t: int) -> jax.stages.Compiled:
+    def value_and_gradient(dy: Array, *given: Array) -> tuple[Array, tuple[Array, ...]]:
+        y, back = jax.vjp(scan, *given)
+        return y, back(dy)
+
+    return compile_smallest(jax.jit(value_and_gradient).lower(*scan_arrays(t)))[0]
+
+
+def scans(steps: tuple[int, ...], rounds: int) -> tuple[list[dict[str, str]], dict[str, float]]:
+    """A row for each T, and each side's exponent; every T and side in every round."""
+    programs = {
+        (t, name): compiled_scan(scan, t)
+        for t in steps
+        for name, scan in SIDES.items()
+        if name != "associative" or t <= ASSOCIATIVE_UP_TO
+    }
+    arrays = {t: scan_arrays(t) for t in steps}
+    held = {case: temporaries(p) / 1e6 for case, p in programs.items()}
+    seconds = interleaved(
+        {case: functools.partial(p, *arrays[case[0]]) for case, p in programs.items()}, rounds
+    )
+
+    def row(t: int) -> dict[str, str]:
+        of = {name: (held[t, name], 1e3 * seconds[t, name]) for name in SIDES if (t, name) in held}
+        mb, ms = of["fnet"]
+        cells = {"T": str(t), "T N E, MB": f"{4e-6 * t * STATES * CHANNELS:.0f}"}
+        for name in SIDES:
+            theirs, milliseconds = of.get(name, (None, None))
+            cells[f"{name} MB"] = f"{theirs:.1f}" if theirs else "-"
+            cells[f"{name} ms"] = f"{milliseconds:.1f}" if milliseconds else "-"
+            if name != "fnet":
+                cells[f"memory / {name}"] = f"{mb / theirs:.3f}" if theirs else "-"
+                cells[f"time / {name}"] = f"{ms / milliseconds:.3f}" if milliseconds else "-"
+        return cells
+
+    exponents = {}
+    for name in SIDES:
+        measured = [(t, s) for (t, side), s in seconds.items() if side == name]
+        if len(measured) > 1:
+            exponents[name] = float(np.polyfit(*np.log(measured).T, 1)[0])
+    return [row(t) for t in steps], exponents
+
+
+def mixers() -> dict[str, Layer]:
+    return {
+        "attention": attention(WIDTH, HEADS, causal=True),
+        "mamba": mamba(WIDTH),
+        "mamba2": mamba2(WIDTH),
+        "rg_lru": rg_lru(WIDTH),
+    }
+
+
+def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
+    x = jax.random.normal(jax.random.key(0), (batch, t, WIDTH))
+    programs, calls, tokens, sizes = {}, {}, {}, {}
+    for name, layer in mixers().items():
+        params, _ = layer.init(jax.random.key(1))
+        sizes[name] = sum(a.size for a in jax.tree.leaves(params))
+
+        def loss(params: dict, x: Array, layer: Layer = layer) -> Array:
+            return jnp.square(layer.apply(params, {}, x, train=True)[0]).sum()
+
+        lowered = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, x)
+        programs[name] = compile_smallest(lowered)[0]
+        calls[name] = functools.partial(programs[name], params, x)
+        if layer.decode is None:
+            continue
+        cache = layer.decode.start(batch, t + 1, x.dtype)
+        extend = jax.jit(functools.partial(layer.decode.extend, params, {}))
+        tokens[name] = functools.partial(extend, cache, x[:, :1], jnp.int32(t))
+    seconds, a_token = interleaved(calls, rounds), interleaved(tokens, rounds)
+    base = seconds["attention"]
+    return [
+        {
+            f"{batch} x {t}": name,
+            "parameters": f"{sizes[name]:,}",
+            "MB": f"{temporaries(programs[name]) / 1e6:.1f}",
+            "ms": f"{seconds[name] * 1e3:.1f}",
+            "/ attention": f"{seconds[name] / base:.2f}",
+            "a token, ms": f"{a_token[name] * 1e3:.2f}" if name in a_token else "-",
+        }
+        for name in calls
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    rows, exponents = scans(tuple(args.steps), args.rounds)
+    print(f"Selective scan, value and gradients, 1 x T x {CHANNELS}, N = {STATES}, float32.\n")
+    print(markdown(rows))
+    print("\nTime ~ T^k:", ", ".join(f"{name} k = {k:.2f}" for name, k in exponents.items()))
+    for batch, t in LAYERS:
+        print(f"\nLayers of width {WIDTH}, value and gradients, float32.\n")
+        print(markdown(layers(batch, t, args.rounds)))
+    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""A language model's train step against the same model in flax linen with optax: time and peak.
+
+    python -m benchmarks.transformer_step
+    JAX_PLATFORMS=cpu python -m benchmarks.transformer_step --target h100
+
+12 layers of width 384 with 6 heads and SwiGLU, 256 tokens, batch 8, 32,768 words in one
+table for both ends, AdamW, float32. Both start from the same parameters, and their
+losses are compared first. flax's step is jitted with its state donated; of the compiler
+options that `fnet.compile_step` tries, and of none, each side has the fastest for time
+and the smallest for peak. With ``--target``, peaks alone, for a device that is not there.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import fnet
+import fnet.memory.target
+from benchmarks.measure import interleaved, markdown, versions
+from fnet import layers, models
+from fnet.memory.peak import CANDIDATE_OPTIONS, peak
+
+OPTIMIZER = optax.adamw(1e-3)
+KEY = jax.random.key(0)
+POLICIES = ("keep", "named", "products", "segments")
+
+
+class Sizes(argparse.Namespace):
+    """Of the model and the batch."""
+
+    blocks: int
+    width: int
+    heads: int
+    tokens: int
+    batch: int
+    vocabulary: int
+
+    @property
+    def hidden(self) -> int:
+        return 8 * round(self.width / 3)
+
+
+class LinenBlock(nn.Module):
+    """RMS norm, causal attention with rotary positions, RMS norm, SwiGLU."""
+
+    heads: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        b, t, d = x.shape
+        dense = functools.partial(nn.Dense, use_bias=False)
+        qkv = dense(3 * d, name="query_key_value")(nn.RMSNorm(name="mixer_norm")(x))
+        q, k, v = (a.reshape(b, t, self.heads, -1) for a in jnp.split(qkv, 3, -1))
+        places = jnp.arange(t)
+        q, k = layers.rotary(q, places), layers.rotary(k, places)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, t, d)
+        x = x + dense(d, name="output")(y)
+        gate, up = jnp.split(
+            dense(2 * self.hidden, name="expand")(nn.RMSNorm(name="feed_forward_norm")(x)), 2, -1
+        )
+        return x + dense(d, name="contract")(nn.silu(gate) * up)
+
+
+class LinenModel(nn.Module):
+    """The same model with flax's layers."""
+
+    sizes: Sizes
+
+    @nn.compact
+    def __call__(self, tokens: Array) -> Array:
+        s = self.sizes
+        table = nn.Embed(s.vocabulary, s.width, name="embedding")
+        x = table(tokens)
+        for i in range(s.blocks):
+            x = LinenBlock(s.heads, s.hidden, name=str(i))(x)
+        return table.attend(nn.RMSNorm(name="norm")(x))
+
+
+def renamed(params: Any) -> Any:
+    """fnet's parameters by flax's names."""
+    blocks = {
+        i: {
+            "mixer_norm": p["mixer_norm"],
+            "feed_forward_norm": p["feed_forward_norm"],
+            **p["mixer"],
+            **p["feed_forward"],
+        }
+        for i, p in params["blocks"].items()
+    }
+    return {"embedding": params["embedding"], "norm": params["norm"]} | blocks
+
+
+def in_fnet(s: Sizes, context: str | None) -> tuple[Any, Callable]:
+    attention = layers.attention(s.width, s.heads, causal=True, rotary=10_000.0, bias=False)
+    block = layers.Block(attention, layers.feed_forward(s.width, s.hidden))
+    model = models.language_model(
+        vocabulary=s.vocabulary, width=s.width, blocks=[block] * s.blocks, context=context
+    )
+
+    def loss(params: Any, state: Any, batch: Any, key: Array) -> Any:
+        tokens = batch["tokens"]
+        each, state = model.losses(
+            params, state, tokens[:, :-1], tokens[:, 1:], key=key, train=True
+        )
+        return each.mean(1), fnet.Aux(state, {})
+
+    return model, loss
+
+
+def flax_step(s: Sizes) -> jax.stages.Wrapped:
+    model = LinenModel(s)
+
+    def loss(params: Any, tokens: Array) -> Array:
+        logits = model.apply({"params": params}, tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, opt_state: Any, tokens: Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
+def for_flax(s: Sizes) -> tuple[Any, Any]:
+    """The same initial parameters, and the optimizer's state."""
+    params = renamed(fnet.TrainState.create(in_fnet(s, None)[0], OPTIMIZER, KEY).params)
+    return params, OPTIMIZER.init(params)
+
+
+def programs(lowered: jax.stages.Lowered, target: Any) -> list[jax.stages.Compiled]:
+    if target:
+        return [lowered.compile(compiler_options=target.compiler_options)]
+    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
+    return [lowered.compile(compiler_options=o) for o in options]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, size in {
+        "blocks": 12,
+        "width": 384,
+        "heads": 6,
+        "tokens": 256,
+        "batch": 8,
+        "vocabulary": 32_768,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--target", help="a device to compile for, such as h100")
+    s = parser.parse_args(namespace=Sizes())
+    target = fnet.memory.target.describe(s.target) if s.target else None
+    put = functools.partial(fnet.memory.target.on, target) if target else lambda x: x
+
+    tokens = jax.random.randint(jax.random.key(1), (s.batch, s.tokens + 1), 0, s.vocabulary)
+    made = {}
+    for context in (None, "lagged"):
+        model, loss = in_fnet(s, context)
+        state = jax.eval_shape(
+            lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
+        )
+        for policy in s.policies if context is None else s.policies[:1]:
+            step = fnet.variant(fnet.make_step(loss, OPTIMIZER), policy, 1)
+            name = f"fnet, {policy}" + (f", {context} context" if context else "")
+            made[name] = programs(step.lower(*put((state, {"tokens": tokens}))), target)
+    arguments = jax.eval_shape(functools.partial(for_flax, s))
+    made["flax"] = programs(flax_step(s).lower(*put((*arguments, tokens))), target)
+
+    def fresh(name: str) -> list[Any]:
+        """State as the program takes it; each step renews it in place."""
+        if name == "flax":
+            return list(for_flax(s))
+        model = in_fnet(s, "lagged" if "lagged" in name else None)[0]
+        return [fnet.TrainState.create(model, OPTIMIZER, KEY)]
+
+    smallest = {n: min(peak(c).total for c in compiled) for n, compiled in made.items()}
+    seconds = dict.fromkeys(made, float("nan"))
+    if not target:
+        fastest = {n: quickest(compiled, fresh(n), tokens) for n, compiled in made.items()}
+        seconds = interleaved(fastest, s.rounds)
+    rows = [
+        {
+            "step": name,
+            "peak MB": f"{smallest[name] / 1e6:.0f}",
+            "of flax's": f"{smallest[name] / smallest['flax']:.2f}",
+            "ms": f"{seconds[name] * 1e3:.0f}",
+            "of flax's time": f"{seconds[name] / seconds['flax']:.2f}",
+        }
+        for name in made
+    ]
+    count = sum(a.size for a in jax.tree.leaves(arguments[0]))
+    print(
+        f"{s.blocks} layers, width {s.width}, {s.tokens} tokens, batch {s.batch}, "
+        f"{s.vocabulary:,} words: {count / 1e6:.1f} M parameters"
+        f"{f', compiled for {target.name}' if target else ''}.\n"
+    )
+    print(markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+
+
+def quickest(
+    compiled: list[jax.stages.Compiled], state: list[Any], tokens: Array
+) -> Callable[[], Any]:
+    """A step of the fastest program, which goes on from its own state; checks the first loss."""
+
+    def stepping(program: jax.stages.Compiled) -> Callable[[], Any]:
+        carried = jax.tree.map(jnp.copy, state)
+
+        def step() -> Any:
+            if len(carried) == 1:
+                carried[0], metrics = program(carried[0], {"tokens": tokens})
+                return metrics["loss"]
+            carried[0], carried[1], loss = program(*carried, tokens)
+            return loss
+
+        return step
+
+    steps = {str(i): stepping(program) for i, program in enumerate(compiled)}
+    print("first loss", *(f"{float(step()):.5f}" for step in steps.values()))
+    seconds = interleaved(steps, 3)
+    return steps[min(seconds, key=seconds.get)]
+
+
+if __name__ == "__main__":
+    main()

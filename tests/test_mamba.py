@@ -1,0 +1,276 @@
+"""The layers around the scans: `mamba`, `mamba2`, `rg_lru`."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import layer_cases
+import numpy as np
+import optax
+import pytest
+
+import fnet
+from fnet.layers.causal_conv import causal_conv_layer
+from fnet.layers.mamba import mamba
+from fnet.layers.mamba2 import mamba2
+from fnet.layers.rg_lru import rg_lru
+from fnet.optim import decayed
+
+B, T, D = 2, 4, 8
+
+LAYERS = {
+    "mamba": mamba(D, state=3, chunk=2),
+    "mamba2": mamba2(D, head=4, state=3, groups=2, chunk=2),
+    "rg_lru": rg_lru(D, heads=2),
+    "causal_conv": causal_conv_layer(D),
+}
+MIXERS = [name for name in LAYERS if name != "causal_conv"]
+
+
+def initial(name):
+    params, state = layer_cases.initial(LAYERS[name])
+    assert state == {}
+    return params
+
+
+def inputs(dtype=np.float32, b=B, t=T, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(b, t, D)), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def applied(name, params, x):
+    return LAYERS[name].apply(params, {}, x, train=False)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def extended(name, params, cache, x, position):
+    return LAYERS[name].decode.extend(params, {}, cache, x, position)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_split_into_prompt_and_tokens_gives_what_apply_gives(name):
+    params, x = initial(name), inputs()
+    expected = applied(name, params, x)
+    for prompt in range(1, T + 1):
+        cache = LAYERS[name].decode.start(B, T, x.dtype)
+        begun = jax.eval_shape(lambda c: c, cache)
+        y, cache = extended(name, params, cache, x[:, :prompt], 0)
+        parts = [y]
+        for t in range(prompt, T):
+            y, cache = extended(name, params, cache, x[:, t : t + 1], t)
+            parts.append(y)
+        chex.assert_trees_all_equal_shapes_and_dtypes(cache, begun)
+        chex.assert_trees_all_close(jnp.concatenate(parts, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_tokens_one_by_one_in_a_scan_give_what_apply_gives(name, float64):
+    params = jax.tree.map(lambda a: a.astype(np.float64), initial(name))
+    x = inputs(np.float64)
+
+    def token(cache, now):
+        y, cache = LAYERS[name].decode.extend(params, {}, cache, now[0][:, None], now[1])
+        return cache, y[:, 0]
+
+    @jax.jit
+    def one_by_one(x):
+        cache = LAYERS[name].decode.start(B, T, x.dtype)
+        _, y = jax.lax.scan(token, cache, (jnp.moveaxis(x, 1, 0), jnp.arange(T)))
+        return jnp.moveaxis(y, 0, 1)
+
+    got = one_by_one(x)
+    assert got.dtype == np.float64
+    chex.assert_trees_all_close(got, applied(name, params, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_bfloat16_stays_bfloat16_and_the_cache_keeps_its_dtypes(name):
+    params, x = initial(name), inputs(jnp.bfloat16)
+    y = applied(name, params, x)
+    wide = applied(name, params, x.astype(np.float32))
+    assert y.dtype == jnp.bfloat16
+    assert jnp.abs(y.astype(np.float32) - wide).max() <= 0.05 * jnp.abs(wide).max()
+    for dtype in (jnp.bfloat16, jnp.float32):
+        cache = LAYERS[name].decode.start(B, T, dtype)
+        _, renewed = jax.eval_shape(
+            lambda c, x: LAYERS[name].decode.extend(params, {}, c, x, 0), cache, x
+        )
+        chex.assert_trees_all_equal_shapes_and_dtypes(renewed, cache)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_output_depends_on_a_later_input(name):
+    params, x = initial(name), inputs()
+    gradient = jax.jit(jax.grad(lambda x, t: applied(name, params, x)[:, t].sum()))
+    for t in (0, 2):
+        g = gradient(x, t)
+        assert (g[:, t + 1 :] == 0).all()
+        assert (g[:, t] != 0).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_is_real_does_not_see_the_padding_behind_it(name):
+    params, x = initial(name), inputs()
+    mask = jnp.arange(T)[None] < jnp.array([[T], [3]])
+    apply = jax.jit(functools.partial(LAYERS[name].apply, train=True))
+    y, state = apply(params, {}, jnp.where(mask[..., None], x, 1e3), mask=mask)
+    assert state == {}
+    real = applied(name, params, x)
+    chex.assert_trees_all_close(y[0], real[0], rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(y[1, :3], real[1, :3], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_under_vmap_it_is_each_layer_by_itself(name):
+    params, x = initial(name), inputs()
+    both = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), params)
+    together = jax.jit(jax.vmap(functools.partial(applied, name)))(both, jnp.stack([x, 2 * x]))
+    for i in range(2):
+        alone = applied(name, jax.tree.map(lambda a, i=i: a[i], both), (1 + i) * x)
+        chex.assert_trees_all_close(together[i], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_clipped_sums_are_those_of_clipped_gradients_one_by_one(name):
+    params, x = initial(name), inputs(b=3, t=4)
+
+    def losses(params, x):
+        y, _ = LAYERS[name].apply(params, {}, x, train=True)
+        return jnp.square(y - 0.5).mean((1, 2))
+
+    each = jax.jit(jax.vmap(jax.grad(lambda p, x: losses(p, x[None])[0]), (None, 0)))(params, x)
+    with jax.numpy_rank_promotion("allow"):
+        norms = jax.vmap(optax.tree.norm)(each)
+        clip = float(jnp.median(norms))
+        got, info = jax.jit(fnet.clipped_grad(losses, clip))(params, x)
+    chex.assert_trees_all_close(info.norms, norms, rtol=1e-5)
+    scales = jnp.minimum(1, clip / norms)
+    expected = jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), each)
+    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_recomputation_leaves_values_and_gradients_as_they_are(name):
+    params, x = initial(name), inputs()
+
+    def loss(params, x):
+        return jnp.sin(LAYERS[name].apply(params, {}, x, train=True)[0]).sum()
+
+    plain, remade = (
+        jax.jit(jax.value_and_grad(f, (0, 1)))(params, x) for f in (loss, fnet.recompute(loss))
+    )
+    chex.assert_trees_all_close(plain, remade, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mamba", {"in", "conv", "select", "dt", "out"}),
+        ("mamba2", {"in", "conv", "out"}),
+        ("rg_lru", {"gate", "recurrent", "conv", "recurrence_gate", "input_gate", "out"}),
+    ],
+)
+def test_only_kernels_decay(name, expected):
+    found = jax.tree.leaves_with_path(decayed(initial(name)))
+    assert {path[0].key for path, decays in found if decays} == expected
+    assert all(path[-1].key == "kernel" for path, decays in found if decays)
+
+
+def test_mamba_starts_as_its_paper_has_it():
+    params, _ = jax.jit(mamba(32, state=5, dt_min=0.01, dt_max=0.1).init)(jax.random.key(1))
+    rates = jnp.broadcast_to(jnp.arange(1.0, 6.0)[None], (64, 5))
+    chex.assert_trees_all_close(jnp.exp(params["A_log"]), rates, rtol=1e-6)
+    dt = jax.nn.softplus(params["dt_bias"])
+    assert 0.01 <= dt.min() * 1.0001 < 0.02 < 0.05 < dt.max() <= 0.1001
+    chex.assert_trees_all_equal(params["D"], jnp.ones(64))
+    assert params["dt"]["kernel"].shape == (2, 64)  # rank ceil(32 / 16)
+    assert jnp.abs(params["dt"]["kernel"]).max() <= 2**-0.5
+    assert jnp.abs(params["dt"]["kernel"]).max() > 0.9 * 2**-0.5
+
+
+def test_mamba2_starts_as_its_paper_has_it():
+    params, _ = jax.jit(mamba2(64, head=2).init)(jax.random.key(1))
+    rates = jnp.exp(params["A_log"])
+    assert rates.shape == (64,)
+    assert 1 <= rates.min() * 1.0001 < 3 < 14 < rates.max() <= 16.001
+    dt = jax.nn.softplus(params["dt_bias"])
+    assert 0.001 <= dt.min() * 1.0001 < 0.003 < 0.03 < dt.max() <= 0.1001
+
+
+def test_by_default_a_head_of_mamba2_is_the_largest_divisor_up_to_64():
+    for width, head in ((8, 16), (64, 64), (33, 33)):  # of 16, 128 and 66 channels
+        cache = jax.eval_shape(lambda w=width: mamba2(w).decode.start(1, 1, np.float32))
+        assert cache["state"].shape == (1, 2 * width // head, 64, head)
+
+
+def test_rg_lru_starts_with_decays_between_0_9_and_0_999():
+    params, _ = jax.jit(rg_lru(64).init)(jax.random.key(1))
+    slowness = jnp.exp(-8 * jax.nn.softplus(params["L"]))
+    assert 0.9 <= slowness.min() * 1.0001 < 0.92 < 0.98 < slowness.max() <= 0.9991
+
+
+def test_rg_lru_is_its_formula(float64):
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(
+        lambda a: jnp.asarray(a + 0.3 * rng.normal(size=a.shape)), initial("rg_lru")
+    )
+    x = inputs(np.float64)
+
+    def linear(name, x):
+        return x @ params[name]["kernel"] + params[name]["bias"][None, None]
+
+    def gate(name, u):
+        blocks = params[name]["kernel"]
+        matrix = jax.scipy.linalg.block_diag(*blocks)
+        return jax.nn.sigmoid(u @ matrix + params[name]["bias"][None, None])
+
+    u, _ = causal_conv_layer(D).apply(params["conv"], {}, linear("recurrent", x), train=True)
+    r, i = gate("recurrence_gate", u), gate("input_gate", u)
+    a = jnp.exp(-8 * jnp.logaddexp(params["L"], 0)[None, None] * r)
+    h, states = jnp.zeros((B, D)), []
+    for t in range(T):
+        h = a[:, t] * h + jnp.sqrt(1 - a[:, t] ** 2) * i[:, t] * u[:, t]
+        states.append(h)
+    y = linear("out", jnp.stack(states, 1) * jax.nn.gelu(linear("gate", x)))
+    chex.assert_trees_all_close(applied("rg_lru", params, x), y, rtol=1e-10)
+
+
+@pytest.mark.parametrize("bias", [-200.0, 200.0])
+def test_gradients_of_rg_lru_are_finite_where_its_gate_is_shut_or_open(bias):
+    params = initial("rg_lru")
+    gate = params["recurrence_gate"] | {"bias": jnp.full(D, bias)}
+    params = params | {"recurrence_gate": gate, "L": jnp.linspace(-100.0, 20.0, D)}
+    grads = jax.jit(jax.grad(lambda p, x: applied("rg_lru", p, x).sum(), (0, 1)))(params, inputs())
+    chex.assert_tree_all_finite(grads)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_arrays_without_positions_or_of_another_width_are_refused(name):
+    params = initial(name)
+    for shape in ((B, T, D + 1), (B, D), (B, 0, D)):
+        with pytest.raises(ValueError, match=rf"{name}: expected \[B, T, {D}\] with T >= 1, got"):
+            LAYERS[name].apply(params, {}, jnp.zeros(shape), train=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mamba(0), "mamba: width must be at least 1, got 0"),
+        (lambda: mamba(8, state=0), "mamba: state must be at least 1, got 0"),
+        (lambda: mamba(8, conv=0), "mamba: conv must be at least 1, got 0"),
+        (lambda: mamba(8, chunk=0), "mamba: chunk must be at least 1, got 0"),
+        (lambda: mamba(8, dt_rank=0), "mamba: dt_rank must be at least 1, got 0"),
+        (lambda: mamba(8, dt_min=0.2), "dt_min <= dt_max, got dt_min=0.2, dt_max=0.1"),
+        (lambda: mamba2(8, head=5), "head must divide .* = 16, got head=5"),
+        (lambda: mamba2(8, head=4, groups=3), "groups=3 and 4 heads of 4 channels"),
+        (lambda: mamba2(8, chunk=0), "mamba2: chunk must be at least 1, got 0"),
+        (lambda: mamba2(8, dt_min=0), "0 < dt_min"),
+        (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
+        (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),
+        (lambda: causal_conv_layer(0), "channels and width must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

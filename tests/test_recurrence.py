@@ -1,0 +1,345 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from fnet.layers import recurrence
+from fnet.layers.causal_conv import causal_conv
+from fnet.layers.mamba2 import state_space_dual
+from fnet.layers.recurrence import linear_recurrence
+from fnet.layers.selective_scan import selective_scan
+from fnet.memory import peak
+from fnet.memory.peak import CANDIDATE_OPTIONS
+
+B, E, N = 2, 6, 3
+HEADS, P, GROUPS = 4, 3, 2
+
+
+def normal(rng, *shape, dtype=np.float64):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+
+def steps(rng, *shape, dtype=np.float64):
+    """Time steps between 0.01 and 1."""
+    return jnp.asarray(np.exp(rng.uniform(np.log(0.01), 0, size=shape)), dtype)
+
+
+def recurrence_inputs(t, dtype=np.float64):
+    rng = np.random.default_rng(t)
+    a = jnp.asarray(rng.uniform(0, 1, size=(B, t, E, N)), dtype)
+    return {"a": a, "b": normal(rng, B, t, E, N, dtype=dtype), "initial": a[:, 0] + 1}
+
+
+def selective_inputs(t, dtype=np.float64):
+    rng = np.random.default_rng(t)
+    draw = functools.partial(normal, rng, dtype=dtype)
+    return {
+        "x": draw(B, t, E),
+        "dt": steps(rng, B, t, E, dtype=dtype),
+        "A": -4 * steps(rng, E, N, dtype=dtype),
+        "B": draw(B, t, N),
+        "C": draw(B, t, N),
+        "D": draw(E),
+        "initial": draw(B, N, E),
+    }
+
+
+def dual_inputs(t, dtype=np.float64):
+    rng = np.random.default_rng(t)
+    draw = functools.partial(normal, rng, dtype=dtype)
+    return {
+        "x": draw(B, t, HEADS, P),
+        "dt": steps(rng, B, t, HEADS, dtype=dtype),
+        "A": -4 * steps(rng, HEADS, dtype=dtype),
+        "B": draw(B, t, GROUPS, N),
+        "C": draw(B, t, GROUPS, N),
+        "D": draw(HEADS),
+        "initial": draw(B, HEADS, N, P),
+    }
+
+
+def conv_inputs(t, dtype=np.float64):
+    rng = np.random.default_rng(t)
+    draw = functools.partial(normal, rng, dtype=dtype)
+    return {"x": draw(B, t, E), "kernel": draw(4, E), "bias": draw(E), "past": draw(B, 3, E)}
+
+
+def over_time(step, h, *arrays):
+    """``step(h, *arrays at t) -> (h, y)`` for each t: (y over time, the last h)."""
+    rows = tuple(jnp.moveaxis(a, 1, 0) for a in arrays)
+    h, y = jax.lax.scan(lambda h, now: step(h, *now), h, rows)
+    return jnp.moveaxis(y, 0, 1), h
+
+
+def loop_recurrence(a, b, initial):
+    def step(h, a, b):
+        return a * h + b, a * h + b
+
+    return over_time(step, initial, a, b)[0]
+
+
+def loop_selective(x, dt, A, B, C, D, initial):
+    def step(h, x, dt, b_in, c_out):
+        h = jnp.exp(jnp.einsum("be,en->bne", dt, A)) * h + jnp.einsum("bn,be->bne", b_in, dt * x)
+        return h, jnp.einsum("bn,bne->be", c_out, h) + D[None] * x
+
+    return over_time(step, initial, x, dt, B, C)
+
+
+def loop_dual(x, dt, A, B, C, D, initial):
+    def step(h, x, dt, b_in, c_out):
+        h = jnp.exp(dt * A[None])[..., None, None] * h
+        h = h + jnp.einsum("bh,bhn,bhp->bhnp", dt, b_in, x)
+        return h, jnp.einsum("bhn,bhnp->bhp", c_out, h) + D[None, :, None] * x
+
+    each_head = functools.partial(jnp.repeat, repeats=HEADS // GROUPS, axis=2)
+    return over_time(step, initial, x, dt, each_head(B), each_head(C))
+
+
+def loop_conv(x, kernel, bias, past):
+    seen = jnp.concatenate([past, x], 1)
+    y = [
+        jnp.einsum("bwc,wc->bc", seen[:, t : t + 4], kernel) + bias[None] for t in range(x.shape[1])
+    ]
+    return jnp.stack(y, 1), seen[:, -3:]
+
+
+SCANS = {
+    "linear": (linear_recurrence, loop_recurrence, recurrence_inputs),
+    "selective": (selective_scan, loop_selective, selective_inputs),
+    "dual": (state_space_dual, loop_dual, dual_inputs),
+    "conv": (causal_conv, loop_conv, conv_inputs),
+}
+# Steps and chunk: odd lengths, chunks that do not divide them, one step, fewer steps than a chunk.
+LENGTHS = {
+    "linear": [(1, None), (5, None)],
+    "selective": [(1, 4), (3, 8), (4, 1), (7, 3), (5, None)],
+    "dual": [(1, None), (3, 8), (4, 1), (7, 3)],
+    "conv": [(1, None), (5, None)],
+}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def values_and_gradients(ours, loop, given, cotangents):
+    def of(f):
+        y, back = jax.vjp(lambda given: f(**given), given)
+        return y, back(cotangents)[0]
+
+    return of(ours), of(loop)
+
+
+def some_like(f, given):
+    """A cotangent for each of its outputs, the last state included."""
+    rng = np.random.default_rng(100)
+    outputs = jax.eval_shape(lambda: f(**given))
+    return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "t", "chunk"), [(name, *case) for name in SCANS for case in LENGTHS[name]]
+)
+def test_values_and_all_gradients_equal_a_loop_over_time(name, t, chunk, float64):
+    scan, loop, inputs = SCANS[name]
+    given = inputs(t)
+    ours = functools.partial(scan, chunk=chunk) if chunk else scan
+    got, expected = values_and_gradients(ours, loop, given, some_like(loop, given))
+    assert all(a.dtype == np.float64 for a in jax.tree.leaves(got))
+    chex.assert_trees_all_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_associative_form_equals_the_loop_forwards_and_backwards(float64):
+    given = recurrence_inputs(7)
+    dh = given["b"] + 1
+    h, back = jax.vjp(loop_recurrence, *given.values())
+    chex.assert_trees_all_close(recurrence._associative(**given), h, rtol=1e-12)
+    g = recurrence._associative_backwards(given["a"], dh)
+    chex.assert_trees_all_close(g, back(dh)[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_scan_in_two_parts_is_one_scan(name, float64):
+    scan, _, inputs = SCANS[name]
+    given = inputs(8)
+    over_time = [k for k in given if given[k].shape[:2] == (B, 8)]
+    state = "past" if name == "conv" else "initial"
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def part(first, end, past):
+        found = scan(**given | {k: given[k][:, first:end] for k in over_time} | {state: past})
+        return found if name != "linear" else (found, found[:, -1])
+
+    first, past = part(0, 3, given[state])
+    second, past = part(3, 8, past)
+    whole, last = part(0, 8, given[state])
+    chex.assert_trees_all_close(jnp.concatenate([first, second], 1), whole, rtol=1e-12)
+    chex.assert_trees_all_close(past, last, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_no_past_is_a_past_of_zeros(name):
+    scan, _, inputs = SCANS[name]
+    given = inputs(5, np.float32)
+    state = "past" if name == "conv" else "initial"
+    zeros = jnp.zeros_like(given.pop(state))
+    run = jax.jit(lambda given: scan(**given))
+    chex.assert_trees_all_equal(run(given), run(given | {state: zeros}))
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_under_vmap_gradients_are_those_of_each(name, float64):
+    scan, _, inputs = SCANS[name]
+    each = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
+    cotangents = some_like(scan, each[0])
+
+    def gradient(given):
+        return jax.vjp(lambda given: scan(**given), given)[1](cotangents)[0]
+
+    together = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *each))
+    alone = jax.tree.map(lambda *a: jnp.stack(a), *map(jax.jit(gradient), each))
+    chex.assert_trees_all_close(together, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_bfloat16_comes_out_as_bfloat16_with_states_in_float32(name):
+    scan, _, inputs = SCANS[name]
+    wide = inputs(11, np.float32)
+    # What is rounded to bfloat16 is the same for both.
+    narrow = {
+        k: v
+        if k in ("A", "D", "initial", "past") and name in ("selective", "dual")
+        else v.astype(jnp.bfloat16)
+        for k, v in wide.items()
+    }
+    rounded = {k: v.astype(jnp.float32) for k, v in narrow.items()}
+    run = jax.jit(lambda given: scan(**given))
+    got, expected = (jax.tree.leaves(run(given)) for given in (narrow, rounded))
+    assert got[0].dtype == jnp.bfloat16
+    if name in ("selective", "dual"):
+        assert got[1].dtype == jnp.float32
+        chex.assert_trees_all_close(got[1], expected[1], rtol=1e-6)
+    difference = jnp.abs(got[0].astype(jnp.float32) - expected[0]).max()
+    assert difference <= 2**-6 * jnp.abs(expected[0]).max()
+    gradients = jax.eval_shape(jax.grad(lambda given: jax.tree.leaves(run(given))[0].sum()), narrow)
+    assert {k: v.dtype for k, v in gradients.items()} == {k: v.dtype for k, v in narrow.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [("linear", True), ("selective", True), ("selective", False), ("dual", True)],
+)
+def test_inside_shard_map_gradients_are_those_of_the_whole_batch(name, check_vma, float64):
+    scan, _, inputs = SCANS[name]
+    given = inputs(5)
+    shared = {k: given.pop(k) for k in ("A", "D") if k in given}
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, everywhere = PartitionSpec("data"), PartitionSpec()
+
+    def outputs(given, shared):
+        return scan(**given, **shared)
+
+    sharded = jax.shard_map(
+        outputs, mesh=mesh, in_specs=(rows, everywhere), out_specs=rows, check_vma=check_vma
+    )
+    cotangents = some_like(scan, given | shared)
+    got, expected = (
+        jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](cotangents)) for f in (sharded, outputs)
+    )
+    chex.assert_trees_all_close(got(given, shared), expected(given, shared), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_no_output_depends_on_a_later_input(name):
+    scan, _, inputs = SCANS[name]
+    given = inputs(5, np.float32)
+    over_time = {k: given.pop(k) for k in list(given) if given[k].shape[:2] == (B, 5)}
+
+    def at(t, over_time):
+        return jax.tree.leaves(scan(**over_time, **given))[0][:, t].sum()
+
+    gradient = jax.jit(jax.grad(at, argnums=1))
+    for t in (0, 3):
+        for g in jax.tree.leaves(gradient(t, over_time)):
+            assert (g[:, t + 1 :] == 0).all()
+            assert (g[:, t] != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("selective", {}), ("selective", CANDIDATE_OPTIONS["cpu"][-1]), ("dual", {})],
+)
+def test_the_backward_pass_never_holds_all_states(name, options):
+    channels, states = 64, 64
+
+    def temporaries(t):
+        f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        if name == "selective":
+            scan, lengths = selective_scan, f32((channels, states))
+            x, dt, bc = f32((1, t, channels)), f32((1, t, channels)), f32((1, t, states))
+        else:
+            scan, lengths = state_space_dual, f32((4,))
+            x, dt = f32((1, t, 4, channels // 4)), f32((1, t, 4))
+            bc = f32((1, t, 1, states))
+
+        def gradient(dy, *given):
+            return jax.vjp(lambda *a: scan(*a)[0], *given)[1](dy)
+
+        lowered = jax.jit(gradient).lower(x, x, dt, lengths, bc, bc)
+        return peak(lowered.compile(compiler_options=dict(options))).temporaries
+
+    short, long = 256, 1024
+    a_step = 4 * channels * states  # bytes of one step's states
+    at_short, at_long = temporaries(short), temporaries(long)
+    assert at_long < 0.2 * long * a_step
+    assert (at_long - at_short) / (long - short) < 0.15 * a_step
+
+
+def test_the_recurrence_keeps_its_decays_and_its_output_alone():
+    given = recurrence_inputs(5, np.float32)
+    _, back = jax.vjp(linear_recurrence, *given.values())
+    kept = sorted(a.shape for a in jax.tree.leaves(back) if hasattr(a, "shape"))
+    assert kept == [(B, 5, E, N), (B, 5, E, N), (B, E, N)]
+
+
+def changed(inputs, **changes):
+    return inputs(4, np.float32) | changes
+
+
+F = functools.partial(jnp.ones, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("scan", "given", "error", "message"),
+    [
+        (linear_recurrence, changed(recurrence_inputs, b=F((B, 3, E, N))), ValueError, "one shape"),
+        (linear_recurrence, changed(recurrence_inputs, initial=F((B, E))), ValueError, "initial"),
+        (linear_recurrence, {"a": F((B, 0)), "b": F((B, 0))}, ValueError, "T >= 1"),
+        (linear_recurrence, changed(recurrence_inputs, a=jnp.ones(3, int)), TypeError, "int"),
+        (
+            selective_scan,
+            changed(selective_inputs, chunk=0),
+            ValueError,
+            "chunk must be at least 1",
+        ),
+        (selective_scan, changed(selective_inputs, x=F((B, 0, E))), ValueError, "T >= 1"),
+        (selective_scan, changed(selective_inputs, A=F((E, 0))), ValueError, "N >= 1"),
+        (selective_scan, changed(selective_inputs, dt=F((B, 4, 1))), ValueError, "dt must have"),
+        (selective_scan, changed(selective_inputs, C=F((B, 4, E))), ValueError, "C must have"),
+        (selective_scan, changed(selective_inputs, initial=F((B, E, N))), ValueError, "initial"),
+        (selective_scan, changed(selective_inputs, B=jnp.ones(3, int)), TypeError, "B must be"),
+        (state_space_dual, changed(dual_inputs, chunk=0), ValueError, "chunk must be at least 1"),
+        (state_space_dual, changed(dual_inputs, B=F((B, 4, 3, N))), ValueError, "groups"),
+        (state_space_dual, changed(dual_inputs, A=F((1,))), ValueError, "A must have"),
+        (state_space_dual, changed(dual_inputs, x=F((B, 4, E))), ValueError, "expected x"),
+        (state_space_dual, changed(dual_inputs, dt=jnp.ones(3, int)), TypeError, "dt must be"),
+        (causal_conv, changed(conv_inputs, kernel=F((4, 1))), ValueError, "kernel"),
+        (causal_conv, changed(conv_inputs, bias=F((1,))), ValueError, "bias"),
+        (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(scan, given, error, message):
+    with pytest.raises(error, match=message):
+        scan(**given)
