@@ -1,11 +1,13 @@
 """Attention in chunks of queries against `jax.nn.dot_product_attention`: memory and time.
 
     python -m benchmarks.attention
+    python -m benchmarks.attention --tokens 4096 --window 256
     JAX_PLATFORMS=cpu python -m benchmarks.attention --target h100
 
 The gradient with respect to q, k and v. Temporaries: of each side compiled with
 the options that make it smallest. Time: of that program for fnet; for jax.nn, of
-the fastest among all options. With ``--target`` for a device that is not there:
+the fastest among all options. With ``--window`` only causal attention, and a third
+side: fnet without the window. With ``--target`` for a device that is not there:
 temporaries, and the fused kernels that the program calls (for cuDNN's, which is
 looked for when the program is traced, its library must be installed).
 """
@@ -31,11 +33,16 @@ DTYPES = ("float32", "bfloat16")
 Attention = Callable[[Array, Array, Array], Array]
 
 
-def sides(causal: bool) -> dict[str, Attention]:
-    return {
-        "jax.nn": functools.partial(jax.nn.dot_product_attention, is_causal=causal),
-        "fnet": functools.partial(dot_product_attention, causal=causal),
+def sides(causal: bool, window: int | None) -> dict[str, Attention]:
+    local = None if window is None else (window - 1, 0)
+    found = {
+        "jax.nn": functools.partial(
+            jax.nn.dot_product_attention, is_causal=causal, local_window_size=local
+        ),
+        "fnet": functools.partial(dot_product_attention, causal=causal, window=window),
     }
+    whole = functools.partial(dot_product_attention, causal=causal)
+    return found if window is None else found | {"no window": whole}
 
 
 def gradient(attention: Attention) -> jax.stages.Wrapped:
@@ -43,22 +50,22 @@ def gradient(attention: Attention) -> jax.stages.Wrapped:
     return jax.jit(lambda q, k, v, dy: jax.vjp(attention, q, k, v)[1](dy))
 
 
-def here(tokens: int, causal: bool, rounds: int) -> dict[str, str]:
+def here(tokens: int, causal: bool, window: int | None, rounds: int) -> dict[str, str]:
     shape = (1, tokens, HEADS, DIM)
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(4)]
-    lowered = {name: gradient(f).lower(*arrays) for name, f in sides(causal).items()}
+    lowered = {name: gradient(f).lower(*arrays) for name, f in sides(causal, window).items()}
     smallest = {name: compile_smallest(low)[0] for name, low in lowered.items()}
     options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     programs = {f"jax.nn {i}": lowered["jax.nn"].compile(o) for i, o in enumerate(options)}
-    programs["fnet"] = smallest["fnet"]
+    programs |= {name: program for name, program in smallest.items() if name != "jax.nn"}
     seconds = interleaved(
         {name: functools.partial(p, *arrays) for name, p in programs.items()}, rounds
     )
     theirs, ours = temporaries(smallest["jax.nn"]), temporaries(smallest["fnet"])
-    our_time = seconds.pop("fnet")
+    our_time, whole_time = seconds.pop("fnet"), seconds.pop("no window", None)
     their_time = min(seconds.values())
-    return {
-        "tokens": f"{tokens}{', causal' if causal else ''}",
+    row = {
+        "tokens": label(tokens, causal, window),
         "jax.nn MB": f"{theirs / 1e6:.1f}",
         "fnet MB": f"{ours / 1e6:.1f}",
         "memory": f"{ours / theirs:.3f}",
@@ -66,18 +73,30 @@ def here(tokens: int, causal: bool, rounds: int) -> dict[str, str]:
         "fnet ms": f"{our_time * 1e3:.1f}",
         "time": f"{our_time / their_time:.2f}",
     }
+    if whole_time is None:
+        return row
+    return row | {
+        "memory to no window": f"{ours / temporaries(smallest['no window']):.2f}",
+        "time to no window": f"{our_time / whole_time:.2f}",
+    }
 
 
-def there(target: fnet.memory.target.Target, tokens: int, causal: bool, dtype: str) -> dict:
+def label(tokens: int, causal: bool, window: int | None) -> str:
+    return f"{tokens}{', causal' if causal else ''}{f', window {window}' if window else ''}"
+
+
+def there(
+    target: fnet.memory.target.Target, tokens: int, causal: bool, window: int | None, dtype: str
+) -> dict:
     x = jax.ShapeDtypeStruct((1, tokens, HEADS, DIM), jnp.dtype(dtype))
     compiled = {
         name: fnet.memory.target.compile_for(target, gradient(f), x, x, x, x)
-        for name, f in sides(causal).items()
+        for name, f in sides(causal, window).items()
     }
     theirs, ours = (temporaries(compiled[name]) for name in ("jax.nn", "fnet"))
     calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', compiled["fnet"].as_text()))
     return {
-        f"{target.name}, tokens": f"{tokens}{', causal' if causal else ''}, {dtype}",
+        f"{target.name}, tokens": f"{label(tokens, causal, window)}, {dtype}",
         "jax.nn MB": f"{theirs / 1e6:.1f}",
         "fnet MB": f"{ours / 1e6:.1f}",
         "memory": f"{ours / theirs:.3f}",
@@ -88,10 +107,12 @@ def there(target: fnet.memory.target.Target, tokens: int, causal: bool, dtype: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--window", type=int, help="of causal attention")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--target", help="a device to compile for, such as h100")
     args = parser.parse_args()
-    cases = [(tokens, causal) for tokens in args.tokens for causal in (False, True)]
+    kinds = (True,) if args.window else (False, True)
+    cases = [(tokens, causal, args.window) for tokens in args.tokens for causal in kinds]
     if args.target:
         target = fnet.memory.target.describe(args.target)
         rows = [there(target, *case, dtype) for dtype in DTYPES for case in cases]

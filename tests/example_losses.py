@@ -236,6 +236,15 @@ def unusual() -> Case:
     return Case(loss, params, (normal(9, B, 5, 4),))
 
 
+def broadcast_along_examples() -> Case:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(x @ p["kernel"] + jnp.broadcast_to(p["bias"], (len(x), 5)))
+        h = h * jnp.broadcast_to(p["scale"], h.shape)
+        return rows(h[:, None] + jnp.broadcast_to(p["shift"], (len(x), 3, 5)))
+
+    return Case(loss, tree(kernel=(4, 5), bias=(5,), scale=(5,), shift=(5,)), (normal(9, B, 4),))
+
+
 def no_parameters_with_data() -> Case:
     def loss(p, x):
         return rows(x) * 0 + (p["w"] ** 2).sum()
@@ -316,8 +325,8 @@ CASES = {
         dense, dense_over_time, long_sequences, tied_embedding, used_in_every_step,
         written_out_recurrence, stacked_layers, loop_in_a_loop, recomputed, views, heads,
         convolutions, other_layouts, convolution_in_time, custom_derivatives, norms_of_merged_rows,
-        unusual,        no_parameters_with_data, flax_transformer, flax_cnn, fnet_transformer, fnet_mlp,
-        frozen_abn, dropout,
+        unusual, broadcast_along_examples, no_parameters_with_data, flax_transformer, flax_cnn,
+        fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
 

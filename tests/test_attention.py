@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import fnet
-from fnet import layers
 from fnet.layers.attention import dot_product_attention
 from fnet.memory import peak
+from fnet.memory.arithmetic import arithmetic
 from fnet.memory.peak import compile_smallest
 
 B, T, S, H, D = 2, 11, 7, 4, 8
@@ -26,6 +25,12 @@ CASES = {
     "mask of heads, grouped": {"mask": (1, H, T, T), "heads": 2, "causal": True},
     "mask of keys, grouped": {"mask": (B, 1, 1, 6), "heads": 2, "keys": 6},
     "scale": {"scale": 0.3},
+    "window": {"window": 3},
+    "window, causal": {"window": 2, "causal": True},
+    "window of one, grouped": {"window": 1, "causal": True, "heads": 2},
+    "window, longer keys": {"window": 3, "keys": 17, "causal": True, "heads": 1},
+    "window, mask of all": {"window": 4, "mask": (B, H, T, T), "causal": True},
+    "window longer than all": {"window": 20, "causal": True},
 }
 
 
@@ -39,6 +44,7 @@ def mask_of(shape):
     """Random, but that each row attends to something: as jax.nn has it, and as fnet has it, agree."""
     mask = np.random.default_rng(1).random(shape) < 0.6
     mask[..., 0] = True
+    mask |= np.eye(*shape[-2:], dtype=bool)
     return jnp.asarray(mask)
 
 
@@ -50,13 +56,16 @@ def case(name, dtype):
     return arrays, kwargs
 
 
-def plain(q, k, v, *, causal=False, mask=None, scale=None):
+def plain(q, k, v, *, causal=False, window=None, mask=None, scale=None):
     """As it is written down, in the dtype of its arguments."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = jnp.ones(scores.shape, bool) if mask is None else jnp.broadcast_to(mask, scores.shape)
     if causal:
         seen &= jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+    if window is not None:
+        ago = np.arange(scores.shape[-2])[:, None] - np.arange(scores.shape[-1])[None]
+        seen &= jnp.asarray(abs(ago) < window)[None, None]
     weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
     return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
 
@@ -118,6 +127,16 @@ def test_a_row_with_nothing_to_attend_is_zero_and_receives_no_gradient():
     chex.assert_trees_all_close(rest[0][0, 4], v[0].mean(0), rtol=1e-5, atol=1e-5)
 
 
+def test_queries_that_have_left_all_keys_behind_are_zero_and_receive_no_gradient():
+    arrays = inputs(np.float32, keys=4)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        ours = functools.partial(dot_product_attention, window=2, causal=True, chunk=3)
+        ((y, dq, _, _),) = of_each((ours,), arrays)
+    assert bool(y[:, 4].any())
+    assert not y[:, 5:].any()
+    assert not dq[:, 5:].any()
+
+
 @pytest.mark.parametrize(("t", "keys"), [(0, 3), (3, 0)])
 def test_without_queries_or_keys_it_is_zero(t, keys):
     q, k = jnp.ones((B, t, H, D)), jnp.ones((B, keys, H, D))
@@ -137,6 +156,30 @@ def test_keys_behind_a_band_of_causal_attention_are_not_read():
     y = jax.jit(functools.partial(dot_product_attention, causal=True, chunk=2))(q, k, v)
     assert bool(jnp.isfinite(y[:, :12]).all())
     assert bool(jnp.isnan(y[:, 12:]).all())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_in_a_window_no_gradient_reaches_what_is_outside(causal):
+    q, k, v, _ = inputs(np.float32, t=32)
+
+    @jax.jit
+    def reaches(i):
+        f = functools.partial(dot_product_attention, causal=causal, window=5, chunk=4)
+        grads = jax.grad(lambda *a: f(*a)[:, i].sum(), argnums=(1, 2))(q, k, v)
+        return [a.any((0, 2, 3)) for a in grads]
+
+    for i in (0, 3, 17, 31):
+        inside = np.arange(max(0, i - 4), i + 1 if causal else min(32, i + 5))
+        for reached in reaches(i):
+            np.testing.assert_array_equal(np.flatnonzero(reached), inside)
+
+
+def test_chunks_outside_of_the_window_are_not_read():
+    q, k, v, _ = inputs(np.float32, t=32)
+    k, v = k.at[:, :8].set(jnp.nan), v.at[:, :8].set(jnp.nan)
+    y = jax.jit(functools.partial(dot_product_attention, causal=True, window=3, chunk=4))(q, k, v)
+    assert bool(jnp.isnan(y[:, :8]).all())
+    assert bool(jnp.isfinite(y[:, 12:]).all())
 
 
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 1, 3)])
@@ -208,12 +251,35 @@ def test_memory_grows_linearly_and_is_an_eighth_of_jax_nns_at_2048_tokens():
     assert of_gradient(chunks, 2048) <= 2.1 * of_gradient(chunks, 1024)
 
 
+def test_work_and_memory_of_a_window_grow_linearly():
+    windowed = functools.partial(dot_product_attention, causal=True, window=256)
+    one = 4096 * 8 * 64 * 4
+    # q, k, v, what is given back for each, and copies in which heads come first.
+    assert of_gradient(windowed, 4096) <= 5 * one
+    assert of_gradient(windowed, 4096) <= 2.1 * of_gradient(windowed, 2048)
+    every_score = 8 * 4096 * 4096 * 4
+    assert of_gradient(windowed, 4096) < every_score / 10
+    xs = [jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32) for t in (2048, 4096)]
+    short, long = (
+        arithmetic(jax.make_jaxpr(lambda *a: jax.vjp(windowed, *a)[1](a[0]))(x, x, x)).flops
+        for x in xs
+    )
+    assert long <= 2.05 * short
+
+
 @pytest.mark.parametrize(
     ("batch", "t", "chunks"), [(1, 512, 1), (1, 513, 3), (1, 2048, 32), (64, 100, 2), (64, 60, 1)]
 )
 def test_by_default_short_sequences_go_at_once_and_long_ones_in_a_million_scores(batch, t, chunks):
     x = jax.ShapeDtypeStruct((batch, t, 8, 64), jnp.float32)
     assert f"length={chunks}\n" in str(jax.make_jaxpr(dot_product_attention)(x, x, x))
+
+
+@pytest.mark.parametrize(("t", "window", "chunks"), [(4096, 256, 32), (4096, 64, 64), (60, 8, 1)])
+def test_by_default_a_chunk_is_half_a_window_but_64_queries_at_least(t, window, chunks):
+    x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
+    f = functools.partial(dot_product_attention, causal=True, window=window)
+    assert f"length={chunks}\n" in str(jax.make_jaxpr(f)(x, x, x))
 
 
 def test_second_derivatives_and_forward_mode_never_hold_all_scores():
@@ -232,8 +298,9 @@ class Kernel:
     def __init__(self, error=None):
         self.error, self.attention = error, jax.nn.dot_product_attention
 
-    def __call__(self, q, k, v, *, is_causal, scale, implementation):
+    def __call__(self, q, k, v, *, is_causal, scale, implementation, local_window_size=None):
         assert implementation == "cudnn"
+        assert local_window_size in (None, (3, 0))
         if self.error:
             raise self.error
         return jnp.sin(q)
@@ -252,6 +319,8 @@ def test_a_gpu_takes_its_fused_kernel_and_no_other_backend_does(monkeypatch):
         assert "dot_general" not in lowered_for("cuda", dot_product_attention, dtype)
         assert "sine" not in lowered_for("cpu", dot_product_attention, dtype)
         assert "sine" not in lowered_for("tpu", dot_product_attention, dtype)
+    windowed = functools.partial(dot_product_attention, causal=True, window=4)
+    assert "sine" in lowered_for("cuda", windowed, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -305,24 +374,6 @@ def test_arrays_sharded_over_batch_and_heads_stay_where_they_are(axis_type):
     assert all(s.is_equivalent_to(sharding, 4) for s in compiled.output_shardings)
 
 
-def scans(jaxpr):
-    """How many loops there are in a program."""
-    return str(jaxpr).count("= scan[")
-
-
-def test_under_recompute_nothing_is_attended_to_again():
-    layer = layers.attention(8, 2, causal=True)
-    params, _ = layer.init(jax.random.key(0))
-    x = jnp.ones((1, 300, 8))
-    apply = lambda p, x: layer.apply(p, {}, x, train=True)[0]  # noqa: E731
-
-    def gradient(apply):
-        return jax.make_jaxpr(jax.grad(lambda p: jnp.sin(apply(p, x)).sum()))(params)
-
-    assert scans(gradient(fnet.recompute(apply))) == scans(gradient(apply))
-    assert scans(gradient(jax.checkpoint(apply))) > scans(gradient(apply))
-
-
 def test_wrong_arrays_are_refused():
     q, k, v = inputs(np.float32)[:3]
     with pytest.raises(TypeError, match="got float32, float16 and float32"):
@@ -345,3 +396,5 @@ def test_wrong_arrays_are_refused():
         dot_product_attention(q, k, v, mask=jnp.ones((T, T), bool))
     with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
         dot_product_attention(q, k, v, chunk=0)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0; None attends to all"):
+        dot_product_attention(q, k, v, window=0)

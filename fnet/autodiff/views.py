@@ -63,11 +63,17 @@ class View(NamedTuple):
         """The parameter's share of a cotangent of the value.
 
         Args:
-          cotangent: as the value, rounds of loops first.
+          cotangent: as the value, rounds of loops first; of one example, 1 long where the
+            value is the parameter broadcast along examples.
           param: the parameter, or its shape.
         """
+
+        def of(p: Any) -> Any:
+            value = self.of(p)
+            return value[tuple(map(slice, cotangent.shape))] if value.ndim else value
+
         shape = jax.ShapeDtypeStruct(param.shape, cotangent.dtype)
-        (gradient,) = jax.linear_transpose(self.of, shape)(cotangent)
+        (gradient,) = jax.linear_transpose(of, shape)(cotangent)
         return gradient
 
 

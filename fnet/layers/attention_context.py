@@ -31,8 +31,7 @@ def apply_context(
 
         g = dy @ context^T;   dx = dy + (strength / D) g;   dstrength = <x, g> / D
 
-    because ``x`` is scaled before the product, not the product after it. Position by
-    position, so that a token alone gives what it gives in its sequence.
+    Position by position, so that a token alone gives what it gives in its sequence.
 
     Args:
       x: [..., T, D] or [D], floating.
@@ -51,9 +50,23 @@ def apply_context(
     _check("apply_context", x, context)
     if jnp.ndim(strength):
         raise ValueError(f"apply_context: strength must be a scalar, got {jnp.shape(strength)}")
-    context = jax.lax.stop_gradient(context).astype(x.dtype)
-    scaled = x * (strength / x.shape[-1]).astype(x.dtype)
-    return x + scaled @ context
+    scale = (jnp.asarray(strength) / x.shape[-1]).astype(x.dtype)
+    return _applied(x, jax.lax.stop_gradient(context).astype(x.dtype), scale)
+
+
+@jax.custom_jvp
+def _applied(x: Array, context: Array, scale: Array) -> Array:
+    return x + scale * (x @ context)
+
+
+@_applied.defjvp
+def _applied_jvp(
+    primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
+) -> tuple[Array, Array]:
+    """One product, of what is linear in both tangents; its transpose is the backward pass."""
+    x, context, scale = primals
+    dx, _, dscale = tangents
+    return _applied(x, context, scale), dx + (scale * dx + dscale * x) @ context
 
 
 def update_context(

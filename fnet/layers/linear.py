@@ -63,5 +63,4 @@ def add_bias(y: Array, params: Params) -> Array:
     b: ArrayLike | None = params.get("bias")
     if b is None:
         return y
-    # From [C] at once: by way of [1, ..., C], XLA on CPU does not vectorise the sum of its gradient.
-    return y + jnp.broadcast_to(jnp.asarray(b, y.dtype), y.shape)
+    return y + jnp.expand_dims(jnp.asarray(b, y.dtype), range(y.ndim - 1))

@@ -63,7 +63,8 @@ def denoiser(
 
     Raises:
       ValueError: if ``patch`` does not divide the image's sides; when applied, for
-        another shape, or if a label is missing or given in vain.
+        another shape, if a label is missing or given in vain, or for a time or label
+        that is not one per image.
     """
     height, across, channels = image_shape
     if patch < 1 or height % patch or across % patch:
@@ -118,6 +119,12 @@ def denoiser(
                 f"denoiser: made for {num_classes} classes, got "
                 f"{'no label' if label is None else 'labels'}"
             )
+        for name, given in (("time", time), ("label", label)):
+            if given is not None and given.shape != x.shape[:1]:
+                raise ValueError(
+                    f"denoiser: there are {x.shape[0]} images, but {name} has shape {given.shape}; "
+                    "give one per image"
+                )
 
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=key, train=train)[0]

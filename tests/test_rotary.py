@@ -1,0 +1,83 @@
+"""Golden equations: Su et al. 2021, as rotations of the complex plane."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet.layers.rotary import rotary
+
+B, T, H, D = 2, 9, 3, 8
+
+
+def inputs(dtype=np.float64, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, T, H, D)), dtype)
+
+
+def as_complex(x):
+    return np.asarray(x[..., : D // 2]) + 1j * np.asarray(x[..., D // 2 :])
+
+
+def test_it_is_the_papers_product_with_exp_i_position_theta(float64):
+    x, positions = inputs(), jnp.arange(T) + 5
+    theta = 10000.0 ** (-2 * np.arange(D // 2) / D)
+    turned = as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
+    np.testing.assert_allclose(as_complex(rotary(x, positions)), turned, rtol=1e-12, atol=1e-12)
+
+
+def test_lengths_stay_and_position_zero_does_not_turn(float64):
+    x = inputs()
+    chex.assert_trees_all_close(
+        jnp.linalg.norm(rotary(x, jnp.arange(T)), axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12
+    )
+    chex.assert_trees_all_equal(rotary(x, jnp.zeros(T, int)), x)
+
+
+def test_scores_depend_on_differences_of_positions_alone(float64):
+    q, k = inputs(), inputs(seed=1)
+
+    def scores(shift):
+        at = jnp.arange(T) + shift
+        return jnp.einsum("bthd,bshd->bhts", rotary(q, at, 100.0), rotary(k, at, 100.0))
+
+    chex.assert_trees_all_close(scores(0), scores(37), rtol=1e-9, atol=1e-9)
+    apart = jnp.einsum("bthd,bshd->bhts", rotary(q, jnp.arange(T) + 1), rotary(k, jnp.arange(T)))
+    assert float(abs(apart - scores(0)).max()) > 0.1
+
+
+def test_positions_may_differ_between_examples_and_be_fractions(float64):
+    x = inputs()
+    positions = jnp.asarray(np.random.default_rng(2).uniform(0, 50, size=(B, T)))
+    each = jnp.concatenate([rotary(x[i : i + 1], positions[i]) for i in range(B)])
+    chex.assert_trees_all_close(rotary(x, positions), each, rtol=1e-12)
+
+
+def test_angles_of_bfloat16_are_float32():
+    x, positions = inputs(jnp.bfloat16), jnp.arange(T) + 30_001  # not a bfloat16 number
+    y = rotary(x, positions)
+    assert y.dtype == jnp.bfloat16
+    chex.assert_trees_all_close(
+        y.astype(np.float32), rotary(x.astype(np.float32), positions), atol=2e-2
+    )
+
+
+def test_nothing_of_the_size_of_x_is_kept_for_the_backward_pass():
+    x = inputs(np.float32)
+    _, back = jax.vjp(lambda x: rotary(x, jnp.arange(T)), x)
+    assert sum(a.size for a in jax.tree.leaves(back)) <= 2 * T * D // 2
+    chex.assert_trees_all_close(back(x)[0], rotary(x, -jnp.arange(T)), rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_arguments_are_refused():
+    x = inputs(np.float32)
+    with pytest.raises(ValueError, match=r"even D, got \(2, 9, 3, 7\)"):
+        rotary(x[..., :7], jnp.arange(T))
+    with pytest.raises(ValueError, match=r"expected x \[B, T, H, D\] .* got \(9, 3, 8\)"):
+        rotary(x[0], jnp.arange(T))
+    with pytest.raises(
+        ValueError, match=r"positions must have shape \(9,\) or \(2, 9\).*got \(8,\)"
+    ):
+        rotary(x, jnp.arange(8))
+    with pytest.raises(ValueError, match=r"base must be > 0, got 0\.0"):
+        rotary(x, jnp.arange(T), 0.0)

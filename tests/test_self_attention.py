@@ -1,0 +1,279 @@
+"""The attention layer against a plain softmax, and step by step against itself."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layer_cases import initial
+
+import fnet
+from fnet import layers
+from fnet.layers.rotary import rotary as turned
+from fnet.layers.self_attention import attention
+from fnet.memory import peak
+
+B, T, WIDTH, HEADS = 2, 11, 16, 4
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "grouped": {"groups": 2},
+    "without a bias": {"bias": False, "causal": True},
+    "rotary": {"rotary": 100.0},
+    "window": {"window": 3},
+    "all together": {"causal": True, "groups": 2, "window": 4, "rotary": 50.0, "chunk": 3},
+}
+CAUSAL = {
+    "plain": {},
+    "grouped, rotary": {"groups": 2, "rotary": 100.0},
+    "window": {"window": 3},
+    "window of one": {"window": 1, "rotary": 100.0},
+    "window, grouped, rotary": {"window": 5, "groups": 1, "rotary": 100.0},
+    "window longer than all": {"window": 40},
+}
+
+
+def inputs(dtype=np.float32, t=T, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, t, WIDTH)), dtype)
+
+
+def plain(p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, **_):
+    """As it is written down: every score of every head, in the dtype of ``x``."""
+    dense = lambda p, x: x @ p["kernel"] + jnp.asarray(p.get("bias", 0.0)).reshape(1, 1, -1)  # noqa: E731
+    head = WIDTH // HEADS
+    z = dense(p["query_key_value"], x).reshape(*x.shape[:2], HEADS + 2 * groups, head)
+    q, k, v = z[:, :, :HEADS], z[:, :, HEADS : HEADS + groups], z[:, :, HEADS + groups :]
+    at = np.arange(x.shape[1])
+    if rotary:
+        q, k = (turned(a, jnp.asarray(at), rotary) for a in (q, k))
+    k, v = (jnp.repeat(a, HEADS // groups, axis=2) for a in (k, v))
+    ago = at[:, None] - at[None]
+    seen = np.where(causal, ago >= 0, True) & (abs(ago) < (window or np.inf))
+    seen = jnp.asarray(seen)[None, None] & (True if mask is None else mask[:, None, None])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / head**0.5
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    y = jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+    return dense(p["output"], y.reshape(x.shape))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def of_each(fs, params, x, dy):
+    outputs = []
+    for f in fs:
+        y, back = jax.vjp(f, params, x)
+        outputs.append((y, back(dy)))
+    return outputs
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_a_plain_softmax_in_float64(name, float64):
+    layer = attention(WIDTH, HEADS, **CASES[name])
+    params = jax.tree.map(np.float64, initial(layer)[0])
+    ours = lambda p, x: layer.apply(p, {}, x, train=True)[0]  # noqa: E731
+    theirs = functools.partial(plain, **CASES[name])
+    got, expected = of_each((ours, theirs), params, inputs(np.float64), inputs(np.float64, seed=1))
+    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(("groups", "columns"), [(None, 48), (4, 48), (2, 32), (1, 24)])
+def test_the_kernel_is_as_wide_as_heads_and_groups_are(groups, columns):
+    params, state = jax.eval_shape(attention(WIDTH, HEADS, groups=groups).init, jax.random.key(0))
+    assert params["query_key_value"]["kernel"].shape == (WIDTH, columns)
+    assert params["output"]["kernel"].shape == (WIDTH, WIDTH)
+    assert state == {}
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_no_gradient_comes_from_later_positions_or_from_before_the_window(window):
+    layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0, chunk=4)
+    params, _ = initial(layer)
+    x = inputs(t=16)
+
+    @jax.jit
+    def seen(t):
+        grad = jax.grad(lambda x: layer.apply(params, {}, x, train=True)[0][:, t].sum())(x)
+        return (grad != 0).any((0, 2))
+
+    for t in (0, 7, 15):
+        first = 0 if window is None else max(0, t - window + 1)
+        np.testing.assert_array_equal(np.flatnonzero(seen(t)), np.arange(first, t + 1))
+
+
+def test_masked_tokens_are_not_attended(float64):
+    layer = attention(WIDTH, HEADS, rotary=100.0)
+    params = jax.tree.map(np.float64, initial(layer)[0])
+    x = inputs(np.float64)
+    mask = jnp.arange(T)[None] < jnp.asarray([[T], [6]])
+    apply = jax.jit(lambda x, mask: layer.apply(params, {}, x, train=False, mask=mask)[0])
+    y = apply(x, mask)
+    chex.assert_trees_all_close(y, plain(params, x, rotary=100.0, mask=mask), rtol=1e-9, atol=1e-11)
+    shorter = layer.apply(params, {}, x[1:, :6], train=False)[0]
+    chex.assert_trees_all_close(y[1:, :6], shorter, rtol=1e-9, atol=1e-11)
+    chex.assert_trees_all_close(y[:, :6], apply(x.at[1, 6:].set(7.0), mask)[:, :6], rtol=1e-12)
+
+
+def test_causal_attention_sees_no_padding_at_the_end_with_or_without_a_mask():
+    layer = attention(WIDTH, HEADS, causal=True)
+    params, _ = initial(layer)
+    x, mask = inputs(), jnp.broadcast_to(jnp.arange(T)[None] < 6, (B, T))
+    with_mask, _ = layer.apply(params, {}, x, train=False, mask=mask)
+    shorter, _ = layer.apply(params, {}, x[:, :6], train=False)
+    chex.assert_trees_all_close(with_mask[:, :6], shorter, rtol=1e-5, atol=1e-6)
+
+
+def extended(layer, params, x, splits, length, dtype=np.float32):
+    """For each way to cut a sequence in parts: the outputs of ``decode.extend``, and the cache."""
+    extend = jax.jit(layer.decode.extend)
+    found = []
+    for parts in splits:
+        cache, position, outputs = layer.decode.start(B, length, dtype), 0, []
+        for t in parts:
+            y, cache = extend(params, {}, cache, x[:, position : position + t], jnp.int32(position))
+            outputs.append(y)
+            position += t
+        found.append((jnp.concatenate(outputs, axis=1), cache))
+    return found
+
+
+def whole(layer, params, x):
+    return jax.jit(lambda p, x: layer.apply(p, {}, x, train=False)[0])(params, x)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_extending_by_parts_equals_the_whole(name):
+    layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
+    params, _ = initial(layer)
+    x, length = inputs(), T if name == "plain" else T + 6
+    empty = layer.decode.start(B, length, np.float32)
+    at_once = whole(layer, params, x)
+    splits = [11], [1] * 11, [6, 1, 1, 3]
+    for y, cache in extended(layer, params, x, splits, length):
+        chex.assert_trees_all_close(y, at_once, rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_equal_shapes_and_dtypes(cache, empty)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_long_past_is_read_in_parts(window):
+    layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0)
+    params, _ = initial(layer)
+    x = inputs(t=333)
+    ((y, _),) = extended(layer, params, x, [[200, 130, 1, 1, 1]], 340)
+    chex.assert_trees_all_close(y, whole(layer, params, x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_bfloat16_cache_stays_bfloat16():
+    layer = attention(WIDTH, HEADS, causal=True, window=4, rotary=100.0)
+    params, _ = initial(layer)
+    x = inputs(jnp.bfloat16)
+    ((y, cache),) = extended(layer, params, x, [[5, 1, 1, 4]], T, jnp.bfloat16)
+    assert y.dtype == cache["key"].dtype == cache["value"].dtype == jnp.bfloat16
+    at_once = whole(layer, params, x)
+    chex.assert_trees_all_close(y.astype(np.float32), at_once.astype(np.float32), atol=3e-2)
+
+
+def test_a_nan_in_the_past_is_not_hidden():
+    layer = attention(WIDTH, HEADS, causal=True, window=4)
+    params, _ = initial(layer)
+    x = inputs().at[:, 2].set(jnp.nan)
+    ((parts, _),) = extended(layer, params, x, [[1] * T], T)
+    for y in (whole(layer, params, x), parts):
+        assert bool(jnp.isnan(y[:, 2:6]).all())
+
+
+def generation(layer, length, steps):
+    """``steps`` tokens in one compiled scan, the cache donated."""
+    params, _ = jax.eval_shape(layer.init, jax.random.key(0))
+    cache = jax.eval_shape(functools.partial(layer.decode.start, 1, length, jnp.float32))
+    x = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
+
+    def run(params, cache, x):
+        def step(carry, position):
+            y, cache = layer.decode.extend(params, {}, *carry, position)
+            return (cache, y), y
+
+        (cache, _), y = jax.lax.scan(step, (cache, x), jnp.arange(steps))
+        return cache, y
+
+    compiled = jax.jit(run, donate_argnums=1).lower(params, cache, x).compile()
+    return peak(compiled), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_a_step_writes_its_cache_in_place_and_copies_little_of_it(groups):
+    layer = attention(WIDTH, HEADS, groups=groups, causal=True, rotary=100.0)
+    memory, cache = generation(layer, 4096, 16)
+    assert memory.aliased == cache
+    assert memory.temporaries <= cache / 16
+    assert memory.temporaries <= 1.1 * generation(layer, 2048, 16)[0].temporaries
+
+
+def test_a_windows_cache_does_not_grow_with_the_length():
+    layer = attention(WIDTH, HEADS, causal=True, window=512)
+    (short, slots), (long, same) = (generation(layer, length, 16) for length in (2048, 65536))
+    assert slots == same == 2 * 512 * WIDTH * 4
+    assert short.aliased == slots
+    assert short.temporaries == long.temporaries <= slots / 2
+
+
+def test_attention_to_both_sides_cannot_go_on():
+    assert attention(WIDTH, HEADS).decode is None
+
+
+def test_more_positions_than_a_cache_has_room_for_are_refused():
+    layer = attention(WIDTH, HEADS, causal=True)
+    with pytest.raises(ValueError, match="11 positions do not fit into a cache for 5"):
+        extended(layer, initial(layer)[0], inputs(), [[11]], 5)
+    with pytest.raises(ValueError, match="length of at least 1, got 0"):
+        layer.decode.start(1, 0, np.float32)
+
+
+def scans(jaxpr):
+    """How many loops there are in a program."""
+    return str(jaxpr).count("= scan[")
+
+
+def test_under_recompute_nothing_is_attended_to_again():
+    layer = layers.attention(8, 2, causal=True)
+    params, _ = layer.init(jax.random.key(0))
+    x = jnp.ones((1, 300, 8))
+    apply = lambda p, x: layer.apply(p, {}, x, train=True)[0]  # noqa: E731
+
+    def gradient(apply):
+        return jax.make_jaxpr(jax.grad(lambda p: jnp.sin(apply(p, x)).sum()))(params)
+
+    assert scans(gradient(fnet.recompute(apply))) == scans(gradient(apply))
+    assert scans(gradient(jax.checkpoint(apply))) > scans(gradient(apply))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"heads": 3}, "heads must divide width, got heads=3, width=16"),
+        ({"heads": 0}, "heads must divide width, got heads=0, width=16"),
+        ({"groups": 3}, "groups must divide heads, got groups=3, heads=4"),
+        ({"groups": 0}, "groups must divide heads, got groups=0, heads=4"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"chunk": 0}, "chunk must be at least 1, got 0"),
+        ({"rotary": 0.0}, r"rotary, a base, must be > 0, got 0\.0"),
+        ({"heads": 16, "rotary": 10.0}, "got width 16 / heads 16 = 1 a head"),
+    ],
+)
+def test_wrong_layers_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention(WIDTH, **({"heads": HEADS} | arguments))
+
+
+def test_wrong_inputs_are_refused():
+    layer = attention(WIDTH, HEADS)
+    params, _ = initial(layer)
+    with pytest.raises(ValueError, match=r"expected \[B, T, 16\], got \(11, 16\)"):
+        layer.apply(params, {}, inputs()[0], train=True)
+    with pytest.raises(ValueError, match=r"expected \[\.\.\., 16\], got \(2, 11, 8\)"):
+        layer.apply(params, {}, inputs()[..., :8], train=True)
+    with pytest.raises(TypeError, match="mask must be bool, True for a real token, got float32"):
+        layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T)))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 11\).* got \(2, 10\)"):
+        layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T - 1), bool))
