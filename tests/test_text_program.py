@@ -1,0 +1,103 @@
+"""The program on text: contexts through a resume, rows of many lengths, and what has no text."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from program_cases import exit_code, fnet_command
+
+from train.checkpoint import Checkpoints
+
+TEXT = """
+from train.config import Checkpoint, Config, LanguageModel, Optim, TextFile, Train
+
+def config():
+    return Config(
+        name="text",
+        data=TextFile(path="text.txt", context=32, batch_size=4),
+        model=LanguageModel(mixers=("attention", "rg_lru"), blocks=2, width=16, hidden=16, heads=2,
+                            attention_context="lagged"),
+        optim=Optim(name="adamw", learning_rate=0.01, schedule="constant"),
+        train=Train(steps=6, log_every=3, eval_every=3),
+        checkpoint=Checkpoint(every=3),
+    )
+"""
+
+
+@pytest.fixture
+def text_folder(workplace):
+    (workplace / "text.py").write_text(TEXT)
+    words = [f"{w} says {n}. " * (n % 7 + 1) for n, w in enumerate(["a", "the one", "no"] * 30)]
+    (workplace / "text.txt").write_text("|".join(words))
+    return workplace
+
+
+def network(folder):
+    with Checkpoints(folder / "checkpoints", 2) as checkpoints:
+        return jax.device_get(checkpoints.restore_network())
+
+
+def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrupted_one(
+    text_folder,
+):
+    fnet_command("train", "text.py", "--out", "whole")
+    fnet_command("train", "text.py", "--out", "parts", "--train.steps", 3)
+    fnet_command("train", "text.py", "--out", "parts", "--resume")
+    whole, parts = network(text_folder / "whole"), network(text_folder / "parts")
+    jax.tree.map(np.testing.assert_array_equal, parts, whole)
+    context = whole[1]["blocks"]["1"]["context"]
+    assert context.shape == (16, 16)
+    assert 0 < np.abs(context).max() <= np.tanh(1)
+
+
+def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
+    from train import loop
+
+    steps = []
+
+    class Watched(loop.StepBySize):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            steps.append(self)
+
+    monkeypatch.setattr(loop, "StepBySize", Watched)
+    words = (
+        "--data.separator",
+        "|",
+        "--data.context",
+        64,
+        "--train.steps",
+        12,
+        "--train.eval-every",
+        12,
+    )
+    fnet_command("train", "text.py", "--out", "rows", *words)
+    lines = [json.loads(line) for line in (text_folder / "rows" / "metrics.jsonl").open()]
+    assert lines[-1]["test/loss"] < lines[0]["train/loss"] < np.log(256) + 1
+    assert 2 <= steps[0].programs <= 3  # 16, 32 and 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data.source", "digits"), "data.source: digits has no text"),
+        (
+            ("--model.name", "mlp"),
+            "data.source: text_file has no images, which the network mlp takes",
+        ),
+        (("--data.path", "none.txt"), "data.path: cannot read none.txt: No such file or directory"),
+        (("--data.path", "text.py", "--data.context", 9999), "data.path: text.py is too short: "),
+        (("--model.heads", 3), "model: attention: heads must divide width"),
+        (("--model.window", 0), "model.window"),
+        (("--model.mixers", "attention", "mamba3"), "--model.mixers: expected"),
+        (("--data.tokenizer", "none.json"), "data.tokenizer: no file none.json"),
+    ],
+)
+def test_a_mistake_is_one_line(text_folder, capsys, words, message):
+    if words[0] == "--data.tokenizer":
+        pytest.importorskip("tokenizers")
+    assert exit_code("train", "text.py", *words) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
