@@ -169,7 +169,7 @@ def main() -> None:
         state = jax.eval_shape(
             lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
         )
-        for policy in s.policies if context is None else s.policies[:1]:
+        for policy in s.policies if context is None else s.policies[:2]:
             step = fnet.variant(fnet.make_step(loss, OPTIMIZER), policy, 1)
             name = f"fnet, {policy}" + (f", {context} context" if context else "")
             made[name] = programs(step.lower(*put((state, {"tokens": tokens}))), target)
