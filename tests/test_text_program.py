@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
 
+from train import loop, recipes
 from train.checkpoint import Checkpoints
+from train.tasks import language
 
 TEXT = """
 from train.config import Checkpoint, Config, LanguageModel, Optim, TextFile, Train
@@ -34,8 +36,9 @@ def text_folder(workplace):
 
 
 def network(folder):
+    model = language.model_of(recipes.load(str(folder)))
     with Checkpoints(folder / "checkpoints", 2) as checkpoints:
-        return jax.device_get(checkpoints.restore_network())
+        return jax.device_get(checkpoints.restore_network(model.init))
 
 
 def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrupted_one(
@@ -52,8 +55,6 @@ def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrup
 
 
 def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
-    from train import loop
-
     steps = []
 
     class Watched(loop.StepBySize):

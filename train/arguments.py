@@ -75,8 +75,8 @@ class ImageArguments:
     """Above 1: more typical of their label, less varied; 1: as the model says; 0: of any."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
     """How noise is taken out."""
-    steps: Count = 50
-    """Steps to take, at most those of the run's schedule."""
+    steps: Count | None = None
+    """Steps to take, at most those of the run's schedule; 50 by default, or all if fewer."""
     seed: Seed = 0
     """Of what is drawn."""
     out: str | None = None

@@ -1,12 +1,14 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
+from jax import Array
 
 from fnet import TrainState
 from train.errors import UserError
@@ -80,7 +82,7 @@ class Checkpoints:
         step = self.latest_step
         if step is None:
             return None
-        self._check_shapes(step, like)
+        self._compare(step, self._manager.item_metadata(step).state.tree, like)
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), like)
         restored = self._manager.restore(
@@ -91,23 +93,33 @@ class Checkpoints:
         )
         return Restored(step, restored.state, restored.data)
 
-    def restore_network(self) -> tuple[Any, Any]:
+    def restore_network(self, init: Callable[[Array], tuple[Any, Any]]) -> tuple[Any, Any]:
         """The newest checkpoint's parameters, averaged where an average is kept, and model state.
 
         Needs neither the data nor the optimizer that they were made with.
 
+        Args:
+          init: the network's, ``key -> (params, model_state)``.
+
         Raises:
-          UserError: if there is no checkpoint.
+          UserError: if there is no checkpoint, or its arrays have other names or shapes.
         """
         step = self.latest_step
         if step is None:
             raise UserError(
                 f"no checkpoint in {self._manager.directory}: the run has not saved one yet"
             )
+        params, model_state = jax.eval_shape(init, jax.random.key(0))
+        there = self._manager.item_metadata(step).state.tree
+        self._compare(
+            step,
+            {name: there[name] for name in ("params", "model_state")},
+            {"params": params, "model_state": model_state},
+        )
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
-            self._manager.item_metadata(step).state.tree,
+            there,
             is_leaf=lambda a: hasattr(a, "shape"),
         )
         state = self._manager.restore(
@@ -115,14 +127,15 @@ class Checkpoints:
         ).state
         return state["params"] if state.get("ema") is None else state["ema"], state["model_state"]
 
-    def _check_shapes(self, step: int, like: TrainState) -> None:
-        there = _shapes(self._manager.item_metadata(step).state.tree)
-        here = _shapes(like)
-        for name in sorted(there.keys() | here.keys()):
-            if there.get(name) != here.get(name):
+    def _compare(self, step: int, there: Any, here: Any) -> None:
+        """Refuses a checkpoint whose arrays are not those that are here."""
+        found, wanted = _shapes(there), _shapes(here)
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
                 raise UserError(
                     f"checkpoint {self._manager.directory / str(step)} is another model's: "
-                    f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+                    f"{name} is {found.get(name, 'absent')} there, "
+                    f"{wanted.get(name, 'absent')} here"
                 )
 
 

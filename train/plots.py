@@ -51,7 +51,7 @@ def _loss(ax: Axes, lines: Lines) -> None:
         last = [line[key] for line in lines if (key := f"{split}/loss") in line][-1:]
         label = f"{split} {last[0]:.3f}" if last else None
         _plot(ax, lines, f"{split}/loss", label=label, **style)
-    ax.set_ylabel("loss (nats)")
+    ax.set_ylabel("loss")
     ax.set_yscale("log")
     ax.legend(frameon=False)
 

@@ -15,8 +15,7 @@ from train.checkpoint import Checkpoints
 from train.config import Config, Denoiser
 from train.errors import UserError
 from train.run_folder import RunFolder
-from train.tasks import images as sources
-from train.tasks.diffusion import schedule_of
+from train.tasks.diffusion import network_of, schedule_of
 
 
 def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
@@ -28,19 +27,20 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    classes = sources.load(config).classes
+    dataset, model = network_of(config)
+    classes = dataset.classes
     names = a.labels or classes
     for name in names:
         if name not in classes:
             raise UserError(f"--labels: expected some of {', '.join(classes)}, got {name}")
-    if a.steps > section.steps:
+    if a.steps and a.steps > section.steps:
         raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        params, state = checkpoints.restore_network()
+        params, state = checkpoints.restore_network(model.init)
     labels = np.repeat([classes.index(name) for name in names], a.count)
     drawn = samples(config, params, state, jnp.asarray(labels), a)
     path = Path(a.out) if a.out else folder.path / "samples.png"
-    title = f"{config.name}: {a.sampler}, {a.steps} steps, guidance {a.guidance:g}"
+    title = f"{config.name}: {a.sampler}, {_steps(section, a)} steps, guidance {a.guidance:g}"
     try:
         plots.grid(
             np.asarray(drawn).reshape(len(names), a.count, *drawn.shape[1:]), names, title, path
@@ -62,10 +62,9 @@ def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArgu
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    dataset = sources.load(config)
+    dataset, model = network_of(config)
     shape, classes = dataset.train["image"].shape[1:], len(dataset.classes)
-    model, schedule = section.build(shape, classes), schedule_of(section)
-    sampler = diffusion.samplers.get(a.sampler)
+    sampler, schedule = diffusion.samplers.get(a.sampler), schedule_of(section)
 
     @jax.jit
     def run(params: Any, state: Any, labels: Array, key: Array) -> Array:
@@ -75,9 +74,14 @@ def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArgu
         first, later = jax.random.split(key)
         x = jax.random.normal(first, (len(labels), *shape))
         denoise_all = diffusion.guided(denoise, labels, classes, a.guidance)
+        steps = _steps(section, a)
         return sampler(
-            denoise_all, schedule, x, a.steps, predicts=section.predicts, clip=1.0, key=later
+            denoise_all, schedule, x, steps, predicts=section.predicts, clip=1.0, key=later
         )
 
     drawn = run(params, state, labels.astype(jnp.int32), jax.random.key(a.seed))
     return jnp.clip((drawn + 1) / 2, 0, 1)
+
+
+def _steps(section: Denoiser, a: ImageArguments) -> int:
+    return a.steps or min(50, section.steps)

@@ -39,7 +39,7 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
         dataclasses.replace(config, model=dataclasses.replace(model, window=window))
     )
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        params, state = checkpoints.restore_network()
+        params, state = checkpoints.restore_network(network.init)
 
     pieces = fnet.stream(
         network,
@@ -52,14 +52,15 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
         top_k=a.top_k,
         top_p=a.top_p,
     )
-    yield a.prompt
-    drawn: list[int] = []
-    said = 0
+    # Bytes that are no text cannot be shown; the model has read them as they are.
+    yield a.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    # Read together with the prompt: what stands between two tokens depends on both.
+    read = prompt.tolist()
+    said = len(vocabulary.decode(read))
     for piece in pieces:
-        drawn += np.asarray(piece)[0].tolist()
-        written = vocabulary.decode(drawn)
+        read += np.asarray(piece)[0].tolist()
         # A symbol may end in the next piece: until then its bytes are no text.
-        whole = written.rstrip("\ufffd")
+        whole = vocabulary.decode(read).rstrip("\ufffd")
         yield whole[said:]
         said = max(said, len(whole))
-    yield vocabulary.decode(drawn)[said:]
+    yield vocabulary.decode(read)[said:]

@@ -132,6 +132,8 @@ def stack(
                     here = s["context"]
                     if train:
                         new = update_context(here, taken, given, rate=context_rate, mask=mask)
+                        # At once: put off, it would keep what went in and out of a mixer.
+                        x, new = jax.lax.optimization_barrier((x, new))
                         s = s | {"context": new}
                         here = new if context == "current" else here
                     x = apply_context(x, here, p["strength"])

@@ -76,7 +76,7 @@ class _Level(NamedTuple):
 _RENAMING = {
     *("name", "reduce_precision", "optimization_barrier", "copy", "copy_p"),
     *("reshape", "squeeze", "expand_dims", "broadcast_in_dim"),
-    *("pvary", "pcast", "sharding_constraint"),
+    *("pvary", "pcast", "sharding_constraint", "stop_gradient"),
 }
 _LOOPS = ("scan", "while")
 # Equations that make an array from nothing but a number.

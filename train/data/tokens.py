@@ -48,13 +48,21 @@ def tokens_of(config: TextFile) -> Tokens:
         raise UserError(f"data.tokenizer: cannot read {path}: {error}") from error
     size = tokenizer.get_vocab_size()
     dtype = np.min_scalar_type(max(size - 1, 0))
+    unknown = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
 
     def encode(text: str) -> np.ndarray:
-        ids = tokenizer.encode(text).ids
-        unknown = getattr(tokenizer.model, "unk_token", None)
-        if (text and not ids) or (unknown and tokenizer.token_to_id(unknown) in ids):
-            raise UserError(f"{path} has no token for some of {_shortened(text)!r}")
-        return np.array(ids, dtype)
+        encoding = tokenizer.encode(text)
+        ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
+        # A vocabulary without a token for the unknown drops it: what no token covers is lost.
+        known = ids != unknown
+        covered = np.zeros(len(text) + 1, np.int64)
+        np.add.at(covered, starts[known], 1)
+        np.add.at(covered, ends[known], -1)
+        missing = np.flatnonzero(np.cumsum(covered)[:-1] == 0)
+        lost = "".join(text[i] for i in missing if not text[i].isspace())
+        if lost:
+            raise UserError(f"{path} has no token for {_shortened(lost)!r}")
+        return ids.astype(dtype)
 
     return Tokens(size, encode, lambda ids: tokenizer.decode([int(i) for i in ids]))
 

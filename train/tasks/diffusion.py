@@ -6,9 +6,10 @@ import jax
 from jax import Array
 
 import fnet
-from fnet import diffusion
+from fnet import diffusion, models
 from fnet.diffusion import Schedule, schedules
 from train.config import Config, Denoiser
+from train.data import Dataset
 from train.tasks import images
 from train.tasks.task import Batch, Task
 
@@ -16,6 +17,18 @@ from train.tasks.task import Batch, Task
 def schedule_of(model: Denoiser) -> Schedule:
     """The schedule of noise that a config names."""
     return schedules.get(model.schedule, model.steps)
+
+
+def network_of(config: Config) -> tuple[Dataset, models.Denoiser]:
+    """The images, and the network for them.
+
+    Raises:
+      UserError: if the config names no images.
+      ValueError: if the network cannot be built.
+    """
+    assert isinstance(config.model, Denoiser)
+    dataset = images.load(config)
+    return dataset, config.model.build(dataset.train["image"].shape[1:], len(dataset.classes))
 
 
 def build(config: Config) -> Task:
@@ -27,10 +40,8 @@ def build(config: Config) -> Task:
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    dataset = images.load(config)
-    classes = len(dataset.classes)
-    model = section.build(dataset.train["image"].shape[1:], classes)
-    schedule = schedule_of(section)
+    dataset, model = network_of(config)
+    classes, schedule = len(dataset.classes), schedule_of(section)
 
     def losses(
         params: Any, state: Any, batch: Batch, label: Array, noise: Array, dropout: Array | None

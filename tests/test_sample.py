@@ -1,0 +1,289 @@
+"""`fnet sample`: text and images from runs of this program, and what it answers to mistakes."""
+
+import shutil
+
+import numpy as np
+import pytest
+from matplotlib import image as pictures
+from program_cases import exit_code, fnet_command
+
+from train.arguments import ImageArguments, TextArguments
+from train.config import TextFile
+from train.data.tokens import tokens_of
+from train.errors import UserError
+from train.run_folder import RunFolder
+from train.sample_text import continued
+
+TEXT = """
+from train.config import Config, LanguageModel, Optim, TextFile, Train
+
+def config():
+    return Config(
+        name="text",
+        data=TextFile(path="text.txt", context=16, batch_size=8),
+        model=LanguageModel(blocks=2, width=16, heads=2, attention_context="lagged"),
+        optim=Optim(name="adamw", learning_rate=0.01),
+        train=Train(steps=20, log_every=20, eval_every=20),
+    )
+"""
+
+IMAGES = """
+from train.config import Config, Denoiser, Digits, Optim, Train
+
+def config():
+    return Config(
+        name="images",
+        data=Digits(batch_size=8, max_shift=0),
+        model=Denoiser(patch=4, blocks=2, width=16, heads=2, steps=20, attention_context="lagged"),
+        optim=Optim(name="adamw", learning_rate=0.01, ema_decay=0.5),
+        train=Train(steps=4, log_every=4, eval_every=4),
+    )
+"""
+
+pytestmark = pytest.mark.usefixtures("recipes")
+
+
+@pytest.fixture
+def recipes(workplace):
+    """Recipes in the workplace, and a text to train on."""
+    (workplace / "text.py").write_text(TEXT)
+    (workplace / "images.py").write_text(IMAGES)
+    (workplace / "text.txt").write_text("to be or not to be, that is the question\n" * 40)
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture
+def run_of(recipes, shelf, capsys):
+    """``run_of(recipe, *overrides)``: a finished run, trained once, in a folder of that name."""
+
+    def find(recipe, *overrides):
+        if not (shelf / recipe).exists():
+            fnet_command("train", f"{recipe}.py", "--out", shelf / recipe, *overrides)
+        capsys.readouterr()
+        return shutil.copytree(shelf / recipe, recipes / recipe)
+
+    return find
+
+
+def printed(capsys, *words):
+    fnet_command("sample", *words)
+    return capsys.readouterr().out
+
+
+def test_text_goes_on_from_the_prompt_and_the_same_seed_says_the_same(run_of, capsys):
+    run_of("text")
+    text = printed(capsys, "text", "--prompt", "to be", "--length", 40)
+    assert text.startswith("to be")
+    assert len(text.encode()) > len("to be\n")
+    assert text.endswith("\n")
+    assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == text
+    other = printed(capsys, "text", "--prompt", "to be", "--length", 40, "--seed", 1)
+    assert other.startswith("to be")
+    assert other != text
+
+
+def test_the_likeliest_text_does_not_depend_on_the_seed(run_of, capsys):
+    run_of("text")
+    words = ("text", "--prompt", "to be", "--length", 20, "--temperature", 0)
+    text = printed(capsys, *words)
+    assert printed(capsys, *words, "--seed", 1) == text
+    # One token to draw from is the likeliest.
+    words = ("text", "--prompt", "to be", "--length", 20, "--top-k", 1)
+    assert printed(capsys, *words) == text
+
+
+def test_text_comes_in_pieces_as_it_is_drawn(run_of, capsys):
+    folder = RunFolder(run_of("text"))
+    asked = TextArguments(prompt="to be", length=40)
+    pieces = continued(folder, folder.read_config(), asked)
+    assert next(pieces) == "to be"
+    later = list(pieces)
+    assert len(later) >= 3
+    whole = "to be" + "".join(later) + "\n"
+    assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == whole
+
+
+def test_text_needs_the_run_but_not_the_text_that_it_was_trained_on(run_of, recipes, capsys):
+    run_of("text")
+    (recipes / "text.txt").unlink()
+    assert printed(capsys, "text/config.json", "--length", 3).startswith("\n")
+
+
+def test_a_prompt_that_is_no_utf_8_is_continued(run_of, capsys):
+    run_of("text")
+    text = printed(capsys, "text", "--prompt", "to be\udcff", "--length", 3)
+    assert text.startswith("to be\ufffd")
+
+
+@pytest.fixture
+def tokenizer(recipes):
+    """A file of words, with one for all unknown ones."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["to", "be", "or", "not", "that", "is", "the", "question"]
+    vocabulary = {word: i for i, word in enumerate([*words, ",", "[UNK]"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(recipes / "words.json"))
+    return recipes / "words.json"
+
+
+def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    made.save(str(tmp_path / "pairs.json"))
+    vocabulary = tokens_of(TextFile(tokenizer=str(tmp_path / "pairs.json")))
+    assert vocabulary.encode("abba").tolist() == [2, 1, 0]
+    with pytest.raises(UserError, match=r"pairs\.json has no token for 'xy'"):
+        vocabulary.encode("abxbay")
+
+
+def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, recipes, capsys):
+    fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
+    capsys.readouterr()
+    text = printed(capsys, "words", "--prompt", "to be", "--length", 8)
+    assert text.startswith("to be ")
+    assert len(text.split()) == 2 + 8
+
+    assert exit_code("sample", "words", "--prompt", "to err") == 2
+    error = capsys.readouterr().err
+    assert error == "fnet: words.json has no token for 'err'\n"
+    tokenizer.unlink()
+    assert exit_code("sample", "words", "--prompt", "to be") == 2
+    assert "data.tokenizer: no file words.json" in capsys.readouterr().err
+
+
+def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
+    run_of("images")
+    path = printed(capsys, "images", "--count", 2, "--steps", 3).strip()
+    assert path == "images/samples.png"
+    whole = pictures.imread(recipes / path)
+    printed(capsys, "images", "--count", 2, "--steps", 3, "--labels", 3, 7, "--out", "two.png")
+    two = pictures.imread(recipes / "two.png")
+    # Ten rows, then two.
+    assert whole.shape[0] > 3 * two.shape[0]
+    assert whole.shape[1] == two.shape[1]
+    assert np.ptp(two[..., :3]) > 0.5
+
+
+@pytest.mark.parametrize("sampler", ["dpm_solver", "ddim", "ddpm"])
+def test_the_same_seed_draws_the_same_images(sampler, run_of, recipes):
+    run_of("images")
+
+    def drawn(seed):
+        words = ("--labels", 3, "--count", 1, "--sampler", sampler, "--steps", 3)
+        fnet_command("sample", "images", *words, "--seed", seed, "--out", "a.png")
+        return pictures.imread(recipes / "a.png")
+
+    first = drawn(0)
+    np.testing.assert_array_equal(drawn(0), first)
+    assert not np.array_equal(drawn(1), first)
+
+
+def test_help_lists_what_a_run_can_be_asked(run_of, capsys):
+    run_of("text")
+    run_of("images")
+    for run, options in (("text", TextArguments), ("images", ImageArguments)):
+        assert exit_code("sample", run, "--help") == 0
+        shown = capsys.readouterr().out
+        names = options.__dataclass_fields__
+        assert all(f"--{name.replace('_', '-')}" in shown for name in names)
+
+
+def words_of(value):
+    return " ".join(value) if isinstance(value, tuple) else ""
+
+
+MISTAKES = [
+    (("text", "--prompt", ""), "--prompt: is empty; give at least one symbol to go on from"),
+    (("text", "--length", "0"), "--length: expected greater than or equal to 1, got 0"),
+    (("text", "--temperature", "-1"), "--temperature: expected greater than or equal to 0, got -1.0"),
+    (("text", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
+    (("text", "--top-p", "0"), "--top-p: expected greater than 0, got 0.0"),
+    (("text", "--top-p", "1.5"), "--top-p: expected less than or equal to 1, got 1.5"),
+    (("text", "--seed", "-1"), "--seed: expected greater than or equal to 0, got -1"),
+    (("text", "--promt", "to"), "unknown field --promt (did you mean --prompt?)"),
+    (("text", "--labels", "3"), "unknown field --labels"),
+    (("text", "to be"), "unexpected to be"),
+    (("images", "--steps", "21"), "--steps: the run's schedule has 20, got 21"),
+    (("images", "--steps", "0"), "--steps: expected greater than or equal to 1, got 0"),
+    (("images", "--count", "0"), "--count: expected greater than or equal to 1, got 0"),
+    (("images", "--labels", "3", "eleven"), "--labels: expected some of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got eleven"),
+    (("images", "--guidance", "-1"), "--guidance: expected greater than or equal to 0, got -1.0"),
+    (("images", "--sampler", "euler"), "--sampler: expected one of dpm_solver, ddim, ddpm, got euler"),
+    (("images", "--prompt", "to"), "unknown field --prompt"),
+    (("images", "--out", "nowhere/a.png"), "cannot write nowhere/a.png"),
+    (("images", "--out", "a.docx"), "cannot write a.docx"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=words_of)
+def test_a_mistake_is_one_line_with_exit_code_2(words, message, run_of, capsys):
+    run = run_of(words[0])
+    # The default of 50 steps is more than this schedule has: other mistakes come first.
+    steps = ("--steps", 2) if words[0] == "images" and "--steps" not in words else ()
+    before = {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
+    assert exit_code("sample", *words, *steps) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert before == {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
+
+
+def one_line(capsys, message):
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_generates_nothing_is_refused(recipes, capsys):
+    fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1)
+    capsys.readouterr()
+    assert exit_code("sample", "run") == 2
+    one_line(capsys, "run is a run of preact_resnet, which generates nothing; there are")
+
+
+@pytest.mark.parametrize("words", [(), ("--prompt", "to")])
+def test_a_missing_run_is_refused(words, capsys):
+    assert exit_code("sample", *words) == 2
+    one_line(capsys, "say what first: fnet sample RUN")
+    assert exit_code("sample", "nowhere", *words) == 2
+    one_line(capsys, "no run in nowhere: it has no config.json")
+
+
+@pytest.mark.parametrize("recipe", ["text", "images"])
+def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
+    shutil.rmtree(run_of(recipe) / "checkpoints")
+    steps = ("--steps", 2) if recipe == "images" else ()
+    assert exit_code("sample", recipe, *steps) == 2
+    one_line(capsys, "the run has not saved one yet")
+
+
+TRAINING_MISTAKES = [
+    (("text.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
+    (("text.py", "--model.window", "0"), "model.window: expected greater than or equal to 1, got 0"),
+    (("text.py", "--model.mixers", "mambo"), "--model.mixers: expected"),
+    (("text.py", "--data.path", "short.txt"), "data.path: short.txt is too short"),
+    (("text.py", "--data.path", "empty.txt"), "data.path: empty.txt is too short"),
+    (("text.py", "--data.path", "none.txt"), "data.path: cannot read none.txt"),
+    (("text.py", "--model.name", "denoiser"), "data.source: text_file has no images"),
+    (("images.py", "--model.name", "language_model"), "data.source: digits has no text"),
+    (("images.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
+    (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
+    (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), TRAINING_MISTAKES, ids=words_of)
+def test_a_network_that_cannot_be_is_refused_before_training(words, message, recipes, capsys):
+    (recipes / "short.txt").write_text("to be")
+    (recipes / "empty.txt").write_text("")
+    assert exit_code("train", *words, "--out", "new") == 2
+    one_line(capsys, message)
+    assert not (recipes / "new").exists()
