@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 import fnet
 from fnet.layers.attention_context import _sum_over_examples
 
+update = jax.jit(fnet.update_context, static_argnames="rate")
+apply = jax.jit(fnet.apply_context)
 BOUND = np.tanh(1.0)  # 0.76159
 
 
@@ -42,17 +44,17 @@ def naive_update(context, x, mixed, rate=0.01):
     return (1 - rate) * context + rate * np.mean(seen, 0)
 
 
-@pytest.mark.parametrize("t", [1, 2, 5, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("t", [1, 2, 31, 33, 64, 100])
 def test_update_is_the_contracts_formula(t):
     x, mixed = arrays(3, t, 6, n=2)
-    new = fnet.update_context(square(), x, mixed)
+    new = update(square(), x, mixed)
     chex.assert_trees_all_close(new, naive_update(square(), x, mixed).astype("f"), atol=1e-6)
 
 
 def test_update_is_the_contracts_formula_in_float64(float64):
     x, mixed = arrays(3, 70, 6, n=2, dtype=jnp.float64)
     context = square(dtype=jnp.float64)
-    new = fnet.update_context(context, x, mixed, rate=0.3)
+    new = update(context, x, mixed, rate=0.3)
     np.testing.assert_allclose(new, naive_update(context, x, mixed, rate=0.3), atol=1e-12)
 
 
@@ -64,7 +66,7 @@ def test_apply_and_its_gradients_are_those_of_the_naive_form():
         return jax.grad(lambda x, s: (f(x, square(), s) * dy).sum(), argnums=(0, 1))(x, strength)
 
     chex.assert_trees_all_close(
-        fnet.apply_context(x, square(), strength), naive_apply(x, square(), strength), rtol=1e-5
+        apply(x, square(), strength), naive_apply(x, square(), strength), rtol=1e-5
     )
     chex.assert_trees_all_close(gradients(fnet.apply_context), gradients(naive_apply), rtol=1e-5)
 
@@ -73,7 +75,7 @@ def test_gradients_are_those_of_finite_differences(float64):
     x, dy = arrays(5, 6, n=2, dtype=jnp.float64)
     context = square(dtype=jnp.float64)
     jax.test_util.check_grads(
-        lambda x, s: (fnet.apply_context(x, context, s) * dy).sum(),
+        lambda x, s: (apply(x, context, s) * dy).sum(),
         (x, jnp.float64(0.7)),
         order=2,
         modes=("fwd", "rev"),
@@ -84,22 +86,22 @@ def test_gradients_are_those_of_finite_differences(float64):
 
 def test_at_strength_0_it_is_the_identity_and_still_learns():
     x = arrays(4, 6)
-    y, pull = jax.vjp(lambda s: fnet.apply_context(x, square(), s), jnp.float32(0))
+    y, pull = jax.vjp(lambda s: apply(x, square(), s), jnp.float32(0))
     chex.assert_trees_all_equal(y, x)
     assert abs(pull(x)[0]) > 1e-3
 
 
 def test_no_gradient_flows_into_or_through_a_context():
     x = arrays(2, 40, 6)
-    into = jax.grad(lambda c: fnet.apply_context(x, c, jnp.float32(1)).sum())(square())
+    into = jax.grad(lambda c: apply(x, c, jnp.float32(1)).sum())(square())
     chex.assert_trees_all_equal(into, jnp.zeros((6, 6)))
-    through = jax.grad(lambda x: fnet.update_context(square(), x, 2 * x).sum())(x)
+    through = jax.grad(lambda x: update(square(), x, 2 * x).sum())(x)
     chex.assert_trees_all_equal(through, jnp.zeros_like(x))
 
 
 def test_the_backward_pass_is_one_product_and_keeps_nothing_but_x_and_the_context():
     x = arrays(8, 6)
-    _, pull = jax.vjp(lambda x, s: fnet.apply_context(x, square(), s), x, jnp.float32(1))
+    _, pull = jax.vjp(lambda x, s: apply(x, square(), s), x, jnp.float32(1))
     kept = [a.shape for a in jax.tree.leaves(pull) if getattr(a, "ndim", 0) == 2]
     assert sorted(kept) == [(6, 6), (8, 6)]
     products = str(jax.make_jaxpr(pull)(x)).count("dot_general")
@@ -109,41 +111,41 @@ def test_the_backward_pass_is_one_product_and_keeps_nothing_but_x_and_the_contex
 
 def test_step_mode_gives_what_the_sequence_gives():
     x = arrays(3, 9, 6)
-    whole = fnet.apply_context(x, square(), jnp.float32(2))
-    steps = [fnet.apply_context(x[:, t], square(), jnp.float32(2)) for t in range(9)]
+    whole = apply(x, square(), jnp.float32(2))
+    steps = [apply(x[:, t], square(), jnp.float32(2)) for t in range(9)]
     chex.assert_trees_all_close(jnp.stack(steps, 1), whole, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.1, 1e8, -3.7])
 def test_constant_columns_give_0(value):
     x, mixed = arrays(2, 40, 6, n=2)
-    new = fnet.update_context(jnp.zeros((6, 6)), x.at[..., 2].set(value), mixed)
+    new = update(jnp.zeros((6, 6)), x.at[..., 2].set(value), mixed)
     assert (new[2] == 0).all()
     assert (new[jnp.arange(6) != 2] != 0).all()
 
 
 def test_k_equal_steps_have_the_closed_form_of_an_average():
     x, mixed = arrays(2, 40, 6, n=2)
-    one = fnet.update_context(jnp.zeros((6, 6)), x, mixed, rate=1.0)
+    one = update(jnp.zeros((6, 6)), x, mixed, rate=1.0)
     context = start = square()
     for _ in range(20):
-        context = fnet.update_context(context, x, mixed)
+        context = update(context, x, mixed)
     expected = 0.99**20 * start + (1 - 0.99**20) * one
     chex.assert_trees_all_close(context, expected, atol=1e-6)
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-20, 1e-3, 1.0, 1e3, 1e25]), st.floats(0, 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_entry_leaves_the_bound(seed, size, rate):
     x = size * jax.random.normal(jax.random.key(seed), (2, 35, 4))
     context = BOUND * jax.random.uniform(jax.random.key(seed + 1), (4, 4), minval=-1)
-    new = fnet.update_context(context, x, x, rate=rate)
+    new = update(context, x, x, rate=rate)
     assert jnp.abs(new).max() <= BOUND + 1e-6
 
 
 def test_features_that_move_together_reach_the_bound():
     x = arrays(1, 40, 1)
-    new = fnet.update_context(
+    new = update(
         jnp.zeros((2, 2)), jnp.concatenate([x, -x], -1), jnp.concatenate([x, x], -1), rate=1.0
     )
     np.testing.assert_allclose(new, BOUND * np.array([[1, 1], [-1, -1]]), rtol=1e-6)
@@ -151,32 +153,28 @@ def test_features_that_move_together_reach_the_bound():
 
 def test_one_row_is_pure_decay():
     x, mixed = arrays(3, 1, 6, n=2)
-    chex.assert_trees_all_close(fnet.update_context(square(), x, mixed), 0.99 * square())
+    chex.assert_trees_all_close(update(square(), x, mixed), 0.99 * square())
 
 
 def test_masked_examples_and_tokens_are_left_out():
     x, mixed = arrays(3, 20, 6, n=2)
-    two = fnet.update_context(square(), x[:2], mixed[:2])
+    two = update(square(), x[:2], mixed[:2])
     mask = jnp.array([True, True, False])
     chex.assert_trees_all_close(
-        fnet.update_context(square(), x.at[2].set(jnp.nan), mixed, mask=mask), two, atol=1e-7
+        update(square(), x.at[2].set(jnp.nan), mixed, mask=mask), two, atol=1e-7
     )
-    chex.assert_trees_all_equal(
-        fnet.update_context(square(), x, mixed, mask=jnp.zeros(3, bool)), square()
-    )
-    short = fnet.update_context(square(), x[:, :11], mixed[:, :11])
+    chex.assert_trees_all_equal(update(square(), x, mixed, mask=jnp.zeros(3, bool)), square())
+    short = update(square(), x[:, :11], mixed[:, :11])
     of_tokens = jnp.broadcast_to(jnp.arange(20) < 11, (3, 20))
-    padded = fnet.update_context(square(), x.at[:, 11:].set(99.0), mixed, mask=of_tokens)
+    padded = update(square(), x.at[:, 11:].set(99.0), mixed, mask=of_tokens)
     chex.assert_trees_all_close(padded, short, atol=1e-7)
 
 
 def test_rows_that_are_not_finite_count_as_zero():
     x, mixed = arrays(2, 20, 6, n=2)
-    bad = fnet.update_context(square(), x.at[0, 3, 1].set(jnp.nan), mixed)
-    chex.assert_trees_all_close(
-        bad, fnet.update_context(square(), x.at[0, 3].set(0.0), mixed), atol=1e-7
-    )
-    assert jnp.isnan(fnet.apply_context(x.at[0, 3, 1].set(jnp.nan), square(), jnp.float32(1))).any()
+    bad = update(square(), x.at[0, 3, 1].set(jnp.nan), mixed)
+    chex.assert_trees_all_close(bad, update(square(), x.at[0, 3].set(0.0), mixed), atol=1e-7)
+    assert jnp.isnan(apply(x.at[0, 3, 1].set(jnp.nan), square(), jnp.float32(1))).any()
 
 
 @pytest.mark.parametrize(("examples", "width"), [(6, 512), (5, 600), (1, 1100)])
@@ -196,8 +194,8 @@ def test_no_more_than_a_few_examples_correlations_exist_at_a_time():
 
 def test_bfloat16_activations_leave_a_float32_context():
     x, mixed = (a.astype(jnp.bfloat16) for a in arrays(2, 20, 6, n=2))
-    assert fnet.update_context(square(), x, mixed).dtype == jnp.float32
-    assert fnet.apply_context(x, square(), jnp.float32(1)).dtype == jnp.bfloat16
+    assert update(square(), x, mixed).dtype == jnp.float32
+    assert apply(x, square(), jnp.float32(1)).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def made(*mixers, context="lagged", **options):
     model = models.language_model(
         vocabulary=V, width=WIDTH, blocks=blocks, context=context, **options
     )
-    params, state = model.init(jax.random.key(0))
+    params, state = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(
         lambda path, a: a + 2 if path[-1].key == "strength" else a, params
     )
@@ -70,17 +70,17 @@ def test_no_later_token_reaches_an_earlier_one(mixers):
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
-@pytest.mark.parametrize("prompt", [1, 5, T])
-def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers, prompt):
+def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers):
     model, params, state = made(*mixers)
     whole, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
     extend = jax.jit(model.decode.extend)
-    cache = model.decode.start(2, T, jnp.float32)
-    logits, cache = extend(params, state, cache, tokens()[:, :prompt], jnp.int32(0))
-    chex.assert_trees_all_close(logits, whole[:, prompt - 1], atol=2e-5)
-    for i in range(prompt, T):
-        logits, cache = extend(params, state, cache, tokens()[:, i : i + 1], jnp.int32(i))
-        chex.assert_trees_all_close(logits, whole[:, i], atol=2e-5)
+    for prompt in (1, 5, T):
+        cache = model.decode.start(2, T, jnp.float32)
+        logits, cache = extend(params, state, cache, tokens()[:, :prompt], jnp.int32(0))
+        chex.assert_trees_all_close(logits, whole[:, prompt - 1], atol=2e-5)
+        for i in range(prompt, T):
+            logits, cache = extend(params, state, cache, tokens()[:, i : i + 1], jnp.int32(i))
+            chex.assert_trees_all_close(logits, whole[:, i], atol=2e-5)
 
 
 def test_a_table_serves_both_ends():
@@ -92,7 +92,7 @@ def test_without_contexts_the_state_is_empty():
     assert made("attention", "mamba", context=None)[2] == {}
 
 
-@pytest.mark.parametrize("at_a_time", [1, 3, 20])
+@pytest.mark.parametrize("at_a_time", [3, 20])
 def test_generation_does_not_depend_on_its_pieces(at_a_time):
     model, params, state = made("attention", "mamba")
     prompt = tokens(4)
@@ -109,9 +109,10 @@ def test_generation_does_not_depend_on_its_pieces(at_a_time):
 def test_greedy_generation_is_that_without_a_cache():
     model, params, state = made("rg_lru", "attention")
     apply = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
-    told = tokens(3)
-    for _ in range(6):
-        told = jnp.concatenate([told, apply(told)[:, -1].argmax(-1)[:, None]], 1)
+    # What is not told yet is before no token that is: any number does.
+    told = jnp.pad(tokens(3), ((0, 0), (0, 6)))
+    for i in range(3, 9):
+        told = told.at[:, i].set(apply(told)[:, i - 1].argmax(-1))
     drawn = fnet.generate(model, params, state, tokens(3), jax.random.key(0), 6, temperature=0.0)
     chex.assert_trees_all_equal(drawn, told[:, 3:].astype(jnp.int32))
 
@@ -180,13 +181,14 @@ def test_training_learns_to_repeat():
         return each.mean(1), fnet.Aux(model_state, {})
 
     optimizer = optax.adam(1e-2)
-    train_state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
+    create = jax.jit(lambda key: fnet.TrainState.create(model, optimizer, key))
+    train_state = create(jax.random.key(0))
     text = jnp.tile(jnp.arange(5), 6)[None, :25].repeat(4, 0)
 
     def whole(params, model_state, batch, key):
         return loss(params, model_state, batch["tokens"], key)
 
-    step = fnet.compile_step(fnet.make_step(whole, optimizer), train_state, {"tokens": text})
+    step = fnet.make_step(whole, optimizer)
     for _ in range(60):
         train_state, metrics = step(train_state, {"tokens": text})
     assert metrics["loss"] < 0.1
