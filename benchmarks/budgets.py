@@ -30,7 +30,7 @@ from benchmarks.measure import markdown, versions
 from fnet import layers, models
 from fnet.memory import Plan, in_words
 from train.process_memory import BESIDE_THE_PROGRAM as RESERVE
-from train.process_memory import HighWater, one_arena
+from train.process_memory import HighWater, hold_little_freed_memory
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, metavar=("PROBLEM", "BUDGET", "STEPS"))
     options = parser.parse_args()
     if options.worker:
-        one_arena()
+        hold_little_freed_memory()
         name, budget, steps = options.worker
         found = measure(name, None if budget == "None" else int(budget), int(steps))
         print(json.dumps(found))

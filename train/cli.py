@@ -182,9 +182,9 @@ def _prepare_jax() -> None:
     """Compiled programs are kept between runs, in the user's cache folder; freed memory is not."""
     import jax
 
-    from train.process_memory import one_arena
+    from train.process_memory import hold_little_freed_memory
 
-    one_arena()
+    hold_little_freed_memory()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
