@@ -52,7 +52,9 @@ def _loss(ax: Axes, lines: Lines) -> None:
         label = f"{split} {last[0]:.3f}" if last else None
         _plot(ax, lines, f"{split}/loss", label=label, **style)
     ax.set_ylabel("loss")
-    ax.set_yscale("log")
+    losses = [line[k] for line in lines for k in ("train/loss", "test/loss") if k in line]
+    if min(losses, default=0) > 0 and max(losses) > 10 * min(losses):
+        ax.set_yscale("log")
     ax.legend(frameon=False)
 
 
