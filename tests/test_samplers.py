@@ -16,8 +16,6 @@ from fnet.diffusion import (
     ddpm,
     denoised,
     dpm_solver,
-    drop_labels,
-    guided,
     samplers,
     sampling_times,
     schedules,
@@ -367,84 +365,3 @@ def test_a_model_in_bfloat16_is_sampled_in_float32():
     got = ddim(lambda x, t: exact(x, t).astype(jnp.bfloat16), schedule, noise(4), 20, predicts="v")
     assert got.dtype == jnp.float32
     chex.assert_trees_all_close(got, ddim(exact, schedule, noise(4), 20, predicts="v"), atol=0.02)
-
-
-# Guidance.
-
-
-def labelled(x, t, labels):
-    """A prediction that depends on each of its three."""
-    return jnp.sin(x + labels[:, None]) + t[:, None]
-
-
-def test_guidance_goes_on_from_the_unlabelled_towards_the_labelled():
-    """Ho & Salimans 2022, equation 6: (1 + w) with - w without, w = scale - 1."""
-    x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
-    with_label, without = labelled(x, t, labels), labelled(x, t, jnp.full(3, 9))
-    got = guided(labelled, labels, 9, 3.0)(x, t)
-    chex.assert_trees_all_close(got, 3 * with_label - 2 * without, atol=1e-5)
-    per_example = guided(labelled, labels, 9, jnp.asarray([1.0, 0.0, 3.0]))(x, t)
-    expected = jnp.stack([with_label[0], without[1], got[2]])
-    chex.assert_trees_all_close(per_example, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("scale", [1, 1.0, np.float32(1.0), jnp.ones(()), jnp.ones(3)])
-def test_scale_1_is_exactly_the_labelled_prediction(scale):
-    x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
-    chex.assert_trees_all_equal(guided(labelled, labels, 9, scale)(x, t), labelled(x, t, labels))
-
-
-@pytest.mark.parametrize(("scale", "batch"), [(2.0, 6), (0.0, 6), (1.0, 3), (jnp.ones(()), 6)])
-def test_the_model_is_called_once_on_twice_the_batch(scale, batch):
-    calls = []
-
-    def denoise(x, t, labels):
-        calls.append((x.shape[0], t.shape[0], labels.shape[0]))
-        return x
-
-    guided(denoise, jnp.arange(3), 9, scale)(noise(3), jnp.zeros(3, jnp.int32))
-    assert calls == [(batch, batch, batch)]
-
-
-def test_guidance_is_the_same_for_every_target():
-    schedule, labels = schedules.cosine(50), jnp.asarray([0, 1, 1])
-    alphas, sigmas = (jnp.asarray(a, jnp.float32) for a in schedule)
-
-    def sample(predicts):
-        def denoise(x, t, labels):
-            x0 = 0.5 * jnp.tanh(x) + 0.1 * labels[:, None]
-            _, eps = denoised("x0", x0, x, alphas[t], sigmas[t])
-            return target(predicts, x0, eps, alphas[t], sigmas[t])
-
-        return ddim(guided(denoise, labels, 2, 3.0), schedule, noise(3), 10, predicts=predicts)
-
-    chex.assert_trees_all_close(sample("v"), sample("x0"), atol=1e-4)
-    # eps tells little of x0 where there is little signal, and its roundings show.
-    chex.assert_trees_all_close(sample("eps"), sample("x0"), atol=1e-2)
-
-
-def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
-    labels = jnp.arange(10_000) % 10
-    got = np.asarray(drop_labels(jax.random.key(1), labels, 10, 0.1))
-    dropped = got == 10
-    assert abs(dropped.mean() - 0.1) < 5 * np.sqrt(0.09 / 10_000)
-    np.testing.assert_array_equal(got[~dropped], np.asarray(labels)[~dropped])
-    chex.assert_trees_all_equal(drop_labels(jax.random.key(2), labels, 10, 0.0), labels)
-    assert (np.asarray(drop_labels(jax.random.key(3), labels, 10, 1.0)) == 10).all()
-    assert got.dtype == labels.dtype
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda n: guided(labelled, n, 9, jnp.ones(2)), ValueError, r"one per label, \(3,\)"),
-        (lambda n: guided(labelled, n[None], 9, 2.0), ValueError, r"a vector, got shape \(1, 3\)"),
-        (lambda n: guided(labelled, n / 2, 9, 2.0), TypeError, "integers, got float32"),
-        (lambda n: guided(labelled, n, 9, 2.0)(noise(4), jnp.zeros(4, int)), ValueError, "3 label"),
-        (lambda n: drop_labels(jax.random.key(1), n, 9, 1.5), ValueError, r"\[0, 1\], got 1.5"),
-        (lambda n: drop_labels(jax.random.key(1), n / 2, 9, 0.1), TypeError, "integers"),
-    ],
-)
-def test_labels_and_scales_that_do_not_fit_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call(jnp.arange(3))
