@@ -14,6 +14,8 @@ from train.errors import UserError
 from train.run_folder import RunFolder
 from train.sample_text import continued
 
+pytestmark = pytest.mark.slow
+
 TEXT = """
 from train.config import Config, LanguageModel, Optim, TextFile, Train
 
