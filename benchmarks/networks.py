@@ -130,7 +130,7 @@ def flax_transformer(width: int, tokens: int, batch: int) -> dict[str, Network]:
 
 def resnet18(batch: int = 16) -> dict[str, Network]:
     """ResNet-18 with group norm for images of 32 x 32."""
-    model = models.get("resnet18", num_classes=CLASSES, norm="group", small_images=True)
+    model = models.get("resnet18", num_classes=CLASSES, norm="group", stem="small")
     return {"fnet": of_layer(model, *classified(batch, 32, 32, 3))}
 
 

@@ -36,7 +36,7 @@ def test_group_norm_changes_no_number_of_parameters_and_needs_no_state(depth):
 
 
 def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
-    model = models.get("resnet18", num_classes=3, norm="group", small_images=True)
+    model = models.get("resnet18", num_classes=3, norm="group", stem="small")
     x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
     other = x * np.asarray([-3.0, 1.0], np.float32)[:, None, None, None]
 
@@ -49,8 +49,8 @@ def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
 
 def test_the_norm_of_a_residual_network_is_in_place_unless_another_is_asked_for():
     params, state = shapes(models.get("resnet18", num_classes=3))
-    assert set(params["layer1"]["0"]["sum"]["body"]["bn1"]) == {"gamma", "beta"}
-    assert set(params["layer2"]["0"]["sum"]["shortcut"]) == {"0", "1"}
+    assert set(params["layer1"]["0"]["bn1"]) == {"gamma", "beta"}
+    assert set(params["layer2"]["0"]["downsample"]) == {"0", "1"}
     assert set(state["bn1"]) == {"running_mean", "running_var"}
 
 
@@ -63,7 +63,7 @@ def test_a_reversible_network_is_about_as_large_as_a_resnet50():
     "model",
     [
         models.get("resnet18", num_classes=7),
-        models.get("resnet50", num_classes=7, small_images=True),
+        models.get("resnet50", num_classes=7, stem="small"),
         models.get("resnet18", num_classes=7, norm="group", activation="relu"),
         models.get("revnet", num_classes=7, widths=(16, 32), blocks=(1, 2)),
         models.get(
@@ -128,8 +128,10 @@ def test_a_reversible_network_equals_itself_without_reversal():
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match=r"depth must be one of \[18, 34, 50, 101, 152\], got 20"):
         models.resnet(20, num_classes=3)
-    with pytest.raises(ValueError, match='norm must be "abn" or "group", got \'batch\''):
-        models.resnet(18, num_classes=3, norm="batch")
+    with pytest.raises(
+        ValueError, match=r"norm must be one of \['abn', 'batch', 'group'\], got 'sync'"
+    ):
+        models.resnet(18, num_classes=3, norm="sync")
     with pytest.raises(ValueError, match=r"got widths=\(8, 9\), blocks=\(1, 1\)"):
         models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
     with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):

@@ -94,7 +94,7 @@ def _eval(argv: list[str]) -> None:
         raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
     evaluate = run.compile_evaluation()
     print(f"{folder.path} after step {restored.step}")
-    for name, value in evaluate(restored.state).items():
+    for name, value in evaluate(restored.state).metrics.items():
         print(f"test/{name} {value:.6g}")
 
 

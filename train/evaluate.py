@@ -1,26 +1,38 @@
 """A trained network's metrics on examples that it has not seen."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
-from train.data import Arrays, evaluation_batches
+from train.data import evaluation_batches
+from train.tasks import Task
+
+
+class Evaluation(NamedTuple):
+    """What a network makes of the held-out examples.
+
+    Attributes:
+      metrics: means over all examples.
+      confusion: [true, predicted]: how many examples, or pixels, of one class were taken
+        for another; None where nothing is classified.
+    """
+
+    metrics: dict[str, float]
+    confusion: np.ndarray | None
 
 
 class Evaluate:
-    """``evaluate(state) -> {metric: mean over all examples}``, compiled when made.
+    """``evaluate(state) -> Evaluation``, compiled when made.
 
     A last partial batch is padded and its padding weighted 0, so that every
     example counts exactly once.
 
     Args:
-      measure: ``(params, model_state, batch) -> {metric: [batch]}``.
-      examples: what is evaluated on.
+      task: its data and its measure.
       batch_size: examples a call.
       shapes: of the train state (``jax.eval_shape``).
 
@@ -29,23 +41,31 @@ class Evaluate:
         and what the compiled program takes beside them.
     """
 
-    def __init__(
-        self,
-        measure: Callable[[Any, Any, Any], dict[str, jax.Array]],
-        examples: Arrays,
-        batch_size: int,
-        shapes: TrainState,
-    ):
-        def added(totals: Any, params: Any, model_state: Any, batch: Any) -> dict[str, jax.Array]:
-            weight = batch["weight"]
-            values = measure(params, model_state, batch) | {"weight": jnp.ones_like(weight)}
-            return {name: totals[name] + (v * weight).sum() for name, v in values.items()}
+    def __init__(self, task: Task, batch_size: int, shapes: TrainState):
+        classes = len(task.dataset.classes)
 
-        self._batches = functools.partial(evaluation_batches, examples, batch_size)
+        def added(totals: Any, params: Any, model_state: Any, batch: Any) -> Any:
+            weight = batch["weight"]
+            metrics, confusion = task.measure(params, model_state, batch)
+            metrics = metrics | {"weight": jnp.ones_like(weight)}
+            sums, counts = totals
+            sums = {name: sums[name] + (v * weight).sum() for name, v in metrics.items()}
+            if confusion is None:
+                return sums, counts
+            weights = weight.reshape(-1, *[1] * (confusion[0].ndim - 1))
+            return sums, counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
+
+        self._batches = functools.partial(evaluation_batches, task.dataset, batch_size)
         batch = next(self._batches())
         arguments = shapes.evaluation_params, shapes.model_state, batch
-        names = jax.eval_shape(measure, *arguments).keys() | {"weight"}
-        self._zeros = {name: np.zeros((), np.float32) for name in sorted(names)}
+        measured = jax.eval_shape(task.measure, *arguments)
+        names = sorted(measured.metrics.keys() | {"weight"})
+        self._scores = task.scores
+        self._counts = measured.confusion[0].size if measured.confusion else 0
+        self._zeros = (
+            {name: np.zeros((), np.float32) for name in names},
+            np.zeros((classes, classes), np.int32) if measured.confusion else None,
+        )
         # Each call waits for the last: a device may run what is independent at once, and hold
         # the temporaries of all of it.
         self._added = jax.jit(added, donate_argnums=0).lower(self._zeros, *arguments).compile()
@@ -53,11 +73,18 @@ class Evaluate:
         held = memory.tree_bytes((shapes, batch))
         self.peak = held + taken.outputs + taken.temporaries + taken.workspace
 
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Means over all examples, with the averaged parameters where they are kept."""
-        totals: Any = jax.device_put(self._zeros)
+    def __call__(self, state: TrainState) -> Evaluation:
+        """Over all held-out examples, with the averaged parameters where they are kept."""
+        found: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
+        totals, counted = jax.device_put(self._zeros), 0
         for batch in self._batches():
+            counted += self._counts
+            if counted >= 2**31:  # a cell of the matrix could overflow
+                found, counted = jax.tree.map(np.add, found, jax.device_get(totals)), self._counts
+                totals = jax.device_put(self._zeros)
             totals = self._added(totals, state.evaluation_params, state.model_state, batch)
-        sums = {name: float(total) for name, total in jax.device_get(totals).items()}
-        weight = sums.pop("weight")
-        return {name: total / weight for name, total in sums.items()}
+        sums, confusion = jax.tree.map(np.add, found, jax.device_get(totals))
+        weight = float(sums.pop("weight"))
+        metrics = {name: float(total) / weight for name, total in sums.items()}
+        metrics |= {} if confusion is None else self._scores(confusion)
+        return Evaluation(metrics, confusion)

@@ -83,7 +83,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             start, state = 0, init(jax.random.key(config.train.seed))
         folder.forget_metrics_after(start)
 
-        step, tested = start, {}
+        step, tested = start, None
         meter = Meter(config.data.batch_size)
         eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
         with (
@@ -107,7 +107,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                     line["train/learning_rate"] = learning_rate(step - 1)
                     if evaluating:
                         tested = evaluate(state)
-                        line |= {f"test/{name}": value for name, value in tested.items()}
+                        line |= {f"test/{name}": value for name, value in tested.metrics.items()}
                     metrics_file.write(json.dumps(line) + "\n")
                     screen.log(step, line, predicted, memory.bytes())
                     meter.restart()
@@ -128,8 +128,12 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             soft_wrap=True,
         )
         return
+    tested = tested or evaluate(state)
+    if tested.confusion is not None:
+        classes = run.task.dataset.classes
+        plots.confusion(tested.confusion, classes, f"{config.name}, step {step}", folder.confusion)
     summary = {
-        "metrics": {f"test/{k}": v for k, v in (tested or evaluate(state)).items()},
+        "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
         "privacy": run.privacy.as_dict(step) if run.privacy else None,
         "noise_scale": noise_scale(lines),
         "steps": step,
@@ -147,6 +151,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     }
     write_whole(folder.summary, as_json(summary))
     words = summary_lines(summary, folder)
+    if tested.confusion is not None:
+        words += f"\nconfusion: {folder.confusion}"
     if run.privacy:
         words += f"\nprivate: {run.privacy.in_words(step)}"
     console.print(words, highlight=False, soft_wrap=True)

@@ -117,6 +117,41 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     figure.savefig(path, dpi=110)
 
 
+def confusion(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
+    """What was taken for what, as a PNG: each row, a true class, as shares of its examples.
+
+    Cells are numbered, and classes named, as far as there is room.
+
+    Args:
+      matrix: [true, predicted], counts.
+      classes: their names.
+      title: above the picture, with the share that is right.
+      path: where it is written.
+    """
+    n = len(matrix)
+    counts = matrix.sum(1, keepdims=True)
+    shares = matrix / np.maximum(counts, 1)
+    side = min(3 + 0.4 * n, 14)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    FigureCanvasAgg(figure)
+    ax = figure.subplots()
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    right = np.trace(matrix) / max(matrix.sum(), 1)
+    ax.set_title(f"{title}: {right:.2%} right", fontsize=10)
+    ax.set_ylabel("true")
+    ax.set_xlabel("predicted")
+    if n <= 50:
+        ax.set_xticks(range(n), classes, rotation=60, ha="right", rotation_mode="anchor")
+        ax.set_yticks(range(n), classes)
+        ax.tick_params(labelsize=8)
+    if n <= 20:
+        for i, j in np.ndindex(n, n):
+            if matrix[i, j]:
+                ink = "white" if shares[i, j] > 0.5 else "black"
+                ax.text(j, i, f"{shares[i, j]:.0%}", ha="center", va="center", color=ink, size=6)
+    figure.savefig(path, dpi=110)
+
+
 def memory(account: Account, title: str, path: Path) -> None:
     """What is kept by layer, and the bytes alive while the compiled step runs, as a PNG.
 

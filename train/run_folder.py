@@ -34,6 +34,7 @@ class RunFolder:
         self.memory = path / "memory.json"
         self.memory_picture = path / "memory.png"
         self.curves = path / "curves.png"
+        self.confusion = path / "confusion.png"
         self.checkpoints = path / "checkpoints"
 
     def read_config(self) -> Config:

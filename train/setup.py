@@ -92,9 +92,8 @@ class Setup(NamedTuple):
         return jax.jit(self.init).lower(jax.random.key(0)).compile()
 
     def compile_evaluation(self, batch_size: int | None = None) -> Evaluate:
-        """``state -> {metric: mean}`` on the test examples, by default in training's batches."""
-        task, batch_size = self.task, batch_size or self.config.data.batch_size
-        return Evaluate(task.measure, task.dataset.test, batch_size, self.state_shapes)
+        """``state -> Evaluation`` on the test examples, by default in training's batches."""
+        return Evaluate(self.task, batch_size or self.config.data.batch_size, self.state_shapes)
 
 
 def setup(config: Config) -> Setup:

@@ -3,6 +3,7 @@
 from fnet.layers.abn import layer as abn
 from fnet.layers.activations import activation
 from fnet.layers.attention_context import apply_context, update_context
+from fnet.layers.batch_norm import batch_norm_layer as batch_norm
 from fnet.layers.causal_conv import causal_conv_layer as causal_conv
 from fnet.layers.conv import avg_pool, conv, global_avg_pool, max_pool
 from fnet.layers.dropout import dropout
@@ -31,6 +32,7 @@ __all__ = [
     "apply_context",
     "attention",
     "avg_pool",
+    "batch_norm",
     "causal_conv",
     "conv",
     "dense",

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from fnet.layer import Layer, Params, State
 
 
-def dropout(rate: float) -> Layer:
+def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
     """``y = x * m / (1 - rate)`` in training, m being 1 with probability 1 - rate, else 0.
 
     Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from
@@ -17,6 +17,9 @@ def dropout(rate: float) -> Layer:
 
     Args:
       rate: the part that is set to 0, in [0, 1).
+      shared_axes: along these, m is the same: (1, 2) drops whole channels of images
+        [N, H, W, C] (Tompson et al., "Efficient Object Localization Using Convolutional
+        Networks", CVPR 2015).
 
     Returns:
       A layer without params or state; ``x`` of any shape, in its dtype. In training with
@@ -49,16 +52,17 @@ def dropout(rate: float) -> Layer:
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "
                 "or train=False"
             )
-        return _dropped(key, x, rate), state
+        drawn = tuple(1 if i in shared_axes else n for i, n in enumerate(x.shape))
+        return _dropped(key, x, rate, drawn), state
 
     return Layer(init, apply)
 
 
-def _dropped(key: Array, x: Array, rate: float) -> Array:
+def _dropped(key: Array, x: Array, rate: float, drawn: tuple[int, ...]) -> Array:
     @jax.checkpoint
     def drop(key: Array, x: Array) -> Array:
         # A clone: JAX's check of reused keys knows no recomputation.
-        kept = jax.random.bernoulli(jax.random.clone(key), 1 - rate, x.shape)
+        kept = jax.random.bernoulli(jax.random.clone(key), 1 - rate, drawn)
         return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
     return drop(key, x)

@@ -1,30 +1,41 @@
 """Whole networks by name."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fnet.layer import Layer
+from fnet.models.deeplab import deeplab
 from fnet.models.denoiser import Denoiser, denoiser
+from fnet.models.densenet import densenet
 from fnet.models.language_model import LanguageModel, language_model
 from fnet.models.mlp import mlp
 from fnet.models.preact_resnet import preact_resnet
-from fnet.models.resnet import DEPTHS, resnet
+from fnet.models.resnet import resnet
+from fnet.models.resnext import resnext
 from fnet.models.revnet import revnet
+from fnet.models.wider_resnet import wider_resnet
 
 MODELS: dict[str, Callable[..., Layer]] = {
     "mlp": mlp,
     "preact_resnet": preact_resnet,
     "revnet": revnet,
 }
-MODELS |= {f"resnet{depth}": functools.partial(resnet, depth) for depth in DEPTHS}
+MODELS |= {f"resnet{depth}": partial(resnet, depth) for depth in (18, 34, 50, 101, 152)}
+MODELS |= {f"resnext{depth}": partial(resnext, depth) for depth in (50, 101, 152)}
+MODELS |= {f"densenet{depth}": partial(densenet, depth) for depth in (121, 169, 201, 264)}
+for _depth in (16, 20, 38):
+    MODELS[f"wider_resnet{_depth}"] = partial(wider_resnet, _depth)
+    MODELS[f"wider_resnet{_depth}_a2"] = partial(wider_resnet, _depth, a2=True)
 
 
 def get(name: str, **options: Any) -> Layer:
     """A network by name.
 
     Args:
-      name: ``mlp``, ``preact_resnet``, ``resnet18`` to ``resnet152``, ``revnet``.
+      name: ``mlp``, ``preact_resnet``, ``revnet``, ``resnet18`` to ``resnet152``,
+        ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
+        ``wider_resnet16`` to ``wider_resnet38`` and each with ``_a2``.
       **options: of the function of that name in this room.
 
     Raises:
@@ -39,11 +50,15 @@ __all__ = [
     "MODELS",
     "Denoiser",
     "LanguageModel",
+    "deeplab",
     "denoiser",
+    "densenet",
     "get",
     "language_model",
     "mlp",
     "preact_resnet",
     "resnet",
+    "resnext",
     "revnet",
+    "wider_resnet",
 ]

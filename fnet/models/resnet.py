@@ -1,27 +1,35 @@
-"""Residual networks with in-place activated batch norm, or with group norm."""
+"""Residual networks with in-place activated batch norm, or another norm."""
+
+import functools
+from collections.abc import Sequence
 
 from fnet import layers
-from fnet.layer import Layer, residual, serial
+from fnet.layer import Layer, serial
+from fnet.models import norm_activation
+from fnet.models.backbone import backbone, input_stem, stage_dilations
+from fnet.models.norm_activation import NormActivation
+from fnet.models.residual_blocks import post_activation
 
 DEPTHS = {
-    18: ("basic", (2, 2, 2, 2)),
-    34: ("basic", (3, 4, 6, 3)),
-    50: ("bottleneck", (3, 4, 6, 3)),
-    101: ("bottleneck", (3, 4, 23, 3)),
-    152: ("bottleneck", (3, 8, 36, 3)),
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
 }
-"""Kind of block and blocks a stage, by depth (He et al. 2015, table 1)."""
+"""Blocks a stage, by depth (He et al. 2015, table 1): bottlenecks from 50 on."""
 
 
 def resnet(
     depth: int,
     *,
-    num_classes: int,
+    num_classes: int | None,
     in_channels: int = 3,
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
-    norm: str = "abn",
-    small_images: bool = False,
+    norm: str | NormActivation = "abn",
+    stem: str = "7x7",
+    dilation: Sequence[int] = (1, 1, 1, 1),
 ) -> Layer:
     """A residual network for images.
 
@@ -31,77 +39,46 @@ def resnet(
 
     Args:
       depth: 18, 34, 50, 101 or 152.
-      num_classes: length of the logits.
+      num_classes: length of the logits; None: the four stages' outputs instead.
       in_channels: channels of the images.
       activation: after every norm but a block's last, and after every sum.
       activation_param: its slope or alpha.
-      norm: ``"abn"``: `fnet.abn`. ``"group"``: group norm with 32 groups and then the
-        activation, as Wu and He 2018; no example depends on another.
-      small_images: True: the stem is a 3x3 convolution of stride 1, for images of
-        about 32 x 32. False: 7x7 of stride 2 and a 3x3 maximum of stride 2.
+      norm: ``"abn"``: `fnet.abn`; ``"batch"``: plain batch norm; ``"group"``: group norm
+        with 32 groups; or what makes a norm and activation, see `norm_activation.find`.
+      stem: ``"7x7"``, ``"3x3"`` (three of them) or ``"small"`` (one, for images of about
+        32 x 32, which leaves their size).
+      dilation: of the 3x3 convolutions of each stage; a stage that is dilated has no
+        stride (and the first one no maximum before it).
 
     Returns:
-      A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes]. Names
-      follow torchvision's: ``conv1``, ``bn1``, ``layer1`` to ``layer4``, ``fc``.
+      A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes], or a tuple of
+      four features. Names follow torchvision's: ``conv1``, ``bn1``, ``layer1`` to
+      ``layer4``, ``fc``.
 
     Raises:
-      ValueError: for another depth or norm.
+      ValueError: for another depth, norm, stem or number of dilations.
     """
     if depth not in DEPTHS:
         raise ValueError(f"resnet: depth must be one of {sorted(DEPTHS)}, got {depth}")
-    if norm not in ("abn", "group"):
-        raise ValueError(f'resnet: norm must be "abn" or "group", got {norm!r}')
-    kind, blocks = DEPTHS[depth]
-    expansion = 4 if kind == "bottleneck" else 1
-
-    def normalized(name: str, channels: int, act: str) -> dict[str, Layer]:
-        """The norm of that name and the activation behind it, in one layer or in two."""
-        if norm == "abn":
-            return {name: layers.abn(channels, activation=act, activation_param=activation_param)}
-        layer = {name: layers.group_norm(channels)}
-        if act != "identity":
-            layer[f"{name}_act"] = layers.activation(act, activation_param)
-        return layer
-
-    def convolution(n_in: int, n_out: int, window: int, stride: int = 1) -> Layer:
-        pad = [(window // 2, window // 2)] * 2
-        return layers.conv(n_in, n_out, window, stride=stride, padding=pad, bias=False)
-
-    def block(n_in: int, width: int, stride: int) -> Layer:
-        n_out = width * expansion
-        # (window, output channels, stride) of each convolution.
-        plan = [(3, width, stride), (3, width, 1)]
-        if kind == "bottleneck":
-            plan = [(1, width, 1), (3, width, stride), (1, n_out, 1)]
-        body, channels = {}, n_in
-        for i, (window, out, step) in enumerate(plan, start=1):
-            body[f"conv{i}"] = convolution(channels, out, window, step)
-            body |= normalized(f"bn{i}", out, "identity" if i == len(plan) else activation)
-            channels = out
-        shortcut = None
-        if (n_in, stride) != (n_out, 1):
-            shortcut = serial(
-                convolution(n_in, n_out, 1, stride),
-                *normalized("bn", n_out, "identity").values(),
-            )
-        return serial(
-            sum=residual(serial(**body), shortcut),
-            act=layers.activation(activation, activation_param),
-        )
-
-    stem = {
-        "conv1": convolution(in_channels, 64, 3 if small_images else 7, 1 if small_images else 2)
-    }
-    stem |= normalized("bn1", 64, activation)
-    if not small_images:
-        stem["maxpool"] = layers.max_pool(3, stride=2, padding=1)
-    stages, n_in = {}, 64
-    for i, count in enumerate(blocks):
-        width, stage = 64 * 2**i, []
+    dilations = stage_dilations("resnet", dilation, 4)
+    make = norm_activation.find("resnet", norm)
+    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    act = layers.activation(activation, activation_param)
+    children = input_stem(stem, in_channels, 64, normed, last_norm=True)
+    if dilations[0] > 1:
+        children.pop("pool", None)
+    n_in = 64
+    for i, (count, spread) in enumerate(zip(DEPTHS[depth], dilations, strict=True)):
+        width, blocks = 64 * 2**i, []
+        channels = (width, width) if depth < 50 else (width, width, 4 * width)
         for j in range(count):
-            stage.append(block(n_in, width, 2 if i > 0 and j == 0 else 1))
-            n_in = width * expansion
-        stages[f"layer{i + 1}"] = serial(*stage)
-    return serial(
-        **stem, **stages, avgpool=layers.global_avg_pool(), fc=layers.dense(n_in, num_classes)
-    )
+            stride = 2 if i and not j and spread == 1 else 1
+            blocks.append(
+                post_activation(n_in, channels, normed, act, stride=stride, dilation=spread)
+            )
+            n_in = channels[-1]
+        children[f"layer{i + 1}"] = serial(*blocks)
+    head = None
+    if num_classes is not None:
+        head = {"avgpool": layers.global_avg_pool(), "fc": layers.dense(n_in, num_classes)}
+    return backbone(children, [f"layer{i}" for i in range(1, 5)], head)

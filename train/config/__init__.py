@@ -7,7 +7,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from train.config.data import Digits, Synthetic, TextFile
-from train.config.model import Denoiser, LanguageModel, Mlp, PreactResNet, ResNet, RevNet
+from train.config.generative import Denoiser, LanguageModel
 from train.config.section import Section
 from train.config.training import (
     Checkpoint,
@@ -18,6 +18,16 @@ from train.config.training import (
     Optim,
     PerExample,
     Train,
+)
+from train.config.vision import (
+    DeepLab,
+    DenseNet,
+    Mlp,
+    PreactResNet,
+    ResNet,
+    ResNeXt,
+    RevNet,
+    WiderResNet,
 )
 from train.errors import UserError, nearest
 
@@ -33,7 +43,17 @@ class Config(Section):
     )
     """Training and test examples."""
     model: Annotated[
-        PreactResNet | ResNet | RevNet | Mlp | LanguageModel | Denoiser, Field(discriminator="name")
+        PreactResNet
+        | ResNet
+        | ResNeXt
+        | WiderResNet
+        | DenseNet
+        | RevNet
+        | Mlp
+        | DeepLab
+        | LanguageModel
+        | Denoiser,
+        Field(discriminator="name"),
     ] = field(default_factory=PreactResNet)
     """The network."""
     optim: Optim = field(default_factory=Optim)
@@ -52,7 +72,18 @@ class Config(Section):
 
 _VARIANTS = {
     "data": (Digits, Synthetic, TextFile),
-    "model": (PreactResNet, ResNet, RevNet, Mlp, LanguageModel, Denoiser),
+    "model": (
+        PreactResNet,
+        ResNet,
+        ResNeXt,
+        WiderResNet,
+        DenseNet,
+        RevNet,
+        Mlp,
+        DeepLab,
+        LanguageModel,
+        Denoiser,
+    ),
     "grad": (Mean, Microbatch, PerExample, Clipped),
 }
 _ADAPTER = TypeAdapter(Config)

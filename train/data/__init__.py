@@ -14,16 +14,18 @@ class Dataset(NamedTuple):
     """A data source, split.
 
     Attributes:
-      train: training examples; of a text, where each row begins.
-      test: held-out examples, seen by no step, as ``augment`` would give them.
+      train: training examples, or where they are: of a text, where each row begins.
+      test: held-out examples, seen by no step, or where they are.
       classes: their names, by label; () where there are none.
-      augment: ``(batch, generator) -> batch`` makes training batches of rows of ``train``.
+      augment: ``(rows, generator) -> batch`` makes training batches of rows of ``train``.
+      prepare: ``rows -> batch`` makes batches of rows of ``test``; by default they are one.
     """
 
     train: Arrays
     test: Arrays
     classes: tuple[str, ...]
     augment: Callable[[Arrays, np.random.Generator], Arrays]
+    prepare: Callable[[Arrays], Arrays] = lambda rows: rows
 
 
 def size(arrays: Arrays) -> int:
@@ -68,13 +70,14 @@ def training_batches(dataset: Dataset, batch_size: int, seed: int) -> grain.Data
     )
 
 
-def evaluation_batches(arrays: Arrays, batch_size: int) -> Iterator[Arrays]:
-    """Every example once, in order; the last batch is padded.
+def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:
+    """Every held-out example once, in order; the last batch is padded.
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for padding.
     """
-    for start in range(0, size(arrays), batch_size):
-        yield padded({k: a[start : start + batch_size] for k, a in arrays.items()}, batch_size)
+    for start in range(0, size(dataset.test), batch_size):
+        rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
+        yield padded(dataset.prepare(rows), batch_size)
 
 
 def padded(batch: Arrays, rows: int) -> Arrays:

@@ -8,7 +8,7 @@ from train.config import Config, Denoiser, LanguageModel
 from train.data import batch_of
 from train.errors import UserError
 from train.tasks import classification, diffusion, language
-from train.tasks.task import Task
+from train.tasks.task import Measured, Task
 
 _TASKS: dict[type, Any] = {LanguageModel: language, Denoiser: diffusion}
 
@@ -32,4 +32,4 @@ def build(config: Config) -> Task:
     return task
 
 
-__all__ = ["Task", "build"]
+__all__ = ["Measured", "Task", "build"]

@@ -11,7 +11,7 @@ from fnet.diffusion import Schedule, schedules
 from train.config import Config, Denoiser
 from train.data import Dataset
 from train.tasks import images
-from train.tasks.task import Batch, Task
+from train.tasks.task import Batch, Measured, Task
 
 
 def schedule_of(model: Denoiser) -> Schedule:
@@ -68,9 +68,9 @@ def build(config: Config) -> Task:
         each, state = losses(params, state, batch, label, noise, dropout)
         return each, fnet.Aux(state, {})
 
-    def measure(params: Any, state: Any, batch: Batch) -> dict[str, Array]:
+    def measure(params: Any, state: Any, batch: Batch) -> Measured:
         # The same noise for the same examples each time, so that evaluations compare.
         each, _ = losses(params, state, batch, batch["label"], jax.random.key(0), None)
-        return {"loss": each}
+        return Measured({"loss": each})
 
     return Task(dataset, model, loss, measure)

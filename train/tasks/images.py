@@ -3,11 +3,29 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from jax import Array
+
 from train.config import Config, Digits, Synthetic
 from train.data import Dataset, digits, synthetic
 from train.errors import UserError
 
 _SOURCES: dict[type, Callable[[Any], Dataset]] = {Digits: digits.load, Synthetic: synthetic.load}
+
+
+def normalized(config: Config, image: Array) -> Array:
+    """Images [..., H, W, C] as the network takes them.
+
+    Bytes become (x / 255 - mean) / std, channel by channel, float32; what is floating
+    already stays as it is.
+    """
+    if image.dtype != np.uint8:
+        return image
+    mean, std = (
+        np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
+        for name in ("mean", "std")
+    )
+    return (image.astype(np.float32) / 255 - mean) / std
 
 
 def load(config: Config) -> Dataset:

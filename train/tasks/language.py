@@ -10,7 +10,7 @@ from train.config import Config, LanguageModel, TextFile
 from train.data import text_file
 from train.data.tokens import tokens_of
 from train.errors import UserError
-from train.tasks.task import Batch, Task
+from train.tasks.task import Batch, Measured, Task
 
 
 def model_of(config: Config) -> fnet.models.LanguageModel:
@@ -62,8 +62,8 @@ def build(config: Config) -> Task:
         each, state = losses(params, state, batch, key, config.optim.label_smoothing)
         return each, fnet.Aux(state, {})
 
-    def measure(params: Any, state: Any, batch: Batch) -> dict[str, Array]:
+    def measure(params: Any, state: Any, batch: Batch) -> Measured:
         each, _ = losses(params, state, batch, None, 0.0)
-        return {"loss": each}
+        return Measured({"loss": each})
 
     return Task(dataset, model, loss, measure)

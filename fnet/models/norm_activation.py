@@ -1,0 +1,43 @@
+"""The norm and the activation of a network for images, in one layer, by name."""
+
+from collections.abc import Callable
+
+from fnet import layers
+from fnet.layer import Layer, serial
+
+NormActivation = Callable[..., Layer]
+"""``(channels, *, activation, activation_param) -> Layer``: a norm and the activation behind it."""
+
+
+def group(channels: int, *, activation: str, activation_param: float) -> Layer:
+    """Group norm with 32 groups (Wu, He 2018), then the activation."""
+    return serial(
+        norm=layers.group_norm(channels), act=layers.activation(activation, activation_param)
+    )
+
+
+NORMS: dict[str, NormActivation] = {
+    "abn": layers.abn,
+    "batch": layers.batch_norm,
+    "group": group,
+}
+
+
+def find(where: str, norm: str | NormActivation) -> NormActivation:
+    """The norm of that name; what is none already is given back.
+
+    Args:
+      where: whose argument it is, for the message.
+      norm: ``"abn"``: `fnet.abn`, which keeps its output alone. ``"batch"``: plain batch
+        norm, gamma of any sign, for weights trained with it elsewhere. ``"group"``: group
+        norm, by which no example depends on another. Or ``(channels, *, activation,
+        activation_param) -> Layer``.
+
+    Raises:
+      ValueError: for another name.
+    """
+    if callable(norm):
+        return norm
+    if norm not in NORMS:
+        raise ValueError(f"{where}: norm must be one of {sorted(NORMS)}, got {norm!r}")
+    return NORMS[norm]
