@@ -1,36 +1,67 @@
 """Optimizers and learning rate schedules by name, all of them optax's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-SCHEDULES = ("constant", "cosine", "linear")
+SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
 
 
 def make_schedule(
-    name: str, learning_rate: float, steps: int, *, warmup_steps: int = 0
+    name: str,
+    learning_rate: float,
+    steps: int,
+    *,
+    warmup_steps: int = 0,
+    decay_steps: Sequence[float] = (),
+    decay_rate: float = 0.1,
 ) -> optax.Schedule:
     """The learning rate at each step.
 
     Args:
       name: ``constant``; ``cosine`` (Loshchilov & Hutter 2017) or ``linear``,
-        both down to 0 at ``steps``.
+        both down to 0 at ``steps``; ``step`` and ``exponential``, times ``decay_rate``
+        every ``decay_steps[0]`` steps, at once or gradually; ``multistep``, times
+        ``decay_rate`` at each of ``decay_steps``.
       learning_rate: the highest value.
       steps: the length of the run, warmup included.
       warmup_steps: linear from 0 to ``learning_rate`` over that many steps first.
+      decay_steps: of ``step``, ``multistep`` and ``exponential``, counted from the
+        beginning of the run (of ``exponential``, from the end of the warmup).
+      decay_rate: likewise.
 
     Raises:
-      ValueError: for an unknown name, or a warmup that is longer than the run.
+      ValueError: for an unknown name, a warmup that is longer than the run, or decay
+        steps that are missing or not above 0.
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
     rest = max(steps - warmup_steps, 1)
+    if name in ("step", "multistep", "exponential"):
+        wanted = "some" if name == "multistep" else "one"
+        if not decay_steps or min(decay_steps) <= 0 or (len(decay_steps) > 1 and wanted == "one"):
+            raise ValueError(
+                f"schedule: {name} needs {wanted} decay_steps above 0, got {tuple(decay_steps)}"
+            )
+
+    def falls() -> optax.Schedule:
+        every = decay_steps[0]
+        at = np.arange(every, steps, every) if name == "step" else decay_steps
+        scales: dict[int, float] = {}
+        for place in (max(round(s) - warmup_steps, 0) for s in at):
+            scales[place] = scales.get(place, 1.0) * decay_rate
+        return optax.piecewise_constant_schedule(learning_rate, scales)
+
     after: dict[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(learning_rate),
         "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
         "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
+        "step": falls,
+        "multistep": falls,
+        "exponential": lambda: optax.exponential_decay(learning_rate, decay_steps[0], decay_rate),
     }
     if name not in after:
         raise ValueError(f"schedule: expected one of {SCHEDULES}, got {name!r}")
@@ -51,6 +82,7 @@ def make_optimizer(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
+    classifier_scale: float | None = None,
 ) -> optax.GradientTransformation:
     """A gradient transformation from optax.
 
@@ -62,6 +94,8 @@ def make_optimizer(
       weight_decay: times the parameter, on kernels only (`decayed`): decoupled
         for ``adamw`` and ``lion``, added to the gradient otherwise.
       clip_norm: largest global norm of the gradient, or None.
+      classifier_scale: learning rate of the last layer (`in_classifier`), in learning
+        rates of the others; None: the same.
 
     Raises:
       ValueError: for an unknown name.
@@ -80,6 +114,8 @@ def make_optimizer(
             rule = optax.chain(optax.add_decayed_weights(weight_decay, mask=decayed), rule)
     else:
         raise ValueError(f"optimizer: expected one of {OPTIMIZERS}, got {name!r}")
+    if classifier_scale is not None:  # every rule here is linear in its learning rate
+        rule = optax.chain(rule, optax.masked(optax.scale(classifier_scale), in_classifier))
     return rule if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), rule)
 
 
@@ -87,4 +123,15 @@ def decayed(params: Any) -> Any:
     """Which leaves weight decay applies to: those named ``kernel``, not biases or norms."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: getattr(path[-1], "key", None) == "kernel", params
+    )
+
+
+CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
+"""What `fnet.models` call their last layer."""
+
+
+def in_classifier(params: Any) -> Any:
+    """Which leaves are of the layer that makes logits: those under one of `CLASSIFIERS`."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: getattr(path[0], "key", None) in CLASSIFIERS, params
     )

@@ -108,7 +108,12 @@ def setup(config: Config) -> Setup:
     o = config.optim
     try:
         schedule = optim.make_schedule(
-            o.schedule, o.learning_rate, steps, warmup_steps=o.warmup_steps
+            o.schedule,
+            o.learning_rate,
+            steps,
+            warmup_steps=o.warmup_steps,
+            decay_steps=[epochs * steps_per_epoch for epochs in o.decay_epochs],
+            decay_rate=o.decay_rate,
         )
     except ValueError as error:
         raise UserError(f"optim: {error}") from error
@@ -120,6 +125,8 @@ def setup(config: Config) -> Setup:
         nesterov=o.nesterov,
         weight_decay=o.weight_decay,
         clip_norm=o.clip_norm,
+        classifier_scale=o.classifier_learning_rate
+        and o.classifier_learning_rate / o.learning_rate,
     )
 
     mode, optimizer = _mode(config, privacy, plain)
@@ -129,6 +136,13 @@ def setup(config: Config) -> Setup:
 
     step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
+    if o.classifier_learning_rate and not any(
+        jax.tree.leaves(optim.in_classifier(state_shapes.params))
+    ):
+        raise UserError(
+            f"optim.classifier_learning_rate: the network {config.model.name} has no layer that is "
+            f"named one of {', '.join(sorted(optim.CLASSIFIERS))}"
+        )
     batch_shapes = _batch_shapes(task, config)
     if isinstance(config.grad, PerExample | Clipped):
         try:  # not every network has a gradient per example

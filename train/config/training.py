@@ -16,14 +16,20 @@ class Optim(Section):
     """The update rule."""
     learning_rate: Positive = 0.1
     """Its highest value."""
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    """How the learning rate falls: not at all, or to 0 at the end of the run."""
+    schedule: Literal["constant", "cosine", "linear", "step", "multistep", "exponential"] = "cosine"
+    """How the learning rate falls: not at all, to 0 at the end of the run, or by decay_rate."""
+    decay_epochs: tuple[Positive, ...] = (30.0,)
+    """When it is multiplied: every so many epochs (step, exponential), or at each (multistep)."""
+    decay_rate: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """By what step, multistep and exponential multiply the learning rate."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps over which the learning rate first rises from 0."""
     momentum: Share = 0.9
     """Of sgd."""
     nesterov: bool = False
     """Whether sgd's momentum looks ahead (Nesterov)."""
+    classifier_learning_rate: Positive | None = None
+    """Highest learning rate of the layer that makes logits; that of the others by default."""
     weight_decay: NonNegative = 0.0
     """On kernels only, never on biases or norms."""
     clip_norm: Positive | None = None
