@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config
-from train.config.section import Count, Seed
+from train.config.section import Count, Positive, Seed
 from train.errors import UserError, nearest
 
 
@@ -43,6 +43,60 @@ class MemoryArguments:
     """data.batch_size by another name; auto is the largest that fits."""
     out: str | None = None
     """Folder for memory.json and memory.png; runs/NAME-memory by default."""
+
+
+@dataclass(frozen=True)
+class ImportArguments:
+    """Makes a run that begins with weights from elsewhere."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    """Fields of the config."""
+    out: str | None = None
+    """The run's folder; runs/NAME by default."""
+    new_classifier: bool = False
+    """Leave what makes the logits at its initial values, for other classes."""
+    trained_with: Literal["abn", "batch"] | None = None
+    """The norm of the weights, where the network has the other and is to have them changed."""
+
+
+@dataclass(frozen=True)
+class ExportArguments:
+    """Writes a run's weights as safetensors."""
+
+    out: str | None = None
+    """The file; weights.safetensors in the run's folder by default."""
+    names: Literal["reference", "torchvision"] = "reference"
+    """What arrays are called: as in mapillary/inplace_abn, or, of a ResNet, in torchvision."""
+    for_norm: Literal["abn", "batch"] | None = None
+    """The norm that will use the weights, to change them for it if the network has the other."""
+
+
+@dataclass(frozen=True)
+class EvalArguments:
+    """Measures a trained network on its test examples."""
+
+    crops: Literal[1, 10] | None = None
+    """Of each image of an image folder: the middle, or that, the corners and all their mirrors."""
+    image_size: Count | None = None
+    """Height and width of what the network sees, where it was trained on another."""
+    resize: Count | None = None
+    """Shorter side of images of an image folder before they are cut."""
+    scales: tuple[Positive, ...] = ()
+    """Sizes at which each image is segmented, 1 as in training; probabilities are averaged."""
+    flip: bool = False
+    """Segment the mirror image as well; probabilities are averaged."""
+
+
+@dataclass(frozen=True)
+class PredictArguments:
+    """Says what is in images."""
+
+    top_k: Count = 5
+    """Labels of each image, the likeliest first; of a segmented one, the largest."""
+    json: bool = False
+    """Print the predictions as JSON instead of a table."""
+    out: str | None = None
+    """Folder for predictions.json and masks; predictions in the run's folder by default."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +137,8 @@ class ImageArguments:
     """The picture; samples.png in the run's folder by default."""
 
 
-T = TypeVar("T", TrainArguments, MemoryArguments)
-S = TypeVar("S", TextArguments, ImageArguments)
+T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)
+S = TypeVar("S", EvalArguments, PredictArguments, TextArguments, ImageArguments, ExportArguments)
 A = TypeVar("A")
 
 

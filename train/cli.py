@@ -1,5 +1,7 @@
 """The ``fnet`` command."""
 
+import itertools
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -11,11 +13,18 @@ USAGE = """\
 usage: fnet COMMAND ...
 
   fnet train CONFIG [--out DIR] [--resume] [--section.field VALUE ...]
-  fnet eval RUN          metrics of a run's last checkpoint on its test examples
+  fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]
+                         metrics of a run's last checkpoint on its test examples, class by class
+  fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]
+                         labels of images, or of their pixels, from a trained model
   fnet memory CONFIG [--budget 4GiB] [--target h100] [--batch-size auto]
                          what training would take, without training; the way that fits
   fnet sample RUN [--prompt TEXT]
                          text or images from a trained model; --help says how to draw
+  fnet import CONFIG WEIGHTS [--out DIR] [--new-classifier] [--section.field VALUE ...]
+                         a run that begins with a torch checkpoint or safetensors
+  fnet export RUN [--out FILE.safetensors] [--names torchvision]
+                         a run's weights as safetensors, with torch's names and layouts
   fnet configs           the recipes, one line each
 
 CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
@@ -48,6 +57,9 @@ def _dispatch(argv: list[str]) -> None:
         "eval": _eval,
         "memory": _memory,
         "sample": _sample,
+        "predict": _predict,
+        "import": _import,
+        "export": _export,
         "configs": _configs,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -75,27 +87,50 @@ def _train(argv: list[str]) -> None:
 
 
 def _eval(argv: list[str]) -> None:
-    given = _positional(argv, "fnet eval RUN")
-    if argv[1:]:
-        raise UserError(f"fnet eval takes one run, got {' '.join(argv)}")
+    given = _positional(argv, "fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]")
+    from train import arguments
     from train.run_folder import RunFolder
 
+    a = arguments.read_options(arguments.EvalArguments, argv[1:], f"fnet eval {given}")
     folder = RunFolder(Path(_run_of(given) or given))
-    config = folder.read_config()
+    folder.read_config()  # answered at once if there is none
 
     _prepare_jax()
-    from train.checkpoint import Checkpoints
-    from train.setup import setup
+    from rich.console import Console
 
-    run = setup(config)
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        restored = checkpoints.restore(run.state_shapes)
-    if restored is None:
-        raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
-    evaluate = run.compile_evaluation()
-    print(f"{folder.path} after step {restored.step}")
-    for name, value in evaluate(restored.state).metrics.items():
-        print(f"test/{name} {value:.6g}")
+    from train.eval_run import evaluate_run
+
+    evaluate_run(folder, a, Console())
+
+
+def _predict(argv: list[str]) -> None:
+    usage = "fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]"
+    given = _positional(argv, usage)
+    images = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[1:]))
+    from train import arguments
+    from train.run_folder import RunFolder
+
+    options = argv[1 + len(images) :]
+    a = arguments.read_options(arguments.PredictArguments, options, f"fnet predict {given}")
+    folder = RunFolder(Path(_run_of(given) or given))
+    config = folder.read_config()
+    if not images:
+        raise UserError(f"say which images: {usage}")
+
+    _prepare_jax()
+    from rich.console import Console
+
+    from train.predict import as_dict, predict, show
+
+    found = predict(folder, config, images, a)
+    if a.json:
+        print(json.dumps(as_dict(found), indent=2))
+    else:
+        show(found, Console())
+    for path, reason in found.unreadable:
+        print(f"fnet: cannot read {path}: {reason}", file=sys.stderr)
+    if found.unreadable:
+        raise SystemExit(2)
 
 
 def _memory(argv: list[str]) -> None:
@@ -148,6 +183,49 @@ def _sample(argv: list[str]) -> None:
     from train.sample_images import draw
 
     print(draw(folder, config, images))
+
+
+def _import(argv: list[str]) -> None:
+    usage = "fnet import CONFIG WEIGHTS [--out DIR] [--new-classifier] [--section.field VALUE]"
+    given, weights = _positional(argv, usage), _positional(argv[1:], usage)
+    from train import arguments, recipes
+
+    defaults = arguments.ImportArguments(recipes.load(given))
+    a = arguments.read(defaults, argv[2:], f"fnet import {given} {weights}")
+    out = Path(a.out or f"runs/{a.config.name}")
+
+    _prepare_jax()
+    from rich.console import Console
+
+    from train.weights import import_weights, report_table
+
+    report = import_weights(
+        a.config,
+        Path(weights),
+        out,
+        new_classifier=a.new_classifier,
+        trained_with=a.trained_with,
+    )
+    console = Console()
+    console.print(report_table(report))
+    words = f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume"
+    console.print(words, highlight=False, soft_wrap=True)
+
+
+def _export(argv: list[str]) -> None:
+    usage = "fnet export RUN [--out FILE.safetensors] [--names reference|torchvision]"
+    given = _positional(argv, usage)
+    from train import arguments
+    from train.run_folder import RunFolder
+
+    a = arguments.read_options(arguments.ExportArguments, argv[1:], f"fnet export {given}")
+    folder = RunFolder(Path(_run_of(given) or given))
+
+    _prepare_jax()
+    from train.weights import export_weights
+
+    out = Path(a.out) if a.out else None
+    print(export_weights(folder, out, names=a.names, for_norm=a.for_norm))
 
 
 def _configs(argv: list[str]) -> None:

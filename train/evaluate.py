@@ -1,6 +1,6 @@
 """A trained network's metrics on examples that it has not seen."""
 
-import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
-from train.data import evaluation_batches
+from train.data import Arrays, evaluation_batches, size
 from train.tasks import Task
 
 
@@ -25,6 +25,20 @@ class Evaluation(NamedTuple):
     confusion: np.ndarray | None
 
 
+class Shown(NamedTuple):
+    """A batch of held-out examples, and what is made of them.
+
+    Attributes:
+      batch: with ``weight`` 0 for what is no example.
+      predictions: [batch, ...], labels.
+      probability: [batch], of each; None where there are several an example.
+    """
+
+    batch: Arrays
+    predictions: np.ndarray
+    probability: np.ndarray | None
+
+
 class Evaluate:
     """``evaluate(state) -> Evaluation``, compiled when made.
 
@@ -35,28 +49,36 @@ class Evaluate:
       task: its data and its measure.
       batch_size: examples a call.
       shapes: of the train state (``jax.eval_shape``).
+      watch: sees each batch before it is evaluated: `UnreadableFiles.watch`.
 
     Attributes:
       peak: bytes held at most while it is called: the whole train state, a batch
         and what the compiled program takes beside them.
     """
 
-    def __init__(self, task: Task, batch_size: int, shapes: TrainState):
+    def __init__(
+        self,
+        task: Task,
+        batch_size: int,
+        shapes: TrainState,
+        watch: Callable[[Iterator[Arrays]], Iterator[Arrays]] = lambda batches: batches,
+    ):
         classes = len(task.dataset.classes)
 
         def added(totals: Any, params: Any, model_state: Any, batch: Any) -> Any:
             weight = batch["weight"]
-            metrics, confusion = task.measure(params, model_state, batch)
+            metrics, confusion, probability = task.measure(params, model_state, batch)
             metrics = metrics | {"weight": jnp.ones_like(weight)}
             sums, counts = totals
             sums = {name: sums[name] + (v * weight).sum() for name, v in metrics.items()}
             if confusion is None:
-                return sums, counts
+                return (sums, counts), None
             weights = weight.reshape(-1, *[1] * (confusion[0].ndim - 1))
-            return sums, counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
+            counts = counts.at[confusion].add(weights.astype(counts.dtype), mode="drop")
+            return (sums, counts), (confusion[1], probability)
 
-        self._batches = functools.partial(evaluation_batches, task.dataset, batch_size)
-        batch = next(self._batches())
+        self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
+        batch = next(evaluation_batches(task.dataset, batch_size))
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
         names = sorted(measured.metrics.keys() | {"weight"})
@@ -77,14 +99,30 @@ class Evaluate:
         """Over all held-out examples, with the averaged parameters where they are kept."""
         found: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, counted = jax.device_put(self._zeros), 0
-        for batch in self._batches():
+        for batch in self._watch(evaluation_batches(self._dataset, self._batch_size)):
             counted += self._counts
             if counted >= 2**31:  # a cell of the matrix could overflow
                 found, counted = jax.tree.map(np.add, found, jax.device_get(totals)), self._counts
                 totals = jax.device_put(self._zeros)
-            totals = self._added(totals, state.evaluation_params, state.model_state, batch)
+            totals, _ = self._added(totals, state.evaluation_params, state.model_state, batch)
         sums, confusion = jax.tree.map(np.add, found, jax.device_get(totals))
         weight = float(sums.pop("weight"))
         metrics = {name: float(total) / weight for name, total in sums.items()}
         metrics |= {} if confusion is None else self._scores(confusion)
         return Evaluation(metrics, confusion)
+
+    def shown(self, state: TrainState, most: int) -> Iterator[Shown]:
+        """What is made of at most so many held-out examples, from the whole of them, evenly.
+
+        By the same program, so that nothing is compiled; nothing where nothing is classified.
+        """
+        if not self._counts:
+            return
+        n = size(self._dataset.test)
+        rows = np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(int)
+        some = {name: a[rows] for name, a in self._dataset.test.items()}
+        for batch in evaluation_batches(self._dataset._replace(test=some), self._batch_size):
+            zeros = jax.device_put(self._zeros)
+            arguments = state.evaluation_params, state.model_state, batch
+            _, (predictions, probability) = jax.device_get(self._added(zeros, *arguments))
+            yield Shown(batch, predictions, probability)

@@ -17,6 +17,7 @@ from train import plots
 from train.account import account
 from train.checkpoint import Checkpoints
 from train.config import Config
+from train.data.unreadable import UnreadableFiles
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
 from train.metrics import Meter, noise_scale
@@ -53,11 +54,15 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         folder.resume(config)
     else:
         folder.begin(config)
-    batches = run.training_batches()
+    unreadable = UnreadableFiles(
+        run.task.dataset, lambda words: console.print(words, highlight=False, soft_wrap=True)
+    )
+    batches = unreadable.watch(run.training_batches())
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         executable, take_step = planned.executable, StepBySize(run, planned)
-        evaluate = run.compile_evaluation(config.data.batch_size // planned.microbatches)
+        size = config.data.batch_size // planned.microbatches
+        evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
         costs = account(run, planned)
@@ -92,7 +97,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             folder.metrics.open("a", buffering=1) as metrics_file,
         ):
             for step in range(start + 1, run.steps + 1):
-                state, metrics = take_step(state, next(batches))
+                state, metrics = take_step(state, meter.take(batches))
                 meter.add(metrics)
                 screen.advance(step)
 
@@ -105,6 +110,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                     line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
                     line |= spent
                     line["train/learning_rate"] = learning_rate(step - 1)
+                    line |= {"unreadable_files": unreadable.count} if unreadable.count else {}
                     if evaluating:
                         tested = evaluate(state)
                         line |= {f"test/{name}": value for name, value in tested.metrics.items()}
@@ -136,6 +142,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
         "privacy": run.privacy.as_dict(step) if run.privacy else None,
         "noise_scale": noise_scale(lines),
+        "unreadable_files": unreadable.count,
         "steps": step,
         "seconds": time.perf_counter() - began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,

@@ -1,7 +1,7 @@
 """Metrics between two lines of the log, averaged, with the rate at which they came."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,18 +23,29 @@ class Meter:
         self.seconds = 0.0
         self._batch_size = batch_size
         self._window: list[dict[str, jax.Array]] = []
-        self._began = time.perf_counter()
+        self.restart()
 
     def restart(self) -> None:
         """Begins a window: what happened since the last one is not a step's time."""
+        self._waited = 0.0
         self._began = time.perf_counter()
+
+    def take(self, batches: Iterator[Any]) -> Any:
+        """The next batch; how long it was waited for is metered."""
+        asked = time.perf_counter()
+        batch = next(batches)
+        self._waited += time.perf_counter() - asked
+        return batch
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """Takes a step's metrics, which may not be computed yet."""
         self._window.append(metrics)
 
     def means(self, step: int) -> dict[str, float]:
-        """Ends the window: the means of its metrics, and ``examples_per_second``.
+        """Ends the window: its metrics' means, ``examples_per_second`` and ``input_wait``.
+
+        The last is the share of the time in which the loop waited for a batch; the device
+        may have been at work meanwhile.
 
         Raises:
           TrainingError: if a loss in it is not finite.
@@ -53,7 +64,10 @@ class Meter:
         means = {f"train/{k}": float(np.mean([m[k] for m in window])) for k in window[0]}
         if means.get("train/grad_sq", 0) > 0:
             means["train/noise_scale"] = means["train/grad_var"] / means["train/grad_sq"]
-        return means | {"examples_per_second": examples / seconds}
+        return means | {
+            "examples_per_second": examples / seconds,
+            "input_wait": self._waited / seconds,
+        }
 
 
 def noise_scale(lines: Sequence[dict[str, Any]]) -> float | None:

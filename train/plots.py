@@ -1,6 +1,7 @@
-"""Pictures of a run: its curves, its memory."""
+"""Pictures of a run: its curves, its memory, what it makes of examples."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from train.account import Account
 from train.metrics import noise_scale_course
+from train.palette import painted, voc_colours
 
 
 def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -24,9 +27,10 @@ def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
       title: above the picture.
       path: where it is written.
     """
-    panels = [_loss, _learning_rate]
-    if any("train/accuracy" in line for line in lines):
-        panels.insert(1, _accuracy)
+    panels: list[Callable[[Axes, Lines], None]] = [_loss, _learning_rate]
+    for name in ("mean_iou", "pixel_accuracy", "accuracy"):
+        if any(f"{split}/{name}" in line for line in lines for split in ("train", "test")):
+            panels.insert(1, functools.partial(_share, name=name))
     if any("privacy/epsilon" in line for line in lines):
         panels.append(_epsilon)
     if any("train/noise_scale" in line for line in lines):
@@ -58,12 +62,12 @@ def _loss(ax: Axes, lines: Lines) -> None:
     ax.legend(frameon=False)
 
 
-def _accuracy(ax: Axes, lines: Lines) -> None:
+def _share(ax: Axes, lines: Lines, name: str) -> None:
     for split, style in (("train", {}), ("test", _TEST)):
-        last = [line[key] for line in lines if (key := f"{split}/accuracy") in line][-1:]
-        label = f"{split} {last[0]:.2%}" if last else None
-        _plot(ax, lines, f"{split}/accuracy", label=label, **style)
-    ax.set_ylabel("accuracy")
+        last = [line[key] for line in lines if (key := f"{split}/{name}") in line][-1:]
+        if last:
+            _plot(ax, lines, f"{split}/{name}", label=f"{split} {last[0]:.2%}", **style)
+    ax.set_ylabel(name.replace("_", " ").replace("iou", "IoU"))
     ax.legend(frameon=False)
 
 
@@ -114,6 +118,71 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     ax.set_title(title, fontsize=9)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
+    figure.savefig(path, dpi=110)
+
+
+def answers(
+    images: np.ndarray, words: Sequence[str], right: Sequence[bool], title: str, path: Path
+) -> None:
+    """Images with what is said of each above it, in red where that is wrong, as a PNG.
+
+    Args:
+      images: [N, H, W, C], uint8, or floating and shown as far as it is in [0, 1]; one channel
+        is shown as ink on paper.
+      words: of each.
+      right: likewise.
+      title: above the picture.
+      path: where it is written.
+    """
+    columns = min(len(images), 6)
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(1.7 * columns, 0.5 + 2.1 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax in axes:
+        ax.axis("off")
+    for ax, image, text, is_right in zip(axes, images, words, right, strict=False):
+        shown = image if image.dtype == np.uint8 else np.clip(image, 0, 1)
+        grey, most = image.shape[-1] == 1, 255 if image.dtype == np.uint8 else 1
+        ax.imshow(shown[..., 0] if grey else shown, cmap="gray_r", vmin=0, vmax=most)
+        ax.set_title(text, fontsize=7, color="black" if is_right else "#cc3311")
+    figure.savefig(path, dpi=110)
+
+
+def segmentations(
+    images: np.ndarray,
+    truths: np.ndarray,
+    predictions: np.ndarray,
+    classes: Sequence[str],
+    title: str,
+    path: Path,
+) -> None:
+    """Images, what is there and what is seen, side by side, with a legend, as a PNG.
+
+    Args:
+      images: uint8 [N, H, W, 3].
+      truths: [N, H, W], labels; those beyond the classes are painted as void.
+      predictions: likewise.
+      classes: names; the legend has those that are there or seen.
+      title: above the picture.
+      path: where it is written.
+    """
+    figure = Figure(figsize=(9, 0.8 + 2.8 * len(images)), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    truths = np.where(truths < len(classes), truths, 255)
+    for row, image, truth, found in zip(
+        figure.subplots(len(images), 3, squeeze=False), images, truths, predictions, strict=True
+    ):
+        pictures = (image, painted(image, truth), painted(image, found))
+        for ax, picture, name in zip(row, pictures, ("image", "truth", "prediction"), strict=True):
+            ax.imshow(picture)
+            ax.set_title(name, fontsize=8)
+            ax.axis("off")
+    there = [i for i in np.union1d(truths, predictions) if i < len(classes)]
+    handles = [Patch(color=voc_colours()[i] / 255, label=_short(classes[i])) for i in there]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7, frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -57,6 +57,7 @@ class Screen:
             [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
             + [
                 f"{rate:,.0f} examples/s",
+                f"input wait {line['input_wait']:.1%}",
                 f"memory {in_words(seen)} (predicted {in_words(predicted)})",
             ]
         )

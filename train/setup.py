@@ -14,8 +14,9 @@ from jax import Array
 import fnet
 from fnet import TrainState, autodiff, optim
 from train import data
-from train.config import Clipped, Config, Microbatch, PerExample, TextFile
+from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
 from train.data import Dataset, buckets, poisson
+from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.evaluate import Evaluate
 from train.privacy import Privacy, privacy_of
@@ -91,9 +92,12 @@ class Setup(NamedTuple):
         """``key -> TrainState``."""
         return jax.jit(self.init).lower(jax.random.key(0)).compile()
 
-    def compile_evaluation(self, batch_size: int | None = None) -> Evaluate:
+    def compile_evaluation(
+        self, unreadable: UnreadableFiles, batch_size: int | None = None
+    ) -> Evaluate:
         """``state -> Evaluation`` on the test examples, by default in training's batches."""
-        return Evaluate(self.task, batch_size or self.config.data.batch_size, self.state_shapes)
+        size = batch_size or self.config.data.batch_size
+        return Evaluate(self.task, size, self.state_shapes, unreadable.watch)
 
 
 def setup(config: Config) -> Setup:
@@ -217,6 +221,12 @@ def _mode(
     Microbatches of the mean are left to `fnet.variant`.
     """
     grad = config.grad
+    mixed = isinstance(config.data, ImageFolder) and config.data.mixup > 0
+    if isinstance(grad, PerExample | Clipped) and mixed:
+        raise UserError(
+            f"data.mixup: an image that is mixed is two examples, and grad.mode {grad.mode} takes "
+            "each by itself; give data.mixup 0"
+        )
     if isinstance(grad, PerExample):
         return autodiff.per_example(), optimizer
     if not isinstance(grad, Clipped):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from train.config.data import Digits, Synthetic, TextFile
+from train.config.data import Digits, ImageFolder, SegmentationFolder, Synthetic, TextFile
 from train.config.generative import Denoiser, LanguageModel
 from train.config.section import Section
 from train.config.training import (
@@ -38,9 +38,10 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Names the run's folder where none is given."""
-    data: Annotated[Digits | Synthetic | TextFile, Field(discriminator="source")] = field(
-        default_factory=Digits
-    )
+    data: Annotated[
+        Digits | ImageFolder | SegmentationFolder | Synthetic | TextFile,
+        Field(discriminator="source"),
+    ] = field(default_factory=Digits)
     """Training and test examples."""
     model: Annotated[
         PreactResNet
@@ -71,7 +72,7 @@ class Config(Section):
 
 
 _VARIANTS = {
-    "data": (Digits, Synthetic, TextFile),
+    "data": (Digits, ImageFolder, SegmentationFolder, Synthetic, TextFile),
     "model": (
         PreactResNet,
         ResNet,

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from train.config.section import Count, Section, Seed
+from train.config.section import Count, NonNegative, Positive, Section, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,90 @@ class Synthetic(Section):
     """How many labels there are."""
     examples: Count = 256
     """Training images; a quarter as many are held out."""
+
+
+@dataclass(frozen=True)
+class ImageFolder(Section):
+    """Images in one folder a class, as torchvision's ImageFolder reads them."""
+
+    source: Literal["image_folder"] = "image_folder"
+    """Where the examples come from."""
+    path: str = "."
+    """The folder that holds train/ and val/ or test/, each with a folder a class."""
+    held_out: Annotated[str, MinLen(1)] | None = None
+    """The folder in it to test on; without it, val, or else test."""
+    batch_size: Count = 64
+    """Examples a training step."""
+    image_size: Count = 224
+    """Height and width of what the network sees."""
+    crop: Literal["resized", "padded", "reflected", "centre"] = "resized"
+    """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
+    min_area: Annotated[float, Gt(0), Le(1)] = 0.08
+    """Smallest share of the image that a resized crop takes."""
+    padding: Annotated[int, Ge(0)] = 4
+    """Pixels by which padded and reflected crops are moved at most."""
+    flip: bool = True
+    """Mirror every other training image."""
+    jitter: Share = 0.0
+    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    lighting: NonNegative = 0.0
+    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
+    cutout: Annotated[int, Ge(0)] = 0
+    """Side of a square that is cut out of training images, in pixels."""
+    mixup: NonNegative = 0.0
+    """Mix pairs of training images, shares from Beta(mixup, mixup); 0: none are mixed."""
+    resize: Count | None = None
+    """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
+    crops: Literal[1, 10] = 1
+    """Of a test image: the middle, or that and the corners and the mirror images of all."""
+    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
+    """Of each colour, 0 to 1; by default over ImageNet."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each colour, that images are divided by."""
+    workers: Annotated[int, Ge(0)] = 0
+    """Processes that decode; 0: a thread of this one does."""
+    keep: bool = False
+    """Keep what is decoded in memory: each file is read once. Not with resized crops."""
+    max_bad_fraction: Share = 0.01
+    """Share of the files that may be unreadable; they are named and left out."""
+
+
+@dataclass(frozen=True)
+class SegmentationFolder(Section):
+    """Images, each with a mask: an image of the same size whose values are labels."""
+
+    source: Literal["segmentation_folder"] = "segmentation_folder"
+    """Where the examples come from."""
+    path: str = "."
+    """Holds images/ and masks/, or train/ and val/ or test/, each with both."""
+    held_out: Annotated[str, MinLen(1)] | None = None
+    """The folder in it to test on; without it, val, or else test."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Share of the images that is held out, where path itself holds images/ and masks/."""
+    split_seed: Seed = 0
+    """Which images are held out then."""
+    classes: Annotated[int, Ge(2), Le(255)] | None = None
+    """How many labels there are, from 0; without it, the lines of classes.txt in path."""
+    batch_size: Count = 16
+    """Examples a training step."""
+    image_size: Count = 512
+    """Height and width of what the network sees; test images are fitted into it."""
+    scale: tuple[Positive, Positive] = (0.5, 2.0)
+    """Smallest and largest of training images; 1 is as they are tested."""
+    flip: bool = True
+    """Mirror every other training image."""
+    jitter: Share = 0.0
+    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    lighting: NonNegative = 0.0
+    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
+    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
+    """Of each colour, 0 to 1; by default over ImageNet."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each colour, that images are divided by."""
+    workers: Annotated[int, Ge(0)] = 0
+    """Processes that decode; 0: a thread of this one does."""
+    max_bad_fraction: Share = 0.01
+    """Share of the files that may be unreadable; they are named and left out."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """Examples, in batches: what a task trains and is tested on."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import grain
 import numpy as np
+
+if TYPE_CHECKING:
+    import grain
 
 Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""
@@ -19,6 +22,9 @@ class Dataset(NamedTuple):
       classes: their names, by label; () where there are none.
       augment: ``(rows, generator) -> batch`` makes training batches of rows of ``train``.
       prepare: ``rows -> batch`` makes batches of rows of ``test``; by default they are one.
+      explain: of an ``id`` of weight 0, why it is: its file and what is wrong with that; None
+        if nothing is.
+      max_bad_fraction: of the files of a split, so many may be unreadable.
     """
 
     train: Arrays
@@ -26,6 +32,8 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...]
     augment: Callable[[Arrays, np.random.Generator], Arrays]
     prepare: Callable[[Arrays], Arrays] = lambda rows: rows
+    explain: Callable[[int], str | None] = lambda id: None
+    max_bad_fraction: float = 0.0
 
 
 def size(arrays: Arrays) -> int:
@@ -53,31 +61,43 @@ def batch_of(dataset: Dataset, rows: int) -> Arrays:
     return {name: np.broadcast_to(a, (rows, *a.shape[1:])) for name, a in batch.items()}
 
 
-def training_batches(dataset: Dataset, batch_size: int, seed: int) -> grain.DatasetIterator:
+def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.DatasetIterator":
     """Endless augmented batches, reshuffled every epoch, always full.
 
     The iterator's ``get_state()`` is its position as JSON; after ``set_state``
     the same batches follow.
     """
+    import grain  # and JAX with it, which processes that decode images do without
+
     return iter(
         grain.MapDataset.source(_Rows(dataset.train))
         .seed(seed)
         .shuffle()
         .repeat()
-        .batch(batch_size)
+        .batch(batch_size, drop_remainder=True)  # of which there is none: the source is endless
         .random_map(dataset.augment)
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
     )
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:
-    """Every held-out example once, in order; the last batch is padded.
+    """Every held-out example once, in order; the last batch is padded. One is read ahead.
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for padding.
     """
-    for start in range(0, size(dataset.test), batch_size):
+
+    def batch(start: int) -> Arrays:
         rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
-        yield padded(dataset.prepare(rows), batch_size)
+        return padded(dataset.prepare(rows), batch_size)
+
+    starts = range(0, size(dataset.test), batch_size)
+    with concurrent.futures.ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(batch, 0)
+        for start in starts:
+            ready = ahead.result()
+            if start + batch_size in starts:
+                ahead = reader.submit(batch, start + batch_size)
+            yield ready
 
 
 def padded(batch: Arrays, rows: int) -> Arrays:

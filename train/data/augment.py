@@ -5,9 +5,6 @@ from PIL import Image
 
 from train.data import Arrays
 
-LIGHTING = 0.1
-"""Standard deviation of the lighting that goes with a jitter's strength in the literature."""
-
 _GREY = np.array([0.299, 0.587, 0.114])
 # Of the pixels' covariance over ImageNet, in [0, 1]: Krizhevsky et al. 2012, as given in
 # fb.resnet.torch and in mapillary/inplace_abn, scripts/imagenet/transforms.py.

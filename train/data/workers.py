@@ -17,6 +17,7 @@ import queue
 import signal
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +32,8 @@ SLOT = 8 * 2**20
 """Bytes of a piece of shared memory, in which a part of a batch comes back."""
 
 _slots: list[Any] = []  # in a worker
+
+_SPAWN = multiprocessing.get_context("spawn")  # a process that is forked from JAX may hang
 
 
 class Workers:
@@ -103,8 +106,9 @@ class Workers:
             while pending:
                 collect()
         finally:
-            for _, slot, future in pending:
-                future.cancel()
+            for _, slot, future in pending:  # something went wrong with another part
+                if not future.cancel():
+                    concurrent.futures.wait([future])
                 self._free.put(slot)
 
     def _slot(self, *, wait: bool) -> int | None:
@@ -117,16 +121,24 @@ class Workers:
         with self._starting:
             if self._pool is not None:
                 return
-            context = multiprocessing.get_context("spawn")  # what forks JAX may hang
-            self._slots = [
-                context.RawArray(ctypes.c_uint8, SLOT) for _ in range(2 * self._count)
-            ]
+            context = _Context()
+            self._slots = [context.RawArray(ctypes.c_uint8, SLOT) for _ in range(2 * self._count)]
             self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
             for slot in range(len(self._slots)):
                 self._free.put(slot)
             self._pool = concurrent.futures.ProcessPoolExecutor(
                 self._count, context, initializer=_begin, initargs=(self._slots,)
             )
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+
+class _Process(_SPAWN.Process):
+    def terminate(self) -> None:
+        self.kill()  # of SIGTERM it would not end: see _begin
+
+
+class _Context(type(_SPAWN)):  # type: ignore[misc]
+    Process = _Process
 
 
 def _begin(slots: list[Any]) -> None:

@@ -4,13 +4,17 @@ from typing import Any
 
 import jax
 
-from train.config import Config, Denoiser, LanguageModel
+from train.config import Config, DeepLab, Denoiser, LanguageModel
 from train.data import batch_of
 from train.errors import UserError
-from train.tasks import classification, diffusion, language
+from train.tasks import classification, diffusion, language, segmentation
 from train.tasks.task import Measured, Task
 
-_TASKS: dict[type, Any] = {LanguageModel: language, Denoiser: diffusion}
+_TASKS: dict[type, Any] = {
+    DeepLab: segmentation,
+    LanguageModel: language,
+    Denoiser: diffusion,
+}
 
 
 def build(config: Config) -> Task:

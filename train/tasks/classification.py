@@ -1,8 +1,10 @@
 """One label an image: data, network, loss and metrics."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 import fnet
@@ -11,6 +13,9 @@ from train.config import Config, LanguageModel
 from train.data import batch_of
 from train.tasks import images
 from train.tasks.task import Batch, Measured, Task
+
+_TOP = 5
+"""So many of the likeliest labels are looked at, where there are more."""
 
 
 def build(config: Config) -> Task:
@@ -28,20 +33,51 @@ def build(config: Config) -> Task:
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalized(config, batch["image"])
         logits, state = model.apply(params, state, image, key=key, train=True)
-        label = batch["label"]
+
+        def mixed(of: Callable[[Array], Array]) -> Array:
+            """By the first label and, in images that are mixed of two, by the other one."""
+            if "mix" not in batch:
+                return of(batch["label"])
+            mix = batch["mix"]
+            return mix * of(batch["label"]) + (1 - mix) * of(batch["label_2"])
+
         with jax.named_scope("loss"):
             smoothing = config.optim.label_smoothing
-            per_example = losses.cross_entropy(logits, label, smoothing=smoothing)
-        return per_example, fnet.Aux(state, {"accuracy": losses.accuracy(logits, label)})
+            per_example = mixed(
+                lambda label: losses.cross_entropy(logits, label, smoothing=smoothing)
+            )
+        accuracy = mixed(lambda label: losses.accuracy(logits, label))
+        return per_example, fnet.Aux(state, {"accuracy": accuracy})
+
+    logits_of = logits_by_crop(config, model)
 
     def measure(params: Any, state: Any, batch: Batch) -> Measured:
-        image = images.normalized(config, batch["image"])
-        logits, _ = model.apply(params, state, image, train=False)
-        label = batch["label"]
+        logits, label = logits_of(params, state, batch["image"]), batch["label"]
         metrics = {
             "loss": losses.cross_entropy(logits, label),
             "accuracy": losses.accuracy(logits, label),
         }
-        return Measured(metrics, (label, logits.argmax(-1)))
+        if logits.shape[-1] > _TOP:
+            likeliest = jax.lax.top_k(logits, _TOP)[1]
+            metrics[f"top{_TOP}"] = (likeliest == label[:, None]).any(-1).astype(jnp.float32)
+        probability = jax.nn.softmax(logits.astype(jnp.float32)).max(-1)
+        return Measured(metrics, (label, logits.argmax(-1)), probability)
 
     return Task(dataset, model, loss, measure)
+
+
+def logits_by_crop(config: Config, model: Any) -> Callable[[Any, Any, Array], Array]:
+    """``(params, state, image) -> logits [N, classes]``, in evaluation.
+
+    Images are [N, H, W, C]; or [N, crops, H, W, C], of which logits are averaged, as
+    mapillary/inplace_abn tests its networks.
+    """
+
+    def logits_of(params: Any, state: Any, image: Array) -> Array:
+        crops = image.shape[1:-3]
+        image = images.normalized(config, image.reshape(-1, *image.shape[-3:]))
+        logits, _ = model.apply(params, state, image, train=False)
+        several = logits.reshape(-1, *crops, logits.shape[-1])
+        return several.mean(tuple(range(1, 1 + len(crops))))
+
+    return logits_of

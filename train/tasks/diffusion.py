@@ -9,7 +9,7 @@ import fnet
 from fnet import diffusion, models
 from fnet.diffusion import Schedule, schedules
 from train.config import Config, Denoiser
-from train.data import Dataset
+from train.data import Dataset, batch_of
 from train.tasks import images
 from train.tasks.task import Batch, Measured, Task
 
@@ -28,7 +28,8 @@ def network_of(config: Config) -> tuple[Dataset, models.Denoiser]:
     """
     assert isinstance(config.model, Denoiser)
     dataset = images.load(config)
-    return dataset, config.model.build(dataset.train["image"].shape[1:], len(dataset.classes))
+    shape = batch_of(dataset, 1)["image"].shape[1:]
+    return dataset, config.model.build(shape, len(dataset.classes))
 
 
 def build(config: Config) -> Task:
@@ -53,7 +54,7 @@ def build(config: Config) -> Task:
 
         return diffusion.denoising_losses(
             denoise,
-            2 * batch["image"] - 1,
+            2 * images.in_unit_interval(batch["image"]) - 1,
             noise,
             schedule,
             predicts=section.predicts,

@@ -6,11 +6,15 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from train.config import Config, Digits, Synthetic
-from train.data import Dataset, digits, synthetic
+from train.config import Config, Digits, ImageFolder, Synthetic
+from train.data import Dataset, digits, image_folder, synthetic
 from train.errors import UserError
 
-_SOURCES: dict[type, Callable[[Any], Dataset]] = {Digits: digits.load, Synthetic: synthetic.load}
+_SOURCES: dict[type, Callable[[Any], Dataset]] = {
+    Digits: digits.load,
+    ImageFolder: image_folder.load,
+    Synthetic: synthetic.load,
+}
 
 
 def normalized(config: Config, image: Array) -> Array:
@@ -25,7 +29,12 @@ def normalized(config: Config, image: Array) -> Array:
         np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
         for name in ("mean", "std")
     )
-    return (image.astype(np.float32) / 255 - mean) / std
+    return (in_unit_interval(image) - mean) / std
+
+
+def in_unit_interval(image: Array) -> Array:
+    """Images in [0, 1], float32: bytes / 255; what is floating already stays as it is."""
+    return image.astype(np.float32) / 255 if image.dtype == np.uint8 else image
 
 
 def load(config: Config) -> Dataset:
@@ -37,6 +46,6 @@ def load(config: Config) -> Dataset:
     if type(config.data) not in _SOURCES:
         raise UserError(
             f"data.source: {config.data.source} has no images, which the network "
-            f"{config.model.name} takes; give data.source digits or synthetic"
+            f"{config.model.name} takes; give data.source digits, image_folder or synthetic"
         )
     return _SOURCES[type(config.data)](config.data)

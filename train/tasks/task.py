@@ -19,10 +19,12 @@ class Measured(NamedTuple):
       metrics: {name: [batch]}, to be averaged over all examples.
       confusion: ``(labels, predictions)`` [batch, ...], to be counted in a matrix [true,
         predicted]; labels beyond the classes count nowhere. None where nothing is classified.
+      probability: [batch], of each prediction, where there is one an example.
     """
 
     metrics: dict[str, Array]
     confusion: tuple[Array, Array] | None = None
+    probability: Array | None = None
 
 
 class Task(NamedTuple):

@@ -1,0 +1,24 @@
+"""ImageNet, ResNeXt-101 in place, batch 256, as its authors trained it on several GPUs.
+
+    fnet train imagenet_resnext101 --data.path IMAGENET --data.workers 8
+
+The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 256. Not
+trained here: the published top-1 / top-5 of the reference are 77.70 / 93.78 (224 x
+224), 79.18 / 94.60 (ten crops), 78.98 / 94.56 (320 x 320).
+"""
+
+from dataclasses import replace
+
+from train.config import Config, ResNeXt
+from train.recipes import load
+
+
+def config() -> Config:
+    base = load("imagenet_resnet50")
+    return replace(
+        base,
+        name="imagenet_resnext101",
+        data=replace(base.data, batch_size=256),
+        model=ResNeXt(depth=101, stem="3x3"),
+        optim=replace(base.optim, learning_rate=0.1),
+    )

@@ -1,0 +1,34 @@
+"""Functions of rows that processes without JAX can import."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+
+
+def squares(rows):
+    x = rows["x"]
+    return {"square": x.astype(np.int64) ** 2, "wide": np.repeat(x[:, None], 3, 1).astype(np.uint8)}
+
+
+def large(rows):
+    return {"block": rows["x"][:, None].astype(np.uint8) * np.ones((1, 9 * 2**20), np.uint8)}
+
+
+def modules(rows):
+    n = len(rows["x"])
+    known = [name in sys.modules for name in ("jax", "fnet", "grain", "PIL.Image")]
+    return {"known": np.tile(known, (n, 1)), "process": np.full(n, os.getpid())}
+
+
+def refuses_five(rows):
+    if 5 in rows["x"]:
+        raise ValueError("five")
+    return rows
+
+
+def ends_its_process(rows):
+    if len(rows["x"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rows

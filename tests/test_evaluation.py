@@ -1,0 +1,292 @@
+"""`fnet eval`, and what is measured on held-out images: by class, by crop, by view."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vision_cases
+from program_cases import exit_code, fnet_command
+
+from train import examples
+from train.arguments import EvalArguments
+from train.config import Config, ImageFolder, PreactResNet, Synthetic
+from train.data import evaluation_batches
+from train.evaluate import Evaluate
+from train.run_folder import RunFolder
+from train.setup import setup
+from train.tasks import build
+
+small_deeplab = pytest.fixture(vision_cases.small_deeplab)
+recipes = pytest.fixture(vision_cases.recipes)
+run_of = pytest.fixture(vision_cases.run_of)
+
+MODEL = PreactResNet(widths=(4,), blocks_per_stage=1)
+DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="centre")
+
+
+def begun(config):
+    """A task, and its network as it begins."""
+    task = build(config)
+    return task, jax.jit(task.model.init)(jax.random.key(0))
+
+
+def normalized(image):
+    return ((image / 255 - DATA.mean) / DATA.std).astype(np.float32)
+
+
+def cross_entropies(logits, labels):
+    return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), labels[:, None], -1)[:, 0]
+
+
+@pytest.mark.usefixtures("recipes")
+def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
+    task, network = begun(Config(data=DATA, model=MODEL))
+    batch = next(evaluation_batches(task.dataset, 4))
+    batch |= {"label_2": np.array([1, 2, 0, 0]), "mix": np.float32([1, 0.25, 0.5, 0])}
+    losses, aux = jax.jit(task.loss)(*network, batch, jax.random.key(0))
+    logits, _ = task.model.apply(*network, normalized(batch["image"]), train=True)
+    first, second = (cross_entropies(logits, batch[name]) for name in ("label", "label_2"))
+    expected = batch["mix"] * first + (1 - batch["mix"]) * second
+    chex.assert_trees_all_close(losses, expected, rtol=1e-4)
+    found = np.asarray(logits.argmax(-1))
+    shares = [np.where(found == batch[name], 1.0, 0.0) for name in ("label", "label_2")]
+    expected = batch["mix"] * shares[0] + (1 - batch["mix"]) * shares[1]
+    chex.assert_trees_all_close(aux.metrics["accuracy"], np.float32(expected))
+
+
+@pytest.mark.usefixtures("recipes")
+def test_a_mixed_run_trains_and_is_evaluated_on_what_is_not_mixed(tmp_path):
+    fnet_command("train", "colours.py", "--out", "mixed", "--data.mixup", 0.4, "--train.steps", 2)
+    lines = (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1]).keys() >= {"train/accuracy", "test/accuracy"}
+
+
+@pytest.mark.usefixtures("recipes")
+def test_logits_of_ten_crops_are_averaged():
+    task, network = begun(
+        Config(data=ImageFolder(path="colours", image_size=8, crops=10), model=MODEL)
+    )
+    batch = next(evaluation_batches(task.dataset, 3))
+    assert batch["image"].shape == (3, 10, 8, 8, 3)
+    found = jax.jit(task.measure)(*network, batch)
+    logits = [
+        task.model.apply(*network, normalized(batch["image"][:, i]), train=False)[0]
+        for i in range(10)
+    ]
+    mean = sum(logits) / 10
+    chex.assert_trees_all_close(
+        found.metrics["loss"], cross_entropies(mean, batch["label"]), rtol=1e-4
+    )
+    chex.assert_trees_all_equal(found.confusion[1], mean.argmax(-1))
+    chex.assert_trees_all_close(found.probability, jax.nn.softmax(mean).max(-1), rtol=1e-5)
+    assert "top5" not in found.metrics  # of three classes
+
+
+def test_top5_is_whether_the_label_is_among_the_five_likeliest():
+    task, network = begun(Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL))
+    batch = next(evaluation_batches(task.dataset, 8))
+    found = jax.jit(task.measure)(*network, batch)
+    logits = np.asarray(task.model.apply(*network, jnp.asarray(batch["image"]), train=False)[0])
+    ranks = [
+        int((row > row[label]).sum()) for row, label in zip(logits, batch["label"], strict=True)
+    ]
+    assert {rank < 5 for rank in ranks} == {True, False}  # some of either
+    assert found.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
+
+
+def printed(capsys, *words):
+    fnet_command("eval", *words)
+    return capsys.readouterr().out
+
+
+def test_eval_says_and_writes_every_class_s_accuracy(run_of, capsys):
+    run = run_of("colours")
+    (run / "confusion.png").unlink()
+    shown = printed(capsys, run)
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["step"] == 20
+    assert found["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
+    assert [c["name"] for c in found["classes"]] == list(vision_cases.CLASSES)
+    assert all(c["examples"] == 5 for c in found["classes"])
+    # Of as many examples each, the mean of all classes is that of all examples.
+    mean = np.mean([c["accuracy"] for c in found["classes"]])
+    assert mean == pytest.approx(found["metrics"]["test/accuracy"])
+    assert mean > 0.5
+    for c in found["classes"]:
+        assert f"accuracy of {c['name']} {c['accuracy']:.4f}, 5 examples" in shown
+    for name in ("confusion.png", "examples.png"):
+        assert (run / name).read_bytes().startswith(b"\x89PNG")
+        assert str(run / name) in shown
+
+
+def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
+    run = run_of("halves")
+    shown = printed(capsys, run)
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
+    assert found["metrics"].keys() == {
+        f"test/{name}" for name in ("loss", "mean_iou", "pixel_accuracy", "class_accuracy")
+    }
+    ious = [c["iou"] for c in found["classes"]]
+    assert np.mean(ious) == pytest.approx(found["metrics"]["test/mean_iou"])
+    assert np.mean(ious) > 0.6
+    # Three images of 24 rows, fitted into 16: the first row, and what is beside them, is not counted.
+    dataset = setup(RunFolder(run).read_config()).task.dataset
+    masks = next(evaluation_batches(dataset, 3))["mask"]
+    pixels = [int((masks == label).sum()) for label in range(3)]
+    assert [c["pixels"] for c in found["classes"]] == pixels
+    assert sum(pixels) < masks.size
+    for c in found["classes"]:
+        assert f"IoU of {c['name']} {c['iou']:.4f}, {c['pixels']:,} pixels" in shown
+    assert (run / "examples.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("colours", ("--crops", 10)),
+        ("colours", ("--image-size", 12)),
+        ("colours", ("--resize", 20)),
+        ("halves", ("--scales", 0.75, 1, 1.5)),
+        ("halves", ("--flip",)),
+        ("halves", ("--image-size", 24)),
+    ],
+)
+def test_options_change_what_is_measured(recipe, words, run_of, capsys):
+    run = run_of(recipe)
+    config = (run / "config.json").read_bytes()
+    printed(capsys, run)
+    plain = json.loads((run / "evaluation.json").read_text())
+    printed(capsys, run, *words)
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["options"] != plain["options"]
+    assert found["metrics"].keys() == plain["metrics"].keys()
+    assert found["metrics"]["test/loss"] != plain["metrics"]["test/loss"]
+    assert config == (run / "config.json").read_bytes()
+
+
+def test_of_many_classes_the_worst_are_shown_and_all_are_written(recipes, capsys):
+    (recipes / "many.py").write_text(
+        "from train.config import *\n"
+        "def config(): return Config(\n"
+        "    data=Synthetic(image_size=4, classes=50, examples=400), train=Train(steps=1),\n"
+        "    model=PreactResNet(widths=(4,), blocks_per_stage=1))\n"
+    )
+    fnet_command("train", "many.py", "--out", "many")
+    capsys.readouterr()
+    shown = printed(capsys, "many")
+    assert "the 40 classes of lowest accuracy, of 50:" in shown
+    assert shown.count("accuracy of ") == 40
+    found = json.loads((recipes / "many" / "evaluation.json").read_text())
+    assert len(found["classes"]) == 50
+
+
+def test_unreadable_images_are_named_and_counted(run_of, recipes, capsys):
+    run = run_of("colours")
+    config = run / "config.json"
+    config.write_text(
+        config.read_text().replace('"max_bad_fraction": 0.01', '"max_bad_fraction": 0.5')
+    )
+    (recipes / "colours" / "val" / "red" / "0.png").write_bytes(b"")
+    shown = printed(capsys, run)
+    assert "red/0.png: zero bytes" in shown
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["unreadable_files"] == 1
+    assert [c["examples"] for c in found["classes"]] == [5, 5, 4]
+
+
+@pytest.fixture
+def evaluated(run_of):
+    """Of a finished run: what was set up, what evaluates it, and a state with its shapes."""
+
+    def find(recipe, rows):
+        run = setup(RunFolder(run_of(recipe)).read_config())
+        state = jax.jit(run.init)(jax.random.key(0))
+        return run, Evaluate(run.task, rows, run.state_shapes), state
+
+    return find
+
+
+def test_examples_are_from_the_whole_test_set(evaluated):
+    _, evaluate, state = evaluated("colours", 4)
+    shown = list(evaluate.shown(state, 6))
+    ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in shown])
+    assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # of 15 after 30 in training
+    assert all(len(s.predictions) == len(s.probability) == 4 for s in shown)
+    everything = list(evaluate.shown(state, 100))
+    predictions = np.concatenate([s.predictions[s.batch["weight"] > 0] for s in everything])
+    assert len(predictions) == 15
+    matrix = evaluate(state).confusion
+    assert np.bincount(predictions, minlength=3).tolist() == matrix.sum(0).tolist()
+
+
+def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, monkeypatch, tmp_path):  # fmt: skip
+    run, evaluate, state = evaluated("digits", 32)
+    drawn = {}
+
+    def answers(images, words, right, title, path):
+        drawn.update(images=images, words=words, right=right, title=title)
+
+    monkeypatch.setattr(examples.plots, "answers", answers)
+    assert examples.draw(run, evaluate, state, tmp_path / "a.png")
+    everything = [
+        (s.batch["label"][i] == s.predictions[i], float(s.probability[i]))
+        for s in evaluate.shown(state, 1000)
+        for i in np.flatnonzero(s.batch["weight"])
+    ]
+    wrong = sorted((p for right, p in everything if not right), reverse=True)
+    assert drawn["right"] == [False] * 24  # a network that begins is mostly wrong
+    shares = [f"{p:.0%}" for p in wrong[:24]]
+    assert [words.split("\n")[0].split()[1] for words in drawn["words"]] == shares
+    assert drawn["title"] == f"digits: {len(wrong)} of 360 test images wrong; the surest"
+    assert drawn["images"].shape == (24, 8, 8, 1)
+
+
+def test_what_classifies_nothing_is_measured_without_pictures(recipes, capsys):
+    (recipes / "noise.py").write_text(
+        "from train.config import *\n"
+        "def config(): return Config(\n"
+        "    data=Digits(batch_size=8), train=Train(steps=1), optim=Optim(name='adam'),\n"
+        "    model=Denoiser(patch=4, blocks=1, width=16, heads=2, steps=5))\n"
+    )
+    fnet_command("train", "noise.py", "--out", "noise")
+    capsys.readouterr()
+    shown = printed(capsys, "noise")
+    assert "test/loss" in shown
+    found = json.loads((recipes / "noise" / "evaluation.json").read_text())
+    assert found["classes"] == []
+    assert not list((recipes / "noise").glob("examples.png"))
+    assert not list((recipes / "noise").glob("confusion.png"))
+
+
+MISTAKES = [
+    ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; options for it: none"),
+    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; options for it: --crops, --image-size, --resize"),
+    ("colours", ("--flip",), "--flip: runs/colours is a run of"),
+    ("colours", ("--crops", "5"), "--crops: expected one of 1, 10"),
+    ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),
+    ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
+    ("halves", ("--crops", "10"), "options for it: --image-size, --scales, --flip"),
+    ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
+    ("halves", ("--scales", "0.1"), "--scales: 0.1 leaves images of 2 pixels; at least 8 are needed"),
+    ("halves", ("--scale", "1"), "unknown field --scale (did you mean --scales?)"),
+    ("halves", ("again",), "unexpected again"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "words", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, run_of, capsys):
+    run_of(recipe)
+    assert exit_code("eval", f"runs/{recipe}", *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_option_of_eval_is_for_some_run():
+    for name, field in EvalArguments.__dataclass_fields__.items():
+        assert field.default in (None, (), False), name

@@ -1,0 +1,314 @@
+"""Folders of images in batches: what is found, what is made of it, and what is said otherwise."""
+
+import re
+
+import chex
+import numpy as np
+import pytest
+from image_cases import class_folders, colour, write
+from PIL import Image
+from program_cases import exit_code
+
+from train.config import Config, from_json, to_json
+from train.config.data import ImageFolder
+from train.data import evaluation_batches, image_folder, training_batches
+from train.data.poisson import poisson_batches
+from train.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    class_folders(tmp_path)
+    return tmp_path
+
+
+def load(path, **options):
+    defaults = {"image_size": 8, "batch_size": 4, "crop": "centre", "flip": False, "resize": 8}
+    return image_folder.load(ImageFolder(path=str(path), **defaults | options))
+
+
+def seen(dataset, n=6, size=4, seed=0, after=None):
+    batches = training_batches(dataset, size, seed)
+    if after is not None:
+        batches.set_state(after)
+    return [next(batches) for _ in range(n)], batches
+
+
+def test_a_folder_is_a_class_in_the_order_of_names(folder):
+    write(folder / "train" / "ape" / "deep" / "deeper" / "x.PNG", 40)
+    write(folder / "val" / "ape" / "y.jpeg", 40)
+    data = load(folder)
+    assert data.classes == ("ape", "cat", "dog")
+    assert data.train["label"].tolist() == [0] + [1] * 6 + [2] * 6
+    assert data.test["label"].tolist() == [0] + [1] * 3 + [2] * 3
+    assert data.train["id"].tolist() == list(range(13))
+    assert data.test["id"].tolist() == list(range(13, 20))
+
+
+def test_hidden_files_and_other_files_are_passed_over(folder):
+    before = load(folder).train["id"]
+    write(folder / "train" / "cat" / ".hidden.png")
+    write(folder / "train" / ".cache" / "x.png")
+    (folder / "train" / "cat" / "notes.txt").write_text("no image")
+    (folder / "train" / "Thumbs.db").write_text("no image")
+    chex.assert_trees_all_equal(load(folder).train["id"], before)
+
+
+def test_links_are_followed_but_not_in_circles(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write(elsewhere / "more" / "z.png")
+    (folder / "train" / "cat" / "linked").symlink_to(elsewhere / "more")
+    (folder / "train" / "cat" / "circle").symlink_to(folder / "train" / "cat")
+    (folder / "val" / "dog" / "z.png").symlink_to(elsewhere / "more" / "z.png")
+    data = load(folder)
+    assert (len(data.train["id"]), len(data.test["id"])) == (13, 7)
+
+
+def test_images_are_tested_on_in_val_or_else_in_test_or_where_it_is_said(folder):
+    class_folders(folder / "other", train=2, test=4)
+    (folder / "other" / "val").rename(folder / "test")
+    assert len(load(folder).test["id"]) == 6
+    assert len(load(folder, held_out="test").test["id"]) == 4
+    (folder / "val").rename(folder / "kept")
+    assert len(load(folder).test["id"]) == 4
+    assert len(load(folder, held_out="kept").test["id"]) == 6
+
+
+def test_batches_have_the_images_of_their_ids(folder):
+    data = load(folder)
+    by_id = [2 * i for i in range(6)] + [2 * i + 1 for i in range(6)]  # cats, then dogs
+    for batch in seen(data)[0]:
+        chex.assert_shape(batch["image"], (4, 8, 8, 3))
+        assert batch["image"].dtype == np.uint8
+        assert batch["weight"].tolist() == [1.0] * 4
+        assert (batch["label"] == batch["id"] // 6).all()
+        for image, id in zip(batch["image"], batch["id"], strict=True):
+            assert (image == colour(by_id[id])).all()
+
+
+def test_a_batch_may_be_one_image(folder):
+    assert [b["image"].shape for b in seen(load(folder), 2, size=1)[0]] == [(1, 8, 8, 3)] * 2
+
+
+def test_evaluation_sees_every_image_once_and_pads(folder):
+    batches = list(evaluation_batches(load(folder), 4))
+    assert [b["weight"].tolist() for b in batches] == [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
+    ids = np.concatenate([b["id"][b["weight"] > 0] for b in batches])
+    assert ids.tolist() == list(range(12, 18))
+    assert (batches[0]["image"][0] == colour(0)).all()
+
+
+def test_test_images_are_resized_and_their_middle_is_cut(tmp_path):
+    class_folders(tmp_path, size=(40, 20))
+    image = next(evaluation_batches(load(tmp_path, image_size=14, resize=None), 2))["image"]
+    chex.assert_shape(image, (2, 14, 14, 3))
+    ten = next(evaluation_batches(load(tmp_path, image_size=14, resize=16, crops=10), 2))["image"]
+    chex.assert_shape(ten, (2, 10, 14, 14, 3))
+    chex.assert_trees_all_equal(ten[:, 4], image)
+
+
+EVERYTHING = {
+    "crop": "resized",
+    "flip": True,
+    "jitter": 0.4,
+    "lighting": 0.1,
+    "cutout": 3,
+    "mixup": 0.2,
+}
+
+
+@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "centre"])
+def test_every_augmentation_leaves_shapes_and_dtypes(folder, crop):
+    batch = seen(load(folder, **EVERYTHING | {"crop": crop}), 1)[0][0]
+    chex.assert_tree_shape_prefix(batch, (4,))
+    chex.assert_shape(batch["image"], (4, 8, 8, 3))
+    kinds = {name: a.dtype.name for name, a in batch.items()}
+    assert kinds == {
+        "id": "int32",
+        "label": "int32",
+        "image": "uint8",
+        "weight": "float32",
+        "label_2": "int32",
+        "mix": "float32",
+    }
+
+
+def test_augmentation_differs_from_epoch_to_epoch(tmp_path):
+    rng = np.random.default_rng(0)
+    class_folders(tmp_path, train=4)
+    for path in (tmp_path / "train").rglob("*.png"):
+        Image.fromarray(rng.integers(0, 256, (10, 12, 3), np.uint8)).save(path)
+    first, second = (
+        dict(zip(b["id"], b["image"], strict=True))
+        for b in seen(load(tmp_path, crop="padded"), 2)[0]
+    )
+    assert {*first} == {*second}
+    assert any((first[i] != second[i]).any() for i in first)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_batches_are_the_same_with_any_number_of_processes(folder, workers):
+    here, _ = seen(load(folder, **EVERYTHING))
+    chex.assert_trees_all_equal(seen(load(folder, workers=workers, **EVERYTHING))[0], here)
+
+
+def test_batches_go_on_where_they_stopped_with_other_processes_too(folder):
+    here, batches = seen(load(folder, workers=2, **EVERYTHING), 5)
+    position = batches.get_state()
+    more = [next(batches) for _ in range(4)]
+    chex.assert_trees_all_equal(
+        seen(load(folder, workers=2, **EVERYTHING), 4, after=position)[0], more
+    )
+    chex.assert_trees_all_equal(seen(load(folder, **EVERYTHING), 4, after=position)[0], more)
+    assert not np.array_equal(more[0]["image"], here[0]["image"])
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 1}, {"crops": 10, "resize": 10}])
+def test_what_is_kept_is_what_is_read(folder, options):
+    (folder / "train" / "cat" / "004.png").write_bytes(b"")
+    options |= EVERYTHING | {"crop": "reflected"}
+    read, kept = load(folder, **options), load(folder, keep=True, **options)
+    chex.assert_trees_all_equal(seen(kept)[0], seen(read)[0])
+    expected = list(evaluation_batches(read, 4))
+    chex.assert_trees_all_equal(list(evaluation_batches(kept, 4)), expected)
+    for path in folder.rglob("*.png"):
+        path.unlink()
+    chex.assert_trees_all_equal(list(evaluation_batches(kept, 4)), expected)
+    seen(kept, 12)
+    assert (next(training_batches(kept, 12, 0))["weight"] == 0).sum() == 1
+
+
+def test_resized_crops_are_not_kept(folder):
+    assert "data.keep: resized crops are decoded anew" in refused(folder, keep=True, crop="resized")
+
+
+def test_another_seed_makes_other_batches(folder):
+    data = load(folder)
+    assert any(
+        (a["id"] != b["id"]).any()
+        for a, b in zip(seen(data)[0], seen(data, seed=1)[0], strict=True)
+    )
+
+
+def test_poisson_batches_of_files_are_padded_even_where_none_is_drawn(folder):
+    batches = poisson_batches(load(folder, **EVERYTHING), 1, 0, 8)
+    weights = []
+    for _ in range(12):
+        batch = next(batches)
+        chex.assert_shape(batch["image"], (8, 8, 8, 3))
+        weights.append(batch["weight"].sum())
+    assert 0 in weights
+    assert max(weights) > 0
+
+
+def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(folder):
+    path = folder / "train" / "cat" / "004.png"
+    path.write_bytes(path.read_bytes()[:45])
+    data = load(folder, mean=(0.2, 0.4, 0.6))
+    bad = 2  # the third cat
+    for batch in seen(data)[0]:
+        assert (batch["weight"] == (batch["id"] != bad)).all()
+        assert (batch["image"][batch["id"] == bad] == (51, 102, 153)).all()
+    assert re.fullmatch(re.escape(str(path)) + ": .*truncated.*", data.explain(bad))
+    assert data.explain(0) is None
+    (folder / "val" / "dog" / "005.png").write_bytes(b"")
+    assert data.explain(17) == f"{folder / 'val' / 'dog' / '005.png'}: zero bytes"
+
+
+def refused(path, **options):
+    with pytest.raises(UserError) as caught:
+        load(path, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path):
+    missing = tmp_path / "nowhere"
+    assert refused(missing) == (
+        f"data.path: {missing} does not exist; it is a folder that holds train/ and val/ or test/, "
+        "each with a folder a class"
+    )
+    missing.write_text("a file")
+    assert f"{missing} is no folder" in refused(missing)
+
+
+def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path):
+    assert f"no folder {tmp_path / 'train'}" in refused(tmp_path)
+    assert "it holds no folders" in refused(tmp_path)
+    write(tmp_path / "train" / "cat" / "a.png")
+    message = refused(tmp_path)
+    assert f"no folder {tmp_path / 'val'} or {tmp_path / 'test'} to test on" in message
+    assert message.endswith("there are train")
+    (tmp_path / "valid").mkdir()
+    message = refused(tmp_path, held_out="vald")
+    assert message == f"data.held_out: no folder {tmp_path / 'vald'} (did you mean valid?)"
+
+
+def test_images_that_lie_in_no_class_are_said(tmp_path):
+    for i in range(3):
+        write(tmp_path / "train" / f"{i}.png")
+    (tmp_path / "val").mkdir()
+    assert refused(tmp_path) == (
+        f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
+        "belong into one folder a class"
+    )
+
+
+def test_an_empty_class_is_said_and_what_was_looked_for(folder):
+    for split in ("train", "val"):
+        (folder / split / "empty").mkdir()
+    (folder / "train" / "empty" / "a.txt").write_text("no image")
+    assert refused(folder) == (
+        f"data.path: no image of a class in {folder / 'train' / 'empty'}; looked for files "
+        "*.jpg, *.jpeg, *.png, *.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp"
+    )
+
+
+def test_no_file_at_all_is_said(tmp_path):
+    for split in ("train", "val"):
+        for name in "abcdefg":
+            (tmp_path / split / name).mkdir(parents=True)
+    message = refused(tmp_path)
+    assert message.startswith(f"data.path: no image in {tmp_path / 'train' / 'a'}, ")
+    assert " and 2 more; looked for files *.jpg" in message
+
+
+def test_classes_that_differ_are_named_on_both_sides(folder):
+    for i in range(9):
+        write(folder / "train" / f"new{i}" / "a.png")
+    write(folder / "val" / "old" / "a.png")
+    assert refused(folder) == (
+        f"data.path: the classes differ: only in {folder / 'train'}: new0, new1, new2, new3, new4 "
+        f"and 4 more; only in {folder / 'val'}: old"
+    )
+
+
+def test_a_crop_larger_than_the_image_it_is_cut_from_is_refused(folder):
+    assert "data.resize: 8 is less than data.image_size 9" in refused(folder, image_size=9)
+
+
+def test_the_section_survives_json():
+    config = Config(data=ImageFolder(path="x", crops=10, mean=(0.1, 0.2, 0.3)))
+    assert from_json(to_json(config), "here") == config
+    with pytest.raises(UserError, match=r"data.crops: expected 1 or 10, got 5"):
+        from_json('{"data": {"source": "image_folder", "crops": 5}}', "here")
+
+
+RECIPE = """
+from train.config import Config, PreactResNet
+from train.config.data import ImageFolder
+
+def config():
+    return Config(data=ImageFolder(path="images"), model=PreactResNet(widths=(4,)))
+"""
+
+
+def test_the_program_ends_with_one_line_where_there_are_no_images(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    assert exit_code("train", "recipe.py") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: data.path: images does not exist")
+    assert error.count("\n") == 1
+    assert exit_code("train", "recipe.py", "--data.crop", "square") == 2
+    assert "centre" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""A label for every pixel: the task, its scores, its colours."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import pytest
+import vision_cases
+from program_cases import exit_code
+
+from train.config import Config, DeepLab, Optim, PreactResNet
+from train.config.data import SegmentationFolder
+from train.confusion import accuracy_by_class, iou_by_class, pixel_scores
+from train.data import evaluation_batches
+from train.palette import painted, voc_colours
+from train.tasks import build
+from train.tasks.segmentation import Views, logits_by_view, measuring
+
+small_deeplab = pytest.fixture(vision_cases.small_deeplab)
+recipes = pytest.fixture(vision_cases.recipes)
+
+DATA = SegmentationFolder(path="halves", image_size=16, batch_size=4)
+
+
+@pytest.fixture
+def config(recipes):
+    return Config(data=DATA, model=DeepLab())
+
+
+@pytest.fixture
+def task(config):
+    return build(config)
+
+
+@pytest.fixture
+def network(task):
+    """Parameters and state, as they begin."""
+    return jax.jit(task.model.init)(jax.random.key(0))
+
+
+@pytest.fixture
+def batch(task):
+    return next(evaluation_batches(task.dataset, 3))
+
+
+def likelihoods(logits, size):
+    """Of every pixel's classes, by logits that are interpolated."""
+    whole = (len(logits), *size, logits.shape[-1])
+    return np.asarray(jax.nn.softmax(jax.image.resize(logits, whole, "bilinear", antialias=False)))
+
+
+def logits_of(task, network, image):
+    """Of images as the network takes them."""
+    return task.model.apply(*network, image, train=False)[0]
+
+
+def normalized(image):
+    return ((np.asarray(image) / 255 - DATA.mean) / DATA.std).astype(np.float32)
+
+
+def test_the_loss_is_the_mean_over_the_pixels_that_are_counted(task, network, batch):
+    batch["mask"][1] = 255
+    losses, aux = jax.jit(task.loss)(*network, batch, jax.random.key(0))
+    logits, _ = task.model.apply(*network, normalized(batch["image"]), train=True)
+    found = likelihoods(logits, (16, 16))
+    for i, mask in enumerate(batch["mask"]):
+        counted = mask < 3
+        if i == 1:
+            assert not counted.any()
+            assert losses[i] == aux.metrics["pixel_accuracy"][i] == 0
+            continue
+        assert 0 < counted.sum() < mask.size  # some are not
+        picked = np.take_along_axis(found[i], np.where(counted, mask, 0)[..., None], -1)[..., 0]
+        chex.assert_trees_all_close(losses[i], -np.log(picked)[counted].mean(), rtol=1e-4)
+        right = (found[i].argmax(-1) == mask)[counted].mean()
+        chex.assert_trees_all_close(aux.metrics["pixel_accuracy"][i], right, rtol=1e-5)
+
+
+def test_smoothing_is_a_part_of_the_loss_in_training_alone(config, task, network, batch):
+    smooth = build(dataclasses.replace(config, optim=Optim(label_smoothing=0.2)))
+    key = jax.random.key(0)
+    losses, _ = jax.jit(smooth.loss)(*network, batch, key)
+    assert not np.allclose(losses, jax.jit(task.loss)(*network, batch, jax.random.key(0))[0])
+    chex.assert_trees_all_equal(
+        jax.jit(smooth.measure)(*network, batch), jax.jit(task.measure)(*network, batch)
+    )
+
+
+def test_what_is_measured_is_the_likeliest_class_of_each_pixel(task, network, batch):
+    found = jax.jit(task.measure)(*network, batch)
+    labels, predictions = found.confusion
+    chex.assert_trees_all_equal(labels, batch["mask"])
+    expected = likelihoods(logits_of(task, network, normalized(batch["image"])), (16, 16))
+    chex.assert_trees_all_equal(np.asarray(predictions), expected.argmax(-1).astype(np.uint8))
+
+
+def test_probabilities_are_averaged_over_scales_and_mirror_images(config, task, network, batch):
+    image = normalized(batch["image"])
+    n, _, _, channels = image.shape
+    expected = []
+    for side in (12, 16, 19):  # 0.75, 1 and 1.2 of 16, rounded
+        scaled = jax.image.resize(image, (n, side, side, channels), "bilinear", antialias=False)
+        expected.append(likelihoods(logits_of(task, network, scaled), (16, 16)))
+        mirrored = likelihoods(logits_of(task, network, scaled[:, :, ::-1]), (16, 16))
+        expected.append(mirrored[:, :, ::-1])
+    views = Views((0.75, 1.0, 1.2), flip=True)
+    assert views.number == len(expected)
+    measure = jax.jit(measuring(config, task.model, views))
+    found = measure(*network, batch)
+    mean = sum(expected) / len(expected)
+    chex.assert_trees_all_equal(np.asarray(found.confusion[1]), mean.argmax(-1).astype(np.uint8))
+    counted = batch["mask"] < 3
+    picked = np.take_along_axis(mean, np.where(counted, batch["mask"], 0)[..., None], -1)[..., 0]
+    losses = np.where(counted, -np.log(picked), 0).sum((1, 2)) / counted.sum((1, 2))
+    chex.assert_trees_all_close(found.metrics["loss"], losses, rtol=1e-4)
+
+
+def test_a_view_is_a_network_s_logits_of_the_image_and_of_its_mirror_image(config, task, network, batch):  # fmt: skip
+    see = logits_by_view(config, task.model, Views((1.0,), flip=True))
+    plain, mirrored = see(*network, batch["image"])
+    swapped, back = see(*network, batch["image"][:, :, ::-1])
+    chex.assert_trees_all_close((swapped, back), (mirrored[:, :, ::-1], plain[:, :, ::-1]))
+    assert not np.allclose(plain, mirrored, atol=1e-3)
+
+
+# Rows are true classes; the last is neither there nor predicted, the third only predicted.
+COUNTS = np.array([[6, 2, 0, 0], [1, 3, 4, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+
+
+def test_scores_are_those_reckoned_by_hand():
+    chex.assert_trees_all_close(accuracy_by_class(COUNTS), np.array([6 / 8, 3 / 8, np.nan, np.nan]))
+    chex.assert_trees_all_close(iou_by_class(COUNTS), np.array([6 / 9, 3 / 10, 0, np.nan]))
+    chex.assert_trees_all_close(
+        pixel_scores(COUNTS),
+        {
+            "mean_iou": (6 / 9 + 3 / 10 + 0) / 3,
+            "pixel_accuracy": 9 / 16,
+            "class_accuracy": (6 / 8 + 3 / 8) / 2,
+        },
+    )
+
+
+def test_scores_of_nothing_are_zero():
+    assert set(pixel_scores(np.zeros((4, 4), int)).values()) == {0.0}
+
+
+def test_colours_are_those_of_voc():
+    # VOClabelcolormap: background, aeroplane, bicycle, ..., tv/monitor; void.
+    colours = voc_colours()
+    assert colours[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
+    assert colours[20].tolist() == [0, 64, 128]
+    assert colours[255].tolist() == [224, 224, 192]
+    assert len(np.unique(colours, axis=0)) == 256
+
+
+def test_labels_are_painted_over_the_image():
+    image = np.full((1, 2, 3), 200, np.uint8)
+    found = painted(image, np.array([[1, 0]]), opacity=0.5)
+    assert found.tolist() == [[[164, 100, 100], [100, 100, 100]]]
+
+
+MISTAKES = [
+    ({"model": DeepLab()}, "data.source: digits has no masks, which the network deeplab takes; give data.source segmentation_folder"),
+    ({"model": PreactResNet(), "data": DATA}, "data.source: segmentation_folder has no images"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sections", "message"), MISTAKES)
+def test_data_of_another_kind_are_refused(sections, message, recipes, capsys):
+    text = f"from train.config import *\ndef config(): return {Config(**sections)!r}"
+    (recipes / "other.py").write_text(text)
+    assert exit_code("train", "other.py", "--out", "new") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (recipes / "new").exists()

@@ -1,0 +1,348 @@
+"""`fnet import` and `fnet export`: weights of elsewhere in runs of this program, and back."""
+
+import functools
+import json
+import os
+import pickle
+import shutil
+import sys
+import types
+
+import chex
+import jax
+import numpy as np
+import pytest
+from program_cases import exit_code, fnet_command
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from fnet.interop.torch import to_torch
+from train import recipes
+from train.checkpoint import Checkpoints
+from train.run_folder import RunFolder
+from train.setup import setup
+
+RESNET = """
+from train.config import Config, Optim, ResNet, Synthetic, Train
+
+def config():
+    return Config(
+        name="resnet",
+        data=Synthetic(batch_size=2, image_size=32, classes=10, examples=8),
+        model=ResNet(depth=18),
+        optim=Optim(learning_rate=0.1),
+        train=Train(steps=2),
+    )
+"""
+
+
+SMALL = RESNET.replace("ResNet", "PreactResNet").replace("depth=18", "widths=(4,)")
+
+
+@pytest.fixture(autouse=True)
+def place(workplace, monkeypatch):
+    """A workplace with recipes of residual networks, of few blocks."""
+    (workplace / "resnet.py").write_text(RESNET)
+    (workplace / "small.py").write_text(SMALL)
+    depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
+    for module in ("fnet.models.resnet", "fnet.interop.torch_names"):
+        name = "DEPTHS" if module.endswith("resnet") else "RESNETS"
+        monkeypatch.setattr(sys.modules[module], name, depths)
+    return workplace
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("shelf")
+
+
+@pytest.fixture
+def trained(place, shelf, capsys):
+    """A finished run of the tiny recipe, trained once, in the folder ``trained``."""
+    if not (shelf / "trained").exists():
+        fnet_command("train", "tiny.py", "--out", shelf / "trained")
+    capsys.readouterr()
+    return shutil.copytree(shelf / "trained", place / "trained")
+
+
+def checkpoint_of(folder):
+    run = setup(folder.read_config())
+    with Checkpoints(folder.checkpoints, 2) as checkpoints:
+        restored = checkpoints.restore(run.state_shapes)
+    key = jax.random.key_data(restored.state.key)
+    state = restored.state.replace(key=None)
+    return restored.step, key, jax.tree.map(np.asarray, state), restored.position
+
+
+@functools.cache
+def state_dict(name, **changes):
+    """Random weights for a recipe's network, in torch's names; not to be changed."""
+    shapes = setup(recipes.load(name)).state_shapes
+    generator = np.random.default_rng(0)
+    params, state = jax.tree.map(
+        lambda a: np.abs(generator.normal(size=a.shape)).astype(a.dtype),
+        (shapes.params, shapes.model_state),
+    )
+    return to_torch(params, state, **changes)
+
+
+def printed(capsys, *words):
+    fnet_command(*words)
+    return capsys.readouterr().out
+
+
+def test_what_is_exported_and_imported_again_evaluates_the_same(trained, place, capsys):
+    assert printed(capsys, "export", "trained").strip() == "trained/weights.safetensors"
+    shown = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
+    assert "new is at step 0: fnet eval new, or fnet train new --resume" in shown
+    before, after = printed(capsys, "eval", "trained"), printed(capsys, "eval", "new")
+    assert "new after step 0" in after
+    metrics = [line for line in before.splitlines() if line.startswith("test/")]
+    assert len(metrics) >= 2
+    assert [line for line in after.splitlines() if line.startswith("test/")] == metrics
+
+    fnet_command("export", "new", "--out", "again.safetensors")
+    chex.assert_trees_all_equal(load_file("again.safetensors"), load_file(place / "trained/weights.safetensors"))  # fmt: skip
+
+
+def test_training_goes_on_from_imported_weights_as_from_a_runs_own_first_ones(trained, place):
+    config = recipes.load("tiny.py")
+    own = setup(config).init(jax.random.key(config.train.seed))
+    save_file(to_torch(own.params, own.model_state), "first.safetensors")
+    fnet_command("import", "tiny.py", "first.safetensors", "--out", "new")
+    fnet_command("train", "new", "--resume")
+    chex.assert_trees_all_equal(
+        checkpoint_of(RunFolder(place / "new")), checkpoint_of(RunFolder(trained))
+    )
+
+
+def test_an_exported_file_tells_its_network(trained, capsys):
+    path = printed(capsys, "export", "trained", "--out", "w.safetensors").strip()
+    with safe_open(path, framework="numpy") as file:
+        told = file.metadata()
+    expected = {"format": "pt", "network": "preact_resnet", "norm": "abn", "names": "reference", "activation": "leaky_relu", "activation_param": "0.01"}  # fmt: skip
+    assert {name: told[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("names", ["reference", "torchvision"])
+def test_weights_of_a_resnet_are_imported_and_exported_bit_for_bit(names, capsys):
+    arrays = state_dict("resnet.py", names=names)
+    save_file(arrays, "given.safetensors", {"format": "pt"})
+    in_place = ("--trained-with", "abn")
+    shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
+    assert f"weights, {names} names" in shown
+    fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
+    chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
+
+
+def test_the_report_lists_what_was_read_renamed_and_left(place, capsys):
+    arrays = state_dict("resnet.py")
+    save_file(arrays | {"mod1.bn1.num_batches_tracked": np.zeros(1)}, "given.safetensors")
+    shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
+    assert "mod1.bn1.bias -> bn1.beta" in shown
+    report = json.loads((place / "r" / "import.json").read_text())
+    assert report["file"] == "given.safetensors"
+    assert report["names"] == "reference"
+    assert set(report["read"]) == set(arrays)
+    assert report["renamed"]["mod5.block1.convs.bn2.weight"] == "layer4.0.bn2.gamma"
+    assert report["left"] == ["mod1.bn1.num_batches_tracked"]
+    assert (report["initial"], report["notes"]) == ([], [])
+
+
+def test_a_new_classifier_has_the_runs_own_initial_values(place):
+    save_file(state_dict("small.py"), "given.safetensors")
+    words = ("--data.classes", 7, "--new-classifier", "--optim.ema-decay", 0.9)
+    fnet_command("import", "small.py", "given.safetensors", "--out", "r", *words)
+    report = json.loads((place / "r" / "import.json").read_text())
+    assert report["left"] == ["head.bias", "head.weight"]
+    assert report["initial"] == ["head.bias", "head.kernel"]
+
+    step, _, state, _ = checkpoint_of(RunFolder(place / "r"))
+    own = setup(RunFolder(place / "r").read_config()).compile_init()(jax.random.key(0))
+    assert step == 0
+    chex.assert_trees_all_equal(state.params["head"], own.params["head"])
+    np.testing.assert_array_equal(state.params["abn"]["beta"], state_dict("small.py")["abn.bias"])
+    chex.assert_trees_all_equal(state.ema, state.params)
+    chex.assert_trees_all_equal(state.opt_state, own.opt_state)
+
+
+def test_weights_for_another_norm_or_activation_are_said_to_be(place, capsys):
+    plain = ("--model.norm", "batch", "--model.activation", "relu")
+    save_file(state_dict("resnet.py", names="torchvision"), "given.safetensors")
+    fnet_command("import", "resnet.py", "given.safetensors", "--out", "plain", *plain)
+    assert json.loads((place / "plain" / "import.json").read_text())["notes"] == []
+    fnet_command("export", "plain", "--out", "told.safetensors")
+    fnet_command("import", "resnet.py", "told.safetensors", "--out", "moved")
+    assert json.loads((place / "moved" / "import.json").read_text())["notes"] == [
+        "weights of norm 'batch' were changed for norm 'abn'",
+        "activation is leaky_relu here, the weights were trained with relu",
+    ]
+
+
+@pytest.fixture
+def files(place, shelf):
+    """Files that are no weights, or weights of another network."""
+    if not (shelf / "files").exists():
+        write_files(shelf / "files")
+    return shutil.copytree(shelf / "files", place, copy_function=os.link, dirs_exist_ok=True)
+
+
+def write_files(place):
+    place.mkdir()
+    arrays = state_dict("resnet.py")
+    save_file(arrays, place / "good.safetensors")
+    vision = state_dict("resnet.py", names="torchvision")
+    save_file(vision, place / "vision.safetensors")
+    extra = {"mod2.block3.convs.conv1.weight": np.zeros((64, 64, 3, 3), np.float32)}
+    save_file(arrays | extra, place / "other.safetensors")
+    whole = (place / "good.safetensors").read_bytes()
+    (place / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    for name in ("text.safetensors", "text.pth"):
+        (place / name).write_text("these are no weights at all")
+    (place / "zero.pth").write_bytes(b"")
+    (place / "folder.pth").mkdir()
+
+
+IMPORTING = [
+    (("none.pth",), "cannot read none.pth: No such file"),
+    (("folder.pth",), "cannot read folder.pth: Is a directory"),
+    (("zero.pth",), "zero.pth is empty"),
+    (("text.pth",), "text.pth is no checkpoint: it begins with b'these ar'"),
+    (("text.safetensors",), "text.safetensors is no safetensors file, or a damaged one"),
+    (("half.safetensors",), "half.safetensors is no safetensors file, or a damaged one"),
+    (("other.safetensors",), "other.safetensors: weights of another network: mod2.block3.convs.conv1.weight (64, 64, 3, 3) is not in the network"),
+    (("good.safetensors", "--model.depth", "34"), "look like resnet18, the network is resnet34"),
+    (("good.safetensors", "--data.classes", "7"), "weights for other classes: classifier.fc.bias is (10,), in the network (7,); --new-classifier leaves"),
+    (("good.safetensors", "--model.name", "preact_resnet"), "weights of another network"),
+    (("vision.safetensors",), "--model.norm batch takes them as they are; --trained-with batch moves"),
+    (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch or None, got group"),
+    (("good.safetensors", "--new-clasifier"), "unknown field --new-clasifier (did you mean --new-classifier?)"),
+    (("good.safetensors", "--out", "tiny.py"), "cannot write to tiny.py"),
+    ((), "say what first: fnet import CONFIG WEIGHTS"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), IMPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
+def test_what_cannot_be_imported_is_one_line_and_nothing_is_written(words, message, files, capsys):
+    before = sorted(files.rglob("*"))
+    assert exit_code("import", "resnet.py", *words) == 2
+    one_line(capsys, message)
+    assert sorted(files.rglob("*")) == before
+
+
+def one_line(capsys, message):
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_weights_are_imported_into_no_folder_that_holds_a_run(trained, capsys):
+    before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    fnet_command("export", "trained", "--out", "w.safetensors")
+    capsys.readouterr()
+    assert exit_code("import", "tiny.py", "w.safetensors", "--out", "trained") == 2
+    one_line(capsys, "trained already holds a run")
+    assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
+
+
+EXPORTING = [
+    (("trained", "--names", "torchvision"), "names must be one of ('reference',), got 'torchvision'"),
+    (("trained", "--names", "timm"), "--names: expected one of reference, torchvision, got timm"),
+    (("trained", "--out", "weights.pth"), "--out: expected a file that ends in .safetensors, got weights.pth"),
+    (("trained", "--out", "no/w.safetensors"), "cannot write no/w.safetensors: No such file or directory"),
+    (("nowhere",), "no run in nowhere"),
+    ((), "say what first: fnet export RUN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), EXPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
+def test_what_cannot_be_exported_is_one_line(words, message, trained, capsys):
+    assert exit_code("export", *words) == 2
+    one_line(capsys, message)
+
+
+def test_networks_that_torch_has_no_names_for_are_refused(place, capsys):
+    model = "TextFile, LanguageModel\ndef config(): return Config(data=TextFile(), model=LanguageModel())"
+    (place / "text.py").write_text(f"from train.config import Config, {model}")
+    save_file({"a": np.zeros(3)}, "w.safetensors")
+    assert exit_code("import", "text.py", "w.safetensors") == 2
+    one_line(capsys, "names are of networks for images, not of language_model")
+
+
+class Code:
+    """What a pickle can hold: to be unpickled is to be run."""
+
+    def __reduce__(self):
+        return open, ("ran.txt", "w")
+
+
+def test_without_torch_a_checkpoint_of_torch_is_not_read_by_other_means(place, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
+    assert exit_code("import", "resnet.py", "code.pth") == 2
+    one_line(capsys, "code.pth: torch reads it, which is not here: pip install 'fnet-jax[torch]'")
+    assert not (place / "ran.txt").exists()
+
+
+def test_a_torch_that_could_be_made_to_run_code_is_not_used(place, monkeypatch, capsys):
+    old = types.SimpleNamespace(__version__="2.5.1+cpu", load=pickle.load)
+    monkeypatch.setitem(sys.modules, "torch", old)
+    (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
+    assert exit_code("import", "resnet.py", "code.pth") == 2
+    one_line(capsys, "torch 2.5.1+cpu can be made to run code in a checkpoint")
+    assert not (place / "ran.txt").exists()
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", minversion="2.6")
+
+
+def in_torch(torch, arrays):
+    return {key: torch.from_numpy(a.copy()) for key, a in arrays.items()}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_of_torch_is_imported(zipped, torch, capsys):
+    arrays = state_dict("tiny.py")
+    tensors = {f"module.{key}": t for key, t in in_torch(torch, arrays).items()}
+    tensors["module.abn.bias"] = tensors["module.abn.bias"].bfloat16()
+    checkpoint = {
+        "epoch": 90,
+        "arch": "x",
+        "state_dict": tensors,
+        "optimizer": {"param_groups": []},
+    }
+    torch.save(checkpoint, "given.pth.tar", _use_new_zipfile_serialization=zipped)
+    fnet_command("import", "tiny.py", "given.pth.tar", "--out", "r")
+    fnet_command("export", "r")
+    found = load_file("r/weights.safetensors")
+    arrays["abn.bias"] = tensors["module.abn.bias"].float().numpy()
+    chex.assert_trees_all_equal(found, arrays)
+
+
+def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(torch, place, capsys):
+    for i, zipped in enumerate((True, False)):
+        path = f"code{i}.pth"
+        weights = in_torch(torch, state_dict("tiny.py")) | {"x": Code()}
+        torch.save(weights, path, _use_new_zipfile_serialization=zipped)
+        (place / "ran.txt").unlink(missing_ok=True)
+        assert exit_code("import", "tiny.py", path) == 2
+        one_line(capsys, f"{path}: it asks for io.open, which is no weight, and code in a checkpoint is never run")  # fmt: skip
+        assert not (place / "ran.txt").exists()
+
+
+def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, place, capsys):
+    torch.save(in_torch(torch, state_dict("tiny.py")), "whole.pth")
+    whole = (place / "whole.pth").read_bytes()
+    (place / "half.pth").write_bytes(whole[: len(whole) // 2])
+    torch.save(torch.zeros(3), "tensor.pth")
+    torch.save({"epoch": 3}, "nothing.pth")
+    for path, message in {
+        "half.pth": "half.pth: torch cannot read it, so it is damaged or no checkpoint",
+        "tensor.pth": "tensor.pth holds a Tensor, not the state dict of a network",
+        "nothing.pth": "nothing.pth: no arrays in it",
+    }.items():
+        assert exit_code("import", "tiny.py", path) == 2
+        one_line(capsys, message)

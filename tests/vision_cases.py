@@ -1,0 +1,129 @@
+"""Images and masks that a small network learns in seconds, and runs on them, trained once."""
+
+import shutil
+
+import numpy as np
+from PIL import Image
+from program_cases import fnet_command
+
+from fnet import layers
+from fnet.layer import Layer, serial
+from train.config import DeepLab
+
+RECIPES = {
+    "digits": """
+from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
+
+def config():
+    return Config(
+        name="digits",
+        data=Digits(batch_size=32, max_shift=0),
+        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        optim=Optim(learning_rate=0.1),
+        train=Train(steps=20, log_every=20, eval_every=20),
+    )
+""",
+    "colours": """
+from train.config import Config, ImageFolder, Optim, PreactResNet, Train
+
+def config():
+    return Config(
+        name="colours",
+        data=ImageFolder(path="colours", image_size=8, batch_size=20, crop="centre"),
+        model=PreactResNet(widths=(4,), blocks_per_stage=1),
+        optim=Optim(learning_rate=0.1),
+        train=Train(steps=20, log_every=20, eval_every=20),
+    )
+""",
+    "halves": """
+from train.config import Config, DeepLab, Optim, SegmentationFolder, Train
+
+def config():
+    return Config(
+        name="halves",
+        data=SegmentationFolder(path="halves", image_size=16, batch_size=6, scale=(0.9, 1.1)),
+        model=DeepLab(),
+        optim=Optim(name="adam", learning_rate=0.05),
+        train=Train(steps=40, log_every=40, eval_every=40),
+    )
+""",
+}
+
+CLASSES = ("blue", "green", "red")
+
+
+def shades(generator, colour, size):
+    """An image of noise about one of the classes' colours."""
+    width, height = size
+    pixels = generator.integers(0, 90, (height, width, 3))
+    pixels[..., 2 - colour] += 150
+    return pixels.astype(np.uint8)
+
+
+def write_colours(root, classes=CLASSES):
+    """Images of one colour each, in folders of those names."""
+    generator = np.random.default_rng(0)
+    for split, n in (("train", 10), ("val", 5)):
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for i in range(n):
+                pixels = shades(generator, label, (12 + i, 10))
+                Image.fromarray(pixels).save(root / split / name / f"{i}.png")
+
+
+def write_halves(root):
+    """Images of two colours side by side, and masks that say which; their first row is 255."""
+    generator = np.random.default_rng(1)
+    for kind in ("images", "masks"):
+        (root / kind).mkdir(parents=True)
+    (root / "classes.txt").write_text("\n".join(CLASSES))
+    for i in range(15):
+        height, width = 24, 20 + 2 * (i % 3)
+        left, right = generator.permutation(3)[:2]
+        at = int(generator.integers(6, width - 6))
+        pixels = shades(generator, left, (width, height))
+        pixels[:, at:] = shades(generator, right, (width - at, height))
+        mask = np.full((height, width), left, np.uint8)
+        mask[:, at:] = right
+        mask[0] = 255
+        Image.fromarray(pixels).save(root / "images" / f"{i:02}.png")
+        Image.fromarray(mask).save(root / "masks" / f"{i:02}.png")
+
+
+def small(self, image_shape, num_classes) -> Layer:
+    """In place of a `DeepLab`: logits at a quarter of the image's size."""
+    return serial(
+        conv=layers.conv(image_shape[-1], 8, 4, stride=4),
+        norm=layers.abn(8),
+        logits=layers.conv(8, num_classes, 1),
+    )
+
+
+# Fixtures: modules of tests make them so, under these names.
+
+
+def small_deeplab(monkeypatch):
+    """Every `DeepLab` is small."""
+    monkeypatch.setattr(DeepLab, "build", small)
+
+
+def recipes(workplace, small_deeplab):
+    """Recipes and their images in the workplace."""
+    for name, text in RECIPES.items():
+        (workplace / f"{name}.py").write_text(text)
+    write_colours(workplace / "colours")
+    write_halves(workplace / "halves")
+    return workplace
+
+
+def run_of(recipes, tmp_path_factory, capsys):
+    """``run_of(recipe)``: a finished run in the folder runs/RECIPE, trained once for all tests."""
+    shelf = tmp_path_factory.getbasetemp() / "vision"
+
+    def find(recipe):
+        if not (shelf / recipe).exists():
+            fnet_command("train", f"{recipe}.py", "--out", shelf / recipe)
+        capsys.readouterr()
+        return shutil.copytree(shelf / recipe, recipes / "runs" / recipe)
+
+    return find

@@ -1,0 +1,164 @@
+"""From the paths of images to a batch of them: uint8, one size, weight 0 for what is unreadable."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from train.data import Arrays
+from train.data.augment import coloured, cutout, draw_colours
+from train.data.crops import (
+    RESIZED_CROP_DRAWS,
+    centre,
+    mirrored,
+    moved,
+    resized_crop,
+    short_side,
+    ten_crops,
+)
+from train.data.decode import UnreadableError, decode
+
+Crop = Literal["resized", "padded", "reflected", "centre"]
+
+
+@dataclass(frozen=True)
+class TrainingImages:
+    """How files become training images.
+
+    ``draw`` makes all that is random about some images; the call, which may take place
+    in another process, makes the images themselves of it.
+
+    Attributes:
+      root: the folder that paths start from.
+      size: height and width of the result.
+      crop: a part of random size and shape; or the middle, moved over a border of zeros or of
+        its mirror image, or left where it is.
+      area: smallest and largest share of the image that a resized crop takes.
+      padding: pixels of the border.
+      flip: mirror every other image.
+      jitter: strength of the colour jitter.
+      lighting: standard deviation of the lighting.
+      cutout: side of the square that is cut out.
+      fill: mean colour, which stands for what is cut out or cannot be read.
+    """
+
+    root: bytes
+    size: int
+    crop: Crop
+    area: tuple[float, float]
+    padding: int
+    flip: bool
+    jitter: float
+    lighting: float
+    cutout: int
+    fill: tuple[int, ...]
+
+    def draw(self, n: int, generator: np.random.Generator) -> Arrays:
+        """What is random about n images: arrays of n rows."""
+        drawn: Arrays = {}
+        if self.crop == "resized":
+            drawn["crop"] = generator.random((n, RESIZED_CROP_DRAWS))
+        elif self.crop != "centre":
+            drawn["move"] = generator.integers(0, 2 * self.padding + 1, (n, 2))
+        if self.flip:
+            drawn["flip"] = generator.random(n) < 0.5
+        if self.jitter or self.lighting:
+            drawn |= draw_colours(n, self.jitter, self.lighting, generator)
+        if self.cutout:
+            drawn["cutout"] = generator.random((n, 2))
+        return drawn
+
+    def __call__(self, rows: Arrays) -> Arrays:
+        """``path`` [N] and what was drawn -> ``image`` uint8 [N, size, size, 3], ``weight`` [N]."""
+        n = len(rows["path"])
+        image = np.empty((n, self.size, self.size, 3), np.uint8)
+        weight = np.ones(n, np.float32)
+        for i, path in enumerate(rows["path"]):
+            try:
+                image[i] = self._decoded(path, rows["crop"][i] if "crop" in rows else None)
+            except UnreadableError:
+                image[i], weight[i] = self.fill, 0.0
+        return {"image": self.augmented(image, rows), "weight": weight}
+
+    def augmented(self, image: np.ndarray, drawn: Arrays) -> np.ndarray:
+        """Decoded images uint8 [N, size, size, 3], changed in place: all but a resized crop."""
+        if "move" in drawn:
+            image = moved(image, drawn["move"], self.padding, reflect=self.crop == "reflected")
+        if "flip" in drawn:
+            image = mirrored(image, drawn["flip"])
+        if "blend" in drawn:
+            image = coloured(image, drawn)
+        if "cutout" in drawn:
+            image = cutout(image, drawn["cutout"], self.cutout, np.array(self.fill))
+        return image
+
+    def _decoded(self, path: bytes, draws: np.ndarray | None) -> np.ndarray:
+        path = os.path.join(self.root, path)
+        if draws is None:
+            return centre(decode(path, short_side(self.size)), self.size)
+        return decode(path, lambda w, h: resized_crop(w, h, self.size, draws, area=self.area))
+
+
+@dataclass(frozen=True)
+class EvaluationImages:
+    """How files become images to evaluate on.
+
+    Attributes:
+      root: the folder that paths start from.
+      size: height and width of the result.
+      resize: of the shorter side of the image that it is cut from.
+      crops: 1: the middle. 10: `ten_crops`.
+      fill: mean colour, which stands for what cannot be read.
+    """
+
+    root: bytes
+    size: int
+    resize: int
+    crops: Literal[1, 10]
+    fill: tuple[int, ...]
+
+    def __call__(self, rows: Arrays) -> Arrays:
+        """``path`` [N] -> ``image`` uint8 [N, size, size, 3], or [N, 10, ...], ``weight`` [N]."""
+        n, cut = len(rows["path"]), centre if self.crops == 1 else ten_crops
+        several = () if self.crops == 1 else (self.crops,)
+        image = np.empty((n, *several, self.size, self.size, 3), np.uint8)
+        weight = np.ones(n, np.float32)
+        for i, path in enumerate(rows["path"]):
+            try:
+                whole = decode(os.path.join(self.root, path), short_side(self.resize))
+                image[i] = cut(whole, self.size)
+            except UnreadableError:
+                image[i], weight[i] = self.fill, 0.0
+        return {"image": image, "weight": weight}
+
+
+class KeptImages:
+    """Images that are read when they are first asked for, and then kept.
+
+    Args:
+      images: how files become images.
+      paths: [N] of all files.
+      read: ``(images, rows) -> batch``, here or elsewhere.
+    """
+
+    def __init__(
+        self,
+        images: EvaluationImages,
+        paths: np.ndarray,
+        read: Callable[[EvaluationImages, Arrays], Arrays],
+    ):
+        self._images, self._paths, self._read = images, paths, read
+        shape = images({"path": paths[:0]})["image"].shape[1:]
+        # Written to, so that the memory is taken now: what training takes is counted from later.
+        self._image = np.full((len(paths), *shape), 1, np.uint8)
+        self._weight = np.full(len(paths), np.nan, np.float32)  # of those not read yet
+
+    def __call__(self, which: np.ndarray) -> Arrays:
+        """``image`` and ``weight`` of the chosen files, copied."""
+        new = np.unique(which[np.isnan(self._weight[which])])
+        if new.size:
+            made = self._read(self._images, {"path": self._paths[new]})
+            self._image[new], self._weight[new] = made["image"], made["weight"]
+        return {"image": self._image[which], "weight": self._weight[which]}

@@ -1,0 +1,172 @@
+"""`fnet eval`: a run's newest checkpoint on its test examples, by one or by many views of each."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from train import examples, plots
+from train.arguments import EvalArguments
+from train.checkpoint import Checkpoints
+from train.config import Config, DeepLab, Denoiser, ImageFolder
+from train.confusion import accuracy_by_class, iou_by_class
+from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
+from train.evaluate import Evaluation
+from train.run_folder import RunFolder, as_json, write_whole
+from train.setup import Setup, setup
+from train.tasks.segmentation import Views, measuring
+
+_MOST_CLASSES = 40
+"""Lines of the table of classes, at most."""
+_SMALLEST = 8
+"""Pixels of a scaled image's side, at least: of them a network makes one feature."""
+
+
+class ClassScore(NamedTuple):
+    """Of one class.
+
+    Attributes:
+      name: of the class.
+      amount: of its test examples, or pixels.
+      score: accuracy, or intersection over union; None where there is nothing to score.
+    """
+
+    name: str
+    amount: int
+    score: float | None
+
+
+def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
+    """Measures, shows and writes evaluation.json, confusion.png and examples.png into the folder.
+
+    Raises:
+      UserError: for a run without a checkpoint, an option that is not for runs of its kind, or
+        a folder that cannot be written.
+    """
+    config = _with_options(folder, folder.read_config(), a)
+    run = setup(config)
+    views = Views(a.scales or (1.0,), a.flip)
+    if views != Views():
+        run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
+    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        restored = checkpoints.restore(run.state_shapes)
+    if restored is None:
+        raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
+    # A network that sees each image several times is given as many fewer of them at once.
+    several = config.data.crops if isinstance(config.data, ImageFolder) else views.number
+    rows = max(config.data.batch_size // several, 1)
+    unreadable = UnreadableFiles(
+        run.task.dataset, lambda w: console.print(w, highlight=False, soft_wrap=True, markup=False)
+    )
+    evaluate = run.compile_evaluation(unreadable, rows)
+    found = evaluate(restored.state)
+
+    title = f"{config.name}, step {restored.step}"
+    as_dict = _as_dict(run, a, restored.step, found) | {"unreadable_files": unreadable.count}
+    written = {"evaluation": folder.path / "evaluation.json"}
+    try:
+        write_whole(written["evaluation"], as_json(as_dict))
+        if found.confusion is not None:
+            plots.confusion(found.confusion, run.task.dataset.classes, title, folder.confusion)
+            written["confusion"] = folder.confusion
+        path = folder.path / "examples.png"
+        if examples.draw(run, evaluate, restored.state, path):
+            written["examples"] = path
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
+    _show(folder, run, restored.step, found, written, console)
+
+
+def _with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
+    """The config with what is asked for, once it is known to be for such a run."""
+    allowed: tuple[str, ...] = ()
+    if isinstance(config.model, DeepLab):
+        allowed = ("image_size", "scales", "flip")
+    elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
+        allowed = ("crops", "image_size", "resize")
+    flags = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(a)}
+    given = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != f.default]
+    for name in given:
+        if name not in allowed:
+            there = ", ".join(flags[n] for n in allowed) or "none"
+            raise UserError(
+                f"{flags[name]}: {folder.path} is a run of {config.model.name} on "
+                f"{config.data.source}; options for it: {there}"
+            )
+    changes = {n: getattr(a, n) for n in given if n not in ("scales", "flip")}
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+    for scale in a.scales:
+        side = round(scale * getattr(config.data, "image_size", 0))
+        if side < _SMALLEST:
+            raise UserError(
+                f"--scales: {scale:g} leaves images of {side} pixels; "
+                f"at least {_SMALLEST} are needed"
+            )
+    return config
+
+
+def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[ClassScore]:
+    """Of each class; [] where nothing is classified."""
+    if confusion is None:
+        return []
+    of = iou_by_class if _segments(run) else accuracy_by_class
+    rows = zip(run.task.dataset.classes, confusion.sum(1), of(confusion), strict=True)
+    return [ClassScore(n, int(count), None if np.isnan(v) else float(v)) for n, count, v in rows]
+
+
+def _as_dict(run: Setup, a: EvalArguments, step: int, found: Evaluation) -> dict[str, Any]:
+    kind, of = ("iou", "pixels") if _segments(run) else ("accuracy", "examples")
+    return {
+        "step": step,
+        "options": dataclasses.asdict(a),
+        "metrics": {f"test/{name}": value for name, value in found.metrics.items()},
+        "classes": [
+            {"name": c.name, of: c.amount, kind: c.score}
+            for c in _class_scores(run, found.confusion)
+        ],
+    }
+
+
+def _show(
+    folder: RunFolder,
+    run: Setup,
+    step: int,
+    found: Evaluation,
+    written: dict[str, Path],
+    console: Console,
+) -> None:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    say(f"{folder.path} after step {step}")
+    for name, value in found.metrics.items():
+        say(f"test/{name} {value:.6g}")
+    scores = _class_scores(run, found.confusion)
+    scored = sorted((c for c in scores if c.score is not None), key=lambda c: c.score or 0.0)
+    kind, of = ("IoU", "pixels") if _segments(run) else ("accuracy", "examples")
+    shown = scores
+    if len(scores) > _MOST_CLASSES:
+        shown = scored[:_MOST_CLASSES]
+        say(f"the {len(shown)} classes of lowest {kind}, of {len(scores)}:")
+    if shown and console.is_terminal:
+        table = Table()
+        table.add_column("class", overflow="fold")
+        for name in (of, kind):
+            table.add_column(name, justify="right")
+        for c in shown:
+            table.add_row(c.name, f"{c.amount:,}", "-" if c.score is None else f"{c.score:.2%}")
+        console.print(table)
+    else:
+        for c in shown:
+            score = "-" if c.score is None else f"{c.score:.4f}"
+            say(f"{kind} of {c.name} {score}, {c.amount:,} {of}")
+    for name, path in written.items():
+        say(f"{name}: {path}")
+
+
+def _segments(run: Setup) -> bool:
+    return isinstance(run.config.model, DeepLab)
