@@ -1,6 +1,6 @@
 """fnet trains bigger networks in the same memory, as pure functions over JAX."""
 
-from fnet import autodiff, diffusion, layers, losses, memory, models, optim
+from fnet import autodiff, diffusion, interop, layers, losses, memory, models, optim
 from fnet.autodiff import (
     Aux,
     accumulate_grad,
@@ -44,6 +44,7 @@ __all__ = [
     "dot_product_attention",
     "generate",
     "group_norm",
+    "interop",
     "jacobian",
     "jvps",
     "layer_norm",

@@ -1,5 +1,7 @@
 """`fnet eval`, and what is measured on held-out images: by class, by crop, by view."""
 
+import dataclasses
+import io
 import json
 
 import chex
@@ -9,25 +11,28 @@ import numpy as np
 import pytest
 import vision_cases
 from program_cases import exit_code, fnet_command
+from rich.console import Console
 
 from train import examples
 from train.arguments import EvalArguments
 from train.config import Config, ImageFolder, PreactResNet, Synthetic
 from train.data import evaluation_batches
-from train.evaluate import Evaluate
+from train.eval_run import show, with_options
+from train.evaluate import Evaluate, Evaluation
 from train.run_folder import RunFolder
 from train.setup import setup
-from train.tasks import build
+from train.tasks import Measured, build
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
 run_of = pytest.fixture(vision_cases.run_of)
+begun = pytest.fixture(vision_cases.begun)
 
 MODEL = PreactResNet(widths=(4,), blocks_per_stage=1)
 DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="centre")
 
 
-def begun(config):
+def task_of(config):
     """A task, and its network as it begins."""
     task = build(config)
     return task, jax.jit(task.model.init)(jax.random.key(0))
@@ -43,7 +48,7 @@ def cross_entropies(logits, labels):
 
 @pytest.mark.usefixtures("recipes")
 def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
-    task, network = begun(Config(data=DATA, model=MODEL))
+    task, network = task_of(Config(data=DATA, model=MODEL))
     batch = next(evaluation_batches(task.dataset, 4))
     batch |= {"label_2": np.array([1, 2, 0, 0]), "mix": np.float32([1, 0.25, 0.5, 0])}
     losses, aux = jax.jit(task.loss)(*network, batch, jax.random.key(0))
@@ -58,15 +63,8 @@ def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
 
 
 @pytest.mark.usefixtures("recipes")
-def test_a_mixed_run_trains_and_is_evaluated_on_what_is_not_mixed(tmp_path):
-    fnet_command("train", "colours.py", "--out", "mixed", "--data.mixup", 0.4, "--train.steps", 2)
-    lines = (tmp_path / "mixed" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1]).keys() >= {"train/accuracy", "test/accuracy"}
-
-
-@pytest.mark.usefixtures("recipes")
 def test_logits_of_ten_crops_are_averaged():
-    task, network = begun(
+    task, network = task_of(
         Config(data=ImageFolder(path="colours", image_size=8, crops=10), model=MODEL)
     )
     batch = next(evaluation_batches(task.dataset, 3))
@@ -86,7 +84,9 @@ def test_logits_of_ten_crops_are_averaged():
 
 
 def test_top5_is_whether_the_label_is_among_the_five_likeliest():
-    task, network = begun(Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL))
+    task, network = task_of(
+        Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL)
+    )
     batch = next(evaluation_batches(task.dataset, 8))
     found = jax.jit(task.measure)(*network, batch)
     logits = np.asarray(task.model.apply(*network, jnp.asarray(batch["image"]), train=False)[0])
@@ -147,41 +147,53 @@ def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("colours", ("--crops", 10)),
-        ("colours", ("--image-size", 12)),
-        ("colours", ("--resize", 20)),
-        ("halves", ("--scales", 0.75, 1, 1.5)),
-        ("halves", ("--flip",)),
-        ("halves", ("--image-size", 24)),
+        ("colours", ("--crops", 10, "--image-size", 10, "--resize", 14)),
+        ("halves", ("--scales", 0.75, 1.5, "--flip", "--image-size", 24)),
     ],
 )
-def test_options_change_what_is_measured(recipe, words, run_of, capsys):
+def test_options_are_for_this_evaluation_alone(recipe, words, run_of, capsys):
     run = run_of(recipe)
     config = (run / "config.json").read_bytes()
-    printed(capsys, run)
-    plain = json.loads((run / "evaluation.json").read_text())
     printed(capsys, run, *words)
     found = json.loads((run / "evaluation.json").read_text())
-    assert found["options"] != plain["options"]
-    assert found["metrics"].keys() == plain["metrics"].keys()
-    assert found["metrics"]["test/loss"] != plain["metrics"]["test/loss"]
+    given = [v for v in found["options"].values() if v]
+    assert given in ([10, 10, 14], [24, [0.75, 1.5], True])
+    trained = json.loads((run / "summary.json").read_text())["metrics"]
+    assert found["metrics"].keys() == trained.keys()
+    assert found["metrics"]["test/loss"] != trained["test/loss"]
     assert config == (run / "config.json").read_bytes()
 
 
-def test_of_many_classes_the_worst_are_shown_and_all_are_written(recipes, capsys):
-    (recipes / "many.py").write_text(
-        "from train.config import *\n"
-        "def config(): return Config(\n"
-        "    data=Synthetic(image_size=4, classes=50, examples=400), train=Train(steps=1),\n"
-        "    model=PreactResNet(widths=(4,), blocks_per_stage=1))\n"
-    )
-    fnet_command("train", "many.py", "--out", "many")
-    capsys.readouterr()
-    shown = printed(capsys, "many")
+@pytest.mark.usefixtures("recipes")
+def test_each_option_changes_the_data_that_it_names(tmp_path):
+    folder, config = RunFolder(tmp_path), Config(data=DATA, model=MODEL)
+    for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
+        changed = with_options(folder, config, EvalArguments(**option))
+        assert changed == dataclasses.replace(config, data=dataclasses.replace(DATA, **option))
+
+
+def shown_of(run, confusion, *, terminal):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=100)
+    show(run, Evaluation({"accuracy": 0.5}, confusion), console)
+    return text.getvalue()
+
+
+def test_of_many_classes_the_worst_are_shown():
+    run = setup(Config(data=Synthetic(image_size=4, classes=50, examples=400), model=MODEL))
+    matrix = np.diag(np.arange(50))  # of the first class there is no example
+    matrix[:, 0] += 10
+    shown = shown_of(run, matrix, terminal=False)
     assert "the 40 classes of lowest accuracy, of 50:" in shown
     assert shown.count("accuracy of ") == 40
-    found = json.loads((recipes / "many" / "evaluation.json").read_text())
-    assert len(found["classes"]) == 50
+    assert "accuracy of 1 0.0909, 11 examples" in shown
+    assert "accuracy of 45 " not in shown
+    few = setup(Config(data=Synthetic(image_size=4, classes=2, examples=8), model=MODEL))
+    shown = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=False)
+    assert "accuracy of 0 0.7500, 4 examples\naccuracy of 1 -, 0 examples\n" in shown
+    table = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=True)
+    assert "75.00%" in table
+    assert "┃" in table
 
 
 def test_unreadable_images_are_named_and_counted(run_of, recipes, capsys):
@@ -224,42 +236,44 @@ def test_examples_are_from_the_whole_test_set(evaluated):
 
 
 def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, monkeypatch, tmp_path):  # fmt: skip
-    run, evaluate, state = evaluated("digits", 32)
+    run, evaluate, state = evaluated("colours", 4)
+    everything = [
+        (
+            bool(s.batch["label"][i] == s.predictions[i]),
+            float(s.probability[i]),
+            s.batch["image"][i],
+        )
+        for s in evaluate.shown(state, 1000)
+        for i in np.flatnonzero(s.batch["weight"])
+    ]
     drawn = {}
 
     def answers(images, words, right, title, path):
         drawn.update(images=images, words=words, right=right, title=title)
 
     monkeypatch.setattr(examples.plots, "answers", answers)
+    monkeypatch.setattr(examples, "_ANSWERS", 12)
     assert examples.draw(run, evaluate, state, tmp_path / "a.png")
-    everything = [
-        (s.batch["label"][i] == s.predictions[i], float(s.probability[i]))
-        for s in evaluate.shown(state, 1000)
-        for i in np.flatnonzero(s.batch["weight"])
-    ]
-    wrong = sorted((p for right, p in everything if not right), reverse=True)
-    assert drawn["right"] == [False] * 24  # a network that begins is mostly wrong
-    shares = [f"{p:.0%}" for p in wrong[:24]]
-    assert [words.split("\n")[0].split()[1] for words in drawn["words"]] == shares
-    assert drawn["title"] == f"digits: {len(wrong)} of 360 test images wrong; the surest"
-    assert drawn["images"].shape == (24, 8, 8, 1)
+    wrong = sorted((e for e in everything if not e[0]), key=lambda e: -e[1])
+    right = sorted((e for e in everything if e[0]), key=lambda e: e[1])
+    assert 0 < len(wrong) < 12
+    expected = (wrong + right)[:12]
+    assert drawn["right"] == [e[0] for e in expected]
+    shares = [words.split("\n")[0].split()[1] for words in drawn["words"]]
+    assert shares == [f"{e[1]:.0%}" for e in expected]
+    assert ["\nis " in words for words in drawn["words"]] == [not e[0] for e in expected]
+    np.testing.assert_array_equal(drawn["images"], [e[2] for e in expected])
+    assert drawn["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
 
 
-def test_what_classifies_nothing_is_measured_without_pictures(recipes, capsys):
-    (recipes / "noise.py").write_text(
-        "from train.config import *\n"
-        "def config(): return Config(\n"
-        "    data=Digits(batch_size=8), train=Train(steps=1), optim=Optim(name='adam'),\n"
-        "    model=Denoiser(patch=4, blocks=1, width=16, heads=2, steps=5))\n"
-    )
-    fnet_command("train", "noise.py", "--out", "noise")
-    capsys.readouterr()
-    shown = printed(capsys, "noise")
-    assert "test/loss" in shown
-    found = json.loads((recipes / "noise" / "evaluation.json").read_text())
-    assert found["classes"] == []
-    assert not list((recipes / "noise").glob("examples.png"))
-    assert not list((recipes / "noise").glob("confusion.png"))
+def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
+    run, _, state = evaluated("colours", 4)
+    task = run.task._replace(measure=lambda p, s, batch: Measured({"loss": batch["weight"]}))
+    evaluate = Evaluate(task, 4, run.state_shapes)
+    found = evaluate(state)
+    assert found == ({"loss": 1.0}, None)
+    assert not examples.draw(run._replace(task=task), evaluate, state, tmp_path / "a.png")
+    assert shown_of(run, found.confusion, terminal=False) == "test/accuracy 0.5\n"
 
 
 MISTAKES = [
@@ -274,19 +288,15 @@ MISTAKES = [
     ("halves", ("--scales", "0.1"), "--scales: 0.1 leaves images of 2 pixels; at least 8 are needed"),
     ("halves", ("--scale", "1"), "unknown field --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),
+    ("halves", (), "no checkpoint in runs/halves: the run has not saved one yet"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "words", "message"), MISTAKES)
-def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, run_of, capsys):
-    run_of(recipe)
+def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, begun, capsys):
+    begun(recipe)
     assert exit_code("eval", f"runs/{recipe}", *words) == 2
     error = capsys.readouterr().err
     assert error.startswith("fnet: ")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_every_option_of_eval_is_for_some_run():
-    for name, field in EvalArguments.__dataclass_fields__.items():
-        assert field.default in (None, (), False), name

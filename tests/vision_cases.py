@@ -9,6 +9,8 @@ from program_cases import fnet_command
 from fnet import layers
 from fnet.layer import Layer, serial
 from train.config import DeepLab
+from train.recipes import load
+from train.run_folder import RunFolder
 
 RECIPES = {
     "digits": """
@@ -127,3 +129,15 @@ def run_of(recipes, tmp_path_factory, capsys):
         return shutil.copytree(shelf / recipe, recipes / "runs" / recipe)
 
     return find
+
+
+def begun(recipes):
+    """``begun(recipe)``: the folder of a run that has a config and nothing else."""
+
+    def make(recipe):
+        folder = recipes / "runs" / recipe
+        folder.mkdir(parents=True)
+        RunFolder(folder).begin(load(str(recipes / f"{recipe}.py")))
+        return folder
+
+    return make

@@ -93,13 +93,16 @@ class Checkpoints:
         )
         return Restored(step, restored.state, restored.data)
 
-    def restore_network(self, init: Callable[[Array], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def restore_network(
+        self, init: Callable[[Array], tuple[Any, Any]] | None = None
+    ) -> tuple[Any, Any]:
         """The newest checkpoint's parameters, averaged where an average is kept, and model state.
 
         Needs neither the data nor the optimizer that they were made with.
 
         Args:
-          init: the network's, ``key -> (params, model_state)``.
+          init: the network's, ``key -> (params, model_state)``, to compare with; None: what is
+            there is taken.
 
         Raises:
           UserError: if there is no checkpoint, or its arrays have other names or shapes.
@@ -109,13 +112,14 @@ class Checkpoints:
             raise UserError(
                 f"no checkpoint in {self._manager.directory}: the run has not saved one yet"
             )
-        params, model_state = jax.eval_shape(init, jax.random.key(0))
         there = self._manager.item_metadata(step).state.tree
-        self._compare(
-            step,
-            {name: there[name] for name in ("params", "model_state")},
-            {"params": params, "model_state": model_state},
-        )
+        if init is not None:
+            params, model_state = jax.eval_shape(init, jax.random.key(0))
+            self._compare(
+                step,
+                {name: there[name] for name in ("params", "model_state")},
+                {"params": params, "model_state": model_state},
+            )
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),

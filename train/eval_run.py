@@ -1,11 +1,12 @@
 """`fnet eval`: a run's newest checkpoint on its test examples, by one or by many views of each."""
 
 import dataclasses
-from pathlib import Path
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from train import examples, plots
@@ -47,7 +48,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
       UserError: for a run without a checkpoint, an option that is not for runs of its kind, or
         a folder that cannot be written.
     """
-    config = _with_options(folder, folder.read_config(), a)
+    config = with_options(folder, folder.read_config(), a)
     run = setup(config)
     views = Views(a.scales or (1.0,), a.flip)
     if views != Views():
@@ -59,9 +60,8 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     # A network that sees each image several times is given as many fewer of them at once.
     several = config.data.crops if isinstance(config.data, ImageFolder) else views.number
     rows = max(config.data.batch_size // several, 1)
-    unreadable = UnreadableFiles(
-        run.task.dataset, lambda w: console.print(w, highlight=False, soft_wrap=True, markup=False)
-    )
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    unreadable = UnreadableFiles(run.task.dataset, say)
     evaluate = run.compile_evaluation(unreadable, rows)
     found = evaluate(restored.state)
 
@@ -78,11 +78,49 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
             written["examples"] = path
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
-    _show(folder, run, restored.step, found, written, console)
+    say(f"{folder.path} after step {restored.step}")
+    show(run, found, console)
+    for name, file in written.items():
+        say(f"{name}: {file}")
 
 
-def _with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
-    """The config with what is asked for, once it is known to be for such a run."""
+def show(run: Setup, found: Evaluation, console: Console) -> None:
+    """The metrics, then each class: as a table on a terminal, as lines elsewhere.
+
+    Of more than 40 classes those with the lowest score.
+    """
+    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    for name, value in found.metrics.items():
+        say(f"test/{name} {value:.6g}")
+    scores = _class_scores(run, found.confusion)
+    scored = sorted((c for c in scores if c.score is not None), key=lambda c: c.score or 0.0)
+    kind, of = ("IoU", "pixels") if _segments(run) else ("accuracy", "examples")
+    shown = scores
+    if len(scores) > _MOST_CLASSES:
+        shown = scored[:_MOST_CLASSES]
+        say(f"the {len(shown)} classes of lowest {kind}, of {len(scores)}:")
+    if shown and console.is_terminal:
+        table = Table()
+        table.add_column("class", overflow="fold")
+        for name in (of, kind):
+            table.add_column(name, justify="right")
+        for c in shown:
+            table.add_row(
+                escape(c.name), f"{c.amount:,}", "-" if c.score is None else f"{c.score:.2%}"
+            )
+        console.print(table)
+    else:
+        for c in shown:
+            score = "-" if c.score is None else f"{c.score:.4f}"
+            say(f"{kind} of {c.name} {score}, {c.amount:,} {of}")
+
+
+def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
+    """The config of a run with what is asked for.
+
+    Raises:
+      UserError: for an option that is not for runs of its kind.
+    """
     allowed: tuple[str, ...] = ()
     if isinstance(config.model, DeepLab):
         allowed = ("image_size", "scales", "flip")
@@ -129,43 +167,6 @@ def _as_dict(run: Setup, a: EvalArguments, step: int, found: Evaluation) -> dict
             for c in _class_scores(run, found.confusion)
         ],
     }
-
-
-def _show(
-    folder: RunFolder,
-    run: Setup,
-    step: int,
-    found: Evaluation,
-    written: dict[str, Path],
-    console: Console,
-) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    say(f"{folder.path} after step {step}")
-    for name, value in found.metrics.items():
-        say(f"test/{name} {value:.6g}")
-    scores = _class_scores(run, found.confusion)
-    scored = sorted((c for c in scores if c.score is not None), key=lambda c: c.score or 0.0)
-    kind, of = ("IoU", "pixels") if _segments(run) else ("accuracy", "examples")
-    shown = scores
-    if len(scores) > _MOST_CLASSES:
-        shown = scored[:_MOST_CLASSES]
-        say(f"the {len(shown)} classes of lowest {kind}, of {len(scores)}:")
-    if shown and console.is_terminal:
-        table = Table()
-        table.add_column("class", overflow="fold")
-        for name in (of, kind):
-            table.add_column(name, justify="right")
-        for c in shown:
-            table.add_row(c.name, f"{c.amount:,}", "-" if c.score is None else f"{c.score:.2%}")
-        console.print(table)
-    else:
-        for c in shown:
-            score = "-" if c.score is None else f"{c.score:.4f}"
-            say(f"{kind} of {c.name} {score}, {c.amount:,} {of}")
-    for name, path in written.items():
-        say(f"{name}: {path}")
 
 
 def _segments(run: Setup) -> bool:

@@ -135,18 +135,12 @@ def answers(
       path: where it is written.
     """
     columns = min(len(images), 6)
-    rows = -(-len(images) // columns)
-    figure = Figure(figsize=(1.7 * columns, 0.5 + 2.1 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=10)
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax in axes:
-        ax.axis("off")
-    for ax, image, text, is_right in zip(axes, images, words, right, strict=False):
-        shown = image if image.dtype == np.uint8 else np.clip(image, 0, 1)
-        grey, most = image.shape[-1] == 1, 255 if image.dtype == np.uint8 else 1
-        ax.imshow(shown[..., 0] if grey else shown, cmap="gray_r", vmin=0, vmax=most)
-        ax.set_title(text, fontsize=7, color="black" if is_right else "#cc3311")
+    above = 0.3  # of an image's height, for two lines of words
+    figure, ax, corners = _tiled(_rgb(images), columns, above, title, inches=1.7)
+    height, width = images.shape[1:3]
+    for (x, y), text, is_right in zip(corners, words, right, strict=True):
+        ink = "black" if is_right else "#cc3311"
+        ax.text(x + width / 2, y - 0.03 * height, text, ha="center", va="bottom", size=7, color=ink)
     figure.savefig(path, dpi=110)
 
 
@@ -168,22 +162,67 @@ def segmentations(
       title: above the picture.
       path: where it is written.
     """
-    figure = Figure(figsize=(9, 0.8 + 2.8 * len(images)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=10)
     truths = np.where(truths < len(classes), truths, 255)
-    for row, image, truth, found in zip(
-        figure.subplots(len(images), 3, squeeze=False), images, truths, predictions, strict=True
-    ):
-        pictures = (image, painted(image, truth), painted(image, found))
-        for ax, picture, name in zip(row, pictures, ("image", "truth", "prediction"), strict=True):
-            ax.imshow(picture)
-            ax.set_title(name, fontsize=8)
-            ax.axis("off")
+    pictures = [
+        picture
+        for image, truth, found in zip(images, truths, predictions, strict=True)
+        for picture in (image, painted(image, truth), painted(image, found))
+    ]
+    figure, ax, corners = _tiled(np.stack(pictures), 3, 0.1, title, inches=3.0)
+    height, width = images.shape[1:3]
+    for (x, y), name in zip(corners[:3], ("image", "truth", "prediction"), strict=True):
+        ax.text(x + width / 2, y - 0.02 * height, name, ha="center", va="bottom", size=8)
     there = [i for i in np.union1d(truths, predictions) if i < len(classes)]
     handles = [Patch(color=voc_colours()[i] / 255, label=_short(classes[i])) for i in there]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=7, frameon=False)
-    figure.savefig(path, dpi=110)
+    ax.legend(
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        ncols=4,
+        fontsize=7,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def _rgb(images: np.ndarray) -> np.ndarray:
+    """Images as bytes of red, green and blue; those of one channel become ink on paper."""
+    if images.dtype != np.uint8:
+        images = (255 * np.clip(images, 0, 1)).round().astype(np.uint8)
+    return np.repeat(255 - images, 3, -1) if images.shape[-1] == 1 else images
+
+
+def _tiled(
+    images: np.ndarray, columns: int, above: float, title: str, *, inches: float
+) -> tuple[Figure, Axes, list[tuple[float, float]]]:
+    """Images in rows on white, with room above each; as one picture, which is drawn at once.
+
+    Args:
+      images: uint8 [N, H, W, 3].
+      columns: of each row.
+      above: the room, of an image's height.
+      title: above all.
+      inches: of a column.
+
+    Returns:
+      The figure, its axes, and x and y of each image's upper left corner in them.
+    """
+    n, height, width, _ = images.shape
+    rows, room, beside = -(-n // columns), max(round(above * height), 1), max(width // 16, 1)
+    whole = np.full((rows * (height + room), columns * (width + beside), 3), 255, np.uint8)
+    corners = []
+    for i, image in enumerate(images):
+        y, x = i // columns * (height + room) + room, i % columns * (width + beside)
+        whole[y : y + height, x : x + width] = image
+        corners.append((x - 0.5, y - 0.5))  # a pixel's place is that of its middle
+    across = inches * columns
+    figure = Figure(figsize=(across, across * whole.shape[0] / whole.shape[1] + 0.4))
+    FigureCanvasAgg(figure)
+    ax = figure.add_axes((0, 0, 1, 1 - 0.4 / figure.get_figheight()))
+    ax.imshow(whole, interpolation="nearest")
+    ax.set_title(title, fontsize=10)
+    ax.axis("off")
+    return figure, ax, corners
 
 
 def confusion(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:

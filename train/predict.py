@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from train.arguments import PredictArguments
@@ -153,7 +154,7 @@ def show(found: Predictions, console: Console) -> None:
     table.add_column("of pixels" if any(p.mask for p in found.predictions) else "probability")
     for p in found.predictions:
         for i, (name, share) in enumerate(p.labels):
-            table.add_row("" if i else p.image, name, f"{share:.1%}")
+            table.add_row("" if i else escape(p.image), escape(name), f"{share:.1%}")
     console.print(table)
 
 

@@ -18,7 +18,6 @@ from train.config.section import options
 from train.errors import UserError
 from train.run_folder import RunFolder, as_json, write_whole
 from train.setup import Setup, setup
-from train.tasks import build as build_task
 
 _AS_FLAGS = {
     "new_classifier=True": "--new-classifier",
@@ -99,7 +98,7 @@ def export_weights(
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        params, state = checkpoints.restore_network(build_task(config).model.init)
+        params, state = checkpoints.restore_network()
     known = {"norm": "abn"} | _described(config)
     norm = known["norm"]
     try:

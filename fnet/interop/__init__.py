@@ -1,1 +1,12 @@
-"""Adapters to other libraries, each imported by its own name: `fnet.interop.linen`, `.nnx`."""
+"""Adapters to other libraries, each imported by its own name: `linen`, `nnx`, `torch`."""
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`from_torch` and `to_torch`, known when they are asked for."""
+    if name not in ("from_torch", "to_torch"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fnet.interop import torch
+
+    return getattr(torch, name)

@@ -221,6 +221,8 @@ class DeepLab(Section):
     """Channels of each branch of the head."""
     dilations: Annotated[tuple[Count, ...], MinLen(1)] = (12, 24, 36)
     """Of the head's 3x3 convolutions, in features."""
+    pooling_size: tuple[Count, Count] | None = None
+    """Features over which the head's mean is taken in evaluation; the whole image by default."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
@@ -240,5 +242,6 @@ class DeepLab(Section):
             num_classes=num_classes,
             hidden=self.hidden,
             dilations=self.dilations,
+            pooling_size=self.pooling_size,
             **common,
         )
