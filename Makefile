@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check lint types clean
+.PHONY: demo test test-all check lint types clean
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
@@ -13,7 +13,10 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2
 
-check: lint types test
+test-all: $(VENV)/.installed-dev
+	$(BIN)/pytest -n 2 -m "slow or not slow"
+
+check: lint types test-all
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

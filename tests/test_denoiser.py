@@ -12,6 +12,8 @@ import pytest
 from fnet import diffusion, layers, models
 from fnet.models.denoiser import sinusoids
 
+pytestmark = pytest.mark.slow
+
 SHAPE, WIDTH, CLASSES = (4, 6, 2), 8, 3
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from train import examples
 from train.arguments import EvalArguments
-from train.config import Config, ImageFolder, PreactResNet, Synthetic
+from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.eval_run import show, with_options
 from train.evaluate import Evaluate, Evaluation
@@ -28,7 +28,7 @@ recipes = pytest.fixture(vision_cases.recipes)
 run_of = pytest.fixture(vision_cases.run_of)
 begun = pytest.fixture(vision_cases.begun)
 
-MODEL = PreactResNet(widths=(4,), blocks_per_stage=1)
+MODEL = Mlp(hidden=(8,))
 DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="centre")
 
 
@@ -148,7 +148,7 @@ def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
     ("recipe", "words"),
     [
         ("colours", ("--crops", 10, "--image-size", 10, "--resize", 14)),
-        ("halves", ("--scales", 0.75, 1.5, "--flip", "--image-size", 24)),
+        ("halves", ("--scales", 0.75, 1.5, "--flip")),
     ],
 )
 def test_options_are_for_this_evaluation_alone(recipe, words, run_of, capsys):
@@ -157,7 +157,7 @@ def test_options_are_for_this_evaluation_alone(recipe, words, run_of, capsys):
     printed(capsys, run, *words)
     found = json.loads((run / "evaluation.json").read_text())
     given = [v for v in found["options"].values() if v]
-    assert given in ([10, 10, 14], [24, [0.75, 1.5], True])
+    assert given in ([10, 10, 14], [[0.75, 1.5], True])
     trained = json.loads((run / "summary.json").read_text())["metrics"]
     assert found["metrics"].keys() == trained.keys()
     assert found["metrics"]["test/loss"] != trained["test/loss"]
@@ -170,6 +170,9 @@ def test_each_option_changes_the_data_that_it_names(tmp_path):
     for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
         changed = with_options(folder, config, EvalArguments(**option))
         assert changed == dataclasses.replace(config, data=dataclasses.replace(DATA, **option))
+    masks = dataclasses.replace(config, data=SegmentationFolder(), model=DeepLab())
+    changed = with_options(folder, masks, EvalArguments(image_size=24, scales=(0.5,), flip=True))
+    assert changed == dataclasses.replace(masks, data=SegmentationFolder(image_size=24))
 
 
 def shown_of(run, confusion, *, terminal):

@@ -17,6 +17,8 @@ from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
 from fnet.optim import decayed
 
+pytestmark = pytest.mark.slow
+
 B, T, D = 2, 4, 8
 
 LAYERS = {

@@ -15,6 +15,8 @@ from fnet.layers.selective_scan import selective_scan
 from fnet.memory import peak
 from fnet.memory.peak import CANDIDATE_OPTIONS
 
+pytestmark = pytest.mark.slow
+
 B, E, N = 2, 6, 3
 HEADS, P, GROUPS = 4, 3, 2
 

@@ -15,6 +15,8 @@ from fnet.layers.rotary import rotary as turned
 from fnet.layers.self_attention import attention
 from fnet.memory import peak
 
+pytestmark = pytest.mark.slow
+
 B, T, WIDTH, HEADS = 2, 11, 16, 4
 
 CASES = {

@@ -2,15 +2,18 @@
 
 import shutil
 
+import jax
 import numpy as np
 from PIL import Image
 from program_cases import fnet_command
 
 from fnet import layers
 from fnet.layer import Layer, serial
+from train.checkpoint import Checkpoints
 from train.config import DeepLab
 from train.recipes import load
 from train.run_folder import RunFolder
+from train.setup import setup
 
 RECIPES = {
     "digits": """
@@ -139,5 +142,19 @@ def begun(recipes):
         folder.mkdir(parents=True)
         RunFolder(folder).begin(load(str(recipes / f"{recipe}.py")))
         return folder
+
+    return make
+
+
+def saved(begun):
+    """``saved(recipe)``: the folder of a run whose network is as it began, in a checkpoint."""
+
+    def make(recipe):
+        folder = RunFolder(begun(recipe))
+        run = setup(folder.read_config())
+        with Checkpoints(folder.checkpoints, 1) as checkpoints:
+            checkpoints.save(0, jax.jit(run.init)(jax.random.key(0)), {})
+            checkpoints.wait()
+        return folder.path
 
     return make

@@ -7,13 +7,11 @@ from train.errors import UserError
 from train.run_folder import RunFolder, as_json, write_whole
 from train.tasks import build
 
-_NAME = "classes.json"
-
 
 def write_classes(folder: RunFolder, classes: tuple[str, ...]) -> None:
     """Writes the names of labels 0, 1, ... where there are any."""
     if classes:
-        write_whole(folder.path / _NAME, as_json({"classes": list(classes)}))
+        write_whole(folder.classes, as_json({"classes": list(classes)}))
 
 
 def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
@@ -22,7 +20,7 @@ def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
     Raises:
       UserError: if they are in neither.
     """
-    path = folder.path / _NAME
+    path = folder.classes
     if not path.is_file():
         return build(config).dataset.classes
     try:

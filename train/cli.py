@@ -127,6 +127,7 @@ def _predict(argv: list[str]) -> None:
         print(json.dumps(as_dict(found), indent=2))
     else:
         show(found, Console())
+        print(f"predictions: {found.path}")
     for path, reason in found.unreadable:
         print(f"fnet: cannot read {path}: {reason}", file=sys.stderr)
     if found.unreadable:

@@ -73,7 +73,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
         if found.confusion is not None:
             plots.confusion(found.confusion, run.task.dataset.classes, title, folder.confusion)
             written["confusion"] = folder.confusion
-        path = folder.path / "examples.png"
+        path = folder.examples
         if examples.draw(run, evaluate, restored.state, path):
             written["examples"] = path
     except OSError as error:

@@ -74,8 +74,8 @@ def _answers(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> b
         [a.image if a.image.ndim == 3 else a.image[len(a.image) // 2 - 1] for a in found]
     )
     words = [
-        f"{classes[a.prediction]} {a.probability:.0%}"
-        + ("" if a.right else f"\nis {classes[a.label]}")
+        f"{_short(classes[a.prediction])} {a.probability:.0%}"
+        + ("" if a.right else f"\nis {_short(classes[a.label])}")
         for a in found
     ]
     of_all = data.size(run.task.dataset.test)
@@ -85,6 +85,10 @@ def _answers(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> b
         title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; then the least sure"
     plots.answers(images, words, [a.right for a in found], title, path)
     return True
+
+
+def _short(name: str, most: int = 22) -> str:
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _segmentations(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> bool:

@@ -13,9 +13,10 @@ from rich.console import Console
 
 import fnet
 from fnet.memory import in_words
-from train import plots
+from train import examples, plots
 from train.account import account
 from train.checkpoint import Checkpoints
+from train.class_names import write_classes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.interruption import Interruption
@@ -54,9 +55,12 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         folder.resume(config)
     else:
         folder.begin(config)
-    unreadable = UnreadableFiles(
-        run.task.dataset, lambda words: console.print(words, highlight=False, soft_wrap=True)
-    )
+    write_classes(folder, run.task.dataset.classes)
+
+    def say(words: str) -> None:
+        console.print(words, highlight=False, soft_wrap=True, markup=False)
+
+    unreadable = UnreadableFiles(run.task.dataset, say)
     batches = unreadable.watch(run.training_batches())
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
@@ -138,6 +142,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     if tested.confusion is not None:
         classes = run.task.dataset.classes
         plots.confusion(tested.confusion, classes, f"{config.name}, step {step}", folder.confusion)
+        examples.draw(run, evaluate, state, folder.examples)
     summary = {
         "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
         "privacy": run.privacy.as_dict(step) if run.privacy else None,
@@ -159,7 +164,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     write_whole(folder.summary, as_json(summary))
     words = summary_lines(summary, folder)
     if tested.confusion is not None:
-        words += f"\nconfusion: {folder.confusion}"
+        words += f"\nconfusion: {folder.confusion}\nexamples: {folder.examples}"
     if run.privacy:
         words += f"\nprivate: {run.privacy.in_words(step)}"
     console.print(words, highlight=False, soft_wrap=True)

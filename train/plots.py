@@ -140,7 +140,16 @@ def answers(
     height, width = images.shape[1:3]
     for (x, y), text, is_right in zip(corners, words, right, strict=True):
         ink = "black" if is_right else "#cc3311"
-        ax.text(x + width / 2, y - 0.03 * height, text, ha="center", va="bottom", size=7, color=ink)
+        ax.text(
+            x + width / 2,
+            y - 0.03 * height,
+            text,
+            ha="center",
+            va="bottom",
+            size=7,
+            color=ink,
+            parse_math=False,
+        )
     figure.savefig(path, dpi=110)
 
 

@@ -54,11 +54,13 @@ class Predictions(NamedTuple):
       step: the checkpoint's.
       predictions: of those that can be read.
       unreadable: path and reason of the others.
+      path: of predictions.json, if it was written.
     """
 
     step: int
     predictions: list[Prediction]
     unreadable: list[tuple[str, str]]
+    path: Path | None = None
 
 
 def find_images(given: Sequence[str]) -> list[str]:
@@ -133,12 +135,30 @@ def predict(
                 unreadable.append((path, str(error)))
         found = Predictions(step, predictions, unreadable)
         if not a.json:
+            found = found._replace(path=out / "predictions.json")
             write_whole(out / "predictions.json", as_json(as_dict(found)))
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
     return found
+
+
+def labels_of(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
+    """Labels uint8 [H, W] of the file's pixels, by logits [h, w, K] interpolated to its size."""
+    height, width, classes = logits.shape
+    side = prepared.image.shape[0]
+    part = tuple(
+        length * n / side for length, n in zip(prepared.part, (width, height), strict=True)
+    )
+    best = np.full(prepared.size[::-1], -np.inf, np.float32)
+    labels = np.zeros(best.shape, np.uint8)
+    for label in range(classes):
+        whole = Image.fromarray(np.ascontiguousarray(logits[..., label], np.float32))
+        z = np.asarray(whole.resize(prepared.size, Image.Resampling.BILINEAR, box=(0, 0, *part)))
+        labels[z > best] = label
+        np.maximum(best, z, out=best)
+    return labels
 
 
 def show(found: Predictions, console: Console) -> None:
@@ -222,7 +242,7 @@ def _segmented(out: Path, paths: Sequence[str], classes: Sequence[str], top_k: i
     above = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
     def labelled(path: str, prepared: Prepared, logits: np.ndarray) -> Prediction:
-        labels = _labels_of(logits, prepared)
+        labels = labels_of(logits, prepared)
         name = out / os.path.relpath(os.path.abspath(path), above)
         name.parent.mkdir(parents=True, exist_ok=True)
         mask, overlay = (name.with_name(f"{name.name}.{kind}.png") for kind in ("mask", "overlay"))
@@ -236,20 +256,3 @@ def _segmented(out: Path, paths: Sequence[str], classes: Sequence[str], top_k: i
         return Prediction(path, of, str(mask), str(overlay))
 
     return labelled
-
-
-def _labels_of(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
-    """Labels uint8 [H, W] of the file's pixels, by logits [h, w, K] interpolated to its size."""
-    height, width, classes = logits.shape
-    side = prepared.image.shape[0]
-    part = tuple(
-        length * n / side for length, n in zip(prepared.part, (width, height), strict=True)
-    )
-    best = np.full(prepared.size[::-1], -np.inf, np.float32)
-    labels = np.zeros(best.shape, np.uint8)
-    for label in range(classes):
-        whole = Image.fromarray(np.ascontiguousarray(logits[..., label], np.float32))
-        z = np.asarray(whole.resize(prepared.size, Image.Resampling.BILINEAR, box=(0, 0, *part)))
-        labels[z > best] = label
-        np.maximum(best, z, out=best)
-    return labels

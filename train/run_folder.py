@@ -29,12 +29,14 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.config = path / "config.json"
+        self.classes = path / "classes.json"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.memory = path / "memory.json"
         self.memory_picture = path / "memory.png"
         self.curves = path / "curves.png"
         self.confusion = path / "confusion.png"
+        self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
 
     def read_config(self) -> Config:
@@ -63,8 +65,9 @@ class RunFolder:
                 f"{self.path} already holds a run: continue it with --resume, "
                 "or choose another folder with --out"
             )
-        # A config alone is what a run leaves that ended before its first step.
-        if names - {self.config.name, self.memory.name, self.memory_picture.name}:
+        # What a run leaves that ended before its first step.
+        begun = {self.config, self.classes, self.memory, self.memory_picture}
+        if names - {path.name for path in begun}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )

@@ -72,7 +72,9 @@ class Screen:
 _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "accuracy",
+    "train/pixel_accuracy": "pixels",
     "test/accuracy": "test",
+    "test/mean_iou": "mean IoU",
     "test/loss": "test loss",
     "train/noise_scale": "noise scale",
     "privacy/epsilon": "epsilon",

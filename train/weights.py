@@ -13,6 +13,7 @@ from fnet import TrainState
 from fnet.interop import torch as interop
 from train import weight_files
 from train.checkpoint import Checkpoints
+from train.class_names import write_classes
 from train.config import Config, Denoiser, LanguageModel
 from train.config.section import options
 from train.errors import UserError
@@ -73,6 +74,7 @@ def import_weights(
     state = _begun(run, filled.params, filled.state)
     folder = RunFolder(out)
     folder.begin(config)
+    write_classes(folder, run.task.dataset.classes)
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
         checkpoints.save(0, state, run.training_batches().get_state())
         checkpoints.wait()

@@ -1,6 +1,13 @@
 """Losses, one number per example; what is made of them is the gradient mode's business."""
 
 from fnet.losses.classification import accuracy, cross_entropy
+from fnet.losses.pixels import pixel_cross_entropy, pixel_predictions
 from fnet.losses.vocabulary import linear_cross_entropy
 
-__all__ = ["accuracy", "cross_entropy", "linear_cross_entropy"]
+__all__ = [
+    "accuracy",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "pixel_cross_entropy",
+    "pixel_predictions",
+]

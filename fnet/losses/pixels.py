@@ -16,8 +16,8 @@ Carry = TypeVar("Carry")
 Start = Array | int
 
 _NUMBERS = 2**20
-"""Logits of all rows that are interpolated at once, about: of 2^18 to 2^22 the fastest on CPU, or
-within 5% of it, for 21 and 150 classes."""
+"""Logits of all rows that are interpolated at once, about: of 2^18 to 2^22 none was faster on CPU,
+for 21 and 150 classes, by more than measurements differ."""
 
 
 class PixelLosses(NamedTuple):
@@ -47,19 +47,23 @@ def pixel_cross_entropy(
 
         loss = logsumexp(z) - (1 - a) z[y] - a mean(z)
 
-    Interpolated logits are the largest arrays of a segmentation network: for 21 classes
-    at 512 x 512, 22 MB an image, which a gradient has two or three times. Here a few rows
-    are interpolated, and their losses taken, at a time; where a gradient is asked for, the
-    forward pass makes that of the rows at once, already in the size of the features. Nothing
-    else is kept, and nothing is computed twice. Value and gradient by logits of a 64 x 64
-    grid at 512 x 512, float32, on CPU, against ``jax.image.resize`` and optax:
+    Interpolated logits may be the largest arrays of a segmentation network: for 21 classes
+    at 512 x 512, 22 MB an image, which a gradient has twice and more. Here a few rows are
+    interpolated, and their losses taken, at a time; where a gradient is asked for, the forward
+    pass makes that of the rows at once, already in the size of the features. Nothing else is
+    kept, and nothing is computed twice. Value and gradient by logits of a 64 x 64 grid at
+    512 x 512, float32, against ``jax.image.resize`` and optax, plain and in ``jax.checkpoint``:
 
-    ======  =======  =====================  ==================================  =========
-    images  classes  temporaries            of it with ``jax.checkpoint``       time
-    ======  =======  =====================  ==================================  =========
-    8       21       TODO
-    2       150
-    ======  =======  =====================  ==================================  =========
+    ======  =======  ====================  ==============  ===========  =======================
+    images  classes  temporaries, CPU      checkpointed    time, CPU    H100 (compiled for)
+    ======  =======  ====================  ==============  ===========  =======================
+    8       21       18.4 of 445 MB: 0.04  of 377 MB       0.2 - 0.35   9.2 MB (*)
+    8       32                                                          13.1 of 554 MB: 0.02
+    2       150      17.4 of 650 MB: 0.03  of 635 MB       0.35 - 0.65  12.6 MB (*)
+    ======  =======  ====================  ==============  ===========  =======================
+
+    (*) What it is compared with does not compile ahead of time for that GPU: products that
+    have the classes, 21 or 150, in their last axis. Here they are not in it.
 
     Args:
       logits: [N, h, w, k], any floating dtype; sums are in float32 (float64 for float64).

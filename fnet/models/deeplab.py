@@ -25,6 +25,7 @@ def deeplab(
     hidden: int = 256,
     dilations: Sequence[int] = (12, 24, 36),
     pooling_size: tuple[int, int] | None = None,
+    interpolate: bool = True,
 ) -> Layer:
     """A segmentation network: a body, the DeepLabV3 head, a 1x1 convolution to logits.
 
@@ -38,10 +39,14 @@ def deeplab(
       num_classes: how many labels.
       activation, activation_param, norm: as for `fnet.models.resnet`.
       hidden, dilations, pooling_size: as for `head`.
+      interpolate: whether logits are interpolated linearly to the size of the images. Without
+        it they stay as large as the features, for `fnet.losses.pixel_cross_entropy` and
+        `fnet.losses.pixel_predictions`, which interpolate a few rows at a time.
 
     Returns:
-      A layer on NHWC images: [N, H, W, C] -> logits [N, H, W, num_classes], interpolated
-      linearly from the size of the features. Its parts are ``body``, ``head``, ``cls``.
+      A layer on NHWC images: [N, H, W, C] -> logits [N, H, W, num_classes], or
+      [N, h, w, num_classes] in the size of the features. Its parts are ``body``, ``head``,
+      ``cls``.
 
     Raises:
       ValueError: for an unknown norm.
@@ -61,6 +66,8 @@ def deeplab(
         for name in children:
             y, state = apply_child(children, name, params, state, y, key=key, train=train)
             y = y[-1] if isinstance(y, tuple) else y
+        if not interpolate:
+            return y, state
         shape = (x.shape[0], *x.shape[1:3], num_classes)
         return jax.image.resize(y, shape, "bilinear", antialias=False), state
 

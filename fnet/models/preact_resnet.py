@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 from fnet import layers
 from fnet.layer import Layer, residual, serial
+from fnet.models import norm_activation
+from fnet.models.norm_activation import NormActivation
 
 
 def preact_resnet(
@@ -13,6 +15,9 @@ def preact_resnet(
     in_channels: int = 3,
     widths: Sequence[int] = (16, 32, 64),
     blocks_per_stage: int = 2,
+    stem_width: int | None = None,
+    first_stride: int = 1,
+    norm: str | NormActivation = "abn",
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
 ) -> Layer:
@@ -28,7 +33,11 @@ def preact_resnet(
       in_channels: channels of the images.
       widths: channels of each stage.
       blocks_per_stage: residual blocks of each stage.
-      activation: of every ABN; see `fnet.abn`.
+      stem_width: channels of the first convolution; those of the first stage by default.
+      first_stride: 2: the first stage halves height and width too, which makes the network
+        several times cheaper for its width.
+      norm: as for `fnet.models.resnet`.
+      activation: of every norm; see `fnet.abn`.
       activation_param: its slope or alpha.
 
     Returns:
@@ -43,7 +52,8 @@ def preact_resnet(
             f"blocks_per_stage={blocks_per_stage}"
         )
 
-    abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
+    make = norm_activation.find("preact_resnet", norm)
+    abn = functools.partial(make, activation=activation, activation_param=activation_param)
 
     def block(n_in: int, n_out: int, stride: int) -> Layer:
         body = serial(
@@ -57,16 +67,17 @@ def preact_resnet(
         return residual(body, layers.conv(n_in, n_out, 1, stride=stride, bias=False))
 
     stages: dict[str, Layer] = {}
-    n_in = widths[0]
+    n_in = stem_width or widths[0]
+    stem = layers.conv(in_channels, n_in, 3, bias=False)
     for i, width in enumerate(widths):
-        strides = [1 if i == 0 else 2] + [1] * (blocks_per_stage - 1)
+        strides = [first_stride if i == 0 else 2] + [1] * (blocks_per_stage - 1)
         blocks = {}
         for j, stride in enumerate(strides):
             blocks[f"block{j}"] = block(n_in, width, stride)
             n_in = width
         stages[f"stage{i}"] = serial(**blocks)
     return serial(
-        stem=layers.conv(in_channels, widths[0], 3, bias=False),
+        stem=stem,
         **stages,
         abn=abn(n_in),
         pool=layers.global_avg_pool(),

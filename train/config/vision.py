@@ -20,7 +20,7 @@ Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
 
 @dataclass(frozen=True)
 class PreactResNet(Section):
-    """A pre-activation residual network with in-place activated batch norm."""
+    """A pre-activation residual network (He et al. 2016) for small images."""
 
     name: Literal["preact_resnet"] = "preact_resnet"
     """The family of networks."""
@@ -28,6 +28,12 @@ class PreactResNet(Section):
     """Channels of each stage; each stage after the first halves the image."""
     blocks_per_stage: Count = 2
     """Residual blocks of each stage."""
+    stem_width: Count | None = None
+    """Channels of the first convolution; those of the first stage by default."""
+    first_stride: Literal[1, 2] = 1
+    """2: the first stage halves the image as well, which makes the network much cheaper."""
+    norm: Norm = "abn"
+    """In place; plain batch norm; or group norm, by which no example depends on another."""
     activation: Activation = "leaky_relu"
     """Activation in every in-place activated batch norm."""
     activation_param: float = 0.01
@@ -243,5 +249,6 @@ class DeepLab(Section):
             hidden=self.hidden,
             dilations=self.dilations,
             pooling_size=self.pooling_size,
+            interpolate=False,  # the task's loss does
             **common,
         )

@@ -1,0 +1,303 @@
+"""`fnet predict`: labels and masks of any images, from runs of this program; and mistakes."""
+
+import io
+import json
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+import vision_cases
+from PIL import Image
+from program_cases import exit_code, fnet_command
+from rich.console import Console
+
+from train.arguments import PredictArguments
+from train.checkpoint import Checkpoints
+from train.class_names import read_classes, write_classes
+from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
+from train.data import evaluation_batches
+from train.errors import UserError
+from train.image_input import Preparation, Prepared
+from train.palette import voc_colours
+from train.predict import labels_of, predict, show
+from train.recipes import load
+from train.run_folder import RunFolder
+from train.tasks import build, images
+
+small_deeplab = pytest.fixture(vision_cases.small_deeplab)
+recipes = pytest.fixture(vision_cases.recipes)
+run_of = pytest.fixture(vision_cases.run_of)
+begun = pytest.fixture(vision_cases.begun)
+saved = pytest.fixture(vision_cases.saved)
+
+
+def printed(capsys, *words):
+    fnet_command("predict", *words)
+    return capsys.readouterr().out
+
+
+def evaluated(run):
+    """The held-out examples of a run, and what its checkpoint makes of them."""
+    folder = RunFolder(run)
+    config = folder.read_config()
+    task = build(config)
+    with Checkpoints(folder.checkpoints, 2) as checkpoints:
+        params, state = checkpoints.restore_network(task.model.init)
+    batch = next(evaluation_batches(task.dataset, len(task.dataset.test["id"])))
+    return batch, jax.jit(task.measure)(params, state, batch), (task, params, state)
+
+
+def test_labels_are_those_of_evaluation(run_of, recipes, capsys):
+    run = run_of("colours")
+    shown = printed(capsys, run, "colours/val", "--top-k", 2)
+    found = json.loads((run / "predictions" / "predictions.json").read_text())
+    assert found["step"] == 20
+    assert found["unreadable"] == []
+    # The files of a folder are in the order of the dataset: class by class, name by name.
+    batch, measured, _ = evaluated(run)
+    paths = [p["image"] for p in found["predictions"]]
+    assert paths == sorted(str(p.relative_to(recipes)) for p in recipes.glob("colours/val/*/*.png"))
+    first = [p["labels"][0] for p in found["predictions"]]
+    predictions = np.asarray(measured.confusion[1])
+    assert [label["label"] for label in first] == [vision_cases.CLASSES[i] for i in predictions]
+    probabilities = np.array([label["probability"] for label in first])
+    chex.assert_trees_all_close(probabilities, np.float64(measured.probability), rtol=1e-4)
+    assert len(batch["id"]) == len(paths) == 15
+    for p in found["predictions"]:
+        likelier, other = (label["probability"] for label in p["labels"])
+        assert 1 >= likelier >= other >= 0
+    lines = shown.splitlines()
+    assert len(lines) == 16
+    label = first[0]
+    assert lines[0].startswith(f"{paths[0]}  {label['label']} {label['probability']:.4f}  ")
+    assert lines[-1] == f"predictions: {run}/predictions/predictions.json"
+
+
+def test_json_is_printed_alone_and_nothing_is_written(run_of, recipes, capsys):
+    run = run_of("colours")
+    before = {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
+    found = json.loads(printed(capsys, run, "colours/val/red/0.png", "--json"))
+    (prediction,) = found["predictions"]
+    assert prediction.keys() == {"image", "labels"}
+    assert prediction["labels"][0]["label"] == "red"
+    assert sum(label["probability"] for label in prediction["labels"]) == pytest.approx(1)
+    assert before == {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
+
+
+def test_on_a_terminal_predictions_are_a_table(run_of, recipes):
+    folder = RunFolder(run_of("colours"))
+    asked = PredictArguments(top_k=2, out="out")
+    found = predict(folder, folder.read_config(), ["colours/val/red/0.png"], asked)
+    text = io.StringIO()
+    show(found, Console(file=text, force_terminal=True, width=80))
+    text = text.getvalue()
+    assert "┃" in text
+    assert text.count("%") == 2
+
+
+def test_masks_have_the_size_of_their_image_and_are_right(run_of, recipes, capsys):
+    run = run_of("halves")
+    config = RunFolder(run).read_config()
+    names = [f"{i:02}" for i in range(15)]
+    given = [f"halves/images/{name}.png" for name in names]
+    shown = printed(capsys, run, *given, "--out", "out")
+    found = json.loads((recipes / "out" / "predictions.json").read_text())
+    right = []
+    for name, p in zip(names, found["predictions"], strict=True):
+        assert p["mask"] == f"out/{name}.png.mask.png"
+        assert p["overlay"] == f"out/{name}.png.overlay.png"
+        image = Image.open(recipes / p["image"])
+        mask, overlay = (Image.open(recipes / p[kind]) for kind in ("mask", "overlay"))
+        assert mask.size == overlay.size == image.size
+        assert (mask.mode, overlay.mode) == ("P", "RGB")
+        labels = np.asarray(mask)
+        colours = np.asarray(mask.convert("RGB"))
+        np.testing.assert_array_equal(colours, voc_colours()[labels])
+        truth = np.asarray(Image.open(recipes / "halves" / "masks" / f"{name}.png"))
+        right.append((labels == truth)[truth < 255].mean())
+        shares = {label["label"]: label["share"] for label in p["labels"]}
+        assert shares == {
+            c: (labels == i).mean()
+            for i, c in enumerate(vision_cases.CLASSES)
+            if (labels == i).any()
+        }
+        assert list(shares.values()) == sorted(shares.values(), reverse=True)
+        # What is painted is what lies under the paint and the colour of its label.
+        painted = np.asarray(overlay).astype(int)
+        mixed = 0.4 * np.asarray(image) + 0.6 * colours
+        assert np.abs(painted - mixed).max() <= 0.5
+    assert config.data.image_size == 16  # masks are larger
+    assert np.mean(right) > 0.8
+    assert f"{given[0]}  " in shown
+
+
+def test_a_mask_at_the_network_s_size_is_that_of_evaluation(run_of, recipes, capsys):
+    run = run_of("halves")
+    batch, measured, _ = evaluated(run)
+    for i, (image, labels) in enumerate(zip(batch["image"], measured.confusion[1], strict=True)):
+        Image.fromarray(image).save(recipes / f"{i}.png")
+        fnet_command("predict", run, f"{i}.png", "--out", "out", "--json")
+        found = np.asarray(Image.open(recipes / "out" / f"{i}.png.mask.png"))
+        np.testing.assert_array_equal(found, labels)
+
+
+def test_what_surrounds_an_image_on_its_canvas_is_not_in_its_mask():
+    logits = np.zeros((4, 4, 3), np.float32)
+    logits[:2, :2, 0] = logits[:2, 2:, 1] = 1
+    logits[2:, :, 2] = 1  # below the image
+    prepared = Prepared(np.zeros((16, 16, 3), np.uint8), size=(40, 20), part=(16, 8))
+    labels = labels_of(logits, prepared)
+    chex.assert_shape(labels, (20, 40))
+    assert (labels[:18, :20] == 0).all()  # further down, between four of the logits, they mix
+    assert (labels[:18, 20:] == 1).all()
+
+
+def test_images_of_the_same_name_in_several_folders_have_files_each(run_of, recipes, capsys):
+    run = run_of("halves")
+    for folder in ("a", "b"):
+        (recipes / "new" / folder).mkdir(parents=True)
+        shutil.copy(recipes / "halves" / "images" / "00.png", recipes / "new" / folder / "x.png")
+    printed(capsys, run, "new/a", "new/b/x.png", "--out", "out")
+    masks = sorted(str(p.relative_to(recipes / "out")) for p in recipes.glob("out/**/*.mask.png"))
+    assert masks == ["a/x.png.mask.png", "b/x.png.mask.png"]
+
+
+def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
+    run = saved("digits")
+    dataset = build(RunFolder(run).read_config()).dataset
+    some = dataset.test["image"][:5]
+    for i, image in enumerate(some):
+        ink = np.round(255 * image[..., 0]).astype(np.uint8)
+        Image.fromarray(ink).convert("RGB").save(recipes / f"{i}.png")
+    prepared = np.stack([Preparation(load("digits.py"))(f"{i}.png").image for i in range(5)])
+    chex.assert_type(prepared, np.float32)
+    chex.assert_trees_all_close(prepared, some, atol=1 / 255)
+    shown = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
+    assert len(shown.splitlines()) == 6
+    assert all(line.split()[1] in dataset.classes for line in shown.splitlines()[:5])
+
+
+@pytest.mark.parametrize("crops", [1, 10])
+def test_an_image_is_prepared_as_test_images_are(crops, recipes):
+    data = ImageFolder(path="colours", image_size=7, crops=crops)
+    config = Config(data=data)
+    batch = next(evaluation_batches(images.load(config), 15))
+    prepare = Preparation(config)
+    assert prepare.shape == (7, 7, 3)
+    files = sorted(recipes.glob("colours/val/*/*.png"))
+    found = np.stack([prepare(str(path)).image for path in files])
+    np.testing.assert_array_equal(found, batch["image"])
+
+
+def test_an_image_is_prepared_as_test_images_with_masks_are(recipes):
+    config = load("halves.py")
+    dataset = build(config).dataset
+    batch = next(evaluation_batches(dataset, 3))
+    prepare = Preparation(config)
+    found = {path: prepare(str(path)) for path in recipes.glob("halves/images/*.png")}
+    for image in batch["image"]:
+        assert any(np.array_equal(image, prepared.image) for prepared in found.values())
+    for path, prepared in found.items():
+        assert prepared.size == Image.open(path).size
+        assert max(prepared.part) == 16
+
+
+def test_unreadable_images_are_said_and_the_others_predicted(run_of, recipes, capsys):
+    run = run_of("colours")
+    (recipes / "new").mkdir()
+    (recipes / "new" / "a.png").write_bytes(b"no image")
+    shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / "new" / "b.png")
+    (recipes / "new" / "c.jpg").write_bytes(b"")
+    assert exit_code("predict", run, "new", "--json") == 2
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert [p["image"] for p in found["predictions"]] == ["new/b.png"]
+    assert [p["image"] for p in found["unreadable"]] == ["new/a.png", "new/c.jpg"]
+    lines = shown.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("fnet: cannot read new/a.png: ")
+    assert lines[1] == "fnet: cannot read new/c.jpg: zero bytes"
+    assert exit_code("predict", run, "new/a.png", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["predictions"] == []
+
+
+def test_the_data_are_not_needed_where_the_run_has_its_classes(run_of, recipes, capsys):
+    folder = RunFolder(run_of("colours"))
+    config = folder.read_config()
+    (folder.path / "classes.json").unlink(missing_ok=True)
+    assert read_classes(folder, config) == vision_cases.CLASSES  # the data's
+    write_classes(folder, ("a", "b", "c"))
+    shutil.move(recipes / "colours" / "val" / "red" / "0.png", recipes / "x.png")
+    shutil.rmtree(recipes / "colours")
+    assert read_classes(folder, config) == ("a", "b", "c")
+    assert "x.png  c " in printed(capsys, folder.path, "x.png")
+    for text in ("{", '{"classes": []}', '{"classes": [1, 2]}', "[]"):
+        (folder.path / "classes.json").write_text(text)
+        with pytest.raises(UserError, match=r"cannot read .*classes\.json: "):
+            read_classes(folder, config)
+
+
+def test_of_a_checkpoint_of_other_classes_both_shapes_are_named(run_of, capsys):
+    folder = RunFolder(run_of("colours"))
+    write_classes(folder, ("a", "b"))
+    assert exit_code("predict", folder.path, "colours") == 2
+    error = capsys.readouterr().err
+    assert "is another model's" in error
+    assert "(3,) there, (2,) here" in error
+
+
+def test_images_of_channels_that_no_file_has_are_refused():
+    assert Preparation(Config(data=Synthetic(channels=1, image_size=5))).shape == (5, 5, 1)
+    assert Preparation(Config(data=Digits())).shape == (8, 8, 1)
+    assert Preparation(Config(data=SegmentationFolder(image_size=9))).shape == (9, 9, 3)
+    with pytest.raises(UserError, match="synthetic has images of 4 channels"):
+        Preparation(Config(data=Synthetic(channels=4)))
+
+
+MISTAKES = [
+    (("colours",), "say which images: fnet predict RUN IMAGE"),
+    (("colours", "--top-k", "2"), "say which images: fnet predict RUN IMAGE"),
+    (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
+    (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
+    (("colours", "colours", "--topk", "1"), "unknown field --topk (did you mean --top-k?)"),
+    (("colours", "--json", "colours"), "--json: expected no value, it is a switch, got colours"),
+    (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
+    (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
+    (("colours", "empty"), "no image in empty; looked for files *.jpg"),
+    (("colours", "colours"), "no checkpoint in "),
+    (("halves", "halves"), "no checkpoint in "),
+    (("nowhere", "colours"), "no run in runs/nowhere: it has no config.json"),
+    (("text", "colours"), "runs/text is a run of language_model, which labels no images"),
+    (("noise", "colours"), "runs/noise is a run of denoiser, which labels no images"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_a_mistake_is_one_line_with_exit_code_2(words, message, begun, recipes, capsys):
+    head = "from train.config import *\ndef config(): return Config("
+    (recipes / "text.py").write_text(f"{head}data=TextFile(), model=LanguageModel())")
+    (recipes / "noise.py").write_text(f"{head}model=Denoiser())")
+    (recipes / "empty").mkdir()
+    if words[0] != "nowhere":
+        begun(words[0])
+    assert exit_code("predict", f"runs/{words[0]}", *words[1:]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said(run_of, recipes, capsys):
+    run = run_of("halves")
+    assert exit_code("predict", run, "halves/images", "--out", "halves.py") == 2
+    assert "fnet: cannot write to halves.py: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("runs/colours", "--help")])
+def test_help_says_how_to_ask(words, begun, capsys):
+    begun("colours")
+    assert exit_code("predict", *words) == (0 if words else 2)
+    shown = capsys.readouterr()
+    assert "fnet predict" in shown.out + shown.err
