@@ -127,6 +127,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                     break
         checkpoints.wait()
 
+    seen = memory.bytes()  # before pictures are drawn, which is not training
     title = f"{config.name}: {executable.report.parameters:,} parameters, {step} steps"
     lines = read_metrics(folder.metrics)
     plots.curves(lines, title, folder.curves)
@@ -158,7 +159,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
         "peak_bytes_predicted": predicted,
-        "peak_bytes_seen": memory.bytes(),
+        "peak_bytes_seen": seen,
         "versions": versions(),
     }
     write_whole(folder.summary, as_json(summary))
