@@ -1,5 +1,6 @@
 """Strict settings for all tests: an implicit rank promotion or a reused key is an error."""
 
+import gc
 import os
 
 # Set before JAX starts: four devices on the CPU, so that sharding is tested everywhere; and no
@@ -17,6 +18,14 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """What one file's tests compiled is of no use to the next, and makes the process slower."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

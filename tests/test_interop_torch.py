@@ -16,6 +16,8 @@ from fnet import models
 from fnet.interop import norm_weights, torch_names
 from fnet.interop.torch import fill, from_torch, to_torch
 
+pytestmark = pytest.mark.slow
+
 # Number of arrays, and crc32 of their sorted lines "key shape", of the state dicts of
 # mapillary/inplace_abn 1.1's scripts/models, 1000 classes (of "3x3", with input_3x3=True).
 REFERENCE = {

@@ -40,7 +40,7 @@ def config():
     )
 """
 
-pytestmark = pytest.mark.usefixtures("recipes")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("recipes")]
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import pytest
 import fnet
 from fnet import layers
 
+pytestmark = pytest.mark.slow
+
 WIDTH, HEADS = 16, 2
 
 

@@ -327,7 +327,7 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 def test_names_that_do_not_exist_are_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'step'"):
+    with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'stepp'"):
         fnet.optim.make_schedule("stepp", 0.1, 10)
     with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got 11"):
         fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=11)

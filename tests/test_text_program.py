@@ -41,6 +41,7 @@ def network(folder):
         return jax.device_get(checkpoints.restore_network(model.init))
 
 
+@pytest.mark.slow
 def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrupted_one(
     text_folder,
 ):
@@ -54,6 +55,7 @@ def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrup
     assert 0 < np.abs(context).max() <= np.tanh(1)
 
 
+@pytest.mark.slow
 def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
     steps = []
 

@@ -25,6 +25,8 @@ from train.setup import setup
 RESNET = """
 from train.config import Config, Optim, ResNet, Synthetic, Train
 
+pytestmark = pytest.mark.slow
+
 def config():
     return Config(
         name="resnet",
