@@ -22,10 +22,10 @@ from train.checkpoint import Checkpoints
 from train.run_folder import RunFolder
 from train.setup import setup
 
+pytestmark = pytest.mark.slow
+
 RESNET = """
 from train.config import Config, Optim, ResNet, Synthetic, Train
-
-pytestmark = pytest.mark.slow
 
 def config():
     return Config(
@@ -36,7 +36,6 @@ def config():
         train=Train(steps=2),
     )
 """
-
 
 SMALL = RESNET.replace("ResNet", "PreactResNet").replace("depth=18", "widths=(4,)")
 
