@@ -28,6 +28,8 @@ recipes = pytest.fixture(vision_cases.recipes)
 run_of = pytest.fixture(vision_cases.run_of)
 begun = pytest.fixture(vision_cases.begun)
 
+pytestmark = pytest.mark.slow
+
 MODEL = Mlp(hidden=(8,))
 DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="centre")
 
