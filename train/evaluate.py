@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
-from train.data import Arrays, evaluation_batches, size
+from train.data import Arrays, evaluation_batch_of, evaluation_batches, size
 from train.tasks import Task
 
 
@@ -78,7 +78,7 @@ class Evaluate:
             return (sums, counts), (confusion[1], probability)
 
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
-        batch = next(evaluation_batches(task.dataset, batch_size))
+        batch = evaluation_batch_of(task.dataset, batch_size)
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
         names = sorted(measured.metrics.keys() | {"weight"})

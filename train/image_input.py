@@ -6,6 +6,7 @@ import numpy as np
 from PIL import Image
 
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
+from train.data.augment import in_bytes
 from train.data.crops import centre, fitted, short_side, ten_crops
 from train.data.decode import View, decode
 from train.errors import UserError
@@ -73,7 +74,7 @@ class Preparation:
         def seen(width: int, height: int) -> View:
             found.append((width, height))
             if isinstance(data, ImageFolder):
-                return short_side(data.resize or round(size * 8 / 7))(width, height)
+                return short_side(data.shorter_side)(width, height)
             if isinstance(data, SegmentationFolder):
                 return fitted(width, height, size).view
             return View((0, 0, width, height), (size, size))
@@ -84,7 +85,7 @@ class Preparation:
             image = centre(image, size) if self.crops == 1 else ten_crops(image, size)
         elif isinstance(data, SegmentationFolder):
             canvas = np.empty(self.shape, np.uint8)
-            canvas[:] = [round(255 * m) for m in data.mean]
+            canvas[:] = in_bytes(data.mean)
             canvas[:height, :width] = image
             image = canvas
         else:

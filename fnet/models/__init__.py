@@ -7,13 +7,17 @@ from typing import Any
 from fnet.layer import Layer
 from fnet.models.deeplab import deeplab
 from fnet.models.denoiser import Denoiser, denoiser
+from fnet.models.densenet import DEPTHS as DENSENETS
 from fnet.models.densenet import densenet
 from fnet.models.language_model import LanguageModel, language_model
 from fnet.models.mlp import mlp
 from fnet.models.preact_resnet import preact_resnet
+from fnet.models.resnet import DEPTHS as RESNETS
 from fnet.models.resnet import resnet
+from fnet.models.resnext import DEPTHS as RESNEXTS
 from fnet.models.resnext import resnext
 from fnet.models.revnet import revnet
+from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
 from fnet.models.wider_resnet import wider_resnet
 
 MODELS: dict[str, Callable[..., Layer]] = {
@@ -21,10 +25,10 @@ MODELS: dict[str, Callable[..., Layer]] = {
     "preact_resnet": preact_resnet,
     "revnet": revnet,
 }
-MODELS |= {f"resnet{depth}": partial(resnet, depth) for depth in (18, 34, 50, 101, 152)}
-MODELS |= {f"resnext{depth}": partial(resnext, depth) for depth in (50, 101, 152)}
-MODELS |= {f"densenet{depth}": partial(densenet, depth) for depth in (121, 169, 201, 264)}
-for _depth in (16, 20, 38):
+MODELS |= {f"resnet{depth}": partial(resnet, depth) for depth in RESNETS}
+MODELS |= {f"resnext{depth}": partial(resnext, depth) for depth in RESNEXTS}
+MODELS |= {f"densenet{depth}": partial(densenet, depth) for depth in DENSENETS}
+for _depth in WIDER_RESNETS:
     MODELS[f"wider_resnet{_depth}"] = partial(wider_resnet, _depth)
     MODELS[f"wider_resnet{_depth}_a2"] = partial(wider_resnet, _depth, a2=True)
 

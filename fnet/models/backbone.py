@@ -1,19 +1,20 @@
 """A network for images as named stages: with a classifier, or giving what each stage makes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children, serial
-from fnet.models.residual_blocks import Norm, convolution
+from fnet.models.norm_activation import NormActivation
+from fnet.models.residual_blocks import convolution
 
 STEMS = ("7x7", "3x3", "small")
 """Inputs of a network: see `input_stem`."""
 
 
 def input_stem(
-    kind: str, n_in: int, n_out: int, norm: Norm, *, last_norm: bool
+    kind: str, n_in: int, n_out: int, norm: NormActivation, *, last_norm: bool
 ) -> dict[str, Layer]:
     """What comes before the first stage.
 
@@ -45,9 +46,23 @@ def input_stem(
     return parts
 
 
-def classifier(n_in: int, num_classes: int) -> dict[str, Layer]:
-    """The mean over all positions, and logits of it."""
-    return {"avg_pool": layers.global_avg_pool(), "fc": layers.dense(n_in, num_classes)}
+def classifier(n_in: int, num_classes: int | None) -> dict[str, Layer] | None:
+    """``classifier``, the mean over all positions and logits of it; None for no classes."""
+    if num_classes is None:
+        return None
+    logits = serial(avg_pool=layers.global_avg_pool(), fc=layers.dense(n_in, num_classes))
+    return {"classifier": logits}
+
+
+def stage_blocks(where: str, depths: Mapping[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
+    """Blocks of each stage of the network of that depth.
+
+    Raises:
+      ValueError: for a depth that there is not.
+    """
+    if depth not in depths:
+        raise ValueError(f"{where}: depth must be one of {sorted(depths)}, got {depth}")
+    return depths[depth]
 
 
 def stage_dilations(where: str, dilation: Sequence[int], stages: int) -> tuple[int, ...]:

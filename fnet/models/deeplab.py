@@ -1,6 +1,5 @@
 """DeepLabV3: a label for every pixel, from the features of a dilated network."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +10,7 @@ from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children
 from fnet.models import norm_activation
 from fnet.models.norm_activation import NormActivation
-from fnet.models.residual_blocks import Norm, convolution
+from fnet.models.residual_blocks import convolution
 
 
 def deeplab(
@@ -51,8 +50,7 @@ def deeplab(
     Raises:
       ValueError: for an unknown norm.
     """
-    make = norm_activation.find("deeplab", norm)
-    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    normed = norm_activation.find("deeplab", norm, activation, activation_param)
     children = {
         "body": body,
         "head": head(n_in, hidden, normed, dilations=dilations, pooling_size=pooling_size),
@@ -77,7 +75,7 @@ def deeplab(
 def head(
     n_in: int,
     hidden: int,
-    norm: Norm,
+    norm: NormActivation,
     *,
     dilations: Sequence[int] = (12, 24, 36),
     pooling_size: tuple[int, int] | None = None,

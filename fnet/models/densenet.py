@@ -1,6 +1,5 @@
 """Dense networks: each layer reads what all layers before it in its stage have made."""
 
-import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ from jax import Array
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children, serial
 from fnet.models import norm_activation
-from fnet.models.backbone import backbone, classifier, input_stem, stage_dilations
+from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
 from fnet.models.norm_activation import NormActivation
-from fnet.models.residual_blocks import Norm, convolution
+from fnet.models.residual_blocks import convolution
 
 DEPTHS = {
     121: (6, 12, 24, 16),
@@ -60,14 +59,12 @@ def densenet(
     Raises:
       ValueError: for another depth, norm, stem or number of dilations.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"densenet: depth must be one of {sorted(DEPTHS)}, got {depth}")
+    counts = stage_blocks("densenet", DEPTHS, depth)
     dilations = stage_dilations("densenet", dilation, 4)
-    make = norm_activation.find("densenet", norm)
-    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    normed = norm_activation.find("densenet", norm, activation, activation_param)
     n_in = 2 * growth
     children = {"mod1": serial(**input_stem(stem, in_channels, n_in, normed, last_norm=False))}
-    for i, (count, spread) in enumerate(zip(DEPTHS[depth], dilations, strict=True)):
+    for i, (count, spread) in enumerate(zip(counts, dilations, strict=True)):
         if i:
             n_out = int(n_in * compression)
             transition = {"bn": normed(n_in), "conv": convolution(n_in, n_out, 1)}
@@ -78,11 +75,13 @@ def densenet(
         children[f"mod{i + 2}"] = dense_stage(n_in, growth, count, normed, dilation=spread)
         n_in += growth * count
     children["bn_out"] = normed(n_in)
-    head = None if num_classes is None else {"classifier": serial(**classifier(n_in, num_classes))}
-    return backbone(children, ("mod2", "mod3", "mod4", "bn_out"), head)
+    features = ("mod2", "mod3", "mod4", "bn_out")
+    return backbone(children, features, classifier(n_in, num_classes))
 
 
-def dense_stage(n_in: int, growth: int, count: int, norm: Norm, *, dilation: int = 1) -> Layer:
+def dense_stage(
+    n_in: int, growth: int, count: int, norm: NormActivation, *, dilation: int = 1
+) -> Layer:
     """``count`` layers, each of which reads the input and what all before it have made.
 
     A layer is norm, 1x1 convolution to 4 ``growth`` channels, norm, 3x3 convolution to

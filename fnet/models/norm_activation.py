@@ -1,5 +1,6 @@
 """The norm and the activation of a network for images, in one layer, by name."""
 
+import functools
 from collections.abc import Callable
 
 from fnet import layers
@@ -23,8 +24,10 @@ NORMS: dict[str, NormActivation] = {
 }
 
 
-def find(where: str, norm: str | NormActivation) -> NormActivation:
-    """The norm of that name; what is none already is given back.
+def find(
+    where: str, norm: str | NormActivation, activation: str, activation_param: float
+) -> NormActivation:
+    """The norm of that name, with that activation behind it unless a place asks for another.
 
     Args:
       where: whose argument it is, for the message.
@@ -32,12 +35,16 @@ def find(where: str, norm: str | NormActivation) -> NormActivation:
         norm, gamma of any sign, for weights trained with it elsewhere. ``"group"``: group
         norm, by which no example depends on another. Or ``(channels, *, activation,
         activation_param) -> Layer``.
+      activation, activation_param: of the whole network.
+
+    Returns:
+      ``(channels) -> Layer``; with ``activation="identity"``, the norm alone.
 
     Raises:
       ValueError: for another name.
     """
-    if callable(norm):
-        return norm
-    if norm not in NORMS:
-        raise ValueError(f"{where}: norm must be one of {sorted(NORMS)}, got {norm!r}")
-    return NORMS[norm]
+    if not callable(norm):
+        if norm not in NORMS:
+            raise ValueError(f"{where}: norm must be one of {sorted(NORMS)}, got {norm!r}")
+        norm = NORMS[norm]
+    return functools.partial(norm, activation=activation, activation_param=activation_param)

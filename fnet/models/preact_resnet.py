@@ -1,6 +1,5 @@
 """Pre-activation residual networks for small images."""
 
-import functools
 from collections.abc import Sequence
 
 from fnet import layers
@@ -52,8 +51,7 @@ def preact_resnet(
             f"blocks_per_stage={blocks_per_stage}"
         )
 
-    make = norm_activation.find("preact_resnet", norm)
-    abn = functools.partial(make, activation=activation, activation_param=activation_param)
+    abn = norm_activation.find("preact_resnet", norm, activation, activation_param)
 
     def block(n_in: int, n_out: int, stride: int) -> Layer:
         body = serial(

@@ -1,15 +1,13 @@
 """The two residual blocks: activated behind the sum, and before each convolution."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children, serial
-
-Norm = Callable[..., Layer]
-"""``(channels, **options) -> Layer``: norm and activation, none with ``activation="identity"``."""
+from fnet.models.norm_activation import NormActivation
 
 
 def convolution(
@@ -32,7 +30,7 @@ def convolution(
 def post_activation(
     n_in: int,
     channels: Sequence[int],
-    norm: Norm,
+    norm: NormActivation,
     activation: Layer,
     *,
     stride: int = 1,
@@ -88,7 +86,7 @@ def post_activation(
 def pre_activation(
     n_in: int,
     channels: Sequence[int],
-    norm: Norm,
+    norm: NormActivation,
     *,
     stride: int = 1,
     dilation: int = 1,

@@ -1,12 +1,11 @@
 """Residual networks with in-place activated batch norm, or another norm."""
 
-import functools
 from collections.abc import Sequence
 
 from fnet import layers
 from fnet.layer import Layer, serial
 from fnet.models import norm_activation
-from fnet.models.backbone import backbone, input_stem, stage_dilations
+from fnet.models.backbone import backbone, input_stem, stage_blocks, stage_dilations
 from fnet.models.norm_activation import NormActivation
 from fnet.models.residual_blocks import post_activation
 
@@ -58,17 +57,15 @@ def resnet(
     Raises:
       ValueError: for another depth, norm, stem or number of dilations.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"resnet: depth must be one of {sorted(DEPTHS)}, got {depth}")
+    counts = stage_blocks("resnet", DEPTHS, depth)
     dilations = stage_dilations("resnet", dilation, 4)
-    make = norm_activation.find("resnet", norm)
-    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    normed = norm_activation.find("resnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
     children = input_stem(stem, in_channels, 64, normed, last_norm=True)
     if dilations[0] > 1:
         children.pop("pool", None)
     n_in = 64
-    for i, (count, spread) in enumerate(zip(DEPTHS[depth], dilations, strict=True)):
+    for i, (count, spread) in enumerate(zip(counts, dilations, strict=True)):
         width, blocks = 64 * 2**i, []
         channels = (width, width) if depth < 50 else (width, width, 4 * width)
         for j in range(count):

@@ -1,11 +1,10 @@
 """ResNeXt: residual networks of grouped convolutions, activated before each one."""
 
-import functools
 from collections.abc import Sequence
 
 from fnet.layer import Layer, serial
 from fnet.models import norm_activation
-from fnet.models.backbone import backbone, classifier, input_stem, stage_dilations
+from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
 from fnet.models.norm_activation import NormActivation
 from fnet.models.residual_blocks import pre_activation
 
@@ -50,14 +49,12 @@ def resnext(
       ValueError: for another depth, norm, stem or number of dilations, or groups that do
         not divide the channels.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"resnext: depth must be one of {sorted(DEPTHS)}, got {depth}")
+    counts = stage_blocks("resnext", DEPTHS, depth)
     dilations = stage_dilations("resnext", dilation, 4)
-    make = norm_activation.find("resnext", norm)
-    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    normed = norm_activation.find("resnext", norm, activation, activation_param)
     children = {"mod1": serial(**input_stem(stem, in_channels, 64, normed, last_norm=False))}
     n_in = 64
-    for i, (count, spread) in enumerate(zip(DEPTHS[depth], dilations, strict=True)):
+    for i, (count, spread) in enumerate(zip(counts, dilations, strict=True)):
         channels = [c * 2**i for c in base_channels]
         blocks = {}
         for j in range(count):
@@ -68,5 +65,5 @@ def resnext(
             n_in = channels[-1]
         children[f"mod{i + 2}"] = serial(**blocks)
     children["bn_out"] = normed(n_in)
-    head = None if num_classes is None else {"classifier": serial(**classifier(n_in, num_classes))}
-    return backbone(children, ("mod2", "mod3", "mod4", "bn_out"), head)
+    features = ("mod2", "mod3", "mod4", "bn_out")
+    return backbone(children, features, classifier(n_in, num_classes))

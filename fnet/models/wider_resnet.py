@@ -1,11 +1,9 @@
 """Wider ResNets: few, wide pre-activation blocks; the body of segmentation networks."""
 
-import functools
-
 from fnet import layers
 from fnet.layer import Layer, serial
 from fnet.models import norm_activation
-from fnet.models.backbone import backbone, classifier
+from fnet.models.backbone import backbone, classifier, stage_blocks
 from fnet.models.norm_activation import NormActivation
 from fnet.models.residual_blocks import convolution, pre_activation
 
@@ -61,12 +59,10 @@ def wider_resnet(
     Raises:
       ValueError: for another depth or norm, or ``dilated`` without ``a2``.
     """
-    if depth not in DEPTHS:
-        raise ValueError(f"wider_resnet: depth must be one of {sorted(DEPTHS)}, got {depth}")
+    counts = stage_blocks("wider_resnet", DEPTHS, depth)
     if dilated and not a2:
         raise ValueError("wider_resnet: dilated=True is of the A2 form alone; give a2=True")
-    make = norm_activation.find("wider_resnet", norm)
-    normed = functools.partial(make, activation=activation, activation_param=activation_param)
+    normed = norm_activation.find("wider_resnet", norm, activation, activation_param)
     dilations = (1, 1, 1, 2, 4, 4) if dilated else (1,) * 6
     dropout = (0, 0, 0, 0, 0.3, 0.5) if a2 else (0,) * 6
     pooled = range(2) if a2 else range(5)
@@ -74,7 +70,7 @@ def wider_resnet(
 
     children = {"mod1": serial(conv1=convolution(in_channels, 64, 3))}
     n_in = 64
-    for i, (count, channels) in enumerate(zip(DEPTHS[depth], CHANNELS, strict=True)):
+    for i, (count, channels) in enumerate(zip(counts, CHANNELS, strict=True)):
         if i in pooled:
             children[f"pool{i + 2}"] = layers.max_pool(3, stride=2, padding=1)
         blocks = {}
@@ -90,5 +86,5 @@ def wider_resnet(
             n_in = channels[-1]
         children[f"mod{i + 2}"] = serial(**blocks)
     children["bn_out"] = normed(n_in)
-    head = None if num_classes is None else {"classifier": serial(**classifier(n_in, num_classes))}
-    return backbone(children, (*(f"mod{i}" for i in range(2, 7)), "bn_out"), head)
+    features = (*(f"mod{i}" for i in range(2, 7)), "bn_out")
+    return backbone(children, features, classifier(n_in, num_classes))

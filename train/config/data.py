@@ -87,6 +87,11 @@ class ImageFolder(Section):
     max_bad_fraction: Share = 0.01
     """Share of the files that may be unreadable; they are named and left out."""
 
+    @property
+    def shorter_side(self) -> int:
+        """Of test images, from the middle of which the network's are cut."""
+        return self.resize or round(self.image_size * 8 / 7)
+
 
 @dataclass(frozen=True)
 class SegmentationFolder(Section):

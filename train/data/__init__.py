@@ -56,9 +56,20 @@ class _Rows:
 
 def batch_of(dataset: Dataset, rows: int) -> Arrays:
     """What the shapes of a training batch of that many rows are, filled with one example."""
-    one = {name: a[:1] for name, a in dataset.train.items()}
-    batch = dataset.augment(one, np.random.default_rng(0))
-    return {name: np.broadcast_to(a, (rows, *a.shape[1:])) for name, a in batch.items()}
+    return _repeated(dataset.augment(_first(dataset.train), np.random.default_rng(0)), rows)
+
+
+def evaluation_batch_of(dataset: Dataset, rows: int) -> Arrays:
+    """The same of an evaluation batch: no more than one example is read."""
+    return _repeated(padded(dataset.prepare(_first(dataset.test)), 1), rows)
+
+
+def _first(arrays: Arrays) -> Arrays:
+    return {name: a[:1] for name, a in arrays.items()}
+
+
+def _repeated(one: Arrays, rows: int) -> Arrays:
+    return {name: np.broadcast_to(a, (rows, *a.shape[1:])) for name, a in one.items()}
 
 
 def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.DatasetIterator":

@@ -1,5 +1,7 @@
 """What is done to the colours of training images, what is cut out of them, what is mixed."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from PIL import Image
 
@@ -13,6 +15,11 @@ _EIGENVECTORS = np.array(
     [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
 )
 _SATURATION, _BRIGHTNESS, _CONTRAST = range(3)
+
+
+def in_bytes(colour: Sequence[float]) -> tuple[int, ...]:
+    """A colour of shares in [0, 1], in [0, 255]."""
+    return tuple(round(255 * share) for share in colour)
 
 
 def draw_colours(

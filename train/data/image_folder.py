@@ -7,7 +7,7 @@ import numpy as np
 
 from train.config import ImageFolder
 from train.data import Arrays, Dataset, size
-from train.data.augment import mixed
+from train.data.augment import in_bytes, mixed
 from train.data.crops import short_side
 from train.data.decode import UnreadableError, decode
 from train.data.files import (
@@ -36,7 +36,7 @@ def load(config: ImageFolder) -> Dataset:
       UserError: if there is no image, a class without one, or classes differ; if sizes or
         crops do not go together.
     """
-    resize = config.resize or round(config.image_size * 8 / 7)
+    resize = config.shorter_side
     if config.image_size > resize:
         raise UserError(
             f"data.resize: {resize} is less than data.image_size {config.image_size}, which is "
@@ -59,7 +59,7 @@ def load(config: ImageFolder) -> Dataset:
     rows = {"id": np.arange(len(paths), dtype=np.int32), "label": np.concatenate(labels)}
     at = len(files[0])
 
-    fill = tuple(round(255 * m) for m in config.mean)
+    fill = in_bytes(config.mean)
     folder = os.fsencode(root)
     training = TrainingImages(
         root=folder,

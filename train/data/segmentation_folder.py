@@ -8,6 +8,7 @@ import numpy as np
 
 from train.config import SegmentationFolder
 from train.data import Arrays, Dataset, size
+from train.data.augment import in_bytes
 from train.data.crops import fitted
 from train.data.decode import UnreadableError
 from train.data.files import LOOKED_FOR, held_out_folder, images_below, training_folder
@@ -40,7 +41,7 @@ def load(config: SegmentationFolder) -> Dataset:
     pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
     ids = np.arange(len(pairs), dtype=np.int32)
 
-    fill = tuple(round(255 * m) for m in config.mean)
+    fill = in_bytes(config.mean)
     folder = os.fsencode(root)
     training = TrainingMasks(
         root=folder,
