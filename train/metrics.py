@@ -31,10 +31,16 @@ class Meter:
         self._began = time.perf_counter()
 
     def take(self, batches: Iterator[Any]) -> Any:
-        """The next batch; how long it was waited for is metered."""
+        """The next batch, taken while the last step is at work and none is behind it.
+
+        More steps ahead would make nothing faster and hold a batch each. A wait is metered
+        where it outlasts the last step: only then does the device wait as well.
+        """
+        jax.block_until_ready(self._window[-2:-1])
         asked = time.perf_counter()
         batch = next(batches)
-        self._waited += time.perf_counter() - asked
+        if all(a.is_ready() for a in jax.tree.leaves(self._window[-1:])):
+            self._waited += time.perf_counter() - asked
         return batch
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
@@ -44,8 +50,7 @@ class Meter:
     def means(self, step: int) -> dict[str, float]:
         """Ends the window: its metrics' means, ``examples_per_second`` and ``input_wait``.
 
-        The last is the share of the time in which the loop waited for a batch; the device
-        may have been at work meanwhile.
+        The last is the share of the time in which the device may have waited for a batch.
 
         Raises:
           TrainingError: if a loss in it is not finite.

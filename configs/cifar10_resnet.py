@@ -1,0 +1,38 @@
+"""CIFAR-10 on two CPU cores: a small pre-activation ResNet with in-place activated batch norm.
+
+    fnet train cifar10_resnet --data.path CIFAR10
+    fnet train cifar10_resnet --data.path CIFAR10 --train.epochs 4    # shorter
+"""
+
+from train.config import Checkpoint, Config, ImageFolder, Optim, PreactResNet, Train
+
+
+def config() -> Config:
+    return Config(
+        name="cifar10_resnet",
+        data=ImageFolder(
+            path="cifar10",
+            batch_size=128,
+            image_size=32,
+            crop="reflected",
+            padding=4,
+            resize=32,
+            mean=(0.4914, 0.4822, 0.4465),
+            std=(0.2470, 0.2435, 0.2616),
+            keep=True,
+        ),
+        model=PreactResNet(
+            widths=(64, 128, 256), blocks_per_stage=1, stem_width=32, first_stride=2
+        ),
+        optim=Optim(
+            name="sgd",
+            learning_rate=0.2,
+            nesterov=True,
+            weight_decay=5e-4,
+            schedule="linear",
+            warmup_steps=400,
+            label_smoothing=0.1,
+        ),
+        train=Train(epochs=12, log_every=50),
+        checkpoint=Checkpoint(every=400),
+    )
