@@ -6,6 +6,9 @@ import pytest
 from program_cases import exit_code, fnet_command
 
 from train import planning
+from train.config import Config, Digits
+from train.planning import reserve
+from train.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -13,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("workplace")
 @pytest.fixture(autouse=True)
 def little_is_reserved(monkeypatch):
     """The networks here are smaller than what a process takes for itself."""
-    monkeypatch.setattr(planning, "BESIDE_THE_PROGRAM", 1000)
+    monkeypatch.setattr(planning, "reserve", lambda run, target=None: 0 if target else 1000)
 
 
 DEEP = """
@@ -108,3 +111,9 @@ def test_microbatches_train_the_same_network(workplace):
         results[1]["metrics"]["test/loss"], rel=1e-4
     )
     assert results[4]["peak_bytes_predicted"] < results[1]["peak_bytes_predicted"]
+
+
+def test_batches_that_are_read_ahead_are_reserved_for():
+    small, large = (setup(Config(data=Digits(batch_size=size))) for size in (64, 192))
+    row = 8 * 8 * 4 + 4
+    assert reserve(large) - reserve(small) == 4 * 128 * row

@@ -59,8 +59,8 @@ def foresee(a: MemoryArguments, console: Console) -> None:
         status.update(f"compiling {ways.chosen}")
         costs = account(run, choose(run, ways, target=target))
         console.print(*tables(costs), sep="\n")
-        console.print(plan_table(ways, reserve(target)))
-        console.print(plan_words(ways, reserve(target)), highlight=False, soft_wrap=True)
+        console.print(plan_table(ways, reserve(run, target)))
+        console.print(plan_words(ways, reserve(run, target)), highlight=False, soft_wrap=True)
         if target:
             console.print(_NOT_COUNTED, highlight=False, soft_wrap=True)
         if room is not None and a.batch_size != "auto":

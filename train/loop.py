@@ -71,8 +71,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         learning_rate = run.compile_schedule()
         costs = account(run, planned)
     if planned.plan:
-        console.print(plan_table(planned.plan, reserve()))
-        console.print(plan_words(planned.plan, reserve()), highlight=False)
+        console.print(plan_table(planned.plan, reserve(run)))
+        console.print(plan_words(planned.plan, reserve(run)), highlight=False)
     console.print(*tables(costs), sep="\n")
     write_whole(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)

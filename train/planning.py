@@ -11,6 +11,7 @@ from fnet.memory import Candidate, Plan, Recomputation
 from fnet.memory.policy import policies_on
 from fnet.memory.target import Target, on
 from fnet.step import Executable
+from train.data import READ_AHEAD
 from train.errors import UserError
 from train.process_memory import BESIDE_THE_PROGRAM
 from train.setup import Setup
@@ -138,7 +139,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             wanted.budget,
             policies=None if wanted.policy == "auto" else (wanted.policy,),
             splits=run.splits,
-            reserve=reserve(target),
+            reserve=reserve(run, target),
             target=target,
             progress=progress,
         )
@@ -170,6 +171,7 @@ def largest_batch(
         step = fnet.variant(run.step, candidate.policy, candidate.microbatches)
         traced = step.trace(*_arguments(sized, target))
         found = memory.foresee(traced.lower(), candidate.compiler_options, target).total
+        found += reserve(sized, target) - reserve(run, target)
         if progress:
             progress(microbatch * parts, found)
         return found
@@ -182,14 +184,17 @@ def largest_batch(
 def limit(run: Setup, target: Target | None = None) -> int | None:
     """Bytes that a compiled step may take: of the budget, or else of the target."""
     if run.config.memory.budget:
-        return memory.read_bytes(run.config.memory.budget) - reserve(target)
+        return memory.read_bytes(run.config.memory.budget) - reserve(run, target)
     return target.usable if target else None
 
 
-def reserve(target: Target | None = None) -> int:
-    """Bytes of a budget that are not the compiled step's."""
-    on_cpu = target is None and jax.default_backend() == "cpu"
-    return BESIDE_THE_PROGRAM if on_cpu else 0
+def reserve(run: Setup, target: Target | None = None) -> int:
+    """Bytes of a budget that are not the compiled step's: on CPU, where batches lie in the same
+    memory, those that are read ahead as well.
+    """
+    if target or jax.default_backend() != "cpu":
+        return 0
+    return BESIDE_THE_PROGRAM + (READ_AHEAD + 2) * memory.tree_bytes(run.batch_shapes)
 
 
 def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:

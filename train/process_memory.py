@@ -7,9 +7,9 @@ from pathlib import Path
 import jax
 
 BESIDE_THE_PROGRAM = 64 * 2**20
-"""Bytes that a training process on CPU takes at most beside its compiled programs: batches that
-are read ahead, checkpoints on their way to disk, what the allocator does not give back. Measured:
-30 to 60 MiB."""
+"""Bytes that a training process on CPU takes at most beside its compiled programs and the batches
+that are read ahead: checkpoints on their way to disk, what the allocator does not give back.
+Measured: 30 to 60 MiB."""
 
 
 # malloc.h

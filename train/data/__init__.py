@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""
 
+READ_AHEAD = 2
+"""Batches that lie ready; one more is in the making, and one waits for the device."""
+
 
 class Dataset(NamedTuple):
     """A data source, split.
@@ -80,15 +83,22 @@ def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.Dat
     """
     import grain  # and JAX with it, which processes that decode images do without
 
-    return iter(
+    return read_ahead(
         grain.MapDataset.source(_Rows(dataset.train))
         .seed(seed)
         .shuffle()
         .repeat()
         .batch(batch_size, drop_remainder=True)  # of which there is none: the source is endless
         .random_map(dataset.augment)
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4))
     )
+
+
+def read_ahead(batches: "grain.MapDataset") -> "grain.DatasetIterator":
+    """The batches in order, made by a thread while the device is at work."""
+    import grain
+
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    return iter(batches.to_iter_dataset(options))
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:

@@ -6,7 +6,7 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, padded
+from train.data import Arrays, Dataset, padded, read_ahead
 
 SMALLEST = 16
 """Fewest tokens a row is padded to: below, a program's overhead is more than its work."""
@@ -36,11 +36,7 @@ def bucketed_batches(
       longest: the last bucket, in tokens that are read.
     """
     source = _Batches(dataset, batch_size, seed, longest)
-    return iter(
-        grain.MapDataset.source(source).to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        )
-    )
+    return read_ahead(grain.MapDataset.source(source))
 
 
 def batches_an_epoch(dataset: Dataset, batch_size: int, longest: int) -> int:

@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, padded, size
+from train.data import Arrays, Dataset, padded, read_ahead, size
 
 OVERFLOW = 1e-15
 """Most probability that a step draws more examples than its arrays have rows."""
@@ -49,11 +49,7 @@ def poisson_batches(
     Numpy's Philox is a good generator, not a cryptographic one: see docs/private_training.md.
     """
     source = _Batches(dataset, batch_size / size(dataset.train), seed, rows)
-    return iter(
-        grain.MapDataset.source(source).to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        )
-    )
+    return read_ahead(grain.MapDataset.source(source))
 
 
 class _Batches:
