@@ -1,10 +1,11 @@
 """CIFAR-10 on two CPU cores: a small pre-activation ResNet with in-place activated batch norm.
 
     fnet train cifar10_resnet --data.path CIFAR10
-    fnet train cifar10_resnet --data.path CIFAR10 --train.epochs 4    # shorter
+
+CIFAR10 holds train/ and test/, each with a folder a class.
 """
 
-from train.config import Checkpoint, Config, ImageFolder, Optim, PreactResNet, Train
+from train.config import Checkpoint, Config, ImageFolder, Mesh, Optim, PreactResNet, Train
 
 
 def config() -> Config:
@@ -30,9 +31,10 @@ def config() -> Config:
             nesterov=True,
             weight_decay=5e-4,
             schedule="linear",
-            warmup_steps=400,
+            warmup_steps=1000,
             label_smoothing=0.1,
         ),
-        train=Train(epochs=12, log_every=50),
+        train=Train(epochs=28, log_every=50),
+        mesh=Mesh(data=2),
         checkpoint=Checkpoint(every=400),
     )

@@ -23,6 +23,7 @@ def make_step(
     mode: Mode = mean,
     *,
     ema_decay: float | None = None,
+    state_sharding: Any = None,
 ) -> jax.stages.Wrapped:
     """A jitted ``step(state, batch) -> (state, metrics)`` that owns its state.
 
@@ -35,6 +36,8 @@ def make_step(
       mode: what is made of the losses; see `fnet.autodiff`.
       ema_decay: weight of the old average in ``state.ema``; required exactly
         when the state keeps one.
+      state_sharding: a state's tree of `jax.sharding.Sharding`: where the new state lies,
+        for a state that is spread over devices. By default XLA decides.
 
     Returns:
       The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
@@ -42,7 +45,7 @@ def make_step(
     Raises:
       ValueError: when called with a state whose ``ema`` does not match ``ema_decay``.
     """
-    return jit_step(TrainStep(loss, optimizer, mode, ema_decay))
+    return jit_step(TrainStep(loss, optimizer, mode, ema_decay, state_sharding))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,12 +59,14 @@ class TrainStep:
       optimizer: likewise.
       mode: likewise.
       ema_decay: likewise.
+      state_sharding: likewise.
     """
 
     loss: Loss
     optimizer: optax.GradientTransformation
     mode: Mode = mean
     ema_decay: float | None = None
+    state_sharding: Any = None
 
     # What the compiled program is called.
     __name__ = "step"
@@ -90,6 +95,8 @@ class TrainStep:
             opt_state=opt_state,
             ema=ema,
         )
+        if self.state_sharding is not None:
+            new_state = jax.lax.with_sharding_constraint(new_state, self.state_sharding)
         return new_state, metrics
 
 
@@ -101,6 +108,8 @@ def jit_step(step: TrainStep) -> jax.stages.Wrapped:
 
 class Report(NamedTuple):
     """What a compiled step costs, known before it runs; all in bytes but ``parameters``.
+
+    Of a step that several devices share, the bytes are those of each.
 
     Attributes:
       parameters: how many numbers are trained.

@@ -61,7 +61,7 @@ def kept(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
 
     Names are cut to as many parts as leave a table that can be read.
     """
-    state = run.state_shapes
+    state, parts = run.state_shapes, microbatches * run.devices
     loss = memory.POLICIES[policy].apply(run.task.loss)
 
     def objective(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
@@ -69,7 +69,7 @@ def kept(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
         return losses.mean(), aux
 
     batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // microbatches, *a.shape[1:]), a.dtype),
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype),
         run.batch_shapes,
     )
     found = memory.residuals(

@@ -74,7 +74,7 @@ class Checkpoints:
         """The newest checkpoint, or None.
 
         Args:
-          like: a state of the same shapes, or its shapes (``jax.eval_shape``).
+          like: the shapes of such a state, placed (`train.mesh`) or for one device.
 
         Raises:
           UserError: if the checkpoint's arrays have other names or shapes.
@@ -84,7 +84,9 @@ class Checkpoints:
             return None
         self._compare(step, self._manager.item_metadata(step).state.tree, like)
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), like)
+        target = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or here), like
+        )
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(

@@ -6,8 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from train.errors import TrainingError, UserError, nearest
+
+if TYPE_CHECKING:
+    from train.config import Mesh
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -78,7 +82,7 @@ def _train(argv: list[str]) -> None:
     a = arguments.read(defaults, argv[1:], f"fnet train {given}")
     out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{a.config.name}")
 
-    _prepare_jax()
+    _prepare_jax(a.config.mesh)
     from rich.console import Console
 
     from train.loop import train
@@ -143,7 +147,7 @@ def _memory(argv: list[str]) -> None:
 
     if a.target:  # before XLA starts: its own warnings are not about this machine
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    _prepare_jax()
+    _prepare_jax(a.config.mesh)
     if a.target:
         import jax
 
@@ -257,7 +261,7 @@ def _run_of(given: str) -> str | None:
     return str(path) if (path / "config.json").is_file() else None
 
 
-def _prepare_jax() -> None:
+def _prepare_jax(mesh: "Mesh | None" = None) -> None:
     """Compiled programs are kept between runs, in the user's cache folder; freed memory is not."""
     import jax
 
@@ -268,3 +272,7 @@ def _prepare_jax() -> None:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if mesh:
+        from train.mesh import make_cpu_devices
+
+        make_cpu_devices(mesh)

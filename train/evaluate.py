@@ -9,6 +9,7 @@ import numpy as np
 
 from fnet import TrainState, memory
 from train.data import Arrays, evaluation_batch_of, evaluation_batches, size
+from train.mesh import Layout
 from train.tasks import Task
 
 
@@ -50,6 +51,7 @@ class Evaluate:
       batch_size: examples a call.
       shapes: of the train state (``jax.eval_shape``).
       watch: sees each batch before it is evaluated: `UnreadableFiles.watch`.
+      layout: where the shapes are placed; None: on one device.
 
     Attributes:
       peak: bytes held at most while it is called: the whole train state, a batch
@@ -62,6 +64,7 @@ class Evaluate:
         batch_size: int,
         shapes: TrainState,
         watch: Callable[[Iterator[Arrays]], Iterator[Arrays]] = lambda batches: batches,
+        layout: Layout | None = None,
     ):
         classes = len(task.dataset.classes)
 
@@ -78,7 +81,9 @@ class Evaluate:
             return (sums, counts), (confusion[1], probability)
 
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
-        batch = evaluation_batch_of(task.dataset, batch_size)
+        batch: Any = evaluation_batch_of(task.dataset, batch_size)
+        self._everywhere = layout.everywhere if layout else None
+        batch = layout.batch(batch) if layout else batch
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
         names = sorted(measured.metrics.keys() | {"weight"})
@@ -90,20 +95,24 @@ class Evaluate:
         )
         # Each call waits for the last: a device may run what is independent at once, and hold
         # the temporaries of all of it.
-        self._added = jax.jit(added, donate_argnums=0).lower(self._zeros, *arguments).compile()
+        jitted = jax.jit(added, donate_argnums=0, out_shardings=(self._everywhere, None))
+        self._added = jitted.lower(self._begin(), *arguments).compile()
         taken = memory.peak(self._added)
         held = memory.tree_bytes((shapes, batch))
         self.peak = held + taken.outputs + taken.temporaries + taken.workspace
 
+    def _begin(self) -> Any:
+        return jax.device_put(self._zeros, self._everywhere)
+
     def __call__(self, state: TrainState) -> Evaluation:
         """Over all held-out examples, with the averaged parameters where they are kept."""
         found: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
-        totals, counted = jax.device_put(self._zeros), 0
+        totals, counted = self._begin(), 0
         for batch in self._watch(evaluation_batches(self._dataset, self._batch_size)):
             counted += self._counts
             if counted >= 2**31:  # a cell of the matrix could overflow
                 found, counted = jax.tree.map(np.add, found, jax.device_get(totals)), self._counts
-                totals = jax.device_put(self._zeros)
+                totals = self._begin()
             totals, _ = self._added(totals, state.evaluation_params, state.model_state, batch)
         sums, confusion = jax.tree.map(np.add, found, jax.device_get(totals))
         weight = float(sums.pop("weight"))
@@ -122,7 +131,6 @@ class Evaluate:
         rows = np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(int)
         some = {name: a[rows] for name, a in self._dataset.test.items()}
         for batch in evaluation_batches(self._dataset._replace(test=some), self._batch_size):
-            zeros = jax.device_put(self._zeros)
             arguments = state.evaluation_params, state.model_state, batch
-            _, (predictions, probability) = jax.device_get(self._added(zeros, *arguments))
+            _, (predictions, probability) = jax.device_get(self._added(self._begin(), *arguments))
             yield Shown(batch, predictions, probability)

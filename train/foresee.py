@@ -12,9 +12,10 @@ from train import config as configs
 from train import plots
 from train.account import account
 from train.arguments import MemoryArguments
-from train.config import Config
+from train.config import Config, Mesh
 from train.errors import UserError
 from train.memory_tables import plan_table, plan_words, tables
+from train.mesh import layout
 from train.planning import choose, largest_batch, limit, plan, reserve
 from train.run_folder import as_json, write_whole
 from train.setup import setup
@@ -33,6 +34,10 @@ def foresee(a: MemoryArguments, console: Console) -> None:
     if a.batch_size and a.batch_size != "auto":
         config = _changed(config, "data", batch_size=_count(a.batch_size))
     run = setup(configs.check(config, "command line"))
+    if target is None:
+        run = run.on(layout(run.config))
+    elif run.config.mesh != Mesh():
+        raise UserError("--target: is one device; give --mesh.data 1 --mesh.fsdp 1")
     out = Path(a.out or f"runs/{config.name}-memory")
 
     with console.status("tracing") as status:

@@ -21,6 +21,7 @@ from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
+from train.mesh import layout
 from train.metrics import Meter, noise_scale
 from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
@@ -47,6 +48,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     began = time.perf_counter()
     # What is learned, from which batches; what it costs is known before it runs.
     run = setup(config)
+    run = run.on(layout(config))
     check(run)
     folder = RunFolder(out)
     if resume:
@@ -80,7 +82,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     if run.privacy:
         words = f"private: {run.privacy.in_words(run.steps)}"
         console.print(words, highlight=False, soft_wrap=True)
-    memory = HighWater()
+    memory = HighWater(run.devices)
 
     with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
         restored = checkpoints.restore(run.state_shapes) if resume else None

@@ -84,7 +84,7 @@ class StepBySize:
         shape = _shapes(batch)
         if shape not in self._by_shape:
             self._by_shape[shape] = _compile(
-                self._run._replace(batch_shapes=jax.eval_shape(lambda b: b, batch)),
+                self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
                 self._planned.microbatches // self._run.parts,
                 None,
@@ -112,8 +112,11 @@ def check(run: Setup) -> None:
         )
     rows = jax.tree.leaves(run.batch_shapes)[0].shape[0]
     microbatches = (run.splits or (1,))[0] * run.parts
-    if rows % microbatches:
-        raise UserError(f"grad.microbatches: {microbatches} do not divide data.batch_size {rows}")
+    if rows % (microbatches * run.devices):
+        on = f" on {run.devices} devices" if run.devices > 1 else ""
+        raise UserError(
+            f"grad.microbatches: {microbatches}{on} do not divide data.batch_size {rows}"
+        )
 
 
 def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
@@ -138,7 +141,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             run.batch_shapes,
             wanted.budget,
             policies=None if wanted.policy == "auto" else (wanted.policy,),
-            splits=run.splits,
+            splits=_splits(run),
             reserve=reserve(run, target),
             target=target,
             progress=progress,
@@ -195,6 +198,14 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     if target or jax.default_backend() != "cpu":
         return 0
     return BESIDE_THE_PROGRAM + (READ_AHEAD + 2) * memory.tree_bytes(run.batch_shapes)
+
+
+def _splits(run: Setup) -> tuple[int, ...] | None:
+    """Numbers of microbatches to choose from, each of which every device has its share of."""
+    if run.splits or run.devices == 1 or not run.config.memory.budget:
+        return run.splits
+    share = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
+    return tuple(2**i for i in range(share.bit_length()) if share % 2**i == 0)
 
 
 def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:

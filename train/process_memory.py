@@ -19,11 +19,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 class HighWater:
     """The most memory in use since this was made, above what was in use then.
 
-    On CPU it is the process's resident memory (Linux only), on other devices the
-    allocator's own count.
+    On CPU it is the process's resident memory (Linux only), shared among the devices that train
+    in it; on other devices the allocator's own count.
+
+    Args:
+      devices: how many train together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int = 1) -> None:
+        self._sharing = devices if jax.default_backend() == "cpu" else 1
         if jax.default_backend() == "cpu":
             gc.collect()
             give_free_memory_back()
@@ -33,7 +37,9 @@ class HighWater:
     def bytes(self) -> int | None:
         """Bytes above the baseline at the highest moment, or None where nobody counts."""
         peak = _peak()
-        return None if peak is None or self._baseline is None else max(peak - self._baseline, 0)
+        if peak is None or self._baseline is None:
+            return None
+        return max(peak - self._baseline, 0) // self._sharing
 
 
 def hold_little_freed_memory() -> None:

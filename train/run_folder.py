@@ -18,6 +18,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.eval_every",
         "checkpoint.every",
         "checkpoint.keep",
+        "mesh.data",
+        "mesh.fsdp",
     }
 )
 """Fields that say how long a run goes and what it writes, not what it computes."""

@@ -19,6 +19,7 @@ from train.data import Dataset, buckets, poisson
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.evaluate import Evaluate
+from train.mesh import Layout, shardings
 from train.privacy import Privacy, privacy_of
 from train.tasks import Task
 from train.tasks import build as build_task
@@ -38,6 +39,7 @@ class Setup(NamedTuple):
       state_shapes: of the train state.
       batch_shapes: of a training batch.
       privacy: what noise and sampling promise; None without noise.
+      layout: the devices that the shapes are placed on; None: no device is chosen yet.
     """
 
     config: Config
@@ -50,6 +52,24 @@ class Setup(NamedTuple):
     state_shapes: TrainState
     batch_shapes: Any
     privacy: Privacy | None
+    layout: Layout | None = None
+
+    def on(self, layout: Layout) -> "Setup":
+        """The same run, its state and batches placed on devices."""
+        state_shapes = layout.state(self.state_shapes)
+        plain: fnet.step.TrainStep = self.step.__wrapped__  # type: ignore[attr-defined]
+        step = dataclasses.replace(plain, state_sharding=shardings(state_shapes))
+        return self._replace(
+            step=fnet.step.jit_step(step),
+            state_shapes=state_shapes,
+            batch_shapes=layout.batch(self.batch_shapes),
+            layout=layout,
+        )
+
+    @property
+    def devices(self) -> int:
+        """How many train together."""
+        return self.layout.mesh.size if self.layout else 1
 
     @property
     def splits(self) -> tuple[int, ...] | None:
@@ -81,7 +101,11 @@ class Setup(NamedTuple):
         config = dataclasses.replace(
             self.config, data=dataclasses.replace(self.config.data, batch_size=rows)
         )
-        return self._replace(config=config, batch_shapes=_batch_shapes(self.task, config))
+        return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
+
+    def with_batch_shapes(self, shapes: Any) -> "Setup":
+        """The same run with batches of other shapes."""
+        return self._replace(batch_shapes=self.layout.batch(shapes) if self.layout else shapes)
 
     def compile_schedule(self) -> Callable[[int], float]:
         """``step -> learning rate``: called eagerly it would compile a dozen small programs."""
@@ -90,14 +114,15 @@ class Setup(NamedTuple):
 
     def compile_init(self) -> Callable[[Array], TrainState]:
         """``key -> TrainState``."""
-        return jax.jit(self.init).lower(jax.random.key(0)).compile()
+        places = shardings(self.state_shapes) if self.layout else None
+        return jax.jit(self.init, out_shardings=places).lower(jax.random.key(0)).compile()
 
     def compile_evaluation(
         self, unreadable: UnreadableFiles, batch_size: int | None = None
     ) -> Evaluate:
         """``state -> Evaluation`` on the test examples, by default in training's batches."""
         size = batch_size or self.config.data.batch_size
-        return Evaluate(self.task, size, self.state_shapes, unreadable.watch)
+        return Evaluate(self.task, size, self.state_shapes, unreadable.watch, self.layout)
 
 
 def setup(config: Config) -> Setup:

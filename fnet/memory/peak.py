@@ -156,10 +156,12 @@ def compile_smallest(
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array, of a typed key, or of the shape of either."""
+    """Bytes of an array, a typed key, or the shape of either, on each device that shares it."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    return math.prod(shape) * leaf.dtype.itemsize
 
 
 def tree_bytes(tree: Any) -> int:

@@ -14,6 +14,7 @@ from train.config.training import (
     Clipped,
     Mean,
     Memory,
+    Mesh,
     Microbatch,
     Optim,
     PerExample,
@@ -67,6 +68,8 @@ class Config(Section):
     """The length of the run."""
     memory: Memory = field(default_factory=Memory)
     """What training may hold."""
+    mesh: Mesh = field(default_factory=Mesh)
+    """The devices that train together."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """What is kept on disk."""
 

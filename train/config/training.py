@@ -114,6 +114,16 @@ class Train(Section):
 
 
 @dataclass(frozen=True)
+class Mesh(Section):
+    """The devices that train together; of a CPU, its cores."""
+
+    data: Count = 1
+    """Groups of devices; each group holds the whole state."""
+    fsdp: Count = 1
+    """Devices of a group, over which parameters and optimizer state are spread."""
+
+
+@dataclass(frozen=True)
 class Checkpoint(Section):
     """What is kept of the state on disk."""
 
@@ -128,6 +138,6 @@ class Memory(Section):
     """What training may hold, and what it does to hold less."""
 
     budget: Amount | None = None
-    """Most that training may hold (4GiB, 4GB, 4096MiB); what follows is then chosen to fit."""
+    """Most that training may hold on a device (4GiB, 4096MB); what follows is chosen to fit."""
     policy: Literal["auto", "keep", "named", "products", "segments", "offload"] = "auto"
     """What the backward pass keeps; auto is the fastest within the budget, without one: keep."""

@@ -1,0 +1,131 @@
+"""The CIFAR-10 recipe with in-place norm, and with flax's BatchNorm and relu in its place.
+
+    python -m benchmarks.cifar10 --path CIFAR10
+    python -m benchmarks.cifar10 --path CIFAR10 --epochs 0      # steps and peaks alone
+
+Same recipe, seed, batches and number of steps; leaky_relu of slope 0.01 against relu. The
+peak is that of the compiled step; times of steps are medians, interleaved. Runs are kept in
+``--out`` if it is given, and a benchmark that was interrupted goes on from there.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.vision_networks import flax_norm
+from fnet import Layer, models
+from train import recipes
+from train.config import Config, PreactResNet
+from train.config.section import options
+from train.loop import train
+from train.planning import compile_step
+from train.setup import setup
+
+
+@dataclass(frozen=True)
+class FlaxResNet(PreactResNet):
+    """The same network with flax's norm and relu."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images [H, W, C]."""
+        flax = {"norm": flax_norm, "activation": "relu"}
+        return models.preact_resnet(
+            num_classes=num_classes, in_channels=image_shape[-1], **options(self) | flax
+        )
+
+
+def forms(args: argparse.Namespace) -> dict[str, Config]:
+    """The recipe, by what its norms are and what is kept of them."""
+    recipe = recipes.load("cifar10_resnet")
+    recipe = dataclasses.replace(
+        recipe,
+        data=dataclasses.replace(recipe.data, path=args.path),
+        train=dataclasses.replace(
+            recipe.train, seed=args.seed, epochs=args.epochs or recipe.train.epochs
+        ),
+    )
+    named = dataclasses.replace(recipe.memory, policy="named")
+    flax = FlaxResNet(
+        **{f.name: getattr(recipe.model, f.name) for f in dataclasses.fields(recipe.model)}
+    )
+    return {
+        "flax": dataclasses.replace(recipe, model=flax),
+        "in place": recipe,
+        "in place, named": dataclasses.replace(recipe, memory=named),
+    }  # fmt: skip
+
+
+def steps(configs: dict[str, Config], rounds: int) -> tuple[dict[str, int], dict[str, float]]:
+    """Bytes at the peak of a step, and its seconds."""
+    runs = {form: setup(config) for form, config in configs.items()}
+    programs = {form: compile_step(run).executable for form, run in runs.items()}
+    states: dict[str, Any] = {form: run.init(jax.random.key(0)) for form, run in runs.items()}
+    batch = next(iter(runs["in place"].training_batches()))
+
+    def step(form: str) -> Any:
+        states[form], metrics = programs[form](states[form], batch)
+        return metrics
+
+    seconds = interleaved({form: functools.partial(step, form) for form in runs}, rounds)
+    return {form: p.report.peak.total for form, p in programs.items()}, seconds
+
+
+def trained(config: Config, out: Path) -> dict[str, Any]:
+    """The summary of a run, trained if it is not there."""
+    if not (out / "summary.json").is_file():
+        resume = (out / "config.json").is_file()
+        train(config, out, resume=resume, console=Console(file=sys.stderr))
+    return json.loads((out / "summary.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--path", required=True, help="a folder with train/ and test/")
+    parser.add_argument("--epochs", type=float, help="the recipe's by default; 0: no run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
+    parser.add_argument("--out", help="where runs are kept")
+    args = parser.parse_args()
+    configs = forms(args)
+    peaks, seconds = steps(configs, args.rounds)
+    rows = []
+    for form, peak in peaks.items():
+        row = {
+            "": form,
+            "peak": f"{peak / 1e6:.0f} MB",
+            "peak / flax": f"{peak / peaks['flax']:.2f}",
+            "step": f"{seconds[form]:.3f} s",
+            "step / flax": f"{seconds[form] / seconds['flax']:.2f}",
+        }
+        rows.append(row)
+    print(markdown(rows), flush=True)
+    if args.epochs == 0:
+        return
+    out = Path(args.out or tempfile.mkdtemp())
+    rows = []
+    for form in ("in place", "flax"):
+        summary = trained(configs[form], out / form.replace(" ", "_"))
+        row = {
+            "": form,
+            "test accuracy": f"{summary['metrics']['test/accuracy']:.2%}",
+            "steps": f"{summary['steps']:,}",
+            "minutes": f"{summary['seconds'] / 60:.1f}",
+        }
+        rows.append(row)
+        print(markdown([row]), file=sys.stderr, flush=True)
+    print("\n" + markdown(rows))
+    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+
+
+if __name__ == "__main__":
+    main()

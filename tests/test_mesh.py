@@ -1,0 +1,143 @@
+"""Several devices: the same training as on one, a share of the memory on each."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+from program_cases import exit_code, fnet_command
+
+from fnet import memory
+from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
+from train.data.unreadable import UnreadableFiles
+from train.mesh import layout
+from train.planning import compile_step
+from train.setup import setup
+
+MESHES = [Mesh(data=4), Mesh(data=2, fsdp=2)]
+CONFIG = Config(
+    data=Digits(batch_size=32),
+    model=PreactResNet(widths=(8, 16), blocks_per_stage=1),
+    optim=Optim(learning_rate=0.05, nesterov=True, ema_decay=0.9),
+)
+
+
+def on(mesh, config=CONFIG):
+    config = dataclasses.replace(config, mesh=mesh)
+    return setup(config).on(layout(config))
+
+
+def trained(run, steps=3):
+    """The compiled step, the state after some steps, and each step's metrics."""
+    planned = compile_step(run)
+    state, batches = run.compile_init()(jax.random.key(0)), run.training_batches()
+    metrics = []
+    for _ in range(steps):
+        state, found = planned.executable(state, next(batches))
+        metrics.append(jax.tree.map(np.asarray, found))
+    return planned, state, metrics
+
+
+def arrays(state):
+    return jax.tree.map(np.asarray, (state.params, state.model_state, state.opt_state, state.ema))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return trained(on(Mesh()))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_losses_and_states_are_those_of_one_device(mesh, alone):
+    _, state, metrics = trained(on(mesh))
+    chex.assert_trees_all_close(metrics, alone[2], rtol=1e-5, atol=1e-5)
+    # Statistics of a batch are those of all of it: a quarter's would differ by a tenth.
+    chex.assert_trees_all_close(arrays(state), arrays(alone[1]), rtol=1e-4, atol=1e-5)
+
+
+def test_microbatches_and_clipping_are_the_same_on_several_devices():
+    for grad in (Microbatch(microbatches=2), Clipped(clip=0.1, microbatches=2)):
+        config = dataclasses.replace(
+            CONFIG, grad=grad, model=Mlp(hidden=(32,)), optim=Optim(learning_rate=0.05)
+        )
+        expected = trained(on(Mesh(), config))
+        found = trained(on(Mesh(data=2, fsdp=2), config))
+        chex.assert_trees_all_close(found[2], expected[2], rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(arrays(found[1]), arrays(expected[1]), rtol=1e-5, atol=1e-6)
+
+
+def test_each_device_holds_its_share():
+    config = dataclasses.replace(CONFIG, model=Mlp(hidden=(256, 256)), data=Digits(batch_size=512))
+    whole, by_data, by_fsdp = (
+        trained(on(mesh, config), steps=1) for mesh in (Mesh(), Mesh(data=4), Mesh(fsdp=4))
+    )
+    state_bytes = [
+        planned.executable.report.state_bytes for planned, *_ in (whole, by_data, by_fsdp)
+    ]
+    assert state_bytes[1] == state_bytes[0] == memory.tree_bytes(whole[1])
+    assert state_bytes[2] < state_bytes[0] / 4 * 1.05
+    peaks = [planned.executable.report.peak for planned, *_ in (whole, by_data, by_fsdp)]
+    assert peaks[1].temporaries < 0.6 * peaks[0].temporaries
+    assert peaks[2].total < 0.5 * peaks[0].total
+    for planned, state, _ in (by_data, by_fsdp):
+        held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(state.params))
+        assert held == memory.tree_bytes(state.params)
+        assert planned.executable.report.donation.leaves == len(jax.tree.leaves(state))
+
+
+def test_an_evaluation_on_several_devices_is_that_of_one(alone):
+    runs = [on(Mesh()), on(Mesh(data=4))]
+    found = []
+    for run in runs:
+        evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print))
+        state = jax.device_put(alone[1], jax.tree.map(lambda a: a.sharding, run.state_shapes))
+        found.append(evaluate(state))
+    chex.assert_trees_all_close(found[1].metrics, found[0].metrics, rtol=1e-5)
+    np.testing.assert_array_equal(found[1].confusion, found[0].confusion)
+
+
+def test_a_run_goes_on_with_other_devices(workplace):
+    words = "train", "tiny.py", "--optim.schedule", "constant"
+    fnet_command(*words, "--mesh.data", 2, "--train.steps", 4, "--out", "r")
+    fnet_command(*words, "--mesh.fsdp", 4, "--out", "r", "--resume")
+    fnet_command(*words, "--out", "plain")
+    last = [
+        json.loads((workplace / name / "metrics.jsonl").read_text().splitlines()[-1])
+        for name in ("r", "plain")
+    ]
+    assert last[0]["step"] == last[1]["step"] == 8
+    assert last[0]["test/loss"] == pytest.approx(last[1]["test/loss"], rel=1e-4)
+
+
+def test_a_budget_is_for_each_device(workplace):
+    free = on(Mesh(data=2))
+    need = compile_step(free).executable.report.peak.total
+    budget = f"{need + 2 * 2**20 + 64 * 2**20}B"
+    planned = compile_step(
+        on(Mesh(data=2), dataclasses.replace(CONFIG, memory=Memory(budget=budget)))
+    )
+    assert planned.plan.chosen.peak.total <= need + 2**21
+    assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--mesh.data", 5), "mesh: 5 x 1 devices are wanted, 4 of cpu are there"),
+        (("--mesh.data", 3), "mesh: 3 devices do not divide data.batch_size 16"),
+        (
+            ("--mesh.data", 4, "--grad.mode", "microbatch", "--grad.microbatches", 8),
+            "grad.microbatches: 8 on 4 devices do not divide data.batch_size 16",
+        ),
+    ],
+)
+def test_devices_that_do_not_fit_are_refused(words, message, workplace, capsys):
+    assert exit_code("train", "tiny.py", *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_target_is_one_device(workplace, capsys):
+    assert exit_code("memory", "tiny.py", "--mesh.data", 2, "--target", "h100") == 2
+    assert "--target" in capsys.readouterr().err
