@@ -1,15 +1,18 @@
 """Equations of a traced function: run one, look into one. The same on JAX 0.10 and 0.11."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 CHECKPOINT = ("checkpoint", "remat2")
 """What `jax.checkpoint` is called in a jaxpr."""
 
 _CALLS = ("jit", "pjit", "closed_call")
+_TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
 
 
 def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -39,6 +42,20 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     if name in _CALLS:
         return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
     return None
+
+
+def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Named scopes of an equation, without the marks of transformations: ``vmap(jvp(conv))``."""
+    name, marks = str(eqn.source_info.name_stack), 1
+    while marks:
+        name, marks = _TRANSFORMED.subn(r"\1", name)
+    return tuple(part for part in name.split("/") if part)
+
+
+def source(eqn: JaxprEqn) -> str:
+    """``file:line (function)``, of the innermost frame outside of JAX."""
+    line = source_info_util.summarize(eqn.source_info)
+    return "" if line == "unknown" else re.sub(r":(\d+):\d+ \(", r":\1 (", line)
 
 
 class Scan(NamedTuple):

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
 from fnet.autodiff import Loss, mean
-from fnet.autodiff.update import Mode, update_of
+from fnet.autodiff.update import Mode, UpdateMode, update_of
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_smallest, peak, tree_bytes
 from fnet.state import TrainState
@@ -24,6 +25,7 @@ def make_step(
     *,
     ema_decay: float | None = None,
     state_sharding: Any = None,
+    guard: bool = False,
 ) -> jax.stages.Wrapped:
     """A jitted ``step(state, batch) -> (state, metrics)`` that owns its state.
 
@@ -38,14 +40,22 @@ def make_step(
         when the state keeps one.
       state_sharding: a state's tree of `jax.sharding.Sharding`: where the new state lies,
         for a state that is spread over devices. By default XLA decides.
+      guard: True: where the loss or the gradient's norm is not finite, everything but
+        ``step`` stays as it was, and the metric ``skipped`` is 1, else 0. All of the
+        gradient then exists before any of it is applied.
 
     Returns:
       The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
 
     Raises:
-      ValueError: when called with a state whose ``ema`` does not match ``ema_decay``.
+      ValueError: for a guard of a mode that applies the gradient before all of it is known;
+        when called with a state whose ``ema`` does not match ``ema_decay``.
     """
-    return jit_step(TrainStep(loss, optimizer, mode, ema_decay, state_sharding))
+    if guard and isinstance(mode, UpdateMode):
+        raise ValueError(
+            f"make_step: a guard needs the whole gradient before the update, which {mode} never has"
+        )
+    return jit_step(TrainStep(loss, optimizer, mode, ema_decay, state_sharding, guard))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +70,7 @@ class TrainStep:
       mode: likewise.
       ema_decay: likewise.
       state_sharding: likewise.
+      guard: likewise.
     """
 
     loss: Loss
@@ -67,6 +78,7 @@ class TrainStep:
     mode: Mode = mean
     ema_decay: float | None = None
     state_sharding: Any = None
+    guard: bool = False
 
     # What the compiled program is called.
     __name__ = "step"
@@ -87,14 +99,18 @@ class TrainStep:
         ema = state.ema
         if self.ema_decay is not None:
             ema = optax.incremental_update(params, ema, step_size=1 - self.ema_decay)
-        new_state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=params,
-            model_state=model_state,
-            opt_state=opt_state,
-            ema=ema,
-        )
+        new = {
+            "params": params,
+            "model_state": model_state,
+            "opt_state": opt_state,
+            "ema": ema,
+        }
+        if self.guard:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            old = {name: getattr(state, name) for name in new}
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            metrics |= {"skipped": (~finite).astype(jnp.float32)}
+        new_state = dataclasses.replace(state, step=state.step + 1, **new)
         if self.state_sharding is not None:
             new_state = jax.lax.with_sharding_constraint(new_state, self.state_sharding)
         return new_state, metrics

@@ -10,6 +10,8 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Threads for all devices: with as many as cores, those that wait for each other may never end.
+os.environ.setdefault("NPROC", "12")
 
 import jax
 import program_cases

@@ -14,7 +14,7 @@ def config():
         model=PreactResNet(widths=(4,), blocks_per_stage=1),
         optim=Optim(learning_rate=0.05, ema_decay=0.9),
         train=Train(steps=8, log_every=2, eval_every=4),
-        checkpoint=Checkpoint(every=3),
+        checkpoint=Checkpoint(every=3, best=False),
     )
 """
 

@@ -124,6 +124,7 @@ def test_every_augmentation_leaves_shapes_and_dtypes(folder, crop):
     chex.assert_shape(batch["image"], (4, 8, 8, 3))
     kinds = {name: a.dtype.name for name, a in batch.items()}
     assert kinds == {
+        "row": "int32",
         "id": "int32",
         "label": "int32",
         "image": "uint8",

@@ -1,5 +1,8 @@
 """Schedules and optimizers by name."""
 
+import functools
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,8 @@ import optax
 import pytest
 
 import fnet
-from fnet import models
+from fnet import layers, models
+from fnet.memory import tree_bytes
 
 
 @pytest.mark.parametrize(
@@ -82,3 +86,107 @@ def test_every_classifier_is_known_as_one(name):
     chosen = jax.tree.leaves_with_path(fnet.optim.in_classifier(params))
     assert any(of_it for _, of_it in chosen)
     assert not all(of_it for _, of_it in chosen)
+
+
+ADAFACTOR = functools.partial(fnet.optim.make_optimizer, "adafactor")
+
+
+def rms(a):
+    return np.sqrt(np.mean(np.square(a)))
+
+
+def test_adafactor_is_that_of_the_paper():
+    """Shazeer & Stern 2018, algorithms 4 and 5, with the decay of section 7.2; two steps."""
+    rng = np.random.default_rng(0)
+    # An axis in front and one behind the two that are factored, as a stack's and a window's.
+    p, *gradients = (rng.normal(0, 0.5, (2, 128, 130, 3)) for _ in range(3))
+    rule = ADAFACTOR(0.01, weight_decay=0.1)
+    params = {"kernel": jnp.asarray(p, jnp.float32)}
+    state = rule.init(params)
+    row, column = np.zeros((2, 130, 3)), np.zeros((2, 128, 3))
+    for t, g in enumerate(gradients, 1):
+        updates, state = jax.jit(rule.update)(
+            {"kernel": jnp.asarray(g, jnp.float32)}, state, params
+        )
+        params = optax.apply_updates(params, updates)
+        beta = 1 - t**-0.8
+        row = beta * row + (1 - beta) * np.mean(g**2 + 1e-30, axis=1)
+        column = beta * column + (1 - beta) * np.mean(g**2 + 1e-30, axis=2)
+        second = row[:, None] * column[:, :, None] / row.mean(1, keepdims=True)[:, None]
+        u = g / np.sqrt(second)
+        u = u / max(1.0, rms(u))
+        p = p - 0.01 * (max(1e-3, rms(p)) * u + 0.1 * p)
+        chex.assert_trees_all_close(params["kernel"], p.astype(np.float32), rtol=1e-4, atol=1e-6)
+
+
+def test_adafactor_decays_kernels_alone():
+    params = {"dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.ones(2)}, "gamma": jnp.ones(2)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    rule = ADAFACTOR(0.1, weight_decay=0.5)
+    updates, _ = rule.update(zeros, rule.init(params), params)
+    chex.assert_trees_all_close(updates["dense"].pop("kernel"), jnp.full((2, 2), -0.15))
+    del zeros["dense"]["kernel"]
+    chex.assert_trees_all_equal(updates, zeros)
+
+
+def numbers_kept(shape):
+    """By adafactor: the squares' means along the two longest axes, or all squares; and fillers."""
+    shorter, longer = (0, 0, *sorted(shape))[-2:]
+    size = math.prod(shape)
+    return size // longer + size // shorter + 1 if shorter >= 128 else size + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "less_than_adam"), [("resnet50", 133.2), ("wider_resnet38", 508.3)]
+)
+def test_the_bytes_that_adafactor_keeps_follow_from_shapes(name, less_than_adam):
+    params, _ = jax.eval_shape(models.get(name, num_classes=1000).init, jax.random.key(0))
+    kept = tree_bytes(jax.eval_shape(ADAFACTOR(1e-3, weight_decay=1e-4).init, params))
+    steps_taken = 1
+    numbers = steps_taken + sum(numbers_kept(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert kept == 4 * numbers
+    of_adam = tree_bytes(jax.eval_shape(fnet.optim.make_optimizer("adam", 1e-3).init, params))
+    assert of_adam / kept == pytest.approx(less_than_adam, abs=0.05)
+
+
+def test_of_small_arrays_adafactor_keeps_half_of_what_adam_does():
+    model = models.preact_resnet(num_classes=10, in_channels=1, widths=(16, 32))
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    kept, of_adam = (
+        tree_bytes(jax.eval_shape(fnet.optim.make_optimizer(name, 1e-3).init, params))
+        for name in ("adafactor", "adam")
+    )
+    assert of_adam / kept == pytest.approx(2, abs=0.02)
+
+
+def loss_of(model):
+    def loss(params, state, batch, key):
+        y, state = model.apply(params, state, batch["x"], key=key, train=True)
+        return (y**2).mean(tuple(range(1, y.ndim))), fnet.Aux(state, {})
+
+    return loss
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.99])
+def test_the_whole_state_of_adafactor_is_renewed_in_place(ema_decay):
+    model = layers.mlp((128, 128, 3))
+    rule = ADAFACTOR(0.1, weight_decay=1e-4, clip_norm=1.0, classifier_scale=2.0)
+    create = functools.partial(fnet.TrainState.create, model, rule, ema=ema_decay is not None)
+    state = jax.eval_shape(create, jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((2, 128), jnp.float32)}
+    step = fnet.make_step(loss_of(model), rule, ema_decay=ema_decay)
+    report = fnet.compile_step(step, state, batch).report
+    assert report.donation.aliased_bytes == report.state_bytes == tree_bytes(state)
+    assert report.donation.leaves == len(jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("width", [5, 128])
+def test_adafactor_inside_the_backward_pass_is_refused_in_one_line(width):
+    model = fnet.repeat(fnet.serial(dense=layers.dense(width, width)), 3)
+    rule = ADAFACTOR(0.1, weight_decay=1e-4)
+    create = functools.partial(fnet.TrainState.create, model, rule)
+    state = jax.eval_shape(create, jax.random.key(0))
+    step = fnet.make_step(loss_of(model), rule, fnet.autodiff.optimizer_in_backward(""))
+    with pytest.raises(ValueError, match=r"applies reduce_sum to a stack.*use mode=mean") as raised:
+        step.lower(state, {"x": jax.ShapeDtypeStruct((2, width), jnp.float32)})
+    assert "\n" not in str(raised.value)

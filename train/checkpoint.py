@@ -1,20 +1,26 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
 import logging
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from jax import Array
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from fnet import TrainState
-from train.errors import UserError
+from train.checksums import checksums, dotted
+from train.errors import TrainingError, UserError
 
 # Orbax tells of every directory it makes; what matters is said by the loop.
 logging.getLogger("absl").setLevel(logging.ERROR)
+
+Found = TypeVar("Found")
 
 
 class Restored(NamedTuple):
@@ -25,13 +31,44 @@ class Restored(NamedTuple):
     position: dict[str, Any]
 
 
-class Checkpoints:
-    """The newest checkpoints of a run, saved in the background, each of them whole or absent."""
+class DamagedError(Exception):
+    """A checkpoint whose arrays are not those that were saved."""
 
-    def __init__(self, folder: Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+
+class Checkpoints:
+    """The checkpoints of a run, saved in the background, each of them whole or absent.
+
+    With each, the checksums of its arrays are kept, and compared when it is read: of a
+    damaged one, whatever the damage, the one before is taken.
+
+    Args:
+      folder: where they are.
+      keep: how many of the newest are kept, and the best beside them; None: they are only read.
+      say: shows a line; on stderr by default.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = None,
+        say: Callable[[str], None] = lambda words: print(f"fnet: {words}", file=sys.stderr),
+    ):
+        newest_and_best = AnyPreservationPolicy(
+            [
+                LatestN(keep),
+                BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False),
+            ]
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=newest_and_best,
+            best_fn=_score,  # without it, orbax writes no metrics
+            cleanup_tmp_directories=keep is not None,
+            read_only=keep is None,
+            create=keep is not None,
+        )
+        self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._manager = ocp.CheckpointManager(
-            folder.absolute(),
+            self._folder,
             options=options,
             item_handlers={
                 "state": ocp.StandardCheckpointHandler(),
@@ -55,45 +92,68 @@ class Checkpoints:
         """The newest checkpoint's step, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
-        """Starts to save; the state may be donated as soon as this returns."""
+    @property
+    def best_score(self) -> float:
+        """The highest score that a checkpoint was saved with; minus infinity without any."""
+        known = map(self._manager.metrics, self._manager.all_steps())
+        return max((_score(m) for m in known if m), default=float("-inf"))
+
+    def save(
+        self, step: int, state: TrainState, position: dict[str, Any], score: float | None = None
+    ) -> None:
+        """Starts to save; the state may be donated as soon as this returns.
+
+        Args:
+          step: how many steps were taken.
+          state: after them.
+          position: of the data.
+          score: how good the state is; the best one is kept.
+
+        Raises:
+          TrainingError: if this one or the one before cannot be written.
+        """
         if self.latest_step == step:
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(position)
-            ),
-        )
+        sums = {name: int(value) for name, value in checksums(state).items()}
+        with _Saving(self._folder):
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state),
+                    data=ocp.args.JsonSave({"position": position, "checksums": sums}),
+                ),
+                metrics=None if score is None else {"score": score},
+            )
 
     def wait(self) -> None:
-        """Returns when everything is on disk."""
-        self._manager.wait_until_finished()
+        """Returns when everything is on disk.
+
+        Raises:
+          TrainingError: if it cannot be written.
+        """
+        with _Saving(self._folder):
+            self._manager.wait_until_finished()
 
     def restore(self, like: TrainState) -> Restored | None:
-        """The newest checkpoint, or None.
+        """The newest checkpoint that is not damaged, or None if there is none at all.
 
         Args:
           like: the shapes of such a state, placed (`train.mesh`) or for one device.
 
         Raises:
-          UserError: if the checkpoint's arrays have other names or shapes.
+          UserError: if the checkpoint's arrays have other names or shapes, or all are damaged.
         """
-        step = self.latest_step
-        if step is None:
-            return None
-        self._compare(step, self._manager.item_metadata(step).state.tree, like)
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or here), like
         )
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(target), data=ocp.args.JsonRestore()
-            ),
-        )
-        return Restored(step, restored.state, restored.data)
+
+        def read(step: int) -> Restored:
+            self._compare(step, self._manager.item_metadata(step).state.tree, like)
+            state, position = self._read(step, target)
+            return Restored(step, state, position)
+
+        return self._newest(read)
 
     def restore_network(
         self, init: Callable[[Array], tuple[Any, Any]] | None = None
@@ -107,31 +167,74 @@ class Checkpoints:
             there is taken.
 
         Raises:
-          UserError: if there is no checkpoint, or its arrays have other names or shapes.
+          UserError: if there is no checkpoint, its arrays have other names or shapes, or all
+            are damaged.
         """
-        step = self.latest_step
-        if step is None:
-            raise UserError(
-                f"no checkpoint in {self._manager.directory}: the run has not saved one yet"
-            )
-        there = self._manager.item_metadata(step).state.tree
-        if init is not None:
-            params, model_state = jax.eval_shape(init, jax.random.key(0))
-            self._compare(
-                step,
-                {name: there[name] for name in ("params", "model_state")},
-                {"params": params, "model_state": model_state},
-            )
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        like = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
-            there,
-            is_leaf=lambda a: hasattr(a, "shape"),
+
+        def read(step: int) -> tuple[Any, Any]:
+            there = self._manager.item_metadata(step).state.tree
+            if init is not None:
+                params, model_state = jax.eval_shape(init, jax.random.key(0))
+                self._compare(
+                    step,
+                    {name: there[name] for name in ("params", "model_state")},
+                    {"params": params, "model_state": model_state},
+                )
+            like = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
+                there,
+                is_leaf=lambda a: hasattr(a, "shape"),
+            )
+            state, _ = self._read(step, like)
+            averaged = state["params"] if state.get("ema") is None else state["ema"]
+            return averaged, state["model_state"]
+
+        found = self._newest(read)
+        if found is None:
+            raise UserError(f"no checkpoint in {self._folder}: the run has not saved one yet")
+        return found
+
+    def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """State and position of a checkpoint, compared with their checksums."""
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore()
+            ),
         )
-        state = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        ).state
-        return state["params"] if state.get("ema") is None else state["ema"], state["model_state"]
+        saved, found = restored.data["checksums"], checksums(restored.state)
+        wrong = sorted(name for name in saved.keys() | found if saved.get(name) != found.get(name))
+        if wrong:
+            raise DamagedError(f"{wrong[0]} is not what was saved")
+        return restored.state, restored.data["position"]
+
+    def _newest(self, read: Callable[[int], Found]) -> Found | None:
+        """What is read of the newest checkpoint of which it can be."""
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
+            try:
+                return read(step)
+            except UserError:
+                raise
+            except Exception as error:  # whatever orbax makes of a damaged file
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                self._say(
+                    f"checkpoint {self._folder / str(step)} is damaged ({reason[0][:200]}); "
+                    "the one before is taken"
+                )
+                self._put_aside(step)
+        if steps:
+            raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
+        return None
+
+    def _put_aside(self, step: int) -> None:
+        """Makes room for a checkpoint of the same step, without losing what was there."""
+        if not self._only_read:
+            aside = self._folder.parent / f"damaged_checkpoint_{step}"
+            shutil.rmtree(aside, ignore_errors=True)
+            (self._folder / str(step)).rename(aside)
+            self._manager.reload()
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
         """Refuses a checkpoint whose arrays are not those that are here."""
@@ -139,7 +242,7 @@ class Checkpoints:
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 raise UserError(
-                    f"checkpoint {self._manager.directory / str(step)} is another model's: "
+                    f"checkpoint {self._folder / str(step)} is another model's: "
                     f"{name} is {found.get(name, 'absent')} there, "
                     f"{wanted.get(name, 'absent')} here"
                 )
@@ -147,11 +250,33 @@ class Checkpoints:
 
 def _shapes(tree: Any) -> dict[str, str]:
     """{path: shape} of all leaves but the typed key, which is saved as its data."""
-
-    def name(path: Any) -> str:
-        parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
-        return ".".join(str(p) for p in parts)
-
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    shapes = {name(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
+    shapes = {dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
     return {name: shape for name, shape in shapes.items() if name != "key"}
+
+
+def _score(metrics: Any) -> float:
+    return metrics["score"]
+
+
+class _Saving:
+    """What goes wrong while a checkpoint is written, as one line."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise TrainingError(
+                f"cannot save a checkpoint in {self._folder}: {reason[:300]}; those that were "
+                "saved before are whole"
+            ) from error

@@ -1,5 +1,6 @@
 """The ``fnet`` command."""
 
+import errno
 import itertools
 import json
 import os
@@ -44,12 +45,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(error, 2)
     except TrainingError as error:
         _fail(error, 1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        _fail(f"cannot write: {error}", 1)
     except KeyboardInterrupt:
         print("fnet: interrupted", file=sys.stderr)
         raise SystemExit(1) from None
 
 
-def _fail(error: Exception, code: int) -> None:
+def _fail(error: Exception | str, code: int) -> None:
     print(f"fnet: {' '.join(str(error).split(chr(10)))}", file=sys.stderr)
     raise SystemExit(code)
 

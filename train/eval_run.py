@@ -12,7 +12,7 @@ from rich.table import Table
 from train import examples, plots
 from train.arguments import EvalArguments
 from train.checkpoint import Checkpoints
-from train.config import Config, DeepLab, Denoiser, ImageFolder
+from train.config import Config, DeepLab, Denoiser, HuggingFace, ImageFolder
 from train.confusion import accuracy_by_class, iou_by_class
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -53,7 +53,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     views = Views(a.scales or (1.0,), a.flip)
     if views != Views():
         run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder.checkpoints) as checkpoints:
         restored = checkpoints.restore(run.state_shapes)
     if restored is None:
         raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
@@ -126,6 +126,8 @@ def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
         allowed = ("image_size", "scales", "flip")
     elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
         allowed = ("crops", "image_size", "resize")
+    elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
+        allowed = ("image_size", "resize")
     flags = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(a)}
     given = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != f.default]
     for name in given:

@@ -5,7 +5,15 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
+from train.config import (
+    ArrayFile,
+    Config,
+    Digits,
+    HuggingFace,
+    ImageFolder,
+    SegmentationFolder,
+    Synthetic,
+)
 from train.data.augment import in_bytes
 from train.data.crops import centre, fitted, short_side, ten_crops
 from train.data.decode import View, decode
@@ -30,7 +38,8 @@ class Prepared(NamedTuple):
 class Preparation:
     """``preparation(path) -> Prepared``, for the images that a config names.
 
-    Image folders: the shorter side resized and the middle cut, or ten crops. Segmentation
+    Image folders and data sets of huggingface: the shorter side resized and the middle cut, or
+    ten crops. Segmentation
     folders: fitted into a square, at its upper left corner. Digits and synthetic images, which
     are in no files: the whole image at their size, grey where they are, in [0, 1] from black
     to white; digits are white on black.
@@ -40,7 +49,8 @@ class Preparation:
       crops: of each image.
 
     Raises:
-      UserError: if the config names no images, or such as no file holds.
+      UserError: if the config names no images, or such as no file holds, or arrays, which
+        alone say how large they are and what is black and white in them.
     """
 
     def __init__(self, config: Config):
@@ -48,12 +58,17 @@ class Preparation:
         self.crops = 1
         if isinstance(data, ImageFolder):
             self.shape, self.crops = (data.image_size, data.image_size, 3), data.crops
-        elif isinstance(data, SegmentationFolder):
+        elif isinstance(data, HuggingFace | SegmentationFolder):
             self.shape = (data.image_size, data.image_size, 3)
         elif isinstance(data, Digits):
             self.shape = (8, 8, 1)
         elif isinstance(data, Synthetic) and data.channels in (1, 3):
             self.shape = (data.image_size, data.image_size, data.channels)
+        elif isinstance(data, ArrayFile):
+            raise UserError(
+                "data.source: arrays alone say how large their images are, and what is black and "
+                "white in them; files are predicted by runs on image_folder and the like"
+            )
         else:
             what = getattr(data, "channels", "no")
             raise UserError(
@@ -73,7 +88,7 @@ class Preparation:
 
         def seen(width: int, height: int) -> View:
             found.append((width, height))
-            if isinstance(data, ImageFolder):
+            if isinstance(data, ImageFolder | HuggingFace):
                 return short_side(data.shorter_side)(width, height)
             if isinstance(data, SegmentationFolder):
                 return fitted(width, height, size).view
@@ -81,7 +96,7 @@ class Preparation:
 
         image = decode(path, seen)
         height, width, _ = image.shape
-        if isinstance(data, ImageFolder):
+        if isinstance(data, ImageFolder | HuggingFace):
             image = centre(image, size) if self.crops == 1 else ten_crops(image, size)
         elif isinstance(data, SegmentationFolder):
             canvas = np.empty(self.shape, np.uint8)

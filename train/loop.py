@@ -19,15 +19,16 @@ from train.checkpoint import Checkpoints
 from train.class_names import write_classes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
+from train.guard import Guard
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
 from train.mesh import layout
-from train.metrics import Meter, noise_scale
+from train.metrics import Meter, noise_scale, score
 from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
 from train.run_folder import RunFolder, as_json, read_metrics, write_whole
 from train.screen import Screen
-from train.setup import check_resumed, setup
+from train.setup import Setup, check_resumed, setup
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
@@ -45,12 +46,17 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
       TrainingError: if the loss is no longer finite.
       DonationError: if the state would not be renewed in place.
     """
-    began = time.perf_counter()
     # What is learned, from which batches; what it costs is known before it runs.
     run = setup(config)
     run = run.on(layout(config))
     check(run)
     folder = RunFolder(out)
+    with folder.owned():
+        _train(run, folder, resume, console)
+
+
+def _train(run: Setup, folder: RunFolder, resume: bool, console: Console) -> None:
+    began, config = time.perf_counter(), run.config
     if resume:
         if folder.config.is_file():
             check_resumed(run, folder.read_config())
@@ -84,7 +90,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
         console.print(words, highlight=False, soft_wrap=True)
     memory = HighWater(run.devices)
 
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder.checkpoints, config.checkpoint.keep, say) as checkpoints:
         restored = checkpoints.restore(run.state_shapes) if resume else None
         if restored:
             start, state = restored.step, restored.state
@@ -94,8 +100,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             start, state = 0, init(jax.random.key(config.train.seed))
         folder.forget_metrics_after(start)
 
-        step, tested = start, None
+        step, tested, best = start, None, checkpoints.best_score
         meter = Meter(config.data.batch_size)
+        guard = Guard(run, folder.bad_steps, say)
         eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
         with (
             Interruption() as interruption,
@@ -103,13 +110,16 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
             folder.metrics.open("a", buffering=1) as metrics_file,
         ):
             for step in range(start + 1, run.steps + 1):
-                state, metrics = take_step(state, meter.take(batches))
+                batch = meter.take(batches)
+                guard.look(state)
+                state, metrics = take_step(state, batch)
+                guard.add(step, batch, metrics)
                 meter.add(metrics)
                 screen.advance(step)
 
                 stop = interruption.requested is not None
                 last = step == run.steps
-                evaluating = step % eval_every == 0 or last
+                evaluating, reached = step % eval_every == 0 or last, None
                 if step % config.train.log_every == 0 or evaluating or stop:
                     # Reckoned while the device still works on the steps before.
                     spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
@@ -119,12 +129,17 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
                     line |= {"unreadable_files": unreadable.count} if unreadable.count else {}
                     if evaluating:
                         tested = evaluate(state)
+                        reached = score(tested.metrics)
                         line |= {f"test/{name}": value for name, value in tested.metrics.items()}
                     metrics_file.write(json.dumps(line) + "\n")
                     screen.log(step, line, predicted, memory.bytes())
                     meter.restart()
-                if step % config.checkpoint.every == 0 or last or stop:
-                    checkpoints.save(step, state, batches.get_state())
+                better = config.checkpoint.best and reached is not None and reached > best
+                if step % config.checkpoint.every == 0 or better or last or stop:
+                    guard.look(state, wait=True)
+                    if not guard.in_a_row or last or stop:
+                        checkpoints.save(step, state, batches.get_state(), reached)
+                        best = best if reached is None else max(best, reached)
                 if stop:
                     break
         checkpoints.wait()

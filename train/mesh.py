@@ -96,11 +96,15 @@ def layout(config: Config) -> Layout:
 def make_cpu_devices(wanted: Mesh) -> None:
     """Lets JAX see as many devices on a CPU as are wanted, before it looks.
 
-    Nothing is changed where ``XLA_FLAGS`` says how many there are.
+    Nothing is changed where ``XLA_FLAGS`` says how many there are. XLA's devices on a CPU share
+    threads, and one that waits for another keeps its thread: with as many threads as cores, or
+    with the next step begun before this one has ended, all may wait for each other.
     """
     count = wanted.data * wanted.fsdp
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not told:
+        os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 3 * count))  # XLA's threads
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         # JAX has looked if it is used as a library: then `layout` says how many there are.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)

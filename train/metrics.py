@@ -1,7 +1,8 @@
 """Metrics between two lines of the log, averaged, with the rate at which they came."""
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ class Meter:
     def means(self, step: int) -> dict[str, float]:
         """Ends the window: its metrics' means, ``examples_per_second`` and ``input_wait``.
 
+        Of steps that were left out only their number is told: ``train/skipped``.
         The last is the share of the time in which the device may have waited for a batch.
 
         Raises:
@@ -57,22 +59,35 @@ class Meter:
         """
         window = jax.device_get(self._window)
         seconds, examples = time.perf_counter() - self._began, len(window) * self._batch_size
-        for back, metrics in enumerate(reversed(window)):
-            if not np.isfinite(metrics["loss"]):
+        applied = [m for m in window if not m.get("skipped")]
+        for at, metrics in enumerate(window, step - len(window) + 1):
+            if not metrics.get("skipped") and not np.isfinite(metrics["loss"]):
                 raise TrainingError(
-                    f"the loss is {metrics['loss']} at step {step - back}; the last checkpoint "
+                    f"the loss is {metrics['loss']} at step {at}; the last checkpoint "
                     "is from before; a lower optim.learning_rate or optim.clip_norm may help"
                 )
         self.examples += examples
         self.seconds += seconds
         self._window = []
-        means = {f"train/{k}": float(np.mean([m[k] for m in window])) for k in window[0]}
+        names = [k for k in window[0] if k != "skipped"] if applied else []
+        means = {f"train/{k}": float(np.mean([m[k] for m in applied])) for k in names}
+        if len(applied) < len(window):
+            means["train/skipped"] = len(window) - len(applied)
         if means.get("train/grad_sq", 0) > 0:
             means["train/noise_scale"] = means["train/grad_var"] / means["train/grad_sq"]
         return means | {
             "examples_per_second": examples / seconds,
             "input_wait": self._waited / seconds,
         }
+
+
+def score(metrics: Mapping[str, float]) -> float | None:
+    """How good a network is: its mean IoU, or else accuracy, or else minus its loss.
+
+    None where that is not finite.
+    """
+    found = metrics.get("mean_iou", metrics.get("accuracy", -metrics["loss"]))
+    return found if math.isfinite(found) else None
 
 
 def noise_scale(lines: Sequence[dict[str, Any]]) -> float | None:

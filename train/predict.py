@@ -112,7 +112,7 @@ def predict(
     classes = read_classes(folder, config)
     prepare = Preparation(config)
     model = config.model.build(prepare.shape, len(classes))
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder.checkpoints) as checkpoints:
         params, state = checkpoints.restore_network(model.init)
         step = checkpoints.latest_step
     assert step is not None  # it was restored

@@ -1,7 +1,10 @@
 """The folder of a run: what lies where, and who may write into it."""
 
+import contextlib
+import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "train.eval_every",
         "checkpoint.every",
         "checkpoint.keep",
+        "checkpoint.best",
+        "guard.max_bad_steps",
         "mesh.data",
         "mesh.fsdp",
     }
@@ -33,6 +38,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.classes = path / "classes.json"
         self.metrics = path / "metrics.jsonl"
+        self.bad_steps = path / "bad_steps.jsonl"
         self.summary = path / "summary.json"
         self.memory = path / "memory.json"
         self.memory_picture = path / "memory.png"
@@ -40,6 +46,36 @@ class RunFolder:
         self.confusion = path / "confusion.png"
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """While entered, no other process may write here; a killed one owns nothing.
+
+        Raises:
+          UserError: if one does already, or the folder cannot be written.
+        """
+        lock = self.path / ".lock"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = lock.open("a+")
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                raise UserError(
+                    f"{self.path} is in use by another process ({file.read().strip()}): "
+                    "choose another folder with --out, or wait until it has ended"
+                ) from error
+            file.truncate(0)
+            file.write(f"{os.uname().nodename}, process {os.getpid()}\n")
+            file.flush()
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """The resolved config of the run.
@@ -68,7 +104,7 @@ class RunFolder:
                 "or choose another folder with --out"
             )
         # What a run leaves that ended before its first step.
-        begun = {self.config, self.classes, self.memory, self.memory_picture}
+        begun = {self.path / ".lock", self.config, self.classes, self.memory, self.memory_picture}
         if names - {path.name for path in begun}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
@@ -107,9 +143,10 @@ class RunFolder:
 
     def forget_metrics_after(self, step: int) -> None:
         """Drops lines of steps that a killed run logged but did not save: they come again."""
-        if self.metrics.exists():
-            lines = [line for line in read_metrics(self.metrics) if line["step"] <= step]
-            write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        for path in (self.metrics, self.bad_steps):
+            if path.exists():
+                lines = [line for line in read_metrics(path) if line["step"] <= step]
+                write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
     network = language.model_of(
         dataclasses.replace(config, model=dataclasses.replace(model, window=window))
     )
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder.checkpoints) as checkpoints:
         params, state = checkpoints.restore_network(network.init)
 
     pieces = fnet.stream(

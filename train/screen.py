@@ -72,6 +72,7 @@ class Screen:
 _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "accuracy",
+    "train/skipped": "left out",
     "train/pixel_accuracy": "pixels",
     "test/accuracy": "test",
     "test/mean_iou": "mean IoU",

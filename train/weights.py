@@ -99,7 +99,7 @@ def export_weights(
     out = out or folder.path / "weights.safetensors"
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+    with Checkpoints(folder.checkpoints) as checkpoints:
         params, state = checkpoints.restore_network()
     known = {"norm": "abn"} | _described(config)
     norm = known["norm"]

@@ -1,15 +1,14 @@
 """The equation that made an array, found through jit, checkpoint, scan and the like."""
 
 import inspect
-import re
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from fnet import jaxprs
 from fnet.memory.peak import leaf_bytes
 
 
@@ -124,9 +123,9 @@ class Origins:
         eqn = level.jaxpr.eqns[number]
         space = getattr(getattr(atom.aval, "memory_space", None), "name", "")
         return (*level.position, number), residual._replace(
-            layer="/".join(level.scopes + _scopes(eqn)),
+            layer="/".join(level.scopes + jaxprs.scopes(eqn)),
             operation=eqn.primitive.name,
-            source=_source(eqn) if level.source is None else level.source,
+            source=jaxprs.source(eqn) if level.source is None else level.source,
             elsewhere=residual.elsewhere or ("host memory" if space == "Host" else ""),
         )
 
@@ -249,8 +248,8 @@ class Origins:
             eqn, source = above.jaxpr.eqns[number], above.source
             if source is None and _is_of_jax(jaxpr):
                 # Traced once for all its callers, so that its lines are the first one's.
-                source = _source(eqn)
-            level = level._replace(eqn=eqn, scopes=above.scopes + _scopes(eqn), source=source)
+                source = jaxprs.source(eqn)
+            level = level._replace(eqn=eqn, scopes=above.scopes + jaxprs.scopes(eqn), source=source)
         self._levels[position] = level
         return level
 
@@ -286,23 +285,6 @@ def _is_renaming(eqn: JaxprEqn, source: Any, var: Any) -> bool:
     if eqn.primitive.name == "reduce_precision":  # of all bits, as jax.checkpoint puts it
         return eqn.params["mantissa_bits"] == jnp.finfo(var.aval.dtype).nmant
     return source.aval.size == var.aval.size and source.aval.dtype == var.aval.dtype
-
-
-_TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
-
-
-def _scopes(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Named scopes of an equation, without the marks of transformations: ``vmap(jvp(conv))``."""
-    name, marks = str(eqn.source_info.name_stack), 1
-    while marks:
-        name, marks = _TRANSFORMED.subn(r"\1", name)
-    return tuple(part for part in name.split("/") if part)
-
-
-def _source(eqn: JaxprEqn) -> str:
-    """``file:line (function)``, of the innermost frame outside of JAX."""
-    line = source_info_util.summarize(eqn.source_info)
-    return "" if line == "unknown" else re.sub(r":(\d+):\d+ \(", r":\1 (", line)
 
 
 _JAX = inspect.getfile(jax).removesuffix("__init__.py")

@@ -6,12 +6,21 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from train.config.data import Digits, ImageFolder, SegmentationFolder, Synthetic, TextFile
+from train.config.data import (
+    ArrayFile,
+    Digits,
+    HuggingFace,
+    ImageFolder,
+    SegmentationFolder,
+    Synthetic,
+    TextFile,
+)
 from train.config.generative import Denoiser, LanguageModel
 from train.config.section import Section
 from train.config.training import (
     Checkpoint,
     Clipped,
+    Guard,
     Mean,
     Memory,
     Mesh,
@@ -40,7 +49,7 @@ class Config(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Names the run's folder where none is given."""
     data: Annotated[
-        Digits | ImageFolder | SegmentationFolder | Synthetic | TextFile,
+        Digits | ImageFolder | ArrayFile | HuggingFace | SegmentationFolder | Synthetic | TextFile,
         Field(discriminator="source"),
     ] = field(default_factory=Digits)
     """Training and test examples."""
@@ -66,6 +75,8 @@ class Config(Section):
     """What is made of the examples' losses."""
     train: Train = field(default_factory=Train)
     """The length of the run."""
+    guard: Guard = field(default_factory=Guard)
+    """What is done about a step that is not finite."""
     memory: Memory = field(default_factory=Memory)
     """What training may hold."""
     mesh: Mesh = field(default_factory=Mesh)
@@ -75,7 +86,15 @@ class Config(Section):
 
 
 _VARIANTS = {
-    "data": (Digits, ImageFolder, SegmentationFolder, Synthetic, TextFile),
+    "data": (
+        Digits,
+        ImageFolder,
+        ArrayFile,
+        HuggingFace,
+        SegmentationFolder,
+        Synthetic,
+        TextFile,
+    ),
     "model": (
         PreactResNet,
         ResNet,

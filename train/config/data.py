@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from train.config.section import Count, NonNegative, Positive, Section, Seed, Share
 
@@ -86,6 +86,97 @@ class ImageFolder(Section):
     """Keep what is decoded in memory: each file is read once. Not with resized crops."""
     max_bad_fraction: Share = 0.01
     """Share of the files that may be unreadable; they are named and left out."""
+
+    @property
+    def shorter_side(self) -> int:
+        """Of test images, from the middle of which the network's are cut."""
+        return self.resize or round(self.image_size * 8 / 7)
+
+
+@dataclass(frozen=True)
+class ArrayFile(Section):
+    """Images and labels as arrays in an .npz file, as Keras and MedMNIST have them."""
+
+    source: Literal["arrays"] = "arrays"
+    """Where the examples come from."""
+    path: str = "data.npz"
+    """An .npz file, or a folder with train.npz and, to test on, val.npz or test.npz."""
+    images: Annotated[tuple[str, ...], MaxLen(2)] = ()
+    """Arrays of images to train and to test on; without them, those with usual names."""
+    labels: Annotated[tuple[str, ...], MaxLen(2)] = ()
+    """Arrays of their labels; without them, those with usual names."""
+    class_names: str | None = None
+    """Array of the names of labels 0, 1, ...; without it, one with a usual name, if there is."""
+    held_out: Annotated[str, MinLen(1)] | None = None
+    """The part to test on; without it, val, or else test, or else test_share of the images."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Share of the images that is held out where no part is, the same of every class."""
+    split_seed: Seed = 0
+    """Which images are held out then."""
+    axes: Literal["channels_last", "channels_first"] | None = None
+    """Of images with channels: [N, H, W, C] or [N, C, H, W]; without it, last unless in doubt."""
+    batch_size: Count = 64
+    """Examples a training step."""
+    crop: Literal["padded", "reflected", "centre"] = "centre"
+    """Of training images: moved over zeros, moved over their mirror image, or not moved."""
+    padding: Annotated[int, Ge(0)] = 4
+    """Pixels by which padded and reflected crops are moved at most."""
+    flip: bool = False
+    """Mirror every other training image."""
+    mean: Annotated[tuple[float, ...], MinLen(1)] = (0.0,)
+    """Of each channel, or one of all; of bytes 0 to 1, of floating images as they are."""
+    std: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0,)
+    """Standard deviation of each channel, or one of all, that images are divided by."""
+
+
+@dataclass(frozen=True)
+class HuggingFace(Section):
+    """Images of a data set that the package datasets loads, from the hub or from a folder."""
+
+    source: Literal["huggingface"] = "huggingface"
+    """Where the examples come from."""
+    path: str = "."
+    """Its name on the hub (ylecun/mnist), a folder of images, or what save_to_disk wrote."""
+    subset: Annotated[str, MinLen(1)] | None = None
+    """Its configuration, where it has several."""
+    revision: Annotated[str, MinLen(1)] | None = None
+    """Its version on the hub: a commit, a branch or a tag; without it, the newest."""
+    image: Annotated[str, MinLen(1)] | None = None
+    """The column of images; without it, the only one."""
+    label: Annotated[str, MinLen(1)] | None = None
+    """The column of labels; without it, the only one of class labels."""
+    held_out: Annotated[str, MinLen(1)] | None = None
+    """The split to test on; without it, validation, val or test, or else test_share of train."""
+    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Share of the images that is held out where no split is, the same of every class."""
+    split_seed: Seed = 0
+    """Which images are held out then."""
+    batch_size: Count = 64
+    """Examples a training step."""
+    image_size: Count = 224
+    """Height and width of what the network sees."""
+    crop: Literal["resized", "padded", "reflected", "centre"] = "resized"
+    """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
+    min_area: Annotated[float, Gt(0), Le(1)] = 0.08
+    """Smallest share of the image that a resized crop takes."""
+    padding: Annotated[int, Ge(0)] = 4
+    """Pixels by which padded and reflected crops are moved at most."""
+    flip: bool = True
+    """Mirror every other training image."""
+    jitter: Share = 0.0
+    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    lighting: NonNegative = 0.0
+    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
+    cutout: Annotated[int, Ge(0)] = 0
+    """Side of a square that is cut out of training images, in pixels."""
+    resize: Count | None = None
+    """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
+    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
+    """Of each colour, 0 to 1; by default over ImageNet."""
+    std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
+    """Standard deviation of each colour, that images are divided by."""
+    max_bad_fraction: Share = 0.01
+    """Share of the images that may be unreadable; they are named and left out."""
 
     @property
     def shorter_side(self) -> int:

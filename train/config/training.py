@@ -12,7 +12,7 @@ from train.config.section import Amount, Count, NonNegative, Positive, Section, 
 class Optim(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal["sgd", "adam", "adamw", "lion"] = "sgd"
+    name: Literal["sgd", "adam", "adamw", "lion", "adafactor"] = "sgd"
     """The update rule."""
     learning_rate: Positive = 0.1
     """Its highest value."""
@@ -131,6 +131,18 @@ class Checkpoint(Section):
     """Steps between two checkpoints; the last step always makes one."""
     keep: Count = 2
     """How many of the newest are kept."""
+    best: bool = True
+    """Keep the best as well: of highest test mean IoU, or accuracy, or of lowest loss."""
+
+
+@dataclass(frozen=True)
+class Guard(Section):
+    """What is done about a step whose loss or gradient is not finite."""
+
+    skip: bool = True
+    """Leave it out, and say which layer and which examples it comes from; if not, the run ends."""
+    max_bad_steps: Count = 10
+    """Steps left out in a row, after which the run ends."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Examples, in batches: what a task trains and is tested on."""
 
 import concurrent.futures
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +26,7 @@ class Dataset(NamedTuple):
       classes: their names, by label; () where there are none.
       augment: ``(rows, generator) -> batch`` makes training batches of rows of ``train``.
       prepare: ``rows -> batch`` makes batches of rows of ``test``; by default they are one.
+      name: of a row of ``train``, what a person can find it by: its file, or its number.
       explain: of an ``id`` of weight 0, why it is: its file and what is wrong with that; None
         if nothing is.
       max_bad_fraction: of the files of a split, so many may be unreadable.
@@ -35,6 +37,7 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...]
     augment: Callable[[Arrays, np.random.Generator], Arrays]
     prepare: Callable[[Arrays], Arrays] = lambda rows: rows
+    name: Callable[[int], str] = str
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
 
@@ -54,12 +57,24 @@ class _Rows:
         return size(self._arrays)
 
     def __getitem__(self, index: Any) -> Arrays:
-        return {name: a[index] for name, a in self._arrays.items()}
+        return numbered(self._arrays, index)
+
+
+def numbered(arrays: Arrays, index: Any) -> Arrays:
+    """Some rows, and in ``row`` which they are."""
+    return {name: a[index] for name, a in arrays.items()} | {"row": np.asarray(index, np.int32)}
+
+
+def augmented(dataset: Dataset, rows: Arrays, generator: np.random.Generator) -> Arrays:
+    """A training batch of rows; ``row`` [batch] says which they are."""
+    plain = {name: a for name, a in rows.items() if name != "row"}
+    return dataset.augment(plain, generator) | {"row": rows["row"]}
 
 
 def batch_of(dataset: Dataset, rows: int) -> Arrays:
     """What the shapes of a training batch of that many rows are, filled with one example."""
-    return _repeated(dataset.augment(_first(dataset.train), np.random.default_rng(0)), rows)
+    one = numbered(dataset.train, np.arange(1))
+    return _repeated(augmented(dataset, one, np.random.default_rng(0)), rows)
 
 
 def evaluation_batch_of(dataset: Dataset, rows: int) -> Arrays:
@@ -89,7 +104,7 @@ def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.Dat
         .shuffle()
         .repeat()
         .batch(batch_size, drop_remainder=True)  # of which there is none: the source is endless
-        .random_map(dataset.augment)
+        .random_map(functools.partial(augmented, dataset))
     )
 
 

@@ -6,7 +6,7 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, padded, read_ahead
+from train.data import Arrays, Dataset, augmented, numbered, padded, read_ahead
 
 SMALLEST = 16
 """Fewest tokens a row is padded to: below, a program's overhead is more than its work."""
@@ -67,8 +67,7 @@ class _Batches:
         bucket, i = self._batches[order[turn]]
         rows = mixed[bucket][i * self._batch_size : (i + 1) * self._batch_size]
         generator = np.random.Generator(np.random.Philox([self._seed, epoch, turn]))
-        batch = {name: a[rows] for name, a in self._dataset.train.items()}
-        batch = self._dataset.augment(batch, generator)
+        batch = augmented(self._dataset, numbered(self._dataset.train, rows), generator)
         batch["tokens"] = batch["tokens"][:, : bucket + 1]
         batch["weight"] = (batch["length"] / bucket).astype(np.float32)
         return padded(batch, self._batch_size)

@@ -68,7 +68,16 @@ def decode(path: str | bytes, view: Callable[[int, int], View] = whole) -> np.nd
     Raises:
       UnreadableError: whatever is wrong with the file.
     """
-    return np.asarray(_read(path, lambda image: _viewed(image, view)))
+    return decode_content(_content(path), view)
+
+
+def decode_content(content: bytes, view: Callable[[int, int], View] = whole) -> np.ndarray:
+    """The same of what is in an image file.
+
+    Raises:
+      UnreadableError: likewise.
+    """
+    return np.asarray(_opened(content, lambda image: _viewed(image, view)))
 
 
 def decode_labels(path: str | bytes, most: int, ignore: int = 255) -> Image.Image:
@@ -96,17 +105,23 @@ def decode_labels(path: str | bytes, most: int, ignore: int = 255) -> Image.Imag
             raise UnreadableError(f"label {wrong[0]}, expected 0 to {most}, or {ignore} for none")
         return Image.fromarray(values.astype(np.uint8))
 
-    return _read(path, labels)
+    return _opened(_content(path), labels)
 
 
-def _read(path: str | bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """What is made of an opened image; whatever goes wrong is an `UnreadableError`."""
+def _content(path: str | bytes) -> bytes:
+    """All of a file: one that is cut short while it is mapped would end the process."""
     try:
-        # Read first: a file that is cut short while it is mapped would end the process.
         with open(path, "rb", buffering=0) as file:
-            content = file.read()
-        if not content:
-            raise UnreadableError("zero bytes")
+            return file.read()
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
+
+
+def _opened(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """What is made of an opened image; whatever goes wrong is an `UnreadableError`."""
+    if not content:
+        raise UnreadableError("zero bytes")
+    try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise UnreadableError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from train.config import Digits
 from train.data import Arrays, Dataset
-from train.errors import UserError
+from train.data.labels import split_by_class
 
 
 def load(config: Digits) -> Dataset:
@@ -19,20 +19,11 @@ def load(config: Digits) -> Dataset:
     """
     # Imported where it is needed: it takes as long as everything else together.
     from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
-    try:
-        train, test = train_test_split(
-            np.arange(len(labels)),
-            test_size=config.test_share,
-            stratify=labels,
-            random_state=config.split_seed,
-        )
-    except ValueError as error:  # a share too small or too large for one of each class
-        raise UserError(f"data.test_share: {config.test_share} does not do: {error}") from error
+    train, test = split_by_class(labels, config.test_share, config.split_seed)
 
     def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
         return batch | {"image": shifted(batch["image"], config.max_shift, generator)}

@@ -113,6 +113,7 @@ def load(config: ImageFolder) -> Dataset:
         classes=tuple(classes),
         augment=augment,
         prepare=prepare,
+        name=lambda row: str(root / os.fsdecode(paths[row])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
     )

@@ -10,7 +10,7 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, padded, read_ahead, size
+from train.data import Arrays, Dataset, augmented, numbered, padded, read_ahead, size
 
 OVERFLOW = 1e-15
 """Most probability that a step draws more examples than its arrays have rows."""
@@ -72,5 +72,5 @@ class _Batches:
         drawn = np.flatnonzero(drawing.random(size(self._dataset.train)) < self._probability)
         if len(drawn) > self._rows:
             drawn = np.sort(drawing.choice(drawn, self._rows, replace=False))
-        batch = {name: a[drawn] for name, a in self._dataset.train.items()}
-        return padded(self._dataset.augment(batch, augmenting), self._rows)
+        rows = numbered(self._dataset.train, drawn)
+        return padded(augmented(self._dataset, rows, augmenting), self._rows)

@@ -82,6 +82,7 @@ def load(config: SegmentationFolder) -> Dataset:
         classes=names,
         augment=augment,
         prepare=prepare,
+        name=lambda row: str(root / os.fsdecode(pairs[row][0])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
     )

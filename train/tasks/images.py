@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from train.config import Config, Digits, ImageFolder, Synthetic
-from train.data import Dataset, digits, image_folder, synthetic
+from train.config import ArrayFile, Config, Denoiser, Digits, HuggingFace, ImageFolder, Synthetic
+from train.data import Dataset, arrays, digits, huggingface, image_folder, size, synthetic
 from train.errors import UserError
 
 _SOURCES: dict[type, Callable[[Any], Dataset]] = {
     Digits: digits.load,
     ImageFolder: image_folder.load,
+    ArrayFile: arrays.load,
+    HuggingFace: huggingface.load,
     Synthetic: synthetic.load,
 }
 
@@ -20,16 +22,16 @@ _SOURCES: dict[type, Callable[[Any], Dataset]] = {
 def normalized(config: Config, image: Array) -> Array:
     """Images [..., H, W, C] as the network takes them.
 
-    Bytes become (x / 255 - mean) / std, channel by channel, float32; what is floating
-    already stays as it is.
+    Bytes are divided by 255. Then (x - mean) / std, channel by channel, of data that have them.
     """
-    if image.dtype != np.uint8:
+    image = in_unit_interval(image)
+    if not hasattr(config.data, "mean"):
         return image
     mean, std = (
         np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
         for name in ("mean", "std")
     )
-    return (in_unit_interval(image) - mean) / std
+    return (image - mean) / std
 
 
 def in_unit_interval(image: Array) -> Array:
@@ -41,11 +43,27 @@ def load(config: Config) -> Dataset:
     """Images [N, H, W, C] with a label each.
 
     Raises:
-      UserError: if the config's data are no images.
+      UserError: if the config's data are no images, or floating ones that the network, which
+        draws images in [0, 1], could not have drawn.
     """
     if type(config.data) not in _SOURCES:
         raise UserError(
             f"data.source: {config.data.source} has no images, which the network "
-            f"{config.model.name} takes; give data.source digits, image_folder or synthetic"
+            f"{config.model.name} takes; give data.source digits, image_folder, arrays, "
+            "huggingface or synthetic"
         )
-    return _SOURCES[type(config.data)](config.data)
+    dataset = _SOURCES[type(config.data)](config.data)
+    if isinstance(config.model, Denoiser) and isinstance(config.data, ArrayFile):
+        _check_unit_interval(dataset)
+    return dataset
+
+
+def _check_unit_interval(dataset: Dataset) -> None:
+    for start in range(0, size(dataset.test), 64):
+        rows = {name: a[start : start + 64] for name, a in dataset.test.items()}
+        image = dataset.prepare(rows)["image"]
+        if image.dtype != np.uint8 and (image.min() < 0 or image.max() > 1):
+            raise UserError(
+                f"data.images: values from {image.min():g} to {image.max():g}; a network that "
+                "draws images takes uint8, or floating ones in [0, 1]"
+            )

@@ -1,0 +1,173 @@
+"""Where numbers stopped being finite: the layer and the operation, found by computing again."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Literal
+
+from fnet import jaxprs
+
+
+class Nonfinite(NamedTuple):
+    """What made the first NaN or infinity that reached a result.
+
+    Attributes:
+      layer: the named scopes it was made under, ``"stage0/block1/conv"``; of an argument,
+        its name, ``"params['stem']['kernel']"``.
+      operation: the JAX primitive, ``"log"``; ``"argument"`` where it was given.
+      backward: whether it was made on the way back; what is made on the way forward may be
+        a derivative as well, which is then needed on the way back.
+      source: the line that made it, ``"model.py:12 (block)"``; empty where JAX does not know.
+      value: ``"nan"`` or ``"inf"``.
+    """
+
+    layer: str
+    operation: str
+    backward: bool
+    source: str
+    value: str
+
+    def __str__(self) -> str:
+        if self.operation == "argument":
+            return f"{self.layer} has {self.value}"
+        layer = self.layer or "outside of every layer"
+        words = ("backward" if self.backward else "", self.operation, self.source)
+        return f"{layer} ({', '.join(filter(None, words))}) gives {self.value}"
+
+
+def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
+    """What makes the first NaN or infinity that reaches a result of ``f(*args)``.
+
+    ``f`` is traced, and computed once more as one program that says of every array whether
+    all of it is finite. From the results that are not, the way goes back through what they
+    were made of to where everything that went in was still finite. An infinity that was
+    written down on purpose (a mask's) is not where it ends, but what made a NaN of it is.
+
+    Loops (`jax.lax.scan`, `while_loop`) count as one operation; `jax.checkpoint` is without
+    effect, so that this takes the memory of a program that keeps everything.
+
+    Args:
+      f: a function of arrays, such as ``jax.value_and_grad(loss)``.
+      *args: its arguments, trees of arrays.
+
+    Returns:
+      None if every result is finite.
+    """
+    closed = jax.make_jaxpr(f)(*args)
+    names = _argument_names(f, args)
+    made: list[_Made] = []
+    results: list[int] = []
+
+    def flags(leaves: list[Any]) -> Array:
+        trail = _Trail(made, [])
+        given = [_Made(name, "argument", None, ()) for name in names]
+        inputs = [trail.add(how, a) for how, a in zip(given, leaves, strict=True)]
+        results.extend(trail.visit(closed, inputs, leaves)[0])
+        return jnp.stack(trail.flags)
+
+    found = np.asarray(jax.jit(flags)(jax.tree.leaves(args)))
+    origins = {_origin(made, found, i) for i in results if found[i].any()}
+    if not origins:
+        return None
+    first = min(origins)
+    last = made[first]
+    value = "nan" if found[first, 0] else "inf"
+    if last.eqn is None:
+        return Nonfinite(last.layer, last.operation, False, "", value)
+    backward = "transpose(" in str(last.eqn.source_info.name_stack)
+    return Nonfinite(last.layer, last.operation, backward, jaxprs.source(last.eqn), value)
+
+
+class _Made(NamedTuple):
+    """How an array came about: by an equation, or as an argument or a constant."""
+
+    layer: str
+    operation: str
+    eqn: Any
+    inputs: tuple[int, ...]
+
+
+class _Trail(NamedTuple):
+    """All arrays of a computation, in order: how they came about, and (any NaN, any infinity)."""
+
+    made: list[_Made]
+    flags: list[Array]
+
+    def add(self, made: _Made, value: Any) -> int:
+        self.made.append(made)
+        known = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+        none = jnp.zeros((), bool)
+        self.flags.append(
+            jnp.stack([jnp.isnan(value).any(), jnp.isinf(value).any()])
+            if known
+            else jnp.stack([none, none])
+        )
+        return len(self.made) - 1
+
+    def visit(
+        self,
+        closed: ClosedJaxpr,
+        numbers: list[int],
+        values: list[Any],
+        scopes: tuple[str, ...] = (),
+    ) -> tuple[list[int], list[Any]]:
+        """Runs a jaxpr; the numbers of its results, and the results."""
+        jaxpr = closed.jaxpr
+        constant = _Made("", "constant", None, ())
+        known = dict(zip(jaxpr.invars, zip(numbers, values, strict=True), strict=True))
+        known |= {
+            var: (self.add(constant, a), a)
+            for var, a in zip(jaxpr.constvars, closed.consts, strict=True)
+        }
+
+        def read(atom: Any) -> tuple[int, Any]:
+            if isinstance(atom, Literal):
+                return self.add(constant, atom.val), atom.val
+            return known[atom]
+
+        for eqn in jaxpr.eqns:
+            given = [read(atom) for atom in eqn.invars]
+            here = (*scopes, *jaxprs.scopes(eqn))
+            numbers, values = [n for n, _ in given], [a for _, a in given]
+            inner = jaxprs.called(eqn) or eqn.params.get("call_jaxpr")
+            if isinstance(inner, ClosedJaxpr):
+                numbers, values = self.visit(inner, numbers, values, here)
+            else:
+                values = jaxprs.run(jaxpr, eqn, values)
+                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers))
+                numbers = [self.add(made, a) for a in values]
+            known |= zip(eqn.outvars, zip(numbers, values, strict=True), strict=True)
+        results = [read(atom) for atom in jaxpr.outvars]
+        return [n for n, _ in results], [a for _, a in results]
+
+
+def _origin(made: list[_Made], flags: np.ndarray, number: int) -> int:
+    """The array behind this one that is not finite while all it was made of is."""
+    number = _last(made, flags[:, 0], number) if flags[number, 0] else number
+    infinite = [_last(made, flags[:, 1], i) for i in (number, *made[number].inputs) if flags[i, 1]]
+    return next((i for i in infinite if made[i].operation != "constant"), number)
+
+
+def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
+    """The last array on the way back that is flagged."""
+    while (behind := next((i for i in made[number].inputs if flagged[i]), None)) is not None:
+        number = behind
+    return number
+
+
+def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    try:
+        called = list(inspect.signature(f).parameters)
+    except (TypeError, ValueError):
+        called = []
+    names = []
+    for i, arg in enumerate(args):
+        start = called[i] if i < len(called) else f"argument {i}"
+        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
+        names += [start + jax.tree_util.keystr(path) for path, _ in leaves]
+    return names

@@ -1,0 +1,170 @@
+"""Checkpoints: damage is found and said, the best one is kept, a folder has one writer."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_cases import exit_code, fnet_command
+
+from train.checkpoint import Checkpoints
+from train.checksums import checksums
+from train.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("shelf") / "run"
+
+
+@pytest.fixture
+def run(workplace, shelf):
+    """A finished run with checkpoints of steps 6 and 8."""
+    if not shelf.exists():
+        fnet_command("train", "tiny.py", "--out", shelf)
+    return shutil.copytree(shelf, workplace / "run")
+
+
+def test_any_changed_bit_changes_the_checksum_of_its_array_alone():
+    tree = {
+        "f": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
+        "h": np.ones((2, 2), jnp.bfloat16),
+        "i": np.arange(5),
+        "b": np.asarray([True, False]),
+        "none": np.zeros((0, 3), np.float32),
+        "scalar": np.float32(2),
+    }
+    before = checksums(jax.tree.map(jnp.asarray, tree))
+    for name in ("f", "h", "i", "b", "scalar"):
+        for bit in (0, 7):
+            changed = np.array(jnp.asarray(tree[name]))
+            changed.reshape(-1).view(np.uint8)[-1] ^= np.uint8(1 if name == "b" else 1 << bit)
+            after = checksums(jax.tree.map(jnp.asarray, tree | {name: changed}))
+            assert {k for k in after if after[k] != before[k]} == {name}
+    swapped = checksums({"f": jnp.asarray(tree["f"][::-1])})
+    assert swapped["f"] != before["f"]
+
+
+def test_a_checksum_is_the_same_wherever_an_array_lies():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    a = jnp.arange(24.0).reshape(8, 3)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    assert checksums([a]) == checksums([jax.device_put(a, rows)])
+    key = jax.random.key(3)
+    assert checksums(key) != checksums(jax.random.key(4))
+
+
+def largest_file(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(folder):
+    path = largest_file(folder / "state")
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def flip(folder):
+    path = largest_file(folder / "state")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def lose(folder):
+    largest_file(folder / "state").unlink()
+
+
+def forge(folder):
+    """Other numbers than those saved, in files that are whole."""
+    path = next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
+    found = json.loads(path.read_bytes())
+    found["checksums"]["params.head.kernel"] ^= 1
+    path.write_text(json.dumps(found))
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lose, forge, empty], ids=lambda f: f.__name__)
+def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
+    damage(run / "checkpoints" / "8")
+    fnet_command("eval", run)
+    assert "is damaged (" in capsys.readouterr().err
+    assert (run / "checkpoints" / "8").is_dir()  # who only reads moves nothing
+
+    expected = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    fnet_command("train", "tiny.py", "--out", run, "--resume")
+    printed = capsys.readouterr().out
+    assert "checkpoints/8 is damaged (" in printed
+    assert "resumed after step 6 of 8" in printed
+    last = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["test/loss"] == json.loads(expected)["test/loss"]
+    assert (run / "damaged_checkpoint_8").is_dir()
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        assert checkpoints.latest_step == 8
+
+
+def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
+    for step in ("6", "8"):
+        flip(run / "checkpoints" / step)
+    before = (run / "metrics.jsonl").read_text()
+    assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
+    assert "every checkpoint in" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
+    words = "--checkpoint.best", "--checkpoint.keep", 1, "--train.eval-every", 2
+    fnet_command("train", "tiny.py", *words, "--train.steps", 12, "--out", "r")
+    lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
+    reached = {line["step"]: line["test/accuracy"] for line in lines if "test/accuracy" in line}
+    kept = {int(p.name) for p in (workplace / "r" / "checkpoints").iterdir() if p.name.isdigit()}
+    best = max(reached, key=lambda step: (reached[step], -step))
+    assert kept == {best, 12}
+    with Checkpoints(workplace / "r" / "checkpoints") as checkpoints:
+        assert checkpoints.best_score == pytest.approx(reached[best])
+
+
+def test_who_reads_leaves_a_save_in_progress_alone(run):
+    begun = run / "checkpoints" / "9.orbax-checkpoint-tmp"
+    begun.mkdir()
+    fnet_command("eval", run)
+    assert begun.is_dir()
+
+
+def test_a_folder_that_another_process_writes_in_is_refused(workplace, capsys):
+    holding = """
+import sys, time
+from pathlib import Path
+from train.run_folder import RunFolder
+with RunFolder(Path("r")).owned():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        assert exit_code("train", "tiny.py", "--out", "r") == 2
+        assert f"process {other.pid}" in capsys.readouterr().err
+        other.kill()  # -9: what it held is free
+    with RunFolder(workplace / "r").owned():
+        pass
+    assert not list((workplace / "r").iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch, capsys):
+    def full(self, *args, **kwargs):
+        raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]\nat line 3")
+
+    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", full)
+    assert exit_code("train", "tiny.py", "--out", "r") == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,150 @@
+"""Steps that are not finite: left out, told by layer and example, and limited in number."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from program_cases import exit_code, fnet_command
+
+import fnet
+from fnet import layers
+from train import data
+from train.config import Digits
+from train.data import digits
+from train.tasks import images
+
+NET = fnet.serial(
+    conv=layers.conv(1, 2),
+    abn=layers.abn(2),
+    pool=layers.global_avg_pool(),
+    head=layers.dense(2, 3),
+)
+OPTIMIZER = optax.adam(0.1)
+
+
+def loss(params, state, batch, key):
+    logits, state = NET.apply(params, state, batch["image"], key=key, train=True)
+    return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+
+def batch_of(value):
+    image = jax.random.normal(jax.random.key(1), (4, 5, 5, 1))
+    return {"image": image.at[1, 2, 3].multiply(value), "label": jnp.arange(4) % 3}
+
+
+def created():
+    return fnet.TrainState.create(NET, OPTIMIZER, jax.random.key(0), ema=True)
+
+
+def arrays(state):
+    return jax.tree.map(np.asarray, (state.params, state.model_state, state.opt_state, state.ema))
+
+
+@pytest.fixture(scope="module")
+def step():
+    return fnet.make_step(loss, OPTIMIZER, ema_decay=0.9, guard=True)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_count(value, step):
+    before = arrays(created())
+    state, metrics = step(created(), batch_of(value))
+    assert (metrics["skipped"], state.step) == (1, 1)
+    chex.assert_trees_all_equal(arrays(state), before)
+
+
+def test_a_finite_step_is_that_without_a_guard(step):
+    plain = fnet.make_step(loss, OPTIMIZER, ema_decay=0.9)
+    expected, _ = plain(created(), batch_of(1))
+    state, metrics = step(created(), batch_of(1))
+    assert metrics["skipped"] == 0
+    chex.assert_trees_all_close(arrays(state), arrays(expected), rtol=1e-6)
+
+
+def test_a_guarded_state_is_renewed_in_place(step):
+    compiled = fnet.compile_step(step, jax.eval_shape(created), batch_of(1))
+    assert compiled.report.donation.leaves == len(jax.tree.leaves(jax.eval_shape(created)))
+
+
+def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
+    mode = fnet.autodiff.optimizer_in_backward(lambda params: optax.sgd(0.1))
+    with pytest.raises(ValueError, match="a guard needs the whole gradient before the update"):
+        fnet.make_step(loss, OPTIMIZER, mode, guard=True)
+
+
+@pytest.fixture
+def spoilt(monkeypatch):
+    """Digits some of whose training images are not finite: all of these, by number."""
+
+    def spoil(rows):
+        def load(config):
+            dataset = digits.load(config)
+            image = np.array(dataset.train["image"], np.float32)
+            image[list(rows)] = np.nan
+            return dataset._replace(train=dataset.train | {"image": image})
+
+        monkeypatch.setitem(images._SOURCES, Digits, load)
+
+    return spoil
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
+    spoilt([5])
+    few = "--data.test-share", 0.9, "--train.steps", 24, "--train.eval-every", 24
+    fnet_command("train", "tiny.py", *few, "--train.log-every", 8, "--out", "r")
+    printed = capsys.readouterr().out
+    bad = lines(workplace / "r" / "bad_steps.jsonl")
+    # An example comes up once an epoch of 179 / 16 steps.
+    assert len(bad) == 2
+    assert all(5 in line["rows"] and "5" in line["examples"] for line in bad)
+    assert all(line["origin"] == "batch['image'] has nan" for line in bad)
+    assert f"step {bad[0]['step']} left out: loss nan" in printed
+    told = [line for line in lines(workplace / "r" / "metrics.jsonl") if "train/skipped" in line]
+    assert sum(line["train/skipped"] for line in told) == 2
+    assert all(np.isfinite(line["train/loss"]) for line in told)
+
+
+def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, spoilt, capsys):
+    fnet_command("train", "tiny.py", "--train.steps", 4, "--out", "r")
+    spoilt(range(1437))
+    words = "train", "tiny.py", "--out", "r", "--resume", "--guard.max-bad-steps", 3
+    assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
+    error = capsys.readouterr().err
+    assert "4 steps in a row, up to 8, had a loss or gradient that is not finite" in error
+    assert "batch['image'] has nan" in error
+    assert {p.name for p in (workplace / "r" / "checkpoints").iterdir()} == {"3", "4"}
+    assert [line["step"] for line in lines(workplace / "r" / "bad_steps.jsonl")] == [5, 6, 7, 8]
+
+
+def test_a_diverging_run_names_the_layer(workplace, capsys):
+    words = "train", "tiny.py", "--optim.learning-rate", 1e30, "--guard.max-bad-steps", 2
+    assert exit_code(*words, "--train.steps", 30, "--out", "r") == 1
+    assert "block0" in capsys.readouterr().err
+
+
+def test_without_it_such_a_step_ends_the_run(workplace, spoilt, capsys):
+    spoilt(range(1437))
+    assert exit_code("train", "tiny.py", "--guard.no-skip", "--out", "r") == 1
+    assert "the loss is nan at step 1" in capsys.readouterr().err
+
+
+def test_a_batch_says_which_examples_it_is_made_of():
+    dataset = data.Dataset(
+        train={"x": np.arange(10) * 10},
+        test={"x": np.arange(2)},
+        classes=(),
+        augment=lambda rows, generator: {"y": rows["x"] + 1},
+    )
+    batches = data.training_batches(dataset, 4, seed=0)
+    for _ in range(3):
+        batch = next(batches)
+        np.testing.assert_array_equal(batch["y"], batch["row"] * 10 + 1)
+    assert data.batch_of(dataset, 4)["row"].shape == (4,)

@@ -1,0 +1,376 @@
+"""Data sets of the package datasets: by a stand-in of it, and by itself where it is installed."""
+
+import dataclasses
+import io
+import re
+import sys
+import types
+
+import chex
+import numpy as np
+import pytest
+from image_cases import class_folders, colour, write
+from PIL import Image
+from program_cases import exit_code, fnet_command
+
+from train.config import Config, HuggingFace, from_json, to_json
+from train.data import evaluation_batches, huggingface, training_batches
+from train.data.poisson import poisson_batches
+from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
+
+CLASSES = ("ape", "bear", "cat")
+
+
+@dataclasses.dataclass
+class ImageFeature:
+    decode: bool = True
+
+
+@dataclasses.dataclass
+class ClassLabel:
+    names: list
+
+
+@dataclasses.dataclass
+class Value:
+    dtype: str
+
+
+class Split:
+    """As much of datasets.Dataset as is used."""
+
+    def __init__(self, columns, features, as_numpy=False):
+        self.columns, self.features, self.as_numpy = columns, features, as_numpy
+
+    def __len__(self):
+        return len(next(iter(self.columns.values())))
+
+    def select_columns(self, names):
+        return Split({n: self.columns[n] for n in names}, {n: self.features[n] for n in names})
+
+    def cast_column(self, name, feature):
+        return Split(self.columns, self.features | {name: feature}, self.as_numpy)
+
+    def with_format(self, kind):
+        assert kind == "numpy"
+        return Split(self.columns, self.features, as_numpy=True)
+
+    def __getitem__(self, key):
+        for feature in self.features.values():
+            assert not getattr(feature, "decode", False), "an image would be decoded by the package"
+        rows = {name: values[key] for name, values in self.columns.items()}
+        if not self.as_numpy:
+            return rows
+        return {name: np.asarray(values) for name, values in rows.items()}
+
+
+def content(i, size=(12, 10), kind="PNG"):
+    """The file of image i."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour(i)).save(file, kind)
+    return {"bytes": file.getvalue(), "path": None}
+
+
+def split(n, first=0, classes=CLASSES, **others):
+    columns = {
+        "image": [content(first + i) for i in range(n)],
+        "label": [i % len(classes) for i in range(n)],
+    }
+    features = {"image": ImageFeature(), "label": ClassLabel(list(classes))}
+    for name, values in others.items():
+        columns[name], features[name] = values, Value("int64")
+    return Split(columns, features)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Data sets by name; what is asked for is written down."""
+    there, asked = {}, []
+
+    def load_dataset(path, name=None, *, revision=None):
+        asked.append((path, name, revision))
+        if path not in there:
+            raise FileNotFoundError(f"no such data set\non the hub: {path}")
+        return there[path]
+
+    def load_from_disk(path):
+        asked.append(path)
+        return there["saved"]
+
+    stand_in = types.ModuleType("datasets")
+    stand_in.Image, stand_in.ClassLabel = ImageFeature, ClassLabel
+    stand_in.load_dataset, stand_in.load_from_disk = load_dataset, load_from_disk
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)
+    there["animals"] = {"train": split(12), "test": split(6, first=12)}
+    there["asked"] = asked
+    return there
+
+
+SMALL = {"image_size": 8, "batch_size": 4, "crop": "centre", "flip": False, "resize": 8}
+
+
+def load(path="animals", **options):
+    return huggingface.load(HuggingFace(path=str(path), **SMALL | options))
+
+
+def seen(dataset, n=6, size=4, after=None):
+    batches = training_batches(dataset, size, 0)
+    if after is not None:
+        batches.set_state(after)
+    return [next(batches) for _ in range(n)], batches
+
+
+def test_batches_have_the_images_of_their_ids(hub):
+    data = load()
+    assert data.classes == CLASSES
+    for batch in seen(data)[0]:
+        chex.assert_shape(batch["image"], (4, 8, 8, 3))
+        assert batch["image"].dtype == np.uint8
+        assert batch["weight"].tolist() == [1.0] * 4
+        assert (batch["label"] == batch["id"] % 3).all()
+        for image, id in zip(batch["image"], batch["id"], strict=True):
+            assert (image == colour(id)).all()
+    batches = list(evaluation_batches(data, 4))
+    assert [b["weight"].tolist() for b in batches] == [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
+    assert np.concatenate([b["id"] for b in batches])[:6].tolist() == list(range(12, 18))
+    assert (batches[0]["image"][2] == colour(14)).all()
+
+
+def test_a_data_set_is_loaded_by_name_subset_and_revision(hub):
+    load(subset="small", revision="v2")
+    assert hub["asked"] == [("animals", "small", "v2")]
+
+
+@pytest.mark.parametrize("file", ["dataset_dict.json", "state.json"])
+def test_what_was_saved_to_disk_is_loaded_from_there(hub, tmp_path, file):
+    (tmp_path / file).write_text("{}")
+    hub["saved"] = hub["animals"] if file == "dataset_dict.json" else split(30)
+    data = load(tmp_path)
+    assert hub["asked"] == [str(tmp_path)]
+    assert len(data.train["id"]) == (12 if file == "dataset_dict.json" else 24)
+
+
+def test_validation_is_tested_on_before_test_and_another_split_where_it_is_said(hub):
+    hub["animals"] |= {"validation": split(7), "more": split(8)}
+    held_out = {name: len(load(held_out=name).test["id"]) for name in (None, "test", "more")}
+    assert held_out == {None: 7, "test": 6, "more": 8}
+
+
+def test_a_share_of_every_class_is_held_out_where_there_is_one_split(hub):
+    hub["one"] = {"train": split(30)}
+    data = load("one", test_share=0.2)
+    assert np.bincount(data.test["label"]).tolist() == [2, 2, 2]
+    chex.assert_trees_all_equal(load("one", test_share=0.2).test, data.test)
+    found = {}
+    for batch in [*seen(data, 12)[0], *evaluation_batches(data, 6)]:
+        for image, label, id in zip(batch["image"], batch["label"], batch["id"], strict=True):
+            found[int(id)] = image[0, 0].tolist()
+            place = next(i for i in range(30) if found[int(id)] == list(colour(i)))
+            assert place % 3 == label
+            assert f"image {place} of train in one" == data.name(id)
+    assert sorted(found) == list(range(30))
+    assert len({tuple(c) for c in found.values()}) == 30
+
+
+def test_columns_are_found_by_their_feature_or_named(hub):
+    column = split(12).columns
+    features = {"picture": ImageFeature(), "label": Value("int64"), "kind": ClassLabel(["a", "b"])}
+    kinds = [i % 2 for i in range(12)]
+    columns = {"picture": column["image"], "label": column["label"], "kind": kinds}
+    hub["other"] = {"train": Split(columns, features), "test": Split(columns, features)}
+    assert load("other").classes == ("a", "b")
+    assert load("other", label="label").classes == ("0", "1", "2")
+    assert load("other", image="picture", label="kind").train["label"].tolist() == kinds
+
+
+EVERYTHING = {"crop": "resized", "flip": True, "jitter": 0.4, "lighting": 0.1, "cutout": 3}
+
+
+@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "centre"])
+def test_every_augmentation_leaves_shapes_and_dtypes(hub, crop):
+    data = load(**EVERYTHING | {"crop": crop})
+    batches, following = seen(data, 3)
+    position = following.get_state()
+    for batch in batches:
+        chex.assert_shape(batch["image"], (4, 8, 8, 3))
+        assert batch["image"].dtype == np.uint8
+    more = [next(following) for _ in range(3)]
+    chex.assert_trees_all_equal(seen(data, 3, after=position)[0], more)
+
+
+def test_augmentation_is_that_of_image_folders(hub, tmp_path):
+    from train.config import ImageFolder
+    from train.data import image_folder
+
+    rng = np.random.default_rng(0)
+    class_folders(tmp_path, train=12, test=6, classes=CLASSES)
+    for path in tmp_path.rglob("*.png"):
+        Image.fromarray(rng.integers(0, 256, (10, 12, 3), np.uint8)).save(path)
+    hub["same"] = {}
+    for name in ("train", "val"):
+        files = sorted((tmp_path / name).rglob("*.png"))
+        labels = [CLASSES.index(path.parent.name) for path in files]
+        cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
+        columns = {"image": cells, "label": labels}
+        hub["same"][name] = Split(columns, split(1).features)
+    for options in (EVERYTHING, EVERYTHING | {"crop": "reflected"}):
+        here = load("same", **options)
+        there = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | options))
+        chex.assert_trees_all_equal(seen(here)[0], seen(there)[0])
+        chex.assert_trees_all_equal(
+            list(evaluation_batches(here, 4)), list(evaluation_batches(there, 4))
+        )
+
+
+def test_images_may_be_files_and_of_any_kind(hub, tmp_path):
+    cells = hub["animals"]["train"].columns["image"]
+    write(tmp_path / "0.png", 0)
+    cells[0] = {"bytes": None, "path": str(tmp_path / "0.png")}
+    cells[1] = content(1, (40, 30), "JPEG")
+    grey = io.BytesIO()
+    Image.fromarray(np.full((9, 9), 257 * 77, np.uint16)).save(grey, "PNG")
+    cells[2] = {"bytes": grey.getvalue(), "path": None}
+    data = load()
+    images = {int(i): a for b in seen(data)[0] for i, a in zip(b["id"], b["image"], strict=True)}
+    assert (images[0] == colour(0)).all()
+    assert np.abs(images[1].astype(int) - colour(1)).max() < 4
+    assert (images[2] == 77).all()
+    assert data.explain(2) is None
+
+
+def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(hub):
+    cells = hub["animals"]["train"].columns["image"]
+    cells[1]["bytes"] = cells[1]["bytes"][:45]
+    cells[2] = None
+    cells[4] = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0\n", "path": "x.eps"}
+    cells[5] = {"bytes": None, "path": "/nowhere/x.png"}
+    data = load(mean=(0.2, 0.4, 0.6))
+    bad = [1, 2, 4, 5]
+    for batch in seen(data)[0]:
+        assert (batch["weight"] == ~np.isin(batch["id"], bad)).all()
+        assert (batch["image"][batch["weight"] == 0] == (51, 102, 153)).all()
+    assert re.fullmatch(r"image 1 of train in animals: .*truncated.*", data.explain(1))
+    assert data.explain(2) == "image 2 of train in animals: there is no image"
+    assert "not an image: none of JPEG, PNG" in data.explain(4)
+    assert "No such file" in data.explain(5)
+    lines = []
+    with pytest.raises(UserError, match=r"max_bad_fraction: so far \d of the 12 training files"):
+        for _ in UnreadableFiles(data, lines.append).watch(iter(seen(data, 12)[0])):
+            pass
+    assert lines[0].startswith("cannot read image ")
+
+
+def test_batches_for_private_training_are_padded_even_where_none_is_drawn(hub):
+    batches = poisson_batches(load(**EVERYTHING), 1, 0, 8)
+    weights = [next(batches)["weight"].sum() for _ in range(12)]
+    assert 0 in weights
+    assert max(weights) > 0
+
+
+def refused(path="animals", **options):
+    with pytest.raises(UserError) as caught:
+        load(path, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_without_the_package_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert refused() == (
+        "data.source: huggingface needs the package datasets; pip install 'fnet-jax[huggingface]'"
+    )
+
+
+# What is changed of the data set, options, and what is said.
+MISTAKES = [
+    (lambda sets: sets.clear(), {}, "data.path: datasets cannot load animals: no such data set on the hub: animals"),
+    (lambda sets: sets["animals"].pop("train"), {}, "data.path: animals has no split train; there are test"),
+    (None, {"held_out": "tests"}, "data.held_out: no split tests in animals to test on (did you mean test?); there are test"),
+    (None, {"held_out": "train"}, "data.held_out: no split train in animals to test on; there are test"),
+    (None, {"image": "img"}, "data.image: no column img in animals (did you mean image?); there are image, label"),
+    (None, {"image": "label"}, "data.image: the column label is of ClassLabel"),
+    (None, {"label": "lable"}, "data.label: no column lable in animals (did you mean label?)"),
+    (None, {"image_size": 9}, "data.resize: 8 is less than data.image_size 9"),
+    (lambda sets: sets["animals"]["train"].features.update(label=Value("int64")), {}, "data.label: no column in animals is of class labels; name one; there are image, label"),
+    (lambda sets: sets["animals"]["train"].features.update(fine=ClassLabel([])), {}, "data.label: label, fine in animals could all be meant; name one; there are image, label, fine"),
+    (lambda sets: sets["animals"]["train"].features.update(image=Value("int64")), {}, "data.image: no column in animals is of images; name one"),
+    (lambda sets: sets["animals"]["test"].features.pop("label"), {}, "data.held_out: the split test has no column label; there are image"),
+    (lambda sets: sets["animals"]["test"].features["label"].names.reverse(), {}, "data.held_out: label of the split test is ClassLabel(names=['cat', 'bear', 'ape']), and ClassLabel(names=['ape', 'bear', 'cat']) of train"),
+    (lambda sets: sets["animals"]["test"].columns["label"].__setitem__(2, -1), {}, "data.label: label of test in animals has -1 at 2; labels are integers from 0"),
+    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, 5), {}, "data.label: label in animals has label 5, but the names of 3 classes"),
+    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, None), {}, "data.label: label of train in animals is object; labels are integers"),
+    (lambda sets: sets["animals"]["train"].columns.update(label=[1] * 12), {}, "data.label: label of train in animals has one class only, 1"),
+    (lambda sets: sets["animals"].update(test=split(0)), {}, "data.label: label of test in animals is empty"),
+    (lambda sets: sets["animals"].pop("test"), {"test_share": 0.1}, "data.test_share: 0.1 does not do: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "options", "message"), MISTAKES)
+def test_what_cannot_be_trained_on_is_said_in_one_line(hub, change, options, message):
+    if change:
+        change(hub)
+        hub.setdefault("asked", [])
+    assert message in refused(**options)
+
+
+def test_the_section_survives_json():
+    config = Config(data=HuggingFace(path="x/y", subset="z", mean=(0.1, 0.2, 0.3)))
+    assert from_json(to_json(config), "here") == config
+
+
+def test_the_program_trains_and_evaluates(hub, workplace, capsys):
+    options = ("--data.path", "animals", "--data.batch-size", 4, "--data.image-size", 8)
+    fnet_command(
+        "train", "tiny.py", "--data.source", "huggingface", *options, "--out", "run",
+        "--train.steps", 2,
+    )  # fmt: skip
+    fnet_command("eval", "run")
+    assert "accuracy of bear " in capsys.readouterr().out
+    hub.pop("animals")
+    assert exit_code("eval", "run") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: data.path: datasets cannot load animals: no such data set")
+    assert error.count("\n") == 1
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The package itself, away from the network and the user's files."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home" / "datasets"))
+    return pytest.importorskip("datasets")
+
+
+def test_the_package_reads_a_folder_of_images_and_what_it_saved(package, tmp_path):
+    package.config.HF_DATASETS_CACHE = tmp_path / "cache"
+    package.disable_progress_bars()
+    root = tmp_path / "images"
+    class_folders(root, train=12, test=6, classes=CLASSES)
+    (root / "val").rename(root / "test")
+    loaded = package.load_dataset(str(root), cache_dir=str(tmp_path / "cache"))
+    in_bytes = package.Dataset.from_dict(
+        {"picture": [content(i) for i in range(30)], "kind": [i % 3 for i in range(30)]},
+        features=package.Features(
+            picture=package.Image(), kind=package.ClassLabel(names=list(CLASSES))
+        ),
+    )
+    loaded.save_to_disk(str(tmp_path / "saved"))
+    in_bytes.save_to_disk(str(tmp_path / "bytes"))
+    colours = [colour(i) for i in range(12)]
+    for path in (root, tmp_path / "saved"):
+        data = load(path)
+        assert data.classes == CLASSES
+        assert np.bincount(data.train["label"]).tolist() == [4, 4, 4]
+        for batch in [*seen(data)[0], *evaluation_batches(data, 6)]:
+            assert (batch["weight"] == 1).all()
+            which = [colours.index(tuple(image[0, 0].tolist())) for image in batch["image"]]
+            assert [i % 3 for i in which] == batch["label"].tolist()
+    data = load(tmp_path / "bytes")
+    assert len(data.test["id"]) == 6
+    for batch in seen(data)[0]:
+        for image, label in zip(batch["image"], batch["label"], strict=True):
+            assert any((image == colour(i)).all() for i in range(label, 30, 3))
+    assert "datasets cannot load" in refused(tmp_path / "home")
+    assert "datasets cannot load nobody/nothing: " in refused("nobody/nothing")

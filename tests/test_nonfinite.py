@@ -1,0 +1,125 @@
+"""The layer and operation that made the first NaN or infinity, forward or backward."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fnet
+from fnet import layers
+from fnet.nonfinite import find_nonfinite
+
+NET = fnet.serial(
+    conv=layers.conv(3, 4, bias=False),
+    abn=layers.abn(4),
+    pool=layers.global_avg_pool(),
+    head=layers.dense(4, 2),
+)
+
+
+def loss(params, state, x):
+    with jax.named_scope("model"):
+        y, _ = NET.apply(params, state, x, train=True)
+    return jnp.square(y).mean()
+
+
+def arguments():
+    params, state = NET.init(jax.random.key(0))
+    return params, state, jax.random.normal(jax.random.key(1), (4, 5, 5, 3))
+
+
+def found(params, state, x):
+    return find_nonfinite(jax.value_and_grad(loss), params, state, x)
+
+
+def test_nothing_is_found_where_all_is_finite():
+    assert found(*arguments()) is None
+
+
+def test_a_parameter_that_is_not_finite_is_named():
+    params, state, x = arguments()
+    params["head"]["kernel"] = params["head"]["kernel"].at[1, 0].set(jnp.nan)
+    assert str(found(params, state, x)) == "params['head']['kernel'] has nan"
+
+
+def test_data_that_are_not_finite_are_named():
+    params, state, x = arguments()
+    assert str(found(params, state, x.at[2, 0, 0, 1].set(jnp.inf))) == "x has inf"
+
+
+def test_an_overflow_is_told_by_its_layer_and_not_by_the_nan_that_it_leads_to():
+    params, state, x = arguments()
+    params["conv"]["kernel"] = params["conv"]["kernel"] * 1e38
+    origin = found(params, state, x * 1e6)
+    assert (origin.layer, origin.operation) == ("model/conv", "conv_general_dilated")
+    assert (origin.backward, origin.value) == (False, "inf")
+
+
+def test_a_derivative_that_is_not_finite_is_told_by_its_layer():
+    def f(w, x):
+        with jax.named_scope("root"):
+            y = jnp.sqrt(w)
+        return (x * y).sum()
+
+    origin = find_nonfinite(jax.grad(f), jnp.zeros(3), jnp.ones(3))
+    assert (origin.layer, origin.operation, origin.value) == ("root", "div", "inf")
+    assert str(origin) == f"root (div, {origin.source}) gives inf"
+    assert "test_nonfinite.py:" in origin.source
+
+
+def test_what_overflows_on_the_way_back_is_told_by_its_layer():
+    def f(w):
+        with jax.named_scope("first"):
+            y = w * 1e30
+        with jax.named_scope("second"):
+            return (y * 1e30).sum()
+
+    origin = find_nonfinite(jax.grad(f), jnp.zeros(3))
+    assert (origin.layer, origin.operation, origin.backward) == ("first", "mul", True)
+    assert str(origin).startswith("first (backward, mul, ")
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
+def test_the_way_goes_through_calls(wrap):
+    @wrap
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jnp.log(x)
+
+    def f(x):
+        with jax.named_scope("outer"):
+            return (inner(x - 1) * 0).sum()
+
+    origin = find_nonfinite(f, jnp.ones(3))
+    assert (origin.layer, origin.operation, origin.value) == ("outer/inner", "log", "inf")
+
+
+def test_a_loop_is_one_operation():
+    def f(x):
+        def body(c, _):
+            return c * x, None
+
+        with jax.named_scope("loop"):
+            return jax.lax.scan(body, x, length=5)[0].sum()
+
+    origin = find_nonfinite(f, jnp.full(2, 1e20))
+    assert (origin.layer, origin.operation, origin.value) == ("loop", "scan", "inf")
+
+
+def test_infinities_of_a_mask_are_not_where_it_ends():
+    def f(scores, mask):
+        with jax.named_scope("attention"):
+            masked = jnp.where(mask, scores, -jnp.inf)
+            return jax.nn.softmax(masked, where=None).sum()
+
+    mask = jnp.asarray([[True, False], [False, False]])
+    origin = find_nonfinite(f, jnp.ones((2, 2)), mask)
+    assert (origin.layer, origin.operation, origin.value) == ("attention", "sub", "nan")
+    assert find_nonfinite(f, jnp.ones((2, 2)), mask.at[1].set(True)) is None
+
+
+def test_integers_and_keys_may_be_among_the_arguments():
+    def f(x, i, key):
+        return (x[i] / jax.random.uniform(key, (), minval=1)).sum()
+
+    args = jnp.asarray([1.0, jnp.nan]), jnp.asarray([0, 1])
+    assert str(find_nonfinite(f, *args, jax.random.key(0))) == "x has nan"

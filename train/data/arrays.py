@@ -1,0 +1,202 @@
+"""Images and labels as arrays in an .npz file, as numpy.savez writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.config import ArrayFile
+from train.data import Arrays, Dataset, size
+from train.data.files import shortened
+from train.data.image_batches import TrainingImages
+from train.data.labels import as_labels, check_several, class_names, split_by_class
+from train.data.npz import Part, names_in, parts_of, read, there_are
+from train.errors import UserError, nearest
+
+_CLASS_NAMES = ("classes", "class_names", "label_names")
+_AT_ONCE = 2**24
+"""Bytes of images that are looked at in one go."""
+
+
+def load(config: ArrayFile) -> Dataset:
+    """The images of a file, or of a folder with a file a part, read once.
+
+    Arrays are found by what they are called: ``x`` and ``y``; ``x_train``, ``y_train``,
+    ``x_test`` and ``y_test``, as Keras has them; ``train_images``, ``train_labels``,
+    ``val_images`` and so on, as MedMNIST; or by the names in the config. Images are [N, H, W],
+    [N, H, W, C] or [N, C, H, W], uint8 or floating; labels integers [N] or [N, 1], or one-hot
+    [N, K].
+
+    Rows are ``id`` int32 [N], the place among the training images or, behind their end, among
+    the test images (where these are held out of those, in the one array), and ``label`` int32
+    [N]. Batches have besides ``image`` [N, H, W, C], uint8 or float32. Each array is in memory
+    once: only batches are copied.
+
+    Raises:
+      UserError: if there is no such file or no such array in it, or if it is damaged or holds
+        Python objects; if images have other shapes or types or are not finite; if labels are
+        not as many, are no integers from 0, or all the same; if there are too few examples of
+        a class to hold some out.
+    """
+    parts = parts_of(config)
+    images = [_images(read(p.path, p.images), f"{p.images} in {p.path}", config) for p in parts]
+    labels = [
+        as_labels(read(p.path, p.labels), f"data.labels: {p.labels} in {p.path}") for p in parts
+    ]
+    _compare(parts, images, labels)
+    names = _names(config, parts[0].path)
+    classes = class_names(labels, names, f"data.labels: {config.path}")
+    _check_by_channel("mean", config.mean, images[0])
+    _check_by_channel("std", config.std, images[0])
+    if config.crop != "centre" and config.padding >= min(images[0].shape[1:3]):
+        height, width = images[0].shape[1:3]
+        raise UserError(
+            f"data.padding: {config.padding} pixels move all of an image of {height} x {width} out "
+            "of sight; give fewer"
+        )
+    offset = len(labels[0]) if len(parts) == 2 else 0
+    if offset:
+        ids = np.arange(offset), offset + np.arange(len(labels[1]))
+    else:
+        ids = split_by_class(labels[0], config.test_share, config.split_seed)
+        labels = [labels[0][which] for which in ids]
+    train, test = (
+        {"id": which.astype(np.int32), "label": label}
+        for which, label in zip(ids, labels, strict=True)
+    )
+    training = TrainingImages(
+        root=b"",
+        size=images[0].shape[1],
+        crop=config.crop,
+        area=(1.0, 1.0),
+        padding=config.padding,
+        flip=config.flip,
+        jitter=0.0,
+        lighting=0.0,
+        cutout=0,
+        fill=(),
+    )
+
+    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
+        drawn = training.draw(size(rows), generator)
+        return rows | {"image": training.augmented(_chosen(images[0], rows["id"]), drawn)}
+
+    def prepare(rows: Arrays) -> Arrays:
+        return rows | {"image": _chosen(images[-1], rows["id"] - offset)}
+
+    return Dataset(
+        train=train,
+        test=test,
+        classes=classes,
+        augment=augment,
+        prepare=prepare,
+        name=lambda row: f"image {train['id'][row]} of {parts[0].images} in {parts[0].path}",
+    )
+
+
+def _images(images: np.ndarray, what: str, config: ArrayFile) -> np.ndarray:
+    """The same memory as images [N, H, W, C]."""
+    shape, floating = images.shape, images.dtype.kind == "f"
+    if images.dtype != np.uint8 and not floating:
+        raise UserError(f"data.images: {what} is {images.dtype}; images are uint8 or floating")
+    if images.ndim not in (3, 4):
+        raise UserError(
+            f"data.images: {what} has shape {shape}; images are [N, height, width] or "
+            "[N, height, width, channels]"
+        )
+    if not images.size:
+        raise UserError(f"data.images: {what} is empty: its shape is {shape}")
+    if images.ndim == 3:
+        images = images[..., None]
+    elif config.axes == "channels_first":
+        images = np.moveaxis(images, 1, -1)
+    elif config.axes is None and shape[1] in (1, 3) and shape[3] > 4:
+        raise UserError(
+            f"data.axes: {what} has shape {shape}, and its channels may be first or last; give "
+            "channels_first or channels_last"
+        )
+    if floating:
+        _check_finite(images, what)
+    return images
+
+
+def _check_finite(images: np.ndarray, what: str) -> None:
+    """As float32, which batches are; part by part, so that no second copy is made."""
+    at_once = max(_AT_ONCE // images[0].nbytes, 1)
+    for start in range(0, len(images), at_once):
+        with np.errstate(over="ignore"):
+            part = images[start : start + at_once].astype(np.float32, copy=False)
+        finite = np.isfinite(part)
+        if not finite.all():
+            i, *pixel = np.argwhere(~finite)[0]
+            value = images[start + i][tuple(pixel)]
+            raise UserError(f"data.images: {what} has {value} in image {start + i}")
+
+
+def _compare(
+    parts: Sequence[Part], images: Sequence[np.ndarray], labels: Sequence[np.ndarray]
+) -> None:
+    """Refuses labels that are not as many as images or all one, and test images of other kinds."""
+    for (path, x, y), image, label in zip(parts, images, labels, strict=True):
+        if len(image) != len(label):
+            raise UserError(
+                f"data.labels: {y} in {path} has {len(label):,} labels for the {len(image):,} "
+                f"images in {x}"
+            )
+    check_several(labels[0], f"data.labels: {parts[0].labels} in {parts[0].path}")
+    kinds = [
+        f"{'bytes' if image.dtype == np.uint8 else 'floating'} {image.shape[1:]}"
+        for image in images
+    ]
+    if len({*kinds}) > 1:
+        (path, x, _), (test_path, test_x, _) = parts
+        raise UserError(
+            f"data.images: {x} in {path} has images of {kinds[0]}, {test_x} in {test_path} of "
+            f"{kinds[1]}; those to test on are to be as those to train on"
+        )
+
+
+def _names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
+    """The names of labels 0, 1, ..., if there is an array of them."""
+    there, name = names_in(path), config.class_names
+    usual = [n for n in there if n.lower() in _CLASS_NAMES]
+    if name is not None and name not in there:
+        raise UserError(
+            f"data.class_names: no array {name} in {path}{nearest(name, there)}"
+            f"{there_are(there, 'arrays')}"
+        )
+    if name is None and not usual:
+        return None
+    if name is None and len(usual) > 1:
+        raise UserError(
+            f"data.class_names: {' and '.join(usual)} in {path} could both be meant; name one"
+        )
+    array = read(path, name or usual[0])
+    if array.ndim != 1 or array.dtype.kind not in "USui":
+        raise UserError(
+            f"data.class_names: {name or usual[0]} in {path} is {array.dtype} of shape "
+            f"{array.shape}; the names of labels 0, 1, ... are strings [K]"
+        )
+    if array.dtype.kind == "S":
+        array = np.char.decode(array, "utf-8", "replace")
+    return tuple(str(each) for each in array)
+
+
+def _check_by_channel(name: str, values: Sequence[float], images: np.ndarray) -> None:
+    """Refuses a mean or a standard deviation that is not one of images [N, H, W, C]."""
+    if len(values) not in (1, images.shape[-1]):
+        raise UserError(
+            f"data.{name}: {len(values)} numbers for images of {images.shape[-1]} channels; give "
+            "one for each, or one for all"
+        )
+    if images.dtype == np.uint8 and not all(0 <= value <= 1 for value in values):
+        raise UserError(
+            f"data.{name}: {shortened([f'{value:g}' for value in values])}; images that are "
+            "bytes are divided by 255 first: give numbers in [0, 1]"
+        )
+
+
+def _chosen(images: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """A copy of some images, uint8 or float32."""
+    some = np.ascontiguousarray(images[which])
+    return some if some.dtype == np.uint8 else some.astype(np.float32, copy=False)
