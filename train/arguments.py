@@ -72,6 +72,14 @@ class ExportArguments:
 
 
 @dataclass(frozen=True)
+class ReportArguments:
+    """Shows runs as a page."""
+
+    out: str | None = None
+    """The page; report.html in the run's folder by default, of several runs in this one."""
+
+
+@dataclass(frozen=True)
 class EvalArguments:
     """Measures a trained network on its test examples."""
 
@@ -138,7 +146,15 @@ class ImageArguments:
 
 
 T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)
-S = TypeVar("S", EvalArguments, PredictArguments, TextArguments, ImageArguments, ExportArguments)
+S = TypeVar(
+    "S",
+    ReportArguments,
+    EvalArguments,
+    PredictArguments,
+    TextArguments,
+    ImageArguments,
+    ExportArguments,
+)
 A = TypeVar("A")
 
 

@@ -30,6 +30,8 @@ usage: fnet COMMAND ...
                          a run that begins with a torch checkpoint or safetensors
   fnet export RUN [--out FILE.safetensors] [--names torchvision]
                          a run's weights as safetensors, with torch's names and layouts
+  fnet report RUN [RUN...] [--out FILE.html]
+                         runs as one HTML page: curves, memory, throughput, examples, differences
   fnet configs           the recipes, one line each
 
 CONFIG is a recipe's name (digits) or file, or a run's folder or config.json.
@@ -69,6 +71,7 @@ def _dispatch(argv: list[str]) -> None:
         "predict": _predict,
         "import": _import,
         "export": _export,
+        "report": _report,
         "configs": _configs,
     }
     if not argv or argv[0] in ("-h", "--help"):
@@ -236,6 +239,22 @@ def _export(argv: list[str]) -> None:
 
     out = Path(a.out) if a.out else None
     print(export_weights(folder, out, names=a.names, for_norm=a.for_norm))
+
+
+def _report(argv: list[str]) -> None:
+    _positional(argv, "fnet report RUN [RUN...] [--out FILE.html]")
+    runs = list(itertools.takewhile(lambda word: not word.startswith("--"), argv))
+    from train import arguments
+    from train.run_folder import RunFolder
+
+    prog = f"fnet report {' '.join(runs)}"
+    a = arguments.read_options(arguments.ReportArguments, argv[len(runs) :], prog)
+    from rich.console import Console
+
+    from train.report import report
+
+    folders = [RunFolder(Path(_run_of(given) or given)) for given in runs]
+    report(folders, Path(a.out) if a.out else None, Console())
 
 
 def _configs(argv: list[str]) -> None:

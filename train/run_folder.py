@@ -46,6 +46,8 @@ class RunFolder:
         self.confusion = path / "confusion.png"
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
+        self.report = path / "report.html"
+        self.lock = path / ".lock"
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:
@@ -54,7 +56,7 @@ class RunFolder:
         Raises:
           UserError: if one does already, or the folder cannot be written.
         """
-        lock = self.path / ".lock"
+        lock = self.lock
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = lock.open("a+")
@@ -104,7 +106,14 @@ class RunFolder:
                 "or choose another folder with --out"
             )
         # What a run leaves that ended before its first step.
-        begun = {self.path / ".lock", self.config, self.classes, self.memory, self.memory_picture}
+        begun = {
+            self.lock,
+            self.report,
+            self.config,
+            self.classes,
+            self.memory,
+            self.memory_picture,
+        }
         if names - {path.name for path in begun}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"

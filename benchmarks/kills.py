@@ -1,0 +1,119 @@
+"""Kills a run of the digits at random moments, again and again, and resumes it each time.
+
+    python -m benchmarks.kills --kills 100
+
+``kill -9``, with a checkpoint every few steps, so that many fall into a save. After each, the
+next start must go on from the newest checkpoint that was whole on disk. When a run has reached
+its end, its last state must be bit for bit that of a run with the same seed that nobody
+disturbed; then another seed begins, until there were as many kills.
+"""
+
+import argparse
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from train.checkpoint import Checkpoints
+from train.run_folder import RunFolder
+from train.setup import setup
+
+RECIPE = "digits"
+
+
+def command(out: Path, seed: int, args: argparse.Namespace) -> list[str]:
+    options = {
+        "train.steps": args.steps,
+        "train.seed": seed,
+        "train.eval-every": args.steps,
+        "checkpoint.every": args.every,
+    }
+    words = [str(w) for key, value in options.items() for w in (f"--{key}", value)]
+    return [sys.executable, "-m", "train", "train", RECIPE, "--out", str(out), *words]
+
+
+def whole(out: Path) -> int | None:
+    """The step of the newest checkpoint on disk; None without any."""
+    steps = [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
+    return max(steps, default=None)
+
+
+def final_state(out: Path) -> list[np.ndarray]:
+    """Every array of the last checkpoint."""
+    folder = RunFolder(out)
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        restored = checkpoints.restore(setup(folder.read_config()).state_shapes)
+    assert restored is not None
+    state = restored.state
+    key = jax.random.key_data(state.key)
+    leaves = (state.params, state.model_state, state.opt_state, state.ema, state.step, key)
+    return [np.asarray(a) for a in jax.tree.leaves(leaves)]
+
+
+def start(words: list[str], resume: bool) -> subprocess.Popen:
+    return subprocess.Popen(
+        [*words, *["--resume"] * resume],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--every", type=int, default=7, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    args = parser.parse_args()
+    moments = random.Random(args.seed)
+    folder = Path(tempfile.mkdtemp())
+    kills = in_training = runs = resumes = 0
+    while kills < args.kills:
+        calm, out = folder / f"calm{runs}", folder / f"run{runs}"
+        began = time.perf_counter()
+        subprocess.run(command(calm, runs, args), check=True, stdout=subprocess.DEVNULL)
+        length = time.perf_counter() - began
+        words, expected = command(out, runs, args), None
+        while True:
+            resume = (out / "config.json").is_file() and (out / "metrics.jsonl").is_file()
+            process = start(words, resume)
+            try:
+                last = kills >= args.kills
+                said, _ = process.communicate(timeout=None if last else moments.uniform(0, length))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                said, _ = process.communicate()
+                kills += 1
+                in_training += "step " in said
+            found = re.search(r"resumed after step (\d+)", said)
+            if found:
+                resumes += 1
+                assert int(found[1]) == expected, f"resumed after {found[1]}, not {expected}"
+            assert "damaged" not in said, said
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, said
+            expected = whole(out)
+            print(f"kill {kills}: newest checkpoint {expected}", file=sys.stderr, flush=True)
+        same = [
+            np.array_equal(a, b) for a, b in zip(final_state(out), final_state(calm), strict=True)
+        ]
+        assert all(same), f"{same.count(False)} arrays of {len(same)} differ"
+        runs += 1
+    print(
+        f"{kills} kills, {in_training} of them while it trained; {resumes} resumes, each from the "
+        f"newest checkpoint on disk; {runs} runs of {args.steps} steps with a checkpoint every "
+        f"{args.every}: every array of every last state is bit for bit that of an undisturbed run."
+    )
+
+
+if __name__ == "__main__":
+    main()
