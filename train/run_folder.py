@@ -177,8 +177,12 @@ def as_json(data: dict[str, Any]) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that no reader and no kill ever finds half of it."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
