@@ -27,6 +27,8 @@ class TrainArguments:
     """The run's folder; runs/NAME by default, a resumed config.json's own."""
     resume: bool = False
     """Continue the run in that folder."""
+    profile: int = 0
+    """Trace so many steps for TensorBoard's profiler and Perfetto, from the sixth on."""
 
 
 @dataclass(frozen=True)

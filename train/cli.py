@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: fnet COMMAND ...
 
-  fnet train CONFIG [--out DIR] [--resume] [--section.field VALUE ...]
+  fnet train CONFIG [--out DIR] [--resume] [--profile STEPS] [--section.field VALUE ...]
   fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]
                          metrics of a run's last checkpoint on its test examples, class by class
   fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]
@@ -95,7 +95,7 @@ def _train(argv: list[str]) -> None:
 
     from train.loop import train
 
-    train(a.config, out, resume=a.resume, console=Console())
+    train(a.config, out, resume=a.resume, console=Console(), profile=a.profile)
 
 
 def _eval(argv: list[str]) -> None:

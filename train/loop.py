@@ -13,7 +13,7 @@ from rich.console import Console
 
 import fnet
 from fnet.memory import in_words
-from train import examples, plots
+from train import examples, plots, tracking
 from train.account import account
 from train.checkpoint import Checkpoints
 from train.class_names import write_classes
@@ -26,12 +26,13 @@ from train.mesh import layout
 from train.metrics import Meter, noise_scale, score
 from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
+from train.profiling import Profile
 from train.run_folder import RunFolder, as_json, read_metrics, write_whole
 from train.screen import Screen
 from train.setup import Setup, check_resumed, setup
 
 
-def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
+def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
     """Trains what ``config`` describes and leaves everything about it in ``out``.
 
     Args:
@@ -40,6 +41,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
       resume: continue the run that is there; the end is bit for bit that of a run
         that was never interrupted.
       console: where it is shown.
+      profile: how many steps are traced for a profiler.
 
     Raises:
       UserError: for a mistake in config or folder, before any result is written.
@@ -50,12 +52,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console) -> None:
     run = setup(config)
     run = run.on(layout(config))
     check(run)
+    tracking.check(config)
     folder = RunFolder(out)
     with folder.owned():
-        _train(run, folder, resume, console)
+        _train(run, folder, resume, profile, console)
 
 
-def _train(run: Setup, folder: RunFolder, resume: bool, console: Console) -> None:
+def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console) -> None:
     began, config = time.perf_counter(), run.config
     if resume:
         if folder.config.is_file():
@@ -72,7 +75,7 @@ def _train(run: Setup, folder: RunFolder, resume: bool, console: Console) -> Non
     batches = unreadable.watch(run.training_batches())
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-        executable, take_step = planned.executable, StepBySize(run, planned)
+        executable, take_step = planned.executable, StepBySize(run, planned, say)
         size = config.data.batch_size // planned.microbatches
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
@@ -108,11 +111,14 @@ def _train(run: Setup, folder: RunFolder, resume: bool, console: Console) -> Non
             Interruption() as interruption,
             Screen(console, run.steps) as screen,
             folder.metrics.open("a", buffering=1) as metrics_file,
+            tracking.tracking(config, folder.path, start) as track,
+            Profile(profile, folder.profile, start, say) as traced,
         ):
             for step in range(start + 1, run.steps + 1):
-                batch = meter.take(batches)
-                guard.look(state)
-                state, metrics = take_step(state, batch)
+                with traced.step(step, state):
+                    batch = meter.take(batches)
+                    guard.look(state)
+                    state, metrics = take_step(state, batch)
                 guard.add(step, batch, metrics)
                 meter.add(metrics)
                 screen.advance(step)
@@ -132,6 +138,7 @@ def _train(run: Setup, folder: RunFolder, resume: bool, console: Console) -> Non
                         reached = score(tested.metrics)
                         line |= {f"test/{name}": value for name, value in tested.metrics.items()}
                     metrics_file.write(json.dumps(line) + "\n")
+                    track(step, line)
                     screen.log(step, line, predicted, memory.bytes())
                     meter.restart()
                 better = config.checkpoint.best and reached is not None and reached > best

@@ -1,9 +1,11 @@
 """From a config's memory section to a train step that keeps to it."""
 
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 import fnet
 from fnet import TrainState, memory
@@ -70,9 +72,9 @@ class StepBySize:
       programs: how many were compiled.
     """
 
-    def __init__(self, run: Setup, planned: Planned):
-        self._run, self._planned = run, planned
-        self._by_shape = {_shapes(run.batch_shapes): planned.executable}
+    def __init__(self, run: Setup, planned: Planned, say: Callable[[str], None]):
+        self._run, self._planned, self._say = run, planned, say
+        self._by_shape = {_kinds(run.batch_shapes): planned.executable}
 
     @property
     def programs(self) -> int:
@@ -81,8 +83,9 @@ class StepBySize:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The next state and the step's metrics."""
-        shape = _shapes(batch)
+        shape = _kinds(batch)
         if shape not in self._by_shape:
+            began = time.perf_counter()
             self._by_shape[shape] = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
@@ -90,11 +93,27 @@ class StepBySize:
                 None,
                 self._planned.executable.report.compiler_options,
             )
+            self._say(
+                f"compiled again, in {time.perf_counter() - began:.1f} s: "
+                f"{_difference(next(iter(self._by_shape)), shape)}; {self.programs} programs now"
+            )
         return self._by_shape[shape](state, batch)
 
 
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(a.shape for a in jax.tree.leaves(batch))
+def _kinds(batch: Any) -> tuple[tuple[str, str], ...]:
+    """The name of each array with its dtype and shape."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    return tuple(
+        (f"batch{jax.tree_util.keystr(path)}", f"{np.dtype(a.dtype)}{list(a.shape)}")
+        for path, a in leaves
+    )
+
+
+def _difference(first: tuple[tuple[str, str], ...], now: tuple[tuple[str, str], ...]) -> str:
+    """Which arrays are not of the kind that was compiled for first."""
+    was, is_ = dict(first), dict(now)
+    names = sorted(n for n in was | is_ if was.get(n) != is_.get(n))
+    return ", ".join(f"{n} was {was.get(n, 'absent')}, is {is_.get(n, 'absent')}" for n in names)
 
 
 def check(run: Setup) -> None:

@@ -23,6 +23,8 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "checkpoint.keep",
         "checkpoint.best",
         "guard.max_bad_steps",
+        "tracking.tensorboard",
+        "tracking.wandb",
         "mesh.data",
         "mesh.fsdp",
     }
@@ -46,6 +48,7 @@ class RunFolder:
         self.confusion = path / "confusion.png"
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
+        self.profile = path / "profile"
         self.report = path / "report.html"
         self.lock = path / ".lock"
 

@@ -27,6 +27,7 @@ from train.config.training import (
     Microbatch,
     Optim,
     PerExample,
+    Tracking,
     Train,
 )
 from train.config.vision import (
@@ -83,6 +84,8 @@ class Config(Section):
     """The devices that train together."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """What is kept on disk."""
+    tracking: Tracking = field(default_factory=Tracking)
+    """Where metrics go besides."""
 
 
 _VARIANTS = {

@@ -146,6 +146,16 @@ class Guard(Section):
 
 
 @dataclass(frozen=True)
+class Tracking(Section):
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = False
+    """Into the run's folder, for TensorBoard; needs tensorboardX."""
+    wandb: bool = False
+    """To Weights & Biases; needs wandb, which has its own settings."""
+
+
+@dataclass(frozen=True)
 class Memory(Section):
     """What training may hold, and what it does to hold less."""
 

@@ -1,0 +1,95 @@
+"""Metrics elsewhere, traces, and steps that are compiled again."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from program_cases import exit_code, fnet_command
+
+from train.config import Config, Digits, Mlp
+from train.planning import StepBySize, compile_step
+from train.setup import setup
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+
+def test_tensorboard_has_every_line_and_none_twice_after_a_resume(workplace):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event
+    from tensorboardX.record_writer import masked_crc32c  # the files' own checksum
+
+    words = "train", "tiny.py", "--tracking.tensorboard", "--out", "r"
+    fnet_command(*words, "--train.steps", 4)
+    fnet_command(*words, "--train.steps", 8, "--resume")
+    found = {}
+    for path in sorted((workplace / "r" / "tensorboard").glob("events*")):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
+            event = Event.FromString(data[12 : 12 + length])
+            found |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+            data = data[16 + length :]
+    lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
+    expected = {(k, line["step"]): v for line in lines for k, v in line.items() if k != "step"}
+    assert found.keys() == expected.keys()
+    np.testing.assert_allclose([found[k] for k in expected], list(expected.values()), rtol=1e-6)
+
+
+def test_weights_and_biases_goes_on_with_the_same_run(workplace, monkeypatch):
+    begun, logged = [], []
+
+    def init(**options):
+        begun.append(options)
+        log = lambda line, step: logged.append((step, line))  # noqa: E731
+        return SimpleNamespace(log=log, finish=lambda: logged.append("finished"))
+
+    wandb = SimpleNamespace(init=init, util=SimpleNamespace(generate_id=lambda: "abc"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    words = "train", "tiny.py", "--tracking.wandb", "--out", "r"
+    fnet_command(*words, "--train.steps", 4)
+    wandb.util.generate_id = lambda: "another"
+    fnet_command(*words, "--train.steps", 8, "--resume")
+    assert [options["id"] for options in begun] == ["abc", "abc"]
+    assert begun[0]["config"]["optim.learning_rate"] == 0.05
+    assert [entry if entry == "finished" else entry[0] for entry in logged] == [
+        *(2, 4, "finished"),
+        *(6, 8, "finished"),
+    ]
+
+
+@pytest.mark.parametrize(("flag", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
+def test_what_is_not_installed_is_said_at_once(flag, module, workplace, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert exit_code("train", "tiny.py", f"--tracking.{flag}", "--out", "r") == 2
+    assert f"pip install 'fnet-jax[{flag}]'" in capsys.readouterr().err
+    assert not (workplace / "r").exists()
+
+
+def test_a_profile_is_written_of_the_steps_that_are_wanted(workplace, capsys):
+    fnet_command("train", "tiny.py", "--profile", 2, "--out", "r")
+    assert "profile of 2 steps in r/profile" in capsys.readouterr().out
+    names = {p.name.split(".", 1)[-1] for p in (workplace / "r" / "profile").rglob("*")}
+    assert any(name.endswith("xplane.pb") for name in names)
+    assert any(name.endswith("json.gz") for name in names)
+
+
+def test_a_step_that_is_compiled_again_says_what_changed():
+    run = setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,))))
+    said = []
+    step = StepBySize(run, compile_step(run), said.append)
+    state = run.init(jax.random.key(0))
+    batch = next(run.training_batches())
+    state, _ = step(state, batch)
+    assert not said
+    half = {name: a[:4] for name, a in batch.items()}
+    state, _ = step(state, half)
+    state, _ = step(state, half)
+    assert step.programs == 2
+    (words,) = said
+    assert words.startswith("compiled again, in ")
+    assert "batch['image'] was float32[8, 8, 8, 1], is float32[4, 8, 8, 1]" in words
+    assert "batch['label'] was int32[8], is int32[4]" in words

@@ -1,0 +1,63 @@
+"""A trace of some steps, for TensorBoard's profiler and for Perfetto."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+_BEFORE = 5
+"""Steps before the trace: the first ones are not like those that follow."""
+
+
+class Profile:
+    """Traces ``steps`` steps of a loop, from the sixth of it on.
+
+    Args:
+      steps: how many; 0 for no trace.
+      folder: where the trace is written.
+      start: the step that the loop goes on after.
+      say: shows a line.
+    """
+
+    def __init__(self, steps: int, folder: Path, start: int, say: Callable[[str], None]):
+        first = start + _BEFORE + 1
+        self._traced, self._folder, self._say = range(first, first + steps), folder, say
+        self._running = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    @contextlib.contextmanager
+    def step(self, step: int, state: Any) -> Iterator[None]:
+        """Around one step of the loop; ``state`` is that before it."""
+        if step not in self._traced:
+            if self._running:
+                jax.block_until_ready(state)
+                self._stop()
+            yield
+            return
+        if not self._running:
+            jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
+            self._running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            yield
+
+    def _stop(self) -> None:
+        if self._running:
+            jax.profiler.stop_trace()
+            self._running = False
+            self._say(
+                f"profile of {len(self._traced)} steps in {self._folder}: tensorboard --logdir "
+                f"{self._folder}, or perfetto_trace.json.gz in https://ui.perfetto.dev"
+            )

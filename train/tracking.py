@@ -1,0 +1,87 @@
+"""Metrics for TensorBoard and Weights & Biases, beside metrics.jsonl; the only import of both."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from train.config import Config, flatten
+from train.errors import UserError
+
+Log = Callable[[int, Mapping[str, float]], None]
+"""``log(step, line)``: takes a line of metrics."""
+
+
+def check(config: Config) -> None:
+    """Refuses at once what is wanted and not installed.
+
+    Raises:
+      UserError: naming what to install.
+    """
+    for wanted, module, extra in (
+        (config.tracking.tensorboard, "tensorboardX", "tensorboard"),
+        (config.tracking.wandb, "wandb", "wandb"),
+    ):
+        if wanted:
+            try:
+                __import__(module)
+            except ImportError as error:
+                raise UserError(
+                    f"tracking.{extra}: {module} is not installed: pip install 'fnet-jax[{extra}]'"
+                ) from error
+
+
+@contextlib.contextmanager
+def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
+    """While entered, lines go wherever the config says.
+
+    Args:
+      config: of the run.
+      folder: the run's; TensorBoard finds its files in ``tensorboard``.
+      start: the step after which the run goes on; what is there of later ones is dropped.
+    """
+    with contextlib.ExitStack() as stack:
+        logs: list[Log] = []
+        if config.tracking.tensorboard:
+            logs.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
+        if config.tracking.wandb:
+            logs.append(stack.enter_context(_wandb(config, folder)))
+
+        def log(step: int, line: Mapping[str, float]) -> None:
+            numbers = {k: v for k, v in line.items() if k != "step"}
+            for one in logs:
+                one(step, numbers)
+
+        yield log
+
+
+@contextlib.contextmanager
+def _tensorboard(folder: Path, start: int) -> Iterator[Log]:
+    from tensorboardX import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=start + 1 if start else None) as writer:
+
+        def log(step: int, line: Mapping[str, float]) -> None:
+            for name, value in line.items():
+                writer.add_scalar(name, value, step)
+            writer.flush()
+
+        yield log
+
+
+@contextlib.contextmanager
+def _wandb(config: Config, folder: Path) -> Iterator[Log]:
+    import wandb
+
+    known: dict[str, Any] = flatten(config)
+    # The run's own folder names it, so that a resume goes on with the same curves.
+    name = folder / ".wandb"
+    id = name.read_text().strip() if name.is_file() else wandb.util.generate_id()
+    name.write_text(id + "\n")
+    run = wandb.init(
+        project="fnet", name=config.name, id=id, resume="allow", config=known, dir=str(folder)
+    )
+    try:
+        yield lambda step, line: run.log(dict(line), step=step)
+    finally:
+        run.finish()
