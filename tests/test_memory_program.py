@@ -115,5 +115,5 @@ def test_microbatches_train_the_same_network(workplace):
 
 def test_batches_that_are_read_ahead_are_reserved_for():
     small, large = (setup(Config(data=Digits(batch_size=size))) for size in (64, 192))
-    row = 8 * 8 * 4 + 4
-    assert reserve(large) - reserve(small) == 4 * 128 * row
+    row = 8 * 8 * 4 + 4 + 4  # image, label, row
+    assert reserve(large) - reserve(small) == 5 * 128 * row

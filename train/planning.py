@@ -216,7 +216,7 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     """
     if target or jax.default_backend() != "cpu":
         return 0
-    return BESIDE_THE_PROGRAM + (READ_AHEAD + 2) * memory.tree_bytes(run.batch_shapes)
+    return BESIDE_THE_PROGRAM + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
 
 
 def _splits(run: Setup) -> tuple[int, ...] | None:

@@ -14,7 +14,7 @@ Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""
 
 READ_AHEAD = 2
-"""Batches that lie ready; one more is in the making, and one waits for the device."""
+"""Batches that lie ready; one more is in the making, and two belong to steps not yet looked at."""
 
 
 class Dataset(NamedTuple):
