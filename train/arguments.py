@@ -29,6 +29,14 @@ class TrainArguments:
     """Continue the run in that folder."""
     profile: int = 0
     """Trace so many steps for TensorBoard's profiler and Perfetto, from the sixth on."""
+    distributed: bool = False
+    """Train together with other processes; SLURM, Open MPI, Kubernetes or Cloud TPU tell which."""
+    coordinator: str | None = None
+    """Without such a cluster: host:port of the first process."""
+    processes: int | None = None
+    """Without such a cluster: how many there are."""
+    process: int | None = None
+    """Without such a cluster: which of them this one is, from 0."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ USAGE = """\
 usage: fnet COMMAND ...
 
   fnet train CONFIG [--out DIR] [--resume] [--profile STEPS] [--section.field VALUE ...]
+                         --distributed: together with other processes
   fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]
                          metrics of a run's last checkpoint on its test examples, class by class
   fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]
@@ -90,12 +91,18 @@ def _train(argv: list[str]) -> None:
     a = arguments.read(defaults, argv[1:], f"fnet train {given}")
     out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{a.config.name}")
 
-    _prepare_jax(a.config.mesh)
+    together = a.distributed or a.coordinator is not None
+    _prepare_jax(a.config.mesh, (a.processes or a.config.mesh.data) if together else 1)
+    first = True
+    if together:
+        from train.distributed import join
+
+        first = join(a.coordinator, a.processes, a.process)
     from rich.console import Console
 
     from train.loop import train
 
-    train(a.config, out, resume=a.resume, console=Console(), profile=a.profile)
+    train(a.config, out, resume=a.resume, console=Console(quiet=not first), profile=a.profile)
 
 
 def _eval(argv: list[str]) -> None:
@@ -285,7 +292,7 @@ def _run_of(given: str) -> str | None:
     return str(path) if (path / "config.json").is_file() else None
 
 
-def _prepare_jax(mesh: "Mesh | None" = None) -> None:
+def _prepare_jax(mesh: "Mesh | None" = None, processes: int = 1) -> None:
     """Compiled programs are kept between runs, in the user's cache folder; freed memory is not."""
     import jax
 
@@ -299,4 +306,4 @@ def _prepare_jax(mesh: "Mesh | None" = None) -> None:
     if mesh:
         from train.mesh import make_cpu_devices
 
-        make_cpu_devices(mesh)
+        make_cpu_devices(mesh, processes)

@@ -83,6 +83,7 @@ class Evaluate:
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
         batch: Any = evaluation_batch_of(task.dataset, batch_size)
         self._everywhere = layout.everywhere if layout else None
+        self._put = layout.put if layout else lambda batch: batch
         batch = layout.batch(batch) if layout else batch
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
@@ -95,7 +96,7 @@ class Evaluate:
         )
         # Each call waits for the last: a device may run what is independent at once, and hold
         # the temporaries of all of it.
-        jitted = jax.jit(added, donate_argnums=0, out_shardings=(self._everywhere, None))
+        jitted = jax.jit(added, donate_argnums=0, out_shardings=self._everywhere)
         self._added = jitted.lower(self._begin(), *arguments).compile()
         taken = memory.peak(self._added)
         held = memory.tree_bytes((shapes, batch))
@@ -113,7 +114,8 @@ class Evaluate:
             if counted >= 2**31:  # a cell of the matrix could overflow
                 found, counted = jax.tree.map(np.add, found, jax.device_get(totals)), self._counts
                 totals = self._begin()
-            totals, _ = self._added(totals, state.evaluation_params, state.model_state, batch)
+            arguments = state.evaluation_params, state.model_state, self._put(batch)
+            totals, _ = self._added(totals, *arguments)
         sums, confusion = jax.tree.map(np.add, found, jax.device_get(totals))
         weight = float(sums.pop("weight"))
         metrics = {name: float(total) / weight for name, total in sums.items()}
@@ -131,6 +133,6 @@ class Evaluate:
         rows = np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(int)
         some = {name: a[rows] for name, a in self._dataset.test.items()}
         for batch in evaluation_batches(self._dataset._replace(test=some), self._batch_size):
-            arguments = state.evaluation_params, state.model_state, batch
+            arguments = state.evaluation_params, state.model_state, self._put(batch)
             _, (predictions, probability) = jax.device_get(self._added(self._begin(), *arguments))
             yield Shown(batch, predictions, probability)

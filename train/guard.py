@@ -104,7 +104,7 @@ class Guard:
             jax.value_and_grad(mean_loss(self._run.task.loss), has_aux=True),
             state.params,
             state.model_state,
-            taken.batch,
+            self._run.layout.put(taken.batch) if self._run.layout else taken.batch,
             key,
         )
         return str(found) if found else "all is finite with the parameters of the steps after it"

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import fnet
 from fnet.memory import in_words
-from train import examples, plots, tracking
+from train import distributed, examples, plots, tracking
 from train.account import account
 from train.checkpoint import Checkpoints
 from train.class_names import write_classes
@@ -53,19 +53,21 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     run = run.on(layout(config))
     check(run)
     tracking.check(config)
-    folder = RunFolder(out)
-    with folder.owned():
+
+    def begin(folder: RunFolder) -> None:
+        if not resume:
+            folder.begin(config)
+            return
+        if folder.config.is_file():
+            check_resumed(run, folder.read_config())
+        folder.resume(config)
+
+    with distributed.run_folder(out, begin) as folder:
         _train(run, folder, resume, profile, console)
 
 
 def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console) -> None:
     began, config = time.perf_counter(), run.config
-    if resume:
-        if folder.config.is_file():
-            check_resumed(run, folder.read_config())
-        folder.resume(config)
-    else:
-        folder.begin(config)
     write_classes(folder, run.task.dataset.classes)
 
     def say(words: str) -> None:
@@ -91,7 +93,7 @@ def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: C
     if run.privacy:
         words = f"private: {run.privacy.in_words(run.steps)}"
         console.print(words, highlight=False, soft_wrap=True)
-    memory = HighWater(run.devices)
+    memory = HighWater(run.devices // jax.process_count())
 
     with Checkpoints(folder.checkpoints, config.checkpoint.keep, say) as checkpoints:
         restored = checkpoints.restore(run.state_shapes) if resume else None
@@ -123,10 +125,13 @@ def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: C
                 meter.add(metrics)
                 screen.advance(step)
 
+                logging = step % config.train.log_every == 0
                 stop = interruption.requested is not None
+                if distributed.several():  # all must end at the same step: they ask each other
+                    stop = logging and distributed.any_process(stop)
                 last = step == run.steps
                 evaluating, reached = step % eval_every == 0 or last, None
-                if step % config.train.log_every == 0 or evaluating or stop:
+                if logging or evaluating or stop:
                     # Reckoned while the device still works on the steps before.
                     spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
                     line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)

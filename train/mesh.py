@@ -36,6 +36,19 @@ class Layout(NamedTuple):
         """All of an array on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def put(self, batch: Any) -> Any:
+        """A batch that every process has, as arrays of which each holds its devices' rows.
+
+        Where there is one process, the compiled program takes it as it is.
+        """
+        if jax.process_count() == 1:
+            return batch
+        return jax.tree.map(
+            lambda a, to: jax.make_array_from_callback(a.shape, to.sharding, lambda i: a[i]),
+            batch,
+            self.batch(batch),
+        )
+
     def batch(self, shapes: Any) -> Any:
         """The shapes of a batch, each placed: rows are spread over all devices."""
         rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
@@ -85,6 +98,11 @@ def layout(config: Config) -> Layout:
             f"mesh: {wanted.data} x {wanted.fsdp} devices are wanted, {len(devices)} of "
             f"{devices[0].device_kind} {'is' if len(devices) == 1 else 'are'} there"
         )
+    if jax.process_count() > 1 and count < len(devices):
+        raise UserError(
+            f"mesh: {wanted.data} x {wanted.fsdp} devices are wanted, and the "
+            f"{jax.process_count()} processes have {len(devices)}: all must be in it"
+        )
     if batch_size % count:
         raise UserError(f"mesh: {count} devices do not divide data.batch_size {batch_size}")
     shape = (wanted.data, wanted.fsdp)
@@ -93,14 +111,14 @@ def layout(config: Config) -> Layout:
     return Layout(jax.make_mesh(shape, names, devices=devices[:count], axis_types=kinds))
 
 
-def make_cpu_devices(wanted: Mesh) -> None:
-    """Lets JAX see as many devices on a CPU as are wanted, before it looks.
+def make_cpu_devices(wanted: Mesh, processes: int = 1) -> None:
+    """Lets JAX see as many devices on a CPU as are wanted of this process, before it looks.
 
     Nothing is changed where ``XLA_FLAGS`` says how many there are. XLA's devices on a CPU share
     threads, and one that waits for another keeps its thread: with as many threads as cores, or
     with the next step begun before this one has ended, all may wait for each other.
     """
-    count = wanted.data * wanted.fsdp
+    count = wanted.data * wanted.fsdp // processes
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not told:
         os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 3 * count))  # XLA's threads

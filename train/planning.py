@@ -97,7 +97,8 @@ class StepBySize:
                 f"compiled again, in {time.perf_counter() - began:.1f} s: "
                 f"{_difference(next(iter(self._by_shape)), shape)}; {self.programs} programs now"
             )
-        return self._by_shape[shape](state, batch)
+        layout = self._run.layout
+        return self._by_shape[shape](state, layout.put(batch) if layout else batch)
 
 
 def _kinds(batch: Any) -> tuple[tuple[str, str], ...]:
