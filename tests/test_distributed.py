@@ -9,7 +9,7 @@ import sys
 import pytest
 from program_cases import exit_code, fnet_command
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
 
 def together(processes, *words, devices=1):

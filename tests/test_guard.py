@@ -96,6 +96,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
     spoilt([5])
     few = "--data.test-share", 0.9, "--train.steps", 24, "--train.eval-every", 24
@@ -124,6 +125,7 @@ def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, sp
     assert [line["step"] for line in lines(workplace / "r" / "bad_steps.jsonl")] == [5, 6, 7, 8]
 
 
+@pytest.mark.slow
 def test_a_diverging_run_names_the_layer(workplace, capsys):
     words = "train", "tiny.py", "--optim.learning-rate", 1e30, "--guard.max-bad-steps", 2
     assert exit_code(*words, "--train.steps", 30, "--out", "r") == 1

@@ -16,6 +16,8 @@ from train.mesh import layout
 from train.planning import compile_step
 from train.setup import setup
 
+pytestmark = pytest.mark.slow
+
 MESHES = [Mesh(data=4), Mesh(data=2, fsdp=2)]
 CONFIG = Config(
     data=Digits(batch_size=32),

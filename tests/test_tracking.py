@@ -13,7 +13,7 @@ from train.config import Config, Digits, Mlp
 from train.planning import StepBySize, compile_step
 from train.setup import setup
 
-pytestmark = pytest.mark.usefixtures("workplace")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
 
 def test_tensorboard_has_every_line_and_none_twice_after_a_resume(workplace):
