@@ -3,7 +3,7 @@
     fnet train cifar10_resnet --data.path CIFAR10
 
 CIFAR10 holds train/ and test/, each with a folder a class. Test accuracy 88.3 % after 28
-epochs, an hour and a quarter on a busy machine; 79.4 % after 4 (--train.epochs 4) on one core.
+epochs, in 76 minutes beside other work; 79.4 % after 4 (--train.epochs 4 --mesh.data 1), in 15.
 1,209,514 parameters; 92 MiB on each of the two devices at the peak of the train step.
 """
 
