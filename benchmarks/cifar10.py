@@ -4,8 +4,9 @@
     python -m benchmarks.cifar10 --path CIFAR10 --epochs 0      # steps and peaks alone
 
 Same recipe, seed, batches and number of steps; leaky_relu of slope 0.01 against relu. The
-peak is that of the compiled step; times of steps are medians, interleaved. Runs are kept in
-``--out`` if it is given, and a benchmark that was interrupted goes on from there.
+peak is that of the step compiled for one device; times of steps are medians, interleaved.
+Runs are kept in ``--out`` if it is given, and a benchmark that was interrupted goes on from
+there.
 """
 
 import argparse
@@ -25,9 +26,10 @@ from benchmarks.measure import interleaved, markdown, versions
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
 from train import recipes
-from train.config import Config, PreactResNet
+from train.config import Config, Mesh, PreactResNet
 from train.config.section import options
 from train.loop import train
+from train.mesh import layout, make_cpu_devices
 from train.planning import compile_step
 from train.setup import setup
 
@@ -54,20 +56,23 @@ def forms(args: argparse.Namespace) -> dict[str, Config]:
             recipe.train, seed=args.seed, epochs=args.epochs or recipe.train.epochs
         ),
     )
-    named = dataclasses.replace(recipe.memory, policy="named")
+    segments = dataclasses.replace(recipe.memory, policy="segments")
     flax = FlaxResNet(
         **{f.name: getattr(recipe.model, f.name) for f in dataclasses.fields(recipe.model)}
     )
     return {
         "flax": dataclasses.replace(recipe, model=flax),
         "in place": recipe,
-        "in place, named": dataclasses.replace(recipe, memory=named),
+        "in place, segments": dataclasses.replace(recipe, memory=segments),
     }  # fmt: skip
 
 
 def steps(configs: dict[str, Config], rounds: int) -> tuple[dict[str, int], dict[str, float]]:
     """Bytes at the peak of a step, and its seconds."""
-    runs = {form: setup(config) for form, config in configs.items()}
+    runs = {}
+    for form, config in configs.items():
+        run = setup(config)
+        runs[form] = run.on(layout(dataclasses.replace(config, mesh=Mesh())))
     programs = {form: compile_step(run).executable for form, run in runs.items()}
     states: dict[str, Any] = {form: run.init(jax.random.key(0)) for form, run in runs.items()}
     batch = next(iter(runs["in place"].training_batches()))
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("--out", help="where runs are kept")
     args = parser.parse_args()
     configs = forms(args)
+    make_cpu_devices(configs["in place"].mesh)
     peaks, seconds = steps(configs, args.rounds)
     rows = []
     for form, peak in peaks.items():
