@@ -63,7 +63,7 @@ class Judge:
         self._train = _flat(dataset.train["image"])
         model = config.model.build(dataset.train["image"].shape[1:], len(dataset.classes))
         with Checkpoints(classifier.checkpoints) as checkpoints:
-            params, state = checkpoints.restore_network(model.init)
+            params, state, _ = checkpoints.restore_network(model.init)
         self._logits = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
         self._copy = np.quantile(self._nearest(self.test["image"]), 0.01)
 
@@ -101,7 +101,7 @@ def rows_of(run: RunFolder, cases: tuple, judge: Judge, each: int) -> list[dict[
     ):  # fmt: skip
         raise SystemExit(f"{run.path} and the classifier hold out other digits: one saw the tests")
     with Checkpoints(run.checkpoints) as checkpoints:
-        params, state = checkpoints.restore_network(network_of(config)[1].init)
+        params, state, _ = checkpoints.restore_network(network_of(config)[1].init)
     labels = np.repeat(np.arange(10), each)
     rows = []
     for sampler, steps, guidance in cases:

@@ -44,6 +44,13 @@ def called(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return None
 
 
+def computed(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The same, and of a function with a derivative of its own what it computes."""
+    if eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call")):
+        return _closed(eqn.params["call_jaxpr"])
+    return called(eqn)
+
+
 def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """Named scopes of an equation, without the marks of transformations: ``vmap(jvp(conv))``."""
     name, marks = str(eqn.source_info.name_stack), 1

@@ -134,8 +134,7 @@ class _Trail(NamedTuple):
             given = [read(atom) for atom in eqn.invars]
             here = (*scopes, *jaxprs.scopes(eqn))
             numbers, values = [n for n, _ in given], [a for _, a in given]
-            inner = jaxprs.called(eqn) or eqn.params.get("call_jaxpr")
-            if isinstance(inner, ClosedJaxpr):
+            if (inner := jaxprs.computed(eqn)) is not None:
                 numbers, values = self.visit(inner, numbers, values, here)
             else:
                 values = jaxprs.run(jaxpr, eqn, values)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 
 # Set before JAX starts: four devices on the CPU, so that sharding is tested everywhere; and no
 # optimised code, a quarter of the time: no test is of speed, and buffers are assigned before it.
@@ -55,3 +56,16 @@ def workplace(tmp_path, monkeypatch, compiled_programs):
     yield tmp_path
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    return tmp_path_factory.mktemp("shelf") / "whole"
+
+
+@pytest.fixture
+def whole(workplace, shelf):
+    """A finished run of the recipe, trained once and copied for each test."""
+    if not shelf.exists():
+        program_cases.fnet_command("train", "tiny.py", "--out", shelf)
+    return shutil.copytree(shelf, workplace / "whole")

@@ -46,7 +46,7 @@ def evaluated(run):
     config = folder.read_config()
     task = build(config)
     with Checkpoints(folder.checkpoints, 2) as checkpoints:
-        params, state = checkpoints.restore_network(task.model.init)
+        params, state, _ = checkpoints.restore_network(task.model.init)
     batch = next(evaluation_batches(task.dataset, len(task.dataset.test["id"])))
     return batch, jax.jit(task.measure)(params, state, batch), (task, params, state)
 

@@ -1,7 +1,6 @@
 """The whole program, in this process, on a network small enough to train in a second."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,19 +21,6 @@ from train.run_folder import RunFolder
 from train.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return tmp_path_factory.mktemp("shelf") / "whole"
-
-
-@pytest.fixture
-def whole(workplace, shelf):
-    """A finished run of the recipe, trained once and copied for each test."""
-    if not shelf.exists():
-        fnet_command("train", "tiny.py", "--out", shelf)
-    return shutil.copytree(shelf, workplace / "whole")
 
 
 def final_state(folder):

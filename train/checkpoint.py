@@ -1,9 +1,10 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
+import contextlib
 import logging
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -29,6 +30,14 @@ class Restored(NamedTuple):
     step: int
     state: TrainState
     position: dict[str, Any]
+
+
+class RestoredNetwork(NamedTuple):
+    """What of a checkpoint a trained network is: averaged parameters where they are kept."""
+
+    params: Any
+    model_state: Any
+    step: int
 
 
 class DamagedError(Exception):
@@ -114,8 +123,8 @@ class Checkpoints:
         """
         if self.latest_step == step:
             return
-        sums = {name: int(value) for name, value in checksums(state).items()}
-        with _Saving(self._folder):
+        sums = checksums(state)
+        with _saving(self._folder):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -131,7 +140,7 @@ class Checkpoints:
         Raises:
           TrainingError: if it cannot be written.
         """
-        with _Saving(self._folder):
+        with _saving(self._folder):
             self._manager.wait_until_finished()
 
     def restore(self, like: TrainState) -> Restored | None:
@@ -143,10 +152,7 @@ class Checkpoints:
         Raises:
           UserError: if the checkpoint's arrays have other names or shapes, or all are damaged.
         """
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        target = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or here), like
-        )
+        target = jax.tree.map(_placed, like)
 
         def read(step: int) -> Restored:
             self._compare(step, self._manager.item_metadata(step).state.tree, like)
@@ -157,8 +163,8 @@ class Checkpoints:
 
     def restore_network(
         self, init: Callable[[Array], tuple[Any, Any]] | None = None
-    ) -> tuple[Any, Any]:
-        """The newest checkpoint's parameters, averaged where an average is kept, and model state.
+    ) -> RestoredNetwork:
+        """The network of the newest checkpoint that is not damaged.
 
         Needs neither the data nor the optimizer that they were made with.
 
@@ -170,9 +176,8 @@ class Checkpoints:
           UserError: if there is no checkpoint, its arrays have other names or shapes, or all
             are damaged.
         """
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
-        def read(step: int) -> tuple[Any, Any]:
+        def read(step: int) -> RestoredNetwork:
             there = self._manager.item_metadata(step).state.tree
             if init is not None:
                 params, model_state = jax.eval_shape(init, jax.random.key(0))
@@ -181,14 +186,10 @@ class Checkpoints:
                     {name: there[name] for name in ("params", "model_state")},
                     {"params": params, "model_state": model_state},
                 )
-            like = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here),
-                there,
-                is_leaf=lambda a: hasattr(a, "shape"),
-            )
+            like = jax.tree.map(_on_one_device, there, is_leaf=lambda a: hasattr(a, "shape"))
             state, _ = self._read(step, like)
             averaged = state["params"] if state.get("ema") is None else state["ema"]
-            return averaged, state["model_state"]
+            return RestoredNetwork(averaged, state["model_state"], step)
 
         found = self._newest(read)
         if found is None:
@@ -218,10 +219,9 @@ class Checkpoints:
             except UserError:
                 raise
             except Exception as error:  # whatever orbax makes of a damaged file
-                reason = str(error).strip().splitlines() or [type(error).__name__]
                 self._say(
-                    f"checkpoint {self._folder / str(step)} is damaged ({reason[0][:200]}); "
-                    "the one before is taken"
+                    f"checkpoint {self._folder / str(step)} is damaged "
+                    f"({_first_line(error)[:200]}); the one before is taken"
                 )
                 self._put_aside(step)
         if steps:
@@ -259,24 +259,26 @@ def _score(metrics: Any) -> float:
     return metrics["score"]
 
 
-class _Saving:
+def _placed(shape: Any) -> jax.ShapeDtypeStruct:
+    return shape if shape.sharding else _on_one_device(shape)
+
+
+def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here)
+
+
+@contextlib.contextmanager
+def _saving(folder: Path) -> Iterator[None]:
     """What goes wrong while a checkpoint is written, as one line."""
+    try:
+        yield
+    except Exception as error:
+        raise TrainingError(
+            f"cannot save a checkpoint in {folder}: {_first_line(error)[:300]}; those that were "
+            "saved before are whole"
+        ) from error
 
-    def __init__(self, folder: Path):
-        self._folder = folder
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception):
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise TrainingError(
-                f"cannot save a checkpoint in {self._folder}: {reason[:300]}; those that were "
-                "saved before are whole"
-            ) from error
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -92,7 +92,8 @@ def _train(argv: list[str]) -> None:
     out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{a.config.name}")
 
     together = a.distributed or a.coordinator is not None
-    _prepare_jax(a.config.mesh, (a.processes or a.config.mesh.data) if together else 1)
+    mesh = a.config.mesh
+    _prepare_jax(mesh, (a.processes or mesh.data * mesh.fsdp) if together else 1)
     first = True
     if together:
         from train.distributed import join

@@ -67,7 +67,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
 
     title = f"{config.name}, step {restored.step}"
     as_dict = _as_dict(run, a, restored.step, found) | {"unreadable_files": unreadable.count}
-    written = {"evaluation": folder.path / "evaluation.json"}
+    written = {"evaluation": folder.evaluation}
     try:
         write_whole(written["evaluation"], as_json(as_dict))
         if found.confusion is not None:

@@ -42,6 +42,7 @@ class Guard:
     def __init__(self, run: Setup, path: Path, say: Callable[[str], None]):
         self._run, self._path, self._say = run, path, say
         self._taken: deque[_Taken] = deque()
+        self._origin = ""  # of the first of those in a row
         self.in_a_row = 0
 
     def add(self, step: int, batch: Arrays, metrics: dict[str, jax.Array]) -> None:
@@ -104,7 +105,7 @@ class Guard:
             jax.value_and_grad(mean_loss(self._run.task.loss), has_aux=True),
             state.params,
             state.model_state,
-            self._run.layout.put(taken.batch) if self._run.layout else taken.batch,
+            self._run.put(taken.batch),
             key,
         )
         return str(found) if found else "all is finite with the parameters of the steps after it"

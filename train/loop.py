@@ -48,6 +48,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
       TrainingError: if the loss is no longer finite.
       DonationError: if the state would not be renewed in place.
     """
+    began = time.perf_counter()
     # What is learned, from which batches; what it costs is known before it runs.
     run = setup(config)
     run = run.on(layout(config))
@@ -63,11 +64,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         folder.resume(config)
 
     with distributed.run_folder(out, begin) as folder:
-        _train(run, folder, resume, profile, console)
+        _train(run, folder, resume, profile, console, began)
 
 
-def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console) -> None:
-    began, config = time.perf_counter(), run.config
+def _train(
+    run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console, began: float
+) -> None:
+    config = run.config
     write_classes(folder, run.task.dataset.classes)
 
     def say(words: str) -> None:
@@ -114,7 +117,7 @@ def _train(run: Setup, folder: RunFolder, resume: bool, profile: int, console: C
             Screen(console, run.steps) as screen,
             folder.metrics.open("a", buffering=1) as metrics_file,
             tracking.tracking(config, folder.path, start) as track,
-            Profile(profile, folder.profile, start, say) as traced,
+            contextlib.closing(Profile(profile, folder.profile, start, say)) as traced,
         ):
             for step in range(start + 1, run.steps + 1):
                 with traced.step(step, state):

@@ -74,19 +74,19 @@ class StepBySize:
 
     def __init__(self, run: Setup, planned: Planned, say: Callable[[str], None]):
         self._run, self._planned, self._say = run, planned, say
-        self._by_shape = {_kinds(run.batch_shapes): planned.executable}
+        self._by_kind = {_kind(run.batch_shapes): planned.executable}
 
     @property
     def programs(self) -> int:
         """How many were compiled."""
-        return len(self._by_shape)
+        return len(self._by_kind)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """The next state and the step's metrics."""
-        shape = _kinds(batch)
-        if shape not in self._by_shape:
+        kind = _kind(batch)
+        if kind not in self._by_kind:
             began = time.perf_counter()
-            self._by_shape[shape] = _compile(
+            self._by_kind[kind] = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
                 self._planned.microbatches // self._run.parts,
@@ -95,24 +95,25 @@ class StepBySize:
             )
             self._say(
                 f"compiled again, in {time.perf_counter() - began:.1f} s: "
-                f"{_difference(next(iter(self._by_shape)), shape)}; {self.programs} programs now"
+                f"{_difference(self._run.batch_shapes, batch)}; {self.programs} programs now"
             )
-        layout = self._run.layout
-        return self._by_shape[shape](state, layout.put(batch) if layout else batch)
+        return self._by_kind[kind](state, self._run.put(batch))
 
 
-def _kinds(batch: Any) -> tuple[tuple[str, str], ...]:
-    """The name of each array with its dtype and shape."""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    return tuple(
-        (f"batch{jax.tree_util.keystr(path)}", f"{np.dtype(a.dtype)}{list(a.shape)}")
-        for path, a in leaves
-    )
+def _kind(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+    return tuple((a.shape, a.dtype) for a in jax.tree.leaves(batch))
 
 
-def _difference(first: tuple[tuple[str, str], ...], now: tuple[tuple[str, str], ...]) -> str:
-    """Which arrays are not of the kind that was compiled for first."""
-    was, is_ = dict(first), dict(now)
+def _difference(first: Any, now: Any) -> str:
+    """Which arrays are not of the shape and dtype that was compiled for first."""
+
+    def kinds(batch: Any) -> dict[str, str]:
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        return {
+            f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in leaves
+        }
+
+    was, is_ = kinds(first), kinds(now)
     names = sorted(n for n in was | is_ if was.get(n) != is_.get(n))
     return ", ".join(f"{n} was {was.get(n, 'absent')}, is {is_.get(n, 'absent')}" for n in names)
 

@@ -113,9 +113,7 @@ def predict(
     prepare = Preparation(config)
     model = config.model.build(prepare.shape, len(classes))
     with Checkpoints(folder.checkpoints) as checkpoints:
-        params, state = checkpoints.restore_network(model.init)
-        step = checkpoints.latest_step
-    assert step is not None  # it was restored
+        params, state, step = checkpoints.restore_network(model.init)
     segments = isinstance(config.model, DeepLab)
     out = Path(a.out) if a.out else folder.path / "predictions"
     labelled = (

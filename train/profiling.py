@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -27,24 +26,13 @@ class Profile:
         self._traced, self._folder, self._say = range(first, first + steps), folder, say
         self._running = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop()
-
     @contextlib.contextmanager
     def step(self, step: int, state: Any) -> Iterator[None]:
         """Around one step of the loop; ``state`` is that before it."""
         if step not in self._traced:
             if self._running:
                 jax.block_until_ready(state)
-                self._stop()
+                self.close()
             yield
             return
         if not self._running:
@@ -53,7 +41,8 @@ class Profile:
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Ends the trace if it has begun and not ended."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False

@@ -48,6 +48,7 @@ class RunFolder:
         self.confusion = path / "confusion.png"
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
+        self.evaluation = path / "evaluation.json"
         self.profile = path / "profile"
         self.report = path / "report.html"
         self.lock = path / ".lock"

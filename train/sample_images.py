@@ -36,7 +36,7 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     if a.steps and a.steps > section.steps:
         raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
     with Checkpoints(folder.checkpoints) as checkpoints:
-        params, state = checkpoints.restore_network(model.init)
+        params, state, _ = checkpoints.restore_network(model.init)
     labels = np.repeat([classes.index(name) for name in names], a.count)
     drawn = samples(config, params, state, jnp.asarray(labels), a)
     path = Path(a.out) if a.out else folder.path / "samples.png"

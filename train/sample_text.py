@@ -39,7 +39,7 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
         dataclasses.replace(config, model=dataclasses.replace(model, window=window))
     )
     with Checkpoints(folder.checkpoints) as checkpoints:
-        params, state = checkpoints.restore_network(network.init)
+        params, state, _ = checkpoints.restore_network(network.init)
 
     pieces = fnet.stream(
         network,

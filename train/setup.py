@@ -103,6 +103,10 @@ class Setup(NamedTuple):
         )
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
+    def put(self, batch: Any) -> Any:
+        """A batch where the step takes it from."""
+        return self.layout.put(batch) if self.layout else batch
+
     def with_batch_shapes(self, shapes: Any) -> "Setup":
         """The same run with batches of other shapes."""
         return self._replace(batch_shapes=self.layout.batch(shapes) if self.layout else shapes)

@@ -1,6 +1,7 @@
 """Metrics for TensorBoard and Weights & Biases, beside metrics.jsonl; the only import of both."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def check(config: Config) -> None:
     ):
         if wanted:
             try:
-                __import__(module)
+                importlib.import_module(module)
             except ImportError as error:
                 raise UserError(
                     f"tracking.{extra}: {module} is not installed: pip install 'fnet-jax[{extra}]'"

@@ -100,7 +100,7 @@ def export_weights(
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
     with Checkpoints(folder.checkpoints) as checkpoints:
-        params, state = checkpoints.restore_network()
+        params, state, _ = checkpoints.restore_network()
     known = {"norm": "abn"} | _described(config)
     norm = known["norm"]
     try:

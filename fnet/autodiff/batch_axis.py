@@ -86,9 +86,7 @@ class _Trail(NamedTuple):
         self, eqn: JaxprEqn, given: list[State], here: str, path: tuple[int, ...]
     ) -> list[State]:
         name = eqn.primitive.name
-        inner = jaxprs.called(eqn)
-        if inner is None and name.startswith(("custom_jvp_call", "custom_vjp_call")):
-            inner = eqn.params["call_jaxpr"]
+        inner = jaxprs.computed(eqn)
         if inner is not None:
             return self.visit(inner, given, here, path)
         if name == "scan":

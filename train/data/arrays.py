@@ -7,10 +7,10 @@ import numpy as np
 
 from train.config import ArrayFile
 from train.data import Arrays, Dataset, size
-from train.data.files import shortened
+from train.data.files import shortened, there_are
 from train.data.image_batches import TrainingImages
 from train.data.labels import as_labels, check_several, class_names, split_by_class
-from train.data.npz import Part, names_in, parts_of, read, there_are
+from train.data.npz import Part, names_in, parts_of, read
 from train.errors import UserError, nearest
 
 _CLASS_NAMES = ("classes", "class_names", "label_names")

@@ -1,6 +1,7 @@
 """Image files below a folder, and which of the user's folders is to be tested on."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from train.data.decode import EXTENSIONS
@@ -95,6 +96,11 @@ def shortened(names: list[str], most: int = 5) -> str:
     """The first names, and how many there are more."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def there_are(names: Sequence[str], what: str) -> str:
+    """What there is, behind what there is not."""
+    return f"; there are {shortened(list(names), 12)}" if names else f"; there are no {what}"
 
 
 def _there(folders: list[str]) -> str:

@@ -9,13 +9,11 @@ import numpy as np
 
 from train.config import HuggingFace
 from train.data import Arrays, Dataset, size
-from train.data.augment import in_bytes
 from train.data.crops import centre, resized_crop, short_side
 from train.data.decode import UnreadableError, View, decode, decode_content
-from train.data.files import shortened
-from train.data.image_batches import TrainingImages
+from train.data.files import shortened, there_are
+from train.data.image_batches import TrainingImages, check_cut
 from train.data.labels import as_labels, check_several, class_names, split_by_class
-from train.data.npz import there_are
 from train.errors import UserError, nearest
 
 _TRAINING, _HELD_OUT = "train", ("validation", "val", "test")
@@ -36,11 +34,7 @@ def load(config: HuggingFace) -> Dataset:
         are missing, or several could be meant; if labels are no integers from 0, or all the
         same; if sizes do not go together.
     """
-    if config.image_size > config.shorter_side:
-        raise UserError(
-            f"data.resize: {config.shorter_side} is less than data.image_size "
-            f"{config.image_size}, which is cut from it"
-        )
+    check_cut(config)
     datasets = _library()
     splits = _splits(datasets, config)
     names = _parts(config, list(splits))
@@ -99,19 +93,7 @@ class _Images:
 
     def __init__(self, config: HuggingFace, parts: Sequence[_Part]):
         self._config, self._parts = config, parts
-        self._fill = in_bytes(config.mean)
-        self._training = TrainingImages(
-            root=b"",
-            size=config.image_size,
-            crop=config.crop,
-            area=(config.min_area, 1.0),
-            padding=config.padding,
-            flip=config.flip,
-            jitter=config.jitter,
-            lighting=config.lighting,
-            cutout=config.cutout,
-            fill=self._fill,
-        )
+        self._training = TrainingImages.of(config)
 
     def augment(self, rows: Arrays, generator: np.random.Generator) -> Arrays:
         """A training batch."""
@@ -152,7 +134,7 @@ class _Images:
             try:
                 image[i] = pixels(i, id)
             except UnreadableError:
-                image[i], weight[i] = self._fill, 0.0
+                image[i], weight[i] = self._training.fill, 0.0
         return rows | {"image": image, "weight": weight}
 
     def _centre(self, id: int, shorter_side: int) -> np.ndarray:

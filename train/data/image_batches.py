@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from train.data import Arrays
-from train.data.augment import coloured, cutout, draw_colours
+from train.data.augment import coloured, cutout, draw_colours, in_bytes
 from train.data.crops import (
     RESIZED_CROP_DRAWS,
     centre,
@@ -19,6 +19,10 @@ from train.data.crops import (
     ten_crops,
 )
 from train.data.decode import UnreadableError, decode
+from train.errors import UserError
+
+if TYPE_CHECKING:  # it imports JAX, which processes that decode images do without
+    from train.config import HuggingFace, ImageFolder
 
 Crop = Literal["resized", "padded", "reflected", "centre"]
 
@@ -54,6 +58,22 @@ class TrainingImages:
     lighting: float
     cutout: int
     fill: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: "ImageFolder | HuggingFace", root: bytes = b"") -> Self:
+        """Those that a config describes, of files below ``root``."""
+        return cls(
+            root=root,
+            size=config.image_size,
+            crop=config.crop,
+            area=(config.min_area, 1.0),
+            padding=config.padding,
+            flip=config.flip,
+            jitter=config.jitter,
+            lighting=config.lighting,
+            cutout=config.cutout,
+            fill=in_bytes(config.mean),
+        )
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
         """What is random about n images: arrays of n rows."""
@@ -132,6 +152,19 @@ class EvaluationImages:
             except UnreadableError:
                 image[i], weight[i] = self.fill, 0.0
         return {"image": image, "weight": weight}
+
+
+def check_cut(config: "ImageFolder | HuggingFace") -> None:
+    """Refuses a middle that is larger than the images it is cut from.
+
+    Raises:
+      UserError: then.
+    """
+    if config.image_size > config.shorter_side:
+        raise UserError(
+            f"data.resize: {config.shorter_side} is less than data.image_size "
+            f"{config.image_size}, which is cut from it"
+        )
 
 
 class KeptImages:

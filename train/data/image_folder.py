@@ -7,7 +7,7 @@ import numpy as np
 
 from train.config import ImageFolder
 from train.data import Arrays, Dataset, size
-from train.data.augment import in_bytes, mixed
+from train.data.augment import mixed
 from train.data.crops import short_side
 from train.data.decode import UnreadableError, decode
 from train.data.files import (
@@ -18,7 +18,7 @@ from train.data.files import (
     shortened,
     training_folder,
 )
-from train.data.image_batches import EvaluationImages, KeptImages, TrainingImages
+from train.data.image_batches import EvaluationImages, KeptImages, TrainingImages, check_cut
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -36,12 +36,7 @@ def load(config: ImageFolder) -> Dataset:
       UserError: if there is no image, a class without one, or classes differ; if sizes or
         crops do not go together.
     """
-    resize = config.shorter_side
-    if config.image_size > resize:
-        raise UserError(
-            f"data.resize: {resize} is less than data.image_size {config.image_size}, which is "
-            "cut from it"
-        )
+    check_cut(config)
     root = Path(config.path)
     train = training_folder(root, "train/ and val/ or test/, each with a folder a class")
     held_out = root / held_out_folder(root, config.held_out)
@@ -59,21 +54,10 @@ def load(config: ImageFolder) -> Dataset:
     rows = {"id": np.arange(len(paths), dtype=np.int32), "label": np.concatenate(labels)}
     at = len(files[0])
 
-    fill = in_bytes(config.mean)
     folder = os.fsencode(root)
-    training = TrainingImages(
-        root=folder,
-        size=config.image_size,
-        crop=config.crop,
-        area=(config.min_area, 1.0),
-        padding=config.padding,
-        flip=config.flip,
-        jitter=config.jitter,
-        lighting=config.lighting,
-        cutout=config.cutout,
-        fill=fill,
-    )
-    evaluation = EvaluationImages(folder, config.image_size, resize, config.crops, fill)
+    training = TrainingImages.of(config, folder)
+    sizes = config.image_size, config.shorter_side
+    evaluation = EvaluationImages(folder, *sizes, config.crops, training.fill)
     workers = Workers(config.workers)
 
     if config.keep:
@@ -82,7 +66,7 @@ def load(config: ImageFolder) -> Dataset:
                 "data.keep: resized crops are decoded anew each time; give data.crop padded, "
                 "reflected or centre"
             )
-        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, fill)
+        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
         kept = KeptImages(whole, paths[:at], workers), KeptImages(evaluation, paths[at:], workers)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from train.config import ArrayFile
-from train.data.files import shortened
+from train.data.files import there_are
 from train.errors import UserError, nearest
 
 _IMAGES = ("x", "image", "images", "data")
@@ -106,11 +106,6 @@ def read(path: Path, name: str) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise UserError(f"data.path: {name} in {path} is no array")
     return array
-
-
-def there_are(names: Sequence[str], what: str) -> str:
-    """What there is, behind what there is not."""
-    return f"; there are {shortened(list(names), 12)}" if names else f"; there are no {what}"
 
 
 def _test_part(config: ArrayFile, root: Path, there: Collection[str]) -> str | None:

@@ -169,7 +169,7 @@ def _read(folder: RunFolder, label: str) -> Run:
         written=written,
         summary=_json(folder.summary, Summary, notes),
         memory=_json(folder.memory, Memory, notes),
-        evaluated=_json(folder.path / "evaluation.json", Evaluated, notes),
+        evaluated=_json(folder.evaluation, Evaluated, notes),
         bad_steps=_checked(bad, BadStep, folder.bad_steps.name, notes),
         pictures=[p for name in PICTURES if (p := _picture(folder.path / name, notes))],
         checkpoints=_checkpoints(folder.checkpoints),
