@@ -12,26 +12,58 @@ from program_cases import exit_code, fnet_command
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
 
-def together(processes, *words, devices=1):
+def by_hand(port, processes, i):
+    words = "--coordinator", f"localhost:{port}", "--processes", str(processes), "--process", str(i)
+    return words, {}
+
+
+def by_slurm(port, processes, i):
+    """As srun would tell a process of its job; the port follows from the job's number."""
+    said = {
+        "SLURM_JOB_ID": port % 4096,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": processes,
+        "SLURM_PROCID": i,
+        "SLURM_LOCALID": i,
+        "SLURM_STEP_NUM_NODES": 1,
+    }
+    return ("--distributed",), said
+
+
+def by_open_mpi(port, processes, i):
+    """As mpirun would tell a process."""
+    said = {
+        "OMPI_MCA_orte_hnp_uri": f"{port % 4096 * 4096}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": processes,
+        "OMPI_COMM_WORLD_RANK": i,
+        "OMPI_COMM_WORLD_LOCAL_RANK": i,
+    }
+    return ("--distributed",), said
+
+
+def together(processes, *words, told=by_hand):
     """Trains in several processes; what each of them said, and its exit code."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    started = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "train", "train", *map(str, words)),
-                *("--coordinator", f"localhost:{port}"),
-                *("--processes", str(processes), "--process", str(i)),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+    started = []
+    for i in range(processes):
+        options, variables = told(port, processes, i)
+        own = {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            **{name: str(value) for name, value in variables.items()},
+        }
+        command = [sys.executable, "-m", "train", "train", *map(str, words), *options]
+        started.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=os.environ | own,
+            )
         )
-        for i in range(processes)
-    ]
     said = [process.communicate(timeout=240)[0] for process in started]
     return said, [process.returncode for process in started]
 
@@ -52,6 +84,16 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(workpl
     # The last step of the first part was evaluated as well.
     both, alone = losses(workplace / "both"), losses(workplace / "alone")
     assert both[:4] + both[-2:] == pytest.approx(alone[:4] + alone[-2:], rel=1e-5)
+
+
+@pytest.mark.parametrize("told", [by_slurm, by_open_mpi])
+def test_a_cluster_tells_the_processes_who_they_are(told, workplace):
+    said, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "both", told=told)
+    assert codes == [0, 0], said
+    assert "step 8/8" in said[0]
+    fnet_command("train", "tiny.py", "--out", "alone")
+    both, alone = losses(workplace / "both"), losses(workplace / "alone")
+    assert both == pytest.approx(alone, rel=1e-4)
 
 
 def test_what_the_first_process_refuses_ends_all(workplace):

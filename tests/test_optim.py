@@ -79,7 +79,16 @@ def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["preact_resnet", "revnet", "resnet18", "resnext50", "densenet121", "wider_resnet16"]
+    "name",
+    [
+        "preact_resnet",
+        "resnet9",
+        "revnet",
+        "resnet18",
+        "resnext50",
+        "densenet121",
+        "wider_resnet16",
+    ],
 )
 def test_every_classifier_is_known_as_one(name):
     params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))

@@ -222,7 +222,7 @@ MISTAKES = [
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
-    (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
+    (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet9', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
     (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),

@@ -5,7 +5,7 @@ from fnet.layers.activations import activation
 from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.batch_norm import batch_norm_layer as batch_norm
 from fnet.layers.causal_conv import causal_conv_layer as causal_conv
-from fnet.layers.conv import avg_pool, conv, global_avg_pool, max_pool
+from fnet.layers.conv import avg_pool, conv, global_avg_pool, global_max_pool, max_pool
 from fnet.layers.dropout import dropout
 from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.embedding import embedding, unembed
@@ -43,6 +43,7 @@ __all__ = [
     "fold",
     "fold_layer",
     "global_avg_pool",
+    "global_max_pool",
     "group_norm",
     "layer_norm",
     "mamba",

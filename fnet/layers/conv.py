@@ -143,3 +143,8 @@ def avg_pool(window: int = 2) -> Layer:
 def global_avg_pool() -> Layer:
     """Mean over height and width: ``x`` [N, H, W, C] -> [N, C]."""
     return stateless(lambda x: x.mean((1, 2)))
+
+
+def global_max_pool() -> Layer:
+    """Maximum over height and width: ``x`` [N, H, W, C] -> [N, C]."""
+    return stateless(lambda x: x.max((1, 2)))

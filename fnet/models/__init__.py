@@ -14,6 +14,7 @@ from fnet.models.mlp import mlp
 from fnet.models.preact_resnet import preact_resnet
 from fnet.models.resnet import DEPTHS as RESNETS
 from fnet.models.resnet import resnet
+from fnet.models.resnet9 import resnet9
 from fnet.models.resnext import DEPTHS as RESNEXTS
 from fnet.models.resnext import resnext
 from fnet.models.revnet import revnet
@@ -23,6 +24,7 @@ from fnet.models.wider_resnet import wider_resnet
 MODELS: dict[str, Callable[..., Layer]] = {
     "mlp": mlp,
     "preact_resnet": preact_resnet,
+    "resnet9": resnet9,
     "revnet": revnet,
 }
 MODELS |= {f"resnet{depth}": partial(resnet, depth) for depth in RESNETS}
@@ -37,7 +39,7 @@ def get(name: str, **options: Any) -> Layer:
     """A network by name.
 
     Args:
-      name: ``mlp``, ``preact_resnet``, ``revnet``, ``resnet18`` to ``resnet152``,
+      name: ``mlp``, ``preact_resnet``, ``resnet9``, ``revnet``, ``resnet18`` to ``resnet152``,
         ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
         ``wider_resnet16`` to ``wider_resnet38`` and each with ``_a2``.
       **options: of the function of that name in this room.
@@ -62,6 +64,7 @@ __all__ = [
     "mlp",
     "preact_resnet",
     "resnet",
+    "resnet9",
     "resnext",
     "revnet",
     "wider_resnet",

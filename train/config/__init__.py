@@ -36,6 +36,7 @@ from train.config.vision import (
     Mlp,
     PreactResNet,
     ResNet,
+    ResNet9,
     ResNeXt,
     RevNet,
     WiderResNet,
@@ -56,6 +57,7 @@ class Config(Section):
     """Training and test examples."""
     model: Annotated[
         PreactResNet
+        | ResNet9
         | ResNet
         | ResNeXt
         | WiderResNet
@@ -100,6 +102,7 @@ _VARIANTS = {
     ),
     "model": (
         PreactResNet,
+        ResNet9,
         ResNet,
         ResNeXt,
         WiderResNet,

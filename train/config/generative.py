@@ -43,8 +43,8 @@ class LanguageModel(Section):
     dropout: Share = 0.0
     """Of each branch, in training."""
 
-    def build(self, vocabulary: int) -> models.LanguageModel:
-        """The network for that many tokens."""
+    def build(self, vocabulary: int, dtype: str = "float32") -> models.LanguageModel:
+        """The network for that many tokens, with activations of a dtype."""
         hidden = _hidden(self.width, self.hidden)
         feed_forward = layers.feed_forward(self.width, hidden) if hidden else None
         made = {name: self._mixer(name) for name in self.mixers}
@@ -57,6 +57,7 @@ class LanguageModel(Section):
             context=None if self.attention_context == "none" else self.attention_context,
             context_rate=self.context_rate,
             dropout=self.dropout,
+            dtype=dtype,
         )
 
     def _mixer(self, name: str) -> Layer:

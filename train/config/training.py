@@ -105,6 +105,8 @@ class Train(Section):
     """Passes over the training examples."""
     steps: Count | None = None
     """Training steps; overrides epochs."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of activations and their gradients; parameters, optimizer and losses stay float32."""
     seed: Seed = 0
     """Of initial values, order of examples, augmentation and dropout."""
     log_every: Count = 10

@@ -47,6 +47,26 @@ class PreactResNet(Section):
 
 
 @dataclass(frozen=True)
+class ResNet9(Section):
+    """A shallow residual network that learns small images in few epochs (Page 2018)."""
+
+    name: Literal["resnet9"] = "resnet9"
+    """The family of networks."""
+    widths: tuple[Count, Count, Count, Count] = (64, 128, 256, 512)
+    """Channels of the first convolution and of the three stages, each of which halves the image."""
+    norm: Norm = "abn"
+    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    activation: Activation = "leaky_relu"
+    """After every norm."""
+    activation_param: float = 0.01
+    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """The network for images [H, W, C]."""
+        return models.resnet9(num_classes=num_classes, in_channels=image_shape[-1], **options(self))
+
+
+@dataclass(frozen=True)
 class ResNet(Section):
     """A residual network (He et al. 2015)."""
 

@@ -23,15 +23,16 @@ def normalized(config: Config, image: Array) -> Array:
     """Images [..., H, W, C] as the network takes them.
 
     Bytes are divided by 255. Then (x - mean) / std, channel by channel, of data that have them.
+    They are of the config's precision, and so is then what layers make of them.
     """
-    image = in_unit_interval(image)
+    image, precision = in_unit_interval(image), config.train.precision
     if not hasattr(config.data, "mean"):
-        return image
+        return image.astype(precision)
     mean, std = (
         np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
         for name in ("mean", "std")
     )
-    return (image - mean) / std
+    return ((image - mean) / std).astype(precision)
 
 
 def in_unit_interval(image: Array) -> Array:

@@ -26,7 +26,7 @@ def model_of(config: Config) -> fnet.models.LanguageModel:
             f"data.source: {data.source} has no text, which the network {model.name} takes; "
             "give data.source text_file"
         )
-    return model.build(tokens_of(data).size)
+    return model.build(tokens_of(data).size, config.train.precision)
 
 
 def build(config: Config) -> Task:

@@ -1,0 +1,100 @@
+"""train.precision: activations in bfloat16; parameters, optimizer, statistics, losses in float32."""
+
+import dataclasses
+import json
+
+import chex
+import jax
+import jax.extend
+import numpy as np
+import pytest
+from program_cases import fnet_command
+
+import fnet
+from train.config import Config, Denoiser, Digits, LanguageModel, Optim, PreactResNet, TextFile
+from train.setup import setup
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question\n" * 50)
+    return TextFile(path=str(path), context=16, batch_size=8)
+
+
+IMAGES = Config(
+    data=Digits(batch_size=16),
+    model=PreactResNet(widths=(8, 16), blocks_per_stage=1),
+    optim=Optim(learning_rate=0.01),
+)
+DENOISER = dataclasses.replace(IMAGES, model=Denoiser(width=16, blocks=2, heads=2))
+
+
+def runs(config):
+    wide = setup(config)
+    train = dataclasses.replace(config.train, precision="bfloat16")
+    return wide, setup(dataclasses.replace(config, train=train))
+
+
+def kept(run):
+    """Bytes that are kept for the backward pass."""
+
+    def loss(params, state, batch):
+        return run.task.loss(params, state, batch, jax.random.key(0))[0].mean()
+
+    shapes = run.state_shapes
+    found = fnet.memory.residuals(loss, shapes.params, shapes.model_state, run.batch_shapes)
+    return sum(r.added for r in found)
+
+
+@pytest.mark.parametrize("kind", ["images", "denoiser", "text"])
+def test_activations_alone_are_narrow(kind, text):
+    config = {
+        "images": IMAGES,
+        "denoiser": DENOISER,
+        "text": dataclasses.replace(
+            IMAGES, data=text, model=LanguageModel(width=16, blocks=2, heads=2)
+        ),
+    }[kind]
+    wide, narrow = runs(config)
+    chex.assert_trees_all_equal_shapes_and_dtypes(narrow.state_shapes, wide.state_shapes)
+
+    batch = next(wide.training_batches())
+    after = {}
+    for name, run in (("wide", wide), ("narrow", narrow)):
+        state, metrics = run.step(run.init(jax.random.key(0)), batch)
+        after[name] = state, metrics
+    chex.assert_trees_all_equal_dtypes(*after.values())
+    losses = {name: float(metrics["loss"]) for name, (_, metrics) in after.items()}
+    assert losses["narrow"] == pytest.approx(losses["wide"], rel=0.02)
+
+    products = [
+        {a.aval.dtype.name for a in eqn.invars}
+        for eqn in equations(jax.make_jaxpr(narrow.step)(narrow.state_shapes, batch).jaxpr)
+        if eqn.primitive.name == "conv_general_dilated"
+        or (eqn.primitive.name == "dot_general" and min(a.aval.ndim for a in eqn.invars) == 2)
+    ]
+    assert len(products) > 5
+    assert all(dtypes == {"bfloat16"} for dtypes in products)
+
+
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
+
+
+def test_what_is_kept_is_half():
+    data = dataclasses.replace(IMAGES.data, batch_size=256)  # beside copies of kernels
+    wide, narrow = map(kept, runs(dataclasses.replace(IMAGES, data=data)))
+    assert narrow < 0.52 * wide
+
+
+def test_a_run_in_it_learns_and_is_evaluated(workplace):
+    fnet_command("train", "tiny.py", "--out", "run", "--train.precision", "bfloat16")
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    fnet_command("eval", "run")
+    found = json.loads((workplace / "run" / "evaluation.json").read_text())
+    assert found["metrics"]["test/loss"] == pytest.approx(summary["metrics"]["test/loss"], rel=1e-3)
+    assert found["metrics"]["test/loss"] < 1.2 * np.log(10)

@@ -1,0 +1,150 @@
+"""200 random configs, many of them wrong: each trains two steps, or ends with one line.
+
+Fields are drawn by their types, sizes small enough to compile; about one field in twenty is of
+a wrong type or out of range. Deep networks and packages that are not installed are left out:
+other tests build them.
+"""
+
+import json
+import types
+import typing
+from dataclasses import fields
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from program_cases import fnet_command
+
+from train.config import Config, kinds
+
+WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
+LEFT_OUT = {"data": {"huggingface"}, "model": {"resnext", "densenet", "wider_resnet", "deeplab"}}
+"""Nor is ``data`` ever that of masks, which deeplab alone takes."""
+PATHS = {"image_folder": "images", "arrays": "data.npz", "text_file": "text.txt"}
+
+
+def values(hint):
+    """Small values of a type, most of which its range allows."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return values(args[0])
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of(*map(values, args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(values(args[0]), max_size=3)
+    if origin is tuple:
+        return st.tuples(*map(values, args)).map(list)
+    return {
+        bool: st.booleans(),
+        int: st.sampled_from([1, 2, 2, 3, 4, 4, 8, 8, 16]),
+        float: st.sampled_from([0.0, 0.001, 0.01, 0.01, 0.1, 0.1, 0.5, 0.9, 1.0, 2.0]),
+        str: st.sampled_from(["64MiB", "1GiB", "x", "label", "test"]),
+        type(None): st.none(),
+    }[hint]
+
+
+@st.composite
+def sections(draw, kind):
+    """Some fields of a section, the others as they are by default."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    tag, *names = (f.name for f in fields(kind))
+    section = {tag: typing.get_args(hints[tag])[0]}
+    for name in draw(st.lists(st.sampled_from(names), unique=True, max_size=4)):
+        wrong = draw(st.integers(0, 19)) == 0
+        section[name] = draw(WRONG if wrong else values(hints[name]))
+    return section
+
+
+SMALL = {
+    "preact_resnet": {"widths": [4], "blocks_per_stage": 1},
+    "resnet9": {"widths": [4, 4, 8, 8]},
+    "resnet": {"depth": 18, "stem": "small"},
+    "revnet": {"widths": [8, 16], "blocks": [1, 1]},
+    "mlp": {"hidden": [16]},
+    "language_model": {"width": 16, "heads": 2, "blocks": 2},
+    "denoiser": {"width": 16, "heads": 2, "blocks": 1},
+    "synthetic": {"image_size": 16, "examples": 64},
+    "image_folder": {"image_size": 16, "crop": "padded"},
+    "text_file": {"context": 16},
+}
+
+
+@st.composite
+def configs(draw):
+    """A config as JSON has it."""
+    made = {"train": {"steps": 2, "log_every": 1}}
+    for f in fields(Config):
+        if variants := kinds(f.name):
+            names = sorted(set(variants) - LEFT_OUT.get(f.name, set()) - {"segmentation_folder"})
+            name = draw(st.sampled_from(names))
+            made[f.name] = SMALL.get(name, {}) | draw(sections(variants[name]))
+            if f.name == "data":
+                made["data"] |= {"batch_size": 8}
+                made["data"] |= {"path": PATHS[name]} if name in PATHS else {}
+        elif f.name not in ("name", "tracking") and draw(st.booleans()):
+            section = draw(sections(typing.get_type_hints(Config)[f.name]))
+            made[f.name] = section | made.get(f.name, {})
+    if draw(st.integers(0, 9)) == 0:
+        made[draw(st.sampled_from(["modle", "opt", "steps"]))] = 1
+    return made
+
+
+@pytest.fixture
+def files(workplace):
+    """What the configs name."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("test", 4)):
+        for name in "ab":
+            folder = workplace / "images" / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.fromarray(rng.integers(0, 256, (20, 24, 3), np.uint8)).save(
+                    folder / f"{i}.png"
+                )
+    x, y = rng.integers(0, 256, (40, 8, 8, 3), np.uint8), np.arange(40) % 3
+    np.savez(workplace / "data.npz", x=x, y=y)
+    (workplace / "text.txt").write_text("to be or not to be, that is the question\n" * 40)
+    return workplace
+
+
+@pytest.mark.slow
+def test_every_config_trains_or_is_refused_in_one_line(files, capsys):
+    ends = {"trained": 0, "refused": 0}
+
+    @settings(
+        max_examples=200,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(configs())
+    def check(config):
+        number = sum(ends.values())
+        path = files / f"{number}.json"
+        path.write_text(json.dumps(config))
+        code = 0
+        try:
+            fnet_command("train", path, "--out", f"run{number}")
+        except SystemExit as end:
+            code = end.code
+        jax.clear_caches()
+        said = capsys.readouterr()
+        if code == 0:
+            lines = (files / f"run{number}" / "metrics.jsonl").read_text().splitlines()
+            assert json.loads(lines[-1])["step"] == 2
+            ends["trained"] += 1
+        else:
+            assert code == 2, said
+            assert len(said.err.strip().splitlines()) == 1, said.err
+            assert not (files / f"run{number}" / "metrics.jsonl").exists()
+            ends["refused"] += 1
+
+    check()
+    assert min(ends.values()) > 40, ends
