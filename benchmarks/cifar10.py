@@ -26,7 +26,7 @@ from benchmarks.measure import interleaved, markdown, versions
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
 from train import recipes
-from train.config import Config, Mesh, PreactResNet
+from train.config import Config, Mesh, ResNet9
 from train.config.section import options
 from train.loop import train
 from train.mesh import layout, make_cpu_devices
@@ -35,13 +35,13 @@ from train.setup import setup
 
 
 @dataclass(frozen=True)
-class FlaxResNet(PreactResNet):
+class FlaxResNet9(ResNet9):
     """The same network with flax's norm and relu."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
         flax = {"norm": flax_norm, "activation": "relu"}
-        return models.preact_resnet(
+        return models.resnet9(
             num_classes=num_classes, in_channels=image_shape[-1], **options(self) | flax
         )
 
@@ -57,7 +57,7 @@ def forms(args: argparse.Namespace) -> dict[str, Config]:
         ),
     )
     segments = dataclasses.replace(recipe.memory, policy="segments")
-    flax = FlaxResNet(
+    flax = FlaxResNet9(
         **{f.name: getattr(recipe.model, f.name) for f in dataclasses.fields(recipe.model)}
     )
     return {

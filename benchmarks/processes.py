@@ -96,7 +96,9 @@ def main() -> None:
     print(markdown(rows))
     first, last = expected[0], expected[-1]
     print(f"\n{args.steps} steps, in which the loss falls from {first:.3f} to {last:.3f}.")
-    trained(folder, 1, "--out", str(folder / "of4"), "--resume", "--train.steps", str(args.steps + 5))
+    trained(
+        folder, 1, "--out", str(folder / "of4"), "--resume", "--train.steps", str(args.steps + 5)
+    )
     print(f"One process went on from the four's checkpoint: loss {losses(folder / 'of4')[-1]:.3f}.")
     print(f"Versions: {versions('jax', 'jaxlib', 'orbax-checkpoint')}.")
 

@@ -1,8 +1,13 @@
 """The program in this process, in an empty folder, with a recipe that trains in a second."""
 
+import jax
+import numpy as np
 import pytest
 
 from train import cli
+from train.checkpoint import Checkpoints
+from train.run_folder import RunFolder
+from train.setup import setup
 
 TINY = """
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
@@ -27,3 +32,20 @@ def exit_code(*words):
     with pytest.raises(SystemExit) as exit_:
         fnet_command(*words)
     return exit_.value.code
+
+
+def final_state(folder):
+    """Everything of the newest checkpoint."""
+    config = RunFolder(folder).read_config()
+    with Checkpoints(RunFolder(folder).checkpoints, 2) as checkpoints:
+        restored = checkpoints.restore(setup(config).state_shapes)
+    state = restored.state
+    key = jax.random.key_data(jax.random.clone(state.key))
+    return (
+        jax.tree.map(np.asarray, (restored.step, state.params, state.model_state)),
+        key,
+        (
+            jax.tree.map(np.asarray, (state.opt_state, state.ema)),
+            restored.position,
+        ),
+    )

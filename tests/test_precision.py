@@ -47,7 +47,12 @@ def kept(run):
     return sum(r.added for r in found)
 
 
-@pytest.mark.parametrize("kind", ["images", "denoiser", "text"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["images", pytest.param("denoiser", marks=SLOW), pytest.param("text", marks=SLOW)]
+)
 def test_activations_alone_are_narrow(kind, text):
     config = {
         "images": IMAGES,
@@ -91,6 +96,7 @@ def test_what_is_kept_is_half():
     assert narrow < 0.52 * wide
 
 
+@SLOW
 def test_a_run_in_it_learns_and_is_evaluated(workplace):
     fnet_command("train", "tiny.py", "--out", "run", "--train.precision", "bfloat16")
     summary = json.loads((workplace / "run" / "summary.json").read_text())

@@ -8,35 +8,18 @@ from dataclasses import replace
 
 import chex
 import jax
-import numpy as np
 import pytest
 from image_cases import class_folders
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, final_state, fnet_command
 
 import fnet
-from train import checkpoint, data, recipes
+from train import data, recipes
 from train.config import ImageFolder
 from train.data import image_folder
 from train.run_folder import RunFolder
 from train.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
-
-
-def final_state(folder):
-    config = RunFolder(folder).read_config()
-    with checkpoint.Checkpoints(RunFolder(folder).checkpoints, 2) as checkpoints:
-        restored = checkpoints.restore(setup(config).state_shapes)
-    state = restored.state
-    key = jax.random.key_data(jax.random.clone(state.key))
-    return (
-        jax.tree.map(np.asarray, (restored.step, state.params, state.model_state)),
-        key,
-        (
-            jax.tree.map(np.asarray, (state.opt_state, state.ema)),
-            restored.position,
-        ),
-    )
 
 
 def metrics_of(folder):

@@ -18,8 +18,9 @@ from fnet import TrainState
 from train.checksums import checksums, dotted
 from train.errors import TrainingError, UserError
 
-# Orbax tells of every directory it makes; what matters is said by the loop.
-logging.getLogger("absl").setLevel(logging.ERROR)
+# Orbax tells of every directory it makes, and of an error in each of its threads; what matters
+# is raised, and said by the loop.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 Found = TypeVar("Found")
 
@@ -221,7 +222,7 @@ class Checkpoints:
             except Exception as error:  # whatever orbax makes of a damaged file
                 self._say(
                     f"checkpoint {self._folder / str(step)} is damaged "
-                    f"({_first_line(error)[:200]}); the one before is taken"
+                    f"({_reason(error)}); the one before is taken"
                 )
                 self._put_aside(step)
         if steps:
@@ -275,10 +276,12 @@ def _saving(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise TrainingError(
-            f"cannot save a checkpoint in {folder}: {_first_line(error)[:300]}; those that were "
+            f"cannot save a checkpoint in {folder}: {_reason(error)}; those that were "
             "saved before are whole"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _reason(error: Exception) -> str:
+    """Its first line, of a long one the end: there the reason is, behind paths within paths."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line if len(line) <= 200 else f"... {line[-200:]}"

@@ -1,0 +1,84 @@
+"""The attention context: how it is read, and how correlations are found and averaged."""
+
+from tests.mutations.mutation import changes
+
+_CONTEXT = "fnet/layers/attention_context.py"
+_TESTS = "tests/test_attention_context.py"
+_AVERAGE = "(1 - rate) * context + rate * mean"
+
+READ = changes(
+    _CONTEXT,
+    _TESTS,
+    "apply_and_its_gradients or finite_differences",
+    [
+        ("the strength is not divided by the width", "jnp.asarray(strength) / x.shape[-1]", "jnp.asarray(strength)"),
+        ("the context's part is taken off", "return x + scale * (x @ context)", "return x - scale * (x @ context)"),
+        ("the context takes the place of x", "return x + scale * (x @ context)", "return scale * (x @ context)"),
+        ("the context is transposed", "return x + scale * (x @ context)", "return x + scale * (x @ context.T)"),
+        ("dx lacks the context's part", "(scale * dx + dscale * x) @", "(dscale * x) @"),
+        ("dx lacks its own part", "dx + (scale * dx + dscale * x)", "(scale * dx + dscale * x)"),
+        ("the strength has no gradient", "(scale * dx + dscale * x) @", "(scale * dx) @"),
+    ],
+)  # fmt: skip
+
+RENEWED = [
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "contracts_formula and not float64",
+        [
+            ("old and new have each other's weight", _AVERAGE, "rate * context + (1 - rate) * mean"),
+            ("the old does not decay", _AVERAGE, "context + rate * mean"),
+            ("the rate is another", "RATE = 0.01", "RATE = 0.1"),
+            ("columns are not centred", "rows - mean, 0)", "rows, 0)"),
+            ("no tanh", "jnp.tanh(jnp.clip(jnp.where(known, corr, 0), -1, 1))", "jnp.clip(jnp.where(known, corr, 0), -1, 1)"),
+            ("lengths are squared", "(jnp.sqrt(jnp.square(a).sum(1)) for a", "(jnp.square(a).sum(1) for a"),
+            ("correlations are transposed", '"bri,brj->bij"', '"bri,brj->bji"'),
+            ("rows are next to each other", "[:, ::stride][:, :ROWS]", "[:, :ROWS]"),
+            ("all rows are looked at", "[:, ::stride][:, :ROWS]", "[:, ::stride]"),
+            ("a sum over examples", "total / jnp.maximum(count, 1).astype(total.dtype)", "total"),
+        ],
+    ),
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "no_gradient_flows",
+        [("a gradient flows through", "jax.lax.stop_gradient(a)[:, ::stride]", "a[:, ::stride]")],
+    ),
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "constant_columns",
+        [("constant columns correlate", "seen & (highest > lowest)", "seen")],
+    ),
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "not_finite or overflow or below_the_bound or no_entry",
+        [
+            ("rows that are not finite count", "rows = jnp.where(finite, rows, 0)", "pass"),
+            ("correlations need not be finite", "(denominator > 1e-12) & jnp.isfinite(corr)", "denominator > 1e-12"),
+            ("the denominator's bound is another", "(denominator > 1e-12) & jnp.isfinite(corr)", "(denominator > 1e-8) & jnp.isfinite(corr)"),
+            ("the denominator has no bound", "(denominator > 1e-12) & jnp.isfinite(corr)", "jnp.isfinite(corr)"),
+        ],
+    ),
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "masked_examples",
+        [
+            ("masked tokens count in the mean", "mean = jnp.where(seen, rows, 0).sum", "mean = rows.sum"),
+            ("masked tokens correlate", "seen & (highest > lowest)", "(highest > lowest)"),
+            ("masked examples count", "count = real.sum()", "count = jnp.asarray(real.size)"),
+            ("with nothing left the context decays", f"jnp.where(count > 0, {_AVERAGE}, context)", _AVERAGE),
+        ],
+    ),
+    *changes(
+        _CONTEXT,
+        _TESTS,
+        "a_few_at_a_time",
+        [("the last few examples alone count", "(total + some(*xy), None)", "(some(*xy), None)")],
+    ),
+]  # fmt: skip
+
+MUTATIONS = [*READ, *RENEWED]

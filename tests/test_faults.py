@@ -1,0 +1,130 @@
+"""What a run meets on its way: a full disk, a signal while it saves, gradients that are not finite."""
+
+import json
+import shutil
+import signal
+import subprocess
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from program_cases import exit_code, final_state, fnet_command
+
+import fnet
+from train import loop
+from train.checkpoint import Checkpoints
+from train.config import Digits, PreactResNet
+from train.data import digits
+from train.tasks import images
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small_disk(workplace):
+    """A file system of 2 MiB."""
+    place = workplace / "small"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs leave to mount a file system: {error}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_disk_that_runs_full_ends_the_run_and_leaves_what_was_saved(small_disk, capsys):
+    run = small_disk / "run"
+    often = "--checkpoint.every", 1, "--checkpoint.keep", 1000, "--train.steps", 1000
+    assert exit_code("train", "tiny.py", "--out", run, *often) == 1
+    error = capsys.readouterr().err
+    assert "No space left on device" in error
+    assert error.count("\n") == 1
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        saved = checkpoints.latest_step
+    assert saved > 0
+    for step in range(1, 5):  # to make room
+        shutil.rmtree(run / "checkpoints" / str(step))
+    fnet_command("train", "tiny.py", "--out", run, "--resume", "--train.steps", saved)
+    assert f"resumed after step {saved} of {saved}" in capsys.readouterr().out
+
+
+def test_a_signal_while_a_checkpoint_is_written_loses_neither(workplace, whole, monkeypatch):
+    save = Checkpoints.save
+
+    def interrupted(self, step, *args):
+        save(self, step, *args)
+        if step == 3:
+            assert not (workplace / "parts" / "checkpoints" / "3").exists()  # it is being written
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    fnet_command("train", "tiny.py", "--out", "parts")
+    there = {p.name for p in (workplace / "parts" / "checkpoints").iterdir()}
+    assert there == {"3", "4"}
+    fnet_command("train", "tiny.py", "--out", "parts", "--resume")
+    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "parts"))
+
+
+def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypatch):
+    """Every number of the forward pass is finite; the gradient of one example is not."""
+
+    def load(config):
+        dataset = digits.load(config)
+        image = np.array(dataset.train["image"], np.float32)
+        image[5] = 2.0  # the others are in [0, 1]
+        return dataset._replace(train=dataset.train | {"image": image})
+
+    monkeypatch.setitem(images._SOURCES, Digits, load)
+
+    build = PreactResNet.build
+
+    def with_bad_layer(self, *shape):
+        inner = build(self, *shape)
+
+        def apply(params, state, x, *, key=None, train):
+            y, state = inner.apply(params, state, x, key=key, train=train)
+            with jax.named_scope("bad_layer"):
+                bad = (x > 1.5).any((1, 2, 3))[:, None]
+                zero = y - jax.lax.stop_gradient(y)  # where the root has no derivative
+                return y * jnp.sqrt(jnp.where(bad, zero, 1.0)), state
+
+        return fnet.Layer(inner.init, apply)
+
+    monkeypatch.setattr(PreactResNet, "build", with_bad_layer)
+    few = "--data.test-share", 0.9, "--train.steps", 12, "--train.eval-every", 12
+    fnet_command("train", "tiny.py", *few, "--out", "r")
+    (bad,) = map(json.loads, (workplace / "r" / "bad_steps.jsonl").read_text().splitlines())
+    assert "bad_layer" in bad["origin"]
+    assert 5 in bad["rows"]
+    assert np.isfinite(float(bad["loss"]))
+    assert not np.isfinite(float(bad["grad_norm"]))
+    chex.assert_tree_all_finite(final_state(workplace / "r"))
+
+
+def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
+    workplace, whole, monkeypatch, capsys
+):
+    class Spoiling(loop.StepBySize):
+        """Spoils one number of the parameters after the third step."""
+
+        def __call__(self, state, batch):
+            state, metrics = super().__call__(state, batch)
+            if state.step == 3:
+                state.params["head"]["bias"] = state.params["head"]["bias"].at[2].set(jnp.inf)
+            return state, metrics
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "StepBySize", Spoiling)
+        few = "--guard.max-bad-steps", 2, "--checkpoint.every", 2
+        assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
+    error = capsys.readouterr().err
+    assert "params['head']['bias'] has inf" in error
+    assert {p.name for p in (workplace / "r" / "checkpoints").iterdir()} == {"2"}
+    bad = map(json.loads, (workplace / "r" / "bad_steps.jsonl").read_text().splitlines())
+    assert [line["step"] for line in bad] == [4, 5, 6]
+    fnet_command("train", "tiny.py", "--out", "r", "--resume")
+    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "r"))
