@@ -316,7 +316,7 @@ def test_the_section_survives_json():
 
 
 def test_the_program_trains_evaluates_and_goes_on_with_arrays(workplace, capsys):
-    written(workplace / "data.npz", x=pixels(64, (8, 8)), y=numbers(64, 2))
+    written(workplace / "data.npz", x=pixels(64, (8, 8, 2)), y=numbers(64, 2))
     words = ("--data.source", "arrays", "--optim.name", "adafactor", "--data.crop", "padded")
     given = ("train", "tiny.py", *words, "--out", "run", "--data.batch-size", 8)
     fnet_command(*given)

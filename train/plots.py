@@ -195,10 +195,12 @@ def segmentations(
 
 
 def _rgb(images: np.ndarray) -> np.ndarray:
-    """Images as bytes of red, green and blue; those of one channel become ink on paper."""
+    """Images as bytes of red, green and blue: the first three channels, or ink on paper."""
     if images.dtype != np.uint8:
         images = (255 * np.clip(images, 0, 1)).round().astype(np.uint8)
-    return np.repeat(255 - images, 3, -1) if images.shape[-1] == 1 else images
+    if images.shape[-1] >= 3:
+        return images[..., :3]
+    return np.repeat(255 - images.mean(-1, keepdims=True).astype(np.uint8), 3, -1)
 
 
 def _tiled(
