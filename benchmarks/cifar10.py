@@ -22,7 +22,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
 from train import recipes
@@ -94,17 +95,17 @@ def trained(config: Config, out: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=20)
     parser.add_argument("--path", required=True, help="a folder with train/ and test/")
     parser.add_argument("--epochs", type=float, help="the recipe's by default; 0: no run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=20, help="of timed steps")
     parser.add_argument("--out", help="where runs are kept")
     args = parser.parse_args()
     configs = forms(args)
     make_cpu_devices(configs["in place"].mesh)
     peaks, seconds = steps(configs, args.rounds)
-    rows = []
+    rows, claims = [], []
+    packages = "jax", "jaxlib", "flax", "optax"
     for form, peak in peaks.items():
         row = {
             "": form,
@@ -114,13 +115,21 @@ def main() -> None:
             "step / flax": f"{seconds[form] / seconds['flax']:.2f}",
         }
         rows.append(row)
+        if form != "flax":
+            what, peer = f"CIFAR-10 step, {form}", "flax BatchNorm, relu"
+            claims += [
+                Claim(f"{what}: peak", peer, peak / peaks["flax"]),
+                Claim(f"{what}: time", peer, seconds[form] / seconds["flax"], kind="time"),
+            ]
     print(markdown(rows), flush=True)
     if args.epochs == 0:
+        publish(claims, args, *packages)
         return
     out = Path(args.out or tempfile.mkdtemp())
-    rows = []
+    rows, accuracy = [], {}
     for form in ("in place", "flax"):
         summary = trained(configs[form], out / form.replace(" ", "_"))
+        accuracy[form] = summary["metrics"]["test/accuracy"]
         row = {
             "": form,
             "test accuracy": f"{summary['metrics']['test/accuracy']:.2%}",
@@ -130,7 +139,13 @@ def main() -> None:
         rows.append(row)
         print(markdown([row]), file=sys.stderr, flush=True)
     print("\n" + markdown(rows))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+    ours, theirs = accuracy["in place"], accuracy["flax"]
+    what, peer = "CIFAR-10 recipe: test accuracy", f"flax BatchNorm, relu: {theirs:.2%}"
+    claims += [
+        Claim(what, peer, ours, ">= 0.9", "quality"),
+        Claim(f"{what} below the peer's", peer, theirs - ours, "<= 0.005", "quality"),
+    ]
+    publish(claims, args, *packages)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ state's bytes are those that the compiled step takes as arguments in one process
 lies in its memory. At last one process goes on from the checkpoint that four of them made.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -18,7 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
 
 RECIPE = """
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
@@ -72,13 +72,13 @@ def read(path: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=0.003)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     (folder / "recipe.py").write_text(RECIPE.format(rate=args.learning_rate, steps=args.steps))
-    rows = []
+    rows, claims = [], []
     for processes in (1, 2, 4):
         out = folder / f"of{processes}"
         trained(folder, processes, "--out", str(out))
@@ -93,6 +93,15 @@ def main() -> None:
             "of total / processes": f"{state * processes / whole:.3f}",
         }
         rows.append(row)
+        if processes > 1:
+            what = f"{processes} processes, {args.steps} steps"
+            worst, share = max(differences), state * processes / whole
+            claims += [
+                Claim(
+                    f"{what}: largest part a loss differs", "1 process", worst, "<= 1e-5", "error"
+                ),
+                Claim(f"{what}: state of one", f"total / {processes}", share, "<= 1.05"),
+            ]
     print(markdown(rows))
     first, last = expected[0], expected[-1]
     print(f"\n{args.steps} steps, in which the loss falls from {first:.3f} to {last:.3f}.")
@@ -100,7 +109,7 @@ def main() -> None:
         folder, 1, "--out", str(folder / "of4"), "--resume", "--train.steps", str(args.steps + 5)
     )
     print(f"One process went on from the four's checkpoint: loss {losses(folder / 'of4')[-1]:.3f}.")
-    print(f"Versions: {versions('jax', 'jaxlib', 'orbax-checkpoint')}.")
+    publish(claims, args, "jax", "jaxlib", "orbax-checkpoint")
 
 
 if __name__ == "__main__":

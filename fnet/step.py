@@ -51,7 +51,7 @@ def make_step(
       ValueError: for a guard of a mode that applies the gradient before all of it is known;
         when called with a state whose ``ema`` does not match ``ema_decay``.
     """
-    if guard and isinstance(mode, UpdateMode):
+    if guard and not getattr(mode, "whole_gradient", not isinstance(mode, UpdateMode)):
         raise ValueError(
             f"make_step: a guard needs the whole gradient before the update, which {mode} never has"
         )
@@ -157,7 +157,8 @@ class Executable(NamedTuple):
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """The next state, in the buffers of ``state``, and the step's metrics."""
-        return self.compiled(state, batch)
+        after: tuple[TrainState, Metrics] = self.compiled(state, batch)
+        return after
 
 
 def compile_step(

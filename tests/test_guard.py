@@ -71,9 +71,32 @@ def test_a_guarded_state_is_renewed_in_place(step):
 
 
 def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
-    mode = fnet.autodiff.optimizer_in_backward(lambda params: optax.sgd(0.1))
+    mode = fnet.autodiff.optimizer_in_backward("blocks")
     with pytest.raises(ValueError, match="a guard needs the whole gradient before the update"):
         fnet.make_step(loss, OPTIMIZER, mode, guard=True)
+
+
+def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
+    """Single examples whose gradient is not finite it leaves out by itself: here all are."""
+    mode = fnet.autodiff.AdaptiveClipping(0.1)
+    optimizer = mode.keeping_clip(OPTIMIZER)
+    net = fnet.serial(pool=layers.global_avg_pool(), head=layers.dense(1, 3))
+
+    def loss(params, state, batch, key):
+        logits, state = net.apply(params, state, batch["image"], key=key, train=True)
+        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
+
+    def created():
+        return fnet.TrainState.create(net, optimizer, jax.random.key(0))
+
+    step, before = fnet.make_step(loss, optimizer, mode, guard=True), arrays(created())
+    nothing = jnp.nan * batch_of(1)["image"]
+    state, metrics = step(created(), batch_of(1) | {"image": nothing})
+    assert metrics["skipped"] == 1
+    chex.assert_trees_all_equal(arrays(state), before)
+    state, metrics = step(state, batch_of(1))
+    assert metrics["skipped"] == 0
+    assert state.opt_state.clip != before[2].clip
 
 
 @pytest.fixture

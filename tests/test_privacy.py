@@ -215,6 +215,24 @@ def test_a_clip_that_is_small_bounds_the_step(workplace):
     assert 0 < moved <= 0.05 * 1e-3 * (1 + 1e-3)
 
 
+@pytest.mark.parametrize(
+    ("grad", "guarded"),
+    [
+        ("Clipped(clip=0.1)", True),
+        ("Clipped(clip=0.1, quantile=0.5)", True),
+        ("Clipped(clip=0.1, noise_multiplier=1.0, delta=1e-5)", False),
+        ("Clipped(clip=0.1, quantile=0.5, noise_multiplier=1.0, delta=1e-5)", False),
+    ],
+)
+def test_what_its_examples_are_never_decides_whether_a_private_step_is_taken(
+    grad, guarded, workplace
+):
+    write_other(workplace, grad)
+    run = setup(recipes.load("other.py"))
+    _, metrics = jax.eval_shape(run.step, run.state_shapes, run.batch_shapes)
+    assert ("skipped" in metrics) == guarded
+
+
 def test_a_per_example_run_measures_the_noise_scale(workplace):
     write_other(workplace, "PerExample()")
     fnet_command("train", "other.py", "--out", "run")

@@ -167,9 +167,9 @@ def setup(config: Config) -> Setup:
     def init(key: Array) -> TrainState:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
-    step = fnet.make_step(
-        task.loss, optimizer, mode, ema_decay=o.ema_decay, guard=config.guard.skip
-    )
+    # What noise promises is reckoned for steps that are taken whatever their examples are.
+    guard = config.guard.skip and privacy is None
+    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, guard=guard)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     if o.classifier_learning_rate and not any(
         jax.tree.leaves(optim.in_classifier(state_shapes.params))

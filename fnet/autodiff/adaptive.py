@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ def adapted_clip(
       below: the share of examples whose norm is at most the bound, [].
       quantile: the share that is aimed at.
       learning_rate: of the bound's logarithm.
+
+    Returns:
+      The bound of the next step, floating, [].
     """
     return clip * jnp.exp(-learning_rate * (below - quantile))
 
@@ -87,6 +90,7 @@ class AdaptiveClipping:
     count_noise: float | None = None
     expected_batch_size: float | None = None
     microbatches: int = 1
+    whole_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense, before anything is traced."""
@@ -131,7 +135,8 @@ class AdaptiveClipping:
         """Standard deviation of the noise on a sum of gradients, in units of the bound."""
         if not self.noise_multiplier:
             return 0.0
-        return (self.noise_multiplier**-2 - (2 * self._count_noise) ** -2) ** -0.5
+        deviation: float = (self.noise_multiplier**-2 - (2 * self._count_noise) ** -2) ** -0.5
+        return deviation
 
     def keeping_clip(
         self, optimizer: optax.GradientTransformation

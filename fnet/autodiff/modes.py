@@ -218,9 +218,10 @@ def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, A
         flat = after.reshape(len(after), -1)
         return mean(flat).reshape(before.shape).astype(before.dtype)
 
-    # Of no examples at all, 0.
+    # Of no examples at all, 0; but where none of those that there are has a finite gradient, nan.
+    lost = (counts.sum() == 0) & (info.nonfinite > 0)
     return {
-        "loss": weighted_mean(info.losses, counts),
+        "loss": jnp.where(lost, jnp.nan, weighted_mean(info.losses, counts)),
         **means,
         "norm_median": jnp.nan_to_num(jnp.nanmedian(norms)),
         "norm_max": jnp.nan_to_num(jnp.nanmax(norms)),

@@ -21,7 +21,11 @@ The metrics are scalars, among them ``grad_norm``."""
 
 @runtime_checkable
 class UpdateMode(Protocol):
-    """A mode that calls the optimizer itself, because it never has the whole gradient."""
+    """A mode that calls the optimizer itself, as it must where it never has the whole gradient.
+
+    One that has it says so by an attribute ``whole_gradient``, True; its metrics then have
+    ``loss`` and ``grad_norm``, and its steps can be guarded.
+    """
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
         """What is to be done with a batch."""
