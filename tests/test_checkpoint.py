@@ -124,6 +124,14 @@ def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
     assert kept == {best, 12}
     with Checkpoints(workplace / "r" / "checkpoints") as checkpoints:
         assert checkpoints.best_score == pytest.approx(reached[best])
+    fnet_command("eval", "r", "--best")
+    assert json.loads((workplace / "r" / "evaluation.json").read_text())["step"] == best
+
+
+def test_where_none_was_scored_there_is_no_best(run, capsys):
+    shutil.rmtree(run / "checkpoints" / "8")  # the one that was evaluated
+    assert exit_code("eval", run, "--best") == 2
+    assert "has a score; leave out --best" in capsys.readouterr().err
 
 
 def test_who_reads_leaves_a_save_in_progress_alone(run):

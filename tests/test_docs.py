@@ -1,21 +1,149 @@
+"""What the pages say holds: their code runs, their commands parse, their names are all there are."""
+
+import importlib
+import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
+
+import fnet
+from fnet.layers import activations
+from train import arguments, recipes
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+API = sorted((DOCS / "api").glob("*.md"))
+CODE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_of_a_document_runs_from_top_to_bottom(page):
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=name_of)
+def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # pages may write files
+    # A page adds an activation: to a copy, so that no other test sees it.
+    monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
     names = {"__name__": page.name}
-    for i, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+    for i, (needed, code) in enumerate(CODE.findall(page.read_text())):
+        if needed:
+            pytest.importorskip(needed)
         exec(compile(code, f"{page.name}, block {i}", "exec"), names)
 
 
+def commands():
+    """Every ``fnet`` command that a page shows, with the page."""
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.startswith("fnet ") and "$" not in line and "..." not in line:
+                    yield page.name, [w for w in shlex.split(line, comments=True) if w != "&"]
+
+
+READ = {"eval": arguments.EvalArguments, "report": arguments.ReportArguments}
+READ |= {"predict": arguments.PredictArguments, "export": arguments.ExportArguments}
+
+
+def test_every_command_of_a_document_can_be_read():
+    read = set()
+    for page, command in commands():
+        program, what, *words = command
+        options = words[next((i for i, w in enumerate(words) if w.startswith("--")), len(words)) :]
+        try:
+            if what in ("train", "memory") and words[0] in recipes.recipes():
+                kind = arguments.TrainArguments if what == "train" else arguments.MemoryArguments
+                if "--help" not in words:
+                    given = arguments.read(kind(recipes.load(words[0])), words[1:], program)
+                    steps, warmup = given.config.train.steps, given.config.optim.warmup_steps
+                    assert steps is None or warmup <= steps, f"warmup_steps {warmup}"
+                read.add(what)
+            elif what in READ or what == "sample":
+                text = arguments.TextArguments if "--prompt" in words else arguments.ImageArguments
+                arguments.read_options(READ.get(what, text), options, program)
+                read.add(what)
+        except Exception as error:
+            raise AssertionError(f"{page}: {' '.join(command)}: {error}") from error
+    assert read >= {"train", "memory", "eval", "report", "predict", "sample"}
+
+
+def found(name):
+    """What a dotted name means: what a room exports, before a module that is called the same."""
+    first, *rest = name.split(".")
+    value, path = importlib.import_module(first), first
+    for part in rest:
+        path = f"{path}.{part}"
+        value = getattr(value, part) if hasattr(value, part) else importlib.import_module(path)
+    return value
+
+
+def entries():
+    return [name for page in API for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+
+
+def public_names():
+    rooms = [
+        fnet,
+        fnet.autodiff,
+        fnet.diffusion,
+        fnet.layers,
+        fnet.losses,
+        fnet.memory,
+        fnet.models,
+    ]
+    names = [f"{room.__name__}.{name}" for room in rooms for name in room.__all__]
+    names += [
+        f"fnet.optim.{name}"
+        for name, value in vars(fnet.optim).items()
+        if getattr(value, "__module__", "") == "fnet.optim" or name.isupper()
+    ]
+    names += [f"fnet.interop.{name}" for name in ("from_torch", "to_torch")]
+    return names + [f"fnet.interop.{name}.InPlaceABN" for name in ("linen", "nnx")]
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "\n".join(page.read_text() for page in API)
+    told = {id(found(name)) for name in entries()}
+    for name in public_names():
+        assert re.search(rf"(::: |`){re.escape(name)}(`|$)", text, re.M), f"{name} is on no page"
+        if not inspect.ismodule(found(name)):
+            assert id(found(name)) in told, f"{name} is named, but nothing tells what it does"
+
+
+def test_an_entry_of_the_reference_exists_and_is_the_only_one():
+    names = entries()
+    assert len(names) == len(set(names))
+    functions = [found(name) for name in names if inspect.isroutine(found(name))]
+    assert len(functions) == len(set(functions)) > 100
+
+
+def pages_in(nav):
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for below in entry.values():
+                yield from pages_in([below] if isinstance(below, str) else below)
+
+
+def test_every_page_is_in_the_navigation():
+    nav = list(pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_what_the_readme_links_to_is_there():
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (ROOT / "README.md").read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), f"README.md: {link}"
+
+
 def test_the_map_names_every_module():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (DOCS / "architecture.md").read_text()
     for package in ("fnet", "train"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.name if path.stem != "__init__" else path.parent.name

@@ -79,6 +79,8 @@ class ExportArguments:
     """What arrays are called: as in mapillary/inplace_abn, or, of a ResNet, in torchvision."""
     for_norm: Literal["abn", "batch"] | None = None
     """The norm that will use the weights, to change them for it if the network has the other."""
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class EvalArguments:
     """Sizes at which each image is segmented, 1 as in training; probabilities are averaged."""
     flip: bool = False
     """Segment the mirror image as well; probabilities are averaged."""
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class PredictArguments:
     """Print the predictions as JSON instead of a table."""
     out: str | None = None
     """Folder for predictions.json and masks; predictions in the run's folder by default."""
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ class TextArguments:
     """Draw from the fewest tokens that have at least this probability together."""
     seed: Seed = 0
     """Of what is drawn."""
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,8 @@ class ImageArguments:
     """Of what is drawn."""
     out: str | None = None
     """The picture; samples.png in the run's folder by default."""
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
 
 
 T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)

@@ -55,6 +55,7 @@ class Checkpoints:
       folder: where they are.
       keep: how many of the newest are kept, and the best beside them; None: they are only read.
       say: shows a line; on stderr by default.
+      best: read that of the highest score, not the newest.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Checkpoints:
         folder: Path,
         keep: int | None = None,
         say: Callable[[str], None] = lambda words: print(f"fnet: {words}", file=sys.stderr),
+        *,
+        best: bool = False,
     ):
         newest_and_best = AnyPreservationPolicy(
             [
@@ -77,6 +80,7 @@ class Checkpoints:
             create=keep is not None,
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
+        self._best = best
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
@@ -105,8 +109,7 @@ class Checkpoints:
     @property
     def best_score(self) -> float:
         """The highest score that a checkpoint was saved with; minus infinity without any."""
-        known = map(self._manager.metrics, self._manager.all_steps())
-        return max((_score(m) for m in known if m), default=float("-inf"))
+        return max(self._scores().values(), default=float("-inf"))
 
     def save(
         self, step: int, state: TrainState, position: dict[str, Any], score: float | None = None
@@ -212,8 +215,13 @@ class Checkpoints:
         return restored.state, restored.data["position"]
 
     def _newest(self, read: Callable[[int], Found]) -> Found | None:
-        """What is read of the newest checkpoint of which it can be."""
+        """What is read of the newest checkpoint, or the best, of which it can be."""
         steps = sorted(self._manager.all_steps(), reverse=True)
+        if self._best and steps:
+            scores = self._scores()
+            steps = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
+            if not steps:
+                raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
         for step in steps:
             try:
                 return read(step)
@@ -222,12 +230,17 @@ class Checkpoints:
             except Exception as error:  # whatever orbax makes of a damaged file
                 self._say(
                     f"checkpoint {self._folder / str(step)} is damaged "
-                    f"({_reason(error)}); the one before is taken"
+                    f"({_reason(error)}); the next is taken"
                 )
                 self._put_aside(step)
         if steps:
             raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
         return None
+
+    def _scores(self) -> dict[int, float]:
+        """Of the checkpoints that were saved with one, by step."""
+        known = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
+        return {step: _score(metrics) for step, metrics in known.items() if metrics}
 
     def _put_aside(self, step: int) -> None:
         """Makes room for a checkpoint of the same step, without losing what was there."""

@@ -245,8 +245,7 @@ def _export(argv: list[str]) -> None:
     _prepare_jax()
     from train.weights import export_weights
 
-    out = Path(a.out) if a.out else None
-    print(export_weights(folder, out, names=a.names, for_norm=a.for_norm))
+    print(export_weights(folder, a))
 
 
 def _report(argv: list[str]) -> None:

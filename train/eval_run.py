@@ -53,7 +53,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     views = Views(a.scales or (1.0,), a.flip)
     if views != Views():
         run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         restored = checkpoints.restore(run.state_shapes)
     if restored is None:
         raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
@@ -129,7 +129,8 @@ def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
         allowed = ("image_size", "resize")
     flags = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(a)}
-    given = [f.name for f in dataclasses.fields(a) if getattr(a, f.name) != f.default]
+    options = [f for f in dataclasses.fields(a) if f.name != "best"]  # which is for all runs
+    given = [f.name for f in options if getattr(a, f.name) != f.default]
     for name in given:
         if name not in allowed:
             there = ", ".join(flags[n] for n in allowed) or "none"

@@ -112,7 +112,7 @@ def predict(
     classes = read_classes(folder, config)
     prepare = Preparation(config)
     model = config.model.build(prepare.shape, len(classes))
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         params, state, step = checkpoints.restore_network(model.init)
     segments = isinstance(config.model, DeepLab)
     out = Path(a.out) if a.out else folder.path / "predictions"

@@ -35,7 +35,7 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
             raise UserError(f"--labels: expected some of {', '.join(classes)}, got {name}")
     if a.steps and a.steps > section.steps:
         raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(model.init)
     labels = np.repeat([classes.index(name) for name in names], a.count)
     drawn = samples(config, params, state, jnp.asarray(labels), a)

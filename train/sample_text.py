@@ -38,7 +38,7 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
     network = language.model_of(
         dataclasses.replace(config, model=dataclasses.replace(model, window=window))
     )
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(network.init)
 
     pieces = fnet.stream(

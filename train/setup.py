@@ -139,6 +139,10 @@ def setup(config: Config) -> Setup:
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
     steps = _length(config, steps_per_epoch)
     o = config.optim
+    if o.warmup_steps > steps:
+        raise UserError(
+            f"optim.warmup_steps: the run has {steps} steps, fewer than {o.warmup_steps}"
+        )
     try:
         schedule = optim.make_schedule(
             o.schedule,

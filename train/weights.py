@@ -12,6 +12,7 @@ import fnet
 from fnet import TrainState
 from fnet.interop import torch as interop
 from train import weight_files
+from train.arguments import ExportArguments
 from train.checkpoint import Checkpoints
 from train.class_names import write_classes
 from train.config import Config, Denoiser, LanguageModel
@@ -82,13 +83,11 @@ def import_weights(
     return report
 
 
-def export_weights(
-    folder: RunFolder, out: Path | None, *, names: str, for_norm: str | None = None
-) -> Path:
+def export_weights(folder: RunFolder, a: ExportArguments) -> Path:
     """Writes a run's weights as safetensors, in torch's names and layouts; gives the path.
 
-    They are the newest checkpoint's, averaged where an average is kept. The metadata name
-    the network, its norm and its activation.
+    They are a checkpoint's, averaged where an average is kept. The metadata name the network,
+    its norm and its activation.
 
     Raises:
       UserError: if there is no run or no checkpoint, the names are not for its network, or
@@ -96,18 +95,18 @@ def export_weights(
     """
     config = folder.read_config()
     _check_network(config)
-    out = out or folder.path / "weights.safetensors"
+    out = Path(a.out) if a.out else folder.path / "weights.safetensors"
     if out.suffix != ".safetensors":
         raise UserError(f"--out: expected a file that ends in .safetensors, got {out}")
-    with Checkpoints(folder.checkpoints) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         params, state, _ = checkpoints.restore_network()
     known = {"norm": "abn"} | _described(config)
     norm = known["norm"]
     try:
-        arrays = interop.to_torch(params, state, names=names, norm=norm, for_norm=for_norm)
+        arrays = interop.to_torch(params, state, names=a.names, norm=norm, for_norm=a.for_norm)
     except ValueError as error:
         raise UserError(f"{folder.path}: {_in_flags(error)}") from error
-    metadata = known | {"norm": for_norm or norm, "names": names, "fnet": fnet.__version__}
+    metadata = known | {"norm": a.for_norm or norm, "names": a.names, "fnet": fnet.__version__}
     weight_files.write(out, arrays, {"format": "pt"} | metadata)
     return out
 
