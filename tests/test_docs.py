@@ -20,11 +20,21 @@ API = sorted((DOCS / "api").glob("*.md"))
 CODE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
+LONG = {"sequence_models", "bigger_network", "private_training", "language_model", "flax"}
+
+
 def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=name_of)
+def with_code():
+    for page in PAGES:
+        if CODE.search(page.read_text()):
+            marks = [pytest.mark.slow] if page.stem in LONG else []
+            yield pytest.param(page, marks=marks, id=name_of(page))
+
+
+@pytest.mark.parametrize("page", list(with_code()))
 def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # pages may write files
     # A page adds an activation: to a copy, so that no other test sees it.
