@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check lint types clean
+.PHONY: demo test test-all coverage check lint types docs bench clean
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
@@ -16,6 +16,10 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 -m "slow or not slow"
 
+# Lines of fnet and train that tests run, also as pages in dist/coverage/html.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/pytest -n 2 -m "slow or not slow" --cov --cov-report=term --cov-report=html
+
 check: lint types test-all
 
 lint: $(VENV)/.installed-dev
@@ -24,6 +28,15 @@ lint: $(VENV)/.installed-dev
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
+
+# The documentation, as pages in dist/site; what would be a warning is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build
+
+# Every benchmark, as one table: runs/bench/benchmarks.md; hours, or make bench BENCH=--quick. Peers
+# that are not installed are left out: .venv/bin/pip install '.[peers,target-gpu,target-tpu]'.
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks $(BENCH)
 
 clean:
 	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -39,3 +52,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $@

@@ -1,4 +1,4 @@
-"""One script a claim: python -m benchmarks.NAME.
+"""One script a claim: python -m benchmarks.NAME. All of them, as one table: python -m benchmarks.
 
 A package, not a mere folder, because Opacus installs one of this name, which would win.
 """

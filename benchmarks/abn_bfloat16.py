@@ -8,10 +8,9 @@ In float16 an output may also underflow to zero. Through a stack, both sides mos
 show signs of activations that rounding has flipped.
 """
 
-import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -21,7 +20,8 @@ import numpy as np
 from jax import Array
 
 import fnet
-from benchmarks import measure
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
 
 Norm = Callable[[Array, Array, Array], Array]
 EPS, SLOPE = 1e-5, 0.01
@@ -93,10 +93,10 @@ def errors(norm: Norm, expected: dict[str, np.ndarray], *arguments: Any) -> dict
     return worst
 
 
-def row(
+def medians(
     shape: tuple[int, ...], blocks: int, gamma: float, beta: float, dtype: Any, seeds: int
-) -> dict[str, str]:
-    """The medians over seeds, each cell "fnet / flax = ratio"."""
+) -> dict[str, tuple[float, float]]:
+    """Each gradient's error here and in flax, medians over seeds."""
     found: dict[Norm, list[dict[str, float]]] = {in_place: [], flax_norm: []}
     for seed in range(seeds):
         arguments = inputs(shape, blocks, gamma, beta, dtype, seed)
@@ -105,29 +105,51 @@ def row(
             expected = jax.tree.map(np.asarray, gradients(exact, blocks, *wide))
         for norm, of_seeds in found.items():
             of_seeds.append(errors(norm, expected, *jax.tree.map(jnp.asarray, arguments)))
-    cells = {"gamma": f"{gamma:g}", "beta": f"{beta:g}"}
-    for name in sorted(expected):
-        ours, theirs = (statistics.median(e[name] for e in of) for of in found.values())
-        cells[name] = f"{ours:.1e} / {theirs:.1e} = {ours / theirs:.2f}"
-    return cells
+    ours, theirs = found.values()
+    return {
+        name: (statistics.median(e[name] for e in ours), statistics.median(e[name] for e in theirs))
+        for name in sorted(expected)
+    }
+
+
+def row(gamma: float, beta: float, found: dict[str, tuple[float, float]]) -> dict[str, str]:
+    """Each cell "fnet / flax = ratio"."""
+    return {"gamma": f"{gamma:g}", "beta": f"{beta:g}"} | {
+        name: f"{ours:.1e} / {theirs:.1e} = {ours / theirs:.2f}"
+        for name, (ours, theirs) in found.items()
+    }
+
+
+def claims(what: str, measured: list[dict[str, tuple[float, float]]]) -> Iterator[Claim]:
+    """Each gradient at the worst gamma and beta."""
+    for name in measured[0]:
+        worst = max(ours / theirs for found in measured for ours, theirs in (found[name],))
+        yield Claim(
+            f"fnet.abn, {what}: error of {name}", "flax BatchNorm", worst, "<= 1.0", "error"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
+    args = parser.parse_args()
+    claimed: list[Claim] = []
     print(
         "Largest error of each gradient relative to its largest exact value (float64), "
-        f"`fnet.abn` / flax = ratio, medians of {seeds} seeds; gamma is spread by a tenth, beta "
-        f"is normal of that deviation. {jax.default_backend()}; "
-        f"{measure.versions('jax', 'jaxlib', 'flax')}."
+        f"`fnet.abn` / flax = ratio, medians of {args.seeds} seeds; gamma is spread by a tenth, "
+        f"beta is normal of that deviation. {jax.default_backend()}."
     )
     for dtype in (jnp.bfloat16, jnp.float16):
         for shape, blocks in ((LAYER, 1), (STACK, BLOCKS)):
             what = f"{blocks} x (3x3 convolution, norm, " if blocks > 1 else "One layer (norm, "
-            rows = [row(shape, blocks, g, b, dtype, seeds) for g in GAMMAS for b in BETAS]
+            cases = [(gamma, beta) for gamma in GAMMAS for beta in BETAS]
+            found = [medians(shape, blocks, *case, dtype, args.seeds) for case in cases]
             print(f"\n{what}leaky_relu {SLOPE}) at {shape}, {np.dtype(dtype)}:\n")
-            print(measure.markdown(rows), flush=True)
+            rows = [row(*case, of) for case, of in zip(cases, found, strict=True)]
+            print(markdown(rows), flush=True)
+            stack = f"{blocks} blocks" if blocks > 1 else "one layer"
+            claimed += claims(f"{stack}, {np.dtype(dtype)}", found)
+    publish(claimed, args, "jax", "jaxlib", "flax")
 
 
 if __name__ == "__main__":

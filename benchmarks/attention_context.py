@@ -18,9 +18,9 @@ A block's share: a stack of transformer blocks under a train gradient, with cont
 without; all blocks but the first have one.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 import fnet
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from fnet import layers
 from fnet.memory import hlo, peak
 from fnet.memory.peak import CANDIDATE_OPTIONS, compile_smallest
@@ -114,8 +115,19 @@ def kept_bytes(form: Form, x: Array, context: Array, strength: Array) -> int:
     return sum(r.bytes for r in kept if r.shape == x.shape and not r.elsewhere)
 
 
-def applied(width: int, rounds: int) -> list[dict[str, str]]:
-    """A row for each form."""
+class Applied(NamedTuple):
+    """Of each form: products traced forward and backward and in one program; bytes; seconds."""
+
+    counts: dict[str, tuple[int, int]]
+    dots: dict[str, int]
+    kept: dict[str, int]
+    held: dict[str, int]
+    one: dict[str, float]
+    two: dict[str, float]
+
+
+def applied(width: int, rounds: int) -> Applied:
+    """Every form, at one width."""
     *given, dy = arrays(width)
     options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     counts, dots, kept, held, in_one, in_two = {}, {}, {}, {}, {}, {}
@@ -135,21 +147,39 @@ def applied(width: int, rounds: int) -> list[dict[str, str]]:
     each, two = interleaved(in_one, rounds), interleaved(in_two, rounds)
     one = {name: min(s for (side, _), s in each.items() if side == name) for name in FORMS}
 
-    def row(name: str) -> dict[str, str]:
-        ahead, back = counts[name]
-        return {
-            f"width {width}": name,
-            "products": f"{ahead} + {back}",
-            "in one program": f"{dots[name]}",
-            "kept but x, C, MB": f"{kept[name] / 1e6:.2f}",
-            "temporaries, MB": f"{held[name] / 1e6:.2f}",
-            "one program, ms": f"{one[name] * 1e3:.2f}",
-            "fnet / this": f"{one['fnet'] / one[name]:.3f}",
-            "two programs, ms": f"{two[name] * 1e3:.2f}",
-            "fnet / it": f"{two['fnet'] / two[name]:.3f}",
-        }
+    return Applied(counts, dots, kept, held, one, two)
 
-    return [row(name) for name in FORMS]
+
+def row(width: int, name: str, a: Applied) -> dict[str, str]:
+    """A line of the table."""
+    ahead, back = a.counts[name]
+    return {
+        f"width {width}": name,
+        "products": f"{ahead} + {back}",
+        "in one program": f"{a.dots[name]}",
+        "kept but x, C, MB": f"{a.kept[name] / 1e6:.2f}",
+        "temporaries, MB": f"{a.held[name] / 1e6:.2f}",
+        "one program, ms": f"{a.one[name] * 1e3:.2f}",
+        "fnet / this": f"{a.one['fnet'] / a.one[name]:.3f}",
+        "two programs, ms": f"{a.two[name] * 1e3:.2f}",
+        "fnet / it": f"{a.two['fnet'] / a.two[name]:.3f}",
+    }
+
+
+def claims(width: int, a: Applied) -> Iterator[Claim]:
+    """Beside the same formula under automatic differentiation, and the source's form."""
+    what = f"attention context, width {width}"
+    for peer in ("autodiff", "source"):
+        backward = a.counts["fnet"][1] / a.counts[peer][1]
+        yield Claim(f"{what}: products of the backward pass", peer, backward, "<= 0.67", "count")
+    for peer, where, seconds in (
+        ("autodiff", "one program", a.one),
+        ("source", "two programs", a.two),
+    ):
+        ratio = seconds["fnet"] / seconds[peer]
+        yield Claim(f"{what}, {where}: time forward and backward", peer, ratio, "<= 0.92", "time")
+    theirs = f"autodiff: {a.kept['autodiff']:,} B"
+    yield Claim(f"{what}: bytes kept beyond x and the context", theirs, a.kept["fnet"], "<= 0")
 
 
 def share_of_a_block(rounds: int) -> list[dict[str, str]]:
@@ -201,17 +231,19 @@ def advance(program: jax.stages.Compiled, params: dict, x: Array, box: list) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=31)
     parser.add_argument("--widths", type=int, nargs="*", default=WIDTHS)
-    parser.add_argument("--rounds", type=int, default=31)
     args = parser.parse_args()
     print(f"Apply, value and gradients, {BATCH} x {TOKENS} x width, float32.\n")
+    claimed: list[Claim] = []
     for width in args.widths:
-        print(markdown(applied(width, args.rounds)) + "\n")
+        found = applied(width, args.rounds)
+        print(markdown([row(width, name, found) for name in FORMS]) + "\n")
+        claimed += claims(width, found)
     shape = f"{BATCH} x {TOKENS} x {WIDTH}"
     print(f"Apply and update in transformer blocks, value and gradient, {shape}, float32.\n")
     print(markdown(share_of_a_block(max(args.rounds // 3, 3))))
-    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+    publish(claimed, args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

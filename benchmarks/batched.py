@@ -11,16 +11,16 @@ program. "vmap": `jax.vmap` of the linear function. "one by one": width 1.
 N single passes that add to donated ones. Temporaries: of the compiled program.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from fnet import layers, serial
 from fnet.autodiff.batched import jvps, vjps
 
@@ -28,6 +28,10 @@ BATCH = 64
 LANES = (1, 4, 16, 64)
 WIDTHS = (1, 4, 16, 64)
 NETWORKS = ("mlp", "wide", "small", "convolutions")
+AIMED_AT = ("mlp", 16)
+
+Case = tuple[str, str, int]
+"""Network, mode, N."""
 
 
 def network(name: str) -> tuple[Callable[[Any], Array], Any]:
@@ -111,7 +115,8 @@ def accumulating(f: Callable[[Any], Array], params: Any, cotangents: Any, n: int
     return {"into": all_at_once, "singles into": one_by_one}
 
 
-def time_row(name: str, mode: str, n: int, rounds: int) -> dict[str, str]:
+def times(name: str, mode: str, n: int, rounds: int) -> tuple[float, dict[str, float]]:
+    """Seconds of N single passes, and each side's ratio to its own."""
     f, params = network(name)
     shadows = stacked(params if mode == "forward" else f(params), n, 2)
     apart = [lane(shadows, i) for i in range(n)]
@@ -134,16 +139,34 @@ def time_row(name: str, mode: str, n: int, rounds: int) -> dict[str, str]:
     if mode == "reverse":
         sides |= accumulating(f, params, shadows, n)
     seconds = interleaved(sides, rounds)
-    ratio = {k: f"{s / seconds['singles']:.2f}" for k, s in seconds.items()}
+    ratio = {k: s / seconds["singles"] for k, s in seconds.items()}
     if "into" in seconds:
-        ratio["into"] = f"{seconds['into'] / seconds['singles into']:.2f}"
+        ratio["into"] = seconds["into"] / seconds["singles into"]
+    return seconds["singles"], ratio
+
+
+def time_row(case: Case, singles: float, ratio: dict[str, float]) -> dict[str, str]:
+    name, mode, n = case
     columns = ("auto", "vmap", "one by one", "separate", "one jit", "into")
     return {
         "network": f"{name}, {mode}",
         "N": str(n),
-        "N singles ms": f"{seconds['singles'] * 1e3:.1f}",
-        **{k: ratio.get(k, "") for k in columns},
+        "N singles ms": f"{singles * 1e3:.1f}",
+        **{k: f"{ratio[k]:.2f}" if k in ratio else "" for k in columns},
     }
+
+
+def claims(found: dict[Case, tuple[float, dict[str, float]]]) -> Iterator[Claim]:
+    """The network and N for which there is a target; and the worst of all."""
+    sides = {"forward": "jvps", "reverse": "vjps"}
+    for (name, mode, n), (_, ratio) in found.items():
+        if (name, n) == AIMED_AT:
+            what, peer = f"{sides[mode]}, MLP, batch {BATCH}, N = {n}: time", f"jax, {n} calls"
+            yield Claim(what, peer, ratio["auto"], "<= 0.7", "time")
+    for mode, side in sides.items():
+        worst, case = max((r["auto"], case) for case, (_, r) in found.items() if case[1] == mode)
+        what = f"{side}, width auto, slowest case ({case[0]}, N = {case[2]}): time"
+        yield Claim(what, "jax, N calls", worst, "<= 1.0", "time")
 
 
 def memory_row(name: str, mode: str, n: int) -> dict[str, str]:
@@ -158,18 +181,19 @@ def memory_row(name: str, mode: str, n: int) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=15)
     parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=NETWORKS)
     parser.add_argument("--lanes", type=int, nargs="+", default=LANES)
-    parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     modes = ("forward", "reverse")
     cases = [(name, mode) for name in args.networks for mode in modes]
     print(f"Time as a ratio to N single passes, batch {BATCH}, {jax.default_backend()}.\n")
-    print(markdown([time_row(*case, n, args.rounds) for case in cases for n in args.lanes]))
+    each = [(*case, n) for case in cases for n in args.lanes]
+    found = {case: times(*case, args.rounds) for case in each}
+    print(markdown([time_row(case, *of) for case, of in found.items()]))
     print("\nTemporaries in MB, N = 64, by width.\n")
     print(markdown([memory_row(*case, max(WIDTHS)) for case in cases]))
-    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+    publish(claims(found), args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ the process above what it held once everything was compiled; `RESERVE` of a budg
 left to it. Processes are interleaved; seconds a step are medians.
 """
 
-import argparse
 import functools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,7 +25,8 @@ import optax
 from jax import Array
 
 import fnet
-from benchmarks.measure import markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
 from fnet import layers, models
 from fnet.memory import Plan, in_words
 from train.process_memory import BESIDE_THE_PROGRAM as RESERVE
@@ -141,10 +141,9 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=2)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--worker", nargs=3, metavar=("PROBLEM", "BUDGET", "STEPS"))
     options = parser.parse_args()
     if options.worker:
@@ -154,6 +153,7 @@ def main() -> None:
         print(json.dumps(found))
         return
     rows = []
+    claimed: list[Claim] = []
     for name in options.problems:
         plain = in_a_process(name, None, 1)["predicted"]
         runs: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
@@ -165,8 +165,10 @@ def main() -> None:
             share: statistics.median(s for run in found for s in run["seconds"])
             for share, found in runs.items()
         }
+        most = {share: max(run["seen"] for run in found) for share, found in runs.items()}
+        claimed += claims(name, plain, most, seconds)
         for share, found in runs.items():
-            seen = max(run["seen"] for run in found)
+            seen = most[share]
             rows.append(
                 {
                     "": name,
@@ -183,7 +185,19 @@ def main() -> None:
                 }
             )
     print(markdown(rows))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'optax')}.")
+    publish(claimed, options, "jax", "jaxlib", "optax")
+
+
+def claims(
+    name: str, plain: int, seen: dict[float, int], seconds: dict[float, float]
+) -> Iterator[Claim]:
+    """Of one network: each budget, kept to or not, and what it costs."""
+    for share in SHARES[1:]:
+        what = f"{name}, a budget of {share:.0%} of the plain step's predicted peak"
+        used = seen[share] / int(share * plain)
+        yield Claim(f"{what}: seen in a run", "the budget", used, "<= 1.0", "seen memory")
+        ratio = seconds[share] / seconds[1.0]
+        yield Claim(f"{what}: time of a step", "the plain step", ratio, "<= 1.4", "time")
 
 
 if __name__ == "__main__":

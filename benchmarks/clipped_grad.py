@@ -14,10 +14,9 @@ gradient differs from such a loop, too: where a network is deep, a rounding move
 activation to the other side of its kink. About ten minutes.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +25,22 @@ from jax import Array
 
 import fnet
 from benchmarks import networks
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from benchmarks.networks import Network
 
 MOST_BYTES = 4e9
 TOLERANCE = 1e-5
 WIDTH = 8
 """How many gradients `fnet.per_example_grad` makes at a time."""
+
+WANTED = {
+    "MLP": ("<= 1.1", "<= 1.1"),
+    "transformer": ("<= 1.1", "<= 1.1"),
+    "CNN": ("<= 1.5", "<= 1.3"),
+    "ResNet": ("<= 2.0", ""),
+}
+"""Of time and of temporaries, by kind of network."""
 
 CASES: dict[str, Callable[[], dict[str, Network]]] = {
     "MLP 784-512-512-10, batch 256": networks.mlp,
@@ -54,21 +62,33 @@ CASES: dict[str, Callable[[], dict[str, Network]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser = argument_parser(__doc__, rounds=15)
     parser.add_argument("--only", default="", help="a part of the networks' names")
     args = parser.parse_args()
-    lines = []
+    lines: list[dict[str, str]] = []
+    claimed: list[Claim] = []
     for name, make in CASES.items():
         if args.only in name:
-            lines += rows(name, make(), args.rounds)
+            found = measured(make(), args.rounds)
+            lines += rows(name, found)
+            claimed += claims(name, found)
     print(f"Medians of {args.rounds} interleaved rounds, {jax.default_backend()}, float32.\n")
     print(markdown(lines))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax')}.")
+    publish(claimed, args, "jax", "jaxlib", "flax")
 
 
-def rows(name: str, written: dict[str, Network], rounds: int) -> list[dict[str, str]]:
-    """A line for each program; ratios are to the best plain ones."""
+class Measured(NamedTuple):
+    """By program: seconds, bytes, both to the best plain ones; the difference from a loop."""
+
+    seconds: dict[str, float]
+    time: dict[str, float]
+    size: dict[str, int]
+    memory: dict[str, float]
+    differs: dict[str, float]
+
+
+def measured(written: dict[str, Network], rounds: int) -> Measured:
+    """Every program of a network, in each way it is written."""
     programs = {f"plain, {way}": compiled(plain(n.loss), n) for way, n in written.items()}
     differs = {}
     for way, n in written.items():
@@ -93,18 +113,34 @@ def rows(name: str, written: dict[str, Network], rounds: int) -> list[dict[str, 
     size = {row: temporaries(program) for row, program in programs.items()}
     fastest = min(seconds[f"plain, {way}"] for way in written)
     smallest = min(size[f"plain, {way}"] for way in written)
+    time = {row: s / fastest for row, s in seconds.items()}
+    memory = {row: s / smallest for row, s in size.items()}
+    return Measured(seconds, time, size, memory, differs)
+
+
+def rows(name: str, m: Measured) -> list[dict[str, str]]:
+    """A line for each program."""
     return [
         {
             "": name,
             "gradient": row,
-            "ms": f"{seconds[row] * 1e3:.1f}",
-            "time": f"{seconds[row] / fastest:.2f}",
-            "temporaries MB": f"{size[row] / 1e6:.1f}",
-            "memory": f"{size[row] / smallest:.2f}",
-            "differs": f"{differs[row]:.0e}" if row in differs else "",
+            "ms": f"{m.seconds[row] * 1e3:.1f}",
+            "time": f"{m.time[row]:.2f}",
+            "temporaries MB": f"{m.size[row] / 1e6:.1f}",
+            "memory": f"{m.memory[row]:.2f}",
+            "differs": f"{m.differs[row]:.0e}" if row in m.differs else "",
         }
-        for row in programs
+        for row in m.size
     ]
+
+
+def claims(name: str, m: Measured) -> Iterator[Claim]:
+    """Of one network: the way it is written for which clipping costs most."""
+    of_time, of_memory = next(of for kind, of in WANTED.items() if kind in name)
+    for kind, ratios, target in (("time", m.time, of_time), ("memory", m.memory, of_memory)):
+        worst, row = max((r, row) for row, r in ratios.items() if row.startswith("`clipped_grad`"))
+        what = f"clipped_grad, {name} (in {row.partition(', ')[2]}): {kind}"
+        yield Claim(what, "best plain gradient", worst, target, kind)
 
 
 def plain(loss: Any) -> Callable[..., Any]:

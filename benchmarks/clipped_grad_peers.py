@@ -11,13 +11,12 @@ activations Opacus 1.6 makes wrong gradients. Every sum is compared with a loop 
 examples. A library that is not installed is left out, with a line that says so.
 """
 
-import argparse
 import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,11 +25,13 @@ from jax import Array
 
 import fnet
 from benchmarks import networks
+from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.clipped_grad import checked, compiled, one_by_one, plain
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.measure import interleaved, markdown, temporaries
 from benchmarks.networks import CHANNELS, CLASSES, HIDDEN, IMAGE, MLP_SIZES, Network
 
 CLIP = 1.0
+OURS = "`fnet.clipped_grad`"
 Steps = dict[str, Callable[[], Any]]
 
 try:
@@ -51,8 +52,7 @@ except ImportError as error:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=21)
+    parser = argument_parser(__doc__, rounds=21)
     parser.add_argument("--threads", type=int, default=2, help="of torch")
     args = parser.parse_args()
     rounds = args.rounds
@@ -60,41 +60,78 @@ def main() -> None:
         "MLP 784-512-512-10, batch 256": networks.mlp()["JAX"],
         "small CNN 28x28, batch 128": networks.cnn()["JAX"],
     }
-    lines = []
+    lines: list[dict[str, str]] = []
+    claimed: list[Claim] = []
     for name, network in cases.items():
-        lines += rows(name, *in_jax(network), rounds)
+        found = measured(*in_jax(network), rounds)
         if isinstance(opacus, ModuleType):
-            lines += rows(name, *in_torch(network, args.threads), rounds)
+            found |= measured(*in_torch(network, args.threads), rounds)
+        lines += rows(name, found)
+        claimed += claims(name, found)
     print(
         f"Medians of {rounds} interleaved rounds, CPU, float32, torch with {args.threads} threads."
     )
     print(f"\n{markdown(lines)}")
-    for library, package in ((jax_privacy, "jax-privacy"), (opacus, "torch opacus")):
-        if not isinstance(library, ModuleType):
-            print(f"\nLeft out: `pip install {package}` ({library}).")
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'jax_privacy', 'optax', 'torch', 'opacus')}.")
+    libraries = {"jax-privacy": jax_privacy, "opacus": opacus}
+    publish(
+        claimed,
+        args,
+        *("jax", "jaxlib", "jax-privacy", "optax", "torch", "opacus"),
+        missing=[f"{p} ({e})" for p, e in libraries.items() if not isinstance(e, ModuleType)],
+    )
 
 
-def rows(
-    name: str, steps: Steps, sizes: dict[str, int], rounds: int, slow: float = 0.5
-) -> list[dict[str, str]]:
-    """A line for each step; ratios are to the fastest step that begins with "plain"."""
+class Step(NamedTuple):
+    """Seconds and bytes, and their ratios to the plain gradient of the same framework."""
+
+    seconds: float
+    time: float
+    size: int
+    memory: float
+
+
+def measured(
+    steps: Steps, sizes: dict[str, int], rounds: int, slow: float = 0.5
+) -> dict[str, Step]:
+    """Each step; ratios are to the fastest that begins with "plain"."""
     once = interleaved(steps, 1)
     quick = {row: step for row, step in steps.items() if once[row] < slow}
     seconds = interleaved({row: steps[row] for row in steps if row not in quick}, 3)
     seconds |= interleaved(quick, rounds)
     base = min((row for row in steps if row.startswith("plain")), key=lambda row: seconds[row])
+    return {
+        row: Step(seconds[row], seconds[row] / seconds[base], sizes[row], sizes[row] / sizes[base])
+        for row in steps
+    }
+
+
+def rows(name: str, found: dict[str, Step]) -> list[dict[str, str]]:
+    """A line for each step."""
     return [
         {
             "": name,
             "gradient": row,
-            "ms": f"{seconds[row] * 1e3:.1f}",
-            "time": f"{seconds[row] / seconds[base]:.2f}",
-            "temporaries MB": f"{sizes[row] / 1e6:.1f}",
-            "memory": f"{sizes[row] / sizes[base]:.2f}",
+            "ms": f"{step.seconds * 1e3:.1f}",
+            "time": f"{step.time:.2f}",
+            "temporaries MB": f"{step.size / 1e6:.1f}",
+            "memory": f"{step.memory:.2f}",
         }
-        for row in steps
+        for row, step in found.items()
     ]
+
+
+def claims(name: str, found: dict[str, Step]) -> Iterator[Claim]:
+    """What clipping costs here, to what it costs in each library, in its best way for either."""
+    ours = found[OURS]
+    for library in ("optax", "jax-privacy", "Opacus"):
+        theirs = {row: step for row, step in found.items() if row.startswith(library)}
+        if not theirs:
+            continue
+        for kind in ("time", "memory"):
+            best = min(theirs, key=lambda row: getattr(theirs[row], kind))
+            cost, least = getattr(ours, kind), getattr(theirs[best], kind)
+            what = f"clipped_grad, {name}: {kind} to a plain gradient, {cost:.2f}"
+            yield Claim(what, f"{best}: {least:.2f} to its own", cost / least, "<= 1.0", kind)
 
 
 def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
@@ -110,7 +147,7 @@ def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
         return jax.tree.map(lambda g: g * len(x), mean)
 
     ways = {
-        "`fnet.clipped_grad`": lambda *args: fnet.clipped_grad(n.loss, CLIP)(*args)[0],
+        OURS: lambda *args: fnet.clipped_grad(n.loss, CLIP)(*args)[0],
         "optax, differentially_private_aggregate": aggregated,
     }
     if isinstance(jax_privacy, ModuleType):

@@ -13,18 +13,19 @@ comes closer than test digits do. Copies: the share of images closer to a traini
 the closest 1 % of test digits. Variety: the mean distance between two images of one label.
 """
 
-import argparse
 import functools
 import json
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.measure import markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
 from train import cli
 from train.arguments import ImageArguments
 from train.checkpoint import Checkpoints
@@ -48,6 +49,15 @@ CASES = (
 """Sampler, steps, guidance; the first is what a run with the context is drawn with too."""
 
 
+class Judged(NamedTuple):
+    """What the module's first lines define, of images of one sampler."""
+
+    as_asked: float
+    nearest: float
+    copies: float
+    variety: float
+
+
 class Judge:
     """What is measured of images [N, H, W, C] of labels [N].
 
@@ -67,17 +77,13 @@ class Judge:
         self._logits = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
         self._copy = np.quantile(self._nearest(self.test["image"]), 0.01)
 
-    def __call__(self, drawn: np.ndarray, labels: np.ndarray) -> dict[str, str]:
+    def __call__(self, drawn: np.ndarray, labels: np.ndarray) -> Judged:
         right = np.asarray(self._logits(jnp.asarray(drawn))).argmax(-1) == labels
         nearest = self._nearest(drawn)
         between = [_distances(of, of) for of in (_flat(drawn[labels == i]) for i in set(labels))]
         variety = np.mean([d.sum() / (d.size - len(d)) for d in between])
-        return {
-            "as asked": f"{right.mean():.1%}",
-            "nearest": f"{nearest.mean():.2f}",
-            "copies": f"{(nearest < self._copy).mean():.1%}",
-            "variety": f"{variety:.2f}",
-        }
+        copies = (nearest < self._copy).mean()
+        return Judged(*map(float, (right.mean(), nearest.mean(), copies, variety)))
 
     def _nearest(self, drawn: np.ndarray) -> np.ndarray:
         return _distances(_flat(drawn), self._train).min(1)
@@ -93,8 +99,10 @@ def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(square, 0))
 
 
-def rows_of(run: RunFolder, cases: tuple, judge: Judge, each: int) -> list[dict[str, str]]:
-    """One row a case, of a run of the recipe digits_diffusion."""
+def judged(
+    run: RunFolder, cases: tuple, judge: Judge, each: int
+) -> list[tuple[dict[str, str], Judged]]:
+    """A row for each case, of a run of the recipe digits_diffusion, and what it is made of."""
     config = run.read_config()
     if (config.data.source, config.data.test_share, config.data.split_seed) != (
         judge.data.source, judge.data.test_share, judge.data.split_seed,
@@ -103,16 +111,17 @@ def rows_of(run: RunFolder, cases: tuple, judge: Judge, each: int) -> list[dict[
     with Checkpoints(run.checkpoints) as checkpoints:
         params, state, _ = checkpoints.restore_network(network_of(config)[1].init)
     labels = np.repeat(np.arange(10), each)
-    rows = []
+    found = []
     for sampler, steps, guidance in cases:
         asked = ImageArguments(sampler=sampler, steps=steps, guidance=guidance)
         draw = functools.partial(samples, config, params, state, jnp.asarray(labels), asked)
         begun = time.perf_counter()
         drawn = np.asarray(draw())
         seconds = time.perf_counter() - begun
-        judged = judge(drawn, labels)
-        rows.append(_row(_name(config), sampler, str(steps), f"{guidance:g}", judged, seconds))
-    return rows
+        of = judge(drawn, labels)
+        row = _row(_name(config), sampler, str(steps), f"{guidance:g}", of, seconds)
+        found.append((row, of))
+    return found
 
 
 def _name(config: Config) -> str:
@@ -121,10 +130,19 @@ def _name(config: Config) -> str:
 
 
 def _row(
-    name: str, sampler: str, steps: str, guidance: str, judged: dict[str, str], seconds: float
+    name: str, sampler: str, steps: str, guidance: str, of: Judged, seconds: float
 ) -> dict[str, str]:
-    told = {"digits": name, "sampler": sampler, "steps": steps, "guidance": guidance}
-    return told | judged | {"seconds": f"{seconds:.1f}" if seconds else ""}
+    return {
+        "digits": name,
+        "sampler": sampler,
+        "steps": steps,
+        "guidance": guidance,
+        "as asked": f"{of.as_asked:.1%}",
+        "nearest": f"{of.nearest:.2f}",
+        "copies": f"{of.copies:.1%}",
+        "variety": f"{of.variety:.2f}",
+        "seconds": f"{seconds:.1f}" if seconds else "",
+    }
 
 
 def _trained(given: str | None, recipe: str, out: Path, *overrides: str) -> RunFolder:
@@ -145,7 +163,7 @@ def _said(run: RunFolder) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--classifier", help="the folder of a run of digits")
     parser.add_argument("--denoiser", help="the folder of a run of digits_diffusion")
     parser.add_argument("--context", help=f"of one with {' '.join(CONTEXT)}")
@@ -158,14 +176,19 @@ def main() -> None:
         context = _trained(args.context, "digits_diffusion", out / "context", *CONTEXT)
         judge = Judge(classifier)
         real = judge(judge.test["image"], judge.test["label"])
-        rows = [_row("real, held out", "", "", "", real, 0.0)]
-        rows += rows_of(plain, CASES, judge, args.each)
-        rows += rows_of(context, CASES[:1], judge, args.each)
+        drawn = judged(plain, CASES, judge, args.each)
+        with_context = judged(context, CASES[:1], judge, args.each)
         print(f"\n{args.each} images of each label; seconds with compilation.\n")
-        print(markdown(rows))
+        rows = [row for row, _ in (*drawn, *with_context)]
+        print(markdown([_row("real, held out", "", "", "", real, 0.0), *rows]))
         print()
         print(*map(_said, (classifier, plain, context)), sep="\n")
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'optax')}.")
+    peer = f"the classifier; of real digits {real.as_asked:.1%}"
+    claims = [
+        Claim(f"{what}: share labelled as asked", peer, found[0][1].as_asked, ">= 0.9", "quality")
+        for what, found in (("digits drawn", drawn), ("with attention context", with_context))
+    ]
+    publish(claims, args, "jax", "jaxlib", "optax")
 
 
 if __name__ == "__main__":

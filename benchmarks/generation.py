@@ -15,7 +15,6 @@ final length, in one program for all positions, and the logits of one. Every tok
 the same there, so the first 32 are timed and compared, and stand for the others.
 """
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,8 @@ import numpy as np
 from jax import Array
 
 import fnet
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from fnet import layers, models
 from fnet.generate import _draw, _read, _Sampling
 from fnet.memory import peak, tree_bytes
@@ -35,6 +35,8 @@ VOCABULARY, WIDTH, BLOCKS, HEADS, WINDOW = 256, 256, 4, 8, 64
 PASTS = (64, 128, 256, 512, 1024, 2048)
 PIECE, TOTAL = 32, 512
 SAMPLING = _Sampling(1.0, None, None)
+WITHIN = 0.05
+"""As a part: what counts as constant, or as a line."""
 
 MIXERS: dict[str, Callable[[], fnet.Layer]] = {
     "attention": lambda: layers.attention(WIDTH, HEADS, causal=True, rotary=1e4, bias=False),
@@ -73,11 +75,11 @@ def drawing(mixer: str, past: int) -> tuple[jax.stages.Compiled, Callable[[], An
 
 def by_past(
     mixers: list[str], pasts: list[int], rounds: int
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Milliseconds a token, and what the scans hold."""
+) -> tuple[list[dict[str, str]], list[dict[str, str]], list[Claim]]:
+    """Milliseconds a token, what the scans hold, and how the cost grows."""
     cases = {(mixer, past): drawing(mixer, past) for mixer in mixers for past in pasts}
     seconds = interleaved({case: call for case, (_, call, _) in cases.items()}, rounds)
-    times, memory = [], []
+    times, memory, claims = [], [], []
     for mixer in mixers:
         ms = [1e3 * seconds[mixer, past] / PIECE for past in pasts]
         row = {"ms a token, T =": mixer}
@@ -85,10 +87,12 @@ def by_past(
         if len(pasts) > 1:
             rise, base = np.polyfit(pasts, ms, 1)
             line = base + rise * np.asarray(pasts)
+            off = float(np.abs(ms / line - 1).max())
+            claims.append(growth(mixer, pasts, ms[-1] / ms[0], off))
             row |= {
                 "last / first": f"{ms[-1] / ms[0]:.2f}",
                 "line": f"{base:.2f} + {1e3 * rise:.3f} T / 1000",
-                "off it": f"{np.abs(ms / line - 1).max():.0%}",
+                "off it": f"{off:.0%}",
             }
         times.append(row)
         for past in (pasts[0], pasts[-1]):
@@ -102,7 +106,16 @@ def by_past(
                     "temporaries, MB": f"{temporaries(program) / 1e6:.3f}",
                 }
             )
-    return times, memory
+    return times, memory, claims
+
+
+def growth(mixer: str, pasts: list[int], last_to_first: float, off_line: float) -> Claim:
+    """Attention's cost grows along a line; the others' does not grow."""
+    if mixer == "attention":
+        what = f"{mixer}: a token after T = {pasts[0]} to {pasts[-1]:,}, largest part off a line"
+        return Claim(what, "a line", off_line, f"<= {WITHIN}", "time")
+    what = f"{mixer}: a token after T = {pasts[-1]:,}"
+    return Claim(what, f"after T = {pasts[0]}", last_to_first, f"<= {1 + WITHIN}", "time")
 
 
 def without_cache(mixer: str, total: int) -> tuple[jax.stages.Wrapped, list[Any]]:
@@ -119,9 +132,10 @@ def without_cache(mixer: str, total: int) -> tuple[jax.stages.Wrapped, list[Any]
     return one, [params, state]
 
 
-def against(mixers: list[str], total: int, rounds: int) -> list[dict[str, str]]:
+def against(mixers: list[str], total: int, rounds: int) -> tuple[list[dict[str, str]], list[Claim]]:
     """A row for each mixer: ``total`` tokens, the first given, with a cache and without."""
-    rows, prompt, key = [], jnp.zeros((1, 1), jnp.int32), jax.random.key(1)
+    rows, claims = [], []
+    prompt, key = jnp.zeros((1, 1), jnp.int32), jax.random.key(1)
     for mixer in mixers:
         one, given = without_cache(mixer, total)
         generate = functools.partial(fnet.generate, *made(mixer), prompt, key, total - 1)
@@ -134,31 +148,35 @@ def against(mixers: list[str], total: int, rounds: int) -> list[dict[str, str]]:
 
         seconds = interleaved({"cache": generate, "piece": piece}, rounds)
         without = seconds["piece"] * (total - 1) / PIECE
+        times = without / seconds["cache"]
+        what = f"{mixer}: {total} tokens, times as fast with a cache"
+        claims.append(Claim(what, "without a cache", times, ">= 10", "time"))
         rows.append(
             {
                 f"{total} tokens": mixer,
                 "with cache, s": f"{seconds['cache']:.3f}",
                 "without, s": f"{without:.2f}",
-                "times as fast": f"{without / seconds['cache']:.1f}",
+                "times as fast": f"{times:.1f}",
                 "same tokens": f"{(generate()[:, :PIECE] == piece()).mean():.0%}",
             }
         )
-    return rows
+    return rows, claims
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=11)
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS)
     parser.add_argument("--pasts", type=int, nargs="*", default=PASTS)
     parser.add_argument("--total", type=int, default=TOTAL)
-    parser.add_argument("--rounds", type=int, default=11)
     args = parser.parse_args()
     print(f"{BLOCKS} blocks of width {WIDTH}, vocabulary {VOCABULARY}, batch 1, float32.\n")
+    claimed: list[Claim] = []
     if args.pasts:
-        times, memory = by_past(args.mixers, args.pasts, args.rounds)
+        times, memory, claimed = by_past(args.mixers, args.pasts, args.rounds)
         print(markdown(times) + "\n\n" + markdown(memory) + "\n")
-    print(markdown(against(args.mixers, args.total, max(args.rounds // 4, 3))))
-    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+    rows, claims = against(args.mixers, args.total, max(args.rounds // 4, 3))
+    print(markdown(rows))
+    publish(claimed + claims, args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ that it does not share with others, beside what one of grain's own takes. A proc
 the program's main module does, which is why this one imports JAX and grain late.
 """
 
-import argparse
 import contextlib
 import multiprocessing
 import os
@@ -31,6 +30,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from benchmarks.claims import argument_parser, publish
 from train.data import Arrays
 from train.data.image_batches import EvaluationImages, KeptImages, TrainingImages
 from train.data.workers import Workers
@@ -218,16 +218,17 @@ def costs(root: Path) -> Iterator[dict[str, str]]:
 
 
 def main() -> None:
-    from benchmarks.measure import markdown, versions
+    from benchmarks.measure import markdown
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    options = argument_parser(__doc__, rounds=7).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(markdown(list(speeds(Path(folder), options.rounds))))
-        print()
-        print(markdown(list(costs(Path(folder)))))
-    print(f"\n{versions('pillow', 'numpy', 'grain')}, batches of {BATCH}")
+        tables = {
+            "speeds": list(speeds(Path(folder), options.rounds)),
+            "costs": list(costs(Path(folder))),
+        }
+    print("\n\n".join(map(markdown, tables.values())))
+    print(f"\nBatches of {BATCH}.")
+    publish([], options, "pillow", "numpy", "grain", data=tables)
 
 
 if __name__ == "__main__":

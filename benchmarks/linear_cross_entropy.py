@@ -9,9 +9,8 @@ about two minutes. The second compiles for a device that is not there and tells
 memory alone; it needs ``fnet-jax[target-gpu]`` or ``fnet-jax[target-tpu]``.
 """
 
-import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +18,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from fnet.losses import linear_cross_entropy
 from fnet.memory import compile_smallest
-from fnet.memory.target import TARGETS, compile_for, describe
+from fnet.memory.target import compile_for, describe
 
 Losses = Callable[[Array, Array, Array], Array]
 Compile = Callable[[Any, Sequence[Any]], jax.stages.Compiled]
@@ -42,6 +42,10 @@ class Sizes(NamedTuple):
     words: int = 32_768
     dtype: str = "float32"
 
+    @property
+    def in_words(self) -> str:
+        return f"{self.tokens:,} x {self.width:,} x {self.words:,}"
+
     def arrays(self, seed: int = 0) -> tuple[Array, Array, Array]:
         x_key, kernel_key, label_key = jax.random.split(jax.random.key(seed), 3)
         x = jax.random.normal(x_key, (self.tokens, self.width), self.dtype)
@@ -50,10 +54,10 @@ class Sizes(NamedTuple):
         return x, kernel * self.width**-0.5, labels
 
 
-OPTAX = "`x @ kernel`, optax"
+OPTAX, OURS = "`x @ kernel`, optax", "`fnet.linear_cross_entropy`"
 BOTH: dict[str, Losses] = {
     OPTAX: optax_losses,
-    "`fnet.linear_cross_entropy`": linear_cross_entropy,
+    OURS: linear_cross_entropy,
 }
 VARIANTS: dict[str, Losses] = {
     "optax under `jax.checkpoint`": jax.checkpoint(optax_losses),
@@ -79,20 +83,26 @@ AHEAD_OF_TIME: dict[Sizes, dict[str, Losses]] = GRADIENTS | {
 LOSSES_ALONE: dict[Sizes, dict[str, Losses]] = {Sizes(): BOTH}
 
 
+class Measured(NamedTuple):
+    """Bytes and seconds by way; no seconds where nothing was run."""
+
+    held: dict[str, int]
+    seconds: dict[str, float]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--target", choices=TARGETS, help="a device to compile for")
-    options = parser.parse_args()
+    options = argument_parser(__doc__, rounds=7, target=True).parse_args()
     if options.target:
         rounds, gradients, compiled = 0, AHEAD_OF_TIME, ahead_of_time(options.target)
     else:
         rounds, gradients, compiled = options.rounds, GRADIENTS, smallest
     print(f"Value and gradients by x and kernel, {options.target or 'CPU'}.\n")
-    print(markdown(rows(gradients, value_and_gradients, compiled, rounds)))
+    found = measured(gradients, value_and_gradients, compiled, rounds)
+    print(markdown(rows(found)))
     print("\nThe losses alone.\n")
-    print(markdown(rows(LOSSES_ALONE, lambda losses: losses, compiled, rounds)))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'optax', 'jax-cuda13-plugin', 'libtpu')}.")
+    print(markdown(rows(measured(LOSSES_ALONE, lambda losses: losses, compiled, rounds))))
+    packages = "jax", "jaxlib", "optax", "jax-cuda13-plugin", "libtpu"
+    publish(claims(found, options.target or "CPU"), options, *packages)
 
 
 def smallest(jitted: jax.stages.Wrapped, shapes: Sequence[Any]) -> jax.stages.Compiled:
@@ -105,14 +115,14 @@ def ahead_of_time(target: str) -> Compile:
     return lambda jitted, shapes: compile_for(describe(target), jitted, *shapes)
 
 
-def rows(
+def measured(
     cases: dict[Sizes, dict[str, Losses]],
     wanted: Callable[[Losses], Callable[..., Any]],
     compiled: Compile,
     rounds: int,
-) -> list[dict[str, str]]:
-    """A line for each size and each way; ratios are to optax at the same size."""
-    lines = []
+) -> dict[Sizes, Measured]:
+    """Each way at each size."""
+    found = {}
     for sizes, ways in cases.items():
         shapes = jax.eval_shape(sizes.arrays)
         programs = {name: compiled(jax.jit(wanted(way)), shapes) for name, way in ways.items()}
@@ -121,14 +131,22 @@ def rows(
             arrays = sizes.arrays()
             calls = {name: functools.partial(p, *arrays) for name, p in programs.items()}
             seconds = interleaved(calls, rounds)
-        size = {name: temporaries(program) for name, program in programs.items()}
-        for name in ways:
+        held = {name: temporaries(program) for name, program in programs.items()}
+        found[sizes] = Measured(held, seconds)
+    return found
+
+
+def rows(found: dict[Sizes, Measured]) -> list[dict[str, str]]:
+    """A line for each size and each way; ratios are to optax at the same size."""
+    lines = []
+    for sizes, (held, seconds) in found.items():
+        for name, size in held.items():
             line = {
                 "": name,
-                "tokens x width x words": f"{sizes.tokens:,} x {sizes.width:,} x {sizes.words:,}",
+                "tokens x width x words": sizes.in_words,
                 "dtype": sizes.dtype,
-                "temporaries, MB": f"{size[name] / 1e6:,.1f}",
-                "of optax's": f"{size[name] / size[OPTAX]:.3f}",
+                "temporaries, MB": f"{size / 1e6:,.1f}",
+                "of optax's": f"{size / held[OPTAX]:.3f}",
             }
             if seconds:
                 line |= {
@@ -137,6 +155,20 @@ def rows(
                 }
             lines.append(line)
     return lines
+
+
+def claims(found: dict[Sizes, Measured], where: str) -> Iterator[Claim]:
+    """At the usual size, and how memory grows with the words."""
+    held, seconds = found[Sizes()]
+    what = f"linear_cross_entropy, {Sizes().in_words}, value and gradients, {where}"
+    yield Claim(f"{what}: temporaries", "optax", held[OURS] / held[OPTAX], "<= 0.03")
+    if seconds:
+        ratio = seconds[OURS] / seconds[OPTAX]
+        yield Claim(f"{what}: time", "optax", ratio, "<= 0.85", "time")
+    many = Sizes(words=131_072)
+    grown = found[many].held[OURS] / held[OURS]
+    what = f"linear_cross_entropy, {many.words:,} words, {where}: temporaries"
+    yield Claim(what, f"itself, {Sizes().words:,} words", grown, "<= 1.0")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -37,18 +36,12 @@ def temporaries(compiled: jax.stages.Compiled) -> int:
     return peak(compiled).temporaries
 
 
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-    """A Markdown table with the keys of the first row as header, the first column to the left."""
+def markdown(rows: Sequence[Mapping[str, str]], left: int = 1) -> str:
+    """A Markdown table with the keys of the first row as header, so many columns to the left."""
     header = list(rows[0])
     lines = [
         header,
-        ["---", *["---:"] * (len(header) - 1)],
+        ["---"] * left + ["---:"] * (len(header) - left),
         *([r[h] for h in header] for r in rows),
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def versions(*packages: str) -> str:
-    """``name version`` of each package that is installed."""
-    found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return ", ".join(f"{name} {found[name]}" for name in packages if name in found)

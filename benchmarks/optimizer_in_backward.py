@@ -9,9 +9,8 @@ that of the whole compiled step, in bytes of the parameters (P). With a target
 the programs are compiled for that device and not run.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,8 @@ import optax
 from jax import Array
 
 import fnet
-from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown
 from fnet import Layer, TrainState, layers
 from fnet.autodiff.in_backward import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
@@ -33,6 +33,9 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adam": optax.adam(1e-4),
     "adamw": fnet.optim.make_optimizer("adamw", 1e-4, weight_decay=0.1),
 }
+
+WANTED = {"sgd": 1.15, "adam": 3.2}
+"""Of the peak of the stack of dense layers, in P."""
 
 MODES = {"after": fnet.autodiff.mean, "inside": optimizer_in_backward("blocks")}
 
@@ -89,9 +92,17 @@ def jitted_step(
     return fnet.make_step(loss, optimizer, mode), create
 
 
-def compared(network: Network, optimizer: str, rounds: int, target: str | None) -> dict[str, str]:
-    """A row: one optimizer, inside the backward pass and after it."""
-    row, calls = {"": optimizer}, {}
+class Compared(NamedTuple):
+    """Of both modes: bytes at the peak, the same in P, and seconds where steps were run."""
+
+    total: dict[str, int]
+    in_p: dict[str, float]
+    seconds: dict[str, float]
+
+
+def compared(network: Network, optimizer: str, rounds: int, target: str | None) -> Compared:
+    """One optimizer, inside the backward pass and after it."""
+    total, in_p, calls = {}, {}, {}
     for name, mode in MODES.items():
         step, create = jitted_step(network, OPTIMIZERS[optimizer], mode)
         shapes = jax.eval_shape(create)
@@ -100,14 +111,31 @@ def compared(network: Network, optimizer: str, rounds: int, target: str | None) 
         else:
             program = fnet.compile_step(step, shapes, network.batch).compiled
             calls[name] = functools.partial(advance, program, [create()], network.batch)
-        total = peak(program).total
-        row[f"{name}, MB"] = f"{total / 1e6:.1f}"
-        row[f"{name}, P"] = f"{total / tree_bytes(shapes.params):.3f}"
-    if calls and rounds:
-        seconds = interleaved(calls, rounds)
-        row["after, ms"] = f"{seconds['after'] * 1e3:.0f}"
-        row["time, inside / after"] = f"{seconds['inside'] / seconds['after']:.2f}"
-    return row
+        total[name] = peak(program).total
+        in_p[name] = total[name] / tree_bytes(shapes.params)
+    return Compared(total, in_p, interleaved(calls, rounds) if calls and rounds else {})
+
+
+def row(optimizer: str, c: Compared) -> dict[str, str]:
+    """A line of the table."""
+    cells = {"": optimizer}
+    for name in MODES:
+        cells |= {f"{name}, MB": f"{c.total[name] / 1e6:.1f}", f"{name}, P": f"{c.in_p[name]:.3f}"}
+    if c.seconds:
+        cells["after, ms"] = f"{c.seconds['after'] * 1e3:.0f}"
+        cells["time, inside / after"] = f"{c.seconds['inside'] / c.seconds['after']:.2f}"
+    return cells
+
+
+def claims(network: str, optimizer: str, c: Compared, where: str) -> Iterator[Claim]:
+    """Of the stack of dense layers, for which there are targets."""
+    what = f"optimizer in backward, {optimizer}, {network}, {where}"
+    if optimizer in WANTED:
+        after, bound = f"after it: {c.in_p['after']:.2f}", f"<= {WANTED[optimizer]}"
+        yield Claim(f"{what}: peak of the step / P", after, c.in_p["inside"], bound)
+    if c.seconds:
+        ratio = c.seconds["inside"] / c.seconds["after"]
+        yield Claim(f"{what}: time of the step", "after it", ratio, "<= 1.0", "time")
 
 
 def advance(program: jax.stages.Compiled, box: list[TrainState], batch: Any) -> Any:
@@ -118,9 +146,7 @@ def advance(program: jax.stages.Compiled, box: list[TrainState], batch: Any) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--target", help="a device to compile for, such as h100")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each")
+    parser = argument_parser(__doc__, rounds=15, target=True)
     parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
@@ -132,10 +158,21 @@ def main() -> None:
         transformer_stack(options.depth, options.width // 2, 1, 128, recompute=True),
     ]
     where = options.target or jax.default_backend()
+    claimed: list[Claim] = []
     for network in networks:
-        rows = [compared(network, o, options.rounds, options.target) for o in options.optimizers]
+        found = {
+            optimizer: compared(network, optimizer, options.rounds, options.target)
+            for optimizer in options.optimizers
+        }
+        rows = [row(optimizer, c) for optimizer, c in found.items()]
         print(f"{network.name}, float32, {where}:\n\n{markdown(rows)}\n")
-    print(f"Versions: {versions('jax', 'jaxlib', 'optax', 'jax-cuda13-plugin', 'libtpu')}.")
+        if network is networks[0]:
+            claimed = [
+                claim
+                for optimizer, c in found.items()
+                for claim in claims(network.name, optimizer, c, where)
+            ]
+    publish(claimed, options, "jax", "jaxlib", "optax", "jax-cuda13-plugin", "libtpu")
 
 
 if __name__ == "__main__":

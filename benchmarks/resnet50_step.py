@@ -5,12 +5,11 @@
 Batch 16 at 128 x 128, SGD with momentum, float32: arguments + outputs - aliased +
 temporaries of the compiled step, compiled with each of the options that
 `fnet.compile_step` tries, the one with the lowest peak taken, flax's too. Nothing is
-run; ``--time`` runs and times each step as well.
+run; ``--rounds`` runs and times each step as well.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +19,8 @@ import optax
 from jax import Array
 
 import fnet
-from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown
 from fnet import Layer, models
 from fnet.step import Executable
 
@@ -99,10 +99,9 @@ def compiled(model: Layer, batch: Any) -> Executable:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=0)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, default=128)
-    parser.add_argument("--time", type=int, default=0, help="rounds of timed steps")
     options = parser.parse_args()
     batch = {
         "image": jnp.ones((options.batch, options.size, options.size, 3)),
@@ -118,7 +117,7 @@ def main() -> None:
     }
     programs = {name: compiled(model, batch) for name, (model, _) in networks.items()}
     seconds = {}
-    if options.time:
+    if options.rounds:
         states = {
             name: fnet.TrainState.create(model, OPTIMIZER, jax.random.key(0))
             for name, (model, _) in networks.items()
@@ -129,7 +128,7 @@ def main() -> None:
             return metrics
 
         calls = {name: functools.partial(step, name) for name in programs}
-        seconds = interleaved(calls, options.time)
+        seconds = interleaved(calls, options.rounds)
 
     rows = []
     for name, (_, peer) in networks.items():
@@ -149,7 +148,23 @@ def main() -> None:
         rows.append(row)
     print(f"Batch {options.batch} at {options.size} x {options.size}.\n")
     print(markdown(rows))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+    peers = {name: peer for name, (_, peer) in networks.items() if peer}
+    size = f"batch {options.batch} at {options.size} x {options.size}"
+    publish(claims(programs, peers, size), options, "jax", "jaxlib", "flax", "optax")
+
+
+def claims(
+    programs: Mapping[str, Executable], peers: Mapping[str, str], size: str
+) -> Iterator[Claim]:
+    """Each network of ours to the same in flax, as the whole step's peak and as temporaries."""
+    for name, peer in peers.items():
+        ours, theirs = programs[name].report.peak, programs[peer].report.peak
+        reversible = "reversible" in name
+        for what, ratio, target in (
+            ("peak", ours.total / theirs.total, "<= 0.35" if reversible else "<= 0.5"),
+            ("temporaries", ours.temporaries / theirs.temporaries, "<= 0.25" if reversible else ""),
+        ):
+            yield Claim(f"ResNet-50 train step, {name}, {size}: {what}", peer, ratio, target)
 
 
 if __name__ == "__main__":

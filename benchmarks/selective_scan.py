@@ -12,22 +12,23 @@ The layers: value and gradients by parameters and input, beside causal attention
 the same width. A token: one more of each, after T.
 """
 
-import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from benchmarks.measure import interleaved, markdown, temporaries, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown, temporaries
 from fnet.layer import Layer
-from fnet.layers.attention import attention
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
 from fnet.layers.selective_scan import selective_scan
+from fnet.layers.self_attention import attention
 from fnet.memory.peak import compile_smallest
 
 CHANNELS, STATES = 256, 16
@@ -85,8 +86,16 @@ def compiled_scan(scan: Scan, t: int) -> jax.stages.Compiled:
     return compile_smallest(jax.jit(value_and_gradient).lower(*scan_arrays(t)))[0]
 
 
-def scans(steps: tuple[int, ...], rounds: int) -> tuple[list[dict[str, str]], dict[str, float]]:
-    """A row for each T, and each side's exponent; every T and side in every round."""
+class Scans(NamedTuple):
+    """By T and side: MB and seconds; by side, the exponent of T."""
+
+    held: dict[tuple[int, str], float]
+    seconds: dict[tuple[int, str], float]
+    exponents: dict[str, float]
+
+
+def scans(steps: tuple[int, ...], rounds: int) -> Scans:
+    """Every T and side, in every round."""
     programs = {
         (t, name): compiled_scan(scan, t)
         for t in steps
@@ -99,25 +108,49 @@ def scans(steps: tuple[int, ...], rounds: int) -> tuple[list[dict[str, str]], di
         {case: functools.partial(p, *arrays[case[0]]) for case, p in programs.items()}, rounds
     )
 
-    def row(t: int) -> dict[str, str]:
-        of = {name: (held[t, name], 1e3 * seconds[t, name]) for name in SIDES if (t, name) in held}
-        mb, ms = of["fnet"]
-        cells = {"T": str(t), "T N E, MB": f"{4e-6 * t * STATES * CHANNELS:.0f}"}
-        for name in SIDES:
-            theirs, milliseconds = of.get(name, (None, None))
-            cells[f"{name} MB"] = f"{theirs:.1f}" if theirs else "-"
-            cells[f"{name} ms"] = f"{milliseconds:.1f}" if milliseconds else "-"
-            if name != "fnet":
-                cells[f"memory / {name}"] = f"{mb / theirs:.3f}" if theirs else "-"
-                cells[f"time / {name}"] = f"{ms / milliseconds:.3f}" if milliseconds else "-"
-        return cells
-
     exponents = {}
     for name in SIDES:
         measured = [(t, s) for (t, side), s in seconds.items() if side == name]
         if len(measured) > 1:
             exponents[name] = float(np.polyfit(*np.log(measured).T, 1)[0])
-    return [row(t) for t in steps], exponents
+    return Scans(held, seconds, exponents)
+
+
+def row(t: int, found: Scans) -> dict[str, str]:
+    """A line of the table; "-" where a side was left out."""
+    of = {
+        name: (found.held[t, name], 1e3 * found.seconds[t, name])
+        for name in SIDES
+        if (t, name) in found.held
+    }
+    mb, ms = of["fnet"]
+    cells = {"T": str(t), "T N E, MB": f"{whole(t):.0f}"}
+    for name in SIDES:
+        theirs, milliseconds = of.get(name, (None, None))
+        cells[f"{name} MB"] = f"{theirs:.1f}" if theirs else "-"
+        cells[f"{name} ms"] = f"{milliseconds:.1f}" if milliseconds else "-"
+        if name != "fnet":
+            cells[f"memory / {name}"] = f"{mb / theirs:.3f}" if theirs else "-"
+            cells[f"time / {name}"] = f"{ms / milliseconds:.3f}" if milliseconds else "-"
+    return cells
+
+
+def whole(t: int) -> float:
+    """MB of all states over time, float32."""
+    return 4e-6 * t * STATES * CHANNELS
+
+
+def claims(steps: tuple[int, ...], found: Scans) -> Iterator[Claim]:
+    """Time that grows as T, and memory that does not hold every state."""
+    last = max(steps)
+    if "fnet" in found.exponents:
+        what = f"selective_scan, T from {min(steps)} to {last:,}: k of time ~ T^k"
+        yield Claim(what, "a line", found.exponents["fnet"], "<= 1.05", "time")
+    held, what = found.held[last, "fnet"], f"selective_scan, T = {last:,}, value and gradients"
+    yield Claim(f"{what}: temporaries", "T x N x E numbers", held / whole(last), "< 1.0")
+    yield Claim(f"{what}: temporaries", "a loop", held / found.held[last, "loop"], "<= 1.0")
+    ratio = found.seconds[last, "fnet"] / found.seconds[last, "loop"]
+    yield Claim(f"{what}: time", "a loop", ratio, "<= 1.0", "time")
 
 
 def mixers() -> dict[str, Layer]:
@@ -163,18 +196,18 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=7)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
-    parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    rows, exponents = scans(tuple(args.steps), args.rounds)
+    found = scans(tuple(args.steps), args.rounds)
     print(f"Selective scan, value and gradients, 1 x T x {CHANNELS}, N = {STATES}, float32.\n")
-    print(markdown(rows))
-    print("\nTime ~ T^k:", ", ".join(f"{name} k = {k:.2f}" for name, k in exponents.items()))
+    print(markdown([row(t, found) for t in args.steps]))
+    exponents = ", ".join(f"{name} k = {k:.2f}" for name, k in found.exponents.items())
+    print(f"\nTime ~ T^k: {exponents}")
     for batch, t in LAYERS:
         print(f"\nLayers of width {WIDTH}, value and gradients, float32.\n")
         print(markdown(layers(batch, t, args.rounds)))
-    print(f"\nVersions: {versions('jax', 'jaxlib')}.")
+    publish(claims(tuple(args.steps), found), args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,16 @@ a benchmark that was interrupted goes on. The text is split 90/10. The spread is
 standard deviation over seeds; of the difference, that of the pairs with equal seeds.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.measure import markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
 
 RECIPES = ("text_transformer", "text_mamba", "text_hybrid")
 
@@ -33,20 +34,21 @@ def run(recipe: str, context: str, seed: int, path: str, out: Path, more: list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--path", required=True, help="a text file")
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--seeds", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--out", help="where runs are kept")
     args, more = parser.parse_known_args()
     out = Path(args.out or tempfile.mkdtemp())
-    rows = []
+    rows, found = [], {}
     for recipe in args.recipes:
         losses: dict[str, list[float]] = {}
         for seed in args.seeds:
             for context in ("none", "lagged"):
                 summary = run(recipe, context, seed, args.path, out, more)
                 losses.setdefault(context, []).append(summary["metrics"]["test/loss"])
+        found[recipe] = losses
         differences = [b - a for a, b in zip(losses["none"], losses["lagged"], strict=True)]
         rows.append(
             {
@@ -60,7 +62,27 @@ def main() -> None:
         )
         print(markdown(rows), flush=True)
     print(f"\nNats a token on the held-out part, mean and spread of seeds {list(args.seeds)}.")
-    print(f"Versions: {versions('jax', 'jaxlib', 'optax')}.")
+    claimed = claims(found, len(args.seeds), Path(args.path).stem)
+    publish(claimed, args, "jax", "jaxlib", "optax")
+
+
+def claims(found: dict[str, dict[str, list[float]]], seeds: int, text: str) -> Iterator[Claim]:
+    """Means over seeds; of other texts than tinyshakespeare without a target."""
+    means = {
+        recipe: {context: statistics.mean(of) for context, of in losses.items()}
+        for recipe, losses in found.items()
+    }
+    aims = ("<= 1.8", "<= 0.05") if text == "tinyshakespeare" else ("", "")
+    transformer = means.get("text_transformer", {}).get("none")
+    for recipe, of in means.items():
+        what = f"{recipe} on {text}, held-out nats a token, mean of {seeds} seeds"
+        if recipe == "text_transformer":
+            yield Claim(what, "nanoGPT states 1.88", of["none"], aims[0], "quality")
+        if recipe == "text_mamba" and transformer:
+            peer, above = f"text_transformer: {transformer:.3f}", of["none"] - transformer
+            yield Claim(f"{what}: above the peer's", peer, above, aims[1], "quality")
+        ratio = of["lagged"] / of["none"]
+        yield Claim(f"{what}, with attention context", "without", ratio, kind="quality")
 
 
 def spread(values: list[float]) -> str:

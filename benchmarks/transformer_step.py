@@ -12,7 +12,7 @@ and the smallest for peak. With ``--target``, peaks alone, for a device that is 
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -23,7 +23,8 @@ from jax import Array
 
 import fnet
 import fnet.memory.target
-from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown
 from fnet import layers, models
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak
 
@@ -145,7 +146,7 @@ def programs(lowered: jax.stages.Lowered, target: Any) -> list[jax.stages.Compil
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__, rounds=7, target=True)
     for name, size in {
         "blocks": 12,
         "width": 384,
@@ -155,9 +156,7 @@ def main() -> None:
         "vocabulary": 32_768,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
-    parser.add_argument("--target", help="a device to compile for, such as h100")
     s = parser.parse_args(namespace=Sizes())
     target = fnet.memory.target.describe(s.target) if s.target else None
     put = functools.partial(fnet.memory.target.on, target) if target else lambda x: x
@@ -184,28 +183,44 @@ def main() -> None:
         return [fnet.TrainState.create(model, OPTIMIZER, KEY)]
 
     smallest = {n: min(peak(c).total for c in compiled) for n, compiled in made.items()}
-    seconds = dict.fromkeys(made, float("nan"))
+    seconds: dict[str, float] = {}
     if not target:
         fastest = {n: quickest(compiled, fresh(n), tokens) for n, compiled in made.items()}
         seconds = interleaved(fastest, s.rounds)
-    rows = [
-        {
-            "step": name,
-            "peak MB": f"{smallest[name] / 1e6:.0f}",
-            "of flax's": f"{smallest[name] / smallest['flax']:.2f}",
-            "ms": f"{seconds[name] * 1e3:.0f}",
-            "of flax's time": f"{seconds[name] / seconds['flax']:.2f}",
-        }
-        for name in made
-    ]
     count = sum(a.size for a in jax.tree.leaves(arguments[0]))
     print(
         f"{s.blocks} layers, width {s.width}, {s.tokens} tokens, batch {s.batch}, "
         f"{s.vocabulary:,} words: {count / 1e6:.1f} M parameters"
         f"{f', compiled for {target.name}' if target else ''}.\n"
     )
-    print(markdown(rows))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+    print(markdown([row(name, smallest, seconds) for name in made]))
+    where = target.name if target else jax.default_backend()
+    publish(claims(smallest, seconds, where), s, "jax", "jaxlib", "flax", "optax")
+
+
+def row(name: str, peaks: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, str]:
+    """A line of the table; without times where nothing was run."""
+    cells = {
+        "step": name,
+        "peak MB": f"{peaks[name] / 1e6:.0f}",
+        "of flax's": f"{peaks[name] / peaks['flax']:.2f}",
+    }
+    if seconds:
+        cells["ms"] = f"{seconds[name] * 1e3:.0f}"
+        cells["of flax's time"] = f"{seconds[name] / seconds['flax']:.2f}"
+    return cells
+
+
+def claims(peaks: Mapping[str, int], seconds: Mapping[str, float], where: str) -> Iterator[Claim]:
+    """Of every step of ours."""
+    for name in peaks:
+        if name == "flax":
+            continue
+        what = f"language model's train step, {name.removeprefix('fnet, ')}, {where}"
+        peer = "flax linen, optax"
+        yield Claim(f"{what}: peak", peer, peaks[name] / peaks["flax"], "<= 0.5")
+        if seconds:
+            yield Claim(f"{what}: time", peer, seconds[name] / seconds["flax"], "<= 0.9", "time")
 
 
 def quickest(

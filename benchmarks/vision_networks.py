@@ -13,7 +13,6 @@ peaks at the batch and at twice the batch meets the budget. Nothing is run; ``--
 and times the steps as well.
 """
 
-import argparse
 import functools
 import sys
 from typing import Any
@@ -25,7 +24,8 @@ import optax
 from jax import Array
 
 import fnet
-from benchmarks.measure import interleaved, markdown, versions
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown
 from fnet import Layer, memory, models
 from fnet.step import Executable
 
@@ -105,7 +105,7 @@ def seconds(programs: dict[str, Executable], name: str, batch: int, size: int, r
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argument_parser(__doc__)
     parser.add_argument("--names", nargs="+", default=NAMES, choices=sorted(models.MODELS))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--time", type=int, default=0, help="rounds of timed steps")
     options = parser.parse_args()
     budget = memory.read_bytes(options.budget)
-    rows = []
+    rows, claims = [], []
     for name in options.names:
         programs = {form: compiled(name, form, options.batch, options.size) for form in FORMS}
         peaks = {form: p.report.peak.total for form, p in programs.items()}
@@ -121,6 +121,11 @@ def main() -> None:
         for form in FORMS[1:]:
             row[f"{form} MB"] = f"{peaks[form] / 1e6:,.0f}"
             row[f"{form} / flax"] = f"{peaks[form] / peaks['flax']:.2f}"
+            target = {"resnext": "<= 0.5", "densenet": "<= 0.6"}.get(name.rstrip("0123456789"), "")
+            what = (
+                f"{name}, {form}, batch {options.batch} at {options.size}: peak of the train step"
+            )
+            claims.append(Claim(what, "flax BatchNorm, relu", peaks[form] / peaks["flax"], target))
         for form in FORMS:
             twice = compiled(name, form, 2 * options.batch, options.size).report.peak.total
             an_example = (twice - peaks[form]) / options.batch
@@ -134,7 +139,7 @@ def main() -> None:
         print(markdown([row]), file=sys.stderr, flush=True)
     print(f"Batch {options.batch} at {options.size} x {options.size}.\n")
     print(markdown(rows))
-    print(f"\nVersions: {versions('jax', 'jaxlib', 'flax', 'optax')}.")
+    publish(claims, options, "jax", "jaxlib", "flax", "optax")
 
 
 if __name__ == "__main__":

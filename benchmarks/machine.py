@@ -1,0 +1,66 @@
+"""The machine that benchmarks ran on, in a few words."""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """CPU, cores that this process may use, bytes of memory, system, Python, JAX's devices.
+
+    The devices are asked for in a process of their own: whoever has JAX look for a GPU takes
+    most of its memory.
+    """
+    return {
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "devices": _devices(),
+    }
+
+
+def same_hardware(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether figures of one may stand beside figures of the other."""
+    return all(a.get(key) == b.get(key) for key in ("cpu", "cores", "memory_bytes", "devices"))
+
+
+def in_words(machine: Mapping[str, Any]) -> str:
+    """What `describe` found, as one line."""
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"{machine['system']}, Python {machine['python']}; JAX's devices: "
+        f"{', '.join(machine['devices'])}"
+    )
+
+
+def _cpu() -> str:
+    listed = Path("/proc/cpuinfo")
+    if listed.is_file():
+        for line in listed.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _devices() -> list[str]:
+    """Each kind once, with how many there are."""
+    count = (
+        "import collections, jax; "
+        "print(*(f'{n} x {k}' for k, n in "
+        "collections.Counter(d.device_kind for d in jax.devices()).items()), sep='\\n')"
+    )
+    answer = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True)
+    return answer.stdout.splitlines() if answer.returncode == 0 else ["unknown"]

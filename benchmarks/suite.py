@@ -1,0 +1,117 @@
+"""The benchmarks that `python -m benchmarks` runs, with what each needs and how it is cut short."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+PATHS = {"text": "a text file, such as tinyshakespeare", "cifar10": "a folder with train/, test/"}
+"""Data that some benchmarks are given, by the option that names it."""
+
+
+class Benchmark(NamedTuple):
+    """A script of this folder, as it is run.
+
+    Attributes:
+      script: its name, without ``.py``.
+      arguments: always given.
+      quick: given besides where a figure shall come soon. They measure less often, or leave
+        cases out, and change no case that a claim is about. None: left out then.
+      packages: distributions without which it cannot run at all.
+      path: the one of `PATHS` that it takes as ``--path``; "" for none.
+      cpu: whether JAX shall see the CPU alone: both sides run there, or nothing runs.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] | None = ()
+    packages: tuple[str, ...] = ()
+    path: str = ""
+    cpu: bool = False
+
+    @property
+    def name(self) -> str:
+        """The script's, with the device it compiles for."""
+        return "_".join([self.script, *(a for a in self.arguments if not a.startswith("-"))])
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring; nothing is imported."""
+        found = importlib.util.find_spec(f"benchmarks.{self.script}")
+        assert found is not None, self.script
+        assert found.origin is not None, self.script
+        text = ast.get_docstring(ast.parse(Path(found.origin).read_text()))
+        return (text or "").split("\n")[0]
+
+    def lacks(self, paths: Mapping[str, str | None], quick: bool) -> str:
+        """Why it cannot run here and now; "" if it can."""
+        missing = [name for name in self.packages if not _is_installed(name)]
+        if missing:
+            return f"not installed: {', '.join(missing)}"
+        if self.path and not paths.get(self.path):
+            return f"needs --{self.path}: {PATHS[self.path]}"
+        return "left out by --quick" if quick and self.quick is None else ""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that it is started with besides one's own."""
+        return {"JAX_PLATFORMS": "cpu"} if self.cpu else {}
+
+    def command(self, paths: Mapping[str, str | None], quick: bool) -> list[str]:
+        """What starts it."""
+        words = [sys.executable, "-m", f"benchmarks.{self.script}", *self.arguments]
+        if self.path:
+            words += ["--path", str(paths[self.path])]
+        return words + list(self.quick or ()) * quick
+
+
+def ahead_of_time(script: str, device: str, quick: tuple[str, ...] | None = ()) -> Benchmark:
+    """One that compiles for a device that need not be there."""
+    compiler = "libtpu" if device.startswith("v") else "jax-cuda13-plugin"
+    return Benchmark(script, ("--target", device), quick, packages=(compiler,), cpu=True)
+
+
+SUITE = (
+    Benchmark("abn_stack_on_cpu", quick=("--rounds", "3"), cpu=True),
+    ahead_of_time("abn_stack_ahead_of_time", "h100"),
+    ahead_of_time("abn_stack_ahead_of_time", "v5e", quick=None),
+    Benchmark("abn_against_torch", quick=("--rounds", "3"), packages=("torch",), cpu=True),
+    Benchmark("abn_bfloat16", quick=("--seeds", "2"), cpu=True),
+    Benchmark("resnet50_step"),
+    Benchmark("reversible_grid", quick=("--seeds", "1")),
+    Benchmark("vision_networks", quick=("--names", "resnet50", "resnext50", "densenet121")),
+    Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10"),
+    Benchmark("linear_cross_entropy", quick=("--rounds", "3")),
+    ahead_of_time("linear_cross_entropy", "h100"),
+    Benchmark("accumulation", quick=("--rounds", "3")),
+    ahead_of_time("accumulation", "h100"),
+    Benchmark("optimizer_in_backward", quick=("--rounds", "5", "--optimizers", "sgd", "adam")),
+    ahead_of_time("optimizer_in_backward", "h100", quick=("--optimizers", "sgd", "adam")),
+    Benchmark("attention", quick=("--rounds", "5", "--tokens", "2048")),
+    Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
+    Benchmark("clipped_grad", quick=("--rounds", "7", "--only", "MLP")),
+    Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
+    Benchmark("batched", quick=("--rounds", "7", "--networks", "mlp")),
+    Benchmark("attention_context", quick=("--rounds", "15")),
+    Benchmark("transformer_step", quick=("--rounds", "3")),
+    ahead_of_time("transformer_step", "h100", quick=None),
+    Benchmark("selective_scan", quick=("--rounds", "3")),
+    Benchmark("generation", quick=("--rounds", "5")),
+    Benchmark("text_recipes", path="text", quick=("--seeds", "0", "--recipes", "text_transformer")),
+    Benchmark("digits_samples", quick=None),
+    Benchmark("input_pipeline", quick=("--rounds", "2")),
+    Benchmark("loop_overhead", quick=("--rounds", "2")),
+    Benchmark("kills", quick=("--kills", "5")),
+    Benchmark("processes"),
+)
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

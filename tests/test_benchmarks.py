@@ -1,0 +1,326 @@
+"""Claims, their table, and the runner; no benchmark is run."""
+
+import argparse
+import ast
+import importlib
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as program
+from benchmarks import chart, claims, machine, report
+from benchmarks.claims import Claim
+from benchmarks.suite import PATHS, SUITE, Benchmark
+
+FOLDER = Path(claims.__file__).parent
+SHARED = {"--rounds", "--target", "--json"}
+
+MACHINE = {
+    "cpu": "A CPU",
+    "cores": 2,
+    "memory_bytes": 8 * 2**30,
+    "system": "Linux",
+    "python": "3.11.1",
+    "devices": ["2 x cpu"],
+}
+
+RESULTS = {
+    "stack": {
+        "command": ["python", "-m", "benchmarks.stack"],
+        "seconds": 61.2,
+        "load": 0.25,
+        "ended": "2026-01-02 03:04+00:00",
+        "claims": [
+            Claim("temporaries", "flax | linen", 0.39001, "<= 0.39").as_json(),
+            Claim("time", "flax", 0.5, "<= 1.0", "time").as_json(),
+            Claim("errors", "flax", 2.0, kind="quality").as_json(),
+        ],
+        "versions": {"jax": "0.10.2", "flax": "0.12.8"},
+        "missing": ["torch (no module)"],
+    },
+    "peers": {"why": "not installed: torch"},
+}
+
+FAKE = """
+from benchmarks.claims import Claim, argument_parser, publish
+
+args = argument_parser("A fake.", rounds=3).parse_args()
+print("rounds", args.rounds)
+publish([Claim("something", "a peer", 0.25, "<= 0.5")], args, "numpy", data={"n": [1, 2]})
+"""
+
+
+class Script(Benchmark):
+    """One that is not in the folder: its name is a path."""
+
+    name = "fake"
+    summary = "A fake."
+
+    def command(self, paths, quick):
+        return [sys.executable, self.script, *(self.quick if quick else ())]
+
+
+def publishing():
+    """Names of the scripts that publish claims."""
+    names = set()
+    for path in FOLDER.glob("*.py"):
+        calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        if any(isinstance(f, ast.Name) and f.id == "publish" for f in calls):
+            names.add(path.stem)
+    return names
+
+
+# Claims
+
+
+@pytest.mark.parametrize(
+    ("target", "ratio", "met"),
+    [
+        ("<= 0.39", 0.39, True),
+        ("<= 0.39", 0.3900001, False),
+        ("< 0.02", 0.02, False),
+        ("< 0.02", 0.0199, True),
+        (">= 10", 10.0, True),
+        (">= 10", 9.9999, False),
+        ("> 0", 0.0, False),
+        ("<= 1e-5", 2e-5, False),
+        ("<= 1.0", math.nan, False),
+        (">= 1.0", math.nan, False),
+        ("", 0.39, None),
+    ],
+)
+def test_a_target_is_compared_with_the_figure_as_it_was_measured(target, ratio, met):
+    assert Claim("memory", "flax", ratio, target).met is met
+
+
+@pytest.mark.parametrize(
+    ("target", "ratio", "shown"),
+    [
+        ("<= 0.39", 0.39001, "0.391"),
+        ("<= 0.39", 0.39, "0.39"),
+        ("", 0.1, "0.1"),
+        ("<= 1.0", 1.00069, "1.001"),
+        ("<= 1.005", 1.0004, "1.001"),
+        ("<= 0.3905", 0.39001, "0.3901"),
+        (">= 10", 72.19, "72.1"),
+        (">= 0.9", 0.9799, "0.979"),
+        ("<= 1.0", 1783.2, "1790"),
+        ("<= 1e-5", 1.2301e-6, "1.24e-6"),
+        ("< 0.02", -0.0121, "-0.0121"),
+        ("<= 0", 0, "0.0"),
+        ("<= 1.0", math.inf, "not finite"),
+    ],
+)
+def test_a_figure_is_rounded_to_its_worse_side_and_not_past_its_target(target, ratio, shown):
+    assert Claim("memory", "flax", ratio, target).shown == shown
+
+
+@pytest.mark.parametrize("target", ["0.39", "<=0.39", "<= a lot", "== 1", "<= 1 or so", "<= nan"])
+def test_a_target_that_is_no_comparison_is_refused(target):
+    with pytest.raises(ValueError, match=re.escape(f"such as '<= 0.39'; got {target!r}")):
+        Claim("memory", "flax", 0.3, target)
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"one of \['memory', .*\], got 'speed'"):
+        Claim("memory", "flax", 0.3, kind="speed")
+
+
+def test_a_claim_is_the_same_read_back_from_json():
+    claim = Claim("memory", "flax", 0.1 + 0.2, "<= 0.39")
+    assert Claim.from_json(json.loads(json.dumps(claim.as_json()))) == claim
+
+
+def test_a_figure_that_is_not_finite_is_null_in_json_and_not_met():
+    written = Claim("memory", "flax", math.inf, "<= 0.39").as_json()
+    assert (written["ratio"], written["met"]) == (None, False)
+    assert math.isnan(Claim.from_json(written).ratio)
+
+
+def test_published_claims_are_written_with_the_versions_of_what_is_installed(tmp_path, capsys):
+    args = argparse.Namespace(json=str(tmp_path / "x.json"))
+    claims.publish([Claim("memory", "flax", 0.5, "<= 0.39")], args, "jax", "no-such-package")
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert set(found["versions"]) == {"fnet-jax", "jax"}
+    assert found["claims"][0]["met"] is False
+    printed = capsys.readouterr().out
+    assert "- 0.5 (<= 0.39: not met) memory; peer: flax\n" in printed
+    assert "Versions: jax " in printed
+
+
+# The suite
+
+
+def test_the_suite_names_every_script_that_publishes_claims():
+    assert {b.script for b in SUITE} == publishing()
+
+
+def test_names_of_the_suite_differ():
+    assert len({b.name for b in SUITE}) == len(SUITE)
+
+
+@pytest.mark.parametrize("benchmark_", SUITE, ids=lambda b: b.name)
+def test_a_script_has_the_options_that_the_suite_gives_it(benchmark_):
+    source = (FOLDER / f"{benchmark_.script}.py").read_text()
+    given = {w for w in (*benchmark_.arguments, *(benchmark_.quick or ())) if w.startswith("--")}
+    own = set(re.findall(r'"(--[\w-]+)"', source))
+    assert given - SHARED <= own
+    assert "--rounds" not in given or "rounds=" in source
+    assert "--target" not in given or "target=True" in source or "--target" in own
+    assert bool(benchmark_.path) == ("--path" in own)
+    assert benchmark_.path in ("", *PATHS)
+    assert benchmark_.summary.endswith(".")
+
+
+@pytest.mark.parametrize("script", sorted({b.script for b in SUITE}))
+def test_a_script_imports_what_there_is(script):
+    packages = {p for b in SUITE if b.script == script and not b.arguments for p in b.packages}
+    for package in packages:
+        pytest.importorskip(package)
+    importlib.import_module(f"benchmarks.{script}")
+
+
+def test_what_a_benchmark_lacks_is_said():
+    b = Benchmark("x", packages=("jax", "no-such-package"), path="text", quick=None)
+    assert b.lacks({}, quick=False) == "not installed: no-such-package"
+    b = b._replace(packages=())
+    assert b.lacks({"text": None}, quick=False).startswith("needs --text: ")
+    assert b.lacks({"text": "a.txt"}, quick=True) == "left out by --quick"
+    assert b.lacks({"text": "a.txt"}, quick=False) == ""
+
+
+def test_patterns_choose_by_a_part_of_the_name():
+    names = [b.name for b in program.matching(SUITE, ["accum*h100", "kills"])]
+    assert names == ["accumulation_h100", "kills"]
+
+
+# The report
+
+
+def test_the_table_tells_claim_peer_versions_ratio_target_and_verdict():
+    lines = report.as_markdown(MACHINE, RESULTS).splitlines()
+    assert (
+        "| `stack` | temporaries | flax \\| linen | jax 0.10.2, flax 0.12.8 | 0.391 | <= 0.39 "
+        "| no | memory |" in lines
+    )
+    assert (
+        "| `stack` | time | flax | jax 0.10.2, flax 0.12.8 | 0.5 | <= 1.0 | yes | time |" in lines
+    )
+    assert "| `stack` | errors | flax | jax 0.10.2, flax 0.12.8 | 2.0 |  |  | quality |" in lines
+    assert "| `stack` | not installed | torch (no module) |  |  |  |  |  |" in lines
+    assert "| `peers` | not installed: torch |  |  |  |  |  |  |" in lines
+
+
+def test_the_page_tells_the_machine_and_the_sums():
+    page = report.as_markdown(MACHINE, RESULTS)
+    assert "A CPU, 2 cores, 8 GiB, Linux, Python 3.11.1; JAX's devices: 2 x cpu." in page
+    assert (
+        "3 claims of 1 benchmarks: 1 met, 1 not met, 1 without a target; "
+        "1 benchmarks without a result." in page
+    )
+
+
+def test_results_are_read_back_on_the_same_hardware_alone(tmp_path):
+    report.write(MACHINE, RESULTS, tmp_path)
+    assert report.read(tmp_path, MACHINE | {"python": "3.13.0"}) == RESULTS
+    assert report.read(tmp_path, MACHINE | {"cores": 4}) == {}
+    assert report.read(tmp_path / "elsewhere", MACHINE) == {}
+
+
+def test_the_chart_is_drawn_from_the_stack_of_blocks_and_shown_on_the_page(tmp_path):
+    data = {
+        "network": "blocks",
+        "depths": [8, 16],
+        "temporaries": {"plain": [8e6, 16e6], "kept": [5e6, 5e6]},
+    }
+    results = RESULTS | {chart.SOURCE: RESULTS["stack"] | {"data": data}}
+    assert [p.name for p in report.write(MACHINE, results, tmp_path)] == list(report.FILES)
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG")
+    assert "![Memory by depth](benchmarks.png)" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_without_its_data_no_chart_is_drawn(tmp_path):
+    assert [p.name for p in report.write(MACHINE, RESULTS, tmp_path)] == list(report.FILES[:2])
+
+
+# The runner
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A suite of one that works, one that fails, one that cannot run, one that says nothing."""
+    monkeypatch.setattr(machine, "describe", lambda: MACHINE)
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
+    sources = {"fake": FAKE, "broken": "raise SystemExit('out of luck')", "silent": ""}
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text)
+
+    def script(name, **options):
+        return type(name, (Script,), {"name": name})(str(tmp_path / f"{name}.py"), **options)
+
+    return [
+        script("fake", quick=("--rounds", "1")),
+        script("broken"),
+        script("silent"),
+        script("absent", packages=("no-such-package",)),
+    ]
+
+
+def run(tmp_path, suite, *words):
+    code = program.main(["--out", str(tmp_path / "out"), *words], suite)
+    return code, json.loads((tmp_path / "out" / "benchmarks.json").read_text())["results"]
+
+
+def test_a_failure_and_a_missing_peer_are_rows_and_the_others_run(tmp_path, fake, capsys):
+    code, results = run(tmp_path, fake, "--quick")
+    assert code == program.FAILED
+    assert list(results) == ["fake", "broken", "silent", "absent"]
+    assert [c["ratio"] for c in results["fake"]["claims"]] == [0.25]
+    assert results["fake"]["data"] == {"n": [1, 2]}
+    assert results["fake"]["command"][-2:] == ["--rounds", "1"]
+    assert results["broken"]["why"] == "failed with exit code 1: out of luck"
+    assert results["silent"]["why"] == "failed with exit code 0: it wrote no claims"
+    assert results["absent"] == {"why": "not installed: no-such-package"}
+    assert (tmp_path / "out/logs/fake.log").read_text().startswith("rounds 1\n")
+    printed = capsys.readouterr().out
+    assert re.search(r"fake +0:0\d  1 met", printed)
+    assert "See " in printed
+
+
+def test_what_is_not_run_again_keeps_its_result(tmp_path, fake):
+    _, first = run(tmp_path, fake, "--only", "fake")
+    code, second = run(tmp_path, fake, "--only", "absent")
+    assert code == 0
+    assert second == first | {"absent": {"why": "not installed: no-such-package"}}
+
+
+def test_a_list_runs_nothing(tmp_path, capsys):
+    assert program.main(["--list", "--only", "kills", "--out", str(tmp_path / "out")]) == 0
+    assert "kills" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "nothing"], "--only nothing: no benchmark of"),
+        (["--text", "/nowhere/at.txt"], "--text: nothing is at /nowhere/at.txt"),
+    ],
+)
+def test_a_wrong_option_is_one_line(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        program.main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_machine_is_described_in_words():
+    found = machine.describe()
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] > 2**28
+    assert found["devices"] == ["4 x cpu"]  # as conftest.py has it
+    assert machine.in_words(found).endswith("JAX's devices: 4 x cpu")
