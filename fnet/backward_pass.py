@@ -15,13 +15,14 @@ from fnet.mesh import equally_varying
 KEPT = "fnet_kept"
 """The name of arrays that are kept for the backward pass under `recompute`."""
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 
 
 def keep(x: Array) -> Array:
     """Names an array as one to keep under `recompute`; otherwise the identity."""
-    return checkpoint_name(x, KEPT)
+    named: Array = checkpoint_name(x, KEPT)
+    return named
 
 
 def recompute(f: F) -> F:
@@ -40,6 +41,12 @@ def recompute(f: F) -> F:
     It is ``jax.checkpoint`` with ``save_only_these_names``; on CPU it takes effect
     only with the compiler options that `fnet.compile_step` uses
     (`fnet.memory.peak.CANDIDATE_OPTIONS`).
+
+    Args:
+      f: a function of pytrees of arrays.
+
+    Returns:
+      A function with the same arguments, values and gradients.
     """
     return jax.checkpoint(  # type: ignore[return-value]
         f, policy=jax.checkpoint_policies.save_only_these_names(KEPT)
@@ -55,8 +62,11 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
     their arguments through this, so that both are free once a layer is passed.
 
     Args:
-      x: the layer's input.
+      x: the layer's input, [...], of any dtype.
       params: any pytree of arrays.
+
+    Returns:
+      ``(x, params)``, as they were given: x [...].
     """
     return _params_first(*equally_varying((x, params)))
 

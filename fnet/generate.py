@@ -90,6 +90,23 @@ def generate(
     """``length`` tokens after a prompt: what `stream` yields, in one piece.
 
     Can be jitted with ``length`` and all after it static.
+
+    Args:
+      model: a language model, as for `stream`; so are ``params``, ``state`` and ``key``.
+      params: see there.
+      state: see there.
+      prompt: tokens [B, P], P >= 1, integers.
+      key: see there.
+      length: how many tokens, >= 1.
+      temperature: as for `sample_token`; so are ``top_k`` and ``top_p``.
+      top_k: see there.
+      top_p: see there.
+
+    Returns:
+      int32 [B, length].
+
+    Raises:
+      ValueError: as `stream`.
     """
     pieces = stream(
         model,
@@ -175,7 +192,10 @@ class _Sampling(NamedTuple):
 def _read(model: Any, length: int, params: Any, state: Any, prompt: Array) -> tuple[Array, Any]:
     """The logits after the prompt, and the cache with room for ``length`` tokens more."""
     cache = model.decode.start(prompt.shape[0], prompt.shape[1] + length)
-    return model.decode.extend(params, state, cache, prompt, jnp.zeros((), jnp.int32))
+    read: tuple[Array, Any] = model.decode.extend(
+        params, state, cache, prompt, jnp.zeros((), jnp.int32)
+    )
+    return read
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)

@@ -26,7 +26,8 @@ def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
         outvars=eqn.outvars,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    return jaxpr_as_fun(ClosedJaxpr(one, []))(*given.values())
+    results: list[Any] = jaxpr_as_fun(ClosedJaxpr(one, []))(*given.values())
+    return results
 
 
 def aval(atom: Any) -> Any:

@@ -129,6 +129,13 @@ def serial(*layers: Layer, **named: Layer) -> Layer:
 def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
     """``y = shortcut(x) + body(x)`` (He et al. 2016); the shortcut is the identity by default.
 
+    Args:
+      body: a layer.
+      shortcut: a layer that gives what ``body`` gives in shape; None: the identity.
+
+    Returns:
+      A layer with params and state ``{"body": ..., "shortcut": ...}``, without what is empty.
+
     Raises:
       ValueError: if the two branches give different shapes.
     """
@@ -157,6 +164,13 @@ def repeat(layer: Layer, n: int) -> Layer:
     convolution inside a scan is many times slower than outside: there, write
     ``serial(*[layer] * n)``, which unrolls. The copies can be trained without their
     gradients ever existing together: `fnet.autodiff.optimizer_in_backward`.
+
+    Args:
+      layer: one that gives what it takes in shape and dtype.
+      n: how many copies, >= 1.
+
+    Returns:
+      A layer with the params and state of ``layer``, every leaf [n, ...].
 
     Raises:
       ValueError: if ``n < 1``.

@@ -23,10 +23,14 @@ def equally_varying(arrays: Tree) -> Tree:
         missing = tuple(sorted(every - _varying(a)))
         return jax.lax.pcast(a, missing, to="varying") if missing else a
 
-    return jax.tree.map(mark, arrays)
+    marked: Tree = jax.tree.map(mark, arrays)
+    return marked
 
 
 def _varying(a: Array) -> frozenset[str]:
     kind = jax.typeof(a)
     # What jax 0.10 calls manual_axis_type.varying is vma in its neighbours.
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    axes: frozenset[str] = (
+        kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    )
+    return axes

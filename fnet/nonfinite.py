@@ -128,7 +128,8 @@ class _Trail(NamedTuple):
         def read(atom: Any) -> tuple[int, Any]:
             if isinstance(atom, Literal):
                 return self.add(constant, atom.val), atom.val
-            return known[atom]
+            found: tuple[int, Any] = known[atom]
+            return found
 
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]

@@ -33,6 +33,9 @@ def make_schedule(
         beginning of the run (of ``exponential``, from the end of the warmup).
       decay_rate: likewise.
 
+    Returns:
+      ``schedule(step) -> learning rate``, [].
+
     Raises:
       ValueError: for an unknown name, a warmup that is longer than the run, or decay
         steps that are missing or not above 0.
@@ -106,6 +109,9 @@ def make_optimizer(
       classifier_scale: learning rate of the last layer (`in_classifier`), in learning
         rates of the others; None: the same.
 
+    Returns:
+      What `fnet.make_step` and `fnet.TrainState.create` take.
+
     Raises:
       ValueError: for an unknown name.
     """
@@ -135,7 +141,11 @@ def make_optimizer(
 
 
 def decayed(params: Any) -> Any:
-    """Which leaves weight decay applies to: those named ``kernel``, not biases or norms."""
+    """Which leaves weight decay applies to: those named ``kernel``, not biases or norms.
+
+    Args:
+      params: nested dicts of arrays.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: getattr(path[-1], "key", None) == "kernel", params
     )
@@ -146,7 +156,11 @@ CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
 
 
 def in_classifier(params: Any) -> Any:
-    """Which leaves are of the layer that makes logits: those under one of `CLASSIFIERS`."""
+    """Which leaves are of the layer that makes logits: those under one of `CLASSIFIERS`.
+
+    Args:
+      params: nested dicts of arrays.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: getattr(path[0], "key", None) in CLASSIFIERS, params
     )

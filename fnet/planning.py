@@ -47,6 +47,9 @@ def plan_step(
       target: a device to plan for; this machine's by default.
       progress: called with each candidate once it is compiled.
 
+    Returns:
+      The plan: ``chosen``, and all candidates that were compiled.
+
     Raises:
       BudgetError: for a budget below the state's size, and where nothing fits.
       ValueError: for a budget that cannot be read, or an unknown policy.
@@ -80,6 +83,10 @@ def variant(step: jax.stages.Wrapped, policy: str, split: int = 1) -> jax.stages
       step: from `fnet.make_step`.
       policy: a key of `fnet.memory.POLICIES`.
       split: how many microbatches; 1 leaves the step's mode as it is.
+
+    Returns:
+      A jitted ``step(state, batch) -> (state, metrics)``, its state donated, as `fnet.make_step`
+      gives it.
 
     Raises:
       ValueError: for an unknown policy, or microbatches in another mode than ``mean``.

@@ -210,6 +210,14 @@ def test_output_keeps_the_inputs_dtype_and_statistics_are_wide(dtype):
         assert error < 16 * float(jnp.finfo(dtype).eps) + 1e-10
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_statistics_of_narrow_inputs_are_not_rounded(dtype):
+    x, _, _, _ = inputs((64, 3), 3, dtype=dtype)
+    _, *got = fnet.abn(x, None, None, jnp.zeros(3), jnp.ones(3), train=True, decay=0.0)
+    wide = np.asarray(x, np.float64)
+    chex.assert_trees_all_close(got, [wide.mean(0), wide.var(0, ddof=1)], rtol=1e-5)
+
+
 def test_running_statistics_move_to_the_unbiased_batch_statistics():
     x, _, _, _ = inputs((5, 4, 3), 3, dtype=jnp.float32)
     mean0, var0 = jnp.full(3, 2.0), jnp.full(3, 4.0)

@@ -65,6 +65,17 @@ def test_the_bound_is_what_gradients_are_clipped_to():
     assert report.donation.aliased_bytes == report.state_bytes
 
 
+def test_the_second_step_clips_to_the_bound_that_the_first_has_left():
+    batch = rows([2.0, 3.0, 4.0, 5.0])
+    first, _, _ = steps(AdaptiveClipping(1.0, learning_rate=2.0), batch, 1, learning_rate=1.0)
+    second, seen, _ = steps(AdaptiveClipping(1.0, learning_rate=2.0), batch, 2, learning_rate=1.0)
+    change = second.params["w"] - first.params["w"]
+    assert seen[1]["clip"] == pytest.approx(math.e)
+    directions = batch["x"] / jnp.linalg.norm(batch["x"], axis=1, keepdims=True)
+    bound = jnp.minimum(jnp.linalg.norm(batch["x"], axis=1, keepdims=True), math.e)
+    chex.assert_trees_all_close(change, -(directions * bound).mean(0), rtol=1e-5)
+
+
 def test_padding_has_no_vote_and_a_gradient_that_is_not_finite_is_above_any_bound():
     batch = rows([0.5, 2.0, np.nan, 0.1]) | {"weight": jnp.array([1.0, 1.0, 1.0, 0.0])}
     _, seen, _ = steps(AdaptiveClipping(1.0), batch, 2)

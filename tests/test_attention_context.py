@@ -177,6 +177,23 @@ def test_rows_that_are_not_finite_count_as_zero():
     assert jnp.isnan(apply(x.at[0, 3, 1].set(jnp.nan), square(), jnp.float32(1))).any()
 
 
+def test_columns_whose_squares_overflow_correlate_with_nothing():
+    x, mixed = arrays(1, 20, 6, n=2)
+    got = update(jnp.zeros((6, 6)), x.at[..., 2].multiply(1e25), mixed.at[..., 3].multiply(1e25))
+    chex.assert_tree_all_finite(got)
+    assert (got[2] == 0).all()
+    assert (got[:, 3] == 0).all()
+
+
+def test_columns_below_the_bound_give_exactly_0_and_those_above_it_their_correlation():
+    x, mixed = arrays(1, 20, 6, n=2)
+    plain = update(jnp.zeros((6, 6)), x, mixed)
+    faint = update(jnp.zeros((6, 6)), 1e-7 * x, 1e-7 * mixed)  # lengths of about 4e-7
+    assert (faint == 0).all()
+    small = update(jnp.zeros((6, 6)), 1e-5 * x, 1e-5 * mixed)
+    chex.assert_trees_all_close(small, plain, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize(("examples", "width"), [(6, 512), (5, 600), (1, 1100)])
 def test_examples_taken_a_few_at_a_time_sum_to_the_same(examples, width):
     x, y = arrays(examples, 8, width, n=2)

@@ -196,6 +196,14 @@ def test_dynamic_tanh_is_finite_where_it_saturates_and_where_its_output_is_lost(
     chex.assert_trees_all_close(got[1][1], jnp.zeros_like(x), atol=1e-5)
 
 
+def test_dynamic_tanh_reads_nothing_from_an_output_that_rounds_by_more_than_its_scale():
+    params, x = tanh_case(np.float32)
+    params |= {"scale": params["scale"].at[0].set(1e-7), "bias": params["bias"].at[0].set(1.0)}
+    y, (gradients, _) = value_and_gradients(squash, params, x, inputs(dtype=np.float32, seed=1))
+    assert len(np.unique(y[..., 0])) > 1  # of rounding alone
+    assert gradients["scale"][0] == 0
+
+
 def test_dynamic_tanh_keeps_its_output_alone():
     params, x = tanh_case(np.float32)
     _, back = jax.vjp(squash, params, x)

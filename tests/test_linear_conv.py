@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fnet import layers
+from fnet.layers.activations import ACTIVATIONS
 
 
 def test_dense_is_affine_on_the_last_axis():
@@ -125,6 +126,21 @@ def test_pools_refuse_windows_that_do_not_fit():
         pooled(layers.avg_pool(3), jnp.ones((1, 4, 4, 1)))
     with pytest.raises(ValueError, match="window 5 is larger than the image 4 x 4"):
         pooled(layers.max_pool(5), jnp.ones((1, 4, 4, 1)))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_alone_is_its_formula_and_so_is_its_gradient(name):
+    z = jnp.linspace(-3, 3, 25)  # 0 among them
+
+    def with_gradient(f):
+        return jax.value_and_grad(lambda z: (y := f(z), (y * jnp.cos(z)).sum())[::-1], has_aux=True)
+
+    layer = layers.activation(name, 0.3)
+    got = with_gradient(lambda z: layer.apply({}, {}, z, train=True)[0])(z)
+    expected = with_gradient(lambda z: ACTIVATIONS[name].forward(z, 0.3))(z)
+    others = jnp.arange(25) != 12  # a kink has two derivatives
+    chex.assert_trees_all_close(got[0], expected[0], rtol=1e-6)
+    chex.assert_trees_all_close(got[1][others], expected[1][others], rtol=1e-5, atol=1e-6)
 
 
 def test_mlp_has_activations_between_layers_only():

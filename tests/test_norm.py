@@ -176,7 +176,7 @@ def test_beside_a_bias_small_scales_lose_the_digits_the_documentation_states(sca
     assert dbias < 1e-6
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-8])
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-8, 1e-7])
 @pytest.mark.usefixtures("float64")
 def test_a_feature_whose_bias_drowns_its_scale_loses_only_its_own_share(scale):
     x, scales, biases, dy = inputs((32, 64), dtype=jnp.float32)

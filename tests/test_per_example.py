@@ -151,6 +151,14 @@ def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():
     assert np.unique(values).size > 0.99 * values.size
 
 
+def test_noise_is_added_to_the_clipped_mean():
+    silent, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
+    faint = autodiff.clipped(0.5, noise_multiplier=1e-3, expected_batch_size=10)
+    noised, _, _ = gradient(faint, batch())
+    for with_noise, without in zip(*map(jax.tree.leaves, (noised, silent)), strict=True):
+        assert 0 < jnp.abs(with_noise - without).max() < 6 * 1e-3 * 0.5 / 10
+
+
 def test_an_example_that_is_not_finite_leaves_the_metrics_finite():
     bad = batch()
     bad["x"] = bad["x"].at[1].set(jnp.nan)

@@ -99,6 +99,12 @@ def test_the_output_is_that_of_the_coupling_within_the_grid():
     chex.assert_trees_all_close(*both(params, x), atol=50 * GRID)
 
 
+def test_a_stream_is_rounded_to_the_nearest_multiple_of_2_to_the_minus_16():
+    x = jax.random.normal(jax.random.key(1), (5, 6))
+    y, _ = reversible([(scaled(0.0), scaled(0.0))]).apply({}, {}, x, train=True)
+    chex.assert_trees_all_equal(y, jnp.round(x * 2**16) / 2**16)
+
+
 @pytest.mark.usefixtures("float64")
 def test_gradients_equal_autodiff_of_the_coupling_without_a_grid():
     pairs = [(dense_block(3), dense_block(3))] * 3
@@ -151,6 +157,21 @@ def test_dropout_is_replayed_in_the_backward_pass():
     assert float(got[0][0]) != float(other[0][0])
 
 
+def test_each_block_draws_its_own():
+    def noise(params, state, x, *, key=None, train):
+        return jax.random.normal(key, x.shape), state
+
+    pair = Layer(lambda key: ({}, {}), noise), scaled(0.0)
+    x = jnp.zeros((3, 4))
+    one, two = (
+        reversible([pair] * n).apply({}, {}, x, key=jax.random.key(2), train=True)[0]
+        for n in (1, 2)
+    )
+    first, second = one[:, :2], (two - one)[:, :2]
+    assert float(jnp.abs(first).min()) > 0
+    assert float(jnp.abs(second - first).max()) > 0.1
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_streams_are_restored_exactly_too(dtype):
     pairs = [(dense_block(3), dense_block(3))] * 4
@@ -169,13 +190,14 @@ def scaled(factor):
     return Layer(lambda key: ({}, {}), lambda p, s, x, *, key=None, train: (factor * x, s))
 
 
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, 2 * LIMIT])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
 def test_what_cannot_be_restored_comes_out_as_nan_and_not_as_a_number(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])
     x = jnp.ones((2, 4)).at[0, 0].set(bad)
     assert bool(jnp.isnan(layer.apply({}, {}, x, train=True)[0]).all())
-    layer = reversible([(scaled(bad), scaled(0.0))])
-    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all())
+    for pair in ((scaled(bad), scaled(0.0)), (scaled(0.0), scaled(bad))):
+        y, _ = reversible([pair]).apply({}, {}, jnp.ones((2, 4)), train=True)
+        assert bool(jnp.isnan(y).all())
 
 
 def test_a_stream_that_leaves_the_range_and_comes_back_is_noticed():

@@ -259,6 +259,18 @@ def test_noise_is_drawn_anew_for_each_step_and_example_and_follows_the_key():
     assert len(np.unique(got)) == got.size
 
 
+def test_the_noise_of_a_step_is_that_of_the_key_folded_with_it():
+    schedule, x = schedules.cosine(20), noise(3)
+    got = ddpm(lambda x, t: 0 * x, schedule, x, 4, predicts="v", key=jax.random.key(5))
+    times = sampling_times(schedule, 4)
+    path = Schedule(np.append(schedule.alpha[times], 1.0), np.append(schedule.sigma[times], 0.0))
+    numbers = samplers.ddim_steps(path, 1.0)
+    for t, alpha, a, b, _, d in zip(times, path.alpha[:-1], *numbers, strict=True):
+        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(5), t), x.shape)
+        x = float(a + b * alpha) * x + float(d) * drawn  # a velocity of 0: x0 = alpha x
+    chex.assert_trees_all_close(got, x, atol=1e-5)
+
+
 # The way it is called.
 
 

@@ -144,6 +144,24 @@ def test_ema_follows_the_parameters():
     chex.assert_trees_all_equal(after.evaluation_params, after.ema)
 
 
+@pytest.mark.parametrize(
+    "losses_of",
+    [lambda w, x: w * x + jax.lax.stop_gradient(jnp.inf), lambda w, x: jnp.sqrt(w * x)],
+    ids=["an infinite loss", "an infinite gradient of a finite loss"],
+)
+def test_a_guard_looks_at_the_loss_and_at_the_gradient(losses_of):
+    def loss(params, state, batch, key):
+        return losses_of(params["w"], batch["x"]), fnet.Aux(state, {})
+
+    model = fnet.Layer(lambda key: ({"w": jnp.zeros(())}, {}), None)
+    state = fnet.TrainState.create(model, optax.sgd(1.0), jax.random.key(0))
+    after, metrics = fnet.make_step(loss, optax.sgd(1.0), guard=True)(state, {"x": jnp.ones(2)})
+    finite = [bool(jnp.isfinite(metrics[name])) for name in ("loss", "grad_norm")]
+    assert sorted(finite) == [False, True]
+    assert metrics["skipped"] == 1
+    assert after.params["w"] == 0
+
+
 @pytest.mark.parametrize(("ema", "decay"), [(True, None), (False, 0.9)])
 def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
     model, optimizer = classifier(), optax.sgd(0.1)

@@ -174,6 +174,12 @@ def test_logits_far_beyond_what_exp_can_hold_give_finite_losses():
     )
 
 
+def test_logits_far_below_what_exp_can_hold_give_finite_losses():
+    x, kernel = jnp.asarray([[1000.0]]), jnp.asarray([[-3.0, -1, -2, -1.5]])
+    got = linear_cross_entropy(x, kernel, jnp.asarray([2]), chunk=1)
+    chex.assert_trees_all_close(got, jnp.asarray([1000.0]))
+
+
 def test_a_label_that_is_no_word_gives_nan_and_only_there():
     x, kernel, *_ = arrays(6, dtype=jnp.float32)
     labels = jnp.asarray([0, -1, V - 1, -100, V, 10 * V])

@@ -18,6 +18,16 @@ def microbatches(n: int, *, unroll: bool | None = None) -> Callable[[Loss], Grad
 
     ``make_step(loss, optimizer, mode=microbatches(8))`` trains as ``make_step(loss,
     optimizer)`` does, with the activations of an eighth of the batch.
+
+    Args:
+      n: how many parts, >= 1, a divisor of the batch size.
+      unroll: as for `accumulate_grad`.
+
+    Returns:
+      A mode for `fnet.make_step`.
+
+    Raises:
+      ValueError: if ``n < 1``; when called, as `accumulate_grad`.
     """
     _at_least_one(n)
     return functools.partial(accumulate_grad, microbatches=n, unroll=unroll)
@@ -86,7 +96,10 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
         in_line = functools.partial(_accumulate, objective, microbatches, True)
         args = params, model_state, parts, key
         if unroll is None and _is_slow_in_loops_on_cpu(objective, *args):
-            return jax.lax.platform_dependent(*args, cpu=in_line, default=loop)
+            found: tuple[Any, Any, dict[str, Array]] = jax.lax.platform_dependent(
+                *args, cpu=in_line, default=loop
+            )
+            return found
         return in_line(*args) if unroll else loop(*args)
 
     return gradient
@@ -244,4 +257,5 @@ def is_in_fast_layout(eqn: JaxprEqn) -> bool:
     space = tuple(range(1, len(layout.lhs_spec) - 1))
     last = len(space) + 1
     images, kernel = (0, last, *space), (last, last - 1, *(i - 1 for i in space))
-    return layout.lhs_spec == layout.out_spec == images and layout.rhs_spec == kernel
+    fast: bool = layout.lhs_spec == layout.out_spec == images and layout.rhs_spec == kernel
+    return fast

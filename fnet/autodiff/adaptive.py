@@ -77,6 +77,7 @@ class AdaptiveClipping:
         bound; by default a twentieth of ``expected_batch_size``.
       expected_batch_size: as in `clipped`.
       microbatches: likewise.
+      whole_gradient: of each step, all is known before any of it is applied.
 
     Raises:
       ValueError: for values outside of these, and for too little noise on the count

@@ -76,6 +76,8 @@ class Chunks(NamedTuple):
             params = list(self.leaves)
             for i, p in zip(self.which, own, strict=True):
                 params[i] = p
-            return jaxpr_as_fun(self.closed)(*params, *example)[0]
+            loss: Array = jaxpr_as_fun(self.closed)(*params, *example)[0]
+            return loss
 
-        return jax.grad(of)([self.leaves[i] for i in self.which])
+        grads: list[Array] = jax.grad(of)([self.leaves[i] for i in self.which])
+        return grads

@@ -153,6 +153,12 @@ def routes(
       *batch: likewise.
       has_aux: as in `clipped_grad`.
       width: likewise.
+
+    Returns:
+      One of these words for each parameter.
+
+    Raises:
+      ValueError, TypeError: as `clipped_grad`, when it is called.
     """
     found = {}
 

@@ -291,7 +291,8 @@ def _one_by_one(
 
 def _allowed(leaves: Sequence[Any]) -> int:
     """Bytes of shares that may be made at once."""
-    return sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    allowed: int = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    return allowed
 
 
 def _divided(

@@ -143,8 +143,10 @@ class Convolution(NamedTuple):
             x, ct = merged(x, images), merged(ct, out)
 
             def convolve(kernel: Array) -> Array:
-                return jax.lax.conv_general_dilated_p.bind(x, kernel, **p)
+                y: Array = jax.lax.conv_general_dilated_p.bind(x, kernel, **p)
+                return y
 
+            kernel: Array
             (kernel,) = jax.linear_transpose(convolve, self.kernel)(ct)
             return kernel.astype(outer.wide(kernel))
 

@@ -128,9 +128,10 @@ class _Flattening:
 
         for eqn in jaxpr.eqns:
             arguments = tuple(map(find, eqn.invars))
-            called = _CALLED.get(eqn.primitive.name, lambda params: None)(eqn.params)
-            if called is not None:
-                number |= zip(eqn.outvars, self._call(called, arguments), strict=True)
+            callee = _CALLED.get(eqn.primitive.name)
+            if callee is not None:
+                results = self._call(callee(eqn.params), arguments)
+                number |= zip(eqn.outvars, results, strict=True)
                 continue
             outputs = tuple(map(self._new, eqn.outvars))
             number |= zip(eqn.outvars, outputs, strict=True)
@@ -139,7 +140,7 @@ class _Flattening:
 
 
 # Where a call keeps what it calls. Derivatives are taken before, never of equations.
-_CALLED: dict[str, Callable[[dict[str, Any]], jax.extend.core.ClosedJaxpr | None]] = {
+_CALLED: dict[str, Callable[[dict[str, Any]], jax.extend.core.ClosedJaxpr]] = {
     "jit": lambda params: params["jaxpr"],
     "pjit": lambda params: params["jaxpr"],
     "custom_jvp_call": lambda params: params["call_jaxpr"],

@@ -80,7 +80,8 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
         whole = list(leaves)
         for i, a in zip(order, given, strict=True):
             whole[i] = a
-        return jax.tree.unflatten(structure, whole)
+        batch: tuple[Any, ...] = jax.tree.unflatten(structure, whole)
+        return batch
 
     return Examples(size, [rows[i] for i in order], rebuild, rebuild_batch)
 

@@ -168,7 +168,7 @@ def _block(
         return jnp.zeros((*o.shape, *p.shape), p.dtype)
     lanes, number = (point, j) if forward else (outs, i)
     start = sum(_sizes(lanes[:number]))
-    rows = made[i if forward else j][start : start + lanes[number].size]
+    rows: Array = made[i if forward else j][start : start + lanes[number].size]
     if forward:
         return jnp.moveaxis(rows, 0, -1).reshape(*o.shape, *p.shape)
     return rows.reshape(*o.shape, *p.shape)

@@ -40,14 +40,16 @@ class Linear:
 
     def one(self, lane: Arrays) -> list[Array]:
         """Its results for one lane."""
-        return jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.residuals))(*lane)
+        results: list[Array] = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, self.residuals))(*lane)
+        return results
 
     def at_once(self, lanes: Arrays) -> list[Array]:
         """Its results for lanes stacked on a leading axis, stacked likewise."""
         if lanes[0].shape[0] == 1:
             return [a[None] for a in self.one([a[0] for a in lanes])]
         laid_out = _products_by_lane(self.jaxpr, [True] * len(self.jaxpr.invars))[0]
-        return jax.vmap(jaxpr_as_fun(ClosedJaxpr(laid_out, self.residuals)))(*lanes)
+        results: list[Array] = jax.vmap(jaxpr_as_fun(ClosedJaxpr(laid_out, self.residuals)))(*lanes)
+        return results
 
     def over(self, lanes: Arrays, n: int, width: Width, sums: Arrays | None = None) -> list[Array]:
         """Its results for ``n`` stacked lanes, added to ``sums``; `in_chunks` of ``width``."""
@@ -155,7 +157,8 @@ def _write(s: Array, r: Array, start: Array | int) -> Array:
 
 def _bytes(v: Any) -> int:
     aval = v.aval
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    size: int = math.prod(aval.shape) * aval.dtype.itemsize
+    return size
 
 
 def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:

@@ -36,6 +36,13 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     """Mean of ``values`` [batch] over examples, weighted by ``weight`` [batch] where given.
 
     A padded example has weight 0. All weights 0 gives 0.
+
+    Args:
+      values: [batch], floating.
+      weight: [batch], >= 0; None: all examples count the same.
+
+    Returns:
+      ``sum(weight values) / sum(weight)``, [].
     """
     if weight is None:
         return values.mean()

@@ -99,7 +99,8 @@ def _total(u: Array, v: Array, scales: Array) -> Array:
 
     # 0 times anything is not always 0. Where an example is left out the product is made
     # again, in place and some rows at a time: a clean copy of all would be as large as the data.
-    return jax.lax.fori_loop(0, jnp.where(real.all(), 0, parts), again, product(u))
+    sums: Array = jax.lax.fori_loop(0, jnp.where(real.all(), 0, parts), again, product(u))
+    return sums
 
 
 def scaled(v: Array, scales: Array) -> tuple[Array, Array]:

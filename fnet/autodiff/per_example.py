@@ -110,11 +110,13 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
       loss: ``loss(params, *batch) -> losses [batch]``.
 
     Returns:
-      ``influence(direction, params, *batch) -> [batch]``, ``direction`` like params.
+      ``influence(direction, params, *batch) -> [batch]``, ``direction`` like params in shapes
+      and dtypes; in the dtype of the losses.
     """
 
     def of(direction: Any, params: Any, *batch: Any) -> Array:
-        return jax.jvp(lambda params: loss(params, *batch), (params,), (direction,))[1]
+        products: Array = jax.jvp(lambda params: loss(params, *batch), (params,), (direction,))[1]
+        return products
 
     return of
 
@@ -148,12 +150,12 @@ def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> 
         tr(Sigma) = (mean |g|^2 - |mean g|^2) B / (B - 1)
 
     Args:
-      norms: of each example's gradient, [batch].
+      norms: of each example's gradient, [batch], floating.
       mean_norm: of their mean, [].
       weight: [batch], 0 for padding; by default all count.
 
     Returns:
-      Both estimates; of a single example they are not finite.
+      Both estimates, [] in the dtype of ``norms``; of a single example they are not finite.
     """
     real = jnp.ones(norms.shape, bool) if weight is None else weight != 0
     count = real.sum().astype(norms.dtype)

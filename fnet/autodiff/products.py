@@ -6,6 +6,7 @@ times those that share it. Gradients go as [stacked, *shape of the parameter].
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -266,7 +267,9 @@ class Lookup(NamedTuple):
         """See `Product`."""
         index, rows = self.factors(x, ct)
         table = jnp.zeros((self.parameter[0], rows.shape[-1]), outer.wide(rows))
-        add = jax.vmap(jax.vmap(lambda index, rows: table.at[index].add(rows)))
+        add: Callable[[Array, Array], Array] = jax.vmap(
+            jax.vmap(lambda index, rows: table.at[index].add(rows))
+        )
         return add(index, rows.astype(table.dtype)).reshape(*index.shape[:2], *self.parameter)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:

@@ -83,7 +83,8 @@ class Products(NamedTuple):
     def _is_small(self) -> bool:
         sources = sum(m.x.size + m.ct.size for m in self.met)
         batch = self.met[0].ct.shape[len(self.met[0].use.loops)]
-        return _KEPT * batch * self.param.size <= sources
+        small: bool = _KEPT * batch * self.param.size <= sources
+        return small
 
     def each(self) -> Array:
         """See `Shares`."""

@@ -146,7 +146,10 @@ class _Vjp:
         flat = jax.tree.leaves(params)
         values = known | dict(zip(self.equations.inputs[: len(flat)], flat, strict=True))
         values |= {v: a for v, a in zip(kept, saved, strict=True) if isinstance(v, int)}
-        return self.structure.unflatten(self.equations.evaluate(self.leaves, values))
+        vjp: Callable[..., Any] = self.structure.unflatten(
+            self.equations.evaluate(self.leaves, values)
+        )
+        return vjp
 
 
 @jax.tree_util.register_dataclass

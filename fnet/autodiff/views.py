@@ -73,6 +73,7 @@ class View(NamedTuple):
             return value[tuple(map(slice, cotangent.shape))] if value.ndim else value
 
         shape = jax.ShapeDtypeStruct(param.shape, cotangent.dtype)
+        gradient: Array
         (gradient,) = jax.linear_transpose(of, shape)(cotangent)
         return gradient
 

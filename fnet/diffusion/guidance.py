@@ -20,7 +20,8 @@ def guided(
 ) -> Callable[[Array, Array], Array]:
     """A denoiser for samplers, from one that takes labels.
 
-    The paper's equation 6 with ``scale = 1 + w``, which is the same for every target::
+    Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022, equation 6 with
+    ``scale = 1 + w``, which is the same for every target::
 
         prediction = with_label + (scale - 1) (with_label - without)
 
@@ -29,7 +30,7 @@ def guided(
 
     Args:
       denoise: ``denoise(x [N, ...], t [N], labels [N]) -> prediction [N, ...]``.
-      labels: what each example of a sampler's batch should be.
+      labels: what each example of a sampler's batch should be [B], integers.
       null_label: the label that means none, as in `drop_labels`.
       scale: 1: as the label says; larger: more typical and less diverse; 0: without a label.
         A number, or one per example [B].
@@ -73,11 +74,16 @@ def drop_labels(
 ) -> Int[Array, " b"]:
     """Labels for training, each replaced by ``null_label`` with probability ``rate``.
 
+    Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022.
+
     Args:
       key: what is drawn from.
-      labels: class indices.
+      labels: class indices [B], integers.
       null_label: the label that means none: often the number of classes.
       rate: in [0, 1]; the paper finds 0.1 and 0.2 equally good.
+
+    Returns:
+      Labels [B], in the dtype of ``labels``.
 
     Raises:
       TypeError: if ``labels`` are not integers.

@@ -97,9 +97,12 @@ def min_snr_weight(
 
     Args:
       predicts: the target whose error it weighs, one of `fnet.diffusion.TARGETS`.
-      alpha: signal, of any shape; ``alpha^2 + sigma^2 = 1``.
-      sigma: noise, of the same shape.
+      alpha: signal [...]; ``alpha^2 + sigma^2 = 1``.
+      sigma: noise [...], of the same shape.
       gamma: the largest weight of an error of x0, > 0.
+
+    Returns:
+      Weights [...], in the dtype of ``alpha`` and ``sigma``.
 
     Raises:
       ValueError: for an unknown target, or ``gamma <= 0``.

@@ -10,7 +10,7 @@ in float64, when the sampler is traced. The last step goes to the clean example.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,15 @@ def ddpm(
 
     This is `ddim` with ``eta`` 1. Few steps give too little variance: use another sampler.
 
-    Args and errors: as for `ddim`; ``key`` is needed.
+    Args:
+      denoise, schedule, x, steps, predicts, clip: as for `ddim`.
+      key: for the noise; needed.
+
+    Returns:
+      Examples [B, ...], of the shape and dtype of ``x``.
+
+    Raises:
+      TypeError, ValueError: as `ddim`.
     """
     return ddim(denoise, schedule, x, steps, predicts=predicts, eta=1.0, clip=clip, key=key)
 
@@ -74,7 +82,7 @@ def ddim(
     Args:
       denoise: ``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``, as trained.
       schedule: the one trained on.
-      x: standard normal noise, float32 or float64.
+      x: standard normal noise [B, ...], float32 or float64.
       steps: how many of the schedule's steps to visit (`sampling_times`); static.
       predicts: what ``denoise`` gives: ``eps``, ``x0`` or ``v``.
       eta: in [0, 1]; 1: `ddpm`.
@@ -119,7 +127,15 @@ def dpm_solver(
     The first step, and the last to the clean example, where h is infinite, take ``D = x0``,
     and are those of `ddim`. Nothing is drawn.
 
-    Args and errors: as for `ddim`; ``key`` is not read.
+    Args:
+      denoise, schedule, x, steps, predicts, clip: as for `ddim`.
+      key: not read.
+
+    Returns:
+      Examples [B, ...], of the shape and dtype of ``x``.
+
+    Raises:
+      TypeError, ValueError: as `ddim`.
     """
     del key
     times, path = _visited(schedule, steps)
@@ -133,6 +149,9 @@ SAMPLERS: dict[str, Callable[..., Array]] = {"ddpm": ddpm, "ddim": ddim, "dpm_so
 def get(name: str) -> Callable[..., Array]:
     """The sampler of that name, ``sampler(denoise, schedule, x, steps, *, predicts, clip, key)``.
 
+    Args:
+      name: ``ddpm``, ``ddim`` or ``dpm_solver``.
+
     Raises:
       ValueError: if it is none of `SAMPLERS`.
     """
@@ -142,7 +161,14 @@ def get(name: str) -> Callable[..., Array]:
 
 
 class Steps(NamedTuple):
-    """The numbers of n steps, ``x' = a x + b x0 + c x0_before + d noise``; each float64 [n]."""
+    """The numbers of n steps, ``x' = a x + b x0 + c x0_before + d noise``.
+
+    Attributes:
+      a: of x, float64 [n], as all of them.
+      b: of the denoiser's x0.
+      c: of the x0 of the step before.
+      d: of noise.
+    """
 
     a: np.ndarray
     b: np.ndarray
@@ -202,7 +228,7 @@ def _sample(
     before_end = Schedule(path.alpha[:-1], path.sigma[:-1])
     rows = jax.tree.map(lambda a: jnp.asarray(a, x.dtype), (before_end, numbers))
 
-    def step(carry: tuple[Array, Array | None], row: tuple) -> tuple[tuple, None]:
+    def step(carry: tuple[Array, Array | None], row: tuple[Any, ...]) -> tuple[Any, None]:
         x, before = carry
         t, ((alpha, sigma), (a, b, c, d)) = row
         prediction = denoise(x, jnp.full(x.shape[:1], t)).astype(x.dtype)

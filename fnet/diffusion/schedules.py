@@ -46,6 +46,9 @@ def cosine(steps: int = 1000, *, s: float = 0.008, max_beta: float = 0.999) -> S
       s: keeps the first betas from being tiny, >= 0.
       max_beta: in (0, 1); it limits the last beta, which would leave no signal.
 
+    Returns:
+      The schedule, its arrays [steps], float64.
+
     Raises:
       ValueError: for a number outside of these.
     """
@@ -72,6 +75,9 @@ def linear(steps: int = 1000, *, first: float = 1e-4, last: float = 0.02) -> Sch
       steps: how many, enough for every beta to be below 1: more than ``1000 * last``.
       first: the first of 1,000 betas, > 0.
       last: the last of them.
+
+    Returns:
+      The schedule, its arrays [steps], float64.
 
     Raises:
       ValueError: for a number outside of these.
@@ -106,6 +112,9 @@ def karras(
       sigma_max: noise over signal at the last step, > ``sigma_min``.
       rho: > 0; the larger, the more steps with little noise.
 
+    Returns:
+      The schedule, its arrays [steps], float64.
+
     Raises:
       ValueError: for a number outside of these.
     """
@@ -130,6 +139,11 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def get(name: str, steps: int = 1000, **options: float) -> Schedule:
     """The schedule of that name: one of `SCHEDULES`.
 
+    Args:
+      name: ``cosine``, ``linear`` or ``karras``.
+      steps: how many.
+      **options: of the function of that name.
+
     Raises:
       ValueError: for an unknown name; otherwise as the schedule itself.
     """
@@ -144,6 +158,10 @@ def sampling_times(schedule: Schedule, steps: int) -> np.ndarray:
     The way from the noisiest step, T - 1, to the clean example, as it were step -1, is cut into
     equal parts, ``t[i] = T - 1 - floor(i T / steps)`` ("trailing" in Lin et al. 2024, "Common
     Diffusion Noise Schedules and Sample Steps Are Flawed"). Its end is not visited.
+
+    Args:
+      schedule: T steps.
+      steps: how many to visit, in [1, T].
 
     Returns:
       int32 [steps], falling.
@@ -160,6 +178,9 @@ def sampling_times(schedule: Schedule, steps: int) -> np.ndarray:
 
 def check(schedule: Schedule) -> None:
     """Refuses a schedule that is not one.
+
+    Args:
+      schedule: what is looked at.
 
     Raises:
       TypeError: for arrays that are traced.

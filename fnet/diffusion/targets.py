@@ -17,11 +17,16 @@ def add_noise(
 ) -> Float[Array, "b ..."]:
     """``alpha x0 + sigma noise``: the example as it is at a step of a schedule.
 
+    Ho et al. 2020, equation 4.
+
     Args:
-      x0: clean examples.
+      x0: clean examples [B, ...], floating.
       noise: standard normal, of the shape of ``x0``.
       alpha: signal, one number or one per example [B].
       sigma: noise, likewise.
+
+    Returns:
+      Noisy examples [B, ...], in the dtype of ``x0``.
 
     Raises:
       ValueError: if a shape does not fit.
@@ -38,13 +43,16 @@ def target(
 ) -> Float[Array, "b ..."]:
     """What the denoiser should say for ``add_noise(x0, noise, alpha, sigma)``.
 
-    By name::
+    By name (Ho et al. 2020; Salimans & Ho 2022)::
 
         eps: noise        x0: x0        v: alpha noise - sigma x0
 
     Args:
       name: one of `TARGETS`.
       x0, noise, alpha, sigma: as for `add_noise`.
+
+    Returns:
+      The target [B, ...], in the dtype of ``x0`` and ``noise``.
 
     Raises:
       ValueError: for an unknown name, or if a shape does not fit.
@@ -64,7 +72,7 @@ def denoised(
     *,
     clip: float | None = None,
 ) -> tuple[Float[Array, "b ..."], Float[Array, "b ..."]]:
-    """The example and the noise that a prediction stands for.
+    """The example and the noise that a prediction stands for (Salimans & Ho 2022).
 
     With ``x = alpha x0 + sigma eps``::
 
@@ -77,14 +85,14 @@ def denoised(
     Args:
       name: which of `TARGETS` the prediction is.
       prediction: of the shape of ``x``.
-      x: noisy examples.
+      x: noisy examples [B, ...], floating.
       alpha: signal, one number or one per example [B]; not 0 for ``eps``.
       sigma: noise, likewise; not 0 for ``x0``, nor with ``clip``.
       clip: bounds x0 to [-clip, clip] ("static thresholding", Saharia et al. 2022); the noise
         is then what is left of ``x``. None: no bounds.
 
     Returns:
-      ``(x0, eps)``, of the shape of ``x``.
+      ``(x0, eps)``, of the shape and dtype of ``x``.
 
     Raises:
       ValueError: for an unknown name, ``clip <= 0``, or if a shape does not fit.

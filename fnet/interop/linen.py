@@ -1,5 +1,7 @@
 """In-place activated batch norm where a Flax linen model has BatchNorm and an activation."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
@@ -109,8 +111,8 @@ class InPlaceABN(nn.Module):
             raise ValueError(f"InPlaceABN: x has no axis {self.axis}, got shape {x.shape}")
         shape = (x.shape[self.axis],)
 
-        mean: nn.Variable = self.variable("batch_stats", "mean", jnp.zeros, shape)
-        var: nn.Variable = self.variable("batch_stats", "var", jnp.ones, shape)
+        mean: nn.Variable[Any] = self.variable("batch_stats", "mean", jnp.zeros, shape)
+        var: nn.Variable[Any] = self.variable("batch_stats", "var", jnp.ones, shape)
         scale, bias = jnp.ones(shape), jnp.zeros(shape)
         if self.use_scale:
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)

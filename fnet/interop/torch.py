@@ -51,7 +51,13 @@ class Report(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A network's arrays after `fill`."""
+    """A network's arrays after `fill`.
+
+    Attributes:
+      params: of the network, float32.
+      state: likewise.
+      report: which arrays were read, and which were not.
+    """
 
     params: Params
     state: State
@@ -229,6 +235,9 @@ def to_torch(
       norm: of the network.
       for_norm: the norm that will use the weights, ``"abn"`` or ``"batch"``, if another;
         what changes is said at `norm_weights.change`.
+
+    Returns:
+      numpy arrays by their keys in torch, in torch's layouts.
 
     Raises:
       ValueError: for names that the network cannot have, arrays that have no name in

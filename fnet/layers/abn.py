@@ -7,7 +7,7 @@ Memory-Optimized Training of DNNs", CVPR 2018, and its reference implementation
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,8 @@ def abn(
 ) -> tuple[Array, Array | None, Array | None]:
     """Batch norm and activation in one, with one array kept for the backward pass.
 
-    With n samples a channel::
+    Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized
+    Training of DNNs", CVPR 2018. With n samples a channel::
 
         mean = E[x];  var = E[(x - mean)^2]
         z = (x - mean) / sqrt(var + eps) * (|gamma| + eps) + beta
@@ -168,6 +169,7 @@ def layer(
     Raises:
       ValueError: at construction for an activation that is unknown or cannot
         be inverted; when applied, as `fnet.abn`.
+      TypeError: when applied, as `fnet.abn`.
     """
     activations.check_parameter("abn", activation, activation_param)
 
@@ -307,7 +309,7 @@ def _normalize_fwd(
     beta: Array,
     statistics: tuple[Array, Array] | None,
     mask: Array | None,
-) -> tuple[tuple[Array, Array, Array, Array], tuple]:
+) -> tuple[tuple[Array, Array, Array, Array], tuple[Any, ...]]:
     w = _wide(x)
     samples = math.prod(x.shape[i] for i in spec.others(x.ndim))
     n = jnp.asarray(samples, w.dtype)
@@ -327,7 +329,9 @@ def _normalize_fwd(
     return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
 
 
-def _normalize_bwd(spec: _Spec, residuals: tuple, cotangents: tuple[Array, ...]) -> tuple:
+def _normalize_bwd(
+    spec: _Spec, residuals: tuple[Any, ...], cotangents: tuple[Array, ...]
+) -> tuple[Any, ...]:
     y, inv, g, beta, mask, n = residuals
     inverse = activations.find(spec.activation).inverse
     assert inverse is not None

@@ -101,6 +101,9 @@ def activation(name: str, param: float = 0.01) -> Layer:
         ``gelu`` (tanh form), ``silu``, ``tanh`` or ``sigmoid``.
       param: slope of ``leaky_relu``, alpha of ``elu``; otherwise unused.
 
+    Returns:
+      A layer, ``x`` [...] -> [...], in the input's dtype.
+
     Raises:
       ValueError: if the name is unknown.
     """

@@ -88,7 +88,8 @@ def dot_product_attention(
     size = _queries_at_a_time(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
-        return _in_chunks(q, k, v, mask, scale, causal, window, size)
+        y: Array = _in_chunks(q, k, v, mask, scale, causal, window, size)
+        return y
 
     if chunk is not None or mask is not None or (causal and q.shape[1] != k.shape[1]):
         return in_chunks(q, k, v)
@@ -100,7 +101,8 @@ def dot_product_attention(
         fused = functools.partial(fused, local_window_size=(before, 0 if causal else before))
     if not isinstance(scale, int | float) or not _takes(fused, q, k, v):
         return in_chunks(q, k, v)
-    return jax.lax.platform_dependent(q, k, v, cuda=fused, default=in_chunks)
+    y: Array = jax.lax.platform_dependent(q, k, v, cuda=fused, default=in_chunks)
+    return y
 
 
 # Scores at a time, and the fewest queries. Gradient for 8 heads of 64, float32, on two CPU

@@ -26,8 +26,9 @@ def apply_context(
 ) -> Float[Array, "... d"]:
     """``x + (strength / D) x @ context``: features follow those that they moved with.
 
-    No gradient flows into the context. The backward pass is one matrix product, which
-    serves both gradients, and nothing is kept for it but ``x`` and the context::
+    The attention context of a language model written in Rust. No gradient flows into it.
+    The backward pass is one matrix product, which serves both gradients, and nothing is
+    kept for it but ``x`` and the context::
 
         g = dy @ context^T;   dx = dy + (strength / D) g;   dstrength = <x, g> / D
 
@@ -79,7 +80,8 @@ def update_context(
 ) -> Float[Array, "d d"]:
     """The context once a mixer has made ``mixed`` of ``x``: correlations of features, averaged.
 
-    Of the first 32 rows at stride ``max(1, T // min(T, 32))``, each column centred::
+    The attention context of a language model written in Rust. Of the first 32 rows at
+    stride ``max(1, T // min(T, 32))``, each column centred::
 
         corr    = Xc^T Yc / (|Xc| |Yc|^T)      0 where the denominator is <= 1e-12
         context = (1 - rate) context + rate mean(tanh(corr))
@@ -91,7 +93,7 @@ def update_context(
     Args:
       context: [D, D], float32 or float64; zeros at first. Computed in its dtype.
       x: [T, D] or [B, T, D]: what went into the mixer's norm.
-      mixed: what came out of the mixer, of the same shape.
+      mixed: what came out of the mixer, of the shape of ``x``.
       rate: weight of what was just seen, in [0, 1].
       mask: [B], True for a real example, or [B, T], True for a real token; without an
         example, [T]. Others are left out; with nothing left the context stays as it is.
@@ -100,6 +102,7 @@ def update_context(
       [D, D], in the dtype of ``context``.
 
     Raises:
+      TypeError: if ``x`` is not floating.
       ValueError: for shapes that do not fit, or a rate out of range.
     """
     _check("update_context", x, context)

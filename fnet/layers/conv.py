@@ -117,7 +117,8 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
             return functools.reduce(jnp.maximum, shifts)
         spread = (1, window, window, 1)
         pads = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, spread, (1, step, step, 1), pads)
+        y: Array = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, spread, (1, step, step, 1), pads)
+        return y
 
     return stateless(pool)
 

@@ -65,4 +65,5 @@ def _dropped(key: Array, x: Array, rate: float, drawn: tuple[int, ...]) -> Array
         kept = jax.random.bernoulli(jax.random.clone(key), 1 - rate, drawn)
         return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
 
-    return drop(key, x)
+    y: Array = drop(key, x)
+    return y

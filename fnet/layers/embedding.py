@@ -65,6 +65,9 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
       x: [..., D], floating.
       embedding: [V, D]; cast to the dtype of ``x``.
 
+    Returns:
+      Logits [..., V], in the dtype of ``x``.
+
     Raises:
       ValueError: if ``x`` does not end in D.
     """

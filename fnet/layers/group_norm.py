@@ -75,6 +75,7 @@ def group_norm_layer(channels: int, groups: int = 32, *, eps: float = 1e-5) -> L
     Raises:
       ValueError: if ``groups`` does not divide ``channels``; when applied, as
         `fnet.group_norm`.
+      TypeError: when applied, as `fnet.group_norm`.
     """
     _check_groups(channels, groups)
 

@@ -101,13 +101,14 @@ def _attend_from(
         return _online_softmax(q, k, v, start + at, first, window, keys)
 
     def chunk(x: tuple[Array, Array]) -> Array:
-        return jax.lax.platform_dependent(
+        y: Array = jax.lax.platform_dependent(
             *x,
             cpu=functools.partial(some, keys=min(_KEYS_ON_CPU, k.shape[1])),
             default=functools.partial(some, keys=k.shape[1]),
         )
+        return y
 
-    y = jax.lax.map(chunk, (q, size * jnp.arange(n)))  # [n, B, K, H / K, size, D]
+    y: Array = jax.lax.map(chunk, (q, size * jnp.arange(n)))  # [n, B, K, H / K, size, D]
     return y.transpose(1, 0, 4, 2, 3, 5).reshape(b, n * size, h, d)[:, :t]
 
 
@@ -152,5 +153,7 @@ def _online_softmax(
     none = jnp.full(rows, unseen, wide), jnp.zeros(rows, wide), jnp.zeros(q.shape, wide)
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size
     highest = jnp.minimum(at + queries - 1, s - 1) // size + 1
+    total: Array
+    y: Array
     _, total, y = jax.lax.fori_loop(lowest, highest, read, none)
     return (y / jnp.where(total > 0, total, 1)).astype(q.dtype)

@@ -144,6 +144,7 @@ def mamba2(
       ValueError: for a size below 1, a ``head`` that does not divide E, ``groups`` that do
         not divide the heads, or such a range of steps; when applied, if ``x`` does not end
         in ``width``.
+      TypeError: when applied, if ``x`` is not floating.
     """
     inner = round(expand * width)
     if head is None:

@@ -119,8 +119,8 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
       float32; no state; ``x`` [..., d] -> [..., d], in the input's dtype.
 
     Raises:
-      ValueError: when applied to an input that does not end in ``d``; all else
-        as `fnet.layer_norm`.
+      ValueError: when applied to an input that does not end in ``d``.
+      TypeError: when applied, as `fnet.layer_norm`.
     """
 
     def init(key: Array) -> tuple[Params, State]:
@@ -148,8 +148,8 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
       ``x`` [..., d] -> [..., d], in the input's dtype.
 
     Raises:
-      ValueError: when applied to an input that does not end in ``d``; all else
-        as `fnet.rms_norm`.
+      ValueError: when applied to an input that does not end in ``d``.
+      TypeError: when applied, as `fnet.rms_norm`.
     """
 
     def init(key: Array) -> tuple[Params, State]:

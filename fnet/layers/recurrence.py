@@ -119,7 +119,7 @@ def _recurrence(a: Array, b: Array, initial: Array) -> Array:
     """States, in the dtype of ``b``."""
     wide = jnp.promote_types(b.dtype, jnp.float32)
     arrays = a.astype(wide), b.astype(wide), initial.astype(wide)
-    h = jax.lax.platform_dependent(*arrays, cpu=_in_turn, default=_associative)
+    h: Array = jax.lax.platform_dependent(*arrays, cpu=_in_turn, default=_associative)
     return h.astype(b.dtype)
 
 
@@ -168,12 +168,14 @@ def _in_turn_backwards(a: Array, dh: Array) -> Array:
 
 def _associative(a: Array, b: Array, initial: Array) -> Array:
     b = b.at[:, 0].add(a[:, 0] * initial)
-    return jax.lax.associative_scan(_then, (a, b), axis=1)[1]
+    h: Array = jax.lax.associative_scan(_then, (a, b), axis=1)[1]
+    return h
 
 
 def _associative_backwards(a: Array, dh: Array) -> Array:
     onwards = jnp.roll(a, -1, axis=1)  # a_{t+1} at t; what comes round meets nothing
-    return jax.lax.associative_scan(_then, (onwards, dh), axis=1, reverse=True)[1]
+    db: Array = jax.lax.associative_scan(_then, (onwards, dh), axis=1, reverse=True)[1]
+    return db
 
 
 def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -27,7 +27,8 @@ LIMIT = 2.0**15
 def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> Layer:
     """A stack of additively coupled blocks whose activations are restored, not kept.
 
-    With ``x1, x2`` the halves of the last axis, each block ``(f, g)`` is::
+    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. With
+    ``x1, x2`` the halves of the last axis, each block ``(f, g)`` is::
 
         y1 = x1 + f(x2);    y2 = x2 + g(y1)
 
@@ -161,7 +162,7 @@ def _apply(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _forward(
     static: tuple[_Stack, bool], params: Params, state: State, key: Array | None, x: Array
-) -> tuple[tuple[Array, State], tuple]:
+) -> tuple[tuple[Array, State], tuple[Any, ...]]:
     stack, train = static
     zero = _Stream(jnp.zeros_like(x[..., ::2], jnp.int32), jnp.asarray(True))
     x1, x2 = (zero.add(half) for half in jnp.split(x, 2, axis=-1))
@@ -181,12 +182,14 @@ def _forward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward_once(static: tuple[_Stack, bool], residuals: tuple, dy: Array) -> tuple:
+def _backward_once(
+    static: tuple[_Stack, bool], residuals: tuple[Any, ...], dy: Array
+) -> tuple[Params, Array]:
     """The cotangents of params and input."""
     stack, train = static
     params, state, key, (y1, y2, kept) = residuals
 
-    def undo(which: str, x: Array, y: Array, dy: Array, dx: Array) -> tuple:
+    def undo(which: str, x: Array, y: Array, dy: Array, dx: Array) -> tuple[Array, Any, Array]:
         """From ``y = old + half(x)``: old, the cotangent of params, dx with the half's share."""
         # The barriers keep the compiler from finding that what is restored here
         # was known before, and keeping that instead.
@@ -223,14 +226,16 @@ def _refuse(*_: Any) -> Any:
 
 def _forward_rule(
     static: tuple[_Stack, bool], params: Params, state: State, key: Array | None, x: Array
-) -> tuple[tuple[Array, State], tuple]:
+) -> tuple[tuple[Array, State], tuple[Any, ...]]:
     # The backward pass draws the same again, on purpose.
     again = None if key is None else jax.random.clone(key)
     out, streams = _forward(static, params, state, key, x)
     return out, (params, state, again, streams)
 
 
-def _backward_rule(static: tuple[_Stack, bool], residuals: tuple, cotangents: tuple) -> tuple:
+def _backward_rule(
+    static: tuple[_Stack, bool], residuals: tuple[Any, ...], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
     dparams, dx = _backward_once(static, residuals, cotangents[0])
     return dparams, None, None, dx
 

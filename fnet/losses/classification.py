@@ -12,10 +12,15 @@ def cross_entropy(
     """``-log softmax(logits)[label]`` in nats, in float32, one per example.
 
     Args:
-      logits: unnormalised log-probabilities of k classes, any floating dtype.
-      labels: class indices in [0, k).
+      logits: unnormalised log-probabilities of K classes [..., K], any floating dtype.
+      labels: class indices in [0, K), integers [...].
       smoothing: probability mass spread evenly over all classes (Szegedy et al.
-        2016), in [0, 1).
+        2016), in [0, 1)::
+
+            loss = -(1 - smoothing) log p[label] - smoothing mean(log p)
+
+    Returns:
+      Losses [...], float32.
 
     Raises:
       ValueError: if ``labels`` do not match ``logits`` without its last axis.
@@ -25,14 +30,25 @@ def cross_entropy(
             f"cross_entropy: labels must have shape {logits.shape[:-1]}, got {labels.shape}"
         )
     logits = logits.astype(jnp.float32)
+    losses: Array
     if not smoothing:
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses
     targets = optax.losses.smooth_labels(
         jnp.eye(logits.shape[-1], dtype=jnp.float32)[labels], smoothing
     )
-    return optax.losses.softmax_cross_entropy(logits, targets)
+    losses = optax.losses.softmax_cross_entropy(logits, targets)
+    return losses
 
 
 def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
-    """1.0 where the largest logit is the label's, else 0.0; one per example."""
+    """1.0 where the largest logit is the label's, else 0.0; one per example.
+
+    Args:
+      logits: [..., K], floating.
+      labels: class indices [...], integers.
+
+    Returns:
+      float32 [...].
+    """
     return (logits.argmax(-1) == labels).astype(jnp.float32)

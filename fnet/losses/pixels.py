@@ -115,10 +115,14 @@ def pixel_predictions(
     probabilities are averaged over views.
 
     Args:
-      views: logits [N, h, w, k] each, of any h and w: of the same images at several sizes, say.
+      views: logits [N, h, w, k] each, floating, of any h and w: of the same images at several
+        sizes, say.
       size: H and W of what is predicted.
       labels: what is right, as for `pixel_cross_entropy`; or None.
       rows: likewise.
+
+    Returns:
+      Each pixel's class, and each image's loss where ``labels`` are given.
 
     Raises:
       TypeError, ValueError: as `pixel_cross_entropy`; for no view.
@@ -134,7 +138,10 @@ def pixel_predictions(
                 f"{where}: views must have as many classes each, got {classes} and {view.shape[-1]}"
             )
     views = equally_varying(tuple(views))
-    return _compiled_predictions(tuple(size), _rows(classes, (n, *size), rows), views, labels)
+    found: PixelPredictions = _compiled_predictions(
+        tuple(size), _rows(classes, (n, *size), rows), views, labels
+    )
+    return found
 
 
 class _Spec(NamedTuple):
@@ -191,7 +198,7 @@ def _sums(spec: _Spec, logits: Array, labels: Array, *, gradient: bool) -> tuple
     interpolation = _Interpolation.of(logits, labels.shape[1:])
     classes, a = logits.shape[-1], spec.smoothing
 
-    def body(start: Start, count: int, carry: tuple) -> tuple:
+    def body(start: Start, count: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         losses, right, gradients = carry
         label, counted = _rows_of(labels, start, count, classes)
         z = interpolation.rows(start, count)
@@ -220,7 +227,7 @@ def _predictions(
     n, classes = views[0].shape[0], views[0].shape[-1]
     interpolations = [_Interpolation.of(view, size) for view in views]
 
-    def body(start: Start, count: int, carry: tuple) -> tuple:
+    def body(start: Start, count: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         found, losses = carry
         all_z = [i.rows(start, count) for i in interpolations]
         likely = all_z[0]

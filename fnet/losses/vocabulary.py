@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -255,10 +255,10 @@ def _statistics(
 
 def _statistics_fwd(
     spec: _Spec, x: Array, kernel: Array, bias: Array | None, labels: Array
-) -> tuple[_Statistics, tuple]:
+) -> tuple[_Statistics, tuple[Any, ...]]:
     vocabulary = kernel.shape[spec.vocab_axis]
 
-    def body(start: Start, size: int, carry: tuple) -> tuple:
+    def body(start: Start, size: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         top, total, picked, summed = carry
         z, _ = spec.logits(x, spec.words(kernel, start, size, x.dtype), bias, start)
         higher = jnp.maximum(top, z.max(-1))
@@ -278,12 +278,14 @@ def _statistics_fwd(
     return _Statistics(logsumexp, picked, mean), (x, kernel, bias, labels, logsumexp)
 
 
-def _statistics_bwd(spec: _Spec, residuals: tuple, cotangents: _Statistics) -> tuple:
+def _statistics_bwd(
+    spec: _Spec, residuals: tuple[Any, ...], cotangents: _Statistics
+) -> tuple[Any, ...]:
     x, kernel, bias, labels, logsumexp = residuals
     tokens = tuple(range(x.ndim - 1))
     vocabulary = kernel.shape[spec.vocab_axis]
 
-    def body(start: Start, size: int, carry: tuple) -> tuple:
+    def body(start: Start, size: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         dx, dkernel, dbias = carry
         words = spec.words(kernel, start, size, x.dtype)
         z, slope = spec.logits(x, words, bias, start)

@@ -4,11 +4,12 @@ from fnet.memory.arithmetic import Arithmetic, arithmetic
 from fnet.memory.budget import in_words, read_bytes
 from fnet.memory.donation import Donation, DonationError, donation
 from fnet.memory.largest import largest
+from fnet.memory.origins import Residual
 from fnet.memory.peak import Peak, compile_smallest, peak, tree_bytes
 from fnet.memory.plan import BudgetError, Candidate, Plan, foresee, plan
 from fnet.memory.policy import POLICIES, Policy
 from fnet.memory.recomputation import Recomputation, RecomputationError, recomputation
-from fnet.memory.residuals import LayerResiduals, Residual, by_layer, residuals
+from fnet.memory.residuals import LayerResiduals, by_layer, residuals
 from fnet.memory.schedule import Buffer, Timeline, timeline
 from fnet.memory.segments import recompute_in_segments
 

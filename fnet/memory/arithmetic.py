@@ -39,6 +39,9 @@ def arithmetic(program: ClosedJaxpr | Jaxpr) -> Arithmetic:
 
     Args:
       program: ``jitted.trace(...).jaxpr`` or ``jax.make_jaxpr(f)(...)``.
+
+    Returns:
+      Operations and bytes of one run.
     """
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     total = Arithmetic(0, 0)
@@ -77,7 +80,8 @@ def _window(convolution: JaxprEqn) -> int:
     # A gradient with respect to the input of a strided convolution dilates its
     # argument: most of what the window sees there is zero.
     zeros = math.prod(convolution.params["lhs_dilation"])
-    return max(math.prod(kernel) // out_channels // zeros, 1)
+    work: int = max(math.prod(kernel) // out_channels // zeros, 1)
+    return work
 
 
 def _programs(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:

@@ -21,6 +21,12 @@ def read_bytes(text: str | int) -> int:
     Units are B, and K, M, G or T with B (powers of 1000) or iB (powers of 1024),
     in upper or lower case; a fraction and a space before the unit are allowed.
 
+    Args:
+      text: a number with a unit, or an int.
+
+    Returns:
+      Bytes, rounded down.
+
     Raises:
       ValueError: for anything else, and for less than one byte.
     """
@@ -40,7 +46,11 @@ def read_bytes(text: str | int) -> int:
 
 
 def in_words(n: int | None) -> str:
-    """``1536 -> "1.50 KiB"``; None is unknown."""
+    """``1536 -> "1.50 KiB"``; None is unknown.
+
+    Args:
+      n: bytes.
+    """
     if n is None:
         return "unknown"
     value = float(n)

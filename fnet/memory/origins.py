@@ -283,8 +283,8 @@ def _shape(atom: Any) -> Any:
 
 def _is_renaming(eqn: JaxprEqn, source: Any, var: Any) -> bool:
     if eqn.primitive.name == "reduce_precision":  # of all bits, as jax.checkpoint puts it
-        return eqn.params["mantissa_bits"] == jnp.finfo(var.aval.dtype).nmant
-    return source.aval.size == var.aval.size and source.aval.dtype == var.aval.dtype
+        return bool(eqn.params["mantissa_bits"] == jnp.finfo(var.aval.dtype).nmant)
+    return bool(source.aval.size == var.aval.size and source.aval.dtype == var.aval.dtype)
 
 
 _JAX = inspect.getfile(jax).removesuffix("__init__.py")

@@ -108,6 +108,9 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
 
     Args:
       compiled: ``jax.jit(f).lower(...).compile()``.
+
+    Returns:
+      Bytes by kind, their total, and the curve of what is alive.
     """
     m: Any = compiled.memory_analysis()
     found = Peak(
@@ -161,9 +164,15 @@ def leaf_bytes(leaf: Any) -> int:
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     sharding = getattr(leaf, "sharding", None)
     shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
+    size: int = math.prod(shape) * leaf.dtype.itemsize
+    return size
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a tree of arrays or of their shapes."""
+    """Bytes of all leaves of a tree of arrays or of their shapes.
+
+    Args:
+      tree: any pytree of arrays, typed keys, or their shapes; of a sharded array, the bytes on
+        each device.
+    """
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))

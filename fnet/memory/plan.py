@@ -99,6 +99,9 @@ def plan(
       target: a device to compile for; this machine's by default.
       progress: called with each candidate once it is compiled.
 
+    Returns:
+      The plan: the fastest candidate that fits, the next smaller one, and all of them.
+
     Raises:
       BudgetError: for a budget below the state's size, and where nothing fits;
         the message says what is the least, and by which policy.

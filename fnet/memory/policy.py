@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from fnet.backward_pass import recompute
 from fnet.memory.segments import recompute_in_segments
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Policy(NamedTuple):

@@ -87,6 +87,9 @@ def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[La
       depth: how many parts of a layer's name count: 1 puts ``layer1/0/conv`` and
         ``layer1/1/abn`` together as ``layer1``. None: all.
 
+    Returns:
+      A row a layer: its name, its bytes, its arrays.
+
     Raises:
       ValueError: if ``depth`` is less than 1.
     """
@@ -143,7 +146,10 @@ def _trace(
             return out
 
         differentiate: Any = jax.vjp
-        return differentiate(of_chosen, *(known[i] for i in chosen), has_aux=has_aux)
+        found: tuple[Any, ...] = differentiate(
+            of_chosen, *(known[i] for i in chosen), has_aux=has_aux
+        )
+        return found
 
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*(leaves[i] for i in arrays))
     out, vjp = shapes[:2]
@@ -206,4 +212,5 @@ def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def _leaf_name(path: Any, names: list[str]) -> str:
     keyword = path[0].idx == 1
-    return (path[1].key if keyword else names[path[1].idx]) + keystr(path[2:])
+    name: str = (path[1].key if keyword else names[path[1].idx]) + keystr(path[2:])
+    return name

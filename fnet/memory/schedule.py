@@ -75,6 +75,9 @@ def timeline(compiled: jax.stages.Compiled) -> Timeline:
     Args:
       compiled: ``jax.jit(f).lower(...).compile()``, or from `fnet.memory.target`.
 
+    Returns:
+      The curve, its peak, and what is alive there.
+
     Raises:
       ValueError: if the backend does not tell the order of instructions.
     """

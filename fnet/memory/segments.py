@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet import jaxprs
 
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 CheckpointPolicy = Callable[..., Any]
 
 _LARGE_LOOP = 0.2  # share of everything kept from which on a loop is recomputed round by round
@@ -121,20 +122,22 @@ def _part(jaxpr: Jaxpr, start: int, end: int, *, all_outputs: bool = False) -> J
         later = {v for e in jaxpr.eqns[end:] for v in _variables(e.invars)}
         later |= set(_variables(jaxpr.outvars))
         given = [v for v in made if v in later]
-    return jaxpr.replace(
+    part: Jaxpr = jaxpr.replace(
         eqns=eqns,
         constvars=[],
         invars=list(taken),
         outvars=given,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+    return part
 
 
 def _bytes(v: Any) -> int:
     aval = v.aval
-    if not hasattr(aval, "shape") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+    if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return 0
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    size: int = math.prod(aval.shape) * aval.dtype.itemsize
+    return size
 
 
 def _made_bytes(jaxpr: Jaxpr) -> list[int]:
@@ -178,7 +181,8 @@ def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> lis
     def round_(carry: list[Any], rows: Sequence[Any]) -> list[Any]:
         # The name is inside the checkpoint: the policy sees it.
         named = [checkpoint_name(c, _CARRY) for c in carry] if on_host else carry
-        return body(*constants, *named, *rows)
+        results: list[Any] = body(*constants, *named, *rows)
+        return results
 
     recomputed = jax.checkpoint(round_, prevent_cse=False, policy=_ON_HOST if on_host else None)
 

@@ -27,6 +27,8 @@ MODELS: dict[str, Callable[..., Layer]] = {
     "resnet9": resnet9,
     "revnet": revnet,
 }
+"""What `get` knows, by name; networks that come in depths are added below."""
+
 MODELS |= {f"resnet{depth}": partial(resnet, depth) for depth in RESNETS}
 MODELS |= {f"resnext{depth}": partial(resnext, depth) for depth in RESNEXTS}
 MODELS |= {f"densenet{depth}": partial(densenet, depth) for depth in DENSENETS}
@@ -43,6 +45,9 @@ def get(name: str, **options: Any) -> Layer:
         ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
         ``wider_resnet16`` to ``wider_resnet38`` and each with ``_a2``.
       **options: of the function of that name in this room.
+
+    Returns:
+      A layer; of networks for images, [N, H, W, C] -> logits [N, num_classes].
 
     Raises:
       ValueError: for an unknown name; the message lists those there are.

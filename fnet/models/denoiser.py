@@ -61,6 +61,9 @@ def denoiser(
       context_rate: see there.
       dropout: see there.
 
+    Returns:
+      A layer on images [B, H, W, C] that is also told the time, and the label.
+
     Raises:
       ValueError: if ``patch`` does not divide the image's sides; when applied, for
         another shape, if a label is missing or given in vain, or for a time or label

@@ -46,7 +46,7 @@ BOUND = [
     *changes(
         _OUTER,
         _TESTS,
-        "not_finite and dense_over_time",
+        "not_finite and fnet_mlp",
         [
             ("0 times infinity is nan", "jnp.where(real.all(), 0, parts)", "0"),
             ("0 times nan is nan", "jnp.where(real[:, None], v * rows[:, None].astype(v.dtype), 0)", "v * rows[:, None].astype(v.dtype)"),
@@ -61,9 +61,14 @@ NORMS = [
         "loop_over_examples and (dense or tied_embedding) and not transformer",
         [
             ("a product's norm is one factor's", "_squared_lengths(u) * _squared_lengths(v)", "_squared_lengths(u)"),
-            ("Gram matrices are added", "(_gram(u, u) * _gram(v, v)).sum", "(_gram(u, u) + _gram(v, v)).sum"),
             ("sums are not scaled", "v * rows[:, None].astype(v.dtype)", "v"),
         ],
+    ),
+    *changes(
+        _OUTER,
+        _TESTS,
+        "loop_over_examples and fnet_transformer",
+        [("Gram matrices are added", "(_gram(u, u) * _gram(v, v)).sum", "(_gram(u, u) + _gram(v, v)).sum")],
     ),
     *changes(
         _SHARES,
@@ -109,7 +114,7 @@ PRIVATE = [
     *changes(
         _MODES,
         _SINGLE_TESTS,
-        "noise_has_the_deviation",
+        "noise_has_the_deviation or noise_is_added",
         [
             ("noise is not in units of the bound", "sums, noise_multiplier * clip,", "sums, noise_multiplier,"),
             ("noise is of the batch's size", "g / (size or jnp.maximum(counts.sum(), 1)), sums)", "g / jnp.maximum(counts.sum(), 1), sums)"),
@@ -134,7 +139,7 @@ ADAPTIVE = [
     *changes(
         _ADAPTIVE,
         _ADAPTIVE_TESTS,
-        "geometric_rule or what_gradients_are_clipped_to or no_vote",
+        "geometric_rule or second_step or no_vote",
         [
             ("the bound goes the wrong way", "jnp.exp(-learning_rate", "jnp.exp(learning_rate"),
             ("the bound moves by a sum", "clip * jnp.exp(-learning_rate * (below - quantile))", "clip - learning_rate * (below - quantile)"),

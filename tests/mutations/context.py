@@ -54,7 +54,7 @@ RENEWED = [
     *changes(
         _CONTEXT,
         _TESTS,
-        "not_finite or overflow or below_the_bound or no_entry",
+        "not_finite or overflow or below_the_bound",
         [
             ("rows that are not finite count", "rows = jnp.where(finite, rows, 0)", "pass"),
             ("correlations need not be finite", "(denominator > 1e-12) & jnp.isfinite(corr)", "denominator > 1e-12"),

@@ -80,7 +80,7 @@ SAMPLERS = [
     *changes(
         _SAMPLERS,
         _SAMPLERS_TESTS,
-        "drawn_anew or x0_is_clipped or nothing_to_extrapolate or denoiser_knows",
+        "key_folded or x0_is_clipped or nothing_to_extrapolate or denoiser_knows",
         [
             ("each step draws the same", "jax.random.fold_in(key, t), x.shape", "jax.random.clone(key), x.shape"),
             ("x0 is not clipped", "alpha, sigma, clip=clip)", "alpha, sigma)"),
@@ -93,7 +93,7 @@ SAMPLERS = [
 GUIDANCE = changes(
     _GUIDANCE,
     "tests/test_guidance.py",
-    "guidance or dropped",
+    "goes_on_from or dropped",
     [
         ("the scale is one too large", "jnp.asarray(scale, out.dtype) - 1", "jnp.asarray(scale, out.dtype)"),
         ("guidance leads away", "more * (with_label - without)", "more * (without - with_label)"),

@@ -32,12 +32,18 @@ FORWARD = [
         _ABN,
         _TESTS,
         "derivative_at_gamma_0",
-        [("the derivative at gamma 0 is 0", _MAGNITUDE, "jnp.abs(gamma) + eps")],
+        [
+            (
+                "the derivative at gamma 0 is -1",
+                _MAGNITUDE,
+                "jnp.where(gamma > 0, gamma, -gamma) + eps",
+            )
+        ],
     ),
     *changes(
         _ABN,
         _TESTS,
-        "statistics_are_wide",
+        "narrow_inputs_are_not_rounded",
         [("statistics are in the dtype of x", "    w = _wide(x)\n", "    w = x\n")],
     ),
 ]
@@ -207,8 +213,8 @@ INVERSES = [
     ),
     *changes(
         _ACTIVATIONS,
-        "tests/test_abn_transforms.py",
-        "forward_mode_over_linear_layers",
+        "tests/test_linear_conv.py",
+        "activation_alone",
         [
             (
                 "an activation's tangent is times its inverse",

@@ -50,7 +50,7 @@ FUSED = [
     *changes(
         _FUSED,
         _TESTS,
-        "masked_tokens or minus_infinity or far_beyond or no_word",
+        "masked_tokens or minus_infinity or far_below or no_word",
         [
             ("masked tokens have a loss", "jnp.where(mask, losses, 0)).reshape", "losses).reshape"),
             ("masked tokens are read", "jnp.where(mask[..., None], x, 0), jnp", "x, jnp"),

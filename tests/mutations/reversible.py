@@ -8,7 +8,7 @@ _TESTS = "tests/test_reversible.py"
 COUPLING = changes(
     _STACK,
     _TESTS,
-    "within_the_grid",
+    "within_the_grid or nearest_multiple",
     [
         ("g reads x2", '{}), _value(x1.units, x.dtype))\n        x2', '{}), _value(x2.units, x.dtype))\n        x2'),
         ("f is taken off", "x1 = x1.add(f)", "x1 = x1.add(-f)"),
@@ -40,7 +40,7 @@ STATE = [
     *changes(
         _STACK,
         _TESTS,
-        "dropout or draws",
+        "draws_its_own",
         [
             (
                 "all blocks draw the same",

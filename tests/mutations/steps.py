@@ -32,11 +32,18 @@ STEP = [
     ),
     *changes(
         _STEP,
-        "tests/test_guard.py",
-        "finite or guarded",
+        _TESTS,
+        "guard_looks",
         [
             ("a gradient that is not finite is applied", _FINITE, 'jnp.isfinite(metrics["loss"])'),
             ("a loss that is not finite is applied", _FINITE, 'jnp.isfinite(metrics["grad_norm"])'),
+        ],
+    ),
+    *changes(
+        _STEP,
+        "tests/test_guard.py",
+        "a_finite_step",
+        [
             ("finite steps are left out", "jnp.where(finite, a, b)", "jnp.where(finite, b, a)"),
             ("skipped is told of finite steps", "(~finite).astype", "finite.astype"),
         ],
