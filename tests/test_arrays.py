@@ -315,6 +315,7 @@ def test_the_section_survives_json():
         from_json('{"data": {"source": "arrays", "images": ["a", "b", "c"]}}', "here")
 
 
+@pytest.mark.slow
 def test_the_program_trains_evaluates_and_goes_on_with_arrays(workplace, capsys):
     written(workplace / "data.npz", x=pixels(64, (8, 8, 2)), y=numbers(64, 2))
     words = ("--data.source", "arrays", "--optim.name", "adafactor", "--data.crop", "padded")

@@ -20,7 +20,10 @@ API = sorted((DOCS / "api").glob("*.md"))
 CODE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
-LONG = {"sequence_models", "bigger_network", "private_training", "language_model", "flax"}
+LONG = {  # run by make test-all
+    *("sequence_models", "bigger_network", "private_training", "language_model", "flax"),
+    *("per_example", "memory", "savings", "add_an_activation", "add_a_recipe"),
+}
 
 
 def name_of(page):

@@ -136,6 +136,7 @@ def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
     assert all(np.isfinite(line["train/loss"]) for line in told)
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, spoilt, capsys):
     fnet_command("train", "tiny.py", "--train.steps", 4, "--out", "r")
     spoilt(range(1437))

@@ -319,6 +319,7 @@ def test_the_section_survives_json():
     assert from_json(to_json(config), "here") == config
 
 
+@pytest.mark.slow
 def test_the_program_trains_and_evaluates(hub, workplace, capsys):
     options = ("--data.path", "animals", "--data.batch-size", 4, "--data.image-size", 8)
     fnet_command(

@@ -51,6 +51,7 @@ def test_memory_tells_where_it_goes_without_training(workplace, capsys):
     assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "told"}
 
 
+@pytest.mark.slow
 def test_a_budget_is_planned_for_and_said(workplace, capsys):
     fnet_command("memory", "deep.py", "--memory.policy", "keep", "--out", "free")
     plain = json.loads((workplace / "free" / "memory.json").read_text())["peak"]["total"]
@@ -73,6 +74,7 @@ def test_a_budget_is_planned_for_and_said(workplace, capsys):
     assert (workplace / "run" / "memory.png").exists()
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
@@ -100,6 +102,7 @@ def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
     assert "memory.policy: named: the policy saves nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_microbatches_train_the_same_network(workplace):
     results = {}
     for split in (1, 4):

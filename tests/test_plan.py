@@ -83,6 +83,7 @@ def test_what_was_planned_is_what_is_compiled(step_and_peaks):
     assert executable.report.peak == chosen.peak
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_split_last():
     model = fnet.serial(
         *[fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH, activation="gelu"))] * 4,

@@ -158,6 +158,7 @@ def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
     assert promise_of(folder) == promise_of(private / "parts")
 
 
+@pytest.mark.slow
 def test_a_target_is_kept_to_and_its_noise_is_not_stretched_over_more_steps(private, capsys):
     target = ("--grad.noise-multiplier", "None", "--grad.epsilon", "2")
     fnet_command("train", "private.py", *target, "--out", "run", "--train.steps", 2)

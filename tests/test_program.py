@@ -96,6 +96,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(workplace, whole, monkeypatch, c
     assert lines[8] == metrics_of(whole)[-1]
 
 
+@pytest.mark.slow
 def test_n_steps_and_n_more_equal_2n_steps(workplace):
     constant = ("--optim.schedule", "constant")
     fnet_command("train", "tiny.py", "--out", "whole", *constant)
@@ -140,6 +141,7 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again(workplace
     assert [line["step"] for line in metrics_of(workplace / "run")] == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_the_resolved_config_of_a_run_runs_again_as_it_is(workplace, whole):
     fnet_command("train", "tiny.py", "--out", "a", "--train.seed", 1)
     fnet_command("train", "a/config.json", "--out", "b")
@@ -167,6 +169,7 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
         assert setup(config).steps > 0
 
 
+@pytest.mark.slow
 def test_a_section_of_another_kind_can_be_named_on_the_command_line(workplace):
     words = ("--grad.mode", "microbatch", "--grad.microbatches", 4, "--model.name=mlp")
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1, *words)

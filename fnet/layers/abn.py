@@ -127,7 +127,7 @@ def abn(
     act = activations.find(activation)
     spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axis_name)
     channels, wide = x.shape[axis], jnp.promote_types(x.dtype, jnp.float32)
-    # The derivative at gamma = 0 is taken as +1, which jnp.abs would make 0.
+    # The derivative at gamma = 0 is taken as +1.
     g = jnp.ones(channels, wide) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
     b = jnp.zeros(channels, wide) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
