@@ -70,7 +70,15 @@ class ImportArguments:
 
 
 @dataclass(frozen=True)
-class ExportArguments:
+class CheckpointArguments:
+    """Which checkpoint of a run is taken."""
+
+    best: bool = False
+    """Take the best checkpoint that was kept, not the newest."""
+
+
+@dataclass(frozen=True)
+class ExportArguments(CheckpointArguments):
     """Writes a run's weights as safetensors."""
 
     out: str | None = None
@@ -79,8 +87,6 @@ class ExportArguments:
     """What arrays are called: as in mapillary/inplace_abn, or, of a ResNet, in torchvision."""
     for_norm: Literal["abn", "batch"] | None = None
     """The norm that will use the weights, to change them for it if the network has the other."""
-    best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,7 @@ class ReportArguments:
 
 
 @dataclass(frozen=True)
-class EvalArguments:
+class EvalArguments(CheckpointArguments):
     """Measures a trained network on its test examples."""
 
     crops: Literal[1, 10] | None = None
@@ -105,12 +111,10 @@ class EvalArguments:
     """Sizes at which each image is segmented, 1 as in training; probabilities are averaged."""
     flip: bool = False
     """Segment the mirror image as well; probabilities are averaged."""
-    best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
-class PredictArguments:
+class PredictArguments(CheckpointArguments):
     """Says what is in images."""
 
     top_k: Count = 5
@@ -119,12 +123,10 @@ class PredictArguments:
     """Print the predictions as JSON instead of a table."""
     out: str | None = None
     """Folder for predictions.json and masks; predictions in the run's folder by default."""
-    best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
-class TextArguments:
+class TextArguments(CheckpointArguments):
     """Continues a text with a trained model."""
 
     prompt: str = "\n"
@@ -139,12 +141,10 @@ class TextArguments:
     """Draw from the fewest tokens that have at least this probability together."""
     seed: Seed = 0
     """Of what is drawn."""
-    best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
 
 
 @dataclass(frozen=True)
-class ImageArguments:
+class ImageArguments(CheckpointArguments):
     """Draws images with a trained model."""
 
     labels: tuple[str, ...] = ()
@@ -161,8 +161,6 @@ class ImageArguments:
     """Of what is drawn."""
     out: str | None = None
     """The picture; samples.png in the run's folder by default."""
-    best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
 
 
 T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)

@@ -25,14 +25,14 @@ def normalized(config: Config, image: Array) -> Array:
     Bytes are divided by 255. Then (x - mean) / std, channel by channel, of data that have them.
     They are of the config's precision, and so is then what layers make of them.
     """
-    image, precision = in_unit_interval(image), config.train.precision
-    if not hasattr(config.data, "mean"):
-        return image.astype(precision)
-    mean, std = (
-        np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
-        for name in ("mean", "std")
-    )
-    return ((image - mean) / std).astype(precision)
+    image = in_unit_interval(image)
+    if hasattr(config.data, "mean"):
+        mean, std = (
+            np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
+            for name in ("mean", "std")
+        )
+        image = (image - mean) / std
+    return image.astype(config.train.precision)
 
 
 def in_unit_interval(image: Array) -> Array:
