@@ -29,6 +29,7 @@ class Screen:
             TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
             console=console,
+            refresh_per_second=2,  # ten times, as is the default, take 3 % of two cores
             disable=not console.is_terminal,
         )
         self._total = total

@@ -129,7 +129,7 @@ class Mesh(Section):
 class Checkpoint(Section):
     """What is kept of the state on disk."""
 
-    every: Count = 200
+    every: Count = 500
     """Steps between two checkpoints; the last step always makes one."""
     keep: Count = 2
     """How many of the newest are kept."""
