@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all coverage check lint types docs bench clean
+.PHONY: demo test test-all coverage check lint types docs bench release clean
 
 demo: $(VENV)/.installed
 	rm -rf runs/demo
@@ -37,6 +37,10 @@ docs: $(VENV)/.installed-docs
 # that are not installed are left out: .venv/bin/pip install '.[peers,target-gpu,target-tpu]'.
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH)
+
+# The wheel, tried in empty environments with the lowest and the newest versions allowed.
+release: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.release
 
 clean:
 	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

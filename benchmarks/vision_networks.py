@@ -1,7 +1,7 @@
 """Train steps of the networks for images: their peaks with fnet's norm, and with flax's.
 
     python -m benchmarks.vision_networks                  # all, 224 x 224, batch 8
-    python -m benchmarks.vision_networks --names resnet50 --time 5
+    python -m benchmarks.vision_networks --names resnet50 --rounds 5
 
 The same network three times: plain, with ``flax.linen.BatchNorm`` and relu in the place
 of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named``
@@ -9,8 +9,8 @@ of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named
 (policy ``segments``). SGD with momentum, float32. Peaks are arguments + outputs - aliased
 + temporaries of the compiled step, the lowest of the compiler options that
 `fnet.compile_step` tries, for all three. The largest batch is where the line through the
-peaks at the batch and at twice the batch meets the budget. Nothing is run; ``--time`` runs
-and times the steps as well.
+peaks at the batch and at twice the batch meets the budget. Nothing is run, unless
+``--rounds`` asks for the time of the steps as well.
 """
 
 import functools
@@ -27,7 +27,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown
 from fnet import Layer, memory, models
-from fnet.step import Executable
+from fnet.memory.peak import CANDIDATE_OPTIONS
 
 NAMES = (
     "resnet50",
@@ -71,8 +71,8 @@ def network(name: str, form: str) -> Layer:
     return models.get(name, num_classes=1000, **options)
 
 
-def compiled(name: str, form: str, batch: int, size: int) -> Executable:
-    """The train step, ahead of time."""
+def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, Any]:
+    """The step, and the shapes of its state and batch."""
     model = network(name, form)
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
@@ -86,37 +86,44 @@ def compiled(name: str, form: str, batch: int, size: int) -> Executable:
     )
     image = jax.ShapeDtypeStruct((batch, size, size, 3), jnp.float32)
     label = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return fnet.compile_step(step, state, {"image": image, "label": label})
+    return step, state, {"image": image, "label": label}
 
 
-def seconds(programs: dict[str, Executable], name: str, batch: int, size: int, rounds: int) -> Any:
-    """The median time of each step."""
+def peak(name: str, form: str, batch: int, size: int) -> int:
+    """Bytes, with the best of the compiler's options; no code is made."""
+    step, *shapes = train_step(name, form, batch, size)
+    lowered = step.lower(*shapes)
+    candidates = CANDIDATE_OPTIONS[jax.default_backend()]
+    return min(memory.foresee(lowered, options).total for options in candidates)
+
+
+def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
+    """The median time of each form's step."""
+    programs = {form: fnet.compile_step(*train_step(name, form, batch, size)) for form in FORMS}
     data = {"image": jnp.ones((batch, size, size, 3)), "label": jnp.zeros(batch, jnp.int32)}
     states = {
         form: fnet.TrainState.create(network(name, form), OPTIMIZER, jax.random.key(0))
-        for form in programs
+        for form in FORMS
     }
 
     def step(form: str) -> Any:
         states[form], metrics = programs[form](states[form], data)
         return metrics
 
-    return interleaved({form: functools.partial(step, form) for form in programs}, rounds)
+    return interleaved({form: functools.partial(step, form) for form in FORMS}, rounds)
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
+    parser = argument_parser(__doc__, rounds=0)
     parser.add_argument("--names", nargs="+", default=NAMES, choices=sorted(models.MODELS))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--budget", default="8GiB")
-    parser.add_argument("--time", type=int, default=0, help="rounds of timed steps")
     options = parser.parse_args()
     budget = memory.read_bytes(options.budget)
     rows, claims = [], []
     for name in options.names:
-        programs = {form: compiled(name, form, options.batch, options.size) for form in FORMS}
-        peaks = {form: p.report.peak.total for form, p in programs.items()}
+        peaks = {form: peak(name, form, options.batch, options.size) for form in FORMS}
         row = {"": name, "flax MB": f"{peaks['flax'] / 1e6:,.0f}"}
         for form in FORMS[1:]:
             row[f"{form} MB"] = f"{peaks[form] / 1e6:,.0f}"
@@ -127,12 +134,12 @@ def main() -> None:
             )
             claims.append(Claim(what, "flax BatchNorm, relu", peaks[form] / peaks["flax"], target))
         for form in FORMS:
-            twice = compiled(name, form, 2 * options.batch, options.size).report.peak.total
+            twice = peak(name, form, 2 * options.batch, options.size)
             an_example = (twice - peaks[form]) / options.batch
             largest = options.batch + (budget - peaks[form]) / an_example
             row[f"{options.budget}, {form}"] = f"{largest:.0f}"
-        if options.time:
-            took = seconds(programs, name, options.batch, options.size, options.time)
+        if options.rounds:
+            took = seconds(name, options.batch, options.size, options.rounds)
             for form in FORMS[1:]:
                 row[f"time {form} / flax"] = f"{took[form] / took['flax']:.2f}"
         rows.append(row)

@@ -145,7 +145,8 @@ def pages_in(nav):
 
 def test_every_page_is_in_the_navigation():
     nav = list(pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
-    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    pages = [*DOCS.rglob("*.md"), *(page.with_suffix(".md") for page in DOCS.rglob("*.ipynb"))]
+    assert sorted(nav) == sorted(str(page.relative_to(DOCS)) for page in pages)
 
 
 def test_what_the_readme_links_to_is_there():

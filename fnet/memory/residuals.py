@@ -99,7 +99,8 @@ def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[La
     for r in residuals:
         if r.elsewhere:
             continue
-        layer = "/".join(r.layer.split("/")[:depth]) or r.source or r.operation
+        line = r.source.rpartition("/")[2]  # no folder of this machine
+        layer = "/".join(r.layer.split("/")[:depth]) or line or r.operation
         _, size, arrays = rows.get(layer, (layer, 0, 0))
         rows[layer] = LayerResiduals(layer, size + r.bytes, arrays + 1)
     return list(rows.values())
