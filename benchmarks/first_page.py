@@ -1,7 +1,7 @@
 """Renews the table of claims on the README from results that lie in docs/benchmarks.
 
-    python -m benchmarks --out docs/benchmarks       # hours
-    python -m benchmarks.first_page
+python -m benchmarks --out docs/benchmarks       # hours
+python -m benchmarks.first_page
 """
 
 import fnmatch

@@ -83,7 +83,7 @@ def sections(draw, kind, wrong):
 
 SMALL = {
     "preact_resnet": {"widths": [4]},
-    "resnet9": {"widths": [4, 4, 8, 8]},
+    "resnet9": {"widths": [4, 8, 8]},
     "resnet": {"depth": 18, "stem": "small"},
     "revnet": {"widths": [8, 16], "blocks": [1, 1]},
     "mlp": {"hidden": [16]},

@@ -12,6 +12,7 @@ from fnet.layers.embedding import embedding, unembed
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.fold import fold, fold_layer
 from fnet.layers.group_norm import group_norm_layer as group_norm
+from fnet.layers.kernel_init import cosine_patches, partly_identity
 from fnet.layers.linear import dense
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
@@ -35,6 +36,7 @@ __all__ = [
     "batch_norm",
     "causal_conv",
     "conv",
+    "cosine_patches",
     "dense",
     "dropout",
     "dynamic_tanh",
@@ -50,6 +52,7 @@ __all__ = [
     "mamba2",
     "max_pool",
     "mlp",
+    "partly_identity",
     "reversible",
     "reversible_transformer",
     "rg_lru",

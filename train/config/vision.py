@@ -52,8 +52,8 @@ class ResNet9(Section):
 
     name: Literal["resnet9"] = "resnet9"
     """The family of networks."""
-    widths: tuple[Count, Count, Count, Count] = (64, 128, 256, 512)
-    """Channels of the first convolution and of the three stages, each of which halves the image."""
+    widths: tuple[Count, Count, Count] = (128, 256, 512)
+    """Channels of the three stages, each of which halves the image."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     activation: Activation = "leaky_relu"

@@ -1,0 +1,50 @@
+"""Initial kernels: what they make of images, and of a channel."""
+
+import jax
+import numpy as np
+import pytest
+import scipy.fft
+
+from fnet import layers
+
+
+def test_cosine_patches_are_the_orthonormal_dct_and_its_negative():
+    kernel = layers.cosine_patches(jax.random.key(0), (2, 3, 3, 36))
+    patch = np.random.default_rng(0).normal(size=(2, 3, 3))
+    found = np.einsum("ijc,ijcn->n", patch, kernel)
+    wanted = scipy.fft.dctn(patch, type=2, norm="ortho").ravel()
+    np.testing.assert_allclose(found, np.concatenate([wanted, -wanted]), atol=1e-5)
+
+
+def test_cosine_patches_tell_red_from_blue_and_green_from_both():
+    kernel = layers.cosine_patches(jax.random.key(0), (1, 1, 3, 6))[0, 0, :, :3]
+    axes = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]], np.float32)
+    np.testing.assert_allclose(kernel.T, axes / np.linalg.norm(axes, axis=1)[:, None], atol=1e-6)
+
+
+def test_cosine_patches_make_neighbours_independent():
+    # Of a Markov chain with correlation 0.95, which natural images are like.
+    n = 3
+    chain = 0.95 ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
+    kernel = np.asarray(layers.cosine_patches(jax.random.key(0), (n, 1, 1, 2 * n)))[:, 0, 0, :n]
+    found = kernel.T @ chain @ kernel
+    scale = np.sqrt(np.diag(found))
+    assert np.abs(found / np.outer(scale, scale) - np.eye(n)).max() < 0.1
+    assert chain[0, 1] > 0.9
+
+
+def test_cosine_patches_of_another_number_of_channels_are_refused():
+    with pytest.raises(ValueError, match=r"\(2, 2, 3\) make 24 channels, got 16"):
+        layers.cosine_patches(jax.random.key(0), (2, 2, 3, 16))
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(3, 5), (5, 3), (4, 4)])
+def test_a_partly_identity_passes_channels_on(n_in, n_out):
+    conv = layers.conv(n_in, n_out, 3, bias=False, kernel_init=layers.partly_identity)
+    params, state = conv.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 4, 4, n_in))
+    y, _ = conv.apply(params, state, x, train=True)
+    same = min(n_in, n_out)
+    np.testing.assert_allclose(y[..., :same], x[..., :same], rtol=1e-6)
+    others = jax.nn.initializers.he_normal()(jax.random.key(0), (3, 3, n_in, n_out))
+    np.testing.assert_array_equal(params["kernel"][..., same:], others[..., same:])
