@@ -28,7 +28,9 @@ def test_there_is_a_small_setting_for_every_notebook():
     assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(SMALL)
 
 
-@pytest.mark.parametrize("name", list(SMALL))
+@pytest.mark.parametrize(
+    "name", [*list(SMALL)[:2], pytest.param("planning_a_budget", marks=pytest.mark.slow)]
+)
 def test_a_notebook_runs_from_top_to_bottom(name, monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: plt.close("all"))
     names = {"__name__": name}
