@@ -1,5 +1,8 @@
 """Initial kernels of convolutions that carry an image on, where random ones mix it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -8,7 +11,9 @@ from jax.typing import DTypeLike
 from fnet.layers.linear import HE_NORMAL
 
 
-def cosine_patches(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+def cosine_patches(
+    key: Array, shape: Sequence[int], dtype: DTypeLike | None = None, out_sharding: Any = None
+) -> Array:
     """The orthonormal DCT-II of a patch, and its negative: a first kernel for natural images.
 
     ::
@@ -27,7 +32,8 @@ def cosine_patches(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.fl
     Args:
       key: unused; the kernel is always the same.
       shape: [kh, kw, C, 2 kh kw C].
-      dtype: of the kernel.
+      dtype: of the kernel; float32 by default.
+      out_sharding: not used; JAX's initializers have it.
 
     Returns:
       The kernel [kh, kw, C, 2 kh kw C].
@@ -35,19 +41,25 @@ def cosine_patches(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.fl
     Raises:
       ValueError: for another shape.
     """
-    del key
+    del key, out_sharding
     height, width, channels, n_out = shape
     n = height * width * channels
     if n_out != 2 * n:
-        raise ValueError(f"cosine_patches: {shape[:3]} make {2 * n} channels, got {n_out}")
+        raise ValueError(
+            f"cosine_patches: {(height, width, channels)} make {2 * n} channels, got {n_out}"
+        )
     rows, columns, colours = (
         jax.scipy.fft.dct(jnp.eye(size), norm="ortho", axis=0) for size in (height, width, channels)
     )
-    kernel = jnp.einsum("ai,bj,kc->ijcabk", rows, columns, colours).reshape(*shape[:3], n)
-    return jnp.concatenate([kernel, -kernel], -1).astype(dtype)
+    kernel = jnp.einsum("ai,bj,kc->ijcabk", rows, columns, colours).reshape(
+        height, width, channels, n
+    )
+    return jnp.concatenate([kernel, -kernel], -1).astype(dtype or jnp.float32)
 
 
-def partly_identity(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
+def partly_identity(
+    key: Array, shape: Sequence[int], dtype: DTypeLike | None = None, out_sharding: Any = None
+) -> Array:
     """A kernel whose first outputs are its inputs; the others are those of He et al. 2015.
 
     ::
@@ -60,12 +72,14 @@ def partly_identity(key: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.f
     Args:
       key: of the others.
       shape: [kh, kw, n_in, n_out].
-      dtype: of the kernel.
+      dtype: of the kernel; float32 by default.
+      out_sharding: not used; JAX's initializers have it.
 
     Returns:
       The kernel [kh, kw, n_in, n_out].
     """
+    del out_sharding
     height, width, n_in, n_out = shape
     same = jnp.arange(min(n_in, n_out))
-    kernel = HE_NORMAL(key, shape, dtype).at[..., : same.size].set(0)
+    kernel = HE_NORMAL(key, shape, dtype or jnp.float32).at[..., : same.size].set(0)
     return kernel.at[height // 2, width // 2, same, same].set(1)
