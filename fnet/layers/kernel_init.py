@@ -1,5 +1,6 @@
 """Initial kernels of convolutions that carry an image on, where random ones mix it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,13 +44,12 @@ def cosine_patches(
     """
     del key, out_sharding
     height, width, channels, n_out = shape
-    n = height * width * channels
+    patch = (height, width, channels)
+    n = math.prod(patch)
     if n_out != 2 * n:
-        raise ValueError(
-            f"cosine_patches: {(height, width, channels)} make {2 * n} channels, got {n_out}"
-        )
+        raise ValueError(f"cosine_patches: {patch} make {2 * n} channels, got {n_out}")
     rows, columns, colours = (
-        jax.scipy.fft.dct(jnp.eye(size), norm="ortho", axis=0) for size in (height, width, channels)
+        jax.scipy.fft.dct(jnp.eye(size), norm="ortho", axis=0) for size in patch
     )
     kernel = jnp.einsum("ai,bj,kc->ijcabk", rows, columns, colours).reshape(
         height, width, channels, n
