@@ -1,7 +1,9 @@
 """Renews the table of claims on the README from results that lie in docs/benchmarks.
 
-python -m benchmarks --out docs/benchmarks       # hours
-python -m benchmarks.first_page
+    python -m benchmarks --out docs/benchmarks       # hours
+    python -m benchmarks.first_page
+
+Each claim that is told there has words of its own.
 """
 
 import fnmatch
@@ -113,7 +115,7 @@ def _line(headline: Headline, claim: Claim) -> dict[str, str]:
         "beside": claim.peer,
         "ratio": claim.shown,
         "target": claim.target,
-        "met": {True: "yes", False: "no", None: ""}[claim.met],
+        "met": report.VERDICTS[claim.met],
         "measured by `python -m benchmarks.`": f"`{headline.benchmark}`",
     }
 

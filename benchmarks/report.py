@@ -14,7 +14,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 FILES = "benchmarks.json", "benchmarks.md", "benchmarks.png"
 
-_VERDICTS = {True: "yes", False: "no", None: ""}
+VERDICTS = {True: "yes", False: "no", None: ""}
 
 
 def write(on: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
@@ -75,7 +75,7 @@ def _rows(results: Results) -> Iterator[dict[str, str]]:
             installed.pop("jaxlib", None)
         versions = ", ".join(f"{name} {version}" for name, version in installed.items())
         for c in claims_of(result):
-            yield _row(name, c.claim, c.peer, versions, c.shown, c.target, _VERDICTS[c.met], c.kind)
+            yield _row(name, c.claim, c.peer, versions, c.shown, c.target, VERDICTS[c.met], c.kind)
         for peer in result.get("missing", ()):
             yield _row(name, "not installed", peer)
         if result.get("why"):

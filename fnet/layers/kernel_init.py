@@ -43,17 +43,14 @@ def cosine_patches(
       ValueError: for another shape.
     """
     del key, out_sharding
-    height, width, channels, n_out = shape
-    patch = (height, width, channels)
+    *patch, n_out = shape
     n = math.prod(patch)
     if n_out != 2 * n:
-        raise ValueError(f"cosine_patches: {patch} make {2 * n} channels, got {n_out}")
+        raise ValueError(f"cosine_patches: {tuple(patch)} make {2 * n} channels, got {n_out}")
     rows, columns, colours = (
         jax.scipy.fft.dct(jnp.eye(size), norm="ortho", axis=0) for size in patch
     )
-    kernel = jnp.einsum("ai,bj,kc->ijcabk", rows, columns, colours).reshape(
-        height, width, channels, n
-    )
+    kernel = jnp.einsum("ai,bj,kc->ijcabk", rows, columns, colours).reshape(*patch, n)
     return jnp.concatenate([kernel, -kernel], -1).astype(dtype or jnp.float32)
 
 
