@@ -348,6 +348,13 @@ def test_bad_input_is_refused_with_what_was_given(change, error, message):
         fnet.abn(**(arguments | {"train": True} | change))
 
 
+def test_a_batch_without_examples_can_be_evaluated():
+    zeros, ones = jnp.zeros(3), jnp.ones(3)
+    for mask in (None, jnp.ones(0, bool)):
+        y, *_ = fnet.abn(jnp.ones((0, 3)), ones, zeros, zeros, ones, train=False, mask=mask)
+        chex.assert_shape(y, (0, 3))
+
+
 def test_the_layer_refuses_at_construction():
     with pytest.raises(ValueError, match=r"slope must be > 0 to be inverted, got -0.1"):
         layers.abn(3, activation_param=-0.1)
