@@ -191,6 +191,14 @@ def test_no_past_is_a_past_of_zeros(name):
     chex.assert_trees_all_equal(run(given), run(given | {state: zeros}))
 
 
+@pytest.mark.parametrize("name", SCANS)
+def test_a_batch_without_examples_is_a_batch(name):
+    scan, _, inputs = SCANS[name]
+    given = {k: v[:0] if v.shape[0] == B else v for k, v in inputs(5, np.float32).items()}
+    y = jax.tree.leaves(jax.jit(lambda given: scan(**given))(given))[0]
+    assert y.shape[:2] == (0, 5)
+
+
 @pytest.mark.parametrize("name", ["selective", "dual"])
 def test_under_vmap_gradients_are_those_of_each(name, float64):
     scan, _, inputs = SCANS[name]

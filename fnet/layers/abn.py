@@ -313,7 +313,7 @@ def _normalize_fwd(
     w = _wide(x)
     samples = math.prod(x.shape[i] for i in spec.others(x.ndim))
     n = jnp.asarray(samples, w.dtype)
-    if mask is not None and x.size:  # without examples there are no samples in one
+    if mask is not None and x.size:  # an empty batch has n = 0 as it is
         n = mask.sum(dtype=w.dtype) * (samples // x.shape[0])
     n = jnp.maximum(spec.over_devices(n), 1)
     if statistics is None:

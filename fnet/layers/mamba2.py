@@ -80,7 +80,7 @@ def state_space_dual(
 
     # In a scan nothing can merge what is computed again with what was.
     one_chunk = jax.checkpoint(
-        functools.partial(_one_chunk, A.reshape(groups, -1)), prevent_cse=False
+        functools.partial(_one_chunk, A.reshape(groups, h // groups)), prevent_cse=False
     )
     by_group = (
         x.reshape(b, t, groups, h // groups, p),
@@ -91,7 +91,7 @@ def state_space_dual(
     chunks = tuple(_chunks(a, size) for a in by_group)
     start = initial.reshape(b, groups, h // groups, n, p)
     last, y = jax.lax.scan(one_chunk, start, chunks)
-    y = jnp.moveaxis(y, 0, 1).reshape(b, -1, h, p)[:, :t]
+    y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, h, p)[:, :t]
     if D is not None:
         y = y + jnp.broadcast_to(D.astype(wide)[:, None], x.shape) * x.astype(wide)
     return y.astype(x.dtype), last.reshape(b, h, n, p)

@@ -197,7 +197,7 @@ def _chunks(a: Array, size: int) -> Array:
 
 def _whole(a: Array, t: int) -> Array:
     """[chunks, size, B, ...] -> [B, T, ...]."""
-    return jnp.moveaxis(a.reshape(-1, *a.shape[2:])[:t], 0, 1)
+    return jnp.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])[:t], 0, 1)
 
 
 def _check(
