@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
 
 import fnet
 from fnet.layers.attention_context import _sum_over_examples
@@ -170,6 +171,12 @@ def test_masked_examples_and_tokens_are_left_out():
     chex.assert_trees_all_close(padded, short, atol=1e-7)
 
 
+def test_without_examples_a_context_stays_as_it_is():
+    nothing = jnp.ones((0, 4, 6))
+    for mask in (None, jnp.ones(0, bool), jnp.ones((0, 4), bool)):
+        chex.assert_trees_all_equal(update(square(), nothing, nothing, mask=mask), square())
+
+
 def test_rows_that_are_not_finite_count_as_zero():
     x, mixed = arrays(2, 20, 6, n=2)
     bad = update(square(), x.at[0, 3, 1].set(jnp.nan), mixed)
@@ -199,6 +206,15 @@ def test_examples_taken_a_few_at_a_time_sum_to_the_same(examples, width):
     x, y = arrays(examples, 8, width, n=2)
     each = sum(_sum_over_examples(x[i : i + 1], y[i : i + 1]) for i in range(examples))
     chex.assert_trees_all_close(_sum_over_examples(x, y), each, atol=1e-5)
+
+
+def test_inside_shard_map_each_device_takes_its_own_examples_a_few_at_a_time():
+    x, y = arrays(10, 8, 600, n=2)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, everywhere = PartitionSpec("data"), PartitionSpec()
+    f = lambda x, y: jax.lax.psum(_sum_over_examples(x, y), "data")  # noqa: E731
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=everywhere))(x, y)
+    chex.assert_trees_all_close(got, _sum_over_examples(x, y), atol=1e-5)
 
 
 def test_no_more_than_a_few_examples_correlations_exist_at_a_time():

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from fnet.mesh import equally_varying
+
 ROWS = 32
 """Most positions of a sequence that are looked at."""
 
@@ -116,9 +118,9 @@ def update_context(
     if x.ndim == 2:
         x, mixed = x[None], mixed[None]
         mask = None if mask is None else jnp.expand_dims(mask, 0)
-    seen = _seen(x.shape, mask)
     if not x.size:
         return context
+    seen = _seen(x.shape, mask)
 
     stride = max(1, x.shape[1] // min(x.shape[1], ROWS))
     x, mixed, seen = (jax.lax.stop_gradient(a)[:, ::stride][:, :ROWS] for a in (x, mixed, seen))
@@ -176,7 +178,8 @@ def _sum_over_examples(x: Float[Array, "b r d"], y: Float[Array, "b r d"]) -> Fl
         return some(x, y)
     # Examples of one device stay there: each turn takes some from every device.
     turns = [a.reshape(group, b // group, r, d).swapaxes(0, 1) for a in (x, y)]
-    zero = jnp.zeros((d, d), x.dtype)
+    # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
+    zero, *turns = equally_varying((jnp.zeros((d, d), x.dtype), *turns))
     return jax.lax.scan(lambda total, xy: (total + some(*xy), None), zero, turns)[0]
 
 
