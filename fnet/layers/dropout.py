@@ -17,8 +17,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
 
     Args:
       rate: the part that is set to 0, in [0, 1).
-      shared_axes: along these, m is the same: (1, 2) drops whole channels of images
-        [N, H, W, C] (Tompson et al., "Efficient Object Localization Using Convolutional
+      shared_axes: along these, m is the same; negative ones count from the last axis.
+        (1, 2) drops whole channels of images [N, H, W, C] (Tompson et al., "Efficient Object Localization Using Convolutional
         Networks", CVPR 2015).
 
     Returns:
@@ -52,7 +52,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "
                 "or train=False"
             )
-        drawn = tuple(1 if i in shared_axes else n for i, n in enumerate(x.shape))
+        shared = set(shared_axes)
+        drawn = tuple(1 if {i, i - x.ndim} & shared else n for i, n in enumerate(x.shape))
         return _dropped(key, x, rate, drawn), state
 
     return Layer(init, apply)
