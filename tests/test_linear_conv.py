@@ -88,6 +88,8 @@ def test_conv_equals_its_definition(window, stride, dilation, groups, pad):
 def test_conv_refuses_groups_that_do_not_divide():
     with pytest.raises(ValueError, match="groups=3, n_in=4, n_out=6"):
         layers.conv(4, 6, groups=3)
+    with pytest.raises(ValueError, match="groups=0, n_in=4, n_out=6"):
+        layers.conv(4, 6, groups=0)
 
 
 def test_conv_names_the_shape_it_expected():

@@ -31,7 +31,7 @@ def conv(
     bias: bool = True,
     kernel_init: jax.nn.initializers.Initializer = HE_NORMAL,
 ) -> Layer:
-    """Two-dimensional convolution (cross-correlation, as the field calls it).
+    """Two-dimensional convolution, as the field calls cross-correlation.
 
     Args:
       n_in: input channels.
@@ -53,7 +53,7 @@ def conv(
       ValueError: if ``groups`` does not divide both channel counts, or the
         input is not [N, H, W, n_in].
     """
-    if n_in % groups or n_out % groups:
+    if groups < 1 or n_in % groups or n_out % groups:
         raise ValueError(
             f"conv: groups must divide both channel counts, got groups={groups}, "
             f"n_in={n_in}, n_out={n_out}"
@@ -105,7 +105,7 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
     Raises:
       ValueError: if the image, padded, is smaller than one patch.
     """
-    step = stride or window
+    step = window if stride is None else stride
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
         h, w = (size + 2 * padding for size in x.shape[1:3])
