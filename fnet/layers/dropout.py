@@ -18,8 +18,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
     Args:
       rate: the part that is set to 0, in [0, 1).
       shared_axes: along these, m is the same; negative ones count from the last axis.
-        (1, 2) drops whole channels of images [N, H, W, C] (Tompson et al., "Efficient Object Localization Using Convolutional
-        Networks", CVPR 2015).
+        (1, 2) drops whole channels of images [N, H, W, C] (Tompson et al., "Efficient
+        Object Localization Using Convolutional Networks", CVPR 2015).
 
     Returns:
       A layer without params or state; ``x`` of any shape, in its dtype. In training with
