@@ -185,6 +185,12 @@ def test_a_stack_that_cannot_be_is_refused(make, words):
         make()
 
 
+def test_a_feed_forward_with_state_is_refused():
+    block = layers.Block(layers.attention(WIDTH, HEADS), layers.abn(WIDTH))
+    with pytest.raises(ValueError, match=r"of block 0 has state .*running_mean.* rms_norm for abn"):
+        jax.eval_shape(layers.stack(WIDTH, [block]).init, jax.random.key(0))
+
+
 def test_a_condition_that_is_missing_or_too_many_is_refused():
     stack = compiled(layers.stack(WIDTH, causal_blocks(1), condition=5))
     params, _ = stack.init(jax.random.key(0))

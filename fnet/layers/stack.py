@@ -30,8 +30,8 @@ class Block(NamedTuple):
 
     Attributes:
       mixer: a layer along time, [B, T, D] -> [B, T, D], which also takes ``mask``.
-      feed_forward: a layer position by position, [B, T, D] -> [B, T, D]; None for a
-        block that is a mixer alone.
+      feed_forward: a layer position by position, [B, T, D] -> [B, T, D], without state;
+        None for a block that is a mixer alone.
     """
 
     mixer: Layer
@@ -66,7 +66,7 @@ def stack(
     that each block begins as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable
     Diffusion Models with Transformers")::
 
-        m = g1 mixer(norm(x') (1 + s1) + b1)
+        m = mixer(norm(x') (1 + s1) + b1);   r = x' + g1 m
 
     Args:
       width: D.
@@ -88,7 +88,8 @@ def stack(
 
     Raises:
       ValueError: if there is no block, or for an unknown norm or way to pass a context;
-        when applied, if a condition is missing, or given in vain.
+        when initialised, if a feed-forward has state; when applied, if a condition is
+        missing, or given in vain.
     """
     if not blocks:
         raise ValueError("stack: needs at least one block, got none")
@@ -105,6 +106,11 @@ def stack(
         state: State = {}
         for i, children in enumerate(parts):
             p, s = init_children(children, jax.random.fold_in(key, i))
+            if "feed_forward" in s:
+                raise ValueError(
+                    f"stack: the feed-forward of block {i} has state {sorted(s['feed_forward'])}, "
+                    "which a stack does not carry; use layers without, as rms_norm for abn"
+                )
             if context and i:
                 p |= {"strength": jnp.zeros(())}
                 s |= {"context": jnp.zeros((width, width))}
@@ -123,7 +129,7 @@ def stack(
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         _check_condition(parts, condition)
-        taken, given = x, x  # by the mixer of the block before
+        taken, given = x, x  # what the mixer of the block before took and gave
         for i, children in enumerate(parts):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
             p, s = params[name], state.get(name, {})
