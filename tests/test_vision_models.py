@@ -263,6 +263,14 @@ def test_plain_batch_norm_is_its_formula_with_gammas_of_any_sign(float64):
     chex.assert_trees_all_close(after["running_var"], 0.9 + 0.1 * var * n / (n - 1), rtol=1e-6)
 
 
+def test_plain_batch_norm_refuses_parameters_narrower_than_float32():
+    layer = layers.batch_norm(3)
+    params, state = initial(layer)
+    params["gamma"] = params["gamma"].astype(jnp.float16)
+    with pytest.raises(TypeError, match="batch_norm: gamma must be float32 or wider, got float16"):
+        layer.apply(params, state, jnp.ones((4, 3)), train=True)
+
+
 def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
     blocks = {}
     for i in range(3):

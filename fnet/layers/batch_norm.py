@@ -7,6 +7,7 @@ from jaxtyping import Float
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
 from fnet.layers.abn import AxisName, abn
+from fnet.layers.norm import check_parameters
 
 
 def batch_norm(
@@ -46,12 +47,7 @@ def batch_norm(
     Raises:
       TypeError, ValueError: as `fnet.abn`.
     """
-    for name, v in {"gamma": gamma, "beta": beta}.items():
-        if v.shape != x.shape[-1:]:
-            raise ValueError(
-                f"batch_norm: {name} must have shape {x.shape[-1:]}, the last axis of x "
-                f"{x.shape}, got {v.shape}"
-            )
+    check_parameters("batch_norm", x, gamma=gamma, beta=beta)
     normalized, *statistics = abn(
         x,
         None,

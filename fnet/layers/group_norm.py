@@ -7,6 +7,7 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
+from fnet.layers.norm import check_parameters
 
 
 def group_norm(
@@ -47,7 +48,10 @@ def group_norm(
       ValueError: if ``x`` has rank below 2, ``groups`` does not divide C, or a
         parameter has another shape than [C].
     """
-    _check(x, groups, scale=scale, bias=bias)
+    if x.ndim < 2:
+        raise ValueError(f"group_norm: x must be [N, ..., C], got shape {x.shape}")
+    check_parameters("group_norm", x, scale=scale, bias=bias)
+    _check_groups(x.shape[-1], groups)
     w = keep(x).astype(jnp.promote_types(x.dtype, jnp.float32))
     centered = w - keep(_group_mean(w, groups))
     factor = keep(jax.lax.rsqrt(_group_mean(jnp.square(centered), groups) + eps))
@@ -106,21 +110,3 @@ def _check_groups(channels: int, groups: int) -> None:
         raise ValueError(
             f"group_norm: groups must divide the channels, got groups={groups}, channels={channels}"
         )
-
-
-def _check(x: Array, groups: int, **parameters: Array | None) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"group_norm: x must be floating, got {x.dtype}")
-    if x.ndim < 2:
-        raise ValueError(f"group_norm: x must be [N, ..., C], got shape {x.shape}")
-    _check_groups(x.shape[-1], groups)
-    for name, v in parameters.items():
-        if v is None:
-            continue
-        if v.shape != x.shape[-1:]:
-            raise ValueError(
-                f"group_norm: {name} must have shape {x.shape[-1:]}, the last axis of x "
-                f"{x.shape}, got {v.shape}"
-            )
-        if not jnp.issubdtype(v.dtype, jnp.floating) or v.dtype.itemsize < 4:
-            raise TypeError(f"group_norm: {name} must be float32 or wider, got {v.dtype}")

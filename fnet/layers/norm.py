@@ -71,7 +71,7 @@ def layer_norm(
       TypeError: if ``x`` is not floating, or a parameter is narrower than float32.
       ValueError: if ``x`` has rank 0, or a parameter another shape than [D].
     """
-    _check("layer_norm", x, scale=scale, bias=bias)
+    check_parameters("layer_norm", x, scale=scale, bias=bias)
     return _normalize_affine(True, eps, x, scale, bias)
 
 
@@ -101,7 +101,7 @@ def rms_norm(
       TypeError: if ``x`` is not floating, or ``scale`` is narrower than float32.
       ValueError: if ``x`` has rank 0, or ``scale`` another shape than [D].
     """
-    _check("rms_norm", x, scale=scale)
+    check_parameters("rms_norm", x, scale=scale)
     return _normalize_affine(False, eps, x, scale, None)
 
 
@@ -165,8 +165,8 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
     return Layer(init, apply)
 
 
-def _check(where: str, x: Array, **parameters: Array | None) -> None:
-    """Refuses an input or a parameter that do not fit each other."""
+def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
+    """Refuses an input that is not floating, and parameters that do not fit its last axis."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{where}: x must be floating, got {x.dtype}")
     if x.ndim < 1:
