@@ -11,6 +11,9 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
+UNSEEN = 0.7 * float(jnp.finfo(jnp.float32).min)
+"""Score of a key that is not seen: finite, so that rows of such have no NaN, nor their gradient."""
+
 
 def dot_product_attention(
     q: Float[Array, "b t h d"],
@@ -195,27 +198,25 @@ def _attend(
     scores = product("bkgtd,bksd->bkgts", _wide(q), k)
     scores = scores * jnp.asarray(scale, scores.dtype)
 
-    # Finite, so that a row of nothing else has no NaN, nor has its gradient.
-    unseen = 0.7 * float(jnp.finfo(jnp.float32).min)
     if causal or window is not None:
         ago = (start - first) + jnp.arange(size)[:, None] - jnp.arange(span)[None]
         seen = ago >= 0 if causal else ago > -(window or 0)
         if window is not None:
             seen &= ago < window
-        scores = jnp.where(seen[None, None, None], scores, unseen)
+        scores = jnp.where(seen[None, None, None], scores, UNSEEN)
     if mask is not None:
         seen = mask
         if mask.shape[-2] > 1:
             seen = jax.lax.dynamic_slice_in_dim(seen, start, size, axis=-2)
         if mask.shape[-1] > 1:
             seen = jax.lax.dynamic_slice_in_dim(seen, first, span, axis=-1)
-        scores = jnp.where(seen, scores, unseen)
+        scores = jnp.where(seen, scores, UNSEEN)
 
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     y = product("bkgts,bksd->bkgtd", weights, v) / weights.sum(-1, keepdims=True)
     if mask is not None or window is not None:
-        y = jnp.where(top <= unseen, 0, y)  # not of a NaN, which is never hidden
+        y = jnp.where(top <= UNSEEN, 0, y)  # not of a NaN, which is never hidden
     return y.astype(q.dtype)
 
 

@@ -8,6 +8,8 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
+from fnet.layers.attention import UNSEEN
+
 Cache = dict[str, Array]
 
 
@@ -124,7 +126,6 @@ def _online_softmax(
     """Attention in one pass over chunks of ``size`` keys (Milakov and Gimelshein 2018)."""
     queries, s = q.shape[-2], k.shape[1]
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    unseen = 0.7 * float(jnp.finfo(jnp.float32).min)
     scaled = q.astype(wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)
     own = at + jnp.arange(queries)
 
@@ -140,7 +141,7 @@ def _online_softmax(
             (j <= own[:, None]) & (j > own[:, None] - window) & (j >= jnp.maximum(first, i * size))
         )
         scores = jnp.einsum("bksd,bkgtd->bkgts", keys, scaled)
-        scores = jnp.where(seen[None, None, None], scores, unseen)
+        scores = jnp.where(seen[None, None, None], scores, UNSEEN)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         shrink = jnp.exp(top - new_top)
         # By selection: where a chunk has nothing to see, all its scores are the maximum.
@@ -150,7 +151,7 @@ def _online_softmax(
         return new_top, total, y
 
     rows = (*q.shape[:-1], 1)
-    none = jnp.full(rows, unseen, wide), jnp.zeros(rows, wide), jnp.zeros(q.shape, wide)
+    none = jnp.full(rows, UNSEEN, wide), jnp.zeros(rows, wide), jnp.zeros(q.shape, wide)
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size
     highest = jnp.minimum(at + queries - 1, s - 1) // size + 1
     total: Array

@@ -161,7 +161,7 @@ def _in_turn_backwards(a: Array, dh: Array) -> Array:
         return now[0] * g, g
 
     times = (jnp.moveaxis(a, 1, 0), jnp.moveaxis(dh, 1, 0))
-    (nothing,) = equally_varying((jnp.zeros_like(a[:, 0]), a))[:1]
+    nothing, _ = equally_varying((jnp.zeros_like(a[:, 0]), a))
     _, g = jax.lax.scan(step, nothing, times, reverse=True)
     return jnp.moveaxis(g, 0, 1)
 
