@@ -28,8 +28,8 @@ def feed_forward(
 
     Args:
       width: D, the size of the input's and the output's last axis.
-      hidden: the width between; 8 / 3 D has a gated form of the parameters that 4 D has
-        in a plain one.
+      hidden: the width between; with 8 / 3 D the gated form has as many parameters as the
+        plain one with 4 D.
       activation: a name of `fnet.layers.activations`.
       gated: whether half of what the first product gives scales the other half.
       bias: whether the dense layers have one.

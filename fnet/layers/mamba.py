@@ -129,7 +129,7 @@ def mamba(
 
 
 def initial_steps(key: Array, n: int, dt_min: float, dt_max: float) -> Array:
-    """Biases [n] with whose softplus steps lie in [dt_min, dt_max], uniform in their logarithm."""
+    """Biases [n] whose softplus lies in [dt_min, dt_max], uniform in its logarithm."""
     dt = jnp.exp(jax.random.uniform(key, (n,), jnp.float32, math.log(dt_min), math.log(dt_max)))
     return dt + jnp.log(-jnp.expm1(-dt))
 

@@ -48,7 +48,7 @@ def state_space_dual(
 
     Args:
       x: inputs [B, T, H, P], T >= 1; float16, bfloat16, float32 or float64. All is
-        computed in float32 (float64 if any argument is).
+        computed in float32 (float64 if any argument but D is).
       dt: time steps, [B, T, H], >= 0; with dt = 0 a step leaves the state as it is.
       A: [H], negative.
       B, C: [B, T, G, N], G dividing H: heads ``[i H / G, (i + 1) H / G)`` read group i.

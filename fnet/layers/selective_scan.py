@@ -59,7 +59,7 @@ def selective_scan(
 
     Args:
       x: inputs [B, T, E], T >= 1; float16, bfloat16, float32 or float64. The
-        recurrence is computed in float32 (float64 if any argument is).
+        recurrence is computed in float32 (float64 if any argument but D is).
       dt: time steps, [B, T, E], >= 0; with dt = 0 a step leaves the state as it is.
       A: [E, N], negative.
       B, C: [B, T, N].
