@@ -348,6 +348,15 @@ def test_bad_input_is_refused_with_what_was_given(change, error, message):
         fnet.abn(**(arguments | {"train": True} | change))
 
 
+def test_a_batch_of_padding_alone_leaves_the_running_statistics_as_they_are():
+    mean, var = jnp.array([1.0, -2.0, 3.0]), jnp.array([0.5, 1.0, 2.0])
+    y, *after = fnet.abn(
+        jnp.ones((4, 3)), None, None, mean, var, train=True, mask=jnp.zeros(4, bool)
+    )
+    chex.assert_trees_all_equal(y, jnp.zeros((4, 3)))
+    chex.assert_trees_all_equal(after, [mean, var])
+
+
 def test_a_batch_without_examples_can_be_evaluated():
     zeros, ones = jnp.zeros(3), jnp.ones(3)
     for mask in (None, jnp.ones(0, bool)):

@@ -89,7 +89,8 @@ def abn(
         cumulative average pass ``1 - 1 / count``, the count being the caller's.
       axis: the channel axis.
       mask: [N], True for a real example. Others count in no statistic, come out
-        as 0 and receive no gradient: the result equals a smaller batch's.
+        as 0 and receive no gradient: the result equals a smaller batch's. With no real
+        example the running statistics stay as they are.
       axis_name: mapped axes (``jax.shard_map``, ``jax.vmap``) over which statistics
         are global. Under ``jax.jit`` with sharded arrays they are global without
         it. A gradient taken outside the mapped function is complete. Inside it,
@@ -136,6 +137,8 @@ def abn(
         y = _real_rows(mask, act.forward(y, activation_param))
     if not train or running_mean is None or running_var is None or decay is None:
         return y, running_mean, running_var
+    if mask is not None:  # a batch of padding alone has nothing to renew them with
+        decay = jnp.where(spec.over_devices(mask.sum()) > 0, decay, 1.0)
     unbiased = var * (n / jnp.maximum(n - 1, 1))
     return y, _renew(running_mean, mean, decay), _renew(running_var, unbiased, decay)
 
