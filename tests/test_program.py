@@ -207,6 +207,7 @@ MISTAKES = [
     (("train", "tiny.py", "--out", "new", "--resume"), "no run to resume in new"),
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
+    (("train", "mean.json"), "mean.json: data.mean.0: expected less than 1, got 2"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
     (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet9', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
@@ -240,6 +241,7 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     head = "from train.config import *\ndef config(): return "
     (workplace / "bad.json").write_text('{"optim": {"learning_rate": "x"}}')
     (workplace / "typo.json").write_text('{"optim": {"lerning_rate": 1}}')
+    (workplace / "mean.json").write_text('{"data": {"source": "image_folder", "mean": [2, 0, 0]}}')
     (workplace / "half.json").write_text('{"optim": ')
     (workplace / "tag.json").write_text('{"model": {"name": "resnett"}}')
     (workplace / "mode.json").write_text('{"grad": {"mode": "clip"}}')
