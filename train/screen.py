@@ -1,7 +1,6 @@
 """What a run shows on the way: progress, or plain lines where there is no terminal."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -39,12 +38,7 @@ class Screen:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def advance(self, step: int) -> None:
