@@ -218,6 +218,7 @@ def _import(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
+    from train.screen import plain
     from train.weights import import_weights, report_table
 
     report = import_weights(
@@ -229,8 +230,7 @@ def _import(argv: list[str]) -> None:
     )
     console = Console()
     console.print(report_table(report))
-    words = f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume"
-    console.print(words, highlight=False, soft_wrap=True)
+    plain(console)(f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume")
 
 
 def _export(argv: list[str]) -> None:
