@@ -76,7 +76,7 @@ def _train(
     batches = unreadable.watch(run.training_batches())
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-        executable, take_step = planned.executable, StepBySize(run, planned, say)
+        report, take_step = planned.executable.report, StepBySize(run, planned, say)
         size = config.data.batch_size // planned.microbatches
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
@@ -88,7 +88,7 @@ def _train(
     console.print(*tables(costs), sep="\n")
     write_whole(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)
-    predicted = max(executable.report.peak.total, evaluate.peak)
+    predicted = max(report.peak.total, evaluate.peak)
     if run.privacy:
         say(f"private: {run.privacy.in_words(run.steps)}")
     memory = HighWater(run.devices // jax.process_count())
@@ -132,10 +132,11 @@ def _train(
                 if logging or evaluating or stop:
                     # Reckoned while the device still works on the steps before.
                     spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
-                    line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
-                    line |= spent
+                    line = {"step": step, "epoch": step / run.steps_per_epoch}
+                    line |= meter.means(step) | spent
                     line["train/learning_rate"] = learning_rate(step - 1)
-                    line |= {"unreadable_files": unreadable.count} if unreadable.count else {}
+                    if unreadable.count:
+                        line["unreadable_files"] = unreadable.count
                     if evaluating:
                         tested = evaluate(state)
                         reached = score(tested.metrics)
@@ -155,7 +156,7 @@ def _train(
         checkpoints.wait()
 
     seen = memory.bytes()  # before pictures are drawn, which is not training
-    title = f"{config.name}: {executable.report.parameters:,} parameters, {step} steps"
+    title = f"{config.name}: {report.parameters:,} parameters, {step} steps"
     lines = read_metrics(folder.metrics)
     plots.curves(lines, title, folder.curves)
     if step < run.steps:
@@ -177,9 +178,9 @@ def _train(
         "steps": step,
         "seconds": time.perf_counter() - began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
-        "parameters": executable.report.parameters,
-        "state_bytes": executable.report.state_bytes,
-        "donated_bytes": executable.report.donation.aliased_bytes,
+        "parameters": report.parameters,
+        "state_bytes": report.state_bytes,
+        "donated_bytes": report.donation.aliased_bytes,
         "policy": planned.policy,
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
