@@ -253,7 +253,7 @@ def test_images_that_lie_in_no_class_are_said(tmp_path):
     (tmp_path / "val").mkdir()
     assert refused(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong into one folder a class"
+        "belong in one folder a class"
     )
 
 

@@ -200,7 +200,7 @@ MISTAKES = [
     (("train", "tiny.py", "stray"), "unexpected stray"),
     (("train", "tiny.py", "--model.activation-param", "0"), "slope must be > 0 to be inverted, got 0.0"),
     (("train", "tiny.py", "--optim.warmup-steps", "9"), "optim.warmup_steps: the run has 8 steps, fewer than 9"),
-    (("train", "tiny.py", "--data.test-share", "0.001"), "data.test_share: 0.001 does not do"),
+    (("train", "tiny.py", "--data.test-share", "0.001"), "data.test_share: 0.001 does not work"),
     (("train", "tiny.py", "--out", "tiny.py/run"), "cannot write to tiny.py/run"),
     (("train", "tiny.py", "--out", "tiny.py"), "cannot write to tiny.py"),
     (("train", "tiny.py", "--out", "."), ". is not empty and holds no run"),
