@@ -54,7 +54,7 @@ MISTAKES = [
     ({"x": X, "y": np.stack([Y, Y], 1)}, {}, "data.labels: y in {} has shape (30, 2), but row 0 is not one-hot: 0, 0"),
     ({"x": X, "y": Y[:, None, None]}, {}, "data.labels: y in {} has shape (30, 1, 1); labels are [N], [N, 1] or one-hot [N, K]"),
     ({"x": X, "y": 0 * Y}, {}, "data.labels: y in {} has one class only, 0; give examples of two or more"),
-    ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_share: 0.2 does not do: The least populated class"),
+    ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_share: 0.2 does not work: The least populated class"),
     ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: {} has label 2, but the names of 2 classes"),
     ({"x": X, "y": Y, "classes": np.eye(3)}, {}, "data.class_names: classes in {} is float64 of shape (3, 3); the names of labels 0, 1, ... are strings [K]"),
     ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: classes and class_names in {} could both be meant; name one"),

@@ -170,6 +170,15 @@ def test_damaged_exif_leaves_the_pixels(saved):
     chex.assert_trees_all_equal(decode(path), PIXELS)
 
 
+@pytest.mark.parametrize("orientation", [0, 9, 65535])
+def test_an_orientation_that_exif_does_not_know_leaves_a_photo_as_it_is(saved, orientation):
+    stored = smooth(40, 64)
+    path = saved(stored, "a.jpg", exif=exif(orientation), quality=95)
+    assert np.abs(decode(path).astype(int) - stored).max() <= 8
+    half = decode(path, lambda w, h: View((0, 0, w, h), (w // 2, h // 2)))
+    assert half.shape == (20, 32, 3)
+
+
 def test_a_view_is_a_part_of_the_resized_whole(saved):
     part = decode(saved(IMAGE, "a.png"), lambda w, h: View((6, 4, 26, 16), (10, 6)))
     resized = np.asarray(IMAGE.resize((15, 10), Image.Resampling.BILINEAR))

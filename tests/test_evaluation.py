@@ -13,7 +13,7 @@ import vision_cases
 from program_cases import exit_code, fnet_command
 from rich.console import Console
 
-from train import examples
+from train import examples, plots
 from train.arguments import EvalArguments
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
@@ -269,6 +269,16 @@ def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, m
     assert ["\nis " in words for words in drawn["words"]] == [not e[0] for e in expected]
     np.testing.assert_array_equal(drawn["images"], [e[2] for e in expected])
     assert drawn["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
+
+
+def test_a_class_name_with_dollars_is_no_formula(tmp_path):
+    names = ("$_$", "$\\no$")
+    image = np.zeros((1, 8, 8, 3), np.uint8)
+    mask = np.eye(8, dtype=np.uint8)[None]
+    plots.confusion(np.eye(2, dtype=int), names, "two", tmp_path / "confusion.png")
+    plots.grid(np.zeros((2, 1, 8, 8, 1)), names, "two", tmp_path / "grid.png")
+    plots.segmentations(image, mask, mask, names, "two", tmp_path / "segmentations.png")
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):

@@ -302,7 +302,7 @@ MISTAKES = [
     (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, None), {}, "data.label: label of train in animals is object; labels are integers"),
     (lambda sets: sets["animals"]["train"].columns.update(label=[1] * 12), {}, "data.label: label of train in animals has one class only, 1"),
     (lambda sets: sets["animals"].update(test=split(0)), {}, "data.label: label of test in animals is empty"),
-    (lambda sets: sets["animals"].pop("test"), {"test_share": 0.1}, "data.test_share: 0.1 does not do: "),
+    (lambda sets: sets["animals"].pop("test"), {"test_share": 0.1}, "data.test_share: 0.1 does not work: "),
 ]  # fmt: skip
 
 

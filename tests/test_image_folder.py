@@ -243,6 +243,8 @@ def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path
     (tmp_path / "valid").mkdir()
     message = refused(tmp_path, held_out="vald")
     assert message == f"data.held_out: no folder {tmp_path / 'vald'} (did you mean valid?)"
+    message = refused(tmp_path, held_out="train")
+    assert message == f"data.held_out: {tmp_path / 'train'} is trained on; name another folder"
 
 
 def test_images_that_lie_in_no_class_are_said(tmp_path):
@@ -251,7 +253,7 @@ def test_images_that_lie_in_no_class_are_said(tmp_path):
     (tmp_path / "val").mkdir()
     assert refused(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong into one folder a class"
+        "belong in one folder a class"
     )
 
 

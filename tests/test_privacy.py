@@ -288,7 +288,7 @@ MISTAKES = [
     (("--grad.delta", "None"), "grad.delta: missing beside grad.noise_multiplier"),
     (NONE, "grad.delta: needs grad.epsilon or grad.noise_multiplier beside it"),
     (("--grad.epsilon", "2"), "grad: epsilon 2.0 and noise_multiplier 1.0 each set the noise"),
-    (("--grad.delta", "0.001"), "grad.delta: 0.001 would permit to publish one of 1437 training examples whole"),
+    (("--grad.delta", "0.001"), "grad.delta: 0.001 would permit publishing one of 1437 training examples whole"),
     (("--grad.delta", "1.5"), "grad.delta: expected less than 1, got 1.5"),
     (("--grad.epsilon", "-1"), "grad.epsilon: expected greater than 0, got -1.0"),
     (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),

@@ -200,13 +200,14 @@ MISTAKES = [
     (("train", "tiny.py", "stray"), "unexpected stray"),
     (("train", "tiny.py", "--model.activation-param", "0"), "slope must be > 0 to be inverted, got 0.0"),
     (("train", "tiny.py", "--optim.warmup-steps", "9"), "optim.warmup_steps: the run has 8 steps, fewer than 9"),
-    (("train", "tiny.py", "--data.test-share", "0.001"), "data.test_share: 0.001 does not do"),
+    (("train", "tiny.py", "--data.test-share", "0.001"), "data.test_share: 0.001 does not work"),
     (("train", "tiny.py", "--out", "tiny.py/run"), "cannot write to tiny.py/run"),
     (("train", "tiny.py", "--out", "tiny.py"), "cannot write to tiny.py"),
     (("train", "tiny.py", "--out", "."), ". is not empty and holds no run"),
     (("train", "tiny.py", "--out", "new", "--resume"), "no run to resume in new"),
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
+    (("train", "mean.json"), "mean.json: data.mean.0: expected less than 1, got 2"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
     (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet9', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
@@ -240,6 +241,7 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     head = "from train.config import *\ndef config(): return "
     (workplace / "bad.json").write_text('{"optim": {"learning_rate": "x"}}')
     (workplace / "typo.json").write_text('{"optim": {"lerning_rate": 1}}')
+    (workplace / "mean.json").write_text('{"data": {"source": "image_folder", "mean": [2, 0, 0]}}')
     (workplace / "half.json").write_text('{"optim": ')
     (workplace / "tag.json").write_text('{"model": {"name": "resnett"}}')
     (workplace / "mode.json").write_text('{"grad": {"mode": "clip"}}')

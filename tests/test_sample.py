@@ -152,6 +152,8 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, recipes, capsys)
     assert exit_code("sample", "words", "--prompt", "to err") == 2
     error = capsys.readouterr().err
     assert error == "fnet: words.json has no token for some of 'to err'\n"
+    assert exit_code("sample", "words", "--prompt", "\n") == 2
+    assert "--prompt: is empty" in capsys.readouterr().err
     tokenizer.unlink()
     assert exit_code("sample", "words", "--prompt", "to be") == 2
     assert "data.tokenizer: no file words.json" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
@@ -16,6 +15,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from fnet import TrainState
 from train.checksums import checksums, dotted
+from train.distributed import any_process
 from train.errors import TrainingError, UserError
 
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
@@ -93,12 +93,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._manager.close()
 
     @property
@@ -223,16 +218,20 @@ class Checkpoints:
             if not steps:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
         for step in steps:
+            wrong = ""
             try:
-                return read(step)
+                found = read(step)
             except UserError:
                 raise
             except Exception as error:  # whatever orbax makes of a damaged file
-                self._say(
-                    f"checkpoint {self._folder / str(step)} is damaged "
-                    f"({_reason(error)}); the next is taken"
-                )
-                self._put_aside(step)
+                wrong = _reason(error)
+            if not any_process(bool(wrong)):
+                return found
+            self._say(
+                f"checkpoint {self._folder / str(step)} is damaged "
+                f"({wrong or 'as another process found'}); the next is taken"
+            )
+            self._put_aside(step)
         if steps:
             raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
         return None
@@ -244,11 +243,14 @@ class Checkpoints:
 
     def _put_aside(self, step: int) -> None:
         """Makes room for a checkpoint of the same step, without losing what was there."""
-        if not self._only_read:
+        if self._only_read:
+            return
+        if jax.process_index() == 0:
             aside = self._folder.parent / f"damaged_checkpoint_{step}"
             shutil.rmtree(aside, ignore_errors=True)
             (self._folder / str(step)).rename(aside)
-            self._manager.reload()
+        any_process(False)  # the others wait until it is there
+        self._manager.reload()
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
         """Refuses a checkpoint whose arrays are not those that are here."""

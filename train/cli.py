@@ -13,6 +13,7 @@ from train.errors import TrainingError, UserError, nearest
 
 if TYPE_CHECKING:
     from train.config import Mesh
+    from train.run_folder import RunFolder
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -109,10 +110,9 @@ def _train(argv: list[str]) -> None:
 def _eval(argv: list[str]) -> None:
     given = _positional(argv, "fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]")
     from train import arguments
-    from train.run_folder import RunFolder
 
     a = arguments.read_options(arguments.EvalArguments, argv[1:], f"fnet eval {given}")
-    folder = RunFolder(Path(_run_of(given) or given))
+    folder = _run_folder(given)
     folder.read_config()  # answered at once if there is none
 
     _prepare_jax()
@@ -128,11 +128,10 @@ def _predict(argv: list[str]) -> None:
     given = _positional(argv, usage)
     images = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[1:]))
     from train import arguments
-    from train.run_folder import RunFolder
 
     options = argv[1 + len(images) :]
     a = arguments.read_options(arguments.PredictArguments, options, f"fnet predict {given}")
-    folder = RunFolder(Path(_run_of(given) or given))
+    folder = _run_folder(given)
     config = folder.read_config()
     if not images:
         raise UserError(f"say which images: {usage}")
@@ -180,9 +179,8 @@ def _sample(argv: list[str]) -> None:
     given = _positional(argv, "fnet sample RUN [--prompt TEXT] [--length 500] [--labels 3 5]")
     from train import arguments
     from train.config import Denoiser, LanguageModel
-    from train.run_folder import RunFolder
 
-    folder = RunFolder(Path(_run_of(given) or given))
+    folder = _run_folder(given)
     config = folder.read_config()
     if not isinstance(config.model, LanguageModel | Denoiser):
         raise UserError(
@@ -218,6 +216,7 @@ def _import(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
+    from train.screen import plain
     from train.weights import import_weights, report_table
 
     report = import_weights(
@@ -229,18 +228,16 @@ def _import(argv: list[str]) -> None:
     )
     console = Console()
     console.print(report_table(report))
-    words = f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume"
-    console.print(words, highlight=False, soft_wrap=True)
+    plain(console)(f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume")
 
 
 def _export(argv: list[str]) -> None:
     usage = "fnet export RUN [--out FILE.safetensors] [--names reference|torchvision]"
     given = _positional(argv, usage)
     from train import arguments
-    from train.run_folder import RunFolder
 
     a = arguments.read_options(arguments.ExportArguments, argv[1:], f"fnet export {given}")
-    folder = RunFolder(Path(_run_of(given) or given))
+    folder = _run_folder(given)
 
     _prepare_jax()
     from train.weights import export_weights
@@ -252,7 +249,6 @@ def _report(argv: list[str]) -> None:
     _positional(argv, "fnet report RUN [RUN...] [--out FILE.html]")
     runs = list(itertools.takewhile(lambda word: not word.startswith("--"), argv))
     from train import arguments
-    from train.run_folder import RunFolder
 
     prog = f"fnet report {' '.join(runs)}"
     a = arguments.read_options(arguments.ReportArguments, argv[len(runs) :], prog)
@@ -260,7 +256,7 @@ def _report(argv: list[str]) -> None:
 
     from train.report import report
 
-    folders = [RunFolder(Path(_run_of(given) or given)) for given in runs]
+    folders = [_run_folder(given) for given in runs]
     report(folders, Path(a.out) if a.out else None, Console())
 
 
@@ -290,6 +286,13 @@ def _run_of(given: str) -> str | None:
     if path.name == "config.json":
         path = path.parent
     return str(path) if (path / "config.json").is_file() else None
+
+
+def _run_folder(given: str) -> "RunFolder":
+    """The folder that is named, itself or by its config.json."""
+    from train.run_folder import RunFolder
+
+    return RunFolder(Path(_run_of(given) or given))
 
 
 def _prepare_jax(mesh: "Mesh | None" = None, processes: int = 1) -> None:

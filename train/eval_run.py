@@ -1,7 +1,6 @@
 """`fnet eval`: a run's newest checkpoint on its test examples, by one or by many views of each."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.evaluate import Evaluation
 from train.run_folder import RunFolder, as_json, write_whole
+from train.screen import plain
 from train.setup import Setup, setup
 from train.tasks.segmentation import Views, measuring
 
@@ -60,7 +60,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     # A network that sees each image several times is given as many fewer of them at once.
     several = config.data.crops if isinstance(config.data, ImageFolder) else views.number
     rows = max(config.data.batch_size // several, 1)
-    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say = plain(console)
     unreadable = UnreadableFiles(run.task.dataset, say)
     evaluate = run.compile_evaluation(unreadable, rows)
     found = evaluate(restored.state)
@@ -89,7 +89,7 @@ def show(run: Setup, found: Evaluation, console: Console) -> None:
 
     Of more than 40 classes those with the lowest score.
     """
-    say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    say = plain(console)
     for name, value in found.metrics.items():
         say(f"test/{name} {value:.6g}")
     scores = _class_scores(run, found.confusion)

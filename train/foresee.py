@@ -18,6 +18,7 @@ from train.memory_tables import plan_table, plan_words, tables
 from train.mesh import layout
 from train.planning import choose, largest_batch, limit, plan, reserve
 from train.run_folder import as_json, write_whole
+from train.screen import plain
 from train.setup import setup
 
 
@@ -28,7 +29,7 @@ def foresee(a: MemoryArguments, console: Console) -> None:
       UserError: for a budget that nothing fits, an unknown target, a missing compiler.
     """
     target = _target(a.target) if a.target else None
-    config = a.config
+    config, say = a.config, plain(console)
     if a.budget:
         config = _changed(config, "memory", budget=a.budget)
     if a.batch_size and a.batch_size != "auto":
@@ -58,27 +59,29 @@ def foresee(a: MemoryArguments, console: Console) -> None:
             size = largest_batch(run, thriftiest, room, target=target, progress=tried)
             if size is None:
                 raise UserError(f"not even one example a step fits in {in_words(room)}")
-            console.print(f"largest batch that fits, by {thriftiest}: {size}", highlight=False)
+            say(f"largest batch that fits, by {thriftiest}: {size}")
             run = run.with_batch_size(size)
         ways = plan(run, target=target, progress=compiled)
         status.update(f"compiling {ways.chosen}")
         costs = account(run, choose(run, ways, target=target))
         console.print(*tables(costs), sep="\n")
         console.print(plan_table(ways, reserve(run, target)))
-        console.print(plan_words(ways, reserve(run, target)), highlight=False, soft_wrap=True)
+        say(plan_words(ways, reserve(run, target)))
         if target:
-            console.print(_NOT_COUNTED, highlight=False, soft_wrap=True)
+            say(_NOT_COUNTED)
         if room is not None and a.batch_size != "auto":
             for way in _ends(ways.candidates, ways.chosen):
                 size = largest_batch(run, way, room, target=target, progress=tried)
-                console.print(f"largest batch that fits, by {way}: {size}", highlight=False)
+                say(f"largest batch that fits, by {way}: {size}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "memory.json", as_json(costs.as_dict()))
         plots.memory(costs, f"{config.name}: memory of a train step", out / "memory.png")
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}; choose another --out") from error
-    console.print(f"picture: {out / 'memory.png'}", highlight=False, soft_wrap=True)
+        raise UserError(
+            f"cannot write to {out}: {error.strerror or error}; choose another --out"
+        ) from error
+    say(f"picture: {out / 'memory.png'}")
 
 
 _NOT_COUNTED = (

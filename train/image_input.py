@@ -39,10 +39,9 @@ class Preparation:
     """``preparation(path) -> Prepared``, for the images that a config names.
 
     Image folders and data sets of huggingface: the shorter side resized and the middle cut, or
-    ten crops. Segmentation
-    folders: fitted into a square, at its upper left corner. Digits and synthetic images, which
-    are in no files: the whole image at their size, grey where they are, in [0, 1] from black
-    to white; digits are white on black.
+    ten crops. Segmentation folders: fitted into a square, at its upper left corner. Digits and
+    synthetic images, which are in no files: the whole image at their size, grey where they are,
+    in [0, 1] from black to white; digits are white on black.
 
     Attributes:
       shape: of an image that the network takes: height, width, channels.

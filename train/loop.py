@@ -28,7 +28,7 @@ from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
 from train.profiling import Profile
 from train.run_folder import RunFolder, as_json, read_metrics, write_whole
-from train.screen import Screen
+from train.screen import Screen, plain
 from train.setup import Setup, check_resumed, setup
 
 
@@ -70,17 +70,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 def _train(
     run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console, began: float
 ) -> None:
-    config = run.config
+    config, say = run.config, plain(console)
     write_classes(folder, run.task.dataset.classes)
-
-    def say(words: str) -> None:
-        console.print(words, highlight=False, soft_wrap=True, markup=False)
-
     unreadable = UnreadableFiles(run.task.dataset, say)
     batches = unreadable.watch(run.training_batches())
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-        executable, take_step = planned.executable, StepBySize(run, planned, say)
+        report, take_step = planned.executable.report, StepBySize(run, planned, say)
         size = config.data.batch_size // planned.microbatches
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
@@ -88,14 +84,13 @@ def _train(
         costs = account(run, planned)
     if planned.plan:
         console.print(plan_table(planned.plan, reserve(run)))
-        console.print(plan_words(planned.plan, reserve(run)), highlight=False)
+        say(plan_words(planned.plan, reserve(run)))
     console.print(*tables(costs), sep="\n")
     write_whole(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)
-    predicted = max(executable.report.peak.total, evaluate.peak)
+    predicted = max(report.peak.total, evaluate.peak)
     if run.privacy:
-        words = f"private: {run.privacy.in_words(run.steps)}"
-        console.print(words, highlight=False, soft_wrap=True)
+        say(f"private: {run.privacy.in_words(run.steps)}")
     memory = HighWater(run.devices // jax.process_count())
 
     with Checkpoints(folder.checkpoints, config.checkpoint.keep, say) as checkpoints:
@@ -103,7 +98,7 @@ def _train(
         if restored:
             start, state = restored.step, restored.state
             batches.set_state(restored.position)
-            console.print(f"resumed after step {start} of {run.steps}", highlight=False)
+            say(f"resumed after step {start} of {run.steps}")
         else:
             start, state = 0, init(jax.random.key(config.train.seed))
         folder.forget_metrics_after(start)
@@ -137,10 +132,11 @@ def _train(
                 if logging or evaluating or stop:
                     # Reckoned while the device still works on the steps before.
                     spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
-                    line = {"step": step, "epoch": step / run.steps_per_epoch} | meter.means(step)
-                    line |= spent
+                    line = {"step": step, "epoch": step / run.steps_per_epoch}
+                    line |= meter.means(step) | spent
                     line["train/learning_rate"] = learning_rate(step - 1)
-                    line |= {"unreadable_files": unreadable.count} if unreadable.count else {}
+                    if unreadable.count:
+                        line["unreadable_files"] = unreadable.count
                     if evaluating:
                         tested = evaluate(state)
                         reached = score(tested.metrics)
@@ -160,15 +156,13 @@ def _train(
         checkpoints.wait()
 
     seen = memory.bytes()  # before pictures are drawn, which is not training
-    title = f"{config.name}: {executable.report.parameters:,} parameters, {step} steps"
+    title = f"{config.name}: {report.parameters:,} parameters, {step} steps"
     lines = read_metrics(folder.metrics)
     plots.curves(lines, title, folder.curves)
     if step < run.steps:
-        console.print(
+        say(
             f"{interruption.requested}: saved after step {step} of {run.steps}; continue with\n"
-            f"  fnet train {folder.config} --resume",
-            highlight=False,
-            soft_wrap=True,
+            f"  fnet train {folder.config} --resume"
         )
         return
     tested = tested or evaluate(state)
@@ -184,9 +178,9 @@ def _train(
         "steps": step,
         "seconds": time.perf_counter() - began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
-        "parameters": executable.report.parameters,
-        "state_bytes": executable.report.state_bytes,
-        "donated_bytes": executable.report.donation.aliased_bytes,
+        "parameters": report.parameters,
+        "state_bytes": report.state_bytes,
+        "donated_bytes": report.donation.aliased_bytes,
         "policy": planned.policy,
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
@@ -200,7 +194,7 @@ def _train(
         words += f"\nconfusion: {folder.confusion}\nexamples: {folder.examples}"
     if run.privacy:
         words += f"\nprivate: {run.privacy.in_words(step)}"
-    console.print(words, highlight=False, soft_wrap=True)
+    say(words)
 
 
 def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:

@@ -113,7 +113,7 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     FigureCanvasAgg(figure)
     ax = figure.subplots()
     ax.imshow(whole[..., 0] if c == 1 else whole, cmap="gray_r", vmin=0, vmax=1)
-    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names)
+    ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names, parse_math=False)
     ax.set_xticks([])
     ax.set_title(title, fontsize=9)
     ax.spines[:].set_visible(False)
@@ -183,7 +183,7 @@ def segmentations(
         ax.text(x + width / 2, y - 0.02 * height, name, ha="center", va="bottom", size=8)
     there = [i for i in np.union1d(truths, predictions) if i < len(classes)]
     handles = [Patch(color=voc_colours()[i] / 255, label=_short(classes[i])) for i in there]
-    ax.legend(
+    legend = ax.legend(
         handles=handles,
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
@@ -191,6 +191,8 @@ def segmentations(
         fontsize=7,
         frameon=False,
     )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
@@ -260,8 +262,10 @@ def confusion(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path
     ax.set_ylabel("true")
     ax.set_xlabel("predicted")
     if n <= 50:
-        ax.set_xticks(range(n), classes, rotation=60, ha="right", rotation_mode="anchor")
-        ax.set_yticks(range(n), classes)
+        ax.set_yticks(range(n), classes, parse_math=False)  # a name with dollars is no formula
+        ax.set_xticks(
+            range(n), classes, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
+        )
         ax.tick_params(labelsize=8)
     if n <= 20:
         for i, j in np.ndindex(n, n):

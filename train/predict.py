@@ -23,6 +23,7 @@ from train.errors import UserError
 from train.image_input import Preparation, Prepared
 from train.palette import painted, voc_colours
 from train.run_folder import RunFolder, as_json, write_whole
+from train.screen import plain
 from train.tasks.classification import logits_by_crop
 from train.tasks.segmentation import Views, logits_by_view
 
@@ -162,9 +163,10 @@ def labels_of(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
 def show(found: Predictions, console: Console) -> None:
     """The predictions as a table on a terminal, as lines elsewhere."""
     if not console.is_terminal:
+        say = plain(console)
         for p in found.predictions:
             words = "  ".join(f"{name} {share:.4f}" for name, share in p.labels)
-            console.print(f"{p.image}  {words}", highlight=False, soft_wrap=True, markup=False)
+            say(f"{p.image}  {words}")
         return
     table = Table()
     table.add_column("image", overflow="fold")

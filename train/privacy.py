@@ -99,7 +99,7 @@ def privacy_of(grad: Clipped, *, batch_size: int, examples: int, steps: int) -> 
         )
     if grad.delta >= 1 / examples:
         raise UserError(
-            f"grad.delta: {grad.delta:g} would permit to publish one of {examples} training "
+            f"grad.delta: {grad.delta:g} would permit publishing one of {examples} training "
             f"examples whole; expected less than 1 / {examples} = {1 / examples:.2g}"
         )
     if batch_size > examples:

@@ -60,28 +60,29 @@ class RunFolder:
         Raises:
           UserError: if one does already, or the folder cannot be written.
         """
-        lock = self.lock
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            file = lock.open("a+")
+            file = self.lock.open("a+")
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 file.seek(0)
                 raise UserError(
                     f"{self.path} is in use by another process ({file.read().strip()}): "
                     "choose another folder with --out, or wait until it has ended"
                 ) from error
+            except OSError as error:  # a file system without locks
+                raise _cannot_write(self.path, error) from error
             file.truncate(0)
             file.write(f"{os.uname().nodename}, process {os.getpid()}\n")
             file.flush()
             try:
                 yield
             finally:
-                lock.unlink(missing_ok=True)
+                self.lock.unlink(missing_ok=True)
 
     def read_config(self) -> Config:
         """The resolved config of the run.

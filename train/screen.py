@@ -1,7 +1,7 @@
 """What a run shows on the way: progress, or plain lines where there is no terminal."""
 
-from collections.abc import Mapping
-from types import TracebackType
+import functools
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from rich.console import Console
@@ -17,11 +17,16 @@ from rich.progress import (
 from fnet.memory import in_words
 
 
+def plain(console: Console) -> Callable[[str], None]:
+    """``say(words)``: shows words as they are; no path in them is taken for markup or broken."""
+    return functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+
+
 class Screen:
     """Progress of a run on a terminal, or as lines in a log."""
 
     def __init__(self, console: Console, total: int):
-        self._console = console
+        self._console, self._say = console, plain(console)
         self._progress = Progress(
             BarColumn(bar_width=24),
             TaskProgressColumn(),
@@ -39,12 +44,7 @@ class Screen:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def advance(self, step: int) -> None:
@@ -65,9 +65,6 @@ class Screen:
         self._progress.update(self._task, completed=step, metrics=words)
         if not self._console.is_terminal:
             self._say(f"step {step}/{self._total}  {words}")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
 
 
 _SHOWN = {

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from train.config import Config, flatten
 from train.errors import UserError
 
@@ -45,7 +47,8 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
         logs: list[Log] = []
         if config.tracking.tensorboard:
             logs.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
-        if config.tracking.wandb:
+        # Of several processes one: the others' folders are dropped, their runs there would not be.
+        if config.tracking.wandb and jax.process_index() == 0:
             logs.append(stack.enter_context(_wandb(config, folder)))
 
         def log(step: int, line: Mapping[str, float]) -> None:

@@ -1,5 +1,6 @@
 """Files of weights: safetensors, and torch's as weights alone. No code in a file is ever run."""
 
+import contextlib
 import os
 import re
 import warnings
@@ -72,6 +73,8 @@ def write(path: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -
         save_file(arrays, part, metadata)
         os.replace(part, path)
     except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
         why = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {path}: {why}; choose another --out") from error
 

@@ -74,12 +74,13 @@ def import_weights(
 
     state = _begun(run, filled.params, filled.state)
     folder = RunFolder(out)
-    folder.begin(config)
-    write_classes(folder, run.task.dataset.classes)
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
-        checkpoints.save(0, state, run.training_batches().get_state())
-        checkpoints.wait()
-    write_whole(out / "import.json", as_json({"file": str(path)} | _as_dict(report)))
+    with folder.owned():
+        folder.begin(config)
+        write_classes(folder, run.task.dataset.classes)
+        with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+            checkpoints.save(0, state, run.training_batches().get_state())
+            checkpoints.wait()
+        write_whole(out / "import.json", as_json({"file": str(path)} | _as_dict(report)))
     return report
 
 

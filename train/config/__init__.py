@@ -43,6 +43,24 @@ from train.config.vision import (
 )
 from train.errors import UserError, nearest
 
+_Data = Digits | ImageFolder | ArrayFile | HuggingFace | SegmentationFolder | Synthetic | TextFile
+_Model = (
+    PreactResNet
+    | ResNet9
+    | ResNet
+    | ResNeXt
+    | WiderResNet
+    | DenseNet
+    | RevNet
+    | Mlp
+    | DeepLab
+    | LanguageModel
+    | Denoiser
+)
+_Grad = Mean | Microbatch | PerExample | Clipped
+_VARIANTS = {"data": get_args(_Data), "model": get_args(_Model), "grad": get_args(_Grad)}
+"""What a section can be, where it can be several."""
+
 
 @dataclass(frozen=True)
 class Config(Section):
@@ -50,31 +68,13 @@ class Config(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
     """Names the run's folder where none is given."""
-    data: Annotated[
-        Digits | ImageFolder | ArrayFile | HuggingFace | SegmentationFolder | Synthetic | TextFile,
-        Field(discriminator="source"),
-    ] = field(default_factory=Digits)
+    data: Annotated[_Data, Field(discriminator="source")] = field(default_factory=Digits)
     """Training and test examples."""
-    model: Annotated[
-        PreactResNet
-        | ResNet9
-        | ResNet
-        | ResNeXt
-        | WiderResNet
-        | DenseNet
-        | RevNet
-        | Mlp
-        | DeepLab
-        | LanguageModel
-        | Denoiser,
-        Field(discriminator="name"),
-    ] = field(default_factory=PreactResNet)
+    model: Annotated[_Model, Field(discriminator="name")] = field(default_factory=PreactResNet)
     """The network."""
     optim: Optim = field(default_factory=Optim)
     """The optimizer."""
-    grad: Annotated[Mean | Microbatch | PerExample | Clipped, Field(discriminator="mode")] = field(
-        default_factory=Mean
-    )
+    grad: Annotated[_Grad, Field(discriminator="mode")] = field(default_factory=Mean)
     """What is made of the examples' losses."""
     train: Train = field(default_factory=Train)
     """The length of the run."""
@@ -90,37 +90,15 @@ class Config(Section):
     """Where metrics go besides."""
 
 
-_VARIANTS = {
-    "data": (
-        Digits,
-        ImageFolder,
-        ArrayFile,
-        HuggingFace,
-        SegmentationFolder,
-        Synthetic,
-        TextFile,
-    ),
-    "model": (
-        PreactResNet,
-        ResNet9,
-        ResNet,
-        ResNeXt,
-        WiderResNet,
-        DenseNet,
-        RevNet,
-        Mlp,
-        DeepLab,
-        LanguageModel,
-        Denoiser,
-    ),
-    "grad": (Mean, Microbatch, PerExample, Clipped),
-}
 _ADAPTER = TypeAdapter(Config)
 
 
 def kinds(section: str) -> dict[str, type]:
     """``{"mean": Mean, ...}``: what a section can be, by its first field; else {}."""
-    return {_tags(kind)[0]: kind for kind in _VARIANTS.get(section, ())}
+    return {
+        get_args(next(iter(kind.__annotations__.values())))[0]: kind
+        for kind in _VARIANTS.get(section, ())
+    }
 
 
 def to_json(config: Config) -> str:
@@ -167,11 +145,9 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _first_mistake(error: ErrorDetails) -> str:
-    # A union's tag stands in the location between the field and what is below it.
-    tags = {
-        tag for variants in _VARIANTS.values() for variant in variants for tag in _tags(variant)
-    }
-    loc = [str(part) for part in error["loc"] if part not in tags]
+    loc = [str(part) for part in error["loc"]]
+    if len(loc) > 1 and loc[1] in kinds(loc[0]):
+        del loc[1]  # a union's tag, between the section and what is below it
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
         return f"unknown field {name}{nearest(name, _known_fields())}"
@@ -187,13 +163,9 @@ def _first_mistake(error: ErrorDetails) -> str:
     return f"{name}: expected {message}, got {error['input']!r}"
 
 
-def _tags(variant: type) -> tuple[str, ...]:
-    return get_args(next(iter(variant.__annotations__.values())))
-
-
 def _known_fields() -> list[str]:
     configs = [
-        Config(**{section: variant()})  # type: ignore[arg-type]
+        Config(**{section: variant()})
         for section, variants in _VARIANTS.items()
         for variant in variants
     ]

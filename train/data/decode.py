@@ -161,9 +161,11 @@ def _viewed(image: Image.Image, view: Callable[[int, int], View]) -> Image.Image
 
 
 def _orientation(image: Image.Image) -> int:
+    """1 to 8 (EXIF 2.32, 4.6.4); damaged EXIF, or another value, leaves the pixels as they are."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation, 1)
-    except Exception:  # damaged EXIF leaves the pixels as they are
+        found = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return found if found in _TURNS else 1
+    except Exception:  # Pillow raises whatever its parsers meet
         return 1
 
 

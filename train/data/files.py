@@ -55,9 +55,11 @@ def held_out_folder(root: Path, name: str | None) -> str:
     """The folder to test on: the one that is named, else val or test.
 
     Raises:
-      UserError: if it is not there.
+      UserError: if it is not there, or is trained on.
     """
     there = folders_in(root)
+    if name == "train":
+        raise UserError(f"data.held_out: {root / name} is trained on; name another folder")
     if name is not None:
         if name not in there:
             raise UserError(f"data.held_out: no folder {root / name}{nearest(name, there)}")

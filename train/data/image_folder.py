@@ -107,7 +107,7 @@ def _compare(train: Path, classes: list[str], held_out: Path, names: list[str]) 
     """Refuses what has no classes, or others to test on than to train on."""
     if not classes:
         found = images_below(train)
-        besides = f"; its {len(found)} images belong into one folder a class" if found else ""
+        besides = f"; its {len(found)} images belong in one folder a class" if found else ""
         raise UserError(f"data.path: no folders in {train}, which are the classes{besides}")
     missing = sorted(set(classes) - set(names))
     unknown = sorted(set(names) - set(classes))

@@ -52,7 +52,8 @@ def tokens_of(config: TextFile) -> Tokens:
 
     def encode(text: str) -> np.ndarray:
         encoding = tokenizer.encode(text)
-        ids, (starts, ends) = np.array(encoding.ids), np.array(encoding.offsets).reshape(-1, 2).T
+        ids = np.array(encoding.ids, np.int64)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         # A vocabulary without a token for the unknown drops it: what no token covers is lost.
         known = ids != unknown
         covered = np.zeros(len(text) + 1, np.int64)

@@ -72,7 +72,7 @@ class Workers:
         part = max(min(-(-n // (2 * self._count)), SLOT // max(row_bytes, 1)), 1)
         out = {name: np.empty((n, *a.shape[1:]), a.dtype) for name, a in kinds.items()}
         try:
-            self._fill(out, function, rows, range(0, n, part), part)
+            self._fill(out, function, rows, range(0, n, part))
         except BrokenProcessPool:
             raise TrainingError(
                 "data.workers: a process that decodes images was ended from outside, or crashed; "
@@ -81,8 +81,9 @@ class Workers:
         return out
 
     def _fill(
-        self, out: Arrays, function: Callable[[Arrays], Arrays], rows: Arrays, starts: range, n: int
+        self, out: Arrays, function: Callable[[Arrays], Arrays], rows: Arrays, starts: range
     ) -> None:
+        """Puts what the function makes of the rows into ``out``, a part at each start."""
         assert self._pool is not None
         pending: deque[tuple[int, int, concurrent.futures.Future]] = deque()
 
@@ -101,7 +102,7 @@ class Workers:
                 # Another thread may hold all slots: it gives them back when its own are done.
                 while (slot := self._slot(wait=not pending)) is None:
                     collect()
-                part = {name: a[start : start + n] for name, a in rows.items()}
+                part = {name: a[start : start + starts.step] for name, a in rows.items()}
                 pending.append((start, slot, self._pool.submit(_work, function, part, slot)))
             while pending:
                 collect()

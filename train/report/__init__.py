@@ -19,6 +19,7 @@ from train.report.progress import curves, throughput
 from train.report.runs import Run, read_runs
 from train.report.style import hiding
 from train.run_folder import RunFolder, write_whole
+from train.screen import plain
 
 _BEGINS = "<!doctype html>"
 
@@ -45,7 +46,7 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
         write_whole(path, text)
     except OSError as error:
         raise _cannot_write(path, error.strerror or str(error)) from error
-    console.print(f"report: {path}", highlight=False, soft_wrap=True, markup=False)
+    plain(console)(f"report: {path}")
     return path
 
 

@@ -200,8 +200,8 @@ def _ranking(runs: Sequence[Run], found: Sequence[dict[str, Figure]]) -> Html:
     alike = len({_task(run) for run in runs}) == 1
     for name in names if alike else ():
         ranks = [f[name].rank for f in found if name in f]
-        known = [rank for rank in ranks if rank is not None]
-        best[name] = min(known) if len(known) > 1 else None
+        there = [rank for rank in ranks if rank is not None]
+        best[name] = min(there) if len(there) > 1 else None
 
     def cell(name: str, figures: dict[str, Figure]) -> Html | None:
         if name not in figures:
