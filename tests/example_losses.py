@@ -42,18 +42,16 @@ def rows(y: jax.Array) -> jax.Array:
     return (jnp.sin(y) * y).sum(range(1, y.ndim))
 
 
-def dense() -> Case:
-    def loss(p, x):
-        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+def two_layers(p: Any, x: jax.Array) -> jax.Array:
+    return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
 
-    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
+
+def dense() -> Case:
+    return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
 
 
 def dense_over_time() -> Case:
-    def loss(p, x):
-        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
-
-    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
+    return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
 
 
 def long_sequences() -> Case:

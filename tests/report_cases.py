@@ -9,25 +9,16 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from train.config import (
-    Config,
-    Train,
-)
+from train.config import Config, Train
 from train.report import as_html, report
 from train.report.runs import read_runs
 from train.run_folder import RunFolder
 
 EVIL = "<script>alert(1)</script>&\"'é"
-
-
 NOW = 2e9
-
-
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )
-
-
 VOID = {"img", "input", "link", "meta", "wbr"}
 
 
@@ -43,7 +34,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         assert len({name for name, _ in attrs}) == len(attrs), (tag, attrs)
-        made = SimpleNamespace(tag=tag, inside="", **{"attributes": dict(attrs)})
+        made = SimpleNamespace(tag=tag, inside="", attributes=dict(attrs))
         self.elements.append(made)
         if tag not in VOID:
             self._open.append(made)

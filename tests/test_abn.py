@@ -15,7 +15,6 @@ from fnet import layers
 from fnet.layers.activations import ACTIVATIONS
 
 INVERTIBLE = [name for name, a in ACTIVATIONS.items() if a.inverse]
-RECOMPUTED = [name for name, a in ACTIVATIONS.items() if not a.inverse]
 
 
 def defining_formula(x, gamma, beta, *, activation="leaky_relu", param=0.01, eps=1e-5, axis=-1):

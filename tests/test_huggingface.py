@@ -13,8 +13,8 @@ from image_cases import class_folders, colour, write
 from PIL import Image
 from program_cases import exit_code, fnet_command
 
-from train.config import Config, HuggingFace, from_json, to_json
-from train.data import evaluation_batches, huggingface, training_batches
+from train.config import Config, HuggingFace, ImageFolder, from_json, to_json
+from train.data import evaluation_batches, huggingface, image_folder, training_batches
 from train.data.poisson import poisson_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -200,9 +200,6 @@ def test_every_augmentation_leaves_shapes_and_dtypes(hub, crop):
 
 
 def test_augmentation_is_that_of_image_folders(hub, tmp_path):
-    from train.config import ImageFolder
-    from train.data import image_folder
-
     rng = np.random.default_rng(0)
     class_folders(tmp_path, train=12, test=6, classes=CLASSES)
     for path in tmp_path.rglob("*.png"):
@@ -310,7 +307,6 @@ MISTAKES = [
 def test_what_cannot_be_trained_on_is_said_in_one_line(hub, change, options, message):
     if change:
         change(hub)
-        hub.setdefault("asked", [])
     assert message in refused(**options)
 
 

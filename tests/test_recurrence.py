@@ -279,17 +279,17 @@ def test_the_backward_pass_never_holds_all_states(name, options):
     def temporaries(t):
         f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         if name == "selective":
-            scan, lengths = selective_scan, f32((channels, states))
+            scan, decay = selective_scan, f32((channels, states))
             x, dt, bc = f32((1, t, channels)), f32((1, t, channels)), f32((1, t, states))
         else:
-            scan, lengths = state_space_dual, f32((4,))
+            scan, decay = state_space_dual, f32((4,))
             x, dt = f32((1, t, 4, channels // 4)), f32((1, t, 4))
             bc = f32((1, t, 1, states))
 
         def gradient(dy, *given):
             return jax.vjp(lambda *a: scan(*a)[0], *given)[1](dy)
 
-        lowered = jax.jit(gradient).lower(x, x, dt, lengths, bc, bc)
+        lowered = jax.jit(gradient).lower(x, x, dt, decay, bc, bc)
         return peak(lowered.compile(compiler_options=dict(options))).temporaries
 
     short, long = 256, 1024

@@ -45,7 +45,7 @@ def make(tmp_path):
     return functools.partial(make_run, tmp_path)
 
 
-def test_a_run_as_it_is_trained_is_told_whole(workplace, capsys):
+def test_a_run_as_it_is_trained_is_told_whole(workplace):
     fnet_command("train", "tiny.py", "--out", "r")
     folder = RunFolder(Path("r"))
     assert written(folder) == Path("r/report.html")

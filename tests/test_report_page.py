@@ -24,10 +24,7 @@ from report_cases import (
     written,
 )
 
-from train.config import (
-    Config,
-    ImageFolder,
-)
+from train.config import Config, ImageFolder
 from train.errors import UserError
 from train.report import as_html
 from train.report.curves import MOST_POINTS, thinned

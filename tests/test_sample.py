@@ -142,7 +142,7 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
         vocabulary.encode("abxbay")
 
 
-def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, recipes, capsys):
+def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
     text = printed(capsys, "words", "--prompt", "to be", "--length", 8)
@@ -242,7 +242,7 @@ def one_line(capsys, message):
     assert error.count("\n") == 1
 
 
-def test_a_run_that_generates_nothing_is_refused(recipes, capsys):
+def test_a_run_that_generates_nothing_is_refused(capsys):
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1)
     capsys.readouterr()
     assert exit_code("sample", "run") == 2

@@ -167,7 +167,7 @@ def test_a_new_classifier_has_the_runs_own_initial_values(place):
     chex.assert_trees_all_equal(state.opt_state, own.opt_state)
 
 
-def test_weights_for_another_norm_or_activation_are_said_to_be(place, capsys):
+def test_weights_for_another_norm_or_activation_are_said_to_be(place):
     plain = ("--model.norm", "batch", "--model.activation", "relu")
     save_file(state_dict("resnet.py", names="torchvision"), "given.safetensors")
     fnet_command("import", "resnet.py", "given.safetensors", "--out", "plain", *plain)
@@ -305,7 +305,7 @@ def in_torch(torch, arrays):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_of_torch_is_imported(zipped, torch, capsys):
+def test_a_checkpoint_of_torch_is_imported(zipped, torch):
     arrays = state_dict("tiny.py")
     tensors = {f"module.{key}": t for key, t in in_torch(torch, arrays).items()}
     tensors["module.abn.bias"] = tensors["module.abn.bias"].bfloat16()
