@@ -1,6 +1,6 @@
 """Losses with one value an example, by name: what the tests of per-example gradients run on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -327,6 +327,12 @@ CASES = {
         fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
+
+
+def as_users_write() -> Iterator[None]:
+    """A fixture: biases may be added to arrays of higher rank."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def one_by_one(case: Case) -> Any:

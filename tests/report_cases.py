@@ -1,6 +1,7 @@
 """Folders of runs as they may lie there, and their page as a browser reads it."""
 
 import base64
+import functools
 import io
 import json
 import re
@@ -86,6 +87,11 @@ def make_run(place, name="run", *, config=None, lines=None, summary=True, memory
     for path, content in dict(files).items():
         (folder.path / path).write_bytes(content)
     return folder
+
+
+def make(tmp_path):
+    """A fixture: ``make(name, ...)`` is `make_run` in a folder of the test's own."""
+    return functools.partial(make_run, tmp_path)
 
 
 def line(step, **values):

@@ -1,4 +1,5 @@
 import chex
+import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +15,7 @@ from fnet import layers
 from fnet.autodiff.clipped import clipped_grad, routes
 from fnet.memory import peak
 
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    """Biases are added to arrays of higher rank."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 
 
 @jax.jit

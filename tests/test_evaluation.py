@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
 from train import examples
@@ -300,7 +300,4 @@ MISTAKES = [
 def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, begun, capsys):
     begun(recipe)
     assert exit_code("eval", f"runs/{recipe}", *words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)

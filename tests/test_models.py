@@ -3,18 +3,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import initial
+from layer_cases import count, initial, shapes
 
 import fnet
 from fnet import layers, models
-
-
-def shapes(model):
-    return jax.eval_shape(model.init, jax.random.key(0))
-
-
-def count(tree):
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 # Torchvision 0.20's numbers of parameters.

@@ -1,4 +1,5 @@
 import chex
+import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,12 +13,7 @@ import fnet
 from fnet import autodiff, layers
 from fnet.autodiff import influence, noise_scale, per_example_grad, per_example_norms
 
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    """Biases are added to arrays of higher rank."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 
 
 @pytest.mark.parametrize("width", [None, 1, 4])

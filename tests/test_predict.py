@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import vision_cases
 from PIL import Image
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
 from train.arguments import PredictArguments
@@ -285,10 +285,7 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, message, begun, recipes, 
     if words[0] != "nowhere":
         begun(words[0])
     assert exit_code("predict", f"runs/{words[0]}", *words[1:]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)
 
 
 def test_a_folder_that_cannot_be_written_is_said(run_of, capsys):

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from image_cases import class_folders
-from program_cases import exit_code, final_state, fnet_command
+from program_cases import exit_code, final_state, fnet_command, metrics_of, said_in_one_line
 
 import fnet
 from train import data, recipes
@@ -21,12 +21,6 @@ from train.run_folder import RunFolder
 from train.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
-
-
-def metrics_of(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = {"examples_per_second", "input_wait"}
-    return [{k: v for k, v in line.items() if k not in times} for line in lines]
 
 
 def interrupted_at(step, monkeypatch, how):
@@ -253,10 +247,7 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "empty.py").write_text("x = 1")
     before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
     assert exit_code(*words) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)
     assert before == {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
 
 
