@@ -129,7 +129,7 @@ def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted(name, 
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", ["dense", "tied_embedding"])
-def test_a_batch_of_none_and_of_one(name, size):
+def test_a_batch_of_none_or_of_one_has_its_plain_gradient(name, size):
     case = CASES[name]()
     batch = jax.tree.map(lambda a: a[:size], case.batch)
     found, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *batch)

@@ -105,7 +105,7 @@ def test_model_state_keys_and_named_scopes_pass_through():
     assert "blocks/2/body" in lowered.as_text(debug_info=True)
 
 
-def test_functions_with_little_to_cut():
+def test_functions_with_little_to_cut_give_what_they_gave():
     x = jnp.arange(3.0)
     chex.assert_trees_all_equal(recompute_in_segments(lambda x: x)(x), x)
     chex.assert_trees_all_equal(recompute_in_segments(lambda x: {"a": 2 * x})(x), {"a": 2 * x})

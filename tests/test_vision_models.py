@@ -212,7 +212,7 @@ def test_a_segmentation_network_labels_every_pixel():
     assert set(shapes(model)[0]) == {"body", "head", "cls"}
 
 
-def test_dropout_of_the_a2_form_drops_whole_channels():
+def test_dropout_with_shared_axes_drops_whole_channels():
     layer = layers.dropout(0.5, shared_axes=(1, 2))
     y, _ = layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
     assert (y == y[:, :1, :1]).all()
