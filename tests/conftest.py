@@ -58,14 +58,10 @@ def workplace(tmp_path, monkeypatch, compiled_programs):
     jax.config.update("jax_compilation_cache_dir", None)
 
 
-@pytest.fixture(scope="session")
-def shelf(tmp_path_factory):
-    return tmp_path_factory.mktemp("shelf") / "whole"
-
-
 @pytest.fixture
-def whole(workplace, shelf):
+def whole(workplace, tmp_path_factory):
     """A finished run of the recipe, trained once and copied for each test."""
+    shelf = tmp_path_factory.getbasetemp() / "whole"
     if not shelf.exists():
         program_cases.fnet_command("train", "tiny.py", "--out", shelf)
     return shutil.copytree(shelf, workplace / "whole")

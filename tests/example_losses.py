@@ -1,6 +1,6 @@
 """Losses with one value an example, by name: what the tests of per-example gradients run on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -42,18 +42,16 @@ def rows(y: jax.Array) -> jax.Array:
     return (jnp.sin(y) * y).sum(range(1, y.ndim))
 
 
-def dense() -> Case:
-    def loss(p, x):
-        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+def two_layers(p: Any, x: jax.Array) -> jax.Array:
+    return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
 
-    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
+
+def dense() -> Case:
+    return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
 
 
 def dense_over_time() -> Case:
-    def loss(p, x):
-        return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
-
-    return Case(loss, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
+    return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
 
 
 def long_sequences() -> Case:
@@ -329,6 +327,12 @@ CASES = {
         fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
+
+
+def as_users_write() -> Iterator[None]:
+    """A fixture: biases may be added to arrays of higher rank."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
 
 
 def one_by_one(case: Case) -> Any:

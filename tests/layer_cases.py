@@ -1,8 +1,18 @@
-"""Values for a layer's parameters and state, without a program to compile for each shape."""
+"""Shapes and values of a layer's parameters and state, without a program to compile for each."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+def shapes(layer):
+    """(parameters, state) in the form of ``layer.init``, without values."""
+    return jax.eval_shape(layer.init, jax.random.key(0))
+
+
+def count(tree):
+    """How many numbers a tree holds."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def initial(layer, scale=0.3, seed=0):
@@ -12,7 +22,7 @@ def initial(layer, scale=0.3, seed=0):
     variances are positive; counters are 0.
     """
     rng = np.random.default_rng(seed)
-    params, state = jax.eval_shape(layer.init, jax.random.key(0))
+    params, state = shapes(layer)
 
     def statistic(a):
         drawn = rng.uniform(0.5, 1.5, size=a.shape)

@@ -1,5 +1,7 @@
 """The program in this process, in an empty folder, with a recipe that trains in a second."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -32,6 +34,21 @@ def exit_code(*words):
     with pytest.raises(SystemExit) as exit_:
         fnet_command(*words)
     return exit_.value.code
+
+
+def said_in_one_line(capsys, message):
+    """The program named a mistake in one line, with the message in it."""
+    error = capsys.readouterr().err
+    assert error.startswith("fnet: "), error
+    assert message in error, error
+    assert error.count("\n") == 1, error
+
+
+def metrics_of(folder):
+    """The lines of a run's metrics, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    times = {"examples_per_second", "input_wait"}
+    return [{k: v for k, v in line.items() if k not in times} for line in lines]
 
 
 def final_state(folder):

@@ -1,6 +1,7 @@
 """Folders of runs as they may lie there, and their page as a browser reads it."""
 
 import base64
+import functools
 import io
 import json
 import re
@@ -9,25 +10,16 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from train.config import (
-    Config,
-    Train,
-)
+from train.config import Config, Train
 from train.report import as_html, report
 from train.report.runs import read_runs
 from train.run_folder import RunFolder
 
 EVIL = "<script>alert(1)</script>&\"'é"
-
-
 NOW = 2e9
-
-
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
 )
-
-
 VOID = {"img", "input", "link", "meta", "wbr"}
 
 
@@ -43,7 +35,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         assert len({name for name, _ in attrs}) == len(attrs), (tag, attrs)
-        made = SimpleNamespace(tag=tag, inside="", **{"attributes": dict(attrs)})
+        made = SimpleNamespace(tag=tag, inside="", attributes=dict(attrs))
         self.elements.append(made)
         if tag not in VOID:
             self._open.append(made)
@@ -95,6 +87,11 @@ def make_run(place, name="run", *, config=None, lines=None, summary=True, memory
     for path, content in dict(files).items():
         (folder.path / path).write_bytes(content)
     return folder
+
+
+def make(tmp_path):
+    """A fixture: ``make(name, ...)`` is `make_run` in a folder of the test's own."""
+    return functools.partial(make_run, tmp_path)
 
 
 def line(step, **values):

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -343,6 +342,3 @@ def test_gradients_of_and_within_vmap_equal_one_devices(activation, train):
     chex.assert_trees_all_close((got[0].reshape(16, C), *got[1:]), expected, atol=1e-12)
     got = dx.reshape(16, C), *(share.sum(0) for share in shares)
     chex.assert_trees_all_close(got, expected, atol=1e-12)
-
-
-# Networks: export, recomputation, scan

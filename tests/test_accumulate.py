@@ -69,7 +69,7 @@ def test_gradient_and_metrics_are_those_of_the_whole_batch(weight, unroll):
 
 
 @forms
-def test_a_tape_s_golden_values(unroll):
+def test_gradients_are_a_tape_s_golden_values(unroll):
     # Own tests of a tape that takes a gradient out of its slot, adds, and puts it back.
     def gradient(f, *params):
         batch = {"twice": jnp.ones(2)}

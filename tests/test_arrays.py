@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, numbers, pixels, refused, written
+from data_cases import seen
 from program_cases import exit_code, fnet_command
 
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
-from train.data import arrays, digits, evaluation_batches, training_batches
+from train.data import arrays, digits, evaluation_batches
 from train.data.poisson import poisson_batches
 from train.errors import UserError
 from train.setup import setup
@@ -21,13 +22,6 @@ from train.tasks import images
 @pytest.fixture
 def file(tmp_path):
     return written(tmp_path / "data.npz", x=pixels(), y=numbers())
-
-
-def seen(dataset, n=6, size=4, seed=0, after=None):
-    batches = training_batches(dataset, size, seed)
-    if after is not None:
-        batches.set_state(after)
-    return [next(batches) for _ in range(n)], batches
 
 
 def held_out(dataset):

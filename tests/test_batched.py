@@ -157,7 +157,7 @@ def test_under_jit_and_vmap_they_are_what_they_are_without(width):
 
 
 @pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_they_are_differentiated(width):
+def test_they_are_differentiated_as_single_passes_are(width):
     params, x, tangents, _ = evaluated_eagerly()
 
     def energy(x, width):
@@ -189,7 +189,7 @@ def test_gradients_in_bfloat16_stay_in_it(width):
     chex.assert_type(jax.tree.leaves(grads), jnp.bfloat16)
 
 
-def test_through_checkpoint_scan_and_convolutions():
+def test_through_checkpoint_scan_and_convolutions_they_equal_single_passes():
     @jax.checkpoint
     def block(h, w):
         return jax.nn.relu(h @ w)
@@ -247,7 +247,7 @@ def test_custom_rules_are_kept_and_forward_mode_of_a_custom_vjp_is_jax_s_error()
 
 
 @pytest.mark.parametrize("width", [2, 3, "auto"])
-def test_inside_shard_map(width):
+def test_inside_shard_map_tangents_are_those_of_the_whole_batch(width):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x, t = normal(0, 3, 2), normal(1, 8, 3), normal(2, 5, 8, 3)
     f = lambda x: jnp.sin(x @ w)  # noqa: E731

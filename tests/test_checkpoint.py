@@ -143,14 +143,15 @@ def test_who_reads_leaves_a_save_in_progress_alone(run):
 
 def test_a_folder_that_another_process_writes_in_is_refused(workplace, capsys):
     holding = """
-import sys, time
+import sys
 from pathlib import Path
 from train.run_folder import RunFolder
 with RunFolder(Path("r")).owned():
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
-    with subprocess.Popen([sys.executable, "-c", holding], stdout=subprocess.PIPE) as other:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", holding], **pipes) as other:
         assert other.stdout.readline() == b"held\n"
         assert exit_code("train", "tiny.py", "--out", "r") == 2
         assert f"process {other.pid}" in capsys.readouterr().err

@@ -1,4 +1,5 @@
 import chex
+import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +15,7 @@ from fnet import layers
 from fnet.autodiff.clipped import clipped_grad, routes
 from fnet.memory import peak
 
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    """Biases are added to arrays of higher rank."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 
 
 @jax.jit
@@ -133,7 +129,7 @@ def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted(name, 
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", ["dense", "tied_embedding"])
-def test_a_batch_of_none_and_of_one(name, size):
+def test_a_batch_of_none_or_of_one_has_its_plain_gradient(name, size):
     case = CASES[name]()
     batch = jax.tree.map(lambda a: a[:size], case.batch)
     found, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *batch)

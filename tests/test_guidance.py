@@ -6,14 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fnet.diffusion import (
-    ddim,
-    denoised,
-    drop_labels,
-    guided,
-    schedules,
-    target,
-)
+from fnet.diffusion import ddim, denoised, drop_labels, guided, schedules, target
 
 
 def noise(n, seed=1, size=3, dtype=jnp.float32):

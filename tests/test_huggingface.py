@@ -1,6 +1,7 @@
 """Data sets of the package datasets: by a stand-in of it, and by itself where it is installed."""
 
 import dataclasses
+import functools
 import io
 import re
 import sys
@@ -9,12 +10,13 @@ import types
 import chex
 import numpy as np
 import pytest
+from data_cases import refusal, seen
 from image_cases import class_folders, colour, write
 from PIL import Image
 from program_cases import exit_code, fnet_command
 
-from train.config import Config, HuggingFace, from_json, to_json
-from train.data import evaluation_batches, huggingface, training_batches
+from train.config import Config, HuggingFace, ImageFolder, from_json, to_json
+from train.data import evaluation_batches, huggingface, image_folder
 from train.data.poisson import poisson_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -114,13 +116,6 @@ def load(path="animals", **options):
     return huggingface.load(HuggingFace(path=str(path), **SMALL | options))
 
 
-def seen(dataset, n=6, size=4, after=None):
-    batches = training_batches(dataset, size, 0)
-    if after is not None:
-        batches.set_state(after)
-    return [next(batches) for _ in range(n)], batches
-
-
 def test_batches_have_the_images_of_their_ids(hub):
     data = load()
     assert data.classes == CLASSES
@@ -200,9 +195,6 @@ def test_every_augmentation_leaves_shapes_and_dtypes(hub, crop):
 
 
 def test_augmentation_is_that_of_image_folders(hub, tmp_path):
-    from train.config import ImageFolder
-    from train.data import image_folder
-
     rng = np.random.default_rng(0)
     class_folders(tmp_path, train=12, test=6, classes=CLASSES)
     for path in tmp_path.rglob("*.png"):
@@ -268,11 +260,7 @@ def test_batches_for_private_training_are_padded_even_where_none_is_drawn(hub):
     assert max(weights) > 0
 
 
-def refused(path="animals", **options):
-    with pytest.raises(UserError) as caught:
-        load(path, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = functools.partial(refusal, load)
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch):
@@ -310,7 +298,6 @@ MISTAKES = [
 def test_what_cannot_be_trained_on_is_said_in_one_line(hub, change, options, message):
     if change:
         change(hub)
-        hub.setdefault("asked", [])
     assert message in refused(**options)
 
 

@@ -1,10 +1,12 @@
 """Folders of images in batches: what is found, what is made of it, and what is said otherwise."""
 
+import functools
 import re
 
 import chex
 import numpy as np
 import pytest
+from data_cases import refusal, seen
 from image_cases import class_folders, colour, write
 from PIL import Image
 from program_cases import exit_code
@@ -25,13 +27,6 @@ def folder(tmp_path):
 def load(path, **options):
     defaults = {"image_size": 8, "batch_size": 4, "crop": "centre", "flip": False, "resize": 8}
     return image_folder.load(ImageFolder(path=str(path), **defaults | options))
-
-
-def seen(dataset, n=6, size=4, seed=0, after=None):
-    batches = training_batches(dataset, size, seed)
-    if after is not None:
-        batches.set_state(after)
-    return [next(batches) for _ in range(n)], batches
 
 
 def test_a_folder_is_a_class_in_the_order_of_names(folder):
@@ -216,11 +211,7 @@ def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(folder):
     assert data.explain(17) == f"{folder / 'val' / 'dog' / '005.png'}: zero bytes"
 
 
-def refused(path, **options):
-    with pytest.raises(UserError) as caught:
-        load(path, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = functools.partial(refusal, load)
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path):

@@ -136,10 +136,10 @@ def test_tokens_are_drawn_as_often_as_the_model_says():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -1}, "temperature"),
-        ({"top_k": 0}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"at_a_time": 0}, "at_a_time"),
+        ({"temperature": -1}, "temperature must be >= 0, got -1"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"at_a_time": 0}, "at_a_time must be at least 1, got 4 and 0"),
     ],
 )
 def test_drawing_out_of_range_is_refused(options, words):

@@ -13,10 +13,7 @@ from fnet.memory import largest
     start=st.integers(1, 300),
 )
 def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent, room, start):
-    asked = []
-
     def peak(n):
-        asked.append(n)
         return int(fixed + each * n + bent * n**0.5)
 
     found = largest(peak, fixed + room, start)

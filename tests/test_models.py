@@ -3,18 +3,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import initial
+from layer_cases import count, initial, shapes
 
-import fnet
 from fnet import layers, models
-
-
-def shapes(model):
-    return jax.eval_shape(model.init, jax.random.key(0))
-
-
-def count(tree):
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 # Torchvision 0.20's numbers of parameters.
@@ -85,7 +76,7 @@ def test_networks_map_images_to_logits_and_keep_their_states_form(model):
 
 
 def test_a_resnet9_has_the_sources_convolutions():
-    params, state = initial(models.get("resnet9", num_classes=10))
+    params, _ = shapes(models.get("resnet9", num_classes=10))
     kernels = sorted(p.shape for p in jax.tree.leaves(params) if p.ndim == 4)
     widths = [(24, 128), (128, 128), (128, 128), (128, 256), (256, 512), (512, 512), (512, 512)]
     assert kernels == sorted([(2, 2, 3, 24), *((3, 3, *pair) for pair in widths)])
@@ -100,23 +91,11 @@ def test_a_resnet9_has_the_sources_convolutions():
 
 
 def test_strides_are_torchvisions():
+    pool = layers.max_pool(3, stride=2, padding=1)
+    of_stem = jax.ShapeDtypeStruct((1, 112, 112, 64), jnp.float32)
+    pooled, _ = jax.eval_shape(lambda x: pool.apply({}, {}, x, train=True), of_stem)
+    assert pooled.shape == (1, 56, 56, 64)
     model = models.get("resnet50", num_classes=7)
-    seen = {}
-
-    def shape_of(name, layer):
-        def apply(params, state, x, **options):
-            y, state = layer.apply(params, state, x, **options)
-            seen[name] = y.shape
-            return y, state
-
-        return fnet.Layer(layer.init, apply)
-
-    pool = shape_of("pool", layers.max_pool(3, stride=2, padding=1))
-    jax.eval_shape(
-        lambda x: pool.apply({}, {}, x, train=True),
-        jax.ShapeDtypeStruct((1, 112, 112, 64), "float32"),
-    )
-    assert seen["pool"] == (1, 56, 56, 64)
     params, state = shapes(model)
     image = jax.ShapeDtypeStruct((2, 224, 224, 3), jnp.float32)
     lowered = jax.jit(lambda p, s, x: model.apply(p, s, x, train=True)[0]).lower(
@@ -141,6 +120,11 @@ def test_a_reversible_network_equals_itself_without_reversal():
     chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
 
 
+def test_a_network_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"expected one of .*preact_resnet.*, got 'resnet1'"):
+        models.get("resnet1")
+
+
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match=r"depth must be one of \[18, 34, 50, 101, 152\], got 20"):
         models.resnet(20, num_classes=3)
@@ -152,65 +136,3 @@ def test_wrong_sizes_are_refused():
         models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
     with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):
         models.preact_resnet(num_classes=3, widths=())
-
-
-def test_attention_equals_a_plain_softmax():
-    with jax.enable_x64(True):
-        layer = layers.attention(6, 2, causal=True)
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), initial(layer)[0])
-        x = np.random.default_rng(1).normal(size=(3, 5, 6))
-        y = jax.jit(lambda p, x: layer.apply(p, {}, x, train=True)[0])(params, x)
-        qkv = x @ params["query_key_value"]["kernel"] + params["query_key_value"]["bias"]
-        q, k, v = (a.reshape(3, 5, 2, 3) for a in np.split(qkv, 3, axis=-1))
-        scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(3)
-        scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
-        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-        mixed = np.einsum("bhts,bshd->bthd", weights, v).reshape(3, 5, 6)
-        expected = mixed @ params["output"]["kernel"] + params["output"]["bias"]
-        chex.assert_trees_all_close(y, expected, atol=1e-6)
-
-
-def test_causal_attention_sees_nothing_that_comes_later():
-    layer = layers.transformer(8, 2, 2, causal=True)
-    params, _ = initial(layer)
-    x = jax.random.normal(jax.random.key(1), (1, 6, 8))
-    sums = lambda x: layer.apply(params, {}, x, train=True)[0].sum(-1)  # noqa: E731
-    jacobian = jax.jit(jax.jacrev(sums))(x)
-    influence = jnp.abs(jacobian[0, :, 0]).sum(-1)
-    assert float(jnp.triu(influence, 1).max()) == 0.0
-    assert float(jnp.diag(influence).min()) > 0.0
-
-
-def test_attention_refuses_heads_that_do_not_divide():
-    with pytest.raises(ValueError, match="got heads=3, width=8"):
-        layers.attention(8, 3)
-
-
-def test_a_reversible_transformer_equals_itself_without_reversal():
-    restored = layers.reversible_transformer(8, 2, 3, causal=True)
-    kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
-    params, state = initial(restored)
-    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
-
-    def gradient(layer):
-        f = lambda p, x: jnp.sin(layer.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
-        return jax.jit(jax.grad(f, argnums=(0, 1)))(params, x)
-
-    chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
-
-
-def transformer_activations(make, blocks, width):
-    """Temporaries of the gradient's program in activations, under the better options."""
-    layer = make(64, 4, blocks)
-    params, state = shapes(layer)
-    x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
-    f = lambda p, s, x: jnp.square(layer.apply(p, s, x, train=True)[0]).mean()  # noqa: E731
-    compiled, _ = fnet.memory.compile_smallest(jax.jit(jax.grad(f)).lower(params, state, x))
-    return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
-
-
-def test_a_reversible_transformer_needs_no_more_memory_when_it_is_deeper():
-    few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 5))
-    assert many - few < 0.75
-    few, many = (transformer_activations(layers.transformer, n, 64) for n in (1, 3))
-    assert many - few > 10

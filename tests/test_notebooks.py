@@ -13,6 +13,7 @@ SMALL = {  # in place of the cell with the tag "parameters"
     "clipped_equinox": "WIDTH, DEPTH = 64, 2\nEPOCHS, BATCH = 2, 64\nCLIP = 1.0",
     "planning_a_budget": "SIZE, BATCH = 8, 8\nWIDTHS, BLOCKS = (8,), 1\nSTEPS = 2\nSHARES = [0.8]\nPOLICIES = ['keep', 'segments']",
 }
+LONG = {"planning_a_budget"}  # run by make test-all
 
 
 def cells(name):
@@ -29,7 +30,7 @@ def test_there_is_a_small_setting_for_every_notebook():
 
 
 @pytest.mark.parametrize(
-    "name", [*list(SMALL)[:2], pytest.param("planning_a_budget", marks=pytest.mark.slow)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SMALL]
 )
 def test_a_notebook_runs_from_top_to_bottom(name, monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: plt.close("all"))

@@ -61,6 +61,26 @@ def test_decays_that_cannot_be_are_refused(name, decay_steps, message):
         fnet.optim.make_schedule(name, 1.0, 10, decay_steps=decay_steps)
 
 
+def test_names_that_do_not_exist_are_refused_with_those_that_do():
+    with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'stepp'"):
+        fnet.optim.make_schedule("stepp", 0.1, 10)
+    with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got 11"):
+        fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=11)
+    with pytest.raises(ValueError, match=r"expected one of .*adamw.*, got 'sdg'"):
+        fnet.optim.make_optimizer("sdg", 0.1)
+
+
+def test_weight_decay_spares_norms_and_biases():
+    model = fnet.serial(conv=layers.conv(1, 4), abn=layers.abn(4), head=layers.dense(4, 3))
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    rule = fnet.optim.make_optimizer("sgd", 1.0, momentum=0.0, weight_decay=0.5)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(lambda g, p: rule.update(g, rule.init(p), p))(zeros, params)
+    chex.assert_trees_all_close(updates["head"]["kernel"], -0.5 * params["head"]["kernel"])
+    chex.assert_trees_all_equal(updates["abn"], zeros["abn"])
+    chex.assert_trees_all_equal(updates["head"]["bias"], zeros["head"]["bias"])
+
+
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
 def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}

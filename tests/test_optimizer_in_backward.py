@@ -133,7 +133,7 @@ def test_transformer_blocks_are_the_same():
     assert_the_same(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
 
 
-def test_several_stacks_anywhere_in_the_parameters():
+def test_several_stacks_may_lie_anywhere_in_the_parameters():
     model = serial(
         encoder=serial(embed=layers.dense(5, WIDTH), blocks=repeat(small_block(), 2)),
         decoder=repeat(small_block(), 3),
@@ -143,7 +143,7 @@ def test_several_stacks_anywhere_in_the_parameters():
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_stack_that_is_the_whole_network(depth):
+def test_a_stack_may_be_the_whole_network(depth):
     model = repeat(serial(dense=layers.dense(5, 5), act=layers.activation("gelu")), depth)
     assert_the_same(model, OPTIMIZERS["adam"], optimizer_in_backward(""))
 

@@ -1,4 +1,5 @@
 import chex
+import example_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,19 +13,14 @@ import fnet
 from fnet import autodiff, layers
 from fnet.autodiff import influence, noise_scale, per_example_grad, per_example_norms
 
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    """Biases are added to arrays of higher rank."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 
 
 @pytest.mark.parametrize("width", [None, 1, 4])
 @pytest.mark.parametrize(
     "name", ["tied_embedding", "convolutions", "stacked_layers", "unusual", "dropout"]
 )
-def test_they_are_those_of_a_loop_over_examples(name, width):
+def test_gradients_are_those_of_a_loop_over_examples(name, width):
     case = CASES[name]()
     found = jax.jit(per_example_grad(case.loss, width=width))(case.params, *case.batch)
     chex.assert_trees_all_close(found, one_by_one(case), rtol=2e-4, atol=2e-5)
@@ -35,7 +31,9 @@ def test_they_are_those_of_a_loop_over_examples(name, width):
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2),
     st.integers(1, 2), st.sampled_from(["SAME", "VALID"]),
 )  # fmt: skip
-def test_convolutions_of_all_shapes(size, window, stride, dilation, groups, features, padding):
+def test_gradients_and_norms_of_convolutions_of_all_shapes_are_those_of_single_examples(
+    size, window, stride, dilation, groups, features, padding
+):
     side = size + dilation * (window - 1)
     x = jax.random.normal(jax.random.key(0), (3, side, side + 1, groups * features))
     kernel = jax.random.normal(jax.random.key(1), (window, window, features, 2 * groups))

@@ -14,8 +14,7 @@ import optax
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from program_cases import exit_code, fnet_command
-from test_program import final_state, metrics_of
+from program_cases import exit_code, final_state, fnet_command, metrics_of
 
 from train import recipes
 from train.config import Clipped

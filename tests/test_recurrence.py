@@ -287,17 +287,17 @@ def test_the_backward_pass_never_holds_all_states(name, options):
     def temporaries(t):
         f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
         if name == "selective":
-            scan, lengths = selective_scan, f32((channels, states))
+            scan, decay = selective_scan, f32((channels, states))
             x, dt, bc = f32((1, t, channels)), f32((1, t, channels)), f32((1, t, states))
         else:
-            scan, lengths = state_space_dual, f32((4,))
+            scan, decay = state_space_dual, f32((4,))
             x, dt = f32((1, t, 4, channels // 4)), f32((1, t, 4))
             bc = f32((1, t, 1, states))
 
         def gradient(dy, *given):
             return jax.vjp(lambda *a: scan(*a)[0], *given)[1](dy)
 
-        lowered = jax.jit(gradient).lower(x, x, dt, lengths, bc, bc)
+        lowered = jax.jit(gradient).lower(x, x, dt, decay, bc, bc)
         return peak(lowered.compile(compiler_options=dict(options))).temporaries
 
     short, long = 256, 1024
@@ -327,7 +327,7 @@ F = functools.partial(jnp.ones, dtype=jnp.float32)
         (linear_recurrence, changed(recurrence_inputs, b=F((B, 3, E, N))), ValueError, "one shape"),
         (linear_recurrence, changed(recurrence_inputs, initial=F((B, E))), ValueError, "initial"),
         (linear_recurrence, {"a": F((B, 0)), "b": F((B, 0))}, ValueError, "T >= 1"),
-        (linear_recurrence, changed(recurrence_inputs, a=jnp.ones(3, int)), TypeError, "int"),
+        (linear_recurrence, changed(recurrence_inputs, a=jnp.ones(3, int)), TypeError, "a must be"),
         (
             selective_scan,
             changed(selective_inputs, chunk=0),
@@ -341,13 +341,13 @@ F = functools.partial(jnp.ones, dtype=jnp.float32)
         (selective_scan, changed(selective_inputs, initial=F((B, E, N))), ValueError, "initial"),
         (selective_scan, changed(selective_inputs, B=jnp.ones(3, int)), TypeError, "B must be"),
         (state_space_dual, changed(dual_inputs, chunk=0), ValueError, "chunk must be at least 1"),
-        (state_space_dual, changed(dual_inputs, B=F((B, 4, 3, N))), ValueError, "groups"),
+        (state_space_dual, changed(dual_inputs, B=F((B, 4, 3, N))), ValueError, "B's groups"),
         (state_space_dual, changed(dual_inputs, A=F((1,))), ValueError, "A must have"),
         (state_space_dual, changed(dual_inputs, x=F((B, 4, E))), ValueError, "expected x"),
         (state_space_dual, changed(dual_inputs, dt=jnp.ones(3, int)), TypeError, "dt must be"),
-        (causal_conv, changed(conv_inputs, kernel=F((4, 1))), ValueError, "kernel"),
-        (causal_conv, changed(conv_inputs, bias=F((1,))), ValueError, "bias"),
-        (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past"),
+        (causal_conv, changed(conv_inputs, kernel=F((4, 1))), ValueError, "expected x"),
+        (causal_conv, changed(conv_inputs, bias=F((1,))), ValueError, "bias must have"),
+        (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past must have"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(scan, given, error, message):

@@ -2,7 +2,6 @@
 
 import base64
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import report_cases
 from program_cases import fnet_command
 from report_cases import (
     LINES,
     NOW,
     Page,
     line,
-    make_run,
     page_of,
     written,
 )
@@ -38,14 +37,10 @@ from train.report.config import ABSENT, differences
 from train.report.runs import read_runs
 from train.run_folder import RunFolder
 
-
-@pytest.fixture
-def make(tmp_path):
-    """``make(name, ...)``: the folder of a run; ended, if it is not said otherwise."""
-    return functools.partial(make_run, tmp_path)
+make = pytest.fixture(report_cases.make)
 
 
-def test_a_run_as_it_is_trained_is_told_whole(workplace, capsys):
+def test_a_run_as_it_is_trained_is_told_whole(workplace):
     fnet_command("train", "tiny.py", "--out", "r")
     folder = RunFolder(Path("r"))
     assert written(folder) == Path("r/report.html")

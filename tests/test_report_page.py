@@ -1,7 +1,6 @@
 """The page of a report: well-formed, by itself, trusting no text, readable."""
 
 import base64
-import functools
 import hashlib
 import json
 import os
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import report_cases
 from program_cases import exit_code, fnet_command
 from report_cases import (
     EVIL,
@@ -19,15 +19,11 @@ from report_cases import (
     PNG,
     Page,
     line,
-    make_run,
     page_of,
     written,
 )
 
-from train.config import (
-    Config,
-    ImageFolder,
-)
+from train.config import Config, ImageFolder
 from train.errors import UserError
 from train.report import as_html
 from train.report.curves import MOST_POINTS, thinned
@@ -36,11 +32,7 @@ from train.report.scales import BYTES, NUMBER, SCORE, SHARE, axis, number
 from train.report.style import STYLE
 from train.run_folder import RunFolder
 
-
-@pytest.fixture
-def make(tmp_path):
-    """``make(name, ...)``: the folder of a run; ended, if it is not said otherwise."""
-    return functools.partial(make_run, tmp_path)
+make = pytest.fixture(report_cases.make)
 
 
 def test_the_page_asks_for_nothing_and_lets_no_other_script_run(make):

@@ -66,7 +66,7 @@ def test_gradients_equal_those_of_the_same_network_without_reversal_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_they_are_equal_at_64_blocks_too():
+def test_gradients_equal_those_without_reversal_at_64_blocks_too():
     block = serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
     pairs = [(block, block)] * 64
     restored, kept = reversible(pairs), reversible(pairs, restore=False)

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 from matplotlib import image as pictures
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train.arguments import ImageArguments, TextArguments
 from train.config import TextFile
@@ -142,7 +142,7 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
         vocabulary.encode("abxbay")
 
 
-def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, recipes, capsys):
+def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
     text = printed(capsys, "words", "--prompt", "to be", "--length", 8)
@@ -230,33 +230,23 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, message, run_of, capsys):
     steps = ("--steps", 2) if words[0] == "images" and "--steps" not in words else ()
     before = {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
     assert exit_code("sample", *words, *steps) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)
     assert before == {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
 
 
-def one_line(capsys, message):
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_a_run_that_generates_nothing_is_refused(recipes, capsys):
+def test_a_run_that_generates_nothing_is_refused(capsys):
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1)
     capsys.readouterr()
     assert exit_code("sample", "run") == 2
-    one_line(capsys, "run is a run of preact_resnet, which generates nothing; there are")
+    said_in_one_line(capsys, "run is a run of preact_resnet, which generates nothing; there are")
 
 
 @pytest.mark.parametrize("words", [(), ("--prompt", "to")])
 def test_a_missing_run_is_refused(words, capsys):
     assert exit_code("sample", *words) == 2
-    one_line(capsys, "say what first: fnet sample RUN")
+    said_in_one_line(capsys, "say what first: fnet sample RUN")
     assert exit_code("sample", "nowhere", *words) == 2
-    one_line(capsys, "no run in nowhere: it has no config.json")
+    said_in_one_line(capsys, "no run in nowhere: it has no config.json")
 
 
 @pytest.mark.parametrize("recipe", ["text", "images"])
@@ -264,7 +254,7 @@ def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
     shutil.rmtree(run_of(recipe) / "checkpoints")
     steps = ("--steps", 2) if recipe == "images" else ()
     assert exit_code("sample", recipe, *steps) == 2
-    one_line(capsys, "the run has not saved one yet")
+    said_in_one_line(capsys, "the run has not saved one yet")
 
 
 TRAINING_MISTAKES = [
@@ -287,5 +277,5 @@ def test_a_network_that_cannot_be_is_refused_before_training(words, message, rec
     (recipes / "short.txt").write_text("to be")
     (recipes / "empty.txt").write_text("")
     assert exit_code("train", *words, "--out", "new") == 2
-    one_line(capsys, message)
+    said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()

@@ -114,7 +114,7 @@ def test_ddim_with_the_true_noise_recovers_the_example_in_one_step(name, predict
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("predicts", TARGETS)
-def test_so_it_does_from_the_last_step_in_float64(float64, name, predicts):
+def test_from_the_last_step_ddim_recovers_the_example_in_float64(float64, name, predicts):
     schedule = schedules.get(name)
     x0, eps = noise(4, 1, dtype=jnp.float64), noise(4, 2, dtype=jnp.float64)
     alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]

@@ -1,15 +1,17 @@
 """Images with masks: one geometry for both, and what is said of those that do not fit."""
 
+import functools
+
 import chex
 import numpy as np
 import pytest
+from data_cases import refusal, seen
 from image_cases import write, write_mask
 from PIL import Image
 
 from train.config import Config, from_json, to_json
 from train.config.data import SegmentationFolder
-from train.data import evaluation_batches, segmentation_folder, training_batches
-from train.errors import UserError
+from train.data import evaluation_batches, segmentation_folder
 
 
 def labels_of(height, width):
@@ -42,13 +44,6 @@ def folder(tmp_path):
 def load(path, **options):
     defaults = {"image_size": 20, "classes": 3, "batch_size": 4, "flip": False}
     return segmentation_folder.load(SegmentationFolder(path=str(path), **defaults | options))
-
-
-def seen(dataset, n=5, size=4, after=None):
-    batches = training_batches(dataset, size, 0)
-    if after is not None:
-        batches.set_state(after)
-    return [next(batches) for _ in range(n)], batches
 
 
 def test_batches_hold_images_and_their_masks(folder):
@@ -164,11 +159,7 @@ def test_classes_are_named_in_a_file(folder):
     assert refused(folder, classes=4) == f"data.classes: 4, but {folder / 'classes.txt'} names 3"
 
 
-def refused(path, **options):
-    with pytest.raises(UserError) as caught:
-        load(path, **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+refused = functools.partial(refusal, load)
 
 
 def test_nobody_says_how_many_classes_there_are(folder):

@@ -88,7 +88,7 @@ def test_evaluation_reads_contexts_and_renews_none(context):
 
 
 def future_to_past(stack, params, state):
-    """The largest |d out[t] / d in[s]| with s > t, in training."""
+    """d out[t] / d in[b, s, d] in training where s > t, else 0: [T, B, T, D]."""
     jacobian = jax.jit(
         jax.jacrev(lambda x: stack.apply(params, state, x, train=True)[0].sum((0, 2)))
     )(tokens())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import initial
+from layer_cases import count, initial, shapes
 
 import fnet
 from fnet import layers, models
@@ -15,14 +15,6 @@ from fnet.models.backbone import input_stem
 from fnet.models.deeplab import head
 from fnet.models.densenet import dense_stage
 from fnet.models.residual_blocks import post_activation, pre_activation
-
-
-def shapes(model):
-    return jax.eval_shape(model.init, jax.random.key(0))
-
-
-def count(tree):
-    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def output(model, size=64, *, train=True):
@@ -221,7 +213,7 @@ def test_a_segmentation_network_labels_every_pixel():
 
 
 @pytest.mark.parametrize("shared_axes", [(1, 2), (-3, -2)])
-def test_dropout_of_the_a2_form_drops_whole_channels(shared_axes):
+def test_dropout_with_shared_axes_drops_whole_channels(shared_axes):
     layer = layers.dropout(0.5, shared_axes=shared_axes)
     y, _ = layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
     assert (y == y[:, :1, :1]).all()

@@ -20,6 +20,11 @@ from fnet import losses
 from fnet.losses import linear_cross_entropy
 
 
+def of_optax(x, kernel, labels, *, bias):
+    logits = whole_logits(x, kernel, bias)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
 @pytest.mark.parametrize(
     ("tokens", "chunk"),
     [((), 8), ((6,), 1), ((6,), V), ((2, 3), 10), ((2, 1, 3), None)],
@@ -27,11 +32,6 @@ from fnet.losses import linear_cross_entropy
 @pytest.mark.usefixtures("float64")
 def test_losses_and_gradients_are_those_of_optax(tokens, chunk):
     x, kernel, bias, labels, weights = arrays(*tokens)
-
-    def of_optax(x, kernel, labels, *, bias):
-        logits = whole_logits(x, kernel, bias)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
     got = with_gradients(linear_cross_entropy, labels, weights, chunk=chunk)(x, kernel, bias)
     want = with_gradients(of_optax, labels, weights)(x, kernel, bias)
     assert got[0].shape == tokens
@@ -41,11 +41,6 @@ def test_losses_and_gradients_are_those_of_optax(tokens, chunk):
 
 def test_float32_is_within_rounding_of_optax():
     x, kernel, bias, labels, weights = arrays(64, dtype=jnp.float32, width=32, words=1500)
-
-    def of_optax(x, kernel, labels, *, bias):
-        logits = whole_logits(x, kernel, bias)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
     got = with_gradients(linear_cross_entropy, labels, weights)(x, kernel, bias)
     want = with_gradients(of_optax, labels, weights)(x, kernel, bias)
     chex.assert_trees_all_equal_dtypes(got, want)

@@ -12,7 +12,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -167,7 +167,7 @@ def test_a_new_classifier_has_the_runs_own_initial_values(place):
     chex.assert_trees_all_equal(state.opt_state, own.opt_state)
 
 
-def test_weights_for_another_norm_or_activation_are_said_to_be(place, capsys):
+def test_weights_for_another_norm_or_activation_are_said_to_be(place):
     plain = ("--model.norm", "batch", "--model.activation", "relu")
     save_file(state_dict("resnet.py", names="torchvision"), "given.safetensors")
     fnet_command("import", "resnet.py", "given.safetensors", "--out", "plain", *plain)
@@ -227,15 +227,8 @@ IMPORTING = [
 def test_what_cannot_be_imported_is_one_line_and_nothing_is_written(words, message, files, capsys):
     before = sorted(files.rglob("*"))
     assert exit_code("import", "resnet.py", *words) == 2
-    one_line(capsys, message)
+    said_in_one_line(capsys, message)
     assert sorted(files.rglob("*")) == before
-
-
-def one_line(capsys, message):
-    error = capsys.readouterr().err
-    assert error.startswith("fnet: ")
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_weights_are_imported_into_no_folder_that_holds_a_run(trained, capsys):
@@ -243,7 +236,7 @@ def test_weights_are_imported_into_no_folder_that_holds_a_run(trained, capsys):
     fnet_command("export", "trained", "--out", "w.safetensors")
     capsys.readouterr()
     assert exit_code("import", "tiny.py", "w.safetensors", "--out", "trained") == 2
-    one_line(capsys, "trained already holds a run")
+    said_in_one_line(capsys, "trained already holds a run")
     assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
 
 
@@ -260,7 +253,7 @@ EXPORTING = [
 @pytest.mark.parametrize(("words", "message"), EXPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
 def test_what_cannot_be_exported_is_one_line(words, message, trained, capsys):
     assert exit_code("export", *words) == 2
-    one_line(capsys, message)
+    said_in_one_line(capsys, message)
 
 
 def test_networks_that_torch_has_no_names_for_are_refused(place, capsys):
@@ -268,7 +261,7 @@ def test_networks_that_torch_has_no_names_for_are_refused(place, capsys):
     (place / "text.py").write_text(f"from train.config import Config, {model}")
     save_file({"a": np.zeros(3)}, "w.safetensors")
     assert exit_code("import", "text.py", "w.safetensors") == 2
-    one_line(capsys, "names are of networks for images, not of language_model")
+    said_in_one_line(capsys, "names are of networks for images, not of language_model")
 
 
 class Code:
@@ -282,7 +275,9 @@ def test_without_torch_a_checkpoint_of_torch_is_not_read_by_other_means(place, m
     monkeypatch.setitem(sys.modules, "torch", None)
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
-    one_line(capsys, "code.pth: torch reads it, which is not here: pip install 'fnet-jax[torch]'")
+    said_in_one_line(
+        capsys, "code.pth: torch reads it, which is not here: pip install 'fnet-jax[torch]'"
+    )
     assert not (place / "ran.txt").exists()
 
 
@@ -291,7 +286,7 @@ def test_a_torch_that_could_be_made_to_run_code_is_not_used(place, monkeypatch, 
     monkeypatch.setitem(sys.modules, "torch", old)
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
-    one_line(capsys, "torch 2.5.1+cpu can be made to run code in a checkpoint")
+    said_in_one_line(capsys, "torch 2.5.1+cpu can be made to run code in a checkpoint")
     assert not (place / "ran.txt").exists()
 
 
@@ -305,7 +300,7 @@ def in_torch(torch, arrays):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_of_torch_is_imported(zipped, torch, capsys):
+def test_a_checkpoint_of_torch_is_imported(zipped, torch):
     arrays = state_dict("tiny.py")
     tensors = {f"module.{key}": t for key, t in in_torch(torch, arrays).items()}
     tensors["module.abn.bias"] = tensors["module.abn.bias"].bfloat16()
@@ -330,7 +325,7 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(torch, pla
         torch.save(weights, path, _use_new_zipfile_serialization=zipped)
         (place / "ran.txt").unlink(missing_ok=True)
         assert exit_code("import", "tiny.py", path) == 2
-        one_line(capsys, f"{path}: it asks for io.open, which is no weight, and code in a checkpoint is never run")  # fmt: skip
+        said_in_one_line(capsys, f"{path}: it asks for io.open, which is no weight, and code in a checkpoint is never run")  # fmt: skip
         assert not (place / "ran.txt").exists()
 
 
@@ -346,4 +341,4 @@ def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, p
         "nothing.pth": "nothing.pth: no arrays in it",
     }.items():
         assert exit_code("import", "tiny.py", path) == 2
-        one_line(capsys, message)
+        said_in_one_line(capsys, message)
