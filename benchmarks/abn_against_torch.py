@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import abn_stack, measure
+from benchmarks import abn_stack, machine, measure
 from benchmarks.claims import Claim, argument_parser, publish
 from fnet.memory import compile_smallest
 
@@ -27,7 +27,7 @@ except ImportError as error:
     InPlaceABN, MISSING = None, str(error)
 
 MakeNorm = Callable[[], nn.Module]
-WIDTH, THREADS = abn_stack.WIDTH, 2
+WIDTH, THREADS = abn_stack.WIDTH, machine.cores()
 LAYOUTS = {"NCHW": torch.contiguous_format, "channels_last": torch.channels_last}
 FLAX, FNET = "flax linen BatchNorm, leaky_relu", "`fnet.abn`"
 

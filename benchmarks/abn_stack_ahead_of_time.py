@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks.abn_stack_ahead_of_time --target h100 --target v5e
 
-needs ``fnet-jax[cuda]`` and ``fnet-jax[tpu]``, neither device, and seconds for
-the one, ten minutes for the other.
+needs ``fnet-jax[target-gpu]`` and ``fnet-jax[target-tpu]``, neither device, and seconds
+for the one, ten minutes for the other.
 """
 
 import functools
@@ -47,7 +47,7 @@ PEERS = {
 KEPT = {name: 0.0 if "reversible" in name else 1.0 for name in PEERS}
 """Activations a block that are wanted, to two digits."""
 
-PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu")
+PACKAGES = ("jax", "jaxlib", "flax", "jax-cuda13-plugin", "libtpu")
 
 
 def main() -> None:

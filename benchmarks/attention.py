@@ -22,9 +22,9 @@ from jax import Array
 
 import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown, temporaries
+from benchmarks.measure import compiled_each_way, interleaved, markdown, temporaries
 from fnet.layers.attention import dot_product_attention
-from fnet.memory.peak import CANDIDATE_OPTIONS, compile_smallest
+from fnet.memory import compile_smallest
 
 HEADS, DIM = 8, 64
 TOKENS = (256, 512, 1024, 2048)
@@ -60,8 +60,7 @@ def here(
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(4)]
     lowered = {name: gradient(f).lower(*arrays) for name, f in sides(causal, window).items()}
     smallest = {name: compile_smallest(low)[0] for name, low in lowered.items()}
-    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
-    programs = {f"jax.nn {i}": lowered["jax.nn"].compile(o) for i, o in enumerate(options)}
+    programs = {f"jax.nn {i}": p for i, p in enumerate(compiled_each_way(lowered["jax.nn"]))}
     programs |= {name: program for name, program in smallest.items() if name != "jax.nn"}
     seconds = interleaved(
         {name: functools.partial(p, *arrays) for name, p in programs.items()}, rounds

@@ -29,10 +29,9 @@ from jax.extend.core import ClosedJaxpr
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown, temporaries
+from benchmarks.measure import compiled_each_way, interleaved, markdown, temporaries
 from fnet import layers
-from fnet.memory import hlo, peak
-from fnet.memory.peak import CANDIDATE_OPTIONS, compile_smallest
+from fnet.memory import compile_smallest, hlo, peak
 
 BATCH, TOKENS = 8, 256
 WIDTHS = (128, 384, 768)
@@ -129,7 +128,6 @@ class Applied(NamedTuple):
 def applied(width: int, rounds: int) -> Applied:
     """Every form, at one width."""
     *given, dy = arrays(width)
-    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     counts, dots, kept, held, in_one, in_two = {}, {}, {}, {}, {}, {}
     for name, form in FORMS.items():
         first = functools.partial(forward, form)
@@ -140,8 +138,8 @@ def applied(width: int, rounds: int) -> Applied:
         lowered = jax.jit(functools.partial(both, form)).lower(*given, dy)
         smallest = compile_smallest(lowered)[0]
         dots[name], held[name] = compiled_products(smallest), temporaries(smallest)
-        for i, o in enumerate(options):
-            in_one[name, i] = functools.partial(lowered.compile(o), *given, dy)
+        for i, program in enumerate(compiled_each_way(lowered)):
+            in_one[name, i] = functools.partial(program, *given, dy)
 
         in_two[name] = functools.partial(in_turn, jax.jit(first), jax.jit(backward), given, dy)
     each, two = interleaved(in_one, rounds), interleaved(in_two, rounds)
@@ -185,7 +183,6 @@ def claims(width: int, a: Applied) -> Iterator[Claim]:
 def share_of_a_block(rounds: int) -> list[dict[str, str]]:
     """A row for each way to pass contexts on: a stack's gradient beside the one without."""
     x = jax.random.normal(jax.random.key(0), (BATCH, TOKENS, WIDTH))
-    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     totals, calls = {}, {}
     for way in (None, "lagged", "current"):
         block = layers.Block(
@@ -202,8 +199,7 @@ def share_of_a_block(rounds: int) -> list[dict[str, str]]:
             return jnp.square(y).mean(), state
 
         gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), donate_argnums=2)
-        lowered = gradient.lower(params, x, state)
-        programs = [lowered.compile(o) for o in options]
+        programs = compiled_each_way(gradient.lower(params, x, state))
         totals[way] = min(peak(p).total for p in programs)
         for i, program in enumerate(programs):
             box = [jax.tree.map(jnp.copy, state)]

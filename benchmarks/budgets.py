@@ -10,6 +10,7 @@ the process above what it held once everything was compiled; `RESERVE` of a budg
 left to it. Processes are interleaved; seconds a step are medians.
 """
 
+import argparse
 import functools
 import json
 import statistics
@@ -143,8 +144,8 @@ def in_a_process(*arguments: object) -> dict[str, Any]:
 def main() -> None:
     parser = argument_parser(__doc__, rounds=2)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--worker", nargs=3, metavar=("PROBLEM", "BUDGET", "STEPS"))
+    parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not timed")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         hold_little_freed_memory()

@@ -24,7 +24,7 @@ import optax.contrib
 from jax import Array
 
 import fnet
-from benchmarks import networks
+from benchmarks import machine, networks
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.clipped_grad import checked, compiled, one_by_one, plain
 from benchmarks.measure import interleaved, markdown, temporaries
@@ -53,7 +53,7 @@ except ImportError as error:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=21)
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--threads", type=int, default=machine.cores(), help="of torch")
     args = parser.parse_args()
     rounds = args.rounds
     cases = {

@@ -63,7 +63,11 @@ HEADLINES = (
         "*, value and gradients, *: temporaries",
     ),
     Headline("the same: time", "linear_cross_entropy", "*, value and gradients, *: time"),
-    Headline("attention, 2,048 tokens: memory of a gradient", "attention", "*tokens, *temporaries"),
+    Headline(
+        "attention, 2,048 tokens: memory of a gradient",
+        "attention",
+        "*tokens, gradient: temporaries",
+    ),
     Headline("the same: time", "attention", "*tokens, gradient: time"),
     Headline(
         "8 microbatches, Adam: peak of a train step",

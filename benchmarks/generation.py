@@ -166,8 +166,8 @@ def against(mixers: list[str], total: int, rounds: int) -> tuple[list[dict[str, 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=11)
     parser.add_argument("--mixers", nargs="+", default=list(MIXERS), choices=MIXERS)
-    parser.add_argument("--pasts", type=int, nargs="*", default=PASTS)
-    parser.add_argument("--total", type=int, default=TOTAL)
+    parser.add_argument("--pasts", type=int, nargs="*", default=PASTS, help="lengths T")
+    parser.add_argument("--total", type=int, default=TOTAL, help="tokens, with a cache and without")
     args = parser.parse_args()
     print(f"{BLOCKS} blocks of width {WIDTH}, vocabulary {VOCABULARY}, batch 1, float32.\n")
     claimed: list[Claim] = []

@@ -69,8 +69,8 @@ def start(words: list[str], resume: bool) -> subprocess.Popen:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--kills", type=int, default=100, help="in all runs together")
+    parser.add_argument("--steps", type=int, default=1500, help="of each run")
     parser.add_argument("--every", type=int, default=7, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     args = parser.parse_args()

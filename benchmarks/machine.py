@@ -17,12 +17,19 @@ def describe() -> dict[str, Any]:
     """
     return {
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),
         "devices": _devices(),
     }
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def same_hardware(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -47,12 +54,6 @@ def _cpu() -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _devices() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved medians, compiled temporaries, Markdown tables."""
+"""What the benchmarks share: interleaved medians, compiled programs, Markdown tables."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fnet.memory import peak
+from fnet.memory.peak import CANDIDATE_OPTIONS, peak
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -29,6 +29,12 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def compiled_each_way(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
+    """With JAX's default options, and with each of those that `fnet.compile_step` tries."""
+    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
+    return [lowered.compile(compiler_options=o) for o in options]
 
 
 def temporaries(compiled: jax.stages.Compiled) -> int:

@@ -197,7 +197,7 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=7)
-    parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="lengths T")
     args = parser.parse_args()
     found = scans(tuple(args.steps), args.rounds)
     print(f"Selective scan, value and gradients, 1 x T x {CHANNELS}, N = {STATES}, float32.\n")

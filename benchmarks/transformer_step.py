@@ -24,9 +24,9 @@ from jax import Array
 import fnet
 import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown
+from benchmarks.measure import compiled_each_way, interleaved, markdown
 from fnet import layers, models
-from fnet.memory.peak import CANDIDATE_OPTIONS, peak
+from fnet.memory import peak
 
 OPTIMIZER = optax.adamw(1e-3)
 KEY = jax.random.key(0)
@@ -141,8 +141,7 @@ def for_flax(s: Sizes) -> tuple[Any, Any]:
 def programs(lowered: jax.stages.Lowered, target: Any) -> list[jax.stages.Compiled]:
     if target:
         return [lowered.compile(compiler_options=target.compiler_options)]
-    options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
-    return [lowered.compile(compiler_options=o) for o in options]
+    return compiled_each_way(lowered)
 
 
 def main() -> None:

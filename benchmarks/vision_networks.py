@@ -93,7 +93,7 @@ def peak(name: str, form: str, batch: int, size: int) -> int:
     """Bytes, with the best of the compiler's options; no code is made."""
     step, *shapes = train_step(name, form, batch, size)
     lowered = step.lower(*shapes)
-    candidates = CANDIDATE_OPTIONS[jax.default_backend()]
+    candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     return min(memory.foresee(lowered, options).total for options in candidates)
 
 

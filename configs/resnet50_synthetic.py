@@ -1,7 +1,7 @@
 """A ResNet-50 with in-place activated batch norm on random images: for measuring.
 
-fnet memory resnet50_synthetic --budget 600MB
-fnet train resnet50_synthetic --memory.budget 1GiB
+    fnet memory resnet50_synthetic --budget 600MB
+    fnet train resnet50_synthetic --memory.budget 1GiB
 
 Trained for six steps without a budget: 44 s on two CPU cores, most of it compilation;
 predicted 698 MB, seen 714 MB. The first command takes about a minute and a half.
