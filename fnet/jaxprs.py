@@ -1,7 +1,8 @@
 """Equations of a traced function: run one, look into one. The same on JAX 0.10 and 0.11."""
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +59,15 @@ def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     while marks:
         name, marks = _TRANSFORMED.subn(r"\1", name)
     return tuple(part for part in name.split("/") if part)
+
+
+@contextlib.contextmanager
+def in_scopes(eqn: JaxprEqn) -> Iterator[None]:
+    """Traces under the named scopes of an equation that is not run, but replaced."""
+    with contextlib.ExitStack() as entered:
+        for name in scopes(eqn):
+            entered.enter_context(jax.named_scope(name))
+        yield
 
 
 def source(eqn: JaxprEqn) -> str:
