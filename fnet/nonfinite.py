@@ -1,6 +1,5 @@
 """Where numbers stopped being finite: the layer and the operation, found by computing again."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +58,11 @@ def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
       None if every result is finite.
     """
     closed = jax.make_jaxpr(f)(*args)
-    names = _argument_names(f, args)
+    names = [
+        name + jax.tree_util.keystr(path)
+        for name, arg in zip(jaxprs.argument_names(f, args), args, strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(arg)
+    ]
     made: list[_Made] = []
     results: list[int] = []
 
@@ -158,16 +161,3 @@ def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
     while (behind := next((i for i in made[number].inputs if flagged[i]), None)) is not None:
         number = behind
     return number
-
-
-def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    try:
-        called = list(inspect.signature(f).parameters)
-    except (TypeError, ValueError):
-        called = []
-    names = []
-    for i, arg in enumerate(args):
-        start = called[i] if i < len(called) else f"argument {i}"
-        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
-        names += [start + jax.tree_util.keystr(path) for path, _ in leaves]
-    return names

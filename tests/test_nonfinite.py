@@ -123,3 +123,8 @@ def test_integers_and_keys_may_be_among_the_arguments():
 
     args = jnp.asarray([1.0, jnp.nan]), jnp.asarray([0, 1])
     assert str(find_nonfinite(f, *args, jax.random.key(0))) == "x has nan"
+
+
+def test_any_number_of_arguments_are_told_apart():
+    origin = find_nonfinite(lambda *xs: sum(xs), jnp.ones(2), jnp.asarray([1.0, jnp.nan]))
+    assert str(origin) == "xs[1] has nan"
