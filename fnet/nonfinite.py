@@ -80,10 +80,8 @@ def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
     first = min(origins)
     last = made[first]
     value = "nan" if found[first, 0] else "inf"
-    if last.eqn is None:
-        return Nonfinite(last.layer, last.operation, False, "", value)
-    backward = "transpose(" in str(last.eqn.source_info.name_stack)
-    return Nonfinite(last.layer, last.operation, backward, jaxprs.source(last.eqn), value)
+    source = "" if last.eqn is None else jaxprs.source(last.eqn)
+    return Nonfinite(last.layer, last.operation, last.backward, source, value)
 
 
 class _Made(NamedTuple):
@@ -93,6 +91,7 @@ class _Made(NamedTuple):
     operation: str
     eqn: Any
     inputs: tuple[int, ...]
+    backward: bool = False
 
 
 class _Trail(NamedTuple):
@@ -118,6 +117,7 @@ class _Trail(NamedTuple):
         numbers: list[int],
         values: list[Any],
         scopes: tuple[str, ...] = (),
+        backward: bool = False,
     ) -> tuple[list[int], list[Any]]:
         """Runs a jaxpr; the numbers of its results, and the results."""
         jaxpr = closed.jaxpr
@@ -137,12 +137,14 @@ class _Trail(NamedTuple):
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
             here = (*scopes, *jaxprs.scopes(eqn))
+            # Of what is called on the way back the call alone is marked, not what is inside.
+            back = backward or "transpose(" in str(eqn.source_info.name_stack)
             numbers, values = [n for n, _ in given], [a for _, a in given]
             if (inner := jaxprs.computed(eqn)) is not None:
-                numbers, values = self.visit(inner, numbers, values, here)
+                numbers, values = self.visit(inner, numbers, values, here, back)
             else:
                 values = jaxprs.run(jaxpr, eqn, values)
-                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers))
+                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers), back)
                 numbers = [self.add(made, a) for a in values]
             known |= zip(eqn.outvars, zip(numbers, values, strict=True), strict=True)
         results = [read(atom) for atom in jaxpr.outvars]

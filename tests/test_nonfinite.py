@@ -66,10 +66,11 @@ def test_a_derivative_that_is_not_finite_is_told_by_its_layer():
     assert "test_nonfinite.py:" in origin.source
 
 
-def test_what_overflows_on_the_way_back_is_told_by_its_layer():
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_overflows_on_the_way_back_is_told_by_its_layer(wrap):
     def f(w):
         with jax.named_scope("first"):
-            y = w * 1e30
+            y = wrap(lambda w: w * 1e30)(w)
         with jax.named_scope("second"):
             return (y * 1e30).sum()
 
