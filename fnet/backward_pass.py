@@ -86,11 +86,11 @@ def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> An
     return primals, jax.lax.optimization_barrier((x, jax.tree.map(jnp.copy, params)))
 
 
+_params_first.defjvp(_params_first_jvp, symbolic_zeros=True)
+
+
 def is_params_first(eqn: JaxprEqn) -> bool:
     """Whether an equation is `params_first`: it gives what it takes."""
     if eqn.primitive.name != "custom_jvp_call":
         return False
     return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "_params_first")
-
-
-_params_first.defjvp(_params_first_jvp, symbolic_zeros=True)

@@ -158,8 +158,8 @@ def stream(
       int32 [B, n].
 
     Raises:
-      ValueError: for an empty prompt, a number out of range, or a model that cannot be
-        decoded, such as one whose attention is not causal.
+      ValueError: when the first piece is asked for: for an empty prompt, a number out of range,
+        or a model that cannot be decoded, such as one whose attention is not causal.
     """
     if model.decode is None:
         raise ValueError(

@@ -1,7 +1,12 @@
-"""Equations of a traced function: run one, look into one. The same on JAX 0.10 and 0.11."""
+"""A traced function: its equations, run or looked into; its arguments' names.
 
+The same on JAX 0.10 and 0.11.
+"""
+
+import contextlib
+import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +18,21 @@ CHECKPOINT = ("checkpoint", "remat2")
 
 _CALLS = ("jit", "pjit", "closed_call")
 _TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
+
+
+def argument_names(f: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """The positional arguments' names in the signature of ``f``."""
+    try:
+        bound = inspect.signature(f).bind_partial(*args)
+    except (TypeError, ValueError):  # builtins have no signature
+        return [f"args[{i}]" for i in range(len(args))]
+    names: list[str] = []
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(value))]
+        else:
+            names.append(name)
+    return names
 
 
 def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -58,6 +78,15 @@ def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     while marks:
         name, marks = _TRANSFORMED.subn(r"\1", name)
     return tuple(part for part in name.split("/") if part)
+
+
+@contextlib.contextmanager
+def in_scopes(eqn: JaxprEqn) -> Iterator[None]:
+    """Traces under the named scopes of an equation that is not run, but replaced."""
+    with contextlib.ExitStack() as entered:
+        for name in scopes(eqn):
+            entered.enter_context(jax.named_scope(name))
+        yield
 
 
 def source(eqn: JaxprEqn) -> str:

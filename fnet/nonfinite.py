@@ -1,6 +1,5 @@
 """Where numbers stopped being finite: the layer and the operation, found by computing again."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -59,7 +58,11 @@ def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
       None if every result is finite.
     """
     closed = jax.make_jaxpr(f)(*args)
-    names = _argument_names(f, args)
+    names = [
+        name + jax.tree_util.keystr(path)
+        for name, arg in zip(jaxprs.argument_names(f, args), args, strict=True)
+        for path, _ in jax.tree_util.tree_leaves_with_path(arg)
+    ]
     made: list[_Made] = []
     results: list[int] = []
 
@@ -77,10 +80,8 @@ def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
     first = min(origins)
     last = made[first]
     value = "nan" if found[first, 0] else "inf"
-    if last.eqn is None:
-        return Nonfinite(last.layer, last.operation, False, "", value)
-    backward = "transpose(" in str(last.eqn.source_info.name_stack)
-    return Nonfinite(last.layer, last.operation, backward, jaxprs.source(last.eqn), value)
+    source = "" if last.eqn is None else jaxprs.source(last.eqn)
+    return Nonfinite(last.layer, last.operation, last.backward, source, value)
 
 
 class _Made(NamedTuple):
@@ -90,6 +91,7 @@ class _Made(NamedTuple):
     operation: str
     eqn: Any
     inputs: tuple[int, ...]
+    backward: bool = False
 
 
 class _Trail(NamedTuple):
@@ -115,6 +117,7 @@ class _Trail(NamedTuple):
         numbers: list[int],
         values: list[Any],
         scopes: tuple[str, ...] = (),
+        backward: bool = False,
     ) -> tuple[list[int], list[Any]]:
         """Runs a jaxpr; the numbers of its results, and the results."""
         jaxpr = closed.jaxpr
@@ -134,12 +137,14 @@ class _Trail(NamedTuple):
         for eqn in jaxpr.eqns:
             given = [read(atom) for atom in eqn.invars]
             here = (*scopes, *jaxprs.scopes(eqn))
+            # Of what is called on the way back the call alone is marked, not what is inside.
+            back = backward or "transpose(" in str(eqn.source_info.name_stack)
             numbers, values = [n for n, _ in given], [a for _, a in given]
             if (inner := jaxprs.computed(eqn)) is not None:
-                numbers, values = self.visit(inner, numbers, values, here)
+                numbers, values = self.visit(inner, numbers, values, here, back)
             else:
                 values = jaxprs.run(jaxpr, eqn, values)
-                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers))
+                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers), back)
                 numbers = [self.add(made, a) for a in values]
             known |= zip(eqn.outvars, zip(numbers, values, strict=True), strict=True)
         results = [read(atom) for atom in jaxpr.outvars]
@@ -158,16 +163,3 @@ def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
     while (behind := next((i for i in made[number].inputs if flagged[i]), None)) is not None:
         number = behind
     return number
-
-
-def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    try:
-        called = list(inspect.signature(f).parameters)
-    except (TypeError, ValueError):
-        called = []
-    names = []
-    for i, arg in enumerate(args):
-        start = called[i] if i < len(called) else f"argument {i}"
-        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
-        names += [start + jax.tree_util.keystr(path) for path, _ in leaves]
-    return names

@@ -38,7 +38,7 @@ def make_schedule(
 
     Raises:
       ValueError: for an unknown name, a warmup that is longer than the run, or decay
-        steps that are missing or not above 0.
+        steps that are missing, too many or not above 0.
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
@@ -152,7 +152,7 @@ def decayed(params: Any) -> Any:
 
 
 CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
-"""What `fnet.models` call their last layer."""
+"""What `fnet.models` call their last layer; of a DeepLab also the head before it."""
 
 
 def in_classifier(params: Any) -> Any:

@@ -52,7 +52,7 @@ def plan_step(
 
     Raises:
       BudgetError: for a budget below the state's size, and where nothing fits.
-      ValueError: for a budget that cannot be read, or an unknown policy.
+      ValueError: for a budget that cannot be read, an unknown policy, or nothing to choose from.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if splits is None:

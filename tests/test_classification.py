@@ -26,6 +26,12 @@ def test_label_smoothing_spreads_its_mass_evenly():
     chex.assert_trees_all_close(*both(logits, np.asarray([0, 1, 2, 4])), atol=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
+def test_cross_entropy_refuses_a_smoothing_that_is_no_share(smoothing):
+    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got"):
+        losses.cross_entropy(jnp.ones((4, 3)), jnp.ones(4, int), smoothing=smoothing)
+
+
 def test_cross_entropy_names_the_shape_of_labels_it_expected():
     with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
         losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))

@@ -24,6 +24,11 @@ def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent,
         assert max(fits) >= found >= 0.98 * max(fits) - 1
 
 
+def test_it_does_not_begin_at_nothing():
+    with pytest.raises(ValueError, match="start must be at least 1, got 0"):
+        largest(lambda n: n, 10, 0)
+
+
 def test_it_asks_few_times_where_memory_is_linear():
     asked = []
 

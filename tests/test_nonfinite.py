@@ -66,10 +66,11 @@ def test_a_derivative_that_is_not_finite_is_told_by_its_layer():
     assert "test_nonfinite.py:" in origin.source
 
 
-def test_what_overflows_on_the_way_back_is_told_by_its_layer():
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_what_overflows_on_the_way_back_is_told_by_its_layer(wrap):
     def f(w):
         with jax.named_scope("first"):
-            y = w * 1e30
+            y = wrap(lambda w: w * 1e30)(w)
         with jax.named_scope("second"):
             return (y * 1e30).sum()
 
@@ -123,3 +124,8 @@ def test_integers_and_keys_may_be_among_the_arguments():
 
     args = jnp.asarray([1.0, jnp.nan]), jnp.asarray([0, 1])
     assert str(find_nonfinite(f, *args, jax.random.key(0))) == "x has nan"
+
+
+def test_any_number_of_arguments_are_told_apart():
+    origin = find_nonfinite(lambda *xs: sum(xs), jnp.ones(2), jnp.asarray([1.0, jnp.nan]))
+    assert str(origin) == "xs[1] has nan"

@@ -123,6 +123,8 @@ def test_mistakes_are_answered(step_and_peaks):
         fnet.plan_step(*args, policies=("hope",))
     with pytest.raises(ValueError, match=r"for cpu.*got 'offload'"):
         fnet.plan_step(*args, policies=("offload",))
+    with pytest.raises(ValueError, match=r"policy and microbatches >= 1, got .* \[\]"):
+        fnet.plan_step(*args, policies=("keep",), splits=())
     with pytest.raises(ValueError, match="4GiB"):
         fnet.plan_step(*args, "much")
 

@@ -105,6 +105,17 @@ def test_model_state_keys_and_named_scopes_pass_through():
     assert "blocks/2/body" in lowered.as_text(debug_info=True)
 
 
+def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
+    @jax.jit
+    def f(params, x):
+        with jax.named_scope("outer"):
+            return scanned(params, jax.jit(jnp.sin)(x))
+
+    text = jax.jit(recompute_in_segments(f)).lower(*inputs()).as_text(debug_info=True)
+    assert "outer/sin" in text
+    assert "outer/while" in text
+
+
 def test_functions_with_little_to_cut_give_what_they_gave():
     x = jnp.arange(3.0)
     chex.assert_trees_all_equal(recompute_in_segments(lambda x: x)(x), x)

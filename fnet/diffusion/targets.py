@@ -55,7 +55,7 @@ def target(
       The target [B, ...], in the dtype of ``x0`` and ``noise``.
 
     Raises:
-      ValueError: for an unknown name, or if a shape does not fit.
+      ValueError: for an unknown name, or, for ``v``, if a shape does not fit.
     """
     check_target(name)
     if name == "v":

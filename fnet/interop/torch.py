@@ -181,7 +181,7 @@ def fill(
     if part and not new_classifier:
         others = sorted({name.partition(".")[0] for name in here} - {"body"})
         raise ValueError(
-            f"from_torch: the weights are of the body alone; new_classifier=True leaves "
+            "from_torch: the weights are of the body alone; new_classifier=True leaves "
             f"{' and '.join(others)} at their initial values"
         )
     if names == "torchvision" and norm == "abn" and trained_with is None:
@@ -195,8 +195,8 @@ def fill(
     negative = sum(int((a < 0).sum()) for name, a in arrays.items() if name.endswith("gamma"))
     if negative and norm == "abn" and trained_with is None:
         notes += (
-            f"{negative} gammas are negative, of which in-place norm takes the size: is the "
-            "network one of plain batch norm, say trained_with='batch'",
+            f"{negative} gammas are negative, of which in-place norm takes the size: if the "
+            "weights were trained with plain batch norm, give trained_with='batch'",
         )
     trained_with = trained_with or norm
     arrays = norm_weights.change(arrays, trained_with, norm)

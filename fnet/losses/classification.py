@@ -23,8 +23,11 @@ def cross_entropy(
       Losses [...], float32.
 
     Raises:
-      ValueError: if ``labels`` do not match ``logits`` without its last axis.
+      ValueError: if ``labels`` do not match ``logits`` without its last axis, or for a
+        smoothing out of its range.
     """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"cross_entropy: labels must have shape {logits.shape[:-1]}, got {labels.shape}"

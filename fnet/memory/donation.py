@@ -1,16 +1,17 @@
 """Proof that a compiled step renews its state in place, leaf by leaf."""
 
-import re
 from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from fnet.memory.peak import leaf_bytes, peak
+from fnet.memory import hlo
 
 
 class Donation(NamedTuple):
     """What a program was given to keep, and what of it it reused.
+
+    Of a program that several devices share, the bytes are those of each.
 
     Attributes:
       donated_bytes: bytes of all donated arguments.
@@ -46,7 +47,8 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     """
     arguments = tree_flatten_with_path(compiled.args_info)[0]
     kept = _kept(compiled, len(arguments))
-    aliased = {kept[number] for number in _aliased_parameters(compiled)}
+    header = (compiled.as_text() or "").partition("\n")[0]
+    aliased = {kept[number] for number, _ in hlo.donated(header).values()}
     donated = [(path, a) for path, a in arguments if a.donated]
     debugging = [o for o in ("jax_debug_nans", "jax_debug_infs") if getattr(jax.config, o)]
     if debugging:
@@ -56,9 +58,10 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     not_reused = [
         (path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased
     ]
-    total = sum(leaf_bytes(a._aval) for _, a in donated)
     if not not_reused:
-        return Donation(total, peak(compiled).aliased, len(donated))
+        memory: Any = compiled.memory_analysis()
+        reused = memory.alias_size_in_bytes
+        return Donation(donated_bytes=reused, aliased_bytes=reused, leaves=len(donated))
 
     outputs = _outputs_by_place(compiled.out_info)
     # Buffers are interchangeable: if `a` drifts to another dtype, its buffer may
@@ -66,7 +69,7 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     changed = [
         (path, a)
         for path, a in donated
-        if (out := outputs.get(_place(path))) is None or (out.shape, out.dtype) != _type(a)
+        if (out := outputs.get(_place(path))) is None or _type(out) != _type(a)
     ]
     lines = [_explain(path, a, outputs) for path, a in changed or not_reused]
     raise DonationError("state not renewed in place: " + "; ".join(lines))
@@ -83,7 +86,7 @@ def _outputs_by_place(out_info: Any) -> dict[str, Any]:
 
 
 def _type(a: Any) -> tuple[Any, Any]:
-    return a._aval.shape, a._aval.dtype
+    return a.shape, a.dtype
 
 
 def _explain(path: Any, a: Any, outputs: dict[str, Any]) -> str:
@@ -109,10 +112,3 @@ def _kept(compiled: jax.stages.Compiled, arguments: int) -> list[int]:
     """Which arguments the compiled program takes, in order: JAX drops those never read."""
     kept = getattr(compiled._executable, "_kept_var_idx", None)
     return sorted(range(arguments) if kept is None else kept)
-
-
-def _aliased_parameters(compiled: jax.stages.Compiled) -> set[int]:
-    """Numbers of the program's parameters whose buffer an output takes."""
-    header = (compiled.as_text() or "").split("\n", 1)[0]
-    # input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, may-alias) }
-    return {int(n) for n in re.findall(r"\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)", header)}

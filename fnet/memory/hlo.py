@@ -191,10 +191,14 @@ def read(text: str) -> Module:
         elif found := _COMPUTATION.match(line):
             instructions = computations[found[2]] = []
             entry = found[2] if found[1] else entry
+    return Module(computations, entry, donated(header))
+
+
+def donated(header: str) -> dict[Path, tuple[int, Path]]:
+    """`Module.donated`, from the first line of a program's text."""
     # input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, may-alias) }
     aliases = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}, (?:may|must)-alias\)", header)
-    donated = {_path(output): (int(number), _path(path)) for output, number, path in aliases}
-    return Module(computations, entry, donated)
+    return {_path(output): (int(number), _path(path)) for output, number, path in aliases}
 
 
 def arrays(result: str) -> dict[Path, Array]:

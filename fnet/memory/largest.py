@@ -14,12 +14,17 @@ def largest(
     Args:
       peak: bytes at size n, for example of a step compiled for a batch of n.
       limit: bytes.
-      start: a size to begin with.
+      start: a size to begin with, >= 1.
       tolerance: a larger size that fits may be missed by that share.
 
     Returns:
       The size, or None where not even 1 fits.
+
+    Raises:
+      ValueError: if ``start < 1``, from where doubling leads nowhere.
     """
+    if start < 1:
+        raise ValueError(f"largest: start must be at least 1, got {start}")
     fitting: tuple[int, int] | None = None
     too_large: tuple[int, int] | None = None
     n = start

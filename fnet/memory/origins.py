@@ -171,10 +171,10 @@ class Origins:
         if isinstance(atom, Literal) or end is not inner or atom not in inner.jaxpr.invars:
             return None
         came = inner.jaxpr.invars.index(atom)
-        consts, carries = _consts_and_carries(eqn, inner.jaxpr)
-        if place < carries:
-            return (level, eqn.invars[came]) if came == consts + place else None
-        return (level, eqn.invars[came]) if came >= consts + carries else None
+        scan = jaxprs.scan(eqn)
+        if place < scan.carry:
+            return (level, eqn.invars[came]) if came == scan.constants + place else None
+        return (level, eqn.invars[came]) if came >= scan.constants + scan.carry else None
 
     def _innermost(self, level: _Level, var: Var) -> tuple[_Level, Var]:
         """The equation that computes it, where `_original` is one that runs a jaxpr."""
@@ -203,9 +203,9 @@ class Origins:
         """A carry that enters an iteration was made by the one before it."""
         if level.eqn is None or level.eqn.primitive.name != "scan" or var in level.producers:
             return level, var
-        consts, carries = _consts_and_carries(level.eqn, level.jaxpr)
-        carry = level.jaxpr.invars.index(var) - consts
-        if not 0 <= carry < carries:
+        scan = jaxprs.scan(level.eqn)
+        carry = level.jaxpr.invars.index(var) - scan.constants
+        if not 0 <= carry < scan.carry:
             return level, var
         return self._original(level, level.jaxpr.outvars[carry])
 
@@ -231,8 +231,8 @@ class Origins:
         return levels[0] if all(_shape(a) == _shape(b) for a, b in pairs) else None
 
     def _levels_inside(self, level: _Level, number: int) -> list[_Level]:
-        jaxprs = _jaxprs(level.jaxpr.eqns[number])
-        return [self._level(jaxpr, level, number, i) for i, jaxpr in enumerate(jaxprs)]
+        inner = _jaxprs(level.jaxpr.eqns[number])
+        return [self._level(jaxpr, level, number, i) for i, jaxpr in enumerate(inner)]
 
     def _level(self, jaxpr: Jaxpr, above: _Level | None, number: int, branch: int) -> _Level:
         position = () if above is None else (*above.position, number, branch)
@@ -264,16 +264,6 @@ def _jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item.jaxpr
             elif isinstance(item, Jaxpr):
                 yield item
-
-
-def _consts_and_carries(scan: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
-    """How many inputs of a scan are the same in all iterations, and how many are carried.
-
-    Told by shapes: what is stacked has one axis more outside of the body.
-    """
-    carries = sum(_shape(a) == _shape(b) for a, b in zip(scan.outvars, body.outvars, strict=True))
-    whole = sum(_shape(a) == _shape(b) for a, b in zip(scan.invars, body.invars, strict=True))
-    return whole - carries, carries
 
 
 def _shape(atom: Any) -> Any:

@@ -125,9 +125,7 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
 
 
 def _convolution_workspace(compiled: jax.stages.Compiled) -> int:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    platforms = {device.platform for s in shardings for device in s.device_set}
-    text = compiled.as_text() if platforms == {"cpu"} else None
+    text = compiled.as_text() if platform(compiled) == "cpu" else None
     if not text or " convolution(" not in text:
         return 0
     largest = 0
@@ -138,6 +136,12 @@ def _convolution_workspace(compiled: jax.stages.Compiled) -> int:
                 operands = (hlo.arrays(results[name])[()] for name in instruction.operands)
                 largest = max(largest, sum(array.bytes for array in operands))
     return int(_CONVOLUTION_WORKSPACE * largest)
+
+
+def platform(compiled: jax.stages.Compiled) -> str:
+    """Of the devices that a program was compiled for."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
 
 
 def compile_smallest(

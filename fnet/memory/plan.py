@@ -105,7 +105,7 @@ def plan(
     Raises:
       BudgetError: for a budget below the state's size, and where nothing fits;
         the message says what is the least, and by which policy.
-      ValueError: for a budget that cannot be read, or an unknown policy.
+      ValueError: for a budget that cannot be read, an unknown policy, or nothing to choose from.
     """
     limit = None if budget is None else read_bytes(budget)
     beside = f", and {in_words(reserve)} is taken beside it" if reserve else ""
@@ -127,9 +127,12 @@ def plan(
         raise ValueError(
             f"plan: expected policies for {platform} of {policies_on(platform)}, got {unknown[0]!r}"
         )
+    splits = sorted(set(microbatches))
+    if not names or not splits or splits[0] < 1:
+        raise ValueError(f"plan: needs a policy and microbatches >= 1, got {names} and {splits}")
     options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
     compile_ = functools.partial(_compile, options=options, target=target, progress=progress)
-    found = _search(build, names, sorted(set(microbatches)), compile_, order, fits)
+    found = _search(build, names, splits, compile_, order, fits)
     ranked = tuple(sorted(found, key=order))
     least = min(ranked, key=lambda c: c.peak.total)
     if not fits(least.peak.total):
@@ -168,9 +171,9 @@ def _search(
 ) -> list[Candidate]:
     """Best first: splitting the batch further only adds work."""
 
-    def trace(policy: str, microbatches: int) -> _Way:
-        traced = build(policy, microbatches)
-        return _Way(policy, microbatches, traced.lower(), arithmetic(traced.jaxpr))
+    def trace(policy: str, split: int) -> _Way:
+        traced = build(policy, split)
+        return _Way(policy, split, traced.lower(), arithmetic(traced.jaxpr))
 
     found: list[Candidate] = []
     peaks: dict[str, list[Peak]] = {name: [] for name in policies}

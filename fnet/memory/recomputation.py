@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.memory.peak import CANDIDATE_OPTIONS, peak
+from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 
 # What a compiler moves about by itself; a policy that works saves far more.
 _LEAST_SAVING = 0.01
@@ -73,7 +73,7 @@ def recomputation(plain: jax.stages.Compiled, recomputed: jax.stages.Compiled) -
         temporaries_after=peak(recomputed).temporaries,
     )
     if found.temporaries_after > (1 - _LEAST_SAVING) * found.temporaries_before:
-        raise RecomputationError(_explain(found, _platform(recomputed)))
+        raise RecomputationError(_explain(found, platform(recomputed)))
     return found
 
 
@@ -101,17 +101,12 @@ def _counted(compiled: jax.stages.Compiled, what: str) -> int | None:
     return int(figures[what]) if what in figures else None
 
 
-def _platform(compiled: jax.stages.Compiled) -> str:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
-
-
-def _explain(found: Recomputation, platform: str) -> str:
+def _explain(found: Recomputation, backend: str) -> str:
     message = (
         f"the policy saves nothing: temporaries {found.temporaries_before:,} bytes "
         f"before, {found.temporaries_after:,} after, arithmetic times {found.arithmetic:.3f}; "
     )
-    if platform == "cpu":
+    if backend == "cpu":
         message += (
             "the CPU compiler of jax 0.10 drops the barriers behind jax.checkpoint (in its pass "
             "cse_barrier_expander) and merges what is computed twice: compile with "

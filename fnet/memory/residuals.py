@@ -1,6 +1,5 @@
 """What the backward pass keeps, by layer: read from the traced function, before anything runs."""
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
+from fnet import jaxprs
 from fnet.memory.origins import Origins, Residual, Traced
 
 
@@ -120,7 +120,7 @@ def _trace(
             f"residuals: argnums={argnums}, but f has {len(args)} positional arguments"
         )
     positions = tuple(n % len(args) for n in positions)
-    names = _argument_names(f, args)
+    names = jaxprs.argument_names(f, args)
     paths, tree = tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in paths]
     chosen = [
@@ -194,21 +194,6 @@ def _check_differentiable(out: Any, has_aux: bool) -> None:
                 f"residuals: f cannot be differentiated: its output {name + ' ' if name else ''}is "
                 f"{what}; return floating arrays only{fix}"
             )
-
-
-def _argument_names(f: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """The positional arguments' names in the signature of ``f``."""
-    try:
-        bound = inspect.signature(f).bind_partial(*args)
-    except (TypeError, ValueError):  # builtins have no signature
-        return [f"args[{i}]" for i in range(len(args))]
-    names: list[str] = []
-    for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            names += [f"{name}[{i}]" for i in range(len(value))]
-        else:
-            names.append(name)
-    return names
 
 
 def _leaf_name(path: Any, names: list[str]) -> str:

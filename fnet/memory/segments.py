@@ -78,7 +78,8 @@ def _run(
     for start, end in itertools.pairwise(bounds):
         if start in large:
             loop = jaxpr.eqns[start]
-            out = _recompute_rounds(loop, _read(loop.invars, values), loops_on_host)
+            with jaxprs.in_scopes(loop):
+                out = _recompute_rounds(loop, _read(loop.invars, values), loops_on_host)
             values |= zip(loop.outvars, out, strict=True)
             continue
         part = _part(jaxpr, start, end)
@@ -97,13 +98,13 @@ def _inline(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluates with the bodies of inner ``jax.jit`` calls in their place."""
     values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     values |= zip(closed.jaxpr.invars, args, strict=True)
-    for i, equation in enumerate(closed.jaxpr.eqns):
+    for equation in closed.jaxpr.eqns:
+        given = _read(equation.invars, values)
         if equation.primitive.name in ("jit", "pjit"):
-            out = _inline(equation.params["jaxpr"], _read(equation.invars, values))
+            with jaxprs.in_scopes(equation):
+                out = _inline(equation.params["jaxpr"], given)
         else:
-            # A jaxpr of its own carries the equation's named scopes along.
-            one = _part(closed.jaxpr, i, i + 1, all_outputs=True)
-            out = jaxpr_as_fun(ClosedJaxpr(one, []))(*(values[v] for v in one.invars))
+            out = jaxprs.run(closed.jaxpr, equation, given)
         values |= zip(equation.outvars, out, strict=True)
     return _read(closed.jaxpr.outvars, values)
 
@@ -112,21 +113,18 @@ def _variables(atoms: Sequence[Any]) -> Iterator[Var]:
     return (a for a in atoms if not isinstance(a, Literal))
 
 
-def _part(jaxpr: Jaxpr, start: int, end: int, *, all_outputs: bool = False) -> Jaxpr:
+def _part(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
     """Equations [start, end) as a jaxpr: it takes what it reads, gives what is read later."""
     eqns = jaxpr.eqns[start:end]
     made = dict.fromkeys(v for e in eqns for v in e.outvars)
     taken = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in made)
-    given = list(made)
-    if not all_outputs:
-        later = {v for e in jaxpr.eqns[end:] for v in _variables(e.invars)}
-        later |= set(_variables(jaxpr.outvars))
-        given = [v for v in made if v in later]
+    later = {v for e in jaxpr.eqns[end:] for v in _variables(e.invars)}
+    later |= set(_variables(jaxpr.outvars))
     part: Jaxpr = jaxpr.replace(
         eqns=eqns,
         constvars=[],
         invars=list(taken),
-        outvars=given,
+        outvars=[v for v in made if v in later],
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
     return part
@@ -158,7 +156,7 @@ def _large_loops(jaxpr: Jaxpr) -> set[int]:
         if e.primitive.name == "scan"
         and made[i] > _LARGE_LOOP * sum(made)
         # A loop whose rounds are recomputed already is left as it is.
-        and any(e.primitive.name not in jaxprs.CHECKPOINT for e in jaxprs.scan(e).body.jaxpr.eqns)
+        and any(r.primitive.name not in jaxprs.CHECKPOINT for r in jaxprs.scan(e).body.jaxpr.eqns)
     }
 
 

@@ -66,7 +66,7 @@ def deeplab(
             y = y[-1] if isinstance(y, tuple) else y
         if not interpolate:
             return y, state
-        shape = (x.shape[0], *x.shape[1:3], num_classes)
+        shape = (*x.shape[:3], num_classes)
         return jax.image.resize(y, shape, "bilinear", antialias=False), state
 
     return Layer(lambda key: init_children(children, key), apply)

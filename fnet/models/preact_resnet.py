@@ -43,7 +43,7 @@ def preact_resnet(
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].
 
     Raises:
-      ValueError: if there is no stage or no block.
+      ValueError: for another norm, or if there is no stage or no block.
     """
     if not widths or blocks_per_stage < 1:
         raise ValueError(

@@ -40,7 +40,7 @@ def resnet9(
       A layer on NHWC images of 9 x 9 and more: [N, H, W, in_channels] -> [N, num_classes].
 
     Raises:
-      ValueError: for another number of widths, or (when applied) a smaller image.
+      ValueError: for another norm or number of widths, or (when applied) a smaller image.
     """
     if len(widths) != 3:
         raise ValueError(f"resnet9: needs the widths of 3 stages, got {tuple(widths)}")
