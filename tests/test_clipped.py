@@ -218,6 +218,16 @@ def coupled(p, x):
     return rows(h)
 
 
+def coupled_late(p, x):
+    """What mixes examples reaches the result two rounds later."""
+
+    def step(carry, _):
+        new, old = carry
+        return (x @ p + old.sum(0), new), None
+
+    return rows(jax.lax.scan(step, (jnp.zeros_like(x), jnp.zeros_like(x)), length=5)[0][1])
+
+
 REFUSED = {
     "nan": (lambda: clipped_grad(halves, float("nan")), "at least 0, got nan"),
     "negative": (lambda: clipped_grad(halves, -1.0), "at least 0, got -1.0"),
@@ -243,6 +253,10 @@ REFUSED = {
     "coupled": (
         lambda: clipped_grad(coupled, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "norm mixes the examples.*reduce_sum.*group norm",
+    ),
+    "coupled late": (
+        lambda: clipped_grad(coupled_late, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
+        "the loss mixes the examples.*reduce_sum",
     ),
 }  # fmt: skip
 
