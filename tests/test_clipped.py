@@ -142,6 +142,14 @@ def test_a_batch_of_none_and_of_one(name, size):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_batch_of_none_needs_no_key_of_an_example():
+    case = CASES["dropout"]()
+    x, key = case.batch
+    found, info = jax.jit(clipped_grad(case.loss, 1.0))(case.params, x[:0], key)
+    chex.assert_shape(info.norms, (0,))
+    chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, case.params))
+
+
 @jax.jit
 def linear_clipped(p, g, mask, clip):
     return clipped_grad(linear, 1.0)(p, g, mask=mask, clip=clip)[0]
@@ -246,6 +254,22 @@ REFUSED = {
     "sizes": (
         lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
         r"argument 1: \(3,\), argument 2: \(2,\)",
+    ),
+    "keys": (
+        lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(
+            jnp.float32(1), X, jax.random.split(jax.random.key(0), 2)
+        ),
+        r"argument 1: \(3,\), argument 2: \(2,\)",
+    ),
+    "closure": (
+        lambda: clipped_grad(lambda p, x: (p * jnp.sort(x)).sum(-1) * X, 1.0)(
+            jnp.float32(1), jnp.ones((3, 2))
+        ),
+        r"of a batch of one, got \(3,\); .* not by closure",
+    ),
+    "a row of params an example": (
+        lambda: clipped_grad(lambda p, x: rows(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
+        r"of a batch of one, got \(3,\); .* not by closure or in params",
     ),
     "mask": (
         lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
