@@ -243,6 +243,7 @@ REFUSED = {
     "everything": (
         lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "infinite clip"
     ),
+    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "automatic .* got inf"),
     "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (
         lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "above 0; got 0"
