@@ -165,7 +165,7 @@ class _Traced(NamedTuple):
 
 
 def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Traced:
-    """Refuses losses that are not one per example, or that depend on other examples."""
+    """Traces the loss of a batch; refuses losses not one per example, and examples that mix."""
     rows = max(e.size, 2)  # of a single example nothing can be said
     batch = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in e.leaves]
     closed, out = jax.make_jaxpr(

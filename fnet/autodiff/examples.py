@@ -10,7 +10,8 @@ from jax import Array
 PerExampleLoss = Callable[..., Any]
 """``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``.
 
-Every array in ``batch`` has a leading axis of examples; scalars are shared by all.
+Every array in ``batch`` has a leading axis of examples; scalars are shared by all. Arrays
+that the loss closes over are shared too: what has a row for each example is an argument.
 A `jax.random.key` without axes becomes one key an example.
 """
 

@@ -33,8 +33,8 @@ def clipped(
       clip: the bound on each example's gradient.
       noise_multiplier: standard deviation of the noise, in units of the bound.
       expected_batch_size: what sums are divided by: for Poisson sampling the mean
-        batch size, which must not depend on the batch. By default the batch's weights
-        are counted.
+        batch size, which must not depend on the batch. By default the examples are
+        counted that are no padding and have a finite gradient.
       per_layer: each parameter array has an equal share of the bound.
       automatic: as in `fnet.clipped_grad`.
       microbatches: in how many parts a batch is taken, one after the other.
