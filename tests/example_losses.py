@@ -243,6 +243,13 @@ def broadcast_along_examples() -> Case:
     return Case(loss, tree(kernel=(4, 5), bias=(5,), scale=(5,), shift=(5,)), (normal(9, B, 4),))
 
 
+def scaled_by_numbers() -> Case:
+    def loss(p, x):
+        return rows(jnp.tanh(x @ (p["w"] * 0.5)) @ (1 + p["v"]))
+
+    return Case(loss, tree(w=(5, 7), v=(7, 3)), (normal(9, B, 5),))
+
+
 def no_parameters_with_data() -> Case:
     def loss(p, x):
         return rows(x) * 0 + (p["w"] ** 2).sum()
@@ -323,8 +330,8 @@ CASES = {
         dense, dense_over_time, long_sequences, tied_embedding, used_in_every_step,
         written_out_recurrence, stacked_layers, loop_in_a_loop, recomputed, views, heads,
         convolutions, other_layouts, convolution_in_time, custom_derivatives, norms_of_merged_rows,
-        unusual, broadcast_along_examples, no_parameters_with_data, flax_transformer, flax_cnn,
-        fnet_transformer, fnet_mlp, frozen_abn, dropout,
+        unusual, broadcast_along_examples, scaled_by_numbers, no_parameters_with_data,
+        flax_transformer, flax_cnn, fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
 

@@ -138,6 +138,14 @@ def test_a_batch_of_none_or_of_one_has_its_plain_gradient(name, size):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_batch_of_none_needs_no_key_of_an_example():
+    case = CASES["dropout"]()
+    x, key = case.batch
+    found, info = jax.jit(clipped_grad(case.loss, 1.0))(case.params, x[:0], key)
+    chex.assert_shape(info.norms, (0,))
+    chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, case.params))
+
+
 @jax.jit
 def linear_clipped(p, g, mask, clip):
     return clipped_grad(linear, 1.0)(p, g, mask=mask, clip=clip)[0]
@@ -214,6 +222,16 @@ def coupled(p, x):
     return rows(h)
 
 
+def coupled_late(p, x):
+    """What mixes examples reaches the result two rounds later."""
+
+    def step(carry, _):
+        new, old = carry
+        return (x @ p + old.sum(0), new), None
+
+    return rows(jax.lax.scan(step, (jnp.zeros_like(x), jnp.zeros_like(x)), length=5)[0][1])
+
+
 REFUSED = {
     "nan": (lambda: clipped_grad(halves, float("nan")), "at least 0, got nan"),
     "negative": (lambda: clipped_grad(halves, -1.0), "at least 0, got -1.0"),
@@ -221,6 +239,7 @@ REFUSED = {
     "everything": (
         lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "infinite clip"
     ),
+    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "automatic .* got inf"),
     "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (
         lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "above 0; got 0"
@@ -233,12 +252,32 @@ REFUSED = {
         lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
         r"argument 1: \(3,\), argument 2: \(2,\)",
     ),
+    "keys": (
+        lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(
+            jnp.float32(1), X, jax.random.split(jax.random.key(0), 2)
+        ),
+        r"argument 1: \(3,\), argument 2: \(2,\)",
+    ),
+    "closure": (
+        lambda: clipped_grad(lambda p, x: (p * jnp.sort(x)).sum(-1) * X, 1.0)(
+            jnp.float32(1), jnp.ones((3, 2))
+        ),
+        r"of a batch of one, got \(3,\); .* not by closure",
+    ),
+    "a row of params an example": (
+        lambda: clipped_grad(lambda p, x: rows(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
+        r"of a batch of one, got \(3,\); .* not by closure or in params",
+    ),
     "mask": (
         lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
     ),
     "coupled": (
         lambda: clipped_grad(coupled, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "norm mixes the examples.*reduce_sum.*group norm",
+    ),
+    "coupled late": (
+        lambda: clipped_grad(coupled_late, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
+        "the loss mixes the examples.*reduce_sum",
     ),
 }  # fmt: skip
 

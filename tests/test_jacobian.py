@@ -75,6 +75,10 @@ X = jnp.ones((2, 3))
             "'auto', 'forward' or 'reverse', got 'sideways'",
         ),
         (lambda: hvps(double, (X,), (X[None],)), r"function to a scalar, got shape \(2,\)"),
+        (
+            lambda: hvps(jnp.sum, (X,), (X[None],) * 2),
+            "expected 1 tangents, one an argument, got 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):

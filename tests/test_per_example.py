@@ -121,7 +121,9 @@ def gradient(mode, batch):
 
 
 @pytest.mark.parametrize("weight", [None, [1, 0, 1, 1, 0, 1]])
-@pytest.mark.parametrize("mode", [autodiff.per_example(), autodiff.clipped(1e6)])
+@pytest.mark.parametrize(
+    "mode", [autodiff.per_example(), autodiff.clipped(1e6), autodiff.clipped(float("inf"))]
+)
 def test_without_a_bound_the_modes_give_the_mean_gradient(mode, weight):
     found, _, metrics = gradient(mode, batch(weight))
     expected, _, means = gradient(autodiff.mean, batch(weight))
@@ -135,6 +137,16 @@ def test_microbatches_of_a_private_step_change_nothing():
     whole = gradient(autodiff.clipped(0.5), batch(weight))
     parts = gradient(autodiff.clipped(0.5, microbatches=3), batch(weight))
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
+    def loss(params, state, batch, key):
+        return (params * batch["x"] * state["scale"]).sum(-1), fnet.Aux(state, {})
+
+    state = {"scale": jnp.array([2.0, 3.0])}  # parts of 2
+    run = autodiff.clipped(1.0, microbatches=3)(loss)
+    _, found, _ = run(jnp.ones(2), state, {"x": jnp.ones((B, 2))}, jax.random.key(0))
+    chex.assert_trees_all_equal(found, state)
 
 
 def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():
@@ -178,6 +190,11 @@ def test_a_batch_that_is_all_padding_gives_nothing():
         ({"clip": -1.0}, "at least 0"),
         ({"clip": 1.0, "noise_multiplier": 1.0}, "expected_batch_size"),
         ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
+        ({"clip": 1.0, "expected_batch_size": 0}, "expected_batch_size must be above 0, got 0"),
+        (
+            {"clip": float("inf"), "noise_multiplier": 1.0, "expected_batch_size": 8},
+            "clip, which must be finite, got inf",
+        ),
         ({"clip": 1.0, "microbatches": 0}, "microbatches must be at least 1"),
     ],
 )

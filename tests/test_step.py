@@ -127,6 +127,15 @@ def test_all_weights_0_give_a_gradient_of_0():
     assert float(metrics["loss"]) == 0.0
 
 
+def test_a_metric_called_loss_is_not_what_is_differentiated():
+    gradient = fnet.autodiff.mean(
+        lambda p, s, b, k: (p * b["x"], fnet.Aux(s, {"loss": 9 * p * b["x"]}))
+    )
+    grads, _, metrics = gradient(jnp.asarray(2.0), {}, {"x": jnp.ones(3)}, None)
+    assert float(grads) == 1.0
+    assert float(metrics["loss"]) == 2.0
+
+
 def test_a_loss_that_already_averages_is_refused():
     gradient = fnet.autodiff.mean(lambda p, s, b, k: ((p * b["x"]).mean(), fnet.Aux(s, {})))
     with pytest.raises(ValueError, match=r"one loss per example, shape \[batch\], got \(\)"):

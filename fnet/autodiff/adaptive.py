@@ -11,7 +11,14 @@ from jax import Array
 
 from fnet.autodiff.clipped import clipped_grad
 from fnet.autodiff.mean import Gradient, Loss
-from fnet.autodiff.modes import clipped_sum, noised_mean, per_example_loss, share_above, summary
+from fnet.autodiff.modes import (
+    check_private,
+    clipped_sum,
+    noised_mean,
+    per_example_loss,
+    share_above,
+    summary,
+)
 from fnet.autodiff.update import Update, gradient_then_optimizer
 
 
@@ -77,7 +84,7 @@ class AdaptiveClipping:
         bound; by default a twentieth of ``expected_batch_size``.
       expected_batch_size: as in `clipped`.
       microbatches: likewise.
-      whole_gradient: of each step, all is known before any of it is applied.
+      whole_gradient: True, see `fnet.autodiff.update.UpdateMode`.
 
     Raises:
       ValueError: for values outside of these, and for too little noise on the count
@@ -104,19 +111,13 @@ class AdaptiveClipping:
                 f"AdaptiveClipping: quantile must be between 0 and 1, got {self.quantile}; for "
                 "gradients as they are use fnet.autodiff.per_example"
             )
-        for name in ("learning_rate", "noise_multiplier", "count_noise"):
+        for name in ("learning_rate", "count_noise"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"AdaptiveClipping: {name} must be at least 0, got {value}")
-        if self.microbatches < 1:
-            raise ValueError(
-                f"AdaptiveClipping: microbatches must be at least 1, got {self.microbatches}"
-            )
-        if self.noise_multiplier and self.expected_batch_size is None:
-            raise ValueError(
-                "AdaptiveClipping: with noise the sum is divided by a number that does not depend "
-                "on the batch; give expected_batch_size"
-            )
+        check_private(
+            "AdaptiveClipping", self.noise_multiplier, self.expected_batch_size, self.microbatches
+        )
         if self.noise_multiplier and 2 * self._count_noise <= self.noise_multiplier:
             raise ValueError(
                 f"AdaptiveClipping: a count_noise of {self._count_noise} spends more than a "
@@ -184,8 +185,9 @@ class AdaptiveClipping:
             clip, model_state = state
             bounded = clipped_grad(per_example_loss(loss, model_state), self.clip, has_aux=True)
             sums, info, counts, noise_key = clipped_sum(
-                functools.partial(bounded, clip=clip), params, batch, key, self.microbatches
-            )
+                functools.partial(bounded, clip=clip), params, model_state, batch, key,
+                self.microbatches,
+            )  # fmt: skip
             noise_key, count_key = jax.random.split(noise_key)
             noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
             grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)

@@ -115,6 +115,6 @@ def _divided(a: Array, axis: int, size: int) -> Array:
 
 
 def _joined(a: Array, axis: int) -> Array:
-    """The inverse."""
+    """The inverse of `_divided`."""
     a = jnp.moveaxis(a, 0, axis)
     return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])

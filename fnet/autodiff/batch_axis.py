@@ -120,23 +120,21 @@ class _Trail(NamedTuple):
 
         rows = [in_round(state) for state in given[before:]]
         carry = given[s.constants : before]
-        out: list[State] = []
-        for _ in range(len(carry) + 1):  # until no round changes the carry
+        while True:  # it ends: of a carry less and less is certain
             out = self.visit(s.body, [*given[: s.constants], *carry, *rows], here, path)
             joined = [_joined(pair) for pair in zip(carry, out[: s.carry], strict=True)]
             if joined == carry:
-                break
+                return [*carry, *map(stacked, out[s.carry :])]
             carry = joined
-        return [*carry, *map(stacked, out[s.carry :])]
 
 
 _MIXED = "mixed"
 
 
 def _joined(given: Sequence[State]) -> State:
-    states = {s for s in given if s is not None}
-    if mixed := next((s for s in states if isinstance(s, Mixed)), None):
+    if mixed := next((s for s in given if isinstance(s, Mixed)), None):
         return mixed
+    states = {s for s in given if s is not None}
     return states.pop() if len(states) == 1 else UNKNOWN if states else None
 
 
@@ -150,9 +148,7 @@ def _reduced(eqn: JaxprEqn, given: list[State]) -> State:
     axis, axes = _only(given), eqn.params.get("axes")
     if axis < 0 or axes is None:
         return UNKNOWN
-    if axis in axes:
-        return UNKNOWN if jaxprs.aval(eqn.invars[0]).shape[axis] == 1 else _MIXED
-    return Along(axis - sum(a < axis for a in axes))
+    return _MIXED if axis in axes else Along(axis - sum(a < axis for a in axes))
 
 
 def _cumulative(eqn: JaxprEqn, given: list[State]) -> State:
@@ -217,14 +213,17 @@ def _dot(eqn: JaxprEqn, given: list[State]) -> State:
 
 def _convolved(eqn: JaxprEqn, given: list[State]) -> State:
     d, axis = eqn.params["dimension_numbers"], _only(given)
-    if axis < 0 or axis != d.lhs_spec[0]:
+    if axis != d.lhs_spec[0] or eqn.params["batch_group_count"] != 1:
         return UNKNOWN
     return Along(d.out_spec[0])
 
 
 def _windowed(eqn: JaxprEqn, given: list[State]) -> State:
-    axis = _only(given)
-    return UNKNOWN if axis < 0 or eqn.params["window_dimensions"][axis] != 1 else Along(axis)
+    axis, p = _only(given), eqn.params
+    steps = p["window_dimensions"], p["window_strides"], p["base_dilation"]
+    if axis < 0 or any(step[axis] != 1 for step in steps) or any(p["padding"][axis]):
+        return UNKNOWN
+    return Along(axis)
 
 
 def _padded(eqn: JaxprEqn, given: list[State]) -> State:

@@ -17,9 +17,11 @@ class Clipped(NamedTuple):
     Attributes:
       losses: [batch].
       norms: of the whole gradients, before clipping, [batch]; 0 for padding.
-      scales: what each gradient was multiplied by, [batch]; of several groups, like ``clip``.
+      scales: what each gradient was multiplied by, [batch]; with ``per_layer`` a list of
+        such, one for each leaf of ``clip``, or of params where that is a number.
       nonfinite: how many examples had a gradient that is not finite, [].
-      aux: what the loss returns beside the losses, [batch, ...] each.
+      aux: what the loss returns beside the losses: [batch, ...] each, but what does not
+        depend on the batch as it is.
     """
 
     losses: Array
@@ -67,7 +69,7 @@ def clipped_grad(
       clip: the bound. With ``per_layer``, a tree that begins as params does: one
         bound for all parameters below each of its leaves; or a number, which each
         parameter array gets an equal share of (clip / sqrt(arrays)).
-        May be 0 where rescaled, and infinite where not.
+        May be 0 where rescaled, and infinite where neither rescaled nor automatic.
       rescale_to_unit_norm: divides by ``clip``: s_b = 1 / max(|g_b|, clip). With a clip of 0,
         gradients are normalised.
       per_layer: whether each group is clipped on its own.
@@ -77,14 +79,15 @@ def clipped_grad(
         by default what takes no more memory than the parameters.
 
     Returns:
-      ``gradient(params, *batch, mask=None, clip=None) -> (sum, Clipped)``. The sum is like params.
+      ``gradient(params, *batch, mask=None, clip=clip) -> (sum, Clipped)``. The sum is like params.
       ``mask`` [batch] is True (or not 0) for real examples; ``clip`` replaces the
       bound by another, which may be traced (adaptive clipping).
 
     Raises:
-      ValueError: for a clip that is negative, nan, 0 without rescaling or infinite
-        with it; when called, for losses that are not one per example, arrays of
-        unequal leading axes, and layers that mix examples, by name.
+      ValueError: for a clip that is negative, nan, 0 without rescaling, or infinite with
+        it or with ``automatic``, which must be above 0; when called, for losses that are
+        not one per example, arrays of unequal leading axes, and layers that mix
+        examples, by name.
       TypeError: for parameters that are not floating-point.
     """
     _check(clip, rescale_to_unit_norm, per_layer, automatic)
@@ -206,5 +209,7 @@ def _check(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -
             )
         if value == float("inf") and rescale:
             raise ValueError("clipped_grad: an infinite clip cannot be rescaled to 1")
+        if value == float("inf") and automatic is not None:
+            raise ValueError("clipped_grad: automatic makes norms those of the clip, got inf")
     if automatic is not None and not automatic > 0:
         raise ValueError(f"clipped_grad: automatic must be above 0, got {automatic}")

@@ -19,6 +19,7 @@ from fnet.autodiff.examples import (
     check_params,
     check_width,
 )
+from fnet.autodiff.products import Dot, Scale, Shift
 from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
 from fnet.autodiff.taps import Path, Use, Uses, find_uses, tap, tapped
 
@@ -67,7 +68,7 @@ class Contributions(NamedTuple):
         found, made = {}, jnp.zeros(())
         for i, share in sorted(self.shares.items(), reverse=True):
             found[i] = share.total(_after(of[i], made))
-            made = found[i] if found[i].ndim > 1 else made
+            made = found[i] if found[i].ndim > 1 and found[i].size else made
         return self._tree(found | self.chunks.totals(of))
 
     def routes(self) -> Any:
@@ -129,7 +130,7 @@ def contributions(
     traced = _follow(name, whole, leaves, e)
     if e.size:
         found = _at_once(whole, traced, leaves, e, width)
-        found = found or _one_by_one(whole, traced, leaves, e, width)
+        found = found or _one_by_one(name, whole, traced, leaves, e, width)
         losses, aux, shares, chunks = found
     else:
         losses, aux = whole(leaves, e.rebuild_batch(e.leaves))
@@ -164,7 +165,7 @@ class _Traced(NamedTuple):
 
 
 def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Traced:
-    """Refuses losses that are not one per example, or that depend on other examples."""
+    """Traces the loss of a batch; refuses losses not one per example, and examples that mix."""
     rows = max(e.size, 2)  # of a single example nothing can be said
     batch = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in e.leaves]
     closed, out = jax.make_jaxpr(
@@ -201,6 +202,8 @@ def _at_once(
         data = given[use.product.data] if use.product.data is not None else Along(0)
         if not isinstance(data, Along) or not isinstance(out, Along):
             return None
+        if _differs_by_example(use, out.axis):
+            return None
         axes.append((data.axis, out.axis))
 
     def losses(taps: list[Array]) -> Any:
@@ -232,6 +235,19 @@ def _at_once(
         met.setdefault(use.view.param, []).append(Met(use, x, ct))
     shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
     return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
+
+
+def _differs_by_example(use: Use, axis: int) -> bool:
+    """Whether examples, along that axis of the result, meet different elements of the parameter."""
+    product, elements = use.product, use.view.elements
+    if isinstance(product, Dot):
+        if axis >= len(product.batch[1]):
+            return False
+        axis = product.batch[1][axis]
+    elif use.operand is not None or not isinstance(product, Shift | Scale):
+        return False
+    axis += len(use.view.loops)
+    return elements.shape[axis] > 1 and elements.strides[axis] != 0
 
 
 def _alone(
@@ -266,13 +282,18 @@ def _alone(
 
 
 def _one_by_one(
-    whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
+    name: str, whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
 ) -> _Found:
     """Each example as a batch of one, vectorised."""
     axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
 
     def one(*args: Any) -> tuple[Array, list[Array]]:
         losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
+        if jnp.shape(losses) != (1,):
+            raise ValueError(
+                f"{name}: expected losses of shape [1] of a batch of one, got {jnp.shape(losses)}; "
+                "give arrays with a row for each example as arguments, not by closure or in params"
+            )
         rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
         # What has a row an example in a batch has one row here.
         return losses[0], [

@@ -10,7 +10,8 @@ from jax import Array
 PerExampleLoss = Callable[..., Any]
 """``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``.
 
-Every array in ``batch`` has a leading axis of examples; scalars are shared by all.
+Every array in ``batch`` has a leading axis of examples; scalars are shared by all. Arrays
+that the loss closes over are shared too: what has a row for each example is an argument.
 A `jax.random.key` without axes becomes one key an example.
 """
 
@@ -51,7 +52,7 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
     leaves, structure = jax.tree.flatten(batch)
     leaves = [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in leaves]
     rows = {i: a for i, a in enumerate(leaves) if a.ndim}
-    sizes = {a.shape[0] for a in rows.values() if not _is_key(a)}
+    sizes = {a.shape[0] for a in rows.values()}
     if len(sizes) != 1:
         paths = jax.tree_util.tree_flatten_with_path(batch)[0]
         shapes = [
@@ -74,7 +75,12 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
         return arguments(one)
 
     def rebuild_batch(rows: Sequence[Array]) -> tuple[Any, ...]:
-        return arguments([a[0] if i in keys else a for i, a in zip(order, rows, strict=True)])
+        # All examples of a batch have the first one's key; of none, any will do.
+        whole = [
+            a if i not in keys else a[0] if len(a) else keys[i]
+            for i, a in zip(order, rows, strict=True)
+        ]
+        return arguments(whole)
 
     def arguments(given: Sequence[Array]) -> tuple[Any, ...]:
         whole = list(leaves)

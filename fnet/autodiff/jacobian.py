@@ -116,9 +116,9 @@ def hvps(
     if shape != ():
         got = f"shape {shape}" if shape is not None else f"the structure {jax.tree.structure(out)}"
         raise ValueError(
-            f"hvps: expected a function to a scalar, got {got}; use jvps of its gradient"
+            f"hvps: expected a function to a scalar, got {got}; sum it, or use jvps of a gradient"
         )
-    varied = [i for i, t in enumerate(tangents) if t is not None]
+    varied = [i for i, t in enumerate(tangents[: len(primals)]) if t is not None]
 
     def gradient(*args: Any) -> tuple[Any, ...]:
         point, call = of_leaves(f, args, varied)

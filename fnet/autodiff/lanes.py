@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from fnet import jaxprs
 from fnet.autodiff.accumulate import convolutions, is_in_fast_layout
 from fnet.mesh import equally_varying
 
@@ -213,7 +214,7 @@ def _products_by_lane(jaxpr: Jaxpr, laned: Sequence[bool]) -> tuple[Jaxpr, list[
     return jaxpr.replace(eqns=eqns), [of(v) for v in jaxpr.outvars]
 
 
-_CALLS = {"jit", "pjit", "remat", "remat2", "checkpoint"}
+_CALLS = {"jit", "pjit", *jaxprs.CHECKPOINT}
 
 
 def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:

@@ -59,7 +59,7 @@ def mean(loss: Loss) -> Gradient:
     Returns:
       ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``
       with ``grads`` like ``params`` and ``metrics`` the means of the loss
-      (``"loss"``) and of every per-example metric.
+      (``"loss"``) and of every other per-example metric.
 
     Raises:
       ValueError: if ``loss`` does not give one loss per example.
@@ -100,8 +100,8 @@ def mean_loss(loss: Loss) -> Objective:
                 "return the losses themselves, not their mean"
             )
         weight = batch.get("weight")
-        metrics = {"loss": losses} | aux.metrics
-        means = {name: weighted_mean(v, weight) for name, v in metrics.items()}
-        return means["loss"], (aux.model_state, means)
+        value = weighted_mean(losses, weight)
+        means = {name: weighted_mean(v, weight) for name, v in aux.metrics.items()}
+        return value, (aux.model_state, means | {"loss": value})
 
     return objective

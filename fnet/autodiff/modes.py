@@ -33,8 +33,8 @@ def clipped(
       clip: the bound on each example's gradient.
       noise_multiplier: standard deviation of the noise, in units of the bound.
       expected_batch_size: what sums are divided by: for Poisson sampling the mean
-        batch size, which must not depend on the batch. By default the batch's weights
-        are counted.
+        batch size, which must not depend on the batch. By default the examples are
+        counted that are no padding and have a finite gradient.
       per_layer: each parameter array has an equal share of the bound.
       automatic: as in `fnet.clipped_grad`.
       microbatches: in how many parts a batch is taken, one after the other.
@@ -45,33 +45,30 @@ def clipped(
       ``norm_max`` of their gradients; ``nonfinite``, how many were left out.
 
     Raises:
-      ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0, and
-        private noise without ``expected_batch_size``.
+      ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
+        finite, noise without ``expected_batch_size`` or with an infinite bound, an
+        expected size that is not above 0, and less than one microbatch.
     """
-    if not noise_multiplier >= 0:
-        raise ValueError(f"clipped: noise_multiplier must be at least 0, got {noise_multiplier}")
-    if noise_multiplier and expected_batch_size is None:
+    check_private("clipped", noise_multiplier, expected_batch_size, microbatches)
+    if noise_multiplier and not clip < float("inf"):
         raise ValueError(
-            "clipped: with noise the sum is divided by a number that does not depend on the "
-            "batch; give expected_batch_size"
+            f"clipped: noise is in units of the clip, which must be finite, got {clip}"
         )
-    if microbatches < 1:
-        raise ValueError(f"clipped: microbatches must be at least 1, got {microbatches}")
-    # Refuses a bound at once.
-    clipped_grad(_no_loss, clip, per_layer=per_layer, automatic=automatic)
+    bounded = functools.partial(
+        clipped_grad, clip=clip, per_layer=per_layer, automatic=automatic, has_aux=True
+    )
+    bounded(_no_loss)  # refuses a bound at once
+    noise = noise_multiplier * clip if noise_multiplier else 0.0  # 0 times infinity is nan
 
     def mode(loss: Loss) -> Gradient:
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            function = clipped_grad(
-                per_example_loss(loss, model_state), clip, per_layer=per_layer,
-                automatic=automatic, has_aux=True,
+            sums, info, counts, noise_key = clipped_sum(
+                bounded(per_example_loss(loss, model_state)), params, model_state, batch, key,
+                microbatches,
             )  # fmt: skip
-            sums, info, counts, noise_key = clipped_sum(function, params, batch, key, microbatches)
-            grads = noised_mean(
-                sums, noise_multiplier * clip, expected_batch_size, counts, noise_key
-            )
+            grads = noised_mean(sums, noise, expected_batch_size, counts, noise_key)
             metrics, state = summary(info, counts, model_state)
             return grads, state, metrics | {"clipped": share_above(clip, info, counts)}
 
@@ -108,6 +105,25 @@ def per_example() -> Callable[[Loss], Gradient]:
     return mode
 
 
+def check_private(
+    name: str, noise_multiplier: float, expected_batch_size: float | None, microbatches: int
+) -> None:
+    """Refuses noise, sizes and microbatches that no private mode can have."""
+    if not 0 <= noise_multiplier < float("inf"):
+        raise ValueError(
+            f"{name}: noise_multiplier must be at least 0 and finite, got {noise_multiplier}"
+        )
+    if noise_multiplier and expected_batch_size is None:
+        raise ValueError(
+            f"{name}: with noise the sum is divided by a number that does not depend on the "
+            "batch; give expected_batch_size"
+        )
+    if expected_batch_size is not None and not expected_batch_size > 0:
+        raise ValueError(f"{name}: expected_batch_size must be above 0, got {expected_batch_size}")
+    if microbatches < 1:
+        raise ValueError(f"{name}: microbatches must be at least 1, got {microbatches}")
+
+
 def _no_loss(params: Any) -> Array:
     raise NotImplementedError
 
@@ -135,19 +151,21 @@ def _counting(info: Clipped, weight: Array | None) -> Array:
 def clipped_sum(
     function: Callable[..., tuple[Any, Clipped]],
     params: Any,
+    model_state: Any,
     batch: dict[str, Array],
     key: Array,
     microbatches: int,
 ) -> tuple[Any, Clipped, Array, Array]:
     """A batch's sum, what is said of it, which examples count, and a key for noise."""
     drawn, noise_key = jax.random.split(key)
-    sums, info = _in_parts(function, params, batch, drawn, microbatches)
+    sums, info = _in_parts(function, params, model_state, batch, drawn, microbatches)
     return sums, info, _counting(info, batch.get("weight")), noise_key
 
 
 def _in_parts(
     function: Callable[..., tuple[Any, Clipped]],
     params: Any,
+    model_state: Any,
     batch: dict[str, Array],
     key: Array,
     n: int,
@@ -179,7 +197,14 @@ def _in_parts(
             return a[0]  # the same in all parts
         return jnp.swapaxes(a, 0, 1).reshape(size, *a.shape[2:])
 
-    return sums, jax.tree.map(joined, infos)._replace(nonfinite=infos.nonfinite.sum())
+    def renewed(before: Array, after: Array) -> Array:
+        return after[0] if after.ndim == before.ndim + 1 else joined(after)
+
+    metrics, states = infos.aux
+    info = jax.tree.map(joined, infos._replace(aux=metrics))
+    # A state's own first axis may be as long as a part.
+    states = jax.tree.map(renewed, model_state, states)
+    return sums, info._replace(aux=(info.aux, states), nonfinite=infos.nonfinite.sum())
 
 
 def noised_mean(
@@ -221,8 +246,8 @@ def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, A
     # Of no examples at all, 0; but where none of those that there are has a finite gradient, nan.
     lost = (counts.sum() == 0) & (info.nonfinite > 0)
     return {
-        "loss": jnp.where(lost, jnp.nan, weighted_mean(info.losses, counts)),
         **means,
+        "loss": jnp.where(lost, jnp.nan, weighted_mean(info.losses, counts)),
         "norm_median": jnp.nan_to_num(jnp.nanmedian(norms)),
         "norm_max": jnp.nan_to_num(jnp.nanmax(norms)),
         "nonfinite": info.nonfinite.astype(jnp.float32),

@@ -106,8 +106,8 @@ class Scale(NamedTuple):
 
     @classmethod
     def of(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
-        """Reads the equation; None if the parameter is a number."""
-        if not jaxprs.aval(eqn.invars[parameter]).ndim:
+        """Reads the equation; None if the parameter or what it scales is a number."""
+        if not all(jaxprs.aval(operand).ndim for operand in eqn.invars):
             return None
         return cls(1 - parameter, _stretched(eqn, parameter))
 

@@ -99,7 +99,7 @@ class Products(NamedTuple):
     def squared_norms(self) -> Array:
         """See `Shares`."""
         if self._is_small():
-            return jnp.square(self.each()).sum(range_(1, self.param.ndim + 1))
+            return Made(self.each()).squared_norms()
         if len(self.met) == 1 and not self.met[0].use.view.repeats:
             (m,) = self.met
             return m.use.product.squared_norms(*m.sorted())
@@ -116,7 +116,7 @@ class Products(NamedTuple):
                 m._replace(x=jnp.moveaxis(x, 0, n), ct=jnp.moveaxis(ct, 0, n))
                 for m, n, x, ct in pairs
             ]
-            return jnp.square(self._replace(met=met).each()).sum(range_(1, self.param.ndim + 1))
+            return Made(self._replace(met=met).each()).squared_norms()
 
         return outer.in_parts(of, arrays, 4 * self.param.size)
 
@@ -159,9 +159,8 @@ class Made(NamedTuple):
 
     def squared_norms(self) -> Array:
         """See `Shares`."""
-        return jnp.square(self.shares.astype(outer.wide(self.shares))).sum(
-            range_(1, self.shares.ndim)
-        )
+        shares = self.shares.astype(outer.wide(self.shares))
+        return jnp.square(shares).sum(tuple(range(1, shares.ndim)))
 
     def each(self) -> Array:
         """See `Shares`."""
@@ -193,11 +192,6 @@ class Unused(NamedTuple):
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
         return jnp.zeros(self.param.shape, jnp.float32)
-
-
-def range_(start: int, stop: int) -> tuple[int, ...]:
-    """The axes between, as reductions take them."""
-    return tuple(range(start, stop))
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:

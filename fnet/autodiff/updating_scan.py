@@ -213,9 +213,9 @@ def _forward(
     constants, equations = equations.constants, dataclasses.replace(equations, constants={})
     leaves = equations.outputs[len(equations.outputs) - vjp_structure.num_leaves :]
     count = len(jax.tree.leaves(params))
-    again = equations.inputs[:count], equations.inputs[count : count + len(closed)]
-    constants |= zip(again[1], closed, strict=True)
-    saved = tuple(not _made_again(equations, v, again[0], constants) for v in leaves)
+    constants |= zip(equations.inputs[count : count + len(closed)], closed, strict=True)
+    of_params = equations.inputs[:count]
+    saved = tuple(not _made_again(equations, v, of_params, constants) for v in leaves)
 
     def step(x: Any, xs: tuple[Any, Any]) -> tuple[Any, tuple[Any, list[Array]]]:
         # The layer is traced once; what its vjp holds then has the order of `leaves`.

@@ -116,7 +116,7 @@ PRIVATE = [
         _SINGLE_TESTS,
         "noise_has_the_deviation or noise_is_added",
         [
-            ("noise is not in units of the bound", "sums, noise_multiplier * clip,", "sums, noise_multiplier,"),
+            ("noise is not in units of the bound", "noise_multiplier * clip if", "noise_multiplier if"),
             ("noise is of the batch's size", "g / (size or jnp.maximum(counts.sum(), 1)), sums)", "g / jnp.maximum(counts.sum(), 1), sums)"),
             ("noise replaces the gradient", "(g + deviation * jax", "(deviation * jax"),
             ("all parameters have the same noise", "jax.random.fold_in(key, i), g.shape", "jax.random.clone(key), g.shape"),
