@@ -187,6 +187,21 @@ def test_routes_tell_how_each_parameter_was_met():
     assert found["unusual", "unused"] == "unused"
 
 
+def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
+    def loss(w, x):
+        def turn(x, w):
+            return jnp.tanh(x @ w), None
+
+        with jax.named_scope("outer"):
+            x = jax.lax.scan(turn, x, w)[0]
+            return jax.jit(lambda x, w: jnp.sin(x @ w))(x, w[0]).sum(-1)
+
+    lowered = jax.jit(clipped_grad(loss, 1.0)).lower(jnp.ones((2, 3, 3)), jnp.ones((4, 3)))
+    text = lowered.as_text(debug_info=True)
+    assert "outer/sin" in text
+    assert "outer/while" in text
+
+
 def test_a_sharded_batch_gives_the_same_sum():
     case = CASES["dense_over_time"]()
     mesh = Mesh(jax.devices()[:2], ("data",))

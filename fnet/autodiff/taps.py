@@ -218,7 +218,8 @@ class _Evaluation(NamedTuple):
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
             elif inside:
                 enter = self._scan if eqn.primitive.name == "scan" else self._call
-                outputs, found = enter(eqn, inputs, here, inside)
+                with jaxprs.in_scopes(eqn):
+                    outputs, found = enter(eqn, inputs, here, inside)
                 data |= found
             else:
                 outputs = jaxprs.run(jaxpr, eqn, inputs)
