@@ -67,15 +67,9 @@ def start(words: list[str], resume: bool) -> subprocess.Popen:
     )
 
 
-def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=100, help="in all runs together")
-    parser.add_argument("--steps", type=int, default=1500, help="of each run")
-    parser.add_argument("--every", type=int, default=7, help="steps between checkpoints")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    args = parser.parse_args()
+def measured(args: argparse.Namespace, folder: Path) -> Claim:
+    """Kills runs in ``folder``; refuses a state that is not bit for bit an undisturbed one's."""
     moments = random.Random(args.seed)
-    folder = Path(tempfile.mkdtemp())
     kills = in_training = runs = resumes = 0
     calm = folder / "calm"
     began = time.perf_counter()
@@ -119,7 +113,20 @@ def main() -> None:
     what = (
         f"{kills} times kill -9: share of the arrays of last states that are the same, bit for bit"
     )
-    claim = Claim(what, "undisturbed runs", sum(same) / len(same), ">= 1.0", "quality")
+    return Claim(what, "undisturbed runs", sum(same) / len(same), ">= 1.0", "quality")
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--kills", type=int, default=100, help="in all runs together")
+    parser.add_argument("--steps", type=int, default=1500, help="of each run")
+    parser.add_argument("--every", type=int, default=7, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    args = parser.parse_args()
+    if args.kills < 1:
+        parser.error(f"--kills: expected at least 1, got {args.kills}")
+    with tempfile.TemporaryDirectory() as folder:
+        claim = measured(args, Path(folder))
     publish([claim], args, "jax", "jaxlib", "orbax-checkpoint")
 
 

@@ -115,7 +115,7 @@ def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=0)
-    parser.add_argument("--names", nargs="+", default=NAMES, choices=sorted(models.MODELS))
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--budget", default="8GiB")
