@@ -237,6 +237,19 @@ def coupled(p, x):
     return rows(h)
 
 
+def contrastive(p, x):
+    """Of a batch of one it would be 0, and so would the gradient."""
+    h = x @ p
+    with jax.named_scope("pairs"):
+        similar = h @ h.T
+    return optax.losses.softmax_cross_entropy(similar, jnp.eye(len(x)))
+
+
+def distances(p, x):
+    h = x @ p
+    return rows(jnp.square(h[:, None] - h[None]))
+
+
 def coupled_late(p, x):
     """What mixes examples reaches the result two rounds later."""
 
@@ -293,6 +306,14 @@ REFUSED = {
     "coupled late": (
         lambda: clipped_grad(coupled_late, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "the loss mixes the examples.*reduce_sum",
+    ),
+    "contrastive": (
+        lambda: clipped_grad(contrastive, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
+        "pairs mixes the examples.*dot_general",
+    ),
+    "distances": (
+        lambda: clipped_grad(distances, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
+        "the loss mixes the examples.*sub",
     ),
 }  # fmt: skip
 

@@ -33,6 +33,9 @@ UNKNOWN = "unknown"
 State = Along | Mixed | str | None
 """What is known of a value; None: it does not depend on the batch."""
 
+Rule = Callable[[JaxprEqn, list[State]], State]
+"""From an equation and what is known of its operands to what is known of its results."""
+
 
 class Followed(NamedTuple):
     """Where a batch went.
@@ -98,10 +101,7 @@ class _Trail(NamedTuple):
             return [UNKNOWN] * count
         if name == "optimization_barrier":
             return given
-        if name in ELEMENTWISE:
-            return [_joined(given)] * count
-        rule = _RULES.get(name) or (_reduced if name.startswith(("reduce_", "arg")) else None)
-        found = rule(eqn, given) if rule else UNKNOWN
+        found = _rule(name)(eqn, given)
         return [Mixed(here, name) if found == _MIXED else found] * count
 
     def _scan(
@@ -136,6 +136,20 @@ def _joined(given: Sequence[State]) -> State:
         return mixed
     states = {s for s in given if s is not None}
     return states.pop() if len(states) == 1 else UNKNOWN if states else None
+
+
+def _paired(given: Sequence[State]) -> State:
+    """Of elements that meet: where their examples are along different axes, all meet all."""
+    joined = _joined(given)
+    return _MIXED if joined == UNKNOWN else joined
+
+
+def _rule(name: str) -> Rule:
+    if name in ELEMENTWISE:
+        return lambda eqn, given: _paired(given)
+    if name.startswith(("reduce_", "arg")) and name not in _RULES:
+        return _reduced
+    return _RULES.get(name, lambda eqn, given: UNKNOWN)
 
 
 def _only(given: list[State]) -> int:
@@ -208,7 +222,7 @@ def _dot(eqn: JaxprEqn, given: list[State]) -> State:
         if k == 1:
             place += jaxprs.aval(eqn.invars[0]).ndim - len(contracted[0]) - len(batch[0])
         found.append(Along(place))
-    return _joined(found)
+    return _paired(found)
 
 
 def _convolved(eqn: JaxprEqn, given: list[State]) -> State:
@@ -271,7 +285,7 @@ def _gathered(eqn: JaxprEqn, given: list[State]) -> State:
     return UNKNOWN
 
 
-_RULES: dict[str, Callable[[JaxprEqn, list[State]], State]] = {
+_RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "conv_general_dilated": _convolved,
