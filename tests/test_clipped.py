@@ -178,11 +178,12 @@ def test_large_parameters_of_unknown_use_are_made_in_chunks(width):
 
 def test_routes_tell_how_each_parameter_was_met():
     found = {}
-    for name in ("dense", "dense_over_time", "unusual", "tied_embedding"):
+    for name in ("dense", "dense_over_time", "unusual", "tied_embedding", "scaled_by_numbers"):
         case = CASES[name]()
         found |= {(name, k): v for k, v in routes(case.loss, case.params, *case.batch).items()}
     assert found["dense", "w"] == found["tied_embedding", "embedding"] == "products"
     assert found["dense_over_time", "b"] == "kept"
+    assert "made" not in (found["scaled_by_numbers", "w"], found["scaled_by_numbers", "v"])
     assert found["unusual", "w"] == "made"
     assert found["unusual", "unused"] == "unused"
 

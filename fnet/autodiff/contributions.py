@@ -232,7 +232,7 @@ def _at_once(
         else:
             x = by_example(x, n, data_axis)
         ct = ct if use.operand is not None else by_example(ct, n, out_axis)
-        met.setdefault(use.view.param, []).append(Met(use, x, ct))
+        met.setdefault(use.view.param, []).append(Met(use, x, use.view.unscaled(ct)))
     shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
     return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
 
@@ -358,7 +358,7 @@ def _backward(
     cotangents, each = vjp(jnp.ones_like(losses))
     met: dict[int, list[Met]] = {}
     for use, x, ct in zip(known, data, cotangents, strict=True):
-        met.setdefault(use.view.param, []).append(Met(use, x, ct))
+        met.setdefault(use.view.param, []).append(Met(use, x, use.view.unscaled(ct)))
     shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
     return losses, aux, shares | {i: Made(g) for i, g in each.items()}
 

@@ -67,7 +67,7 @@ class Uses(NamedTuple):
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     """Looks where the first arguments of a traced function meet its other values.
 
-    It follows them through casts, transposes, reshapes and slices, into `jax.jit`,
+    It follows them through casts, transposes, reshapes, slices and scales, into `jax.jit`,
     `jax.checkpoint` and `jax.lax.scan`; custom derivatives count as other uses.
 
     Args:
@@ -118,11 +118,11 @@ class _Search:
         elif sum(view is not None for view in views) == 1:
             (operand,) = (k for k, view in enumerate(views) if view is not None)
             view: Any = views[operand]
+            if changed := view.through(eqn):
+                return list(changed)
             found = product(eqn, operand)
             if found and not (found.once and view.repeats):
                 self.uses.append(Use(path, view, found, loops, _shape(eqn.outvars[0])))
-            elif changed := view.through(eqn):
-                return list(changed)
             else:
                 self._give_copies(eqn, views, path, loops)
         else:

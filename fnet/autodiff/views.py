@@ -1,4 +1,4 @@
-"""A parameter as an equation sees it: transposed, reshaped, cut, cast."""
+"""A parameter as an equation sees it: transposed, reshaped, cut, cast, scaled, shifted."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from fnet import jaxprs
 
@@ -22,12 +22,14 @@ class View(NamedTuple):
       of: ``parameter -> value`` in the parameter's dtype.
       loops: the enclosing scans in whose rounds different elements are seen; as
         many leading axes of ``elements`` stand for them.
+      scale: what the elements were multiplied by; what was added does not matter.
     """
 
     param: int
     elements: np.ndarray
     of: Callable[[Any], Any]
     loops: tuple[int, ...] = ()
+    scale: float = 1.0
 
     @classmethod
     def whole(cls, param: int, shape: tuple[int, ...]) -> "View":
@@ -47,6 +49,8 @@ class View(NamedTuple):
 
     def through(self, eqn: JaxprEqn) -> list["View"] | None:
         """What the equation makes of it, or None if it is more than a view."""
+        if (scale := _scale(eqn)) is not None:
+            return [self._replace(scale=self.scale * scale)]
         changes = _CHANGES.get(eqn.primitive.name)
         if changes is None or not jnp.issubdtype(jaxprs.aval(eqn.outvars[0]).dtype, jnp.floating):
             return None
@@ -59,12 +63,16 @@ class View(NamedTuple):
             return None  # a copy: its elements are in no regular order
         return self._replace(elements=elements, of=lambda p: change(of(p)))
 
+    def unscaled(self, cotangent: Array) -> Array:
+        """The cotangent of the elements, from that of the value."""
+        return cotangent if self.scale == 1 else cotangent * self.scale
+
     def gradient(self, cotangent: Array, param: Any) -> Array:
         """The parameter's share of a cotangent of the value.
 
         Args:
-          cotangent: as the value, rounds of loops first; of one example, 1 long where the
-            value is the parameter broadcast along examples.
+          cotangent: `unscaled`, shaped as the value, rounds of loops first; of one example, 1 long
+            where the value is the parameter broadcast along examples.
           param: the parameter, or its shape.
         """
 
@@ -76,6 +84,28 @@ class View(NamedTuple):
         gradient: Array
         (gradient,) = jax.linear_transpose(of, shape)(cotangent)
         return gradient
+
+
+def _scale(eqn: JaxprEqn) -> float | None:
+    """``c`` of ``c w + d``, where the equation is that with numbers that stand in it."""
+    name = eqn.primitive.name
+    if name == "neg":
+        return -1.0
+    if name not in ("add", "sub", "mul", "div"):
+        return None
+    numbers = [float(a.val) if isinstance(a, Literal) else None for a in eqn.invars]
+    match name, *numbers:
+        case "add" | "sub", None, float():
+            return 1.0
+        case "add", float(), None:
+            return 1.0
+        case "sub", float(), None:
+            return -1.0
+        case ("mul", float(c), None) | ("mul", None, float(c)):
+            return c
+        case "div", None, float(c) if c:
+            return 1 / c
+    return None
 
 
 Change = Callable[[Any], Any]
