@@ -245,7 +245,7 @@ def broadcast_along_examples() -> Case:
 
 def scaled_by_numbers() -> Case:
     def loss(p, x):
-        return rows(jnp.tanh(x @ (p["w"] * 0.5)) @ (1 - p["v"] / 3))
+        return rows(jnp.tanh(x @ (p["w"] * 0.5)) @ (1 - 2 * p["v"] / 3))
 
     return Case(loss, tree(w=(5, 7), v=(7, 3)), (normal(9, B, 5),))
 

@@ -11,6 +11,8 @@ _ADAPTIVE = "fnet/autodiff/adaptive.py"
 _MEAN = "fnet/autodiff/mean.py"
 _PARTS = "fnet/autodiff/accumulate.py"
 _TESTS = "tests/test_clipped.py"
+_VIEWS = "fnet/autodiff/views.py"
+_FOLLOWED = "fnet/autodiff/batch_axis.py"
 _SINGLE_TESTS = "tests/test_per_example.py"
 _ADAPTIVE_TESTS = "tests/test_adaptive.py"
 _PARTS_TESTS = "tests/test_accumulate.py"
@@ -81,6 +83,29 @@ NORMS = [
         _TESTS,
         "golden or not_finite",
         [("made shares of 0 are nan", "jnp.where(scales[:, None] != 0, rows, 0)", "rows")],
+    ),
+]  # fmt: skip
+
+FOLLOWED = [
+    *changes(
+        _VIEWS,
+        _TESTS,
+        "loop_over_examples and scaled_by_numbers",
+        [
+            ("what scales a parameter is forgotten", "cotangent if self.scale == 1 else cotangent * self.scale", "cotangent"),
+            ("the last number alone scales", "scale=self.scale * scale", "scale=scale"),
+            ("division multiplies", "return 1 / c", "return c"),
+            ("what is taken away has the wrong sign", 'case "sub", float(), None:\n            return -1.0', 'case "sub", float(), None:\n            return 1.0'),
+        ],
+    ),
+    *changes(
+        _FOLLOWED,
+        _TESTS,
+        "mistakes_are_named",
+        [
+            ("pairs of examples are taken for examples", "return _MIXED if joined == UNKNOWN else joined", "return joined"),
+            ("a loop is looked at once", "if joined == carry:", "if True:"),
+        ],
     ),
 ]  # fmt: skip
 
@@ -187,4 +212,4 @@ MEAN = [
     ),
 ]  # fmt: skip
 
-MUTATIONS = [*BOUND, *NORMS, *SINGLE, *PRIVATE, *ADAPTIVE, *MEAN]
+MUTATIONS = [*BOUND, *NORMS, *FOLLOWED, *SINGLE, *PRIVATE, *ADAPTIVE, *MEAN]
