@@ -190,6 +190,8 @@ MISTAKES = [
     (("train", "tiny.py", "--optim.learning-rate", "fast"), "--optim.learning-rate: expected a number, got fast"),
     (("train", "tiny.py", "--optim.learning-rate"), "--optim.learning-rate: expected a number, got nothing"),
     (("train", "tiny.py", "--train.steps", "1.5"), "--train.steps: expected an integer or None, got 1.5"),
+    (("train", "tiny.py", "--optim.clip-norm", "nan"), "optim.clip_norm: expected a finite number, got nan"),
+    (("train", "tiny.py", "--grad.mode", "clipped", "--grad.epsilon", "inf"), "grad.epsilon: expected a finite number, got inf"),
     (("train", "tiny.py", "--optim.learning-rate", "-1"), "optim.learning_rate: expected greater than 0, got -1.0"),
     (("train", "tiny.py", "--optim.name", "sdg"), "--optim.name: expected one of sgd, adam, adamw, lion, adafactor, got sdg"),
     (("train", "tiny.py", "--model.widths", "3", "x"), "--model.widths: expected an integer, one or more times, got 3 x"),

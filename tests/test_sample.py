@@ -216,6 +216,7 @@ MISTAKES = [
     (("images", "--count", "0"), "--count: expected greater than or equal to 1, got 0"),
     (("images", "--labels", "3", "eleven"), "--labels: expected some of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got eleven"),
     (("images", "--guidance", "-1"), "--guidance: expected greater than or equal to 0, got -1.0"),
+    (("images", "--guidance", "inf"), "--guidance: expected a finite number, got inf"),
     (("images", "--sampler", "euler"), "--sampler: expected one of dpm_solver, ddim, ddpm, got euler"),
     (("images", "--prompt", "to"), "unknown field --prompt"),
     (("images", "--out", "nowhere/a.png"), "cannot write nowhere/a.png"),
