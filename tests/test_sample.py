@@ -186,6 +186,17 @@ def test_the_same_seed_draws_the_same_images(sampler, run_of, recipes):
     assert not np.array_equal(drawn(1), first)
 
 
+def test_images_of_a_source_that_reads_them_as_they_are_needed_are_drawn(recipes, capsys):
+    x = np.random.default_rng(0).integers(0, 256, (40, 4, 8, 3), np.uint8)
+    np.savez(recipes / "x.npz", x=x, y=np.arange(40) % 2)
+    arrays = "--data.source", "arrays", "--data.path", "x.npz", "--data.batch-size", 8
+    fnet_command("train", "images.py", "--out", "r", *arrays)
+    capsys.readouterr()
+    path = printed(capsys, "r", "--count", 2, "--steps", 3).strip()
+    assert path == "r/samples.png"
+    assert (recipes / path).is_file()
+
+
 def test_help_lists_what_a_run_can_be_asked(run_of, capsys):
     run_of("text")
     run_of("images")
