@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from image_cases import class_folders
 from matplotlib import image as pictures
 from program_cases import exit_code, fnet_command, said_in_one_line
 
@@ -269,6 +270,15 @@ def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
     said_in_one_line(capsys, "the run has not saved one yet")
 
 
+PHOTOS = (
+    "images.py",
+    "--data.source",
+    "image_folder",
+    "--data.path",
+    "photos",
+    "--data.image-size",
+    "8",
+)
 TRAINING_MISTAKES = [
     (("text.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("text.py", "--model.window", "0"), "model.window: expected greater than or equal to 1, got 0"),
@@ -280,6 +290,8 @@ TRAINING_MISTAKES = [
     (("images.py", "--model.name", "language_model"), "data.source: digits has no text"),
     (("images.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
+    ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but the network denoiser learns each image with its own"),
+    ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but the network denoiser takes one image of each"),
     (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
 ]  # fmt: skip
 
@@ -288,6 +300,7 @@ TRAINING_MISTAKES = [
 def test_a_network_that_cannot_be_is_refused_before_training(words, message, recipes, capsys):
     (recipes / "short.txt").write_text("to be")
     (recipes / "empty.txt").write_text("")
+    class_folders(recipes / "photos")
     assert exit_code("train", *words, "--out", "new") == 2
     said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()
