@@ -148,6 +148,7 @@ def _train(
                 better = config.checkpoint.best and reached is not None and reached > best
                 if step % config.checkpoint.every == 0 or better or last or stop:
                     guard.look(state, wait=True)
+                    meter.check(step)  # without a guard, or with privacy's noise, nothing else does
                     if not guard.in_a_row or last or stop:
                         checkpoints.save(step, state, batches.get_state(), reached)
                         best = best if reached is None else max(best, reached)
