@@ -143,6 +143,15 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
         vocabulary.encode("abxbay")
 
 
+def test_a_vocabulary_that_leaves_numbers_out_is_as_large_as_its_largest(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a"))
+    made.save(str(tmp_path / "words.json"))
+    vocabulary = tokens_of(TextFile(tokenizer=str(tmp_path / "words.json")))
+    assert vocabulary.size == 301
+    assert vocabulary.encode("b").tolist() == [300]
+
+
 def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
