@@ -161,8 +161,9 @@ def _train(
     lines = read_metrics(folder.metrics)
     plots.curves(lines, title, folder.curves)
     if step < run.steps:
+        why = interruption.requested or "another process was interrupted"
         say(
-            f"{interruption.requested}: saved after step {step} of {run.steps}; continue with\n"
+            f"{why}: saved after step {step} of {run.steps}; continue with\n"
             f"  fnet train {folder.config} --resume"
         )
         return
