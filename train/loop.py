@@ -77,7 +77,8 @@ def _train(
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         report, take_step = planned.executable.report, StepBySize(run, planned, say)
-        size = config.data.batch_size // planned.microbatches
+        # Of private training a microbatch has more rows: its share of what is sampled on average.
+        size = config.data.batch_size // planned.microbatches // run.devices * run.devices
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
