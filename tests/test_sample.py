@@ -162,6 +162,8 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     assert exit_code("sample", "words", "--prompt", "to err") == 2
     error = capsys.readouterr().err
     assert error == "fnet: words.json has no token for some of 'to err'\n"
+    assert exit_code("sample", "words", "--prompt", "to\udcff") == 2
+    said_in_one_line(capsys, "words.json reads UTF-8 alone, which the text is not, at symbol 2")
     assert exit_code("sample", "words", "--prompt", "\n") == 2
     assert "--prompt: is empty" in capsys.readouterr().err
     tokenizer.unlink()

@@ -52,6 +52,13 @@ def tokens_of(config: TextFile) -> Tokens:
     unknown = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
 
     def encode(text: str) -> np.ndarray:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path} reads UTF-8 alone, which the text is not, at symbol {error.start:,}; "
+                "convert it, or leave data.tokenizer out"
+            ) from None
         encoding = tokenizer.encode(text)
         ids = np.array(encoding.ids, np.int64)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
