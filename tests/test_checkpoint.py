@@ -81,12 +81,18 @@ def forge(folder):
     path.write_text(json.dumps(found))
 
 
+def lose_the_score(folder):
+    (folder / "metrics" / "metrics").write_bytes(b"")
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, lose, forge, empty], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, lose, lose_the_score, forge, empty], ids=lambda f: f.__name__
+)
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
     damage(run / "checkpoints" / "8")
     fnet_command("eval", run)
@@ -112,6 +118,13 @@ def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
     assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
     assert "every checkpoint in" in capsys.readouterr().err
     assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_where_the_only_one_lost_its_score_nothing_is_begun_in_silence(run, capsys):
+    shutil.rmtree(run / "checkpoints" / "6")
+    lose_the_score(run / "checkpoints" / "8")
+    assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
+    assert "every checkpoint in" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_is_kept_beside_the_last(workplace):

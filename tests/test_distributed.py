@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from program_cases import exit_code, fnet_command
+
+from train import distributed, loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
@@ -108,3 +111,12 @@ def test_what_the_first_process_refuses_ends_all(workplace):
 def test_without_others_it_is_said_how_to_name_them(capsys):
     assert exit_code("train", "tiny.py", "--distributed") == 2
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
+
+
+def test_the_first_process_says_that_another_was_interrupted(monkeypatch, capsys):
+    others = {"several": lambda: True, "any_process": lambda flag: True}
+    here = SimpleNamespace(run_folder=distributed.run_folder, **others)
+    monkeypatch.setattr(loop, "distributed", here)
+    fnet_command("train", "tiny.py", "--out", "r")
+    said = capsys.readouterr().out
+    assert "another process was interrupted: saved after step 2 of 8" in said

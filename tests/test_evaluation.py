@@ -299,6 +299,7 @@ MISTAKES = [
     ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
     ("halves", ("--crops", "10"), "options for it: --image-size, --scales, --flip"),
     ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
+    ("halves", ("--scales", "inf"), "--scales: expected a finite number, got inf"),
     ("halves", ("--scales", "0.1"), "--scales: 0.1 leaves images of 2 pixels; at least 8 are needed"),
     ("halves", ("--scale", "1"), "unknown field --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),

@@ -137,6 +137,19 @@ def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
 
 
 @pytest.mark.slow
+def test_without_a_guard_nothing_is_saved_behind_a_loss_that_is_not_finite(
+    workplace, spoilt, capsys
+):
+    fnet_command("train", "tiny.py", "--guard.no-skip", "--train.steps", 4, "--out", "r")
+    spoilt(range(1437))
+    words = "train", "tiny.py", "--out", "r", "--resume", "--guard.no-skip"
+    assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
+    error = capsys.readouterr().err
+    assert "the loss is nan at step 5; the last checkpoint is from before" in error
+    assert {p.name for p in (workplace / "r" / "checkpoints").iterdir()} == {"3", "4"}
+
+
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, spoilt, capsys):
     fnet_command("train", "tiny.py", "--train.steps", 4, "--out", "r")
     spoilt(range(1437))

@@ -158,6 +158,16 @@ def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
 
 
 @pytest.mark.slow
+def test_devices_that_a_microbatch_would_not_fill_evaluate_together(private):
+    parts = "--data.batch-size", 8, "--grad.microbatches", 4, "--mesh.data", 4
+    fnet_command("train", "private.py", *parts, "--train.steps", 2, "--out", "four")
+    fnet_command("eval", "four")
+    found = json.loads((private / "four" / "evaluation.json").read_text())["metrics"]
+    there = json.loads((private / "four" / "summary.json").read_text())["metrics"]
+    assert found == pytest.approx(there, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_target_is_kept_to_and_its_noise_is_not_stretched_over_more_steps(private, capsys):
     target = ("--grad.noise-multiplier", "None", "--grad.epsilon", "2")
     fnet_command("train", "private.py", *target, "--out", "run", "--train.steps", 2)

@@ -15,7 +15,7 @@ from program_cases import exit_code, final_state, fnet_command, metrics_of, said
 
 import fnet
 from train import data, recipes
-from train.config import ImageFolder
+from train.config import Config, ImageFolder, Mlp, Synthetic, Train
 from train.data import image_folder
 from train.run_folder import RunFolder
 from train.setup import setup
@@ -99,6 +99,13 @@ def test_n_steps_and_n_more_equal_2n_steps(workplace):
     fnet_command("train", "tiny.py", "--out", "parts", *constant, "--resume")
     chex.assert_trees_all_equal(final_state(workplace / "whole"), final_state(workplace / "parts"))
     assert metrics_of(workplace / "whole") == metrics_of(workplace / "parts")
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(25.0, 7), (26.0, 8), (1e-9, 1)])
+def test_epochs_are_as_many_steps_as_hold_their_examples(epochs, steps):
+    examples = Synthetic(examples=7, batch_size=25, image_size=4, channels=1, classes=2)
+    config = Config(data=examples, model=Mlp(hidden=(2,)), train=Train(epochs=epochs))
+    assert setup(config).steps == steps  # 25 * (7 / 25) is not 7
 
 
 def test_a_run_that_died_resumes_from_its_last_checkpoint(workplace, whole, monkeypatch, capsys):
@@ -190,6 +197,8 @@ MISTAKES = [
     (("train", "tiny.py", "--optim.learning-rate", "fast"), "--optim.learning-rate: expected a number, got fast"),
     (("train", "tiny.py", "--optim.learning-rate"), "--optim.learning-rate: expected a number, got nothing"),
     (("train", "tiny.py", "--train.steps", "1.5"), "--train.steps: expected an integer or None, got 1.5"),
+    (("train", "tiny.py", "--optim.clip-norm", "nan"), "optim.clip_norm: expected a finite number, got nan"),
+    (("train", "tiny.py", "--grad.mode", "clipped", "--grad.epsilon", "inf"), "grad.epsilon: expected a finite number, got inf"),
     (("train", "tiny.py", "--optim.learning-rate", "-1"), "optim.learning_rate: expected greater than 0, got -1.0"),
     (("train", "tiny.py", "--optim.name", "sdg"), "--optim.name: expected one of sgd, adam, adamw, lion, adafactor, got sdg"),
     (("train", "tiny.py", "--model.widths", "3", "x"), "--model.widths: expected an integer, one or more times, got 3 x"),

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from image_cases import class_folders
 from matplotlib import image as pictures
 from program_cases import exit_code, fnet_command, said_in_one_line
 
@@ -142,6 +143,15 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
         vocabulary.encode("abxbay")
 
 
+def test_a_vocabulary_that_leaves_numbers_out_is_as_large_as_its_largest(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a"))
+    made.save(str(tmp_path / "words.json"))
+    vocabulary = tokens_of(TextFile(tokenizer=str(tmp_path / "words.json")))
+    assert vocabulary.size == 301
+    assert vocabulary.encode("b").tolist() == [300]
+
+
 def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
@@ -152,6 +162,8 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     assert exit_code("sample", "words", "--prompt", "to err") == 2
     error = capsys.readouterr().err
     assert error == "fnet: words.json has no token for some of 'to err'\n"
+    assert exit_code("sample", "words", "--prompt", "to\udcff") == 2
+    said_in_one_line(capsys, "words.json reads UTF-8 alone, which the text is not, at symbol 2")
     assert exit_code("sample", "words", "--prompt", "\n") == 2
     assert "--prompt: is empty" in capsys.readouterr().err
     tokenizer.unlink()
@@ -186,6 +198,17 @@ def test_the_same_seed_draws_the_same_images(sampler, run_of, recipes):
     assert not np.array_equal(drawn(1), first)
 
 
+def test_images_of_a_source_that_reads_them_as_they_are_needed_are_drawn(recipes, capsys):
+    x = np.random.default_rng(0).integers(0, 256, (40, 4, 8, 3), np.uint8)
+    np.savez(recipes / "x.npz", x=x, y=np.arange(40) % 2)
+    arrays = "--data.source", "arrays", "--data.path", "x.npz", "--data.batch-size", 8
+    fnet_command("train", "images.py", "--out", "r", *arrays)
+    capsys.readouterr()
+    path = printed(capsys, "r", "--count", 2, "--steps", 3).strip()
+    assert path == "r/samples.png"
+    assert (recipes / path).is_file()
+
+
 def test_help_lists_what_a_run_can_be_asked(run_of, capsys):
     run_of("text")
     run_of("images")
@@ -216,6 +239,7 @@ MISTAKES = [
     (("images", "--count", "0"), "--count: expected greater than or equal to 1, got 0"),
     (("images", "--labels", "3", "eleven"), "--labels: expected some of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got eleven"),
     (("images", "--guidance", "-1"), "--guidance: expected greater than or equal to 0, got -1.0"),
+    (("images", "--guidance", "inf"), "--guidance: expected a finite number, got inf"),
     (("images", "--sampler", "euler"), "--sampler: expected one of dpm_solver, ddim, ddpm, got euler"),
     (("images", "--prompt", "to"), "unknown field --prompt"),
     (("images", "--out", "nowhere/a.png"), "cannot write nowhere/a.png"),
@@ -257,6 +281,15 @@ def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
     said_in_one_line(capsys, "the run has not saved one yet")
 
 
+PHOTOS = (
+    "images.py",
+    "--data.source",
+    "image_folder",
+    "--data.path",
+    "photos",
+    "--data.image-size",
+    "8",
+)
 TRAINING_MISTAKES = [
     (("text.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("text.py", "--model.window", "0"), "model.window: expected greater than or equal to 1, got 0"),
@@ -268,6 +301,8 @@ TRAINING_MISTAKES = [
     (("images.py", "--model.name", "language_model"), "data.source: digits has no text"),
     (("images.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
+    ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but the network denoiser learns each image with its own"),
+    ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but the network denoiser takes one image of each"),
     (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
 ]  # fmt: skip
 
@@ -276,6 +311,7 @@ TRAINING_MISTAKES = [
 def test_a_network_that_cannot_be_is_refused_before_training(words, message, recipes, capsys):
     (recipes / "short.txt").write_text("to be")
     (recipes / "empty.txt").write_text("")
+    class_folders(recipes / "photos")
     assert exit_code("train", *words, "--out", "new") == 2
     said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()

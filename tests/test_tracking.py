@@ -1,5 +1,6 @@
 """Metrics elsewhere, traces, and steps that are compiled again."""
 
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
 
-from train.config import Config, Digits, Mlp
+from train import tracking
+from train.config import Config, Digits, Mlp, Tracking
 from train.planning import StepBySize, compile_step
 from train.setup import setup
 
@@ -37,6 +39,21 @@ def test_tensorboard_has_every_line_and_none_twice_after_a_resume(workplace):
     expected = {(k, line["step"]): v for line in lines for k, v in line.items() if k != "step"}
     assert found.keys() == expected.keys()
     np.testing.assert_allclose([found[k] for k in expected], list(expected.values()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_tensorboard_drops_what_a_killed_run_told_of_later_steps(start, tmp_path, monkeypatch):
+    begun = []
+
+    @contextlib.contextmanager
+    def writer(folder, *, purge_step):
+        begun.append(purge_step)
+        yield
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=writer))
+    config = Config(tracking=Tracking(tensorboard=True))
+    with tracking.tracking(config, tmp_path, start):
+        assert begun == [start + 1]
 
 
 def test_weights_and_biases_goes_on_with_the_same_run(workplace, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tyro
 from annotated_types import Ge, Gt, Le
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config
@@ -72,6 +72,8 @@ class ImportArguments:
 @dataclass(frozen=True)
 class CheckpointArguments:
     """Which checkpoint of a run is taken."""
+
+    __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     best: bool = False
     """Take the best checkpoint that was kept, not the newest."""

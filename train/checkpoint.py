@@ -1,6 +1,7 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
 import contextlib
+import json
 import logging
 import shutil
 import sys
@@ -78,9 +79,11 @@ class Checkpoints:
             cleanup_tmp_directories=keep is not None,
             read_only=keep is None,
             create=keep is not None,
+            lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
+        self._some_put_aside = self._put_unread_scores_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
@@ -197,6 +200,7 @@ class Checkpoints:
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """State and position of a checkpoint, compared with their checksums."""
+        self._manager.metrics(step)  # raises where the score is damaged
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -232,25 +236,49 @@ class Checkpoints:
                 f"({wrong or 'as another process found'}); the next is taken"
             )
             self._put_aside(step)
-        if steps:
+        if steps or self._some_put_aside:
             raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
         return None
 
     def _scores(self) -> dict[int, float]:
         """Of the checkpoints that were saved with one, by step."""
-        known = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
-        return {step: _score(metrics) for step, metrics in known.items() if metrics}
+        found = {}
+        for step in self._manager.all_steps():
+            with contextlib.suppress(ValueError):  # a damaged one: it is said where that is read
+                if metrics := self._manager.metrics(step):
+                    found[step] = _score(metrics)
+        return found
+
+    def _put_unread_scores_aside(self) -> bool:
+        """Whether there were checkpoints whose score is no JSON: orbax would not begin."""
+        if self._only_read:
+            return False
+        found = False
+        if jax.process_index() == 0:
+            for path in sorted(self._folder.glob("*/metrics/metrics")):
+                folder = path.parents[1]
+                try:
+                    json.loads(path.read_bytes())
+                except ValueError as error:
+                    if folder.name.isdecimal():  # no save that a kill has cut off
+                        self._say(f"checkpoint {folder} is damaged ({error}); the next is taken")
+                        self._rename(int(folder.name))
+                        found = True
+        return any_process(found)  # the others wait until they are there
 
     def _put_aside(self, step: int) -> None:
         """Makes room for a checkpoint of the same step, without losing what was there."""
         if self._only_read:
             return
         if jax.process_index() == 0:
-            aside = self._folder.parent / f"damaged_checkpoint_{step}"
-            shutil.rmtree(aside, ignore_errors=True)
-            (self._folder / str(step)).rename(aside)
+            self._rename(step)
         any_process(False)  # the others wait until it is there
         self._manager.reload()
+
+    def _rename(self, step: int) -> None:
+        aside = self._folder.parent / f"damaged_checkpoint_{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / str(step)).rename(aside)
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
         """Refuses a checkpoint whose arrays are not those that are here."""

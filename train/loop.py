@@ -77,7 +77,8 @@ def _train(
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         report, take_step = planned.executable.report, StepBySize(run, planned, say)
-        size = config.data.batch_size // planned.microbatches
+        # Of private training a microbatch has more rows: its share of what is sampled on average.
+        size = config.data.batch_size // planned.microbatches // run.devices * run.devices
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
@@ -148,6 +149,7 @@ def _train(
                 better = config.checkpoint.best and reached is not None and reached > best
                 if step % config.checkpoint.every == 0 or better or last or stop:
                     guard.look(state, wait=True)
+                    meter.check(step)  # without a guard, or with privacy's noise, nothing else does
                     if not guard.in_a_row or last or stop:
                         checkpoints.save(step, state, batches.get_state(), reached)
                         best = best if reached is None else max(best, reached)
@@ -160,8 +162,9 @@ def _train(
     lines = read_metrics(folder.metrics)
     plots.curves(lines, title, folder.curves)
     if step < run.steps:
+        why = interruption.requested or "another process was interrupted"
         say(
-            f"{interruption.requested}: saved after step {step} of {run.steps}; continue with\n"
+            f"{why}: saved after step {step} of {run.steps}; continue with\n"
             f"  fnet train {folder.config} --resume"
         )
         return

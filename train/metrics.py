@@ -57,15 +57,9 @@ class Meter:
         Raises:
           TrainingError: if a loss in it is not finite.
         """
-        window = jax.device_get(self._window)
+        window = self._computed(step)
         seconds, examples = time.perf_counter() - self._began, len(window) * self._batch_size
         applied = [m for m in window if not m.get("skipped")]
-        for at, metrics in enumerate(window, step - len(window) + 1):
-            if not metrics.get("skipped") and not np.isfinite(metrics["loss"]):
-                raise TrainingError(
-                    f"the loss is {metrics['loss']} at step {at}; the last checkpoint "
-                    "is from before; a lower optim.learning_rate or optim.clip_norm may help"
-                )
         self.examples += examples
         self.seconds += seconds
         self._window = []
@@ -79,6 +73,24 @@ class Meter:
             "examples_per_second": examples / seconds,
             "input_wait": self._waited / seconds,
         }
+
+    def check(self, step: int) -> None:
+        """Waits for the window's steps, before their state is saved.
+
+        Raises:
+          TrainingError: if a loss in it is not finite.
+        """
+        self._computed(step)
+
+    def _computed(self, step: int) -> list[dict[str, Any]]:
+        window = jax.device_get(self._window)
+        for at, metrics in enumerate(window, step - len(window) + 1):
+            if not metrics.get("skipped") and not np.isfinite(metrics["loss"]):
+                raise TrainingError(
+                    f"the loss is {metrics['loss']} at step {at}; the last checkpoint "
+                    "is from before; a lower optim.learning_rate or optim.clip_norm may help"
+                )
+        return window
 
 
 def score(metrics: Mapping[str, float]) -> float | None:

@@ -13,6 +13,7 @@ from train import plots
 from train.arguments import ImageArguments
 from train.checkpoint import Checkpoints
 from train.config import Config, Denoiser
+from train.data import batch_of
 from train.errors import UserError
 from train.run_folder import RunFolder
 from train.tasks.diffusion import network_of, schedule_of
@@ -63,7 +64,8 @@ def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArgu
     section = config.model
     assert isinstance(section, Denoiser)
     dataset, model = network_of(config)
-    shape, classes = dataset.train["image"].shape[1:], len(dataset.classes)
+    # Of a batch: rows of most sources only say where their images are.
+    shape, classes = batch_of(dataset, 1)["image"].shape[1:], len(dataset.classes)
     sampler, schedule = diffusion.samplers.get(a.sampler), schedule_of(section)
 
     @jax.jit

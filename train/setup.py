@@ -238,7 +238,9 @@ def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
 
 
 def _length(config: Config, steps_per_epoch: float) -> int:
-    return config.train.steps or math.ceil(config.train.epochs * steps_per_epoch)
+    # Rounded first: 15 epochs of 50,000 / 48 steps would be a little more than 15,625.
+    steps = round(config.train.epochs * steps_per_epoch, 6)
+    return config.train.steps or max(math.ceil(steps), 1)
 
 
 def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:

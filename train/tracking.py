@@ -63,7 +63,7 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
 def _tensorboard(folder: Path, start: int) -> Iterator[Log]:
     from tensorboardX import SummaryWriter
 
-    with SummaryWriter(str(folder), purge_step=start + 1 if start else None) as writer:
+    with SummaryWriter(str(folder), purge_step=start + 1) as writer:
 
         def log(step: int, line: Mapping[str, float]) -> None:
             for name, value in line.items():

@@ -14,7 +14,7 @@ class Tokens(NamedTuple):
     """A vocabulary.
 
     Attributes:
-      size: how many different tokens there are.
+      size: one more than the largest token.
       encode: text -> tokens [T], of the smallest unsigned dtype that holds them all.
       decode: tokens -> text; bytes that are no text come out as U+FFFD.
     """
@@ -46,11 +46,19 @@ def tokens_of(config: TextFile) -> Tokens:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise UserError(f"data.tokenizer: cannot read {path}: {error}") from error
-    size = tokenizer.get_vocab_size()
+    # Not their number: a vocabulary may leave numbers out.
+    size = max(tokenizer.get_vocab().values(), default=-1) + 1
     dtype = np.min_scalar_type(max(size - 1, 0))
     unknown = tokenizer.token_to_id(getattr(tokenizer.model, "unk_token", None) or "")
 
     def encode(text: str) -> np.ndarray:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{path} reads UTF-8 alone, which the text is not, at symbol {error.start:,}; "
+                "convert it, or leave data.tokenizer out"
+            ) from None
         encoding = tokenizer.encode(text)
         ids = np.array(encoding.ids, np.int64)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

@@ -8,8 +8,9 @@ from jax import Array
 import fnet
 from fnet import diffusion, models
 from fnet.diffusion import Schedule, schedules
-from train.config import Config, Denoiser
+from train.config import Config, Denoiser, ImageFolder
 from train.data import Dataset, batch_of
+from train.errors import UserError
 from train.tasks import images
 from train.tasks.task import Batch, Measured, Task
 
@@ -36,11 +37,13 @@ def build(config: Config) -> Task:
     """The diffusion task of a config.
 
     Raises:
-      UserError: if the config names no images.
+      UserError: if the config names no images, mixes them, or cuts several of each.
       ValueError: if the network cannot be built.
     """
     section = config.model
     assert isinstance(section, Denoiser)
+    if isinstance(config.data, ImageFolder):
+        _check_whole(config.data)
     dataset, model = network_of(config)
     classes, schedule = len(dataset.classes), schedule_of(section)
 
@@ -76,3 +79,17 @@ def build(config: Config) -> Task:
         return Measured({"loss": each})
 
     return Task(dataset, model, loss, measure)
+
+
+def _check_whole(data: ImageFolder) -> None:
+    """Refuses what is for classifiers alone: two images in one, or several views of one."""
+    if data.mixup:
+        raise UserError(
+            f"data.mixup: {data.mixup:g}, but the network denoiser learns each image with its own "
+            "label; give data.mixup 0"
+        )
+    if data.crops != 1:
+        raise UserError(
+            f"data.crops: {data.crops}, but the network denoiser takes one image of each; "
+            "give data.crops 1"
+        )
