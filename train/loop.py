@@ -77,8 +77,9 @@ def _train(
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         report, take_step = planned.executable.report, StepBySize(run, planned, say)
-        # Of private training a microbatch has more rows: its share of what is sampled on average.
-        size = config.data.batch_size // planned.microbatches // run.devices * run.devices
+        # A microbatch, or in private training, where it has more rows, its share of the mean batch.
+        rows = config.data.batch_size // planned.microbatches
+        size = max(rows // run.devices, 1) * run.devices
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
