@@ -13,6 +13,7 @@ from fnet.autodiff.clipped import clipped_grad
 from fnet.autodiff.mean import Gradient, Loss
 from fnet.autodiff.modes import (
     check_private,
+    check_state,
     clipped_sum,
     noised_mean,
     per_example_loss,
@@ -88,7 +89,8 @@ class AdaptiveClipping:
 
     Raises:
       ValueError: for values outside of these, and for too little noise on the count
-        (at most half the noise multiplier) to leave any for gradients.
+        (at most half the noise multiplier) to leave any for gradients; when called
+        with noise, for a model state that is made of the examples.
     """
 
     clip: float
@@ -188,6 +190,8 @@ class AdaptiveClipping:
                 functools.partial(bounded, clip=clip), params, model_state, batch, key,
                 self.microbatches,
             )  # fmt: skip
+            if self.noise_multiplier:
+                check_state("AdaptiveClipping", info, model_state)
             noise_key, count_key = jax.random.split(noise_key)
             noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
             grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)

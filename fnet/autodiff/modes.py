@@ -47,7 +47,8 @@ def clipped(
     Raises:
       ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
         finite, noise without ``expected_batch_size`` or with an infinite bound, an
-        expected size that is not above 0, and less than one microbatch.
+        expected size that is not above 0, and less than one microbatch; when called
+        with noise, for a model state that is made of the examples.
     """
     check_private("clipped", noise_multiplier, expected_batch_size, microbatches)
     if noise_multiplier and not clip < float("inf"):
@@ -68,6 +69,8 @@ def clipped(
                 bounded(per_example_loss(loss, model_state)), params, model_state, batch, key,
                 microbatches,
             )  # fmt: skip
+            if noise_multiplier:
+                check_state("clipped", info, model_state)
             grads = noised_mean(sums, noise, expected_batch_size, counts, noise_key)
             metrics, state = summary(info, counts, model_state)
             return grads, state, metrics | {"clipped": share_above(clip, info, counts)}
@@ -122,6 +125,23 @@ def check_private(
         raise ValueError(f"{name}: expected_batch_size must be above 0, got {expected_batch_size}")
     if microbatches < 1:
         raise ValueError(f"{name}: microbatches must be at least 1, got {microbatches}")
+
+
+def check_state(name: str, info: Clipped, model_state: Any) -> None:
+    """Refuses a state that is made of the examples: noise covers the gradient alone."""
+    _, states = info.aux
+    before = jax.tree_util.tree_leaves_with_path(model_state)
+    # What depends on the batch has a row an example.
+    made = [
+        jax.tree_util.keystr(path)
+        for (path, a), b in zip(before, jax.tree.leaves(states), strict=True)
+        if jnp.shape(a) != jnp.shape(b)
+    ]
+    if made:
+        raise ValueError(
+            f"{name}: the model state {', '.join(made)} is made of the examples, and no noise "
+            "covers it: nothing would be private; leave out the layer that keeps it"
+        )
 
 
 def _no_loss(params: Any) -> Array:
