@@ -209,4 +209,5 @@ class AdaptiveClipping:
         size = self.expected_batch_size or jnp.maximum(real.sum(), 1)
         noise = self._count_noise * jax.random.normal(key) if self.noise_multiplier else 0.0
         below = 0.5 + (votes.sum() + noise) / size
-        return adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        after = adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        return after.astype(clip.dtype)
