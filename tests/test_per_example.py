@@ -139,6 +139,16 @@ def test_microbatches_of_a_private_step_change_nothing():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_sums_of_narrow_parameters_are_not_rounded_as_they_are():
+    def loss(params, state, batch, key):
+        return (params * batch["x"]).sum(-1), fnet.Aux(state, {})
+
+    params, x = jnp.ones(1, jnp.bfloat16), {"x": jnp.ones((512, 1))}
+    run = autodiff.clipped(1.0, expected_batch_size=512, microbatches=512)(loss)
+    found, _, _ = run(params, {}, x, jax.random.key(0))  # in bfloat16 256 + 1 = 256
+    chex.assert_trees_all_equal(found, params)
+
+
 def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
     def loss(params, state, batch, key):
         return (params * batch["x"] * state["scale"]).sum(-1), fnet.Aux(state, {})

@@ -12,6 +12,7 @@ from jax import Array
 from fnet.autodiff.clipped import clipped_grad
 from fnet.autodiff.mean import Gradient, Loss
 from fnet.autodiff.modes import (
+    as_those,
     check_private,
     check_state,
     clipped_sum,
@@ -185,7 +186,8 @@ class AdaptiveClipping:
             params: Any, state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             clip, model_state = state
-            bounded = clipped_grad(per_example_loss(loss, model_state), self.clip, has_aux=True)
+            each = per_example_loss(loss, model_state, params)
+            bounded = clipped_grad(each, self.clip, has_aux=True)
             sums, info, counts, noise_key = clipped_sum(
                 functools.partial(bounded, clip=clip), params, model_state, batch, key,
                 self.microbatches,
@@ -198,7 +200,7 @@ class AdaptiveClipping:
             metrics, model_state = summary(info, counts, model_state)
             metrics |= {"clipped": share_above(clip, info, counts), "clip": clip}
             after = self._next(clip, info.norms, batch.get("weight"), count_key)
-            return grads, (after, model_state), metrics
+            return as_those(grads, params), (after, model_state), metrics
 
         return gradient
 
