@@ -78,6 +78,8 @@ def _train(
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         report, take_step = planned.executable.report, StepBySize(run, planned, say)
         size = config.data.batch_size // planned.microbatches
+        # Of private training the padded rows are parts of equal size, not the batch size.
+        size = max(size - size % run.devices, run.devices)
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
         learning_rate = run.compile_schedule()
