@@ -83,6 +83,15 @@ def test_padding_has_no_vote_and_a_gradient_that_is_not_finite_is_above_any_boun
     assert seen[0]["nonfinite"] == 1
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_in_float64_the_bound_stays_where_it_was(noise):
+    mode = AdaptiveClipping(1.0, noise_multiplier=noise, count_noise=5.0, expected_batch_size=4)
+    state, _, report = steps(mode, rows([0.5, 2.0, 3.0, 4.0]), 2)
+    assert state.opt_state.clip.dtype == jnp.float32
+    assert report.donation.aliased_bytes == report.state_bytes
+
+
 def test_gradients_and_count_together_spend_what_the_noise_multiplier_says():
     mode = AdaptiveClipping(0.1, noise_multiplier=1.0, count_noise=10.0, expected_batch_size=4)
     assert mode.gradient_noise == pytest.approx(1.0012523486)

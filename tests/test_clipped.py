@@ -108,6 +108,22 @@ def test_automatic_clipping_divides_by_the_norm():
     chex.assert_trees_all_close(found, jnp.float32(expected), rtol=1e-6)
 
 
+def test_a_norm_that_rounding_takes_below_0_is_0():
+    # In float32 a^2 + b^2 - 2ab, rounded product by product, is -2^-23.
+    a, b = 1 + 3547 / 2**23, 1 + 3548 / 2**23
+    x = jnp.zeros((2, 2, 8)).at[:, :, 0].set(1)
+    cotangent = jnp.zeros((2, 2, 8)).at[:, 0, 0].set(a).at[:, 1, 0].set(-b)
+
+    def loss(w, x, cotangent):
+        return ((x @ w) * cotangent).sum((1, 2))
+
+    assert routes(loss, jnp.zeros((8, 8)), x, cotangent) == "products"
+    gradient = clipped_grad(loss, 1.0, automatic=0.01)
+    found, info = gradient(jnp.zeros((8, 8)), x, cotangent)
+    chex.assert_trees_all_close(info.norms, jnp.zeros(2), atol=1e-3)
+    chex.assert_tree_all_finite((found, info.scales))
+
+
 def test_a_bound_may_be_traced():
     gradient = clipped_grad(halves, 1.0)
     found = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)

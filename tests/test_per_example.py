@@ -139,6 +139,16 @@ def test_microbatches_of_a_private_step_change_nothing():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_sums_of_narrow_parameters_are_not_rounded_as_they_are():
+    def loss(params, state, batch, key):
+        return (params * batch["x"]).sum(-1), fnet.Aux(state, {})
+
+    params, x = jnp.ones(1, jnp.bfloat16), {"x": jnp.ones((512, 1))}
+    run = autodiff.clipped(1.0, expected_batch_size=512, microbatches=512)(loss)
+    found, _, _ = run(params, {}, x, jax.random.key(0))  # in bfloat16 256 + 1 = 256
+    chex.assert_trees_all_equal(found, params)
+
+
 def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
     def loss(params, state, batch, key):
         return (params * batch["x"] * state["scale"]).sum(-1), fnet.Aux(state, {})
@@ -147,6 +157,21 @@ def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
     run = autodiff.clipped(1.0, microbatches=3)(loss)
     _, found, _ = run(jnp.ones(2), state, {"x": jnp.ones((B, 2))}, jax.random.key(0))
     chex.assert_trees_all_equal(found, state)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_state_that_is_made_of_the_examples_is_refused_where_there_is_noise(parts):
+    def loss(params, state, batch, key):
+        seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
+        return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
+
+    state, x = {"mean": jnp.zeros(2)}, {"x": jnp.ones((B, 2))}
+    how = {"expected_batch_size": B, "microbatches": parts}
+    _, found, _ = autodiff.clipped(1.0, **how)(loss)(jnp.ones(2), state, x, jax.random.key(0))
+    chex.assert_trees_all_close(found, {"mean": jnp.full(2, 0.1)})
+    private = autodiff.clipped(1.0, noise_multiplier=1.0, **how)(loss)
+    with pytest.raises(ValueError, match=r"clipped: the model state \['mean'\] is made of the ex"):
+        private(jnp.ones(2), state, x, jax.random.key(0))
 
 
 def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():

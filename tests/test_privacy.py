@@ -17,7 +17,7 @@ from dp_accounting.pld import PLDAccountant
 from program_cases import exit_code, final_state, fnet_command, metrics_of
 
 from train import recipes
-from train.config import Clipped
+from train.config import Clipped, Mesh
 from train.data import poisson
 from train.errors import UserError
 from train.metrics import noise_scale, noise_scale_course
@@ -155,6 +155,19 @@ def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
     chex.assert_trees_all_equal(final_state(folder), final_state(private / "parts"))
     assert metrics_of(folder) == metrics_of(private / "parts")
     assert promise_of(folder) == promise_of(private / "parts")
+
+
+def test_a_private_run_may_have_more_parts_than_a_batch_has_examples(private):
+    small = ("--data.batch-size", 4, "--grad.microbatches", 8, "--train.steps", 2)
+    fnet_command("train", "private.py", *small, "--out", "run")
+    assert metrics_of(private / "run")[-1]["test/loss"] > 0
+
+
+def test_every_device_has_its_share_of_a_private_batch(private):
+    config = recipes.load("private.py")
+    data = dataclasses.replace(config.data, batch_size=66)
+    run = setup(dataclasses.replace(config, data=data, mesh=Mesh(data=11)))
+    assert run.batch_shapes["weight"].shape[0] % 11 == 0
 
 
 @pytest.mark.slow

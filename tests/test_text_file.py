@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from train.config import TextFile
+from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import text_file
 from train.data.buckets import bucket_of, bucketed_batches
 from train.errors import UserError
+from train.tasks import build
 
 TEXT = "".join(f"{i:04}" for i in range(250))  # no piece of 17 symbols stands in it twice
 
@@ -29,6 +30,15 @@ def test_rows_are_pieces_of_the_training_part(text):
     assert all(written(row) in TEXT[:900] for row in batch["tokens"])
     again = data.augment(data.train, np.random.default_rng(1))
     assert not np.array_equal(again["tokens"], batch["tokens"])
+
+
+def test_rows_of_private_training_tell_no_token_of_each_other(text):
+    model, data = LanguageModel(blocks=1, width=16, heads=2), TextFile(path=text, context=16)
+    private = Clipped(noise_multiplier=1.0, delta=1e-5)
+    data = build(Config(data=data, model=model, grad=private)).dataset
+    tokens = data.augment(data.train, np.random.default_rng(0))["tokens"]
+    told = "".join(written(row[1:]) for row in tokens)
+    assert told == TEXT[1 : 1 + 16 * len(tokens)]
 
 
 def test_test_rows_tell_every_held_out_token_but_the_first_exactly_once(text):

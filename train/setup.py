@@ -302,9 +302,11 @@ def _mode(
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     dataset, rows, grad = task.dataset, config.data.batch_size, config.grad
     private = False
-    if isinstance(grad, Clipped) and grad.is_private:  # whole vectors of 8, in each part
+    if isinstance(grad, Clipped) and grad.is_private:
         private = True
-        rows = poisson.rows_of(data.size(dataset.train), rows, 8 * grad.microbatches)
+        # Whole vectors of 8, and as many on each device, in each part.
+        multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * grad.microbatches
+        rows = poisson.rows_of(data.size(dataset.train), rows, multiple)
     batch = data.batch_of(dataset, rows)
     if private or _longest(config):
         batch = data.padded(batch, rows)

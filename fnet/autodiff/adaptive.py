@@ -12,7 +12,9 @@ from jax import Array
 from fnet.autodiff.clipped import clipped_grad
 from fnet.autodiff.mean import Gradient, Loss
 from fnet.autodiff.modes import (
+    as_those,
     check_private,
+    check_state,
     clipped_sum,
     noised_mean,
     per_example_loss,
@@ -88,7 +90,8 @@ class AdaptiveClipping:
 
     Raises:
       ValueError: for values outside of these, and for too little noise on the count
-        (at most half the noise multiplier) to leave any for gradients.
+        (at most half the noise multiplier) to leave any for gradients; when called
+        with noise, for a model state that is made of the examples.
     """
 
     clip: float
@@ -183,18 +186,21 @@ class AdaptiveClipping:
             params: Any, state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             clip, model_state = state
-            bounded = clipped_grad(per_example_loss(loss, model_state), self.clip, has_aux=True)
+            each = per_example_loss(loss, model_state, params)
+            bounded = clipped_grad(each, self.clip, has_aux=True)
             sums, info, counts, noise_key = clipped_sum(
                 functools.partial(bounded, clip=clip), params, model_state, batch, key,
                 self.microbatches,
             )  # fmt: skip
+            if self.noise_multiplier:
+                check_state("AdaptiveClipping", info, model_state)
             noise_key, count_key = jax.random.split(noise_key)
             noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
             grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)
             metrics, model_state = summary(info, counts, model_state)
             metrics |= {"clipped": share_above(clip, info, counts), "clip": clip}
             after = self._next(clip, info.norms, batch.get("weight"), count_key)
-            return grads, (after, model_state), metrics
+            return as_those(grads, params), (after, model_state), metrics
 
         return gradient
 
@@ -205,4 +211,5 @@ class AdaptiveClipping:
         size = self.expected_batch_size or jnp.maximum(real.sum(), 1)
         noise = self._count_noise * jax.random.normal(key) if self.noise_multiplier else 0.0
         below = 0.5 + (votes.sum() + noise) / size
-        return adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        after = adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        return after.astype(clip.dtype)

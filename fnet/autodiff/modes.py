@@ -47,7 +47,8 @@ def clipped(
     Raises:
       ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
         finite, noise without ``expected_batch_size`` or with an infinite bound, an
-        expected size that is not above 0, and less than one microbatch.
+        expected size that is not above 0, and less than one microbatch; when called
+        with noise, for a model state that is made of the examples.
     """
     check_private("clipped", noise_multiplier, expected_batch_size, microbatches)
     if noise_multiplier and not clip < float("inf"):
@@ -64,13 +65,16 @@ def clipped(
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
+            each = per_example_loss(loss, model_state, params)
             sums, info, counts, noise_key = clipped_sum(
-                bounded(per_example_loss(loss, model_state)), params, model_state, batch, key,
-                microbatches,
-            )  # fmt: skip
+                bounded(each), params, model_state, batch, key, microbatches
+            )
+            if noise_multiplier:
+                check_state("clipped", info, model_state)
             grads = noised_mean(sums, noise, expected_batch_size, counts, noise_key)
             metrics, state = summary(info, counts, model_state)
-            return grads, state, metrics | {"clipped": share_above(clip, info, counts)}
+            metrics |= {"clipped": share_above(clip, info, counts)}
+            return as_those(grads, params), state, metrics
 
         return gradient
 
@@ -91,7 +95,9 @@ def per_example() -> Callable[[Loss], Gradient]:
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            function = clipped_grad(per_example_loss(loss, model_state), float("inf"), has_aux=True)
+            function = clipped_grad(
+                per_example_loss(loss, model_state, params), float("inf"), has_aux=True
+            )
             sums, info = function(params, batch, key, mask=_real(batch.get("weight")))
             counts = _counting(info, batch.get("weight"))
             grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
@@ -124,18 +130,56 @@ def check_private(
         raise ValueError(f"{name}: microbatches must be at least 1, got {microbatches}")
 
 
+def check_state(name: str, info: Clipped, model_state: Any) -> None:
+    """Refuses a state that is made of the examples: noise covers the gradient alone."""
+    _, states = info.aux
+    before = jax.tree_util.tree_leaves_with_path(model_state)
+    # What depends on the batch has a row an example.
+    made = [
+        jax.tree_util.keystr(path)
+        for (path, a), b in zip(before, jax.tree.leaves(states), strict=True)
+        if jnp.shape(a) != jnp.shape(b)
+    ]
+    if made:
+        raise ValueError(
+            f"{name}: the model state {', '.join(made)} is made of the examples, and no noise "
+            "covers it: nothing would be private; leave out the layer that keeps it"
+        )
+
+
 def _no_loss(params: Any) -> Array:
     raise NotImplementedError
 
 
-def per_example_loss(loss: Loss, model_state: Any) -> Callable[..., Any]:
-    """``(params, batch, key) -> (losses, (metrics, model state))``."""
+def per_example_loss(loss: Loss, model_state: Any, like: Any) -> Callable[..., Any]:
+    """``(params, batch, key) -> (losses, (metrics, model state))``, of params cast to those."""
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
+        params = as_those(params, like)
         losses, aux = loss(params, model_state, batch, key)
         return losses, (aux.metrics, aux.model_state)
 
     return function
+
+
+def as_those(tree: Any, like: Any) -> Any:
+    """A tree in the dtypes of another."""
+    return jax.tree.map(lambda a, b: _cast(a, jnp.result_type(b)), tree, like)
+
+
+def _wide(params: Any) -> Any:
+    """In float32 at least: sums have the dtype of params, and none is rounded before its noise."""
+
+    def wide(p: Any) -> Any:
+        dtype = jnp.result_type(p)
+        floating = jnp.issubdtype(dtype, jnp.floating)  # what is not is refused
+        return _cast(p, jnp.promote_types(dtype, jnp.float32)) if floating else p
+
+    return jax.tree.map(wide, params)
+
+
+def _cast(a: Any, dtype: Any) -> Any:
+    return a if jnp.result_type(a) == dtype else jnp.asarray(a, dtype)
 
 
 def _real(weight: Array | None) -> Array | None:
@@ -156,9 +200,12 @@ def clipped_sum(
     key: Array,
     microbatches: int,
 ) -> tuple[Any, Clipped, Array, Array]:
-    """A batch's sum, what is said of it, which examples count, and a key for noise."""
+    """A batch's sum, what is said of it, which examples count, and a key for noise.
+
+    Sums are float32 at least, whatever the parameters are.
+    """
     drawn, noise_key = jax.random.split(key)
-    sums, info = _in_parts(function, params, model_state, batch, drawn, microbatches)
+    sums, info = _in_parts(function, _wide(params), model_state, batch, drawn, microbatches)
     return sums, info, _counting(info, batch.get("weight")), noise_key
 
 

@@ -36,12 +36,12 @@ def squared_norms(u: Array, v: Array) -> Array:
             else jax.vmap(lambda u, v: squared_norms(u[None], v[None]))(u, v).sum(0)
         )
     if _is_index(u) or _is_index(v):
-        return inner_products(u, v, u, v)
+        return at_least_0(inner_products(u, v, u, v))
     rows, cols = u.shape[-1], v.shape[-1]
     if time * (rows + cols) < rows * cols:
 
         def of(u: Array, v: Array) -> Array:
-            return (_gram(u, u) * _gram(v, v)).sum((0, 2, 3))
+            return at_least_0((_gram(u, u) * _gram(v, v)).sum((0, 2, 3)))
 
         size = 2 * groups * time * time
     else:
@@ -51,6 +51,11 @@ def squared_norms(u: Array, v: Array) -> Array:
 
         size = groups * rows * cols
     return by_examples(of, (u, v), 4 * size)
+
+
+def at_least_0(squares: Array) -> Array:
+    """Squared norms that are sums of products, which rounding may take below 0; nan stays."""
+    return jax.lax.max(squares, jnp.zeros_like(squares))
 
 
 def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Array:

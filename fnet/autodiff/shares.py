@@ -216,4 +216,4 @@ def _sum_of_squares(factors: Sequence[tuple[Array, Array]]) -> Array:
         for i in range(len(factors))
         for j in range(i)
     ]
-    return jax.tree.reduce(jnp.add, squares + mixed)
+    return outer.at_least_0(jax.tree.reduce(jnp.add, squares + mixed))
