@@ -41,6 +41,8 @@ def test_dense_names_the_size_it_expected():
     params, state = layers.dense(3, 2).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(2, 4\)"):
         layers.dense(3, 2).apply(params, state, jnp.ones((2, 4)), train=True)
+    with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(\)"):
+        layers.dense(3, 2).apply(params, state, jnp.ones(()), train=True)
 
 
 def reference_conv(x, kernel, stride, dilation, groups, pad):

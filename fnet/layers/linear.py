@@ -49,7 +49,7 @@ def dense(
         train: bool,
     ) -> tuple[Float[Array, "... n_out"], State]:
         del key, train
-        if x.shape[-1] != n_in:
+        if x.shape[-1:] != (n_in,):
             raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
         x, params = params_first(x, params)
         y = x @ params["kernel"].astype(x.dtype)
