@@ -45,6 +45,19 @@ def test_dense_names_the_size_it_expected():
         layers.dense(3, 2).apply(params, state, jnp.ones(()), train=True)
 
 
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (layers.dense(3, 2), jnp.ones((2, 3), int)),
+        (layers.conv(3, 2), jnp.ones((2, 4, 4, 3), jnp.uint8)),
+    ],
+)
+def test_integers_are_refused_where_the_kernel_would_become_one(layer, x):
+    params, state = layer.init(jax.random.key(0))
+    with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
+        layer.apply(params, state, x, train=True)
+
+
 def reference_conv(x, kernel, stride, dilation, groups, pad):
     """A loop over outputs, straight from the definition."""
     x = np.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
