@@ -300,6 +300,16 @@ def test_a_recomputed_network_in_shard_map_has_one_devices_gradients(activation,
     chex.assert_trees_all_close(got, expected, atol=1e-11)
 
 
+@pytest.mark.parametrize("norm_layer", [layers.abn, layers.batch_norm])
+def test_what_is_trained_over_an_axis_is_evaluated_without_it(norm_layer):
+    params, state = norm_layer(C).init(jax.random.key(0))
+    x = jnp.linspace(-1, 2, 4 * C).reshape(4, C)
+    evaluated = [
+        norm_layer(C, axis_name=axis).apply(params, state, x, train=False) for axis in ("d", None)
+    ]
+    chex.assert_trees_all_equal(*evaluated)
+
+
 def test_one_sample_over_all_devices_is_refused():
     one_device = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(

@@ -112,5 +112,7 @@ def test_what_is_no_token_is_refused():
         embed(params, jnp.ones(3, bool))
     with pytest.raises(ValueError, match=r"unembed: expected \[..., 4\], got \(2, 5\)"):
         layers.unembed(jnp.ones((2, 5)), params["embedding"])
+    with pytest.raises(ValueError, match=r"unembed: expected \[..., 4\], got \(\)"):
+        layers.unembed(jnp.ones(()), params["embedding"])
     with pytest.raises(ValueError, match="got words=0, width=4"):
         layers.embedding(0, 4)

@@ -84,6 +84,16 @@ def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
         (lambda n: guided(labelled, n, 9, 2.0)(noise(4), jnp.zeros(4, int)), ValueError, "3 label"),
         (lambda n: drop_labels(jax.random.key(1), n, 9, 1.5), ValueError, r"\[0, 1\], got 1.5"),
         (lambda n: drop_labels(jax.random.key(1), n / 2, 9, 0.1), TypeError, "integers"),
+        (
+            lambda n: guided(labelled, n.astype("uint8"), 256, 2.0),
+            ValueError,
+            "255.*uint8, got 256",
+        ),
+        (
+            lambda n: drop_labels(jax.random.key(1), n.astype("int8"), 128, 0.1),
+            ValueError,
+            "127.*int8, got 128",
+        ),
     ],
 )
 def test_labels_and_scales_that_do_not_fit_are_refused(call, error, message):

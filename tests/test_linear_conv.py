@@ -41,6 +41,21 @@ def test_dense_names_the_size_it_expected():
     params, state = layers.dense(3, 2).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(2, 4\)"):
         layers.dense(3, 2).apply(params, state, jnp.ones((2, 4)), train=True)
+    with pytest.raises(ValueError, match=r"expected \[..., 3\], got \(\)"):
+        layers.dense(3, 2).apply(params, state, jnp.ones(()), train=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "x"),
+    [
+        (layers.dense(3, 2), jnp.ones((2, 3), int)),
+        (layers.conv(3, 2), jnp.ones((2, 4, 4, 3), jnp.uint8)),
+    ],
+)
+def test_integers_are_refused_where_the_kernel_would_become_one(layer, x):
+    params, state = layer.init(jax.random.key(0))
+    with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
+        layer.apply(params, state, x, train=True)
 
 
 def reference_conv(x, kernel, stride, dilation, groups, pad):

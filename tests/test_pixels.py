@@ -105,6 +105,16 @@ def test_labels_may_be_bytes_and_logits_16_bits():
     chex.assert_trees_all_close((*got,), (*want,), rtol=1e-5)
 
 
+def test_bytes_may_be_labels_of_as_many_classes_as_they_have_values():
+    generator = np.random.default_rng(0)
+    logits = jnp.asarray(generator.normal(size=(2, 2, 3, 256)), jnp.float32)
+    labels = jnp.asarray(generator.integers(256, size=(2, 5, 7)))
+    got = with_gradient(pixel_cross_entropy)(logits, labels.astype(jnp.uint8))
+    chex.assert_trees_all_close(got, with_gradient(pixel_cross_entropy)(logits, labels))
+    predictions = [pixel_predictions([logits], (5, 7), a) for a in (labels.astype("uint8"), labels)]
+    chex.assert_trees_all_close(*predictions)
+
+
 @pytest.mark.usefixtures("float64")
 def test_a_gradient_may_be_differentiated_forward_and_the_loss_itself_not():
     logits, labels = arrays(dtype=np.float64)

@@ -40,10 +40,10 @@ def guided(
 
     Raises:
       TypeError: if ``labels`` are not integers.
-      ValueError: if ``labels`` are not a vector, ``scale`` is neither a number nor one per
-        label, or, when called, if ``x`` has another batch.
+      ValueError: if ``labels`` are not a vector, their dtype lacks ``null_label``, ``scale``
+        is neither a number nor one per label, or, when called, if ``x`` has another batch.
     """
-    labels = _checked("guided", labels)
+    labels = _checked("guided", labels, null_label)
     if jnp.ndim(scale) and jnp.shape(scale) != labels.shape:
         raise ValueError(
             f"guided: scale must be a number or one per label, {labels.shape}, "
@@ -87,18 +87,25 @@ def drop_labels(
 
     Raises:
       TypeError: if ``labels`` are not integers.
-      ValueError: if they are not a vector, or ``rate`` is not a probability.
+      ValueError: if they are not a vector, their dtype lacks ``null_label``, or ``rate`` is
+        not a probability.
     """
-    labels = _checked("drop_labels", labels)
+    labels = _checked("drop_labels", labels, null_label)
     if not 0 <= rate <= 1:
         raise ValueError(f"drop_labels: rate must be in [0, 1], got {rate}")
     return jnp.where(jax.random.bernoulli(key, rate, labels.shape), null_label, labels)
 
 
-def _checked(name: str, labels: Array) -> Array:
+def _checked(name: str, labels: Array, null_label: int) -> Array:
     labels = jnp.asarray(labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype}")
     if labels.ndim != 1:
         raise ValueError(f"{name}: labels must be a vector, got shape {labels.shape}")
+    least, most = int(jnp.iinfo(labels.dtype).min), int(jnp.iinfo(labels.dtype).max)
+    if not least <= null_label <= most:  # it would wrap around to a label that means something
+        raise ValueError(
+            f"{name}: null_label must be in [{least}, {most}] for labels of {labels.dtype}, "
+            f"got {null_label}; give labels of a wider dtype"
+        )
     return labels

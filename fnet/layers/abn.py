@@ -91,14 +91,14 @@ def abn(
       mask: [N], True for a real example. Others count in no statistic, come out
         as 0 and receive no gradient: the result equals a smaller batch's. With no real
         example the running statistics stay as they are.
-      axis_name: mapped axes (``jax.shard_map``, ``jax.vmap``) over which statistics
-        are global. Under ``jax.jit`` with sharded arrays they are global without
-        it. A gradient taken outside the mapped function is complete. Inside it,
-        differentiate each device's own part of the loss: the gradient of ``x`` is
-        that of all parts together; so are those of ``gamma`` and ``beta`` with
-        ``check_vma=True``. With ``check_vma=False`` and in ``jax.vmap`` theirs are
-        one device's share, to be summed with ``jax.lax.psum``; there, a loss that
-        was itself summed over devices has a gradient as many times too large.
+      axis_name: mapped axes (``jax.shard_map``, ``jax.vmap``) over which statistics are
+        global; with running ones they need not exist. Under ``jax.jit`` with sharded
+        arrays they are global without it. A gradient taken outside the mapped function
+        is complete. Inside it, differentiate each device's own part of the loss: the
+        gradient of ``x`` is that of all parts together; so are those of ``gamma`` and
+        ``beta`` with ``check_vma=True``. With ``check_vma=False`` and in ``jax.vmap``
+        theirs are one device's share, to be summed with ``jax.lax.psum``; there, a loss
+        that was itself summed over devices has a gradient as many times too large.
 
     Returns:
       ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``,
@@ -126,7 +126,9 @@ def abn(
         )
 
     act = activations.find(activation)
-    spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axis_name)
+    # With running statistics nothing is summed over devices, and the axes need not exist.
+    axes = None if frozen else axis_name
+    spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
     channels, wide = x.shape[axis], jnp.promote_types(x.dtype, jnp.float32)
     # The derivative at gamma = 0 is taken as +1.
     g = jnp.ones(channels, wide) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from fnet.backward_pass import params_first
 from fnet.layer import Layer, Params, State, stateless
-from fnet.layers.linear import HE_NORMAL, add_bias
+from fnet.layers.linear import HE_NORMAL, add_bias, check_floating
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -52,6 +52,7 @@ def conv(
     Raises:
       ValueError: if ``groups`` does not divide both channel counts, or the
         input is not [N, H, W, n_in].
+      TypeError: if the input is of integers, to which the kernel would be cast.
     """
     if groups < 1 or n_in % groups or n_out % groups:
         raise ValueError(
@@ -75,6 +76,7 @@ def conv(
         del key, train
         if x.ndim != 4 or x.shape[-1] != n_in:
             raise ValueError(f"conv: expected [N, H, W, {n_in}], got {x.shape}")
+        check_floating("conv", x)
         x, params = params_first(x, params)
         y = jax.lax.conv_general_dilated(
             x,

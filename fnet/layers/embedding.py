@@ -71,6 +71,6 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
     Raises:
       ValueError: if ``x`` does not end in D.
     """
-    if x.shape[-1] != embedding.shape[-1]:
+    if x.shape[-1:] != embedding.shape[-1:]:
         raise ValueError(f"unembed: expected [..., {embedding.shape[-1]}], got {x.shape}")
     return x @ embedding.astype(x.dtype).T

@@ -34,6 +34,7 @@ def dense(
 
     Raises:
       ValueError: if ``x`` does not end in ``n_in``.
+      TypeError: if ``x`` is of integers, to which the kernel would be cast.
     """
 
     def init(key: Array) -> tuple[Params, State]:
@@ -49,13 +50,20 @@ def dense(
         train: bool,
     ) -> tuple[Float[Array, "... n_out"], State]:
         del key, train
-        if x.shape[-1] != n_in:
+        if x.shape[-1:] != (n_in,):
             raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
+        check_floating("dense", x)
         x, params = params_first(x, params)
         y = x @ params["kernel"].astype(x.dtype)
         return add_bias(y, params), state
 
     return Layer(init, apply)
+
+
+def check_floating(where: str, x: Array) -> None:
+    """Refuses integers: cast to them, a kernel of small numbers is 0."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"{where}: x must be floating, got {x.dtype}")
 
 
 def add_bias(y: Array, params: Params) -> Array:

@@ -272,7 +272,9 @@ def _rows_of(labels: Array, start: Start, count: int, classes: int) -> tuple[Arr
 
 def _counts(labels: Array, classes: int) -> Array:
     """How many pixels of each image are counted, at least 1."""
-    counted = ((labels >= 0) & (labels < classes)).sum((1, 2))
+    # A number that labels' dtype does not have would wrap around: of bytes, all are below 256.
+    last = min(classes - 1, int(jnp.iinfo(labels.dtype).max))
+    counted = ((labels >= 0) & (labels <= last)).sum((1, 2))
     return jnp.maximum(counted, 1).astype(jnp.float32)
 
 

@@ -152,7 +152,7 @@ def denoiser(
 
 
 def sinusoids(time: Array, width: int) -> Float[Array, "b d"]:
-    """Cosines and sines of the time at frequencies from 1 down to 1 / 10,000, float32.
+    """Cosines and sines of the time at frequencies from 1 down to nearly 1 / 10,000, float32.
 
     Vaswani et al. 2017, as diffusion models take them (Ho et al. 2020).
 

@@ -47,7 +47,7 @@ def densenet(
         one normed and activated.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
       dilation: of the 3x3 convolutions of each stage; before a stage that is dilated,
-        nothing is pooled.
+        nothing is pooled (before the first one the stem's maximum stays).
       growth: channels that each layer adds; twice as many come from the stem.
       compression: share of the channels that goes on to the next stage.
 

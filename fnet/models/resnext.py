@@ -34,8 +34,9 @@ def resnext(
       depth: 50, 101 or 152.
       num_classes: length of the logits; None: the four stages' outputs instead, the last
         one normed and activated.
-      in_channels, activation, activation_param, norm, stem, dilation: as for
-        `fnet.models.resnet`.
+      in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
+      dilation: of the 3x3 convolutions of each stage; a stage that is dilated has no stride
+        (the maximum before the first one stays).
       groups: of each 3x3 convolution.
       base_channels: of the three convolutions of the first stage's blocks; twice as many
         in each further stage.
