@@ -204,6 +204,14 @@ def test_routes_tell_how_each_parameter_was_met():
     assert found["unusual", "unused"] == "unused"
 
 
+def test_norms_from_gram_matrices_have_all_digits_whatever_products_have_by_default():
+    def loss(w, x):
+        return rows(jnp.tanh(x @ w))
+
+    traced = jax.make_jaxpr(clipped_grad(loss, 1.0))(jnp.ones((64, 64)), jnp.ones((B, 2, 64)))
+    assert str(traced).count("HIGHEST") == 4  # of both operands of two products
+
+
 def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
     def loss(w, x):
         def turn(x, w):

@@ -164,7 +164,13 @@ def _gram(u: Array, other: Array) -> Array:
     if _is_index(other):
         at = jnp.broadcast_to(other[:, :, None], (*u.shape[:3], other.shape[-1]))
         return jnp.take_along_axis(u, at, -1)
-    return jnp.einsum("gbtr,gbsr->gbts", u, other, preferred_element_type=wide(u, other))
+    return jnp.einsum(
+        "gbtr,gbsr->gbts",
+        u,
+        other,
+        precision=jax.lax.Precision.HIGHEST,  # of terms that cancel a norm has half the digits
+        preferred_element_type=wide(u, other),
+    )
 
 
 def _squared(a: Array, axes: tuple[int, ...]) -> Array:
