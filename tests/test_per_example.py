@@ -149,6 +149,18 @@ def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
     chex.assert_trees_all_equal(found, state)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_state_of_one_number_that_follows_the_batch_is_averaged(microbatches):
+    def loss(params, state, batch, key):
+        mean = fnet.Aux({"mean": batch["x"].mean(0)}, {})
+        return (params * batch["x"]).sum(-1), mean
+
+    run = autodiff.clipped(1.0, microbatches=microbatches)(loss)
+    x = jnp.arange(float(B)).reshape(B, 1)
+    _, found, _ = run(jnp.ones(1), {"mean": jnp.zeros(1)}, {"x": x}, jax.random.key(0))
+    chex.assert_trees_all_close(found, {"mean": x.mean(0)})
+
+
 def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():
     mode = autodiff.clipped(0.5, noise_multiplier=3.0, expected_batch_size=10)
     silent, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())

@@ -286,6 +286,7 @@ def _one_by_one(
 ) -> _Found:
     """Each example as a batch of one, vectorised."""
     axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
+    size = max(e.size, 2)  # of the batch that was traced
 
     def one(*args: Any) -> tuple[Array, list[Array]]:
         losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
@@ -297,7 +298,7 @@ def _one_by_one(
         rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
         # What has a row an example in a batch has one row here.
         return losses[0], [
-            a[0] if axis == 0 and a.shape[:1] == (1,) and shape[1:] == a.shape[1:] else a
+            a[0] if axis == 0 and a.shape[:1] == (1,) and shape == (size, *a.shape[1:]) else a
             for a, shape, axis in rows
         ]
 
