@@ -69,6 +69,17 @@ def test_what_the_loss_returns_beside_comes_along():
     chex.assert_trees_all_close(aux["doubled"], 2 * x)
 
 
+def test_what_follows_from_parameters_alone_comes_along_once():
+    def loss(p, x):
+        aux = {"squares": jnp.square(p["w"]).sum(), "seen": jnp.eye(2) @ p["v"]}
+        return jnp.tanh(x @ p["v"]) @ p["w"], aux
+
+    p, x = {"v": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "w": jnp.array([3.0, 4.0])}, jnp.ones((3, 2))
+    _, info = jax.jit(fnet.clipped_grad(loss, 1.0, has_aux=True))(p, x)
+    chex.assert_trees_all_equal_shapes(info.aux, loss(p, x)[1])
+    chex.assert_trees_all_close(info.aux, loss(p, x)[1])
+
+
 def test_influence_is_the_dot_product_with_each_gradient():
     case = CASES["heads"]()
     direction = jax.tree.map(jnp.ones_like, case.params)
