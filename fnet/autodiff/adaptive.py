@@ -205,4 +205,8 @@ class AdaptiveClipping:
         size = self.expected_batch_size or jnp.maximum(real.sum(), 1)
         noise = self._count_noise * jax.random.normal(key) if self.noise_multiplier else 0.0
         below = 0.5 + (votes.sum() + noise) / size
-        return adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        rate = self.learning_rate
+        # Norms may be float64; the state keeps its dtype.
+        return adapted_clip(clip, below, quantile=self.quantile, learning_rate=rate).astype(
+            clip.dtype
+        )
