@@ -162,6 +162,19 @@ def test_a_batch_of_none_needs_no_key_of_an_example():
     chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, case.params))
 
 
+@pytest.mark.parametrize("kind", [jnp.uint8, jnp.int8, jnp.int16])
+def test_narrow_indices_reach_all_rows_of_a_longer_table(kind):
+    table, indices = jnp.ones((65_600, 1)), jnp.array([[3, 120], [7, 7]], kind)
+    found, info = jax.jit(clipped_grad(lambda p, t: rows(jnp.take(p, t, 0)), INFINITY))(
+        table, indices
+    )
+    wide = indices.astype(jnp.int32)
+    expected = jax.grad(lambda p: rows(jnp.take(p, wide, 0)).sum())(table)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    once = float(expected[3, 0])  # an index twice in an example adds up
+    chex.assert_trees_all_close(info.norms, once * jnp.array([2**0.5, 2.0]), rtol=1e-6)
+
+
 @jax.jit
 def linear_clipped(p, g, mask, clip):
     return clipped_grad(linear, 1.0)(p, g, mask=mask, clip=clip)[0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from in_backward_cases import BATCH, INSIDE, SMALL, WIDTH, loss_of
+from in_backward_cases import BATCH, INSIDE, SMALL, WIDTH, loss_of, small_block
 
 import fnet
 from fnet import TrainState, layers, repeat, serial
@@ -122,6 +122,17 @@ def test_a_stack_that_no_repeat_uses_is_refused():
 
     message = refusal(ValueError, loss=loss_of(SMALL, apply=without))
     assert "no fnet.repeat was given the parameters at 'blocks'" in message
+
+
+def test_a_stack_that_no_gradient_reaches_is_refused():
+    def frozen(params, state, x, *, key, train):
+        x, _ = layers.dense(5, WIDTH).apply(params["embed"], {}, x, train=train)
+        x, state = repeat(small_block(), 3).apply(params["blocks"], state, x, train=train)
+        x = jax.lax.stop_gradient(x)
+        return layers.dense(WIDTH, 3).apply(params["head"], {}, x, train=train)[0], state
+
+    message = refusal(ValueError, loss=loss_of(SMALL, apply=frozen))
+    assert "no gradient reaches the layers of 'blocks'" in message
 
 
 def test_layers_that_are_applied_twice_are_refused():

@@ -69,6 +69,17 @@ def test_what_the_loss_returns_beside_comes_along():
     chex.assert_trees_all_close(aux["doubled"], 2 * x)
 
 
+def test_what_follows_from_parameters_alone_comes_along_once():
+    def loss(p, x):
+        aux = {"squares": jnp.square(p["w"]).sum(), "seen": jnp.eye(2) @ p["v"]}
+        return jnp.tanh(x @ p["v"]) @ p["w"], aux
+
+    p, x = {"v": jnp.array([[1.0, 2.0], [3.0, 4.0]]), "w": jnp.array([3.0, 4.0])}, jnp.ones((3, 2))
+    _, info = jax.jit(fnet.clipped_grad(loss, 1.0, has_aux=True))(p, x)
+    chex.assert_trees_all_equal_shapes(info.aux, loss(p, x)[1])
+    chex.assert_trees_all_close(info.aux, loss(p, x)[1])
+
+
 def test_influence_is_the_dot_product_with_each_gradient():
     case = CASES["heads"]()
     direction = jax.tree.map(jnp.ones_like, case.params)
@@ -172,6 +183,18 @@ def test_a_state_that_is_made_of_the_examples_is_refused_where_there_is_noise(pa
     private = autodiff.clipped(1.0, noise_multiplier=1.0, **how)(loss)
     with pytest.raises(ValueError, match=r"clipped: the model state \['mean'\] is made of the ex"):
         private(jnp.ones(2), state, x, jax.random.key(0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_state_of_one_number_that_follows_the_batch_is_averaged(microbatches):
+    def loss(params, state, batch, key):
+        mean = fnet.Aux({"mean": batch["x"].mean(0)}, {})
+        return (params * batch["x"]).sum(-1), mean
+
+    run = autodiff.clipped(1.0, microbatches=microbatches)(loss)
+    x = jnp.arange(float(B)).reshape(B, 1)
+    _, found, _ = run(jnp.ones(1), {"mean": jnp.zeros(1)}, {"x": x}, jax.random.key(0))
+    chex.assert_trees_all_close(found, {"mean": x.mean(0)})
 
 
 def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():

@@ -142,6 +142,15 @@ def test_a_loss_that_already_averages_is_refused():
         gradient(jnp.asarray(2.0), {}, {"x": jnp.ones(3)}, None)
 
 
+def test_weights_in_a_column_are_refused():
+    def loss(params, state, batch, key):
+        return params * batch["x"], fnet.Aux(state, {})
+
+    batch = {"x": jnp.ones(4), "weight": jnp.ones((4, 1))}
+    with pytest.raises(ValueError, match=r"each of the losses \(4,\), got \(4, 1\)"):
+        mean(loss)(jnp.float32(1), {}, batch, jax.random.key(0))
+
+
 def test_ema_follows_the_parameters():
     model, optimizer = classifier(), optax.sgd(0.1)
     state = created(model, optimizer, ema=True)

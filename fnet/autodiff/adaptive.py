@@ -212,4 +212,4 @@ class AdaptiveClipping:
         noise = self._count_noise * jax.random.normal(key) if self.noise_multiplier else 0.0
         below = 0.5 + (votes.sum() + noise) / size
         after = adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
-        return after.astype(clip.dtype)
+        return after.astype(clip.dtype)  # norms may be float64

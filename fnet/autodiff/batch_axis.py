@@ -65,6 +65,12 @@ def follow(closed: ClosedJaxpr, batched: Sequence[bool]) -> Followed:
     return Followed(trail.visit(closed, states, "", ()), trail.at)
 
 
+def depends(closed: ClosedJaxpr, on: Sequence[bool]) -> list[bool]:
+    """Of each result of a traced function, whether it may depend on the arguments marked."""
+    states: list[State] = [UNKNOWN if marked else None for marked in on]
+    return [state is not None for state in _Trail({}).visit(closed, states, "", ())]
+
+
 class _Trail(NamedTuple):
     at: dict[tuple[int, ...], tuple[list[State], list[State]]]
 

@@ -10,7 +10,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fnet.autodiff.alone import Alone, alone
-from fnet.autodiff.batch_axis import UNKNOWN, Along, Followed, Mixed, follow
+from fnet.autodiff.batch_axis import UNKNOWN, Along, Followed, Mixed, depends, follow
 from fnet.autodiff.chunks import Chunks
 from fnet.autodiff.examples import (
     Examples,
@@ -286,6 +286,7 @@ def _one_by_one(
 ) -> _Found:
     """Each example as a batch of one, vectorised."""
     axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
+    size = max(e.size, 2)  # of the batch that was traced
 
     def one(*args: Any) -> tuple[Array, list[Array]]:
         losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
@@ -297,7 +298,7 @@ def _one_by_one(
         rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
         # What has a row an example in a batch has one row here.
         return losses[0], [
-            a[0] if axis == 0 and a.shape[:1] == (1,) and shape[1:] == a.shape[1:] else a
+            a[0] if axis == 0 and a.shape[:1] == (1,) and shape == (size, *a.shape[1:]) else a
             for a, shape, axis in rows
         ]
 
@@ -305,7 +306,13 @@ def _one_by_one(
     closed = jax.make_jaxpr(one)(*leaves, *shapes)
     uses = find_uses(closed, len(leaves))
     at_once, in_chunks = _divided(uses, leaves, e.size, width)
-    losses, aux, shares = _backward(closed, uses, leaves, e, at_once, axes)
+    # Each example has its own of what follows from a parameter of which it has a copy, or a tap.
+    own = {*at_once, *(use.view.param for use in uses.known)}
+    reached = depends(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
+    same = [axis is None and r for axis, r in zip(axes, reached, strict=True)]
+    given = [0 if s else axis for s, axis in zip(same, axes, strict=True)]
+    losses, aux, shares = _backward(closed, uses, leaves, e, at_once, given)
+    aux = [a[0] if s else a for s, a in zip(same, aux, strict=True)]
     chunks = Chunks(closed, leaves, e, in_chunks, _width(in_chunks, leaves, e.size, width))
     return losses, aux, shares, chunks
 

@@ -44,7 +44,8 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
     Raises:
       ValueError: without a path, or with one inside another; when the step is
         traced: if there is nothing at a path, if no `repeat` uses what is there,
-        or more than one, or one inside of a transformation; if the update of a
+        or more than one, or one inside of a transformation; if no gradient
+        reaches it (`jax.lax.stop_gradient`); if the update of a
         layer needs more than that layer (clipping by global norm, a
         factored or normalised rule, ...).
       TypeError: when traced, if anything else uses those parameters (a penalty
@@ -113,12 +114,12 @@ def _update(
         Owned({n: old[n] for n in rule.owned(stack.number)}, jnp.zeros((), jnp.float32))
         for stack in stacks
     ]
+    handed: list[UpdatedStack] = []
 
     def handing_over(
         trained: tuple[Any, list[Owned]], model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Array, Aux]:
         params, owned = trained
-        handed = []
         for stack, own in zip(stacks, owned, strict=True):
             shared = {n: old[n] for n in rule.shared(stack.number)}
             handed.append(UpdatedStack(stack, own, shared))
@@ -142,6 +143,8 @@ def _update(
     (grads, renewed), model_state, metrics = mean(handing_over)(
         (rest, owned), model_state, batch, key
     )
+    for updated in handed:
+        updated.check_renewed()
     with jax.named_scope("optimizer"):
         new = _rest(rule, owners, grads, old)
     for own in renewed:

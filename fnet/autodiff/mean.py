@@ -62,7 +62,7 @@ def mean(loss: Loss) -> Gradient:
       (``"loss"``) and of every other per-example metric.
 
     Raises:
-      ValueError: if ``loss`` does not give one loss per example.
+      ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
     """
     objective = mean_loss(loss)
 
@@ -87,7 +87,7 @@ def mean_loss(loss: Loss) -> Objective:
       ``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``.
 
     Raises:
-      ValueError: if ``loss`` does not give one loss per example.
+      ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
     """
 
     def objective(
@@ -100,6 +100,10 @@ def mean_loss(loss: Loss) -> Objective:
                 "return the losses themselves, not their mean"
             )
         weight = batch.get("weight")
+        if weight is not None and weight.shape != losses.shape:
+            raise ValueError(
+                f"mean: expected a weight for each of the losses {losses.shape}, got {weight.shape}"
+            )
         value = weighted_mean(losses, weight)
         means = {name: weighted_mean(v, weight) for name, v in aux.metrics.items()}
         return value, (aux.model_state, means | {"loss": value})

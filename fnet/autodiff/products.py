@@ -248,6 +248,8 @@ class Lookup(NamedTuple):
         """
         stacked, batch = x.shape[:2]
         index = x.reshape(stacked, batch, -1)
+        if index.dtype.itemsize < 4:  # the table's length would be taken modulo 256 or 65536
+            index = index.astype(jnp.int32)
         rows = ct.reshape(*index.shape, math.prod(self.parameter[1:]))
         last = self.parameter[0] - 1
         inside = (index >= 0) & (index <= last)

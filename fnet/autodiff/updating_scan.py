@@ -71,6 +71,7 @@ class UpdatedStack:
         self._stack, self._owned, self._shared = stack, owned, shared
         self._trace = jax.extend.core.get_opaque_trace_state()
         self._uses = 0
+        self._renewed = False
 
     def scan(self, body: Body, inputs: Any, x: Any) -> tuple[Any, Any]:
         """``x`` through all layers, and their outputs stacked.
@@ -101,7 +102,11 @@ class UpdatedStack:
         params = self._stack.params(self._owned.arrays)
         first = jax.tree.map(lambda a: a[0], (params, inputs))
         body, closed = jax.closure_convert(body, *first, x)
-        return _scan((self._stack, body), self._owned, self._shared, inputs, x, closed)
+        work = self._stack, body, self._goes_back
+        return _scan(work, self._owned, self._shared, inputs, x, closed)
+
+    def _goes_back(self) -> None:
+        self._renewed = True
 
     def check_used(self) -> None:
         """Raises ValueError if there was no `scan`."""
@@ -110,6 +115,15 @@ class UpdatedStack:
                 f"optimizer_in_backward: no fnet.repeat was given the parameters at "
                 f"{self._stack.name!r}, so no backward pass updates them; name the path of a "
                 "repeat's parameters"
+            )
+
+    def check_renewed(self) -> None:
+        """Raises ValueError if no backward pass has come through: there are no new values then."""
+        if not self._renewed:
+            raise ValueError(
+                f"optimizer_in_backward: no gradient reaches the layers of {self._stack.name!r} "
+                "(the loss does not depend on what they give, or only behind "
+                "jax.lax.stop_gradient), so no backward pass updates them; use mode=mean"
             )
 
 
@@ -163,16 +177,19 @@ class _Residuals:
     vjp: _Vjp = dataclasses.field(metadata={"static": True})
 
 
+_Work = tuple[Stack, Body, Callable[[], None]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(
-    work: tuple[Stack, Body],
+    work: _Work,
     owned: Owned,
     shared: dict[int, Array],
     inputs: Any,
     x: Any,
     closed: list[Array],
 ) -> tuple[Any, Any]:
-    stack, body = work
+    stack, body, _ = work
 
     def layer(x: Any, xs: tuple[Any, Any]) -> tuple[Any, Any]:
         return body(*xs, x, *closed)
@@ -181,14 +198,14 @@ def _scan(
 
 
 def _forward(
-    work: tuple[Stack, Body],
+    work: _Work,
     owned: Owned,
     shared: dict[int, Array],
     inputs: Any,
     x: Any,
     closed: list[Array],
 ) -> tuple[tuple[Any, Any], _Residuals]:
-    stack, body = work
+    stack, body, _ = work
 
     def layer(
         params: Any, closed: list[Array], inputs: Any, x: Any
@@ -249,9 +266,10 @@ _LAYOUT = frozenset(["broadcast_in_dim", "reshape", "rev", "slice", "squeeze", "
 
 
 def _backward(
-    work: tuple[Stack, Body], residuals: _Residuals, cotangents: tuple[Any, Any]
+    work: _Work, residuals: _Residuals, cotangents: tuple[Any, Any]
 ) -> tuple[Owned, None, None, Any, list[Array]]:
-    stack, _ = work
+    stack, _, goes_back = work
+    goes_back()  # as it is traced; not at all where every cotangent is known to be 0
     owned, shared, vjp = residuals.owned, residuals.shared, residuals.vjp
     dx, doutputs = cotangents
     doutputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, doutputs)
