@@ -65,13 +65,6 @@ def test_the_bound_is_what_gradients_are_clipped_to():
     assert report.donation.aliased_bytes == report.state_bytes
 
 
-@pytest.mark.usefixtures("float64")
-def test_the_bound_stays_float32_where_norms_are_float64():
-    state, _, report = steps(AdaptiveClipping(1.0), rows([0.5, 2.0, 3.0]), 2)
-    assert state.opt_state.clip.dtype == jnp.float32
-    assert report.donation.aliased_bytes == report.state_bytes
-
-
 def test_the_second_step_clips_to_the_bound_that_the_first_has_left():
     batch = rows([2.0, 3.0, 4.0, 5.0])
     first, _, _ = steps(AdaptiveClipping(1.0, learning_rate=2.0), batch, 1, learning_rate=1.0)

@@ -40,9 +40,9 @@ def clipped(
       microbatches: in how many parts a batch is taken, one after the other.
 
     Returns:
-      A mode for `fnet.make_step`. ``weight`` 0 in a batch is padding. Metrics beside
-      those of the loss: ``clipped``, the share of examples above the bound; ``norm_median`` and
-      ``norm_max`` of their gradients; ``nonfinite``, how many were left out.
+      A mode for `fnet.make_step`. ``weight`` 0 in a batch is padding, any other counts as 1.
+      Metrics beside those of the loss: ``clipped``, the share of examples above the bound;
+      ``norm_median`` and ``norm_max`` of their gradients; ``nonfinite``, how many were left out.
 
     Raises:
       ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
@@ -83,6 +83,9 @@ def clipped(
 
 def per_example() -> Callable[[Loss], Gradient]:
     """The gradient mode that measures noise: the mean gradient, and the norms of all examples'.
+
+    ``weight`` 0 in a batch is padding; every other example counts as one, whatever its weight,
+    where `fnet.autodiff.mean` takes a weighted mean.
 
     Returns:
       A mode for `fnet.make_step`. Metrics beside those of the loss: ``norm_median``, ``norm_max``;
@@ -296,6 +299,6 @@ def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, A
         **means,
         "loss": jnp.where(lost, jnp.nan, weighted_mean(info.losses, counts)),
         "norm_median": jnp.nan_to_num(jnp.nanmedian(norms)),
-        "norm_max": jnp.nan_to_num(jnp.nanmax(norms)),
+        "norm_max": jnp.nan_to_num(jnp.nanmax(norms, initial=0)),
         "nonfinite": info.nonfinite.astype(jnp.float32),
     }, jax.tree.map(renewed, model_state, states)
