@@ -141,6 +141,21 @@ def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
     assert json.loads((workplace / "r" / "evaluation.json").read_text())["step"] == best
 
 
+def test_without_best_the_newest_alone_are_kept(workplace):
+    every = "--checkpoint.every", 2, "--train.eval-every", 2
+    words = "--checkpoint.no-best", "--checkpoint.keep", 1, *every
+    fnet_command("train", "tiny.py", *words, "--train.steps", 12, "--out", "r")
+    kept = {int(p.name) for p in (workplace / "r" / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept == {12}
+
+
+def test_a_folder_where_a_kill_cut_off_the_first_file_takes_a_run(workplace):
+    (workplace / "r").mkdir()
+    (workplace / "r" / ".config.json.part").write_text("{")
+    fnet_command("train", "tiny.py", "--out", "r")
+    assert (workplace / "r" / "summary.json").is_file()
+
+
 def test_where_none_was_scored_there_is_no_best(run, capsys):
     shutil.rmtree(run / "checkpoints" / "8")  # the one that was evaluated
     assert exit_code("eval", run, "--best") == 2

@@ -54,9 +54,10 @@ class Checkpoints:
 
     Args:
       folder: where they are.
-      keep: how many of the newest are kept, and the best beside them; None: they are only read.
+      keep: how many of the newest are kept; None: they are only read.
       say: shows a line; on stderr by default.
       best: read that of the highest score, not the newest.
+      keep_best: keep that of the highest score beside the newest.
     """
 
     def __init__(
@@ -66,15 +67,11 @@ class Checkpoints:
         say: Callable[[str], None] = lambda words: print(f"fnet: {words}", file=sys.stderr),
         *,
         best: bool = False,
+        keep_best: bool = True,
     ):
-        newest_and_best = AnyPreservationPolicy(
-            [
-                LatestN(keep),
-                BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False),
-            ]
-        )
+        best_of_all = BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=newest_and_best,
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), *[best_of_all] * keep_best]),
             best_fn=_score,  # without it, orbax writes no metrics
             cleanup_tmp_directories=keep is not None,
             read_only=keep is None,

@@ -95,7 +95,8 @@ def _train(
         say(f"private: {run.privacy.in_words(run.steps)}")
     memory = HighWater(run.devices // jax.process_count())
 
-    with Checkpoints(folder.checkpoints, config.checkpoint.keep, say) as checkpoints:
+    saving = config.checkpoint
+    with Checkpoints(folder.checkpoints, saving.keep, say, keep_best=saving.best) as checkpoints:
         restored = checkpoints.restore(run.state_shapes) if resume else None
         if restored:
             start, state = restored.step, restored.state
@@ -147,8 +148,8 @@ def _train(
                     track(step, line)
                     screen.log(step, line, predicted, memory.bytes())
                     meter.restart()
-                better = config.checkpoint.best and reached is not None and reached > best
-                if step % config.checkpoint.every == 0 or better or last or stop:
+                better = saving.best and reached is not None and reached > best
+                if step % saving.every == 0 or better or last or stop:
                     guard.look(state, wait=True)
                     meter.check(step)  # without a guard, or with privacy's noise, nothing else does
                     if not guard.in_a_row or last or stop:

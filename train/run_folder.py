@@ -119,7 +119,7 @@ class RunFolder:
             self.memory,
             self.memory_picture,
         }
-        if names - {path.name for path in begun}:
+        if names - {name for path in begun for name in (path.name, _part(path).name)}:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
@@ -181,13 +181,18 @@ def as_json(data: dict[str, Any]) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file so that no reader and no kill ever finds half of it."""
-    part = path.with_name(f".{path.name}.part")
+    part = _part(path)
     try:
         part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def _part(path: Path) -> Path:
+    """A file on its way; a kill leaves it."""
+    return path.with_name(f".{path.name}.part")
 
 
 def _cannot_write(path: Path, error: OSError) -> UserError:
