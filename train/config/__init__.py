@@ -1,5 +1,6 @@
 """What a run is made of: frozen dataclasses, every field with its meaning and unit."""
 
+import json
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, get_args
 
@@ -103,7 +104,9 @@ def kinds(section: str) -> dict[str, type]:
 
 def to_json(config: Config) -> str:
     """The config as JSON that `from_json` reads back to an equal one."""
-    return _ADAPTER.dump_json(config, indent=2, warnings=False).decode() + "\n"
+    # By Python: pydantic writes nan and infinity as null, which comes back as None.
+    plain = _ADAPTER.dump_python(config, warnings=False)
+    return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
 
 
 def from_json(text: str | bytes, where: str) -> Config:

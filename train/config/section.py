@@ -28,10 +28,7 @@ Amount = Annotated[str, AfterValidator(_readable)]
 class Section:
     """A section of a config: no unknown key, no conversion, no nan or infinity."""
 
-    # As constants: as null, nan would come back as None and be taken for what is not given.
-    __pydantic_config__ = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def options(model: Any) -> dict[str, Any]:
