@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import fnet
 from fnet import layers
 from fnet.autodiff.clipped import clipped_grad, routes
 from fnet.memory import peak
@@ -266,117 +265,6 @@ def test_of_an_mlp_no_more_memory_is_taken_than_of_the_plain_gradient():
 
     plain = temporaries(jax.grad(lambda *args: loss(*args).mean()))
     assert temporaries(lambda *args: clipped_grad(loss, 1.0)(*args)) <= 1.1 * plain
-
-
-def coupled(p, x):
-    with jax.named_scope("norm"):
-        h = x @ p
-        h = h - h.mean(0, keepdims=True)
-    return rows(h)
-
-
-def contrastive(p, x):
-    """Of a batch of one it would be 0, and so would the gradient."""
-    h = x @ p
-    with jax.named_scope("pairs"):
-        similar = h @ h.T
-    return optax.losses.softmax_cross_entropy(similar, jnp.eye(len(x)))
-
-
-def distances(p, x):
-    h = x @ p
-    return rows(jnp.square(h[:, None] - h[None]))
-
-
-def coupled_late(p, x):
-    """What mixes examples reaches the result two rounds later."""
-
-    def step(carry, _):
-        new, old = carry
-        return (x @ p + old.sum(0), new), None
-
-    return rows(jax.lax.scan(step, (jnp.zeros_like(x), jnp.zeros_like(x)), length=5)[0][1])
-
-
-REFUSED = {
-    "nan": (lambda: clipped_grad(halves, float("nan")), "at least 0, got nan"),
-    "negative": (lambda: clipped_grad(halves, -1.0), "at least 0, got -1.0"),
-    "nothing": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
-    "everything": (
-        lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "infinite clip"
-    ),
-    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "automatic .* got inf"),
-    "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
-    "width": (
-        lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "above 0; got 0"
-    ),
-    "mean": (
-        lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),
-        r"got \(\); return the losses themselves",
-    ),
-    "sizes": (
-        lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
-        r"argument 1: \(3,\), argument 2: \(2,\)",
-    ),
-    "keys": (
-        lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(
-            jnp.float32(1), X, jax.random.split(jax.random.key(0), 2)
-        ),
-        r"argument 1: \(3,\), argument 2: \(2,\)",
-    ),
-    "closure": (
-        lambda: clipped_grad(lambda p, x: (p * jnp.sort(x)).sum(-1) * X, 1.0)(
-            jnp.float32(1), jnp.ones((3, 2))
-        ),
-        r"of a batch of one, got \(3,\); .* not by closure",
-    ),
-    "a row of params an example": (
-        lambda: clipped_grad(lambda p, x: rows(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
-        r"of a batch of one, got \(3,\); .* not by closure or in params",
-    ),
-    "mask": (
-        lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
-    ),
-    "coupled": (
-        lambda: clipped_grad(coupled, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
-        "norm mixes the examples.*reduce_sum.*group norm",
-    ),
-    "coupled late": (
-        lambda: clipped_grad(coupled_late, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
-        "the loss mixes the examples.*reduce_sum",
-    ),
-    "contrastive": (
-        lambda: clipped_grad(contrastive, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
-        "pairs mixes the examples.*dot_general",
-    ),
-    "distances": (
-        lambda: clipped_grad(distances, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
-        "the loss mixes the examples.*sub",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_mistakes_are_named(name):
-    wrong, message = REFUSED[name]
-    with pytest.raises(ValueError, match=message):
-        wrong()
-
-
-def test_batch_norm_is_refused_by_its_name():
-    model = fnet.serial(conv=layers.conv(2, 4), norm=layers.abn(4), pool=layers.global_avg_pool())
-    params, state = model.init(jax.random.key(0))
-
-    def loss(p, x):
-        return rows(model.apply(p, state, x, train=True)[0])
-
-    with pytest.raises(ValueError, match="norm mixes the examples of a batch"):
-        clipped_grad(loss, 1.0)(params, jnp.ones((4, 5, 5, 2)))
-
-
-def test_integer_parameters_are_refused():
-    with pytest.raises(TypeError, match=r"got int32 at \['n'\]"):
-        clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)
 
 
 @pytest.mark.usefixtures("float64")

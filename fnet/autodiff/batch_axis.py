@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
 from fnet.autodiff.equations import ELEMENTWISE
@@ -54,7 +56,8 @@ def follow(closed: ClosedJaxpr, batched: Sequence[bool]) -> Followed:
     """Follows the examples of a batch through a function.
 
     They are seen through elementwise operations, products, convolutions,
-    reductions, reshapes, transposes, lookups, calls and loops.
+    reductions, reshapes, transposes, lookups, calls and loops; also where a `jax.custom_vjp`
+    goes back.
 
     Args:
       closed: ``jax.make_jaxpr(f)(*args)``, for at least two examples.
@@ -85,8 +88,11 @@ class _Trail(NamedTuple):
         for i, eqn in enumerate(closed.jaxpr.eqns):
             given, place = states(eqn.invars), (*path, i)
             if any(s is not None for s in given):
-                here = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+                here = "/".join(filter(None, (scope, *jaxprs.scopes(eqn))))
                 out = self._equation(eqn, given, here, place)
+                if eqn.primitive.name.startswith("custom_vjp_call"):
+                    mixed = _mixed_going_back(closed.jaxpr, eqn, given, out, here)
+                    out = [mixed] * len(out) if mixed else out
                 self.at[place] = given, out
                 known |= zip(eqn.outvars, out, strict=True)
         return states(closed.jaxpr.outvars)
@@ -100,13 +106,13 @@ class _Trail(NamedTuple):
             return self.visit(inner, given, here, path)
         if name == "scan":
             return self._scan(eqn, given, here, path)
+        if name == "optimization_barrier":
+            return given
         count = len(eqn.outvars)
         if mixed := next((s for s in given if isinstance(s, Mixed)), None):
             return [mixed] * count
         if UNKNOWN in given:
             return [UNKNOWN] * count
-        if name == "optimization_barrier":
-            return given
         found = _rule(name)(eqn, given)
         return [Mixed(here, name) if found == _MIXED else found] * count
 
@@ -132,6 +138,37 @@ class _Trail(NamedTuple):
             if joined == carry:
                 return [*carry, *map(stacked, out[s.carry :])]
             carry = joined
+
+
+def _mixed_going_back(
+    jaxpr: Jaxpr, eqn: JaxprEqn, given: list[State], out: list[State], here: str
+) -> Mixed | None:
+    """Where examples meet in a backward rule: of values that have a row each."""
+    shapes, results = (
+        [jax.ShapeDtypeStruct(jaxprs.aval(v).shape, jaxprs.aval(v).dtype) for v in variables]
+        for variables in (eqn.invars, eqn.outvars)
+    )
+    rows = [i for i, s in enumerate(given) if isinstance(s, Along) and _is_floating(shapes[i])]
+    ends = [i for i, result in enumerate(results) if _is_floating(result)]
+    if not rows or not ends:
+        return None
+
+    def back(inputs: list[Any], cotangents: list[Any]) -> Any:
+        def function(*own: Any) -> list[Any]:
+            values = dict(enumerate(inputs)) | dict(zip(rows, own, strict=True))
+            made = jaxprs.run(jaxpr, eqn, list(values.values()))
+            return [made[i] for i in ends]
+
+        return jax.vjp(function, *(inputs[i] for i in rows))[1](cotangents)
+
+    closed = jax.make_jaxpr(back)(shapes, [results[i] for i in ends])
+    found = _Trail({}).visit(closed, [*given, *(out[i] for i in ends)], here, ())
+    mixed = next((state for state in found if isinstance(state, Mixed)), None)
+    return mixed and mixed._replace(operation=f"{mixed.operation}, on the way back")
+
+
+def _is_floating(a: jax.ShapeDtypeStruct) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.floating)
 
 
 _MIXED = "mixed"

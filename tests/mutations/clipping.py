@@ -100,10 +100,11 @@ FOLLOWED = [
     ),
     *changes(
         _FOLLOWED,
-        _TESTS,
+        "tests/test_clipped_refused.py",
         "mistakes_are_named",
         [
             ("pairs of examples are taken for examples", "return _MIXED if joined == UNKNOWN else joined", "return joined"),
+            ("backward rules are not looked at", "if not rows or not ends:", "if True:"),
             ("a loop is looked at once", "if joined == carry:", "if True:"),
         ],
     ),
