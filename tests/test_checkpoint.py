@@ -91,7 +91,13 @@ def empty(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [truncate, flip, lose, lose_the_score, forge, empty], ids=lambda f: f.__name__
+    "damage",
+    [
+        truncate,
+        lose_the_score,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (flip, lose, forge, empty)),
+    ],
+    ids=lambda f: f.__name__,
 )
 def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
     damage(run / "checkpoints" / "8")
@@ -141,6 +147,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
     assert json.loads((workplace / "r" / "evaluation.json").read_text())["step"] == best
 
 
+@pytest.mark.slow
 def test_without_best_the_newest_alone_are_kept(workplace):
     every = "--checkpoint.every", 2, "--train.eval-every", 2
     words = "--checkpoint.no-best", "--checkpoint.keep", 1, *every

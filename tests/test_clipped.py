@@ -27,7 +27,12 @@ def scaled_sum(each, scales):
     return jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), each)
 
 
-@pytest.mark.parametrize("name", CASES)
+LARGE = {"fnet_transformer", "flax_cnn", "convolutions"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CASES]
+)
 def test_it_is_the_clipped_sum_of_a_loop_over_examples(name):
     case = CASES[name]()
     each = one_by_one(case)

@@ -43,7 +43,11 @@ def tokens(t=T, seed=1):
     return jax.random.randint(jax.random.key(seed), (2, t), 0, V)
 
 
-FAMILIES = [("attention", "attention"), ("mamba", "mamba2"), ("rg_lru", "window", "mamba")]
+FAMILIES = [
+    ("attention", "attention"),
+    pytest.param(("mamba", "mamba2"), marks=pytest.mark.slow),
+    ("rg_lru", "window", "mamba"),
+]
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
@@ -92,7 +96,7 @@ def test_without_contexts_the_state_is_empty():
     assert made("attention", "mamba", context=None)[2] == {}
 
 
-@pytest.mark.parametrize("at_a_time", [3, 20])
+@pytest.mark.parametrize("at_a_time", [pytest.param(3, marks=pytest.mark.slow), 20])
 def test_generation_does_not_depend_on_its_pieces(at_a_time):
     model, params, state = made("attention", "mamba")
     prompt = tokens(4)

@@ -106,6 +106,7 @@ def test_strides_are_torchvisions():
         assert f"tensor<2x{size}x{size}x{channels}xf32>" in text
 
 
+@pytest.mark.slow
 def test_a_reversible_network_equals_itself_without_reversal():
     options = {"num_classes": 3, "widths": (8, 16), "blocks": (1, 2), "small_images": True}
     restored = models.get("revnet", **options)

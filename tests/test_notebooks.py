@@ -13,7 +13,7 @@ SMALL = {  # in place of the cell with the tag "parameters"
     "clipped_equinox": "WIDTH, DEPTH = 64, 2\nEPOCHS, BATCH = 2, 64\nCLIP = 1.0",
     "planning_a_budget": "SIZE, BATCH = 8, 8\nWIDTHS, BLOCKS = (8,), 1\nSTEPS = 2\nSHARES = [0.8]\nPOLICIES = ['keep', 'segments']",
 }
-LONG = {"planning_a_budget"}  # run by make test-all
+LONG = {"planning_a_budget", "clipped_equinox"}  # run by make test-all
 
 
 def cells(name):

@@ -26,6 +26,7 @@ def test_gradients_are_those_of_a_loop_over_examples(name, width):
     chex.assert_trees_all_close(found, one_by_one(case), rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2),

@@ -71,6 +71,7 @@ def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
     assert plan.smaller is None or plan.smaller.peak.total < plan.chosen.peak.total
 
 
+@pytest.mark.slow
 def test_what_was_planned_is_what_is_compiled(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
     chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["keep"])).chosen

@@ -148,6 +148,7 @@ def test_a_private_run_says_what_it_will_spend_and_has_spent(whole):
     assert "dp-accounting" in json.loads((folder / "summary.json").read_text())["versions"]
 
 
+@pytest.mark.slow
 def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
     folder, _ = whole
     fnet_command("train", "private.py", "--out", "parts", "--train.steps", 4)
@@ -157,6 +158,7 @@ def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
     assert promise_of(folder) == promise_of(private / "parts")
 
 
+@pytest.mark.slow
 def test_a_private_run_may_have_more_parts_than_a_batch_has_examples(private):
     small = ("--data.batch-size", 4, "--grad.microbatches", 8, "--train.steps", 2)
     fnet_command("train", "private.py", *small, "--out", "run")

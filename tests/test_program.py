@@ -132,6 +132,7 @@ def test_resuming_a_finished_run_changes_nothing_but_says_its_result(whole, caps
     chex.assert_trees_all_equal(before, (final_state(whole), metrics_of(whole)))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again(workplace, monkeypatch):
     def die():
         raise RuntimeError("killed")
