@@ -110,6 +110,7 @@ def test_generation_does_not_depend_on_its_pieces(at_a_time):
     chex.assert_trees_all_equal(jnp.concatenate(pieces, 1), whole)
 
 
+@pytest.mark.slow
 def test_greedy_generation_is_that_without_a_cache():
     model, params, state = made("rg_lru", "attention")
     apply = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])

@@ -96,6 +96,7 @@ def test_five_steps_equal_those_with_the_optimizer_after_the_gradient(optimizer)
         chex.assert_trees_all_equal(inside[0].opt_state, after[0].opt_state)
 
 
+@pytest.mark.slow
 def test_layers_with_statistics_and_dropout_are_the_same_and_so_is_the_average():
     assert_the_same(classifier(repeat(full_block(), 2)), OPTIMIZERS["adam"], ema_decay=0.9)
 
@@ -119,6 +120,7 @@ def test_momentum_in_bfloat16_stays_in_bfloat16():
     chex.assert_type(state.opt_state[0].mu["blocks"]["dense"]["kernel"], jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_transformer_blocks_are_the_same():
     blocks = repeat(layers.transformer(WIDTH, 2, 1, causal=True), 2)
     model = serial(embed=layers.dense(5, WIDTH), blocks=blocks, head=layers.dense(WIDTH, 3))

@@ -64,6 +64,7 @@ def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
     assert all(c.peak.total > budget for c in faster)
 
 
+@pytest.mark.slow
 def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
     args, _, peaks = step_and_peaks
     plan = fnet.plan_step(*args, int(0.9 * peaks["keep"]))

@@ -258,6 +258,7 @@ def test_what_its_examples_are_never_decides_whether_a_private_step_is_taken(
     assert ("skipped" in metrics) == guarded
 
 
+@pytest.mark.slow
 def test_a_per_example_run_measures_the_noise_scale(workplace):
     write_other(workplace, "PerExample()")
     fnet_command("train", "other.py", "--out", "run")

@@ -40,6 +40,7 @@ from train.run_folder import RunFolder
 make = pytest.fixture(report_cases.make)
 
 
+@pytest.mark.slow
 def test_a_run_as_it_is_trained_is_told_whole(workplace):
     fnet_command("train", "tiny.py", "--out", "r")
     folder = RunFolder(Path("r"))

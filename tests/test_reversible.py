@@ -53,7 +53,7 @@ def value_and_gradients(layer, params, state, x, key=None):
     return compiled(layer)(params, x, state, key)
 
 
-@pytest.mark.parametrize("blocks", [1, 4, 16])
+@pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_gradients_equal_those_of_the_same_network_without_reversal_bit_for_bit(blocks):
     pairs = [(convolution_block(4), convolution_block(4))] * blocks
     restored, kept = reversible(pairs), reversible(pairs, restore=False)

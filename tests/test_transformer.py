@@ -66,6 +66,7 @@ def transformer_activations(make, blocks, width):
     return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
 
 
+@pytest.mark.slow
 def test_a_reversible_transformer_needs_no_more_memory_when_it_is_deeper():
     few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 5))
     assert many - few < 0.75
