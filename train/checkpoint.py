@@ -228,10 +228,7 @@ class Checkpoints:
                 wrong = _reason(error)
             if not any_process(bool(wrong)):
                 return found
-            self._say(
-                f"checkpoint {self._folder / str(step)} is damaged "
-                f"({wrong or 'as another process found'}); the next is taken"
-            )
+            self._say_damaged(step, wrong or "as another process found")
             self._put_aside(step)
         if steps or self._some_put_aside:
             raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
@@ -258,10 +255,14 @@ class Checkpoints:
                     json.loads(path.read_bytes())
                 except ValueError as error:
                     if folder.name.isdecimal():  # no save that a kill has cut off
-                        self._say(f"checkpoint {folder} is damaged ({error}); the next is taken")
-                        self._rename(int(folder.name))
+                        step = int(folder.name)
+                        self._say_damaged(step, str(error))
+                        self._rename(step)
                         found = True
         return any_process(found)  # the others wait until they are there
+
+    def _say_damaged(self, step: int, why: str) -> None:
+        self._say(f"checkpoint {self._folder / str(step)} is damaged ({why}); the next is taken")
 
     def _put_aside(self, step: int) -> None:
         """Makes room for a checkpoint of the same step, without losing what was there."""

@@ -150,12 +150,14 @@ class _Traced(NamedTuple):
       aux: structure of what is returned beside the losses.
       followed: where the examples are in it.
       shapes: of what is returned beside the losses.
+     rows: how many examples the batch has that was traced, at least 2.
     """
 
     closed: ClosedJaxpr
     aux: Any
     followed: Followed
     shapes: list[tuple[int, ...]]
+    rows: int
 
     @property
     def proven(self) -> bool:
@@ -181,7 +183,7 @@ def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Trace
             "frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
         )
     shapes = [a.shape for a in jax.tree.leaves(out[1])]
-    return _Traced(closed, jax.tree.structure(out[1]), followed, shapes)
+    return _Traced(closed, jax.tree.structure(out[1]), followed, shapes, rows)
 
 
 _Found = tuple[Array, list[Any], dict[int, Shares], Chunks]
@@ -286,7 +288,6 @@ def _one_by_one(
 ) -> _Found:
     """Each example as a batch of one, vectorised."""
     axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
-    size = max(e.size, 2)  # of the batch that was traced
 
     def one(*args: Any) -> tuple[Array, list[Array]]:
         losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
@@ -298,7 +299,9 @@ def _one_by_one(
         rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
         # What has a row an example in a batch has one row here.
         return losses[0], [
-            a[0] if axis == 0 and a.shape[:1] == (1,) and shape == (size, *a.shape[1:]) else a
+            a[0]
+            if axis == 0 and a.shape[:1] == (1,) and shape == (traced.rows, *a.shape[1:])
+            else a
             for a, shape, axis in rows
         ]
 

@@ -95,9 +95,7 @@ def _scale(eqn: JaxprEqn) -> float | None:
         return None
     numbers = [float(a.val) if isinstance(a, Literal) else None for a in eqn.invars]
     match name, *numbers:
-        case "add" | "sub", None, float():
-            return 1.0
-        case "add", float(), None:
+        case ("add" | "sub", None, float()) | ("add", float(), None):
             return 1.0
         case "sub", float(), None:
             return -1.0
