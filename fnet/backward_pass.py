@@ -1,5 +1,6 @@
 """What the backward pass keeps and in which order it works: hints that a compiler needs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,13 +35,14 @@ def recompute(f: F) -> F:
     whatever the activation is, and recomputes only activation functions, neither
     a convolution nor a statistic.
 
-    Wrap what contains the whole network, for example its ``apply``. What has no
+    Wrap what contains the whole network, for example its ``apply``; arguments by name that are
+    a bool, a string or None, such as ``train``, stay as they are. What has no
     named array between it and the input is recomputed from the input, so a
     network without fnet's norms gains nothing.
 
     It is ``jax.checkpoint`` with ``save_only_these_names``; on CPU it takes effect
     only with the compiler options that `fnet.compile_step` uses
-    (`fnet.memory.peak.CANDIDATE_OPTIONS`).
+    (`fnet.memory.CANDIDATE_OPTIONS`).
 
     Args:
       f: a function of pytrees of arrays.
@@ -48,9 +50,15 @@ def recompute(f: F) -> F:
     Returns:
       A function with the same arguments, values and gradients.
     """
-    return jax.checkpoint(  # type: ignore[return-value]
-        f, policy=jax.checkpoint_policies.save_only_these_names(KEPT)
-    )
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        static = {k: v for k, v in kwargs.items() if v is None or isinstance(v, bool | str)}
+        arrays = {k: v for k, v in kwargs.items() if k not in static}
+        return jax.checkpoint(functools.partial(f, **static), policy=policy)(*args, **arrays)
+
+    return run  # type: ignore[return-value]
 
 
 def params_first(x: Array, params: P) -> tuple[Array, P]:

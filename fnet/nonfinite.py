@@ -154,8 +154,10 @@ class _Trail(NamedTuple):
 def _origin(made: list[_Made], flags: np.ndarray, number: int) -> int:
     """The array behind this one that is not finite while all it was made of is."""
     number = _last(made, flags[:, 0], number) if flags[number, 0] else number
-    infinite = [_last(made, flags[:, 1], i) for i in (number, *made[number].inputs) if flags[i, 1]]
-    return next((i for i in infinite if made[i].operation != "constant"), number)
+    infinite = (
+        _infinite(made, flags[:, 1], i) for i in (number, *made[number].inputs) if flags[i, 1]
+    )
+    return next((i for i in infinite if i is not None), number)
 
 
 def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
@@ -163,3 +165,19 @@ def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
     while (behind := next((i for i in made[number].inputs if flagged[i]), None)) is not None:
         number = behind
     return number
+
+
+def _infinite(made: list[_Made], flagged: np.ndarray, number: int) -> int | None:
+    """The array behind this one that became infinite; None where all were written as constants."""
+    seen: set[int] = set()
+    waiting = [number]
+    while waiting:
+        at = waiting.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        behind = [i for i in made[at].inputs if flagged[i]]
+        if not behind and made[at].operation != "constant":
+            return at
+        waiting += reversed(behind)
+    return None

@@ -147,7 +147,7 @@ def decayed(params: Any) -> Any:
       params: nested dicts of arrays.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: getattr(path[-1], "key", None) == "kernel", params
+        lambda path, _: any(getattr(k, "key", None) == "kernel" for k in path[-1:]), params
     )
 
 
@@ -162,5 +162,5 @@ def in_classifier(params: Any) -> Any:
       params: nested dicts of arrays.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: getattr(path[0], "key", None) in CLASSIFIERS, params
+        lambda path, _: any(getattr(k, "key", None) in CLASSIFIERS for k in path[:1]), params
     )

@@ -28,6 +28,21 @@ def coupled(p, x):
     return rows(h)
 
 
+def dropped_out(p, x, key):
+    """What is known of random numbers is nothing; of what they leave out it is enough."""
+    h = jnp.where(jax.random.bernoulli(key, 0.5, (len(x), 2)), x @ p, 0)
+    return rows(h - h.mean(0, keepdims=True))
+
+
+def noisy(p, x, key):
+    return coupled(p, x + jax.random.normal(key, x.shape))
+
+
+def divided_again(p, x):
+    h = (x.reshape(-1, 2) @ p).reshape(x.shape)
+    return rows(h - h.mean((0, 1), keepdims=True))
+
+
 def contrastive(p, x):
     """Of a batch of one it would be 0, and so would the gradient."""
     h = x @ p
@@ -49,6 +64,14 @@ def shortened(x):
 shortened.defvjp(
     lambda x: (x, None), lambda _, ct: (ct / jnp.maximum(1, jnp.linalg.norm(ct)),)
 )  # of all examples' cotangents together
+
+
+@jax.custom_jvp
+def centred(x):
+    return x
+
+
+centred.defjvp(lambda primals, tangents: (primals[0], tangents[0] - tangents[0].mean(0)))
 
 
 def coupled_late(p, x):
@@ -87,8 +110,12 @@ REFUSED = {
         ),
         r"argument 1: \(3,\), argument 2: \(2,\)",
     ),
+    "a raw key": (
+        lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(jnp.float32(1), X, jax.random.PRNGKey(0)),
+        r"argument 2: \(2,\); a raw key is an array like others: give jax.random.key\(seed\)",
+    ),
     "closure": (
-        lambda: clipped_grad(lambda p, x: (p * jnp.sort(x)).sum(-1) * X, 1.0)(
+        lambda: clipped_grad(lambda p, x: (p * jax.lax.top_k(x, 2)[0]).sum(-1) * X, 1.0)(
             jnp.float32(1), jnp.ones((3, 2))
         ),
         r"of a batch of one, got \(3,\); .* not by closure",
@@ -117,6 +144,37 @@ REFUSED = {
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
         "the loss mixes the examples.*reduce_sum, on the way back",
+    ),
+    "a rule forwards": (
+        lambda: clipped_grad(lambda p, x: rows(centred(x @ p)), 1.0)(
+            jnp.ones((2, 2)), jnp.ones((4, 2))
+        ),
+        "the loss mixes the examples.*reduce_sum, on the way back",
+    ),
+    **{
+        loss.__name__: (
+            lambda loss=loss: clipped_grad(loss, 1.0)(
+                jnp.ones((2, 2)), jnp.ones((4, 2)), jax.random.key(0)
+            ),
+            r"mixes the examples of a batch \(reduce_sum\)",
+        )
+        for loss in (dropped_out, noisy)
+    },
+    "divided again": (
+        lambda: clipped_grad(divided_again, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 3, 2))),
+        r"mixes the examples of a batch \(reduce_sum\)",
+    ),
+    "reversed": (
+        lambda: clipped_grad(lambda p, x: rows(x @ p * (x @ p)[::-1]), 1.0)(
+            jnp.ones((2, 2)), jnp.ones((4, 2))
+        ),
+        r"mixes the examples of a batch \(rev\)",
+    ),
+    "sorted": (
+        lambda: clipped_grad(lambda p, x: rows(jnp.sort(x @ p, 0)), 1.0)(
+            jnp.ones((2, 2)), jnp.ones((4, 2))
+        ),
+        r"mixes the examples of a batch \(sort\)",
     ),
     "distances": (
         lambda: clipped_grad(distances, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),

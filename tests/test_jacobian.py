@@ -63,6 +63,29 @@ def test_hvps_are_products_with_the_hessian(n, width):
     chex.assert_trees_all_close(*packed, atol=1e-4)
 
 
+@pytest.mark.parametrize("primal", [True, False])
+def test_hvps_of_separate_tangents_are_separate_products_of_each_argument(primal):
+    f = lambda p, q, y: (jnp.sin(p["a"]) ** 2 @ y) + (p["b"] * q**3).sum()  # noqa: E731
+    p, q, y = {"a": normal(0, 4), "b": normal(1, 3)}, normal(2, 3), normal(3, 4)
+    ts = [{"a": normal(4 + i, 4), "b": normal(7 + i, 3)} for i in range(3)]
+    us = [normal(10 + i, 3) for i in range(3)]
+
+    @jax.jit
+    def both(p, q, y, ts, us):
+        grad = jax.grad(f, (0, 1))
+        one = lambda t, u: jax.jvp(lambda p, q: grad(p, q, y), (p, q), (t, u))[1]  # noqa: E731
+        lanes = [one(t, u) for t, u in zip(ts, us, strict=True)]
+        expected = ([t for t, _ in lanes], [u for _, u in lanes], None)
+        expected = ((*grad(p, q, y), None), expected) if primal else expected
+        found = hvps(f, (p, q, y), (ts, us, None), width=2, primal=primal)
+        return jax.tree.map(jnp.asarray, found), expected
+
+    found, expected = both(p, q, y, ts, us)
+    of_first, of_second, of_none = found[1] if primal else found
+    assert (len(of_first), len(of_second), of_none) == (3, 3, None)
+    chex.assert_trees_all_close(jax.tree.leaves(found), jax.tree.leaves(expected), atol=1e-4)
+
+
 X = jnp.ones((2, 3))
 
 
@@ -84,6 +107,11 @@ X = jnp.ones((2, 3))
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_primals_of_hvps_are_a_tuple():
+    with pytest.raises(TypeError, match="hvps: primals must be a tuple of arguments, got Array"):
+        hvps(jnp.sum, X, (X[None],))
 
 
 def test_an_integer_has_no_jacobian():

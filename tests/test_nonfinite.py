@@ -118,6 +118,19 @@ def test_infinities_of_a_mask_are_not_where_it_ends():
     assert find_nonfinite(f, jnp.ones((2, 2)), mask.at[1].set(True)) is None
 
 
+@pytest.mark.parametrize("over", [jax.nn.softmax, jax.nn.logsumexp])
+def test_behind_a_mask_what_overflowed_is_where_it_ends(over):
+    def f(q, keep):
+        with jax.named_scope("scores"):
+            scores = q * 1e30
+        with jax.named_scope("attention"):
+            return over(jnp.where(keep, scores, -jnp.inf), axis=-1).sum()
+
+    keep = jnp.asarray([[True, True, False]])
+    origin = find_nonfinite(f, jnp.full((1, 3), 1e30), keep)
+    assert (origin.layer, origin.operation, origin.value) == ("scores", "mul", "inf")
+
+
 def test_integers_and_keys_may_be_among_the_arguments():
     def f(x, i, key):
         return (x[i] / jax.random.uniform(key, (), minval=1)).sum()

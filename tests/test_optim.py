@@ -82,6 +82,18 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
+def test_parameters_may_be_one_array(name):
+    """It is no kernel, so that nothing decays, and of no classifier."""
+    params = jnp.ones(3)
+    rule = fnet.optim.make_optimizer(name, 0.1, weight_decay=0.5, classifier_scale=5.0)
+    plain = fnet.optim.make_optimizer(name, 0.1)
+    for gradient in (jnp.zeros(3), jnp.array([0.1, -0.2, 0.3])):
+        updates, _ = rule.update(gradient, rule.init(params), params)
+        expected, _ = plain.update(gradient, plain.init(params), params)
+        chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
 def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}
     gradient = jax.tree.map(lambda a: 0.3 * a, params)

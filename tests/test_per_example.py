@@ -70,6 +70,20 @@ def test_what_the_loss_returns_beside_comes_along():
     chex.assert_trees_all_close(aux["doubled"], 2 * x)
 
 
+@pytest.mark.parametrize("how", ["at once", "on batches of one"])
+def test_what_is_returned_beside_has_an_axis_of_examples_even_if_its_first_is_merged(how):
+    def loss(p, x):
+        h = x @ p if how == "at once" else jnp.roll(x @ p, 1, 0)
+        return h.sum(1), x.reshape(-1, 4)
+
+    p, x = jnp.ones(4), jax.random.normal(jax.random.key(0), (B, 3, 4))
+    for width in (None, 2):
+        _, aux = jax.jit(per_example_grad(loss, width=width, has_aux=True))(p, x)
+        chex.assert_trees_all_equal(aux, x)
+    _, info = jax.jit(fnet.clipped_grad(loss, 1.0, has_aux=True))(p, x)
+    chex.assert_trees_all_equal(info.aux, x)
+
+
 def test_what_follows_from_parameters_alone_comes_along_once():
     def loss(p, x):
         aux = {"squares": jnp.square(p["w"]).sum(), "seen": jnp.eye(2) @ p["v"]}
@@ -87,6 +101,15 @@ def test_influence_is_the_dot_product_with_each_gradient():
     expected = jax.vmap(optax.tree.vdot, (0, None))(one_by_one(case), direction)
     found = jax.jit(influence(case.loss))(direction, case.params, *case.batch)
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_influence_is_that_of_each_example_with_its_own_key():
+    case = CASES["dropout"]()
+    direction = jax.tree.map(jnp.ones_like, case.params)
+    each = jax.jit(per_example_grad(case.loss))(case.params, *case.batch)
+    expected = jax.vmap(optax.tree.vdot, (0, None))(each, direction)
+    found = jax.jit(influence(case.loss))(direction, case.params, *case.batch)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_noise_scale_is_unbiased():
@@ -151,6 +174,60 @@ def test_microbatches_of_a_private_step_change_nothing():
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
+def test_a_batch_may_be_a_tree():
+    batch = {
+        "inputs": {"ids": jnp.arange(12).reshape(B, 2) % 5, "mask": jnp.arange(B) % 2},
+        "label": jnp.arange(B) / B,
+    }
+
+    def loss(params, state, batch, key):
+        seen = params[batch["inputs"]["ids"]].sum(1) * batch["inputs"]["mask"]
+        return (jnp.tanh(seen) - batch["label"]) ** 2, fnet.Aux(state, {"seen": seen})
+
+    args = jnp.linspace(-1, 1, 5), {}, batch
+    for whole, parts in [
+        (autodiff.mean, autodiff.microbatches(2)),
+        (autodiff.clipped(0.1), autodiff.clipped(0.1, microbatches=2)),
+    ]:
+        found, expected = (jax.jit(m(loss))(*args, jax.random.key(0)) for m in (parts, whole))
+        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_arrays_of_a_tree_are_told_by_their_names():
+    batch = {"inputs": {"ids": jnp.ones(B), "mask": jnp.ones(4)}}
+    with pytest.raises(ValueError, match=r"'inputs.ids': \(6,\), 'inputs.mask': \(4,\)"):
+        autodiff.microbatches(2)(model_loss)({}, {}, batch, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("clipped", autodiff.clipped(1.0, microbatches=4)),
+        ("AdaptiveClipping", autodiff.AdaptiveClipping(1.0, microbatches=4)),
+    ],
+)
+def test_a_batch_without_equal_parts_is_refused_in_the_name_of_the_mode(name, mode):
+    rule = optax.sgd(0.1)
+    rule = mode.keeping_clip(rule) if name == "AdaptiveClipping" else rule
+    state = fnet.TrainState.create(MODEL, rule, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"^{name}: a batch of 6 examples has no 4 .* to 8 exam"):
+        jax.eval_shape(fnet.make_step(model_loss, rule, mode), state, batch())
+
+
+def test_gradients_have_the_dtype_of_the_parameters():
+    model = fnet.Layer(lambda key: (jnp.ones(2, jnp.bfloat16), {}), None)
+
+    def loss(params, state, batch, key):
+        return (params * batch["x"]).sum(-1), fnet.Aux(state, {})
+
+    rule, x = optax.sgd(0.25, momentum=0.5), {"x": jnp.ones((B, 2))}
+    state = fnet.TrainState.create(model, rule, jax.random.key(0))
+    step = fnet.compile_step(fnet.make_step(loss, rule, autodiff.per_example()), state, x)
+    state, _ = step(state, x)  # one of another dtype would not fit the second
+    state, _ = step(state, x)
+    chex.assert_trees_all_equal(state.params, jnp.full(2, 1 - 0.25 - 0.375, jnp.bfloat16))
+
+
 def test_sums_of_narrow_parameters_are_not_rounded_as_they_are():
     def loss(params, state, batch, key):
         return (params * batch["x"]).sum(-1), fnet.Aux(state, {})
@@ -184,6 +261,41 @@ def test_a_state_that_is_made_of_the_examples_is_refused_where_there_is_noise(pa
     private = autodiff.clipped(1.0, noise_multiplier=1.0, **how)(loss)
     with pytest.raises(ValueError, match=r"clipped: the model state \['mean'\] is made of the ex"):
         private(jnp.ones(2), state, x, jax.random.key(0))
+
+
+def replaced(params, state, batch, key):
+    return (params * batch["x"]).sum(-1), fnet.Aux({"last": batch["x"]}, {})
+
+
+def counted(params, state, batch, key):
+    drawn = jax.random.uniform(key)
+    return (params * batch["x"]).sum(-1), fnet.Aux({"n": state["n"] + 1, "drawn": drawn}, {})
+
+
+def private_gradients(loss, state):
+    """Of both private modes."""
+    how = {"noise_multiplier": 1.0, "expected_batch_size": B}
+    adaptive = autodiff.AdaptiveClipping(1.0, **how, count_noise=B)
+    keeping = adaptive.keeping_clip(optax.sgd(0.1))
+    args = jnp.ones(2), state, {"x": jnp.ones((B, 2))}
+    yield "clipped", lambda: autodiff.clipped(1.0, **how)(loss)(*args, jax.random.key(0))[1]
+    yield (
+        "AdaptiveClipping",
+        lambda: adaptive.update(loss, keeping)(
+            args[0], keeping.init(args[0]), *args[1:], jax.random.key(0)
+        )[2],
+    )
+
+
+def test_a_state_of_the_same_shape_that_is_made_of_the_examples_is_refused():
+    for name, run in private_gradients(replaced, {"last": jnp.zeros((B, 2))}):
+        with pytest.raises(ValueError, match=rf"{name}: the model state \['last'\] is made of the"):
+            run()
+
+
+def test_a_state_that_does_not_depend_on_the_examples_is_renewed_beside_noise():
+    for _, run in private_gradients(counted, {"n": jnp.int32(3), "drawn": jnp.zeros(())}):
+        assert run()["n"] == 4
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
@@ -231,6 +343,18 @@ def test_a_batch_that_is_all_padding_gives_nothing():
     grads, _, metrics = gradient(autodiff.clipped(0.5), batch(np.zeros(B)))
     chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
     chex.assert_tree_all_finite(metrics)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_of_padding_alone_no_state_is_made(microbatches):
+    def loss(params, state, batch, key):
+        seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
+        return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
+
+    run = autodiff.clipped(1.0, microbatches=microbatches)(loss)
+    state, padding = {"mean": jnp.full(2, 3.0)}, {"x": jnp.ones((B, 2)), "weight": jnp.zeros(B)}
+    _, found, _ = run(jnp.ones(2), state, padding, jax.random.key(0))
+    chex.assert_trees_all_equal(found, state)
 
 
 @pytest.mark.parametrize(

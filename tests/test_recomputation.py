@@ -1,6 +1,7 @@
 import functools
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -90,6 +91,29 @@ def test_recompute_repeats_activation_functions_and_no_convolution():
     found = recomputation(abn_stack("gelu", lambda f: f), abn_stack("gelu", fnet.recompute))
     assert 1 < found.arithmetic < 1.05
     assert found.memory < 0.65
+
+
+def test_words_and_switches_by_name_stay_as_they_are():
+    model = serial(dense=layers.dense(4, 4), drop=layers.dropout(0.5))
+    params, state = model.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+
+    def gradient(apply, train):
+        key = jax.random.key(2) if train else None
+        loss = lambda p: jnp.sin(apply(p, state, x, key=key, train=train)[0]).sum()  # noqa: E731
+        return jax.grad(loss)(params)
+
+    for train in (True, False):
+        chex.assert_trees_all_close(
+            gradient(fnet.recompute(model.apply), train), gradient(model.apply, train), rtol=1e-6
+        )
+
+    def f(x, scale, *, how, where=None):
+        assert (how, where) == ("mean", None)
+        return (scale * x).mean()
+
+    assert fnet.recompute(f)(x, scale=jnp.float32(2), how="mean", where=None) == 2 * x.mean()
+    assert fnet.recompute(f).__name__ == "f"
 
 
 def test_a_policy_with_nothing_to_drop_is_told_so():

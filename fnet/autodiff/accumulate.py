@@ -112,7 +112,10 @@ def _at_least_one(microbatches: int) -> None:
 
 def _parts(batch: dict[str, Array], n: int) -> dict[str, Array]:
     """Every array [batch, ...] as [batch / n, n, ...], the part second."""
-    shapes = {name: x.shape for name, x in batch.items()}
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="."): x.shape
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }
     sizes = {shape[:1] for shape in shapes.values()}
     if len(sizes) != 1 or () in sizes:
         raise ValueError(
@@ -124,14 +127,15 @@ def _parts(batch: dict[str, Array], n: int) -> dict[str, Array]:
             f"accumulate_grad: a batch of {size} examples has no {n} equal microbatches; "
             f"pad it to {size + -size % n} examples, with weight 0"
         )
-    return {name: x.reshape(size // n, n, *x.shape[1:]) for name, x in batch.items()}
+    parts: dict[str, Array] = jax.tree.map(lambda x: x.reshape(size // n, n, *x.shape[1:]), batch)
+    return parts
 
 
 def _part(parts: dict[str, Array], i: Array | int) -> dict[str, Array]:
-    return {
-        name: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
-        for name, x in parts.items()
-    }
+    part: dict[str, Array] = jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), parts
+    )
+    return part
 
 
 def _shares(weight: Array | None, n: int) -> Array:

@@ -189,11 +189,11 @@ class AdaptiveClipping:
             each = per_example_loss(loss, model_state, params)
             bounded = clipped_grad(each, self.clip, has_aux=True)
             sums, info, counts, noise_key = clipped_sum(
-                functools.partial(bounded, clip=clip), params, model_state, batch, key,
-                self.microbatches,
+                "AdaptiveClipping", functools.partial(bounded, clip=clip), params, model_state,
+                batch, key, self.microbatches,
             )  # fmt: skip
             if self.noise_multiplier:
-                check_state("AdaptiveClipping", info, model_state)
+                check_state("AdaptiveClipping", each, params, batch, key)
             noise_key, count_key = jax.random.split(noise_key)
             noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
             grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)

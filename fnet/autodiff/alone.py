@@ -1,6 +1,7 @@
 """An equation in the midst of a batch, evaluated for each example alone."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import jaxprs
-from fnet.autodiff.batch_axis import Along, State
+from fnet.autodiff.axis_rules import Along, State
 
 
 class Alone(NamedTuple):
@@ -31,26 +32,22 @@ class Alone(NamedTuple):
     given: Sequence[int | None]
     out: Sequence[int]
 
-    def __call__(
-        self, operands: Sequence[Array], own: Sequence[Array], change: Callable[..., list[Array]]
-    ) -> list[Array]:
+    def __call__(self, operands: Sequence[Array], copies: Mapping[int, Array]) -> list[Array]:
         """Its results for the whole batch.
 
         Args:
           operands: of the whole batch.
-          own: [size, ...] of each example.
-          change: ``(operands, own) -> operands`` of one example.
+          copies: [size, ...] of operands that all share, by number: one for each example.
         """
-
-        def one(rows: list[Array], own: Sequence[Array]) -> list[Array]:
-            return jaxprs.run(self.jaxpr, self.eqn, change(rows, own))
-
         rows = [
-            a if axis is None else _divided(a, axis, self.size)
-            for a, axis in zip(operands, self.given, strict=True)
+            copies[k] if k in copies else a if axis is None else _divided(a, axis, self.size)
+            for k, (a, axis) in enumerate(zip(operands, self.given, strict=True))
         ]
-        axes = [None if axis is None else 0 for axis in self.given]
-        results = jax.vmap(one, (axes, 0))(rows, own)
+        axes = [
+            None if axis is None and k not in copies else 0 for k, axis in enumerate(self.given)
+        ]
+        one = functools.partial(jaxprs.run, self.jaxpr, self.eqn)
+        results = jax.vmap(one, (axes,))(rows)
         return [_joined(a, axis) for a, axis in zip(results, self.out, strict=True)]
 
 

@@ -75,7 +75,7 @@ def jvps(
         JAX for a function with a `jax.custom_vjp`, which has no forward mode.
     """
     check_width("jvps", width)
-    primals = _entries("jvps", "primals", primals)
+    primals = as_entries("jvps", "primals", primals)
     tangents = _given(primals, tangents, f)
     read: dict[int, Shadows] = {}
     for i, t in enumerate(tangents):
@@ -154,7 +154,7 @@ def vjps(
       TypeError: for another dtype, or an argument that cannot be differentiated.
     """
     check_width("vjps", width)
-    primals = _entries("vjps", "primals", primals)
+    primals = as_entries("vjps", "primals", primals)
     wanted = _wanted(primals, argnums, into)
     point, call = of_leaves(f, primals, wanted)
     outs, pull, out = jax.vjp(call, point, has_aux=True)
@@ -294,7 +294,12 @@ def check_width(where: str, width: Any) -> None:
         )
 
 
-def _entries(where: str, what: str, given: Any) -> tuple[Any, ...]:
+def as_entries(where: str, what: str, given: Any) -> tuple[Any, ...]:
+    """What is given as one entry an argument.
+
+    Raises:
+      TypeError: for anything but a tuple or a list.
+    """
     if not isinstance(given, list | tuple):
         raise TypeError(
             f"{where}: {what} must be a tuple of arguments, got {type(given).__name__}; "
@@ -363,7 +368,7 @@ def _wanted(primals: tuple[Any, ...], argnums: int | Sequence[int] | None, into:
     """The arguments to differentiate, in order."""
     entries: tuple[Any, ...] = (None,) * len(primals)
     if into is not None:
-        entries = _entries("vjps", "into", into)
+        entries = as_entries("vjps", "into", into)
         if len(entries) != len(primals):
             raise ValueError(
                 f"vjps: expected {len(primals)} accumulators, one an argument (None for those "

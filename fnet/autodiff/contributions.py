@@ -10,7 +10,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 
 from fnet.autodiff.alone import Alone, alone
-from fnet.autodiff.batch_axis import UNKNOWN, Along, Followed, Mixed, depends, follow
+from fnet.autodiff.axis_rules import UNKNOWN, Along, Mixed
+from fnet.autodiff.batch_axis import Followed, depends, follow, reached
 from fnet.autodiff.chunks import Chunks
 from fnet.autodiff.examples import (
     Examples,
@@ -18,6 +19,7 @@ from fnet.autodiff.examples import (
     check_losses,
     check_params,
     check_width,
+    is_key,
 )
 from fnet.autodiff.products import Dot, Scale, Shift
 from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
@@ -150,7 +152,7 @@ class _Traced(NamedTuple):
       aux: structure of what is returned beside the losses.
       followed: where the examples are in it.
       shapes: of what is returned beside the losses.
-     rows: how many examples the batch has that was traced, at least 2.
+      rows: how many examples the batch has that was traced, at least 2.
     """
 
     closed: ClosedJaxpr
@@ -163,7 +165,10 @@ class _Traced(NamedTuple):
     def proven(self) -> bool:
         """Whether each example is known to have a row of its own in every result, or no part."""
         losses, *aux = self.followed.outputs
-        return losses == Along(0) and all(state in (None, Along(0)) for state in aux)
+        return losses == Along(0) and all(
+            state is None or (state == Along(0) and shape[0] == self.rows)
+            for state, shape in zip(aux, self.shapes, strict=True)
+        )
 
 
 def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Traced:
@@ -175,8 +180,13 @@ def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Trace
         return_shape=True,
     )(*leaves, *batch)
     check_losses(name, out[0], rows)
-    followed = follow(closed, [False] * len(leaves) + [True] * len(batch))
-    if isinstance(mixed := followed.outputs[0], Mixed):
+    followed = follow(closed, [False] * len(leaves) + [True] * len(batch), rows)
+    mixed = followed.outputs[0]
+    if mixed == UNKNOWN and any(map(is_key, batch)):
+        # What random numbers are made of is not looked into; what they meet may mix all the same.
+        data = [False] * len(leaves) + [not is_key(a) for a in batch]
+        mixed = follow(closed, data, rows).outputs[0]
+    if isinstance(mixed, Mixed):
         raise ValueError(
             f"{name}: {mixed.layer or 'the loss'} mixes the examples of a batch "
             f"({mixed.operation}): the gradient of one example does not exist. Batch norm: use "
@@ -308,11 +318,15 @@ def _one_by_one(
     shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in e.leaves]
     closed = jax.make_jaxpr(one)(*leaves, *shapes)
     uses = find_uses(closed, len(leaves))
+    # Where a parameter meets what all examples share, a tap would be as large as all copies of it.
+    of_data = reached(closed, [False] * len(leaves) + [True] * len(shapes))
+    shared = {use.view.param for use in uses.every if use.path not in of_data}
+    uses = uses._replace(other=uses.other | shared)
     at_once, in_chunks = _divided(uses, leaves, e.size, width)
     # Each example has its own of what follows from a parameter of which it has a copy, or a tap.
     own = {*at_once, *(use.view.param for use in uses.known)}
-    reached = depends(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
-    same = [axis is None and r for axis, r in zip(axes, reached, strict=True)]
+    by_own = depends(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
+    same = [axis is None and o for axis, o in zip(axes, by_own, strict=True)]
     given = [0 if s else axis for s, axis in zip(same, axes, strict=True)]
     losses, aux, shares = _backward(closed, uses, leaves, e, at_once, given)
     aux = [a[0] if s else a for s, a in zip(same, aux, strict=True)]

@@ -59,12 +59,14 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
             f"{jax.tree_util.keystr(path[1:]) or f'argument {path[0].idx + 1}'}: {a.shape}"
             for (path, _), a in zip(paths, leaves, strict=True)
         ]
+        raw = any(a.shape == (2,) and a.dtype == jnp.uint32 for a in leaves)
+        hint = "; a raw key is an array like others: give jax.random.key(seed)" if raw else ""
         raise ValueError(
             f"{name}: expected arrays that share a leading axis of examples, got "
-            f"{', '.join(shapes) or 'none'}"
+            f"{', '.join(shapes) or 'none'}{hint}"
         )
     (size,) = sizes
-    keys = {i: a for i, a in enumerate(leaves) if _is_key(a) and not a.ndim}
+    keys = {i: a for i, a in enumerate(leaves) if is_key(a) and not a.ndim}
     rows |= {
         i: jax.vmap(jax.random.fold_in, (None, 0))(a, jnp.arange(size)) for i, a in keys.items()
     }
@@ -92,7 +94,8 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
     return Examples(size, [rows[i] for i in order], rebuild, rebuild_batch)
 
 
-def _is_key(a: Array) -> bool:
+def is_key(a: Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether an array is of typed keys, such as `jax.random.key` makes."""
     return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 

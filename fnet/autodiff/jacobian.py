@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff.batched import check_width, jvps, of_leaves
+from fnet.autodiff import shadows
+from fnet.autodiff.batched import as_entries, check_width, jvps, of_leaves
 from fnet.autodiff.lanes import Linear, Width
 from fnet.autodiff.shadows import differentiable
 
@@ -111,6 +112,7 @@ def hvps(
       ValueError: if f's result is not a scalar; as `fnet.jvps`.
       TypeError: likewise.
     """
+    primals = as_entries("hvps", "primals", primals)
     out = jax.eval_shape(f, *primals)
     shape = getattr(out, "shape", None)
     if shape != ():
@@ -130,7 +132,16 @@ def hvps(
             for i, arg in enumerate(args)
         )
 
-    return jvps(gradient, primals, tangents, width=width, primal=primal)
+    found = jvps(gradient, primals, tangents, width=width, primal=primal)
+    read = [shadows.read(f"hvps: argument {i}", primals[i], tangents[i]) for i in varied]
+    if shadows.common_form([r.form for r in read]) != "separate":
+        return found
+    # Of every lane, what it is of each argument; wanted is the other way round.
+    *grads, lanes = found if primal else (found,)
+    products = tuple(
+        tuple(lane[i] for lane in lanes) if i in varied else None for i in range(len(primals))
+    )
+    return (*grads, products) if primal else products
 
 
 def _check_real(what: str, tree: Any) -> None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.autodiff.batch_axis import depends
 from fnet.autodiff.clipped import Clipped, clipped_grad
 from fnet.autodiff.mean import Gradient, Loss, weighted_mean
 from fnet.autodiff.per_example import noise_scale
@@ -41,8 +42,9 @@ def clipped(
 
     Returns:
       A mode for `fnet.make_step`. ``weight`` 0 in a batch is padding, any other counts as 1.
-      Metrics beside those of the loss: ``clipped``, the share of examples above the bound;
-      ``norm_median`` and ``norm_max`` of their gradients; ``nonfinite``, how many were left out.
+      Metrics beside those of the loss: ``clipped``, the share of examples whose whole norm is
+      above the bound; ``norm_median`` and ``norm_max`` of their gradients; ``nonfinite``, how
+      many were left out.
 
     Raises:
       ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
@@ -67,10 +69,10 @@ def clipped(
         ) -> tuple[Any, Any, dict[str, Array]]:
             each = per_example_loss(loss, model_state, params)
             sums, info, counts, noise_key = clipped_sum(
-                bounded(each), params, model_state, batch, key, microbatches
+                "clipped", bounded(each), params, model_state, batch, key, microbatches
             )
             if noise_multiplier:
-                check_state("clipped", info, model_state)
+                check_state("clipped", each, params, batch, key)
             grads = noised_mean(sums, noise, expected_batch_size, counts, noise_key)
             metrics, state = summary(info, counts, model_state)
             metrics |= {"clipped": share_above(clip, info, counts)}
@@ -101,13 +103,13 @@ def per_example() -> Callable[[Loss], Gradient]:
             function = clipped_grad(
                 per_example_loss(loss, model_state, params), float("inf"), has_aux=True
             )
-            sums, info = function(params, batch, key, mask=_real(batch.get("weight")))
+            sums, info = function(_wide(params), batch, key, mask=_real(batch.get("weight")))
             counts = _counting(info, batch.get("weight"))
             grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
             metrics, state = summary(info, counts, model_state)
             squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
             scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), counts)
-            return grads, state, metrics | scale._asdict()
+            return as_those(grads, params), state, metrics | scale._asdict()
 
         return gradient
 
@@ -133,15 +135,22 @@ def check_private(
         raise ValueError(f"{name}: microbatches must be at least 1, got {microbatches}")
 
 
-def check_state(name: str, info: Clipped, model_state: Any) -> None:
+def check_state(
+    name: str, each: Callable[..., Any], params: Any, batch: dict[str, Array], key: Array
+) -> None:
     """Refuses a state that is made of the examples: noise covers the gradient alone."""
-    _, states = info.aux
-    before = jax.tree_util.tree_leaves_with_path(model_state)
-    # What depends on the batch has a row an example.
+    closed, shapes = jax.make_jaxpr(lambda *args: each(*args)[1][1], return_shape=True)(
+        params, batch, key
+    )
+    sizes = [len(jax.tree.leaves(arg)) for arg in (params, batch, key)]
+    of_batch = [
+        is_batch for is_batch, n in zip((False, True, False), sizes, strict=True) for _ in range(n)
+    ]
+    states = jax.tree_util.tree_leaves_with_path(shapes)
     made = [
         jax.tree_util.keystr(path)
-        for (path, a), b in zip(before, jax.tree.leaves(states), strict=True)
-        if jnp.shape(a) != jnp.shape(b)
+        for (path, _), depending in zip(states, depends(closed, of_batch), strict=True)
+        if depending
     ]
     if made:
         raise ValueError(
@@ -196,6 +205,7 @@ def _counting(info: Clipped, weight: Array | None) -> Array:
 
 
 def clipped_sum(
+    name: str,
     function: Callable[..., tuple[Any, Clipped]],
     params: Any,
     model_state: Any,
@@ -208,11 +218,12 @@ def clipped_sum(
     Sums are float32 at least, whatever the parameters are.
     """
     drawn, noise_key = jax.random.split(key)
-    sums, info = _in_parts(function, _wide(params), model_state, batch, drawn, microbatches)
+    sums, info = _in_parts(name, function, _wide(params), model_state, batch, drawn, microbatches)
     return sums, info, _counting(info, batch.get("weight")), noise_key
 
 
 def _in_parts(
+    name: str,
     function: Callable[..., tuple[Any, Clipped]],
     params: Any,
     model_state: Any,
@@ -223,14 +234,14 @@ def _in_parts(
     """The function of a batch, in n parts one after the other, sums added up in place."""
     if n == 1:
         return function(params, batch, key, mask=_real(batch.get("weight")))
-    size = len(next(iter(batch.values())))
+    size = len(jax.tree.leaves(batch)[0])
     if size % n:
         raise ValueError(
-            f"clipped: a batch of {size} examples has no {n} equal microbatches; "
+            f"{name}: a batch of {size} examples has no {n} equal microbatches; "
             f"pad it to {size + -size % n} examples, with weight 0"
         )
     # Every n-th example: of a sharded batch each device then has its share of every part.
-    parts = {k: jnp.moveaxis(a.reshape(size // n, n, *a.shape[1:]), 1, 0) for k, a in batch.items()}
+    parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(size // n, n, *a.shape[1:]), 1, 0), batch)
 
     def add(sums: Any, part: Any) -> tuple[Any, Clipped]:
         i, rows = part
@@ -291,7 +302,8 @@ def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, A
             return after
         mean = jax.vmap(functools.partial(weighted_mean, weight=counts), -1)
         flat = after.reshape(len(after), -1)
-        return mean(flat).reshape(before.shape).astype(before.dtype)
+        renewed = mean(flat).reshape(before.shape).astype(before.dtype)
+        return jnp.where(counts.sum() > 0, renewed, before)
 
     # Of no examples at all, 0; but where none of those that there are has a finite gradient, nan.
     lost = (counts.sum() == 0) & (info.nonfinite > 0)

@@ -1,6 +1,6 @@
 """One gradient per example, and statistics of all of them that need none of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.contributions import contributions
-from fnet.autodiff.examples import Examples, PerExampleLoss, check_width, examples
+from fnet.autodiff.examples import Examples, PerExampleLoss, check_width, examples, is_key
 
 
 def per_example_grad(
@@ -114,9 +114,15 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
       and dtypes; in the dtype of the losses.
     """
 
-    def of(direction: Any, params: Any, *batch: Any) -> Array:
+    def along(direction: Any, params: Any, batch: Sequence[Any]) -> Array:
         products: Array = jax.jvp(lambda params: loss(params, *batch), (params,), (direction,))[1]
         return products
+
+    def of(direction: Any, params: Any, *batch: Any) -> Array:
+        if not any(is_key(a) and not a.ndim for a in map(jnp.asarray, jax.tree.leaves(batch))):
+            return along(direction, params, batch)
+        e = examples("influence", batch)  # each has a key of its own, as for its gradient
+        return jax.vmap(lambda one: along(direction, params, e.rebuild(one))[0])(e.leaves)
 
     return of
 

@@ -76,7 +76,9 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     """
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
-    search.visit(closed, [*views, *[None] * (len(closed.jaxpr.invars) - params)], (), ())
+    others = [None] * (len(closed.jaxpr.invars) - params)
+    # A loss that is itself nothing but a view; of aux nobody asks for a gradient.
+    search.lose(search.visit(closed, [*views, *others], (), ())[:1])
     other = {use.view.param for use in search.uses if use.operand is not None}
     return Uses(tuple(search.uses), frozenset(other | search.lost), frozenset(search.lost))
 
@@ -135,7 +137,7 @@ class _Search:
         if not any(
             v is None and not isinstance(a, Literal) for v, a in zip(views, eqn.invars, strict=True)
         ):
-            self._lose(views)
+            self.lose(views)
         for k, (view, operand) in enumerate(zip(views, eqn.invars, strict=True)):
             if view:
                 use = Use(path, view, Shift(()), loops, _shape(operand), k)
@@ -146,12 +148,12 @@ class _Search:
     ) -> None:
         s = jaxprs.scan(eqn)
         before = s.constants + s.carry
-        self._lose(views[s.constants : before])
+        self.lose(views[s.constants : before])
         rows = [view and view.rows(len(loops)) for view in views[before:]]
         inputs = [*views[: s.constants], *[None] * s.carry, *rows]
-        self._lose(self.visit(s.body, inputs, path, (*loops, eqn.params["length"])))
+        self.lose(self.visit(s.body, inputs, path, (*loops, eqn.params["length"])))
 
-    def _lose(self, views: Sequence[View | None]) -> None:
+    def lose(self, views: Sequence[View | None]) -> None:
         self.lost |= {view.param for view in views if view}
 
 
@@ -227,14 +229,14 @@ class _Evaluation(NamedTuple):
         return read(jaxpr.outvars), data
 
     def _each_alone(self, path: Path, inputs: list[Any], taps: Mapping[int, Array]) -> list[Array]:
-        numbers = self.at[path]
-        operands = [self.uses[n].operand for n in numbers]
-
-        def change(given: list[Array], zeros: Sequence[Array]) -> list[Array]:
-            own = dict(zip(operands, zeros, strict=True))
-            return [tap(a, own[k]) if k in own else a for k, a in enumerate(given)]
-
-        return self.alone[path](inputs, [taps[n] for n in numbers], change)
+        # Copies are made before anything is vectorised: of a tap that JAX stages (in a loop), it
+        # takes the first operand's axes for the result's, and that has none of examples.
+        copies = {
+            k: tap(jnp.broadcast_to(inputs[k], taps[n].shape), taps[n])
+            for n, k in ((n, self.uses[n].operand) for n in self.at[path])
+            if k is not None
+        }
+        return self.alone[path](inputs, copies)
 
     def _inside(self, path: Path) -> list[tuple[int, Use]]:
         return [(n, use) for n, use in enumerate(self.uses) if use.path[: len(path)] == path]

@@ -116,7 +116,7 @@ def _same(eqn: JaxprEqn, loops: int) -> list[Change]:
 
 def _reshaped(eqn: JaxprEqn, loops: int) -> list[Change]:
     shape = jaxprs.aval(eqn.outvars[0]).shape
-    return [lambda a: a.reshape(*a.shape[:loops], *shape)]
+    return [lambda a: a.reshape((*a.shape[:loops], *shape))]
 
 
 def _broadcast(eqn: JaxprEqn, loops: int) -> list[Change]:
@@ -126,7 +126,7 @@ def _broadcast(eqn: JaxprEqn, loops: int) -> list[Change]:
         ones = [1] * len(shape)
         for axis, size in zip(kept, a.shape[loops:], strict=True):
             ones[axis] = size
-        a = a.reshape(*a.shape[:loops], *ones)
+        a = a.reshape((*a.shape[:loops], *ones))
         broadcast: Any = np.broadcast_to if isinstance(a, np.ndarray) else jnp.broadcast_to
         return broadcast(a, (*a.shape[:loops], *shape))
 

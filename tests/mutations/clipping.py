@@ -13,6 +13,7 @@ _PARTS = "fnet/autodiff/accumulate.py"
 _TESTS = "tests/test_clipped.py"
 _VIEWS = "fnet/autodiff/views.py"
 _FOLLOWED = "fnet/autodiff/batch_axis.py"
+_RULES = "fnet/autodiff/axis_rules.py"
 _SINGLE_TESTS = "tests/test_per_example.py"
 _ADAPTIVE_TESTS = "tests/test_adaptive.py"
 _PARTS_TESTS = "tests/test_accumulate.py"
@@ -103,10 +104,15 @@ FOLLOWED = [
         "tests/test_clipped_refused.py",
         "mistakes_are_named",
         [
-            ("pairs of examples are taken for examples", "return _MIXED if joined == UNKNOWN else joined", "return joined"),
-            ("backward rules are not looked at", "if not rows or not ends:", "if True:"),
-            ("a loop is looked at once", "if joined == carry:", "if True:"),
+            ("backward rules are not looked at", "if not own or not ends:", "if True:"),
+            ("a loop is looked at once", "if met == carry:", "if True:"),
         ],
+    ),
+    *changes(
+        _RULES,
+        "tests/test_clipped_refused.py",
+        "mistakes_are_named",
+        [("pairs of examples are taken for examples", "return MIXED if found == UNKNOWN else found", "return found")],
     ),
 ]  # fmt: skip
 
