@@ -36,8 +36,9 @@ def sample_token(
       logits: [B, V], floating.
       temperature: >= 0; 0 takes the likeliest.
       top_k: only the k likeliest are drawn, and what is as likely as the last of them.
-      top_p: only the likeliest whose probabilities sum to at least p, as few as do
-        (nucleus sampling: Holtzman et al. 2020), of what ``top_k`` leaves; in (0, 1].
+      top_p: only the likeliest whose probabilities sum to at least p, as few as do,
+        and what is as likely as the last of them (nucleus sampling: Holtzman et al. 2020), of
+        what ``top_k`` leaves; in (0, 1].
 
     Returns:
       int32 [B].
@@ -89,7 +90,7 @@ def generate(
 ) -> Int[Array, "b n"]:
     """``length`` tokens after a prompt: what `stream` yields, in one piece.
 
-    Can be jitted with ``length`` and all after it static.
+    Can be jitted with ``model``, ``length`` and all after it static.
 
     Args:
       model: a language model, as for `stream`; so are ``params``, ``state`` and ``key``.

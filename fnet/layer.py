@@ -113,8 +113,14 @@ def serial(*layers: Layer, **named: Layer) -> Layer:
 
     Returns:
       A layer with ``params = {name: params of that layer}``, the same for ``state``.
+
+    Raises:
+      ValueError: if a name is that of one of ``layers``.
     """
-    children = {str(i): layer for i, layer in enumerate(layers)} | named
+    numbered = {str(i): layer for i, layer in enumerate(layers)}
+    if both := sorted(numbered.keys() & named.keys()):
+        raise ValueError(f"serial: {both} are the names of layers that are given without one")
+    children = numbered | named
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool

@@ -36,7 +36,7 @@ def make_step(
       loss: ``loss(params, model_state, batch, key) -> (losses [batch], Aux)``.
       optimizer: an optax gradient transformation.
       mode: what is made of the losses; see `fnet.autodiff`.
-      ema_decay: weight of the old average in ``state.ema``; required exactly
+      ema_decay: weight of the old average in ``state.ema``, in [0, 1); required exactly
         when the state keeps one.
       state_sharding: a state's tree of `jax.sharding.Sharding`: where the new state lies,
         for a state that is spread over devices. By default XLA decides.
@@ -48,9 +48,12 @@ def make_step(
       The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
 
     Raises:
-      ValueError: for a guard of a mode that applies the gradient before all of it is known;
-        when called with a state whose ``ema`` does not match ``ema_decay``.
+      ValueError: for a guard of a mode that applies the gradient before all of it is known,
+        or an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
+        ``ema_decay``.
     """
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"make_step: ema_decay must be in [0, 1), got {ema_decay}")
     if guard and not getattr(mode, "whole_gradient", not isinstance(mode, UpdateMode)):
         raise ValueError(
             f"make_step: a guard needs the whole gradient before the update, which {mode} never has"

@@ -1,7 +1,10 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from fnet import losses
@@ -24,6 +27,17 @@ def test_label_smoothing_spreads_its_mass_evenly():
 
     logits = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
     chex.assert_trees_all_close(*both(logits, np.asarray([0, 1, 2, 4])), atol=1e-6)
+
+
+def test_smoothing_makes_no_matrix_of_all_classes():
+    classes = 29
+    logits = np.random.default_rng(0).normal(size=(4, classes)).astype(np.float32)
+    labels = np.asarray([0, 1, 2, 28])
+    smoothed = functools.partial(losses.cross_entropy, smoothing=0.1)
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, classes), 0.1)
+    expected = optax.softmax_cross_entropy(logits, targets)
+    chex.assert_trees_all_close(jax.jit(smoothed)(logits, labels), expected, rtol=1e-6)
+    assert f"[{classes},{classes}]" not in str(jax.make_jaxpr(smoothed)(logits, labels))
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])

@@ -126,7 +126,8 @@ def test_more_steps_than_the_schedule_has_or_less_than_one_are_refused(n):
         (lambda: schedules.cosine(10, s=-1.0), "s must be >= 0"),
         (lambda: schedules.cosine(10, max_beta=1.0), r"max_beta in \(0, 1\)"),
         (lambda: schedules.linear(20), "use more than 20 steps"),
-        (lambda: schedules.linear(first=0.0), r"betas must be in \(0, 1\), got 0"),
+        (lambda: schedules.linear(first=0.0), r"first and last must be > 0, got 0.0 and 0.02$"),
+        (lambda: schedules.linear(last=-0.1), r"first and last must be > 0, got 0.0001 and -0.1$"),
         (lambda: schedules.karras(1), "steps must be at least 2, got 1"),
         (lambda: schedules.karras(10, sigma_min=2.0, sigma_max=1.0), "sigma_min < sigma_max"),
         (lambda: schedules.karras(10, rho=0.0), "rho > 0"),
@@ -204,6 +205,25 @@ def test_conversions_take_vmap_and_stay_in_their_dtype():
     )
     half = add_noise(x0.astype(jnp.bfloat16), noise.astype(jnp.bfloat16), alpha, sigma)
     assert half.dtype == jnp.bfloat16
+    narrowed = add_noise(x0.astype(jnp.bfloat16), noise, alpha, sigma)
+    chex.assert_trees_all_equal(narrowed, half)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    ("predicted", "dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
+)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_what_a_prediction_stands_for_is_in_the_dtype_of_x(name, predicted, dtype, clip):
+    x, prediction = images(2, 1, dtype=dtype), images(2, 2, dtype=predicted)
+    got = denoised(name, prediction, x, jnp.float32(0.6), jnp.float32(0.8), clip=clip)
+    chex.assert_type([*got], dtype)
+    # As exact as the narrower of the two.
+    wide = denoised(
+        name, prediction.astype(jnp.float32), x.astype(jnp.float32), 0.6, 0.8, clip=clip
+    )
+    got = tuple(a.astype(jnp.float32) for a in got)
+    chex.assert_trees_all_close(got, wide, atol=1e-6 if dtype == jnp.float32 else 0.1)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def assert_folded_equals_unfolded(make, x, *, bias, activation="leaky_relu", **o
 
         folded = fold_layer(params, norm_params, state, eps=options.get("eps", 1e-5))
         z, _ = make(bias=True).apply(folded, {}, x, train=False)
-        got, _ = layers.activation(activation).apply({}, {}, z, train=False)
+        got, _ = layers.activation(activation, 0.01).apply({}, {}, z, train=False)
         return got, expected
 
     assert_close_to_the_largest(*folded_and_unfolded(x))
@@ -93,6 +93,18 @@ def test_eps_is_the_norms_own_and_counts_twice():
     x = jax.random.normal(jax.random.key(5), (16, 5))
     make = lambda bias: layers.dense(5, 6, bias=bias)  # noqa: E731
     assert_folded_equals_unfolded(make, x, bias=True, eps=0.1)
+
+
+def test_plain_batch_norm_folds_with_its_gamma_as_it_is():
+    generator = np.random.default_rng(0)
+    params = {"kernel": jnp.asarray(generator.normal(size=(5, 4)), jnp.float32)}
+    norm_params = {"gamma": jnp.asarray([1.5, -0.7, 0.0, 0.3]), "beta": jnp.arange(4.0)}
+    state = {"running_mean": jnp.arange(4.0) - 1, "running_var": jnp.arange(4.0) + 0.5}
+    x = jnp.asarray(generator.normal(size=(6, 5)), jnp.float32)
+    norm = layers.batch_norm(4, eps=0.1)
+    expected, _ = norm.apply(norm_params, state, x @ params["kernel"], train=False)
+    folded = fold_layer(params, norm_params, state, eps=0.1, norm="batch")
+    assert_close_to_the_largest(x @ folded["kernel"] + folded["bias"][None], expected)
 
 
 def test_gamma_enters_as_its_magnitude_and_eps():
@@ -145,6 +157,7 @@ BAD = [
     ({"beta": jnp.ones(3, int)}, TypeError, "beta must be floating, got int32"),
     ({"running_mean": jnp.ones(4)}, ValueError, r"running_mean must have shape \(3,\), .* got \(4,\)"),
     ({"running_var": jnp.ones(())}, ValueError, r"running_var must have shape \(3,\), .* got \(\)"),
+    ({"norm": "group"}, ValueError, "norm must be 'abn' or 'batch', got 'group'"),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Flax models with fnet's norm in them: what BatchNorm and leaky_relu compute, in less memory."""
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,10 +16,18 @@ import optax
 import pytest
 from flax import nnx
 
+import fnet
 from fnet.interop import linen as fnet_linen
 from fnet.interop import nnx as fnet_nnx
 
 CLASSES, EPS = 3, 1e-5
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "torch"])
+def test_an_adapter_is_there_without_being_imported_by_name(name, monkeypatch):
+    module = importlib.import_module(f"fnet.interop.{name}")
+    monkeypatch.delattr(fnet.interop, name)
+    assert getattr(fnet.interop, name) is module
 
 
 class LinenNet(nn.Module):

@@ -1,5 +1,7 @@
 """Language models of every mixer, and text drawn from them."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -62,6 +64,25 @@ def test_losses_are_the_cross_entropy_of_the_logits(mixers):
         jnp.arange(2)[:, None], jnp.arange(T)[None], tokens(seed=2)
     ]
     chex.assert_trees_all_close(each, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixer", ["attention", pytest.param("mamba2", marks=pytest.mark.slow)])
+def test_padding_may_be_any_number(mixer):
+    model, params, state = made(mixer, "attention")
+    real = jnp.arange(T)[None] < jnp.asarray([[7], [T]])
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(params, x, y):
+        each, after = model.losses(params, state, x, y, train=True, mask=real)
+        return each.sum(), (each, after)
+
+    got, expected = (
+        gradient(params, *(jnp.where(real, tokens(seed=i), pad) for i in (1, 2)))
+        for pad in (-100, 0)
+    )
+    chex.assert_tree_all_finite(got)
+    chex.assert_trees_all_equal(got, expected)
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)

@@ -27,6 +27,11 @@ def test_serial_composes_in_order_and_names_children():
     chex.assert_trees_all_close(y, hidden @ params["head"]["kernel"])
 
 
+def test_serial_refuses_a_name_that_a_nameless_layer_has():
+    with pytest.raises(ValueError, match=r"serial: \['0'\] are the names of layers"):
+        serial(layers.dense(3, 4), **{"0": layers.dense(4, 2)})
+
+
 def test_init_needs_no_data():
     layer = serial(layers.conv(3, 8), layers.abn(8), layers.global_avg_pool())
     params, state = jax.eval_shape(layer.init, jax.random.key(0))

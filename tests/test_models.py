@@ -6,6 +6,7 @@ import pytest
 from layer_cases import count, initial, shapes
 
 from fnet import layers, models
+from fnet.models import norm_activation
 
 
 # Torchvision 0.20's numbers of parameters.
@@ -36,6 +37,28 @@ def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
     first, second = logits(params, x), logits(params, other)
     assert jnp.abs(first[0] - second[0]).max() > 1e-2
     chex.assert_trees_all_close(first[1], second[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["resnet9", "preact_resnet"])
+def test_networks_with_widths_that_32_does_not_divide_take_group_norm(name):
+    model = models.get(name, num_classes=3, norm="group")
+    params, state = shapes(model)
+    x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+    y, _ = jax.eval_shape(lambda p, x: model.apply(p, state, x, train=True), params, x)
+    assert y.shape == (2, 3)
+    assert state == {}
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(24, 8), (64, 32), (16, 16)])
+def test_groups_are_the_most_of_32_that_divide_the_channels(channels, groups):
+    layer = norm_activation.group(channels, activation="identity", activation_param=0.01)
+    params, _ = layer.init(jax.random.key(0))
+    x = np.random.default_rng(0).normal(2, 3, size=(2, 5, 5, channels)).astype(np.float32)
+    y, _ = layer.apply(params, {}, x, train=True)
+    grouped = x.reshape(2, 25, groups, -1)
+    mean, variance = (f(grouped, axis=(1, 3), keepdims=True) for f in (np.mean, np.var))
+    expected = ((grouped - mean) / np.sqrt(variance + 1e-5)).reshape(x.shape)
+    chex.assert_trees_all_close(y, expected, atol=1e-5)
 
 
 def test_the_norm_of_a_residual_network_is_in_place_unless_another_is_asked_for():

@@ -105,6 +105,20 @@ def test_labels_may_be_bytes_and_logits_16_bits():
     chex.assert_trees_all_close((*got,), (*want,), rtol=1e-5)
 
 
+def test_a_float16_gradient_keeps_what_a_loss_scale_is_to_save():
+    # 1/2^8 of a probability of 6e-6 is below float16's smallest number, 2^15 times that is not.
+    labels = jnp.asarray(np.random.default_rng(0).integers(CLASSES, size=(1, 16, 16)))
+    logits = 12 * jax.nn.one_hot(labels, CLASSES)
+
+    def gradient(logits):
+        f = lambda z: (2.0**15 * pixel_cross_entropy(z, labels).losses).sum()  # noqa: E731
+        return jax.jit(jax.grad(f))(logits)
+
+    got = gradient(logits.astype(jnp.float16))
+    chex.assert_type(got, jnp.float16)
+    chex.assert_trees_all_close(got.astype(jnp.float32), gradient(logits), rtol=2e-3)
+
+
 def test_bytes_may_be_labels_of_as_many_classes_as_they_have_values():
     generator = np.random.default_rng(0)
     logits = jnp.asarray(generator.normal(size=(2, 2, 3, 256)), jnp.float32)
@@ -189,6 +203,14 @@ def test_one_view_has_the_losses_of_training_and_needs_no_labels():
     alone = pixel_predictions([logits], labels.shape[1:])
     assert alone.losses is None
     chex.assert_trees_all_equal(alone.labels, got.labels)
+
+
+@pytest.mark.usefixtures("float64")
+def test_views_may_be_float32_where_float64_is_on():
+    logits, labels = arrays()
+    got = pixel_predictions([logits, logits], labels.shape[1:], labels, rows=5)
+    chex.assert_type([logits, got.losses], jnp.float32)
+    chex.assert_trees_all_close(got.losses, pixel_cross_entropy(logits, labels).losses, rtol=1e-6)
 
 
 def test_of_many_classes_predictions_are_wider_than_bytes():

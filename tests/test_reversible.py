@@ -231,6 +231,32 @@ def test_memory_does_not_grow_with_depth():
     assert (kept[1] - kept[0]) / 4 > 0.92
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_examples_shared_among_devices_have_the_same_gradients(check_vma):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    layer = reversible([(dense_block(2), dense_block(2))] * 2)
+    params, _ = initial(layer)
+    x = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+    replicated, shared = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def loss(params, x):
+        return jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()
+
+    def of_each(params, x):
+        dparams, dx = jax.grad(loss, argnums=(0, 1))(params, x)
+        return dparams if check_vma else jax.lax.psum(dparams, "data"), dx
+
+    mapped = functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(replicated, shared), check_vma=check_vma
+    )
+    whole = mapped(lambda p, x: jax.lax.psum(loss(p, x), "data"), out_specs=replicated)
+    inside = mapped(of_each, out_specs=(replicated, shared))
+    expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
+    outside = jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x)
+    chex.assert_trees_all_close(outside, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(jax.jit(inside)(params, x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_vmap_equals_a_loop():
     layer = reversible([(dense_block(2), dense_block(2))] * 2)
     params, _ = initial(layer)

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import chex
 import jax
@@ -9,7 +10,7 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
-from fnet.memory import arithmetic, compile_smallest, peak, recompute_in_segments
+from fnet.memory import arithmetic, compile_smallest, peak, recompute_in_segments, segments
 from fnet.memory.policy import POLICIES
 
 DEPTH, WIDTH, BATCH = 24, 64, 512
@@ -63,6 +64,33 @@ def test_a_loop_keeps_its_carry_and_recomputes_a_round():
     # One carry a round, and twice the kernels, each stack of which is as large as 3 activations.
     assert temporaries(scanned) > 3 * DEPTH
     assert DEPTH < temporaries(recompute_in_segments(scanned)) < DEPTH + 12
+
+
+def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
+    blocks, made_a_block, head = 6, 4 * ACTIVATION, 10 * ACTIVATION
+
+    def f(kernels, wide, x):
+        for kernel in kernels:
+            x = jnp.tanh(jnp.tanh(x @ kernel) * x)
+        return jnp.tanh(x @ wide).sum()
+
+    kernels, x = inputs()
+    wide = np.ones((WIDTH, 5 * WIDTH), np.float32)
+    jaxpr = jax.make_jaxpr(f)(kernels[:blocks], wide, x).jaxpr
+
+    def needed(cuts):
+        """What passes at the cuts, which are behind blocks, and what the largest segment makes."""
+        bounds = [0, *cuts, blocks]
+        made = [(b - a) * made_a_block for a, b in itertools.pairwise(bounds)]
+        made[-1] += head
+        return len(cuts) * ACTIVATION + max(made)
+
+    subsets = (itertools.combinations(range(1, blocks + 1), n) for n in range(blocks + 1))
+    best = min(map(needed, itertools.chain(*subsets)))
+    cuts = segments._cuts(jaxpr, set())
+    of_block = len(jaxpr.eqns[:-3]) // blocks
+    assert all(cut % of_block == 0 for cut in cuts[:-1])
+    assert needed([cut // of_block for cut in cuts[1:-1]]) == best
 
 
 def test_arithmetic_grows_by_less_than_one_forward_pass():

@@ -154,6 +154,19 @@ def test_a_block_may_be_a_mixer_alone():
     chex.assert_shape(stack.apply(params, {}, tokens(), train=True)[0], (2, 12, WIDTH))
 
 
+def test_without_padding_a_mixer_need_not_take_a_mask():
+    attention = layers.attention(WIDTH, HEADS, causal=True)
+    mixer = fnet.serial(conv=layers.causal_conv(WIDTH), attention=attention)
+    stack = compiled(layers.stack(WIDTH, [layers.Block(mixer)]))
+    params, _ = stack.init(jax.random.key(0))
+    normed, _ = layers.rms_norm(WIDTH).apply(params["0"]["mixer_norm"], {}, tokens(), train=True)
+    mixed, _ = mixer.apply(params["0"]["mixer"], {}, normed, train=True)
+    y, _ = stack.apply(params, {}, tokens(), train=True)
+    chex.assert_trees_all_close(y, tokens() + mixed, atol=1e-5)
+    with pytest.raises(TypeError, match="mask"):
+        stack.apply(params, {}, tokens(), train=True, mask=jnp.ones((2, 12), bool))
+
+
 def test_dropout_acts_on_branches_in_training_alone():
     stack, params, state = made(context=None, dropout=0.5)
 

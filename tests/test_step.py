@@ -189,6 +189,12 @@ def test_ema_without_its_decay_or_the_other_way_round_is_refused(ema, decay):
         step(state, batch_of(6))
 
 
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_an_ema_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"ema_decay must be in \[0, 1\), got"):
+        fnet.make_step(loss_of(classifier()), optax.sgd(0.1), ema_decay=decay)
+
+
 @pytest.mark.parametrize("ema_decay", [None, 0.99])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lion"])
 def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):

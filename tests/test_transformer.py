@@ -43,6 +43,20 @@ def test_attention_refuses_heads_that_do_not_divide():
         layers.attention(8, 3)
 
 
+@pytest.mark.parametrize("make", [layers.transformer, layers.reversible_transformer])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden": 0}, "hidden must be at least 1, got 0"),
+        ({"blocks": 0}, "blocks must be at least 1, got 0"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+    ],
+)
+def test_a_transformer_without_size_is_refused(make, sizes, message):
+    with pytest.raises(ValueError, match=f"{make.__name__}: {message}"):
+        make(**{"width": 8, "heads": 2, "blocks": 1} | sizes)
+
+
 def test_a_reversible_transformer_equals_itself_without_reversal():
     restored = layers.reversible_transformer(8, 2, 3, causal=True)
     kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)

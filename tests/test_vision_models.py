@@ -220,6 +220,13 @@ def test_dropout_with_shared_axes_drops_whole_channels(shared_axes):
     assert set(np.unique(y)) == {0, 2}
 
 
+@pytest.mark.parametrize("shared_axes", [(1, 4), (-5,)])
+def test_dropout_refuses_shared_axes_that_are_none(shared_axes):
+    layer = layers.dropout(0.5, shared_axes=shared_axes)
+    with pytest.raises(ValueError, match=r"not all axes of x \(2, 3, 3, 8\)"):
+        layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
+
+
 @pytest.mark.parametrize(("kind", "convolutions"), [("7x7", 1), ("3x3", 3), ("small", 1)])
 def test_stems_have_a_norm_behind_each_convolution_but_the_last(kind, convolutions):
     parts = input_stem(kind, 3, 8, bn, last_norm=False)

@@ -139,16 +139,18 @@ def test_masked_tokens_count_nothing_whatever_they_hold():
     )
 
 
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.usefixtures("float64")
-def test_words_with_bias_minus_infinity_have_no_probability():
+def test_words_with_bias_minus_infinity_have_no_probability(soft_cap):
     x, kernel, bias, labels, weights = (np.array(a) for a in arrays(6))
     labels = labels % (V - 20) + 20  # none of the first 20 words, which fill two chunks and a half
     bias[:20] = -np.inf
-    got, (dx, dkernel, dbias) = with_gradients(linear_cross_entropy, labels, weights, chunk=8)(
+    options = {"chunk": 8, "soft_cap": soft_cap}
+    got, (dx, dkernel, dbias) = with_gradients(linear_cross_entropy, labels, weights, **options)(
         x, kernel, bias
     )
     fewer, (dx_fewer, dkernel_fewer, dbias_fewer) = with_gradients(
-        linear_cross_entropy, labels - 20, weights, chunk=8
+        linear_cross_entropy, labels - 20, weights, **options
     )(x, kernel[:, 20:], bias[20:])
     chex.assert_trees_all_close((got, dx), (fewer, dx_fewer), rtol=1e-10, atol=1e-12)
     chex.assert_trees_all_close(dkernel, np.pad(dkernel_fewer, ((0, 0), (20, 0))), atol=1e-12)

@@ -83,8 +83,10 @@ def linear(steps: int = 1000, *, first: float = 1e-4, last: float = 0.02) -> Sch
       ValueError: for a number outside of these.
     """
     _check_steps("linear", steps)
+    if not (first > 0 and last > 0):
+        raise ValueError(f"linear: first and last must be > 0, got {first} and {last}")
     betas = np.linspace(first, last, steps) * (1000 / steps)
-    if not (betas.min() > 0 and betas.max() < 1):
+    if not betas.max() < 1:
         raise ValueError(
             f"linear: betas must be in (0, 1), got {betas.min():.4g} to {betas.max():.4g} for "
             f"first={first}, last={last} of 1000, scaled to steps={steps}; "

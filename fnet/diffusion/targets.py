@@ -31,7 +31,7 @@ def add_noise(
     Raises:
       ValueError: if a shape does not fit.
     """
-    return _mix(x0, noise, alpha, sigma)
+    return _mix(x0, noise.astype(x0.dtype), alpha, sigma)
 
 
 def target(
@@ -104,6 +104,7 @@ def denoised(
         raise ValueError(
             f"denoised: the prediction must have the shape of x, {x.shape}, got {prediction.shape}"
         )
+    prediction = prediction.astype(x.dtype)
     if name == "eps":
         x0, eps = (x - s * prediction) / a, prediction
     elif name == "x0":

@@ -82,24 +82,34 @@ def check_parameter(where: str, name: str, param: float) -> None:
     """Refuses a parameter with which the activation of that name has no inverse.
 
     Raises:
-      ValueError: if ``name`` is unknown, or has a parameter that is not > 0.
+      ValueError: if ``name`` is unknown, or has an inverse and a parameter that is not > 0.
     """
-    what = find(name).parameter
-    if what and not invertible(name, param):
-        instead = {"slope": "relu", "alpha": "silu"}[what]
+    act = find(name)
+    if act.inverse and not invertible(name, param):
+        instead = "relu" if act.parameter == "slope" else "silu"
         raise ValueError(
-            f"{where}: {what} must be > 0 to be inverted, got {param}; "
+            f"{where}: {act.parameter} must be > 0 to be inverted, got {param}; "
             f'use activation="{instead}", which recomputes instead'
         )
 
 
-def activation(name: str, param: float = 0.01) -> Layer:
+def default(name: str) -> float:
+    """The parameter where none is given: 1 for an alpha, 0.01 for a slope.
+
+    Raises:
+      ValueError: if ``name`` is unknown.
+    """
+    return 1.0 if find(name).parameter == "alpha" else 0.01
+
+
+def activation(name: str, param: float | None = None) -> Layer:
     """A layer that applies an activation elementwise: no params, no state.
 
     Args:
       name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
         ``gelu`` (tanh form), ``silu``, ``tanh`` or ``sigmoid``.
-      param: slope of ``leaky_relu``, alpha of ``elu``; otherwise unused.
+      param: slope of ``leaky_relu``, 0.01 by default; alpha of ``elu``, 1 by default;
+        otherwise unused.
 
     Returns:
       A layer, ``x`` [...] -> [...], in the input's dtype.
@@ -108,6 +118,7 @@ def activation(name: str, param: float = 0.01) -> Layer:
       ValueError: if the name is unknown.
     """
     act = find(name)
+    param = default(name) if param is None else param
     if invertible(name, param):
         return stateless(lambda x: in_place(x, name, param))
     return stateless(lambda x: act.forward(x, param))

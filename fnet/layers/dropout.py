@@ -26,8 +26,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
       ``rate`` > 0 ``apply`` needs a ``key``.
 
     Raises:
-      ValueError: if ``rate`` is not in [0, 1); when applied in training with ``rate`` > 0
-        and without a key.
+      ValueError: if ``rate`` is not in [0, 1); when applied in training with ``rate`` > 0,
+        without a key or to an ``x`` that lacks one of ``shared_axes``.
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout: rate must be in [0, 1), got {rate}")
@@ -53,6 +53,8 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
                 "or train=False"
             )
         shared = set(shared_axes)
+        if any(not -x.ndim <= axis < x.ndim for axis in shared):
+            raise ValueError(f"dropout: shared_axes {shared_axes} are not all axes of x {x.shape}")
         drawn = tuple(1 if {i, i - x.ndim} & shared else n for i, n in enumerate(x.shape))
         return _dropped(key, x, rate, drawn), state
 

@@ -59,7 +59,7 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
 
     Press, Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017. For
     a cross-entropy without the logits ever being whole:
-    ``fnet.linear_cross_entropy(x, embedding.T, labels)``.
+    ``fnet.linear_cross_entropy(x, embedding, labels, vocab_axis=0)``.
 
     Args:
       x: [..., D], floating.

@@ -47,7 +47,7 @@ def feed_forward(
         raise ValueError(
             f"feed_forward: width and hidden must be at least 1, got {width} and {hidden}"
         )
-    act = activations.find(activation).forward
+    act, param = activations.find(activation).forward, activations.default(activation)
     children = {
         "expand": dense(width, hidden * (2 if gated else 1), bias=bias),
         "contract": dense(hidden, width, bias=bias),
@@ -68,9 +68,9 @@ def feed_forward(
         def contract(params: Params, z: Array) -> Array:
             if gated:
                 gate, up = jnp.split(z, 2, axis=-1)
-                h = act(gate, 0.01) * up
+                h = act(gate, param) * up
             else:
-                h = act(z, 0.01)
+                h = act(z, param)
             return apply_child(children, "contract", params, {}, h, key=None, train=train)[0]
 
         y = contract({"contract": params["contract"]}, z)

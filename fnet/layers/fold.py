@@ -1,5 +1,7 @@
 """Folding: an evaluated batch norm is an affine map, which the layer before it can absorb."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +19,9 @@ def fold(
     running_var: Float[Array, " c"],
     *,
     eps: float = 1e-5,
+    norm: Literal["abn", "batch"] = "abn",
 ) -> tuple[Float[Array, "... c"], Float[Array, " c"]]:
-    """Merges an in-place batch norm in evaluation mode into the linear layer before it.
+    """Merges a batch norm in evaluation mode into the linear layer before it.
 
     `fnet.abn` with ``train=False`` applies, before its activation, to the
     output ``x = linear(input) + bias`` of a convolution or a dense layer::
@@ -44,6 +47,8 @@ def fold(
       running_mean: [C].
       running_var: [C].
       eps: that of the batch norm, added to the variance and to |gamma|.
+      norm: ``"batch"`` for plain batch norm, as `fnet.layers.batch_norm` or another library's:
+        gamma is then the scale as it is.
 
     Returns:
       ``(kernel, bias)``, of the shapes given and both in the kernel's dtype;
@@ -52,7 +57,7 @@ def fold(
     Raises:
       TypeError: if an argument is not floating.
       ValueError: if the kernel has rank < 2, or another argument a shape that
-        is not [C].
+        is not [C]; for another ``norm``.
     """
     vectors = {
         "bias": bias,
@@ -62,31 +67,40 @@ def fold(
         "running_var": running_var,
     }
     _check(kernel, vectors)
+    if norm not in ("abn", "batch"):
+        raise ValueError(f"fold: norm must be 'abn' or 'batch', got {norm!r}")
     given = [v.dtype for v in vectors.values() if v is not None]
     wide = jnp.result_type(jnp.float32, kernel.dtype, *given)
     absent = jnp.zeros(kernel.shape[-1], wide)
     b, g, offset, mean, var = (
         absent if v is None else jnp.asarray(v, wide) for v in vectors.values()
     )
-    scale = jax.lax.rsqrt(var + eps) * (1 if gamma is None else jnp.abs(g) + eps)
+    of_gamma = 1 if gamma is None else g if norm == "batch" else jnp.abs(g) + eps
+    scale = jax.lax.rsqrt(var + eps) * of_gamma
     folded = jnp.asarray(kernel, wide) * jnp.expand_dims(scale, range(kernel.ndim - 1))
     return folded.astype(kernel.dtype), ((b - mean) * scale + offset).astype(kernel.dtype)
 
 
 def fold_layer(
-    params: Params, abn_params: Params, abn_state: State, *, eps: float = 1e-5
+    params: Params,
+    abn_params: Params,
+    abn_state: State,
+    *,
+    eps: float = 1e-5,
+    norm: Literal["abn", "batch"] = "abn",
 ) -> Params:
     """`fold` on the params and state of `fnet.layers`.
 
     Args:
       params: of ``layers.conv`` or ``layers.dense``, with or without ``bias``.
-      abn_params: of the ``layers.abn`` behind it, affine or not.
+      abn_params: of the ``layers.abn`` behind it, affine or not; or ``layers.batch_norm``.
       abn_state: its state, with ``running_mean`` and ``running_var``.
-      eps: that ``layers.abn``'s.
+      eps: that norm's.
+      norm: ``"batch"`` where it is ``layers.batch_norm``, whose params have the same names.
 
     Returns:
       ``{"kernel", "bias"}`` for the same layer built with ``bias=True``, behind
-      which ``layers.activation`` takes the place of ``layers.abn``.
+      which ``layers.activation``, with that norm's ``activation_param``, takes its place.
 
     Raises:
       TypeError: as `fold`.
@@ -111,6 +125,7 @@ def fold_layer(
         abn_state["running_mean"],
         abn_state["running_var"],
         eps=eps,
+        norm=norm,
     )
     return {"kernel": kernel, "bias": bias}
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.mesh import equally_varying
 
 GRID = 2.0**-16
 """What the streams are integer multiples of."""
@@ -77,6 +78,8 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     ) -> tuple[Array, State]:
         if x.shape[-1] % 2:
             raise ValueError(f"reversible: the last axis must be even to be halved, got {x.shape}")
+        # Custom backward rules give what is shared a cotangent that varies as x does.
+        params, x = equally_varying((params, x))
         return _apply((stack, train), params, state, key, x)
 
     return Layer(init, apply)

@@ -34,9 +34,9 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
 
     1 - a^2 is taken from log a, without the loss of digits near a = 1, and bounded below by
     the smallest normal number, so that every gradient is finite there. At first
-    exp(-c softplus(L)) is uniform in [0.9, 0.999]. Gates and recurrence are computed in
-    float32 or wider, all else in the input's dtype. Under `fnet.recompute` the states h are
-    kept.
+    exp(-c softplus(L)) is uniform in [0.9, 0.999]. Products with matrices are in the input's
+    dtype, gates and recurrence behind them in float32 or wider. Under `fnet.recompute` the
+    states h are kept.
 
     Args:
       width: D, the size of the input's and the output's last axis.

@@ -29,7 +29,8 @@ class Block(NamedTuple):
     """What one block is made of.
 
     Attributes:
-      mixer: a layer along time, [B, T, D] -> [B, T, D], which also takes ``mask``.
+      mixer: a layer along time, [B, T, D] -> [B, T, D], which also takes ``mask`` where the
+        stack is given one.
       feed_forward: a layer position by position, [B, T, D] -> [B, T, D], without state;
         None for a block that is a mixer alone.
     """
@@ -144,8 +145,9 @@ def stack(
                         here = new if context == "current" else here
                     x = apply_context(x, here, p["strength"])
                 taken = x
+                padded = {} if mask is None else {"mask": mask}
                 mix = functools.partial(
-                    apply_child, children, "mixer", p, s, key=k, train=train, mask=mask
+                    apply_child, children, "mixer", p, s, key=k, train=train, **padded
                 )
                 x, given, s = _block(children, p, x, mix, condition, key=k, train=train)
             state = state | {name: s} if s else state

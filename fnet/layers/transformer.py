@@ -4,11 +4,16 @@ from fnet.layer import Layer, residual, serial
 from fnet.layers.activations import activation
 from fnet.layers.linear import dense
 from fnet.layers.norm import rms_norm_layer
+from fnet.layers.recurrence import check_sizes
 from fnet.layers.reversible import reversible
 from fnet.layers.self_attention import attention
 
 
-def _halves(width: int, heads: int, hidden: int, causal: bool, act: str) -> tuple[Layer, Layer]:
+def _halves(
+    where: str, width: int, heads: int, blocks: int, hidden: int | None, causal: bool, act: str
+) -> tuple[Layer, Layer]:
+    hidden = 4 * width if hidden is None else hidden
+    check_sizes(where, width=width, blocks=blocks, hidden=hidden)
     mixer = serial(norm=rms_norm_layer(width), attention=attention(width, heads, causal=causal))
     feed_forward = serial(
         norm=rms_norm_layer(width),
@@ -39,12 +44,13 @@ def transformer(
       activation: of the MLP.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D].
+      A layer, [B, T, D] -> [B, T, D]; for padded rows, which need a mask, or to be decoded,
+      take `fnet.layers.stack`.
 
     Raises:
-      ValueError: if ``heads`` does not divide ``width``.
+      ValueError: for a size below 1, or if ``heads`` does not divide ``width``.
     """
-    mixer, feed_forward = _halves(width, heads, hidden or 4 * width, causal, activation)
+    mixer, feed_forward = _halves("transformer", width, heads, blocks, hidden, causal, activation)
     return serial(*[serial(residual(mixer), residual(feed_forward))] * blocks)
 
 
@@ -72,7 +78,8 @@ def reversible_transformer(
       A layer, [B, T, 2 D] -> [B, T, 2 D].
 
     Raises:
-      ValueError: if ``heads`` does not divide ``width``.
+      ValueError: for a size below 1, or if ``heads`` does not divide ``width``.
     """
-    pair = _halves(width, heads, hidden or 4 * width, causal, activation)
+    where = "reversible_transformer"
+    pair = _halves(where, width, heads, blocks, hidden, causal, activation)
     return reversible([pair] * blocks, restore=restore)

@@ -1,13 +1,14 @@
 """Cross-entropy of every pixel, interpolation included: logits of all pixels never exist whole."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from fnet.mesh import equally_varying
@@ -84,7 +85,7 @@ def pixel_cross_entropy(
     _check(where, logits, labels.shape, labels, rows)
     if not 0 <= smoothing < 1:
         raise ValueError(f"{where}: smoothing must be in [0, 1), got {smoothing}")
-    spec = _Spec(smoothing, _rows(logits.shape[-1], labels.shape, rows))
+    spec = _Spec(smoothing, _rows(logits.shape[-1], labels.shape, rows), logits.dtype)
     return PixelLosses(*_compiled_losses(spec, *equally_varying((logits, labels))))
 
 
@@ -149,6 +150,7 @@ class _Spec(NamedTuple):
 
     smoothing: float
     rows: int
+    dtype: DTypeLike
 
 
 class _Interpolation(NamedTuple):
@@ -238,7 +240,7 @@ def _predictions(
         if labels is not None:
             label, counted = _rows_of(labels, start, count, classes)
             each = jnp.stack([_cross_entropy(z, label)[0] for z in all_z])
-            of_mean = np.log(len(views)) - jax.nn.logsumexp(-each, 0)
+            of_mean = math.log(len(views)) - jax.nn.logsumexp(-each, 0)
             losses += jnp.where(counted, of_mean, 0).sum((0, 2))
         return found, losses
 
@@ -285,12 +287,13 @@ def _losses(spec: _Spec, logits: Array, labels: Array) -> PixelLosses:
 
 def _losses_fwd(spec: _Spec, logits: Array, labels: Array) -> tuple[PixelLosses, Array]:
     losses, gradients = _sums(spec, logits, labels, gradient=True)
-    return losses, gradients.astype(logits.dtype)
+    # float16 would lose, divided by their number, what the cotangent's scale is to save.
+    return losses, gradients.astype(jnp.promote_types(logits.dtype, jnp.bfloat16))
 
 
 def _losses_bwd(spec: _Spec, gradients: Array, cotangents: PixelLosses) -> tuple[Array, None]:
     by = jnp.expand_dims(cotangents.losses, (1, 2, 3))
-    return (gradients * by).astype(gradients.dtype), None
+    return (gradients * by).astype(spec.dtype), None
 
 
 _losses.defvjp(_losses_fwd, _losses_bwd)

@@ -70,7 +70,8 @@ def linear_cross_entropy(
         of numbers in its dtype, sums in float32 (float64 for float64).
       kernel: [D, V], any floating dtype; cast to that of ``x`` a chunk at a time.
       labels: [...], integers: each token's word. One outside [0, V) gives NaN.
-      bias: [V]; None: 0. Where it is -inf, the word has no probability.
+      bias: [V]; None: 0. Where it is -inf, the word has no probability, and
+        with ``smoothing`` a loss is infinite.
       mask: [...], True for a real token. Others have loss 0 and give no
         gradient, whatever their ``x``, NaN included, and their label, such as
         -100: divide the losses' sum by ``mask.sum()``.
@@ -243,7 +244,10 @@ class _Spec(NamedTuple):
         if self.soft_cap is None:
             return z, None
         capped = jnp.tanh(z / self.soft_cap)
-        return self.soft_cap * capped, 1 - jnp.square(capped)
+        slope = 1 - jnp.square(capped)
+        if bias is None:
+            return self.soft_cap * capped, slope
+        return jnp.where(jnp.isneginf(z), z, self.soft_cap * capped), slope
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,7 +5,7 @@ from fnet.memory.budget import in_words, read_bytes
 from fnet.memory.donation import Donation, DonationError, donation
 from fnet.memory.largest import largest
 from fnet.memory.origins import Residual
-from fnet.memory.peak import Peak, compile_smallest, peak, tree_bytes
+from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, compile_smallest, peak, tree_bytes
 from fnet.memory.plan import BudgetError, Candidate, Plan, foresee, plan
 from fnet.memory.policy import POLICIES, Policy
 from fnet.memory.recomputation import Recomputation, RecomputationError, recomputation
@@ -14,6 +14,7 @@ from fnet.memory.schedule import Buffer, Timeline, timeline
 from fnet.memory.segments import recompute_in_segments
 
 __all__ = [
+    "CANDIDATE_OPTIONS",
     "POLICIES",
     "Arithmetic",
     "BudgetError",

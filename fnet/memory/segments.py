@@ -215,7 +215,7 @@ def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
         for j in range(1, len(places)):
             options = []
             for i in range(j - 1, -1, -1):
-                if before[places[j]] - before[places[i]] > limit and i != j - 1:
+                if before[places[j]] - before[places[i]] > limit:
                     break
                 options.append((best[i][0] + (passing[places[i]] if i else 0), i))
                 if places[i] in forced:
@@ -227,7 +227,10 @@ def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
             cuts.append(places[j])
         return best[-1][0], cuts[::-1]
 
-    sizes = sorted({before[b] - before[a] for a in places for b in places if a < b}) or [0]
+    # No division has a smaller largest segment than that between some two neighbours.
+    least = max((before[b] - before[a] for a, b in itertools.pairwise(places)), default=0)
+    between = {before[b] - before[a] for a in places for b in places if a < b}
+    sizes = sorted(size for size in between if size >= least) or [0]
     trials = sizes[:: max(1, len(sizes) // _TRIALS)]
     best = min((division(limit)[0] + limit, limit) for limit in trials)
     return division(best[1])[1]

@@ -27,7 +27,8 @@ class LanguageModel(NamedTuple):
         None where a mixer cannot be decoded.
       losses: ``losses(params, state, tokens, labels, *, key=None, train, mask=None,
         smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of each label
-        [B, T], without the logits (`fnet.linear_cross_entropy`); 0 where the mask is False.
+        [B, T], without the logits (`fnet.linear_cross_entropy`); 0 where the mask is False,
+        whatever tokens and labels are there, such as -100.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -85,6 +86,8 @@ def language_model(
     def features(
         params: Params, state: State, tokens: Array, key: Array | None, train: bool, mask: Any
     ) -> tuple[Float[Array, "b t d"], State]:
+        if mask is not None:  # padding may be any number, and NaN times 0 would be NaN
+            tokens = jnp.where(mask, tokens, 0)
         x, _ = apply_child(children, "embedding", params, {}, tokens, key=key, train=train)
         x, state = apply_child(
             children, "blocks", params, state, x, key=key, train=train, mask=mask

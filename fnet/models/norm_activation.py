@@ -1,6 +1,7 @@
 """The norm and the activation of a network for images, in one layer, by name."""
 
 import functools
+import math
 from collections.abc import Callable
 
 from fnet import layers
@@ -11,9 +12,13 @@ NormActivation = Callable[..., Layer]
 
 
 def group(channels: int, *, activation: str, activation_param: float) -> Layer:
-    """Group norm with 32 groups (Wu, He 2018), then the activation."""
+    """Group norm (Wu, He 2018), then the activation.
+
+    With 32 groups, or as many of them as divide the channels.
+    """
     return serial(
-        norm=layers.group_norm(channels), act=layers.activation(activation, activation_param)
+        norm=layers.group_norm(channels, math.gcd(32, channels)),
+        act=layers.activation(activation, activation_param),
     )
 
 

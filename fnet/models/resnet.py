@@ -43,7 +43,7 @@ def resnet(
       activation: after every norm but a block's last, and after every sum.
       activation_param: its slope or alpha.
       norm: ``"abn"``: `fnet.abn`; ``"batch"``: plain batch norm; ``"group"``: group norm
-        with 32 groups; or what makes a norm and activation, see `norm_activation.find`.
+        with at most 32 groups; or what makes a norm and activation, see `norm_activation.find`.
       stem: ``"7x7"``, ``"3x3"`` (three of them) or ``"small"`` (one, for images of about
         32 x 32, which leaves their size).
       dilation: of the 3x3 convolutions of each stage; a stage that is dilated has no

@@ -30,7 +30,7 @@ def revnet(
       num_classes: length of the logits.
       in_channels: channels of the images.
       widths: channels of each stage, both halves together, even. The defaults make
-        about as many parameters as a ResNet-50 has (24.8 million).
+        about as many parameters as a ResNet-50 has (24.7 million).
       blocks: coupled blocks of each stage; each is worth two residual blocks.
       bottleneck: True: 1x1, 3x3 and 1x1 convolutions, narrow by half between.
         False: two 3x3 convolutions.

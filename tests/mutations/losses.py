@@ -11,7 +11,7 @@ SMOOTHED = changes(
     "tests/test_classification.py",
     "cross_entropy or smoothing",
     [
-        ("labels are smoothed too much", "dtype=jnp.float32)[labels], smoothing", "dtype=jnp.float32)[labels], 2 * smoothing"),
+        ("labels are smoothed too much", "+ smoothing * evenly", "+ 2 * smoothing * evenly"),
         ("smoothing is left out", "if not smoothing:", "if True:"),
         ("logits stay narrow", "logits = logits.astype(jnp.float32)", "pass"),
     ],

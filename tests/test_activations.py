@@ -1,0 +1,61 @@
+"""Activations by name: their parameters, and those that are added to the table."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from layer_cases import initial
+
+from fnet import layers
+from fnet.layers.activations import ACTIVATIONS, Activation
+
+X = jnp.linspace(-3, 3, 12).reshape(3, 4)
+
+DEFAULTS = {
+    "elu": jax.nn.elu,
+    "leaky_relu": lambda x: jnp.where(x < 0, 0.01 * x, x),
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_without_a_parameter_an_activation_has_its_own(name):
+    expected = DEFAULTS[name](X)
+    chex.assert_trees_all_close(layers.activation(name).apply({}, {}, X, train=True)[0], expected)
+    eye = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
+    mlp = layers.mlp((4, 4, 4), name)
+    y, _ = mlp.apply({"dense_0": eye, "dense_1": eye}, {}, X, train=True)
+    chex.assert_trees_all_close(y, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_alpha_of_a_feed_forward_is_1(gated):
+    layer = layers.feed_forward(4, 4, activation="elu", gated=gated)
+    up = jnp.concatenate([jnp.eye(4)] * (1 + gated), axis=1)
+    params = {"expand": {"kernel": up}, "contract": {"kernel": jnp.eye(4)}}
+    y, _ = layer.apply(params, {}, X, train=True)
+    chex.assert_trees_all_close(y, jax.nn.elu(X) * (X if gated else 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("parameter", ["slope", "beta"])
+def test_an_added_activation_without_an_inverse_takes_any_parameter(parameter, monkeypatch):
+    swish = Activation(lambda z, beta: z * jax.nn.sigmoid(beta * z), parameter=parameter)
+    monkeypatch.setitem(ACTIVATIONS, "swish", swish)
+    layer = layers.abn(4, activation="swish", activation_param=-1.5)
+    params, state = initial(layer)
+    y, _ = layer.apply(params, state, X, train=True)
+    plain = layers.abn(4, activation="identity")
+    z, _ = plain.apply(params, state, X, train=True)
+    chex.assert_trees_all_close(y, z * jax.nn.sigmoid(-1.5 * z), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "instead"), [("slope", "relu"), ("alpha", "silu"), ("beta", "silu")]
+)
+def test_an_added_activation_is_inverted_with_a_parameter_above_0_alone(
+    parameter, instead, monkeypatch
+):
+    scaled = Activation(lambda z, b: b * z, lambda y, b: (y / b, jnp.full_like(y, b)), parameter)
+    monkeypatch.setitem(ACTIVATIONS, "scaled", scaled)
+    with pytest.raises(ValueError, match=rf'{parameter} must be > 0 .* got 0\.0; .*="{instead}"'):
+        layers.abn(4, activation="scaled", activation_param=0.0)
+    layers.abn(4, activation="scaled", activation_param=0.5)
