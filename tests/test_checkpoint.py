@@ -13,6 +13,7 @@ from program_cases import exit_code, fnet_command
 
 from train.checkpoint import Checkpoints
 from train.checksums import checksums
+from train.errors import TrainingError, UserError
 from train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -169,6 +170,24 @@ def test_where_none_was_scored_there_is_no_best(run, capsys):
     assert "has a score; leave out --best" in capsys.readouterr().err
 
 
+def test_the_best_is_sought_among_those_whose_score_can_be_read(run, capsys):
+    shutil.copytree(run / "checkpoints" / "8" / "metrics", run / "checkpoints" / "6" / "metrics")
+    lose_the_score(run / "checkpoints" / "8")
+    with Checkpoints(run / "checkpoints", best=True) as checkpoints:
+        assert checkpoints.restore_network().step == 6
+    assert "checkpoints/8 is damaged (" in capsys.readouterr().err
+
+
+def test_where_all_that_have_a_score_are_damaged_the_newest_can_be_asked_for(run, capsys):
+    flip(run / "checkpoints" / "8")  # the one that was evaluated
+    refused = pytest.raises(UserError, match=r"that has a score is damaged; leave out --best$")
+    with Checkpoints(run / "checkpoints", best=True) as checkpoints, refused:
+        checkpoints.restore_network()
+    assert "checkpoints/8 is damaged (" in capsys.readouterr().err
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        assert checkpoints.restore_network().step == 6
+
+
 def test_who_reads_leaves_a_save_in_progress_alone(run):
     begun = run / "checkpoints" / "9.orbax-checkpoint-tmp"
     begun.mkdir()
@@ -205,3 +224,28 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch,
     error = capsys.readouterr().err
     assert "No space left on device" in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture
+def failing(tmp_path, monkeypatch):
+    """Checkpoints of which the last one, saved in the background, turns out not to be written."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    close = checkpoints._manager.close
+
+    def full():
+        close()
+        raise ValueError("write failed [No space left on device]\nat line 3")
+
+    monkeypatch.setattr(checkpoints._manager, "close", full)
+    return checkpoints
+
+
+def test_what_fails_in_the_background_is_told_at_the_end(failing):
+    message = r"^cannot save .*No space left on device\]; those that were"
+    with pytest.raises(TrainingError, match=message), failing:
+        pass
+
+
+def test_what_fails_in_the_background_does_not_hide_what_went_wrong_before(failing):
+    with pytest.raises(KeyError, match="first"), failing:
+        raise KeyError("first")

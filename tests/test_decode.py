@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from train.data.crops import short_side
 from train.data.decode import MOST_PIXELS, UnreadableError, View, decode, decode_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
@@ -264,6 +265,15 @@ def test_a_small_file_of_a_huge_image_is_not_decoded(tmp_path, pixels):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert "pixels" in reason(str(tmp_path / "a.png"))
+
+
+def test_a_thin_image_that_would_become_huge_is_not_resized(saved):
+    thin = saved(np.zeros((60_000, 1), np.uint8), "thin.png")
+    most = MOST_PIXELS // 60_000
+    assert decode(thin).shape == (60_000, 1, 3)
+    words = f"1 x 60000 pixels become {most + 1} x 60000, more than {MOST_PIXELS:,}"
+    assert reason(thin, decode, lambda w, h: View((0, 0, w, h), (most + 1, h))) == words
+    assert reason(thin, decode, short_side(256)).startswith("1 x 60000 pixels become 256 x 1536")
 
 
 def test_labels_are_grey_values_or_indices_of_a_palette(saved):

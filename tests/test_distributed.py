@@ -113,6 +113,14 @@ def test_without_others_it_is_said_how_to_name_them(capsys):
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
 
 
+def test_processes_without_a_coordinator_are_refused_in_one_line():
+    command = [sys.executable, "-m", "train", "train", "tiny.py", "--processes", "2"]
+    done = subprocess.run([*command, "--process", "0"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    assert "give --coordinator HOST:PORT, --processes and --process" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_the_first_process_says_that_another_was_interrupted(monkeypatch, capsys):
     others = {"several": lambda: True, "any_process": lambda flag: True}
     here = SimpleNamespace(run_folder=distributed.run_folder, **others)

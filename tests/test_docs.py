@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -49,13 +50,19 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         exec(compile(code, f"{page.name}, block {i}", "exec"), names)
 
 
-def commands():
-    """Every ``fnet`` command that a page shows, with the page."""
+def blocks():
+    """The lines of every block of commands that a page shows, with the page."""
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if line.startswith("fnet ") and "$" not in line and "..." not in line:
-                    yield page.name, [w for w in shlex.split(line, comments=True) if w != "&"]
+            yield page.name, block.replace("\\\n", " ").splitlines()
+
+
+def commands():
+    """Every ``fnet`` command that a page shows, with the page."""
+    for page, lines in blocks():
+        for line in lines:
+            if line.startswith("fnet ") and "$" not in line and "..." not in line:
+                yield page, [w for w in shlex.split(line, comments=True) if w != "&"]
 
 
 READ = {"eval": arguments.EvalArguments, "report": arguments.ReportArguments}
@@ -82,6 +89,28 @@ def test_every_command_of_a_document_can_be_read():
         except Exception as error:
             raise AssertionError(f"{page}: {' '.join(command)}: {error}") from error
     assert read >= {"train", "memory", "eval", "report", "predict", "sample"}
+
+
+def test_no_two_runs_of_a_block_begin_in_the_same_folder():
+    read = 0
+    for page, lines in blocks():
+        begun = {}
+        for line in lines:
+            words = shlex.split(line, comments=True) if "fnet train " in line else []
+            if "fnet" not in words or {"--resume", "--help"} & set(words):
+                continue
+            given = words[words.index("fnet") + 2]
+            known = given in recipes.recipes()
+            name = recipes.load(given).name if known else Path(given).stem
+            value = dict(itertools.pairwise(words))
+            out = value.get("--out", f"runs/{name}")
+            begun.setdefault(out, []).append(value.get("--process"))
+        for out, processes in begun.items():
+            # Those that train together have one folder.
+            together = None not in processes and len(set(processes)) == len(processes)
+            assert len(processes) == 1 or together, f"{page}: two runs in {out}"
+            read += 1
+    assert read > 20
 
 
 def found(name):

@@ -280,6 +280,26 @@ def test_a_class_name_with_dollars_is_no_formula(tmp_path):
     assert len(list(tmp_path.iterdir())) == 3
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "FigureCanvasAgg", figures.append)
+    images = np.random.default_rng(0).uniform(size=(2, 3, 4, 5, channels)).astype(np.float32)
+    plots.grid(images, ("a", "b"), "grid", tmp_path / "grid.png")
+    (ax,) = figures[0].axes
+    drawn = np.asarray(ax.images[0].get_array()) / 255
+    assert drawn.shape == (2 * 6, 3 * 7, 3)
+    for i, (tick, label) in enumerate(zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)):
+        rows = slice(round(tick - 1.5), round(tick + 1.5) + 1)  # the four around the tick
+        assert label.get_text() == "ab"[i]
+        for j in range(3):
+            expected = images[i, j, ..., :3]
+            if channels < 3:  # ink on paper
+                expected = np.repeat(1 - images[i, j].mean(-1, keepdims=True), 3, -1)
+            found = drawn[rows, 7 * j + 1 : 7 * j + 6]
+            np.testing.assert_allclose(found, expected, atol=1 / 255)
+
+
 def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
     run, _, state = evaluated("colours", 4)
     task = run.task._replace(measure=lambda p, s, batch: Measured({"loss": batch["weight"]}))

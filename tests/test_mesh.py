@@ -13,7 +13,7 @@ from fnet import memory
 from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
 from train.data.unreadable import UnreadableFiles
 from train.mesh import layout
-from train.planning import compile_step
+from train.planning import compile_step, largest_batch, plan
 from train.setup import setup
 
 pytestmark = pytest.mark.slow
@@ -122,6 +122,18 @@ def test_a_budget_is_for_each_device(workplace):
     )
     assert planned.plan.chosen.peak.total <= need + 2**21
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
+
+
+def test_the_largest_batch_has_as_many_examples_on_each_device(workplace):
+    config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
+    run, tried = on(Mesh(data=2), config), {}
+    (way,) = plan(run).candidates[:1]
+
+    room = 2 * way.peak.total
+    found = largest_batch(run, way, room, progress=tried.__setitem__)
+    assert all(n % 2 == 0 for n in tried)
+    assert tried[found] <= room < tried[found + 2]
+    assert largest_batch(run, way, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written_is_said(run_of, capsys):
     assert "fnet: cannot write to halves.py: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [(), ("--help",), ("runs/colours", "--help")])
+@pytest.mark.parametrize("words", [(), ("-h",), ("runs/colours", "--help"), ("runs/colours", "-h")])
 def test_help_says_how_to_ask(words, begun, capsys):
     begun("colours")
     assert exit_code("predict", *words) == (0 if words else 2)

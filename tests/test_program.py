@@ -1,6 +1,7 @@
 """The whole program, in this process, on a network small enough to train in a second."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -173,6 +174,12 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
         assert setup(config).steps > 0
 
 
+def test_a_path_in_a_recipe_is_its_name(workplace):
+    head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
+    (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')
+    assert recipes.load("path.py") == Config(data=ImageFolder(path="photos/a"))
+
+
 @pytest.mark.slow
 def test_a_section_of_another_kind_can_be_named_on_the_command_line(workplace):
     words = ("--grad.mode", "microbatch", "--grad.microbatches", 4, "--model.name=mlp")
@@ -197,6 +204,7 @@ MISTAKES = [
     (("train", "tiny.py", "--optim.lerning-rate", "1"), "unknown field --optim.lerning-rate (did you mean --optim.learning-rate?)"),
     (("train", "tiny.py", "--optim.learning-rate", "fast"), "--optim.learning-rate: expected a number, got fast"),
     (("train", "tiny.py", "--optim.learning-rate"), "--optim.learning-rate: expected a number, got nothing"),
+    (("train", "tiny.py", "--profile", "-3"), "--profile: expected greater than or equal to 0, got -3"),
     (("train", "tiny.py", "--train.steps", "1.5"), "--train.steps: expected an integer or None, got 1.5"),
     (("train", "tiny.py", "--optim.clip-norm", "nan"), "optim.clip_norm: expected a finite number, got nan"),
     (("train", "tiny.py", "--grad.mode", "clipped", "--grad.epsilon", "inf"), "grad.epsilon: expected a finite number, got inf"),
@@ -218,6 +226,8 @@ MISTAKES = [
     (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet9', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
     (("train", "broken.py"), "broken.py: TypeError: Optim.__init__() got an unexpected keyword argument 'lr'"),
     (("train", "range.py"), "range.py: data.batch_size: expected greater than or equal to 1, got 0"),
+    (("train", "numpy.py"), "numpy.py: optim.learning_rate: expected a valid number, got '0.5'"),
+    (("train", "class.py"), "class.py: model"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),
     (("train", "empty.py"), "empty.py: a recipe has a function config() that returns a Config"),
     (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
@@ -255,6 +265,9 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "parts.json").write_text(parts)
     (workplace / "broken.py").write_text(head + "Config(optim=Optim(lr=1))")
     (workplace / "range.py").write_text(head + "Config(data=Digits(batch_size=0))")
+    half = "__import__('numpy').float32(0.5)"
+    (workplace / "numpy.py").write_text(head + f"Config(optim=Optim(learning_rate={half}))")
+    (workplace / "class.py").write_text(head + "Config(model=ResNet)")
     (workplace / "other.py").write_text(head + "3")
     (workplace / "empty.py").write_text("x = 1")
     before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
@@ -290,6 +303,21 @@ def test_python_m_train_is_the_same_program(workplace):
         [sys.executable, "-m", "train", "configs"], capture_output=True, text=True, check=True
     )
     assert "digits_mlp" in done.stdout
+
+
+@pytest.mark.parametrize("words", [("configs",), ("train", "--help")], ids=" ".join)
+def test_where_nobody_reads_the_program_ends_without_a_traceback(words):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "train", *words],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},  # as where the output is kept back
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_library_is_pure():

@@ -24,6 +24,7 @@ from train.config import (
     Clipped,
     Config,
     Digits,
+    HuggingFace,
     ImageFolder,
     LanguageModel,
     Mlp,
@@ -189,9 +190,9 @@ def test_values_that_are_not_finite_are_left_out_and_counted(make):
 
 
 def test_metrics_that_never_change_are_said_not_drawn(make):
-    lines = [x | {"train/nonfinite": 0.0, "train/learning_rate": 0.001} for x in LINES]
+    lines = [x | {"train/nonfinite": 2.0, "train/learning_rate": 0.001} for x in LINES]
     page = page_of(make(lines=lines))
-    said = "The same wherever it was logged: learning rate 0.001; gradients not finite 0.00%."
+    said = "The same wherever it was logged: learning rate 0.001; gradients not finite, a step 2."
     assert said in page.section("curves")
     assert [len(chart.words) for chart in page.charts][:2] == [2, 2]
     assert not any("learning rate" in chart.figure.inside[:20] for chart in page.charts)
@@ -276,6 +277,24 @@ def test_losses_of_other_tasks_are_not_ranked(make):
     text = Config(data=TextFile(path="x"), model=LanguageModel(), train=Train(steps=40))
     page = page_of(make("a"), make("b", config=text))
     assert not page.all("span", **{"class": "best"})
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "ranked"),
+    [
+        (ImageFolder(path="a"), ImageFolder(path="a", batch_size=8), True),
+        (ImageFolder(path="a"), ImageFolder(path="b"), False),
+        (HuggingFace(path="a", subset="x"), HuggingFace(path="a", subset="y"), False),
+    ],
+)
+def test_losses_on_other_data_are_not_ranked(first, other, ranked, make):
+    folders = [
+        make(name, config=Config(data=data, train=Train(steps=40)))
+        for name, data in (("a", first), ("b", other))
+    ]
+    page = page_of(*folders)
+    assert bool(page.all("span", **{"class": "best"})) == ranked
+    assert ("the best is bold" in page.words) == ranked
 
 
 def test_runs_with_batches_of_other_sizes_are_compared_by_epoch(make):

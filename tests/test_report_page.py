@@ -269,3 +269,6 @@ def test_the_command_reports_runs_and_refuses_what_is_none(workplace, make, caps
     assert (workplace / "both.html").read_text().startswith("<!doctype html>")
     assert exit_code("report", "nowhere") == 2
     assert "no run in nowhere" in capsys.readouterr().err
+    for flag in ("-h", "--help"):
+        assert exit_code("report", folders[0], flag) == 0
+        assert "--out" in capsys.readouterr().out

@@ -8,12 +8,11 @@ from image_cases import class_folders
 from matplotlib import image as pictures
 from program_cases import exit_code, fnet_command, said_in_one_line
 
+import fnet
 from train.arguments import ImageArguments, TextArguments
-from train.config import TextFile
-from train.data.tokens import tokens_of
-from train.errors import UserError
 from train.run_folder import RunFolder
 from train.sample_text import continued
+from train.tasks import images
 
 TEXT = """
 from train.config import Config, LanguageModel, Optim, TextFile, Train
@@ -133,25 +132,6 @@ def tokenizer(recipes):
     return recipes / "words.json"
 
 
-def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
-    made.save(str(tmp_path / "pairs.json"))
-    vocabulary = tokens_of(TextFile(tokenizer=str(tmp_path / "pairs.json")))
-    assert vocabulary.encode("abba").tolist() == [2, 1, 0]
-    with pytest.raises(UserError, match=r"pairs\.json has no token for some of 'abxbay'"):
-        vocabulary.encode("abxbay")
-
-
-def test_a_vocabulary_that_leaves_numbers_out_is_as_large_as_its_largest(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a"))
-    made.save(str(tmp_path / "words.json"))
-    vocabulary = tokens_of(TextFile(tokenizer=str(tmp_path / "words.json")))
-    assert vocabulary.size == 301
-    assert vocabulary.encode("b").tolist() == [300]
-
-
 def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
@@ -171,9 +151,26 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     assert "data.tokenizer: no file words.json" in capsys.readouterr().err
 
 
+def test_a_prompt_is_not_ended_as_a_text_is(tokenizer, monkeypatch, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer.from_file(str(tokenizer))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "$A ,", special_tokens=[(",", 8)]
+    )
+    made.save(str(tokenizer))
+    words = "--data.tokenizer", "words.json", "--train.steps", 1
+    fnet_command("train", "text.py", "--out", "words", *words)
+    read = []
+    stream = lambda *given, **_: read.append(given[3].tolist()) or iter(())  # noqa: E731
+    monkeypatch.setattr(fnet, "stream", stream)
+    capsys.readouterr()
+    assert printed(capsys, "words", "--prompt", "to be") == "to be\n"
+    assert read == [[[0, 1]]]
+
+
 def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
     run_of("images")
-    path = printed(capsys, "images", "--count", 2, "--steps", 3).strip()
+    path = printed(capsys, "images", "--count", 2).strip()
     assert path == "images/samples.png"
     whole = pictures.imread(recipes / path)
     printed(capsys, "images", "--count", 2, "--steps", 3, "--labels", 3, 7, "--out", "two.png")
@@ -182,6 +179,14 @@ def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
     assert whole.shape[0] > 3 * two.shape[0]
     assert whole.shape[1] == two.shape[1]
     assert np.ptp(two[..., :3]) > 0.5
+
+
+def test_images_are_drawn_with_the_data_loaded_once(run_of, monkeypatch):
+    run_of("images")
+    loaded, load = [], images.load
+    monkeypatch.setattr(images, "load", lambda config: loaded.append(config) or load(config))
+    fnet_command("sample", "images", "--labels", 3, "--count", 1, "--steps", 2)
+    assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("sampler", ["dpm_solver", "ddpm"])
@@ -250,10 +255,8 @@ MISTAKES = [
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=words_of)
 def test_a_mistake_is_one_line_with_exit_code_2(words, message, run_of, capsys):
     run = run_of(words[0])
-    # The default of 50 steps is more than this schedule has: other mistakes come first.
-    steps = ("--steps", 2) if words[0] == "images" and "--steps" not in words else ()
     before = {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
-    assert exit_code("sample", *words, *steps) == 2
+    assert exit_code("sample", *words) == 2
     said_in_one_line(capsys, message)
     assert before == {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
 
@@ -276,8 +279,7 @@ def test_a_missing_run_is_refused(words, capsys):
 @pytest.mark.parametrize("recipe", ["text", "images"])
 def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
     shutil.rmtree(run_of(recipe) / "checkpoints")
-    steps = ("--steps", 2) if recipe == "images" else ()
-    assert exit_code("sample", recipe, *steps) == 2
+    assert exit_code("sample", recipe) == 2
     said_in_one_line(capsys, "the run has not saved one yet")
 
 
@@ -303,6 +305,7 @@ TRAINING_MISTAKES = [
     (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
     ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but the network denoiser learns each image with its own"),
     ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but the network denoiser takes one image of each"),
+    (("images.py", "--optim.label-smoothing", "0.1"), "optim.label_smoothing: 0.1, but the network denoiser tells no classes"),
     (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
 ]  # fmt: skip
 

@@ -152,6 +152,14 @@ def test_images_without_a_split_are_split_by_a_seed(tmp_path):
     assert "leaves none to train on" in refused(tmp_path, test_share=0.99)
 
 
+def test_images_without_a_split_are_tested_on_no_folder(tmp_path):
+    for i in range(4):
+        write_pair(tmp_path, f"{i}", labels_of(24, 40))
+    assert refused(tmp_path, held_out="val").startswith(
+        f"data.held_out: {tmp_path} itself holds images/ and masks/, of which data.test_share"
+    )
+
+
 def test_classes_are_named_in_a_file(folder):
     (folder / "classes.txt").write_text("sky\nleft half\n\nright half\n")
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")

@@ -6,6 +6,7 @@ import pytest
 from train.config import Clipped, Config, LanguageModel, TextFile
 from train.data import text_file
 from train.data.buckets import bucket_of, bucketed_batches
+from train.data.tokens import tokens_of
 from train.errors import UserError
 from train.tasks import build
 
@@ -140,3 +141,74 @@ def test_a_text_that_is_too_short_is_refused(tmp_path, content):
 def test_a_missing_text_is_one_line():
     with pytest.raises(UserError, match=r"cannot read nowhere\.txt: No such file"):
         text_file.load(TextFile(path="nowhere.txt"))
+
+
+@pytest.fixture
+def tokenizers():
+    return pytest.importorskip("tokenizers")
+
+
+@pytest.fixture
+def vocabulary_of(tmp_path):
+    """``vocabulary_of(tokenizer)``: that of its file."""
+
+    def read(tokenizer):
+        tokenizer.save(str(tmp_path / "tokens.json"))
+        return tokens_of(TextFile(tokenizer=str(tmp_path / "tokens.json")))
+
+    return read
+
+
+def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
+    tokenizers, vocabulary_of
+):
+    pairs = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
+    vocabulary = vocabulary_of(tokenizers.Tokenizer(pairs))
+    assert vocabulary.encode("abba").tolist() == [2, 1, 0]
+    with pytest.raises(UserError, match=r"tokens\.json has no token for some of 'abxbay'"):
+        vocabulary.encode("abxbay")
+
+
+@pytest.mark.parametrize(
+    ("unknown", "reason"),
+    [(2, "has no token for some of 'axb'"), (None, "cannot read 'axb': .*`unk_id` is missing")],
+)
+def test_what_a_unigram_does_not_know_is_refused(unknown, reason, tokenizers, vocabulary_of):
+    scores = [("a", -1.0), ("b", -1.0), ("<unk>", -2.0)]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unknown, False))
+    vocabulary = vocabulary_of(made)
+    assert vocabulary.encode("abba").tolist() == [0, 1, 1, 0]
+    with pytest.raises(UserError, match=rf"tokens\.json {reason}"):
+        vocabulary.encode("axb")
+
+
+def test_a_vocabulary_that_leaves_numbers_out_is_as_large_as_its_largest(tokenizers, vocabulary_of):
+    words = tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a")
+    vocabulary = vocabulary_of(tokenizers.Tokenizer(words))
+    assert vocabulary.size == 301
+    assert vocabulary.encode("b").tolist() == [300]
+
+
+def test_a_text_is_neither_cut_nor_padded_as_its_tokenizer_says(tokenizers, vocabulary_of):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[PAD]": 2}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.enable_truncation(3)
+    made.enable_padding(length=6, pad_id=2)
+    encode = vocabulary_of(made).encode
+    assert encode("a b a b a").tolist() == [0, 1, 0, 1, 0]
+    assert encode("b").tolist() == [1]
+
+
+def test_a_prompt_begins_as_a_text_does_and_does_not_end(tokenizers, vocabulary_of):
+    parts = tokenizers.processors
+    numbers = {"<s>": 0, "</s>": 1, "a": 2, "\u0120": 3}  # the last one is a space
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ends = parts.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    # Trimmed, a space covers as little of the text as what the template adds.
+    made.post_processor = parts.Sequence([parts.ByteLevel(trim_offsets=True), ends])
+    vocabulary = vocabulary_of(made)
+    assert vocabulary.encode("a ").tolist() == [0, 2, 3, 1]
+    assert vocabulary.prompt("a ").tolist() == [0, 2, 3]
+    assert vocabulary.prompt(" ").tolist() == [0, 3]
+    assert vocabulary.prompt("").tolist() == []

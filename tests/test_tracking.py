@@ -1,6 +1,7 @@
 """Metrics elsewhere, traces, and steps that are compiled again."""
 
 import contextlib
+import io
 import json
 import sys
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ import jax
 import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
+from rich.console import Console
 
 from train import tracking
 from train.config import Config, Digits, Mlp, Tracking
 from train.planning import StepBySize, compile_step
+from train.profiling import Profile
+from train.screen import plain
 from train.setup import setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
@@ -92,6 +96,40 @@ def test_a_profile_is_written_of_the_steps_that_are_wanted(workplace, capsys):
     names = {p.name.split(".", 1)[-1] for p in (workplace / "r" / "profile").rglob("*")}
     assert any(name.endswith("xplane.pb") for name in names)
     assert any(name.endswith("json.gz") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (5, "no profile: the run ended before step 6, where it begins"),
+        (7, "profile of 2 steps in "),
+        (8, "profile of 3 steps in "),
+        (20, "profile of 3 steps in "),
+    ],
+)
+def test_a_profile_says_how_many_steps_it_has(last, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    said = []
+    with contextlib.closing(Profile(3, tmp_path, 0, said.append)) as profile:
+        for step in range(1, last + 1):
+            with profile.step(step, None):
+                pass
+    (line,) = said
+    assert line.startswith(words)
+
+
+def test_without_a_profile_nothing_is_said_of_one(tmp_path):
+    said = []
+    with contextlib.closing(Profile(0, tmp_path, 0, said.append)) as profile, profile.step(1, None):
+        pass
+    assert not said
+
+
+def test_what_is_said_is_shown_as_it_is():
+    shown = io.StringIO()
+    plain(Console(file=shown, force_terminal=True, width=20))("runs/a:100:b [bold] 3.14 " * 2)
+    assert shown.getvalue() == "runs/a:100:b [bold] 3.14 " * 2 + "\n"
 
 
 def test_a_step_that_is_compiled_again_says_what_changed():

@@ -27,7 +27,7 @@ class TrainArguments:
     """The run's folder; runs/NAME by default, a resumed config.json's own."""
     resume: bool = False
     """Continue the run in that folder."""
-    profile: int = 0
+    profile: Annotated[int, Ge(0)] = 0
     """Trace so many steps for TensorBoard's profiler and Perfetto, from the sixth on."""
     distributed: bool = False
     """Train together with other processes; SLURM, Open MPI, Kubernetes or Cloud TPU tell which."""
@@ -198,7 +198,8 @@ def read(defaults: T, given: Sequence[str], prog: str) -> T:
         if asks_help:
             raise
         raise UserError(_first_mistake(defaults, given, prog)) from None
-    return replace(arguments, config=configs.check(arguments.config, "command line"))
+    arguments = replace(arguments, config=configs.check(arguments.config, "command line"))
+    return _in_range(type(defaults), arguments)
 
 
 def read_options(kind: type[S], given: Sequence[str], prog: str) -> S:
@@ -215,6 +216,11 @@ def read_options(kind: type[S], given: Sequence[str], prog: str) -> S:
         if asks_help:
             raise
         raise UserError(_first_mistake(kind(), given, prog)) from None
+    return _in_range(kind, options)
+
+
+def _in_range(kind: type[A], options: A) -> A:
+    """The options, once the range of each has been checked, which tyro does not."""
     try:
         return TypeAdapter(kind).validate_python(options.__dict__)
     except ValidationError as error:

@@ -93,8 +93,10 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Of a save that fails while something else is on its way, that is told.
+        with contextlib.suppress(Exception) if kind else _saving(self._folder):
+            self._manager.close()
 
     @property
     def latest_step(self) -> int | None:
@@ -213,11 +215,13 @@ class Checkpoints:
     def _newest(self, read: Callable[[int], Found]) -> Found | None:
         """What is read of the newest checkpoint, or the best, of which it can be."""
         steps = sorted(self._manager.all_steps(), reverse=True)
+        among, mend = "", "start anew with --out"
         if self._best and steps:
             scores = self._scores()
             steps = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
             if not steps:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
+            among, mend = " that has a score", "leave out --best"
         for step in steps:
             wrong = ""
             try:
@@ -231,16 +235,19 @@ class Checkpoints:
             self._say_damaged(step, wrong or "as another process found")
             self._put_aside(step)
         if steps or self._some_put_aside:
-            raise UserError(f"every checkpoint in {self._folder} is damaged; start anew with --out")
+            raise UserError(f"every checkpoint in {self._folder}{among} is damaged; {mend}")
         return None
 
     def _scores(self) -> dict[int, float]:
         """Of the checkpoints that were saved with one, by step."""
         found = {}
         for step in self._manager.all_steps():
-            with contextlib.suppress(ValueError):  # a damaged one: it is said where that is read
+            try:
                 if metrics := self._manager.metrics(step):
                     found[step] = _score(metrics)
+            except ValueError as error:
+                if self._best:  # else it is said where the checkpoint is read
+                    self._say_damaged(step, str(error))
         return found
 
     def _put_unread_scores_aside(self) -> bool:

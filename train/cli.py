@@ -44,11 +44,17 @@ fnet train CONFIG --help lists every field, with its value in that config.
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 well, 2 a mistake in what was given, 1 anything else."""
     try:
-        _dispatch(list(sys.argv[1:] if argv is None else argv))
+        try:
+            _dispatch(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # what nobody reads is answered here, not when Python ends
     except UserError as error:
         _fail(error, 2)
     except TrainingError as error:
         _fail(error, 1)
+    except BrokenPipeError:  # nobody reads any more; what is left must not be written at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
@@ -92,7 +98,7 @@ def _train(argv: list[str]) -> None:
     a = arguments.read(defaults, argv[1:], f"fnet train {given}")
     out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{a.config.name}")
 
-    together = a.distributed or a.coordinator is not None
+    together = a.distributed or any(x is not None for x in (a.coordinator, a.processes, a.process))
     mesh = a.config.mesh
     _prepare_jax(mesh, (a.processes or mesh.data * mesh.fsdp) if together else 1)
     first = True
@@ -126,7 +132,7 @@ def _eval(argv: list[str]) -> None:
 def _predict(argv: list[str]) -> None:
     usage = "fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]"
     given = _positional(argv, usage)
-    images = list(itertools.takewhile(lambda word: not word.startswith("--"), argv[1:]))
+    images = list(itertools.takewhile(_is_value, argv[1:]))
     from train import arguments
 
     options = argv[1 + len(images) :]
@@ -247,7 +253,7 @@ def _export(argv: list[str]) -> None:
 
 def _report(argv: list[str]) -> None:
     _positional(argv, "fnet report RUN [RUN...] [--out FILE.html]")
-    runs = list(itertools.takewhile(lambda word: not word.startswith("--"), argv))
+    runs = list(itertools.takewhile(_is_value, argv))
     from train import arguments
 
     prog = f"fnet report {' '.join(runs)}"
@@ -269,6 +275,10 @@ def _configs(argv: list[str]) -> None:
     width = max(map(len, known))
     for name, line in known.items():
         print(f"{name:{width}}  {line}")
+
+
+def _is_value(word: str) -> bool:
+    return word != "-h" and not word.startswith("--")
 
 
 def _positional(argv: list[str], usage: str) -> str:

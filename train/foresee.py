@@ -58,7 +58,7 @@ def foresee(a: MemoryArguments, console: Console) -> None:
             thriftiest = min(ways.candidates, key=lambda c: c.peak.temporaries)
             size = largest_batch(run, thriftiest, room, target=target, progress=tried)
             if size is None:
-                raise UserError(f"not even one example a step fits in {in_words(room)}")
+                raise UserError(f"not even one example a step fits in {in_words(max(room, 0))}")
             say(f"largest batch that fits, by {thriftiest}: {size}")
             run = run.with_batch_size(size)
         ways = plan(run, target=target, progress=compiled)

@@ -188,7 +188,7 @@ def largest_batch(
       target: a device to compile for; this machine's by default.
       progress: called with each size tried and its peak.
     """
-    parts = candidate.microbatches * run.parts
+    parts = candidate.microbatches * run.parts * run.devices
 
     def peak(microbatch: int) -> int:
         sized = run.with_batch_size(microbatch * parts)

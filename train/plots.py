@@ -103,7 +103,7 @@ def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
 def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
     """Images [rows, columns, H, W, C] in [0, 1], a named row each, as a PNG.
 
-    One channel is shown as ink on paper.
+    One channel is shown as ink on paper, of several the first three.
     """
     rows, columns, h, w, c = images.shape
     # A pixel of paper around each.
@@ -112,7 +112,7 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     ax = figure.subplots()
-    ax.imshow(whole[..., 0] if c == 1 else whole, cmap="gray_r", vmin=0, vmax=1)
+    ax.imshow(_rgb(whole))
     ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names, parse_math=False)
     ax.set_xticks([])
     ax.set_title(title, fontsize=9)

@@ -24,7 +24,7 @@ class Profile:
     def __init__(self, steps: int, folder: Path, start: int, say: Callable[[str], None]):
         first = start + _BEFORE + 1
         self._traced, self._folder, self._say = range(first, first + steps), folder, say
-        self._running = False
+        self._running, self._seen = False, 0
 
     @contextlib.contextmanager
     def step(self, step: int, state: Any) -> Iterator[None]:
@@ -38,15 +38,18 @@ class Profile:
         if not self._running:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
             self._running = True
+        self._seen += 1
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
     def close(self) -> None:
-        """Ends the trace if it has begun and not ended."""
+        """Ends the trace if it has begun and not ended; says so if it never began."""
         if self._running:
             jax.profiler.stop_trace()
             self._running = False
             self._say(
-                f"profile of {len(self._traced)} steps in {self._folder}: tensorboard --logdir "
+                f"profile of {self._seen} steps in {self._folder}: tensorboard --logdir "
                 f"{self._folder}, or perfetto_trace.json.gz in https://ui.perfetto.dev"
             )
+        elif self._traced and not self._seen:
+            self._say(f"no profile: the run ended before step {self._traced[0]}, where it begins")

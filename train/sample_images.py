@@ -9,11 +9,12 @@ import numpy as np
 from jax import Array
 
 from fnet import diffusion
+from fnet.models.denoiser import Denoiser as Model
 from train import plots
 from train.arguments import ImageArguments
 from train.checkpoint import Checkpoints
 from train.config import Config, Denoiser
-from train.data import batch_of
+from train.data import Dataset, batch_of
 from train.errors import UserError
 from train.run_folder import RunFolder
 from train.tasks.diffusion import network_of, schedule_of
@@ -28,8 +29,8 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    dataset, model = network_of(config)
-    classes = dataset.classes
+    network = network_of(config)
+    classes = network[0].classes
     names = a.labels or classes
     for name in names:
         if name not in classes:
@@ -37,9 +38,9 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     if a.steps and a.steps > section.steps:
         raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
     with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
-        params, state, _ = checkpoints.restore_network(model.init)
+        params, state, _ = checkpoints.restore_network(network[1].init)
     labels = np.repeat([classes.index(name) for name in names], a.count)
-    drawn = samples(config, params, state, jnp.asarray(labels), a)
+    drawn = samples(config, network, params, state, jnp.asarray(labels), a)
     path = Path(a.out) if a.out else folder.path / "samples.png"
     title = f"{config.name}: {a.sampler}, {_steps(section, a)} steps, guidance {a.guidance:g}"
     try:
@@ -51,11 +52,19 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     return path
 
 
-def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArguments) -> Array:
+def samples(
+    config: Config,
+    network: tuple[Dataset, Model],
+    params: Any,
+    state: Any,
+    labels: Array,
+    a: ImageArguments,
+) -> Array:
     """Images [N, H, W, C] in [0, 1], float32, one for each label [N].
 
     Args:
       config: of the run.
+      network: its data and its model (`train.tasks.diffusion.network_of`).
       params: of its network.
       state: likewise; contexts are read as in training.
       labels: class indices.
@@ -63,7 +72,7 @@ def samples(config: Config, params: Any, state: Any, labels: Array, a: ImageArgu
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    dataset, model = network_of(config)
+    dataset, model = network
     # Of a batch: rows of most sources only say where their images are.
     shape, classes = batch_of(dataset, 1)["image"].shape[1:], len(dataset.classes)
     sampler, schedule = diffusion.samplers.get(a.sampler), schedule_of(section)

@@ -31,7 +31,7 @@ def continued(folder: RunFolder, config: Config, a: TextArguments) -> Iterator[s
     assert isinstance(text, TextFile)
     assert isinstance(model, LanguageModel)
     vocabulary = tokens_of(text)
-    prompt = vocabulary.encode(a.prompt)
+    prompt = vocabulary.prompt(a.prompt)
     if not len(prompt):
         raise UserError("--prompt: is empty; give at least one symbol to go on from")
     window = min(model.window or text.context, text.context)

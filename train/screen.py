@@ -19,7 +19,9 @@ from fnet.memory import in_words
 
 def plain(console: Console) -> Callable[[str], None]:
     """``say(words)``: shows words as they are; no path in them is taken for markup or broken."""
-    return functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    return functools.partial(
+        console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
 
 
 class Screen:

@@ -106,7 +106,8 @@ def to_json(config: Config) -> str:
     """The config as JSON that `from_json` reads back to an equal one."""
     # By Python: pydantic writes nan and infinity as null, which comes back as None.
     plain = _ADAPTER.dump_python(config, warnings=False)
-    return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+    # What is no JSON is of a wrong type, which `from_json` tells, or a path.
+    return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def from_json(text: str | bytes, where: str) -> Config:

@@ -152,6 +152,10 @@ def _viewed(image: Image.Image, view: Callable[[int, int], View]) -> Image.Image
         rgb = _rgb(_upright(image))
         width, height = rgb.size
         box, size = view(width, height)
+    if size[0] * size[1] > MOST_PIXELS:
+        raise UnreadableError(
+            f"{width} x {height} pixels become {size[0]} x {size[1]}, more than {MOST_PIXELS:,}"
+        )
     if rgb.size != (width, height):
         x, y = rgb.width / width, rgb.height / height
         box = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)

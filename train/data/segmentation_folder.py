@@ -91,6 +91,11 @@ def load(config: SegmentationFolder) -> Dataset:
 def _splits(root: Path, config: SegmentationFolder) -> tuple[list[Pair], list[Pair]]:
     """Pairs to train and to test on, paths relative to the root."""
     if _holds_pairs(root):
+        if config.held_out is not None:
+            raise UserError(
+                f"data.held_out: {root} itself holds images/ and masks/, of which data.test_share "
+                "is held out; put what is to be trained on into train/"
+            )
         pairs = _pairs(root, "")
         order = np.random.default_rng(config.split_seed).permutation(len(pairs))
         held_out = round(config.test_share * len(pairs))

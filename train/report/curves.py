@@ -33,7 +33,7 @@ _KNOWN: dict[str, tuple[str, Kind]] = {
     "noise_scale": ("simple noise scale, examples", SCORE),
     "privacy/epsilon": ("epsilon spent", AMOUNT),
     "clipped": ("gradients clipped", SHARE),
-    "nonfinite": ("gradients not finite", SHARE),
+    "nonfinite": ("gradients not finite, a step", AMOUNT),
     "examples_per_second": ("examples a second", AMOUNT),
     "input_wait": ("input wait, of the time", SHARE_OF_TIME),
     "unreadable_files": ("unreadable files", AMOUNT),

@@ -220,8 +220,9 @@ def _ranking(runs: Sequence[Run], found: Sequence[dict[str, Figure]]) -> Html:
     return below_each_other(names, rows, about, "run")
 
 
-def _task(run: Run) -> tuple[str, str]:
-    """Runs of another task have other losses."""
-    model = run.config.model
+def _task(run: Run) -> tuple[object, ...]:
+    """Runs of another task, or on other data, have other losses."""
+    data, model = run.config.data, run.config.model
     other = isinstance(model, LanguageModel | Denoiser | DeepLab)
-    return run.config.data.source, model.name if other else "classification"
+    where = (getattr(data, name, None) for name in ("path", "subset", "tokenizer"))
+    return data.source, *where, model.name if other else "classification"

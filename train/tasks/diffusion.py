@@ -37,11 +37,17 @@ def build(config: Config) -> Task:
     """The diffusion task of a config.
 
     Raises:
-      UserError: if the config names no images, mixes them, or cuts several of each.
+      UserError: if the config names no images, mixes them, cuts several of each, or
+        smooths labels.
       ValueError: if the network cannot be built.
     """
     section = config.model
     assert isinstance(section, Denoiser)
+    if config.optim.label_smoothing:
+        raise UserError(
+            f"optim.label_smoothing: {config.optim.label_smoothing:g}, but the network denoiser "
+            "tells no classes; give 0"
+        )
     if isinstance(config.data, ImageFolder):
         _check_whole(config.data)
     dataset, model = network_of(config)
