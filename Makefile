@@ -34,7 +34,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build
 
 # Every benchmark, as one table: runs/bench/benchmarks.md; hours, or make bench BENCH=--quick. Peers
-# that are not installed are left out: .venv/bin/pip install '.[peers,target-gpu,target-tpu]'.
+# that are not installed are left out: .venv/bin/pip install --editable '.[peers,target-gpu,target-tpu]'.
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH)
 
@@ -47,7 +47,7 @@ clean:
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fnet needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .

@@ -6,9 +6,9 @@
     python -m benchmarks --list
 
 What is written to ``--out``: benchmarks.md, benchmarks.json, benchmarks.png, and what each
-benchmark printed, in logs/. Results of an earlier run into the same folder, on the same hardware,
-stay where a benchmark is not run again: peers that live in environments of their own are
-measured one environment after the other.
+benchmark printed, in logs/. Results of an earlier run into the same folder, which must be
+of the same hardware, stay where a benchmark is not run again: peers that live in environments of
+their own are measured one environment after the other.
 """
 
 import argparse
@@ -55,7 +55,12 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
     if args.list:
         console.print(_listed(chosen))
         return 0
-    return _run_all(chosen, suite, args, console)
+    on = machine.describe()
+    try:
+        before = report.read(args.out, on)
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+    return _run_all(chosen, suite, args, console, on, before)
 
 
 def matching(suite: Sequence[Benchmark], patterns: Sequence[str] | None) -> list[Benchmark]:
@@ -70,11 +75,12 @@ def _run_all(
     suite: Sequence[Benchmark],
     args: argparse.Namespace,
     console: Console,
+    on: Mapping[str, Any],
+    before: Mapping[str, Any],
 ) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
-    on, code = machine.describe(), 0
+    code = 0
     paths = {name: getattr(args, name) for name in PATHS}
-    before = report.read(args.out, on)
     results = {b.name: before[b.name] for b in suite if b.name in before}
     width = max(len(b.name) for b in chosen)
     say = functools.partial(console.print, highlight=False, soft_wrap=True)

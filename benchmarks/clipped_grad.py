@@ -65,6 +65,8 @@ def main() -> None:
     parser = argument_parser(__doc__, rounds=15)
     parser.add_argument("--only", default="", help="a part of the networks' names")
     args = parser.parse_args()
+    if not any(args.only in name for name in CASES):
+        parser.error(f"--only {args.only}: in the name of no network of {list(CASES)}")
     lines: list[dict[str, str]] = []
     claimed: list[Claim] = []
     for name, make in CASES.items():

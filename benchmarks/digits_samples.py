@@ -108,13 +108,16 @@ def judged(
         judge.data.source, judge.data.test_share, judge.data.split_seed,
     ):  # fmt: skip
         raise SystemExit(f"{run.path} and the classifier hold out other digits: one saw the tests")
+    network = network_of(config)
     with Checkpoints(run.checkpoints) as checkpoints:
-        params, state, _ = checkpoints.restore_network(network_of(config)[1].init)
+        params, state, _ = checkpoints.restore_network(network[1].init)
     labels = np.repeat(np.arange(10), each)
     found = []
     for sampler, steps, guidance in cases:
         asked = ImageArguments(sampler=sampler, steps=steps, guidance=guidance)
-        draw = functools.partial(samples, config, params, state, jnp.asarray(labels), asked)
+        draw = functools.partial(
+            samples, config, network, params, state, jnp.asarray(labels), asked
+        )
         begun = time.perf_counter()
         drawn = np.asarray(draw())
         seconds = time.perf_counter() - begun

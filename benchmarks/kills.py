@@ -90,8 +90,11 @@ def measured(args: argparse.Namespace, folder: Path) -> Claim:
                 process.send_signal(signal.SIGKILL)
                 said, _ = process.communicate()
                 kills += 1
-                in_training += "step " in said
+                in_training += re.search(r"^step \d+/", said, re.MULTILINE) is not None
             found = re.search(r"resumed after step (\d+)", said)
+            if not found:
+                trained = re.search(r"^step \d+/", said, re.MULTILINE)
+                assert expected is None or not trained, f"began anew, not after {expected}"
             if found:
                 resumes += 1
                 assert int(found[1]) == expected, f"resumed after {found[1]}, not {expected}"

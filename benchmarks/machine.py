@@ -34,7 +34,8 @@ def cores() -> int:
 
 def same_hardware(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether figures of one may stand beside figures of the other."""
-    return all(a.get(key) == b.get(key) for key in ("cpu", "cores", "memory_bytes", "devices"))
+    gib = round(a["memory_bytes"] / 2**30) == round(b["memory_bytes"] / 2**30)
+    return gib and all(a.get(key) == b.get(key) for key in ("cpu", "cores", "devices"))
 
 
 def in_words(machine: Mapping[str, Any]) -> str:

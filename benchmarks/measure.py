@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fnet.memory.peak import CANDIDATE_OPTIONS, peak
+from fnet.memory import CANDIDATE_OPTIONS, peak
 
 
 def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

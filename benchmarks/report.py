@@ -33,12 +33,21 @@ def write(on: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
 
 
 def read(folder: Path, on: Mapping[str, Any]) -> dict[str, Any]:
-    """Results that were written to the folder on the same hardware; else none."""
+    """Results that were written to the folder before; none if there are none.
+
+    Raises:
+      ValueError: if they were measured on other hardware.
+    """
     path = folder / FILES[0]
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
-    return found["results"] if machine.same_hardware(found["machine"], on) else {}
+    if not machine.same_hardware(found["machine"], on):
+        raise ValueError(
+            f"{path} holds results of another machine ({machine.in_words(found['machine'])}), "
+            f"this one is {machine.in_words(on)}; choose another folder"
+        )
+    return found["results"]
 
 
 def as_markdown(on: Mapping[str, Any], results: Results, picture: str = "") -> str:

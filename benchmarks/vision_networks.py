@@ -27,7 +27,6 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown
 from fnet import Layer, memory, models
-from fnet.memory.peak import CANDIDATE_OPTIONS
 
 NAMES = (
     "resnet50",
@@ -51,15 +50,15 @@ FORMS = ("flax", "in place", "segments")
 
 def flax_norm(channels: int, *, activation: str, **_: Any) -> Layer:
     """flax's batch norm, and relu where an activation is asked for."""
-    norm = nn.BatchNorm(use_running_average=False, momentum=0.9)
+    norm = nn.BatchNorm(momentum=0.9)
 
     def init(key: Array) -> tuple[Any, Any]:
-        variables = norm.init(key, jnp.zeros((1, channels)))
+        variables = norm.init(key, jnp.zeros((1, channels)), use_running_average=False)
         return variables["params"], variables["batch_stats"]
 
-    def apply(params: Any, state: Any, x: Array, **_: Any) -> tuple[Array, Any]:
+    def apply(params: Any, state: Any, x: Array, *, train: bool, **_: Any) -> tuple[Array, Any]:
         variables = {"params": params, "batch_stats": state}
-        y, after = norm.apply(variables, x, mutable=["batch_stats"])
+        y, after = norm.apply(variables, x, use_running_average=not train, mutable=["batch_stats"])
         return y if activation == "identity" else nn.relu(y), after["batch_stats"]
 
     return Layer(init, apply)
@@ -93,7 +92,7 @@ def peak(name: str, form: str, batch: int, size: int) -> int:
     """Bytes, with the best of the compiler's options; no code is made."""
     step, *shapes = train_step(name, form, batch, size)
     lowered = step.lower(*shapes)
-    candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
+    candidates = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     return min(memory.foresee(lowered, options).total for options in candidates)
 
 

@@ -227,7 +227,8 @@ def test_the_page_tells_the_machine_and_the_sums():
 def test_results_are_read_back_on_the_same_hardware_alone(tmp_path):
     report.write(MACHINE, RESULTS, tmp_path)
     assert report.read(tmp_path, MACHINE | {"python": "3.13.0"}) == RESULTS
-    assert report.read(tmp_path, MACHINE | {"cores": 4}) == {}
+    with pytest.raises(ValueError, match="holds results of another machine"):
+        report.read(tmp_path, MACHINE | {"cores": 4})
     assert report.read(tmp_path / "elsewhere", MACHINE) == {}
 
 

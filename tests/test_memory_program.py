@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train import planning
 from train.config import Config, Digits
@@ -88,6 +88,13 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     assert exit_code("memory", "deep.py", "--budget", "1MB",
                      "--batch-size", int(size * 1.05) + 1, "--out", "more") == 2  # fmt: skip
     assert "no policy fits a budget of 976.56 KiB: the least is" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_where_not_one_example_fits_on_several_devices_it_is_said(capsys):
+    words = "--mesh.data", 2, "--data.batch-size", 6, "--batch-size", "auto", "--budget", "500B"
+    assert exit_code("memory", "deep.py", *words, "--out", "auto") == 2
+    said_in_one_line(capsys, "not even one example a step fits in 0 bytes")
 
 
 def test_a_policy_can_be_named_without_a_budget(workplace):
