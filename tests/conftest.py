@@ -14,6 +14,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 # Threads for all devices: with as many as cores, those that wait for each other may never end.
 os.environ.setdefault("NPROC", "12")
 
+import hypothesis
 import jax
 import program_cases
 import pytest
@@ -21,6 +22,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
+# No time is asserted, that of an example included.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True, scope="module")

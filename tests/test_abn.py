@@ -81,7 +81,7 @@ def test_output_and_gradients_equal_the_defining_formula(activation):
     chex.assert_trees_all_close(got, expected, atol=1e-10)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     samples=st.integers(2, 6),

@@ -136,7 +136,7 @@ def test_k_equal_steps_have_the_closed_form_of_an_average():
 
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-20, 1e-3, 1.0, 1e3, 1e25]), st.floats(0, 1))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_no_entry_leaves_the_bound(seed, size, rate):
     x = size * jax.random.normal(jax.random.key(seed), (2, 35, 4))
     context = BOUND * jax.random.uniform(jax.random.key(seed + 1), (4, 4), minval=-1)

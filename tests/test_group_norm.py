@@ -70,7 +70,7 @@ def test_the_variance_survives_a_mean_that_is_far_from_zero():
     chex.assert_trees_all_close(per_group.std((1, 3)), jnp.ones((4, 2)), atol=1e-3)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     n=st.integers(1, 3),
     positions=st.lists(st.integers(1, 4), max_size=3),

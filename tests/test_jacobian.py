@@ -11,7 +11,7 @@ from lane_cases import double, normal, square
 from fnet.autodiff.jacobian import hvps, jacobian
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     n_in=st.integers(1, 5),
     n_out=st.integers(1, 5),
@@ -43,7 +43,7 @@ def test_a_jacobian_goes_the_way_with_fewer_lanes():
     assert "length=2" in program(90, 6)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(n=st.integers(1, 5), width=st.one_of(st.just("auto"), st.integers(1, 6)))
 def test_hvps_are_products_with_the_hessian(n, width):
     f = lambda x, y: (jnp.sin(x) ** 2 @ y) + (x**3).sum()  # noqa: E731

@@ -76,7 +76,7 @@ def reference_conv(x, kernel, stride, dilation, groups, pad):
     return y
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     window=st.integers(1, 3),
     stride=st.integers(1, 2),

@@ -75,7 +75,7 @@ def relative_errors(got, exact):
     ]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
     norm=st.sampled_from(NORMS),

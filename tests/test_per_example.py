@@ -27,7 +27,7 @@ def test_gradients_are_those_of_a_loop_over_examples(name, width):
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 2),
     st.integers(1, 2), st.sampled_from(["SAME", "VALID"]),
