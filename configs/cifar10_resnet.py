@@ -2,10 +2,11 @@
 
     fnet train cifar10_resnet --data.path CIFAR10
 
-CIFAR10 holds train/ and test/, each with a folder a class. 12 epochs took 60 minutes alone on the
+CIFAR10 holds train/ and test/, each with a folder a class. 12 epochs reach 88.4 %, and 89.4 % with
+logits averaged with those of the mirrored image; as many steps took 60 minutes alone on the
 machine, at 176 images a second with pages of 2 MiB (docs/memory.md says how). 3 epochs
-(--train.epochs 3 --optim.warmup-steps 270) reached 83.8 % in 17 minutes. With images shifted by 4
-pixels, pieces cut out, weight decay 5e-4 and learning rate 0.1, 12 epochs reached 88.0 %.
+(--train.epochs 3 --optim.warmup-steps 270) reached 83.8 % in 17 minutes. The images
+were JPEGs of quality 75 with halved colour resolution, less than CIFAR-10 as it was published.
 """
 
 from train.config import Checkpoint, Config, ImageFolder, Mesh, Optim, ResNet9, Train
