@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, interleaved, markdown, temporaries
+from benchmarks.measure import compiled_each_way, fastest, interleaved, markdown, temporaries
 from fnet import layers
 from fnet.memory import compile_smallest, hlo, peak
 
@@ -138,13 +138,10 @@ def applied(width: int, rounds: int) -> Applied:
         lowered = jax.jit(functools.partial(both, form)).lower(*given, dy)
         smallest = compile_smallest(lowered)[0]
         dots[name], held[name] = compiled_products(smallest), temporaries(smallest)
-        for i, program in enumerate(compiled_each_way(lowered)):
-            in_one[name, i] = functools.partial(program, *given, dy)
+        in_one[name] = [functools.partial(p, *given, dy) for p in compiled_each_way(lowered)]
 
         in_two[name] = functools.partial(in_turn, jax.jit(first), jax.jit(backward), given, dy)
-    each, two = interleaved(in_one, rounds), interleaved(in_two, rounds)
-    one = {name: min(s for (side, _), s in each.items() if side == name) for name in FORMS}
-
+    one, two = fastest(in_one, rounds), interleaved(in_two, rounds)
     return Applied(counts, dots, kept, held, one, two)
 
 
@@ -201,11 +198,11 @@ def share_of_a_block(rounds: int) -> list[dict[str, str]]:
         gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), donate_argnums=2)
         programs = compiled_each_way(gradient.lower(params, x, state))
         totals[way] = min(peak(p).total for p in programs)
-        for i, program in enumerate(programs):
-            box = [jax.tree.map(jnp.copy, state)]
-            calls[way, i] = functools.partial(advance, program, params, x, box)
-    each = interleaved(calls, rounds)
-    seconds = {way: min(s for (side, _), s in each.items() if side == way) for way in totals}
+        calls[way] = [
+            functools.partial(advance, program, params, x, [jax.tree.map(jnp.copy, state)])
+            for program in programs
+        ]
+    seconds = fastest(calls, rounds)
     without, with_none = totals[None], seconds[None]
     return [
         {

@@ -67,6 +67,11 @@ def start(words: list[str], resume: bool) -> subprocess.Popen:
     )
 
 
+def trained(said: str) -> bool:
+    """Whether a run told of a step."""
+    return re.search(r"^step \d+/", said, re.MULTILINE) is not None
+
+
 def measured(args: argparse.Namespace, folder: Path) -> Claim:
     """Kills runs in ``folder``; refuses a state that is not bit for bit an undisturbed one's."""
     moments = random.Random(args.seed)
@@ -90,14 +95,12 @@ def measured(args: argparse.Namespace, folder: Path) -> Claim:
                 process.send_signal(signal.SIGKILL)
                 said, _ = process.communicate()
                 kills += 1
-                in_training += re.search(r"^step \d+/", said, re.MULTILINE) is not None
-            found = re.search(r"resumed after step (\d+)", said)
-            if not found:
-                trained = re.search(r"^step \d+/", said, re.MULTILINE)
-                assert expected is None or not trained, f"began anew, not after {expected}"
-            if found:
+                in_training += trained(said)
+            if found := re.search(r"resumed after step (\d+)", said):
                 resumes += 1
                 assert int(found[1]) == expected, f"resumed after {found[1]}, not {expected}"
+            else:
+                assert expected is None or not trained(said), f"began anew, not after {expected}"
             assert "damaged" not in said, said
             if process.returncode == 0:
                 break

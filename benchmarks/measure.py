@@ -10,7 +10,7 @@ import jax
 from fnet.memory import CANDIDATE_OPTIONS, peak
 
 
-def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def interleaved(functions: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
     """Seconds a call takes, by name: the median over rounds.
 
     Each round calls every function once, so that a machine that slows down slows
@@ -29,6 +29,13 @@ def interleaved(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict
             jax.block_until_ready(function())
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def fastest(candidates: Mapping[Any, Sequence[Callable[[], Any]]], rounds: int) -> dict[Any, float]:
+    """Of each name's functions, all of them `interleaved`, the seconds of the fastest."""
+    each = {(name, i): f for name, of in candidates.items() for i, f in enumerate(of)}
+    seconds = interleaved(each, rounds)
+    return {name: min(seconds[name, i] for i in range(len(of))) for name, of in candidates.items()}
 
 
 def compiled_each_way(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:

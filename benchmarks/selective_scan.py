@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, interleaved, markdown, temporaries
+from benchmarks.measure import compiled_each_way, fastest, interleaved, markdown, temporaries
 from fnet.layer import Layer
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
@@ -105,16 +105,14 @@ def scans(steps: tuple[int, ...], rounds: int) -> Scans:
         if name != "associative" or t <= ASSOCIATIVE_UP_TO
     }
     arrays = {t: scan_arrays(t) for t in steps}
-    held = {case: min(map(temporaries, each)) / 1e6 for case, each in programs.items()}
     smallest = {case: min(each, key=temporaries) for case, each in programs.items()}
+    held = {case: temporaries(program) / 1e6 for case, program in smallest.items()}
     # Peers are timed each way, ours as it holds least.
-    timed = {
-        (case, i): functools.partial(p, *arrays[case[0]])
-        for case, each in programs.items()
-        for i, p in enumerate([smallest[case]] if case[1] == "fnet" else each)
-    }
-    took = interleaved(timed, rounds)
-    seconds = {case: min(s for (c, _), s in took.items() if c == case) for case in programs}
+    timed = {c: [smallest[c]] if c[1] == "fnet" else each for c, each in programs.items()}
+    seconds = fastest(
+        {c: [functools.partial(p, *arrays[c[0]]) for p in each] for c, each in timed.items()},
+        rounds,
+    )
 
     exponents = {}
     for name in SIDES:

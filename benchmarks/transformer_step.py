@@ -243,9 +243,9 @@ def quickest(
         return step
 
     steps = {str(i): stepping(program) for i, program in enumerate(compiled)}
-    first = [float(step()) for step in steps.values()]
+    first = float(steps["0"]())
     seconds = interleaved(steps, 3)
-    return steps[min(seconds, key=seconds.get)], first[0]
+    return steps[min(seconds, key=seconds.get)], first
 
 
 if __name__ == "__main__":

@@ -181,8 +181,7 @@ def repeat(layer: Layer, n: int) -> Layer:
     Raises:
       ValueError: if ``n < 1``.
     """
-    if n < 1:
-        raise ValueError(f"repeat: n must be at least 1, got {n}")
+    check_sizes("repeat", n=n)
 
     def init(key: Array) -> tuple[Params, State]:
         return jax.vmap(layer.init)(jax.random.split(key, n))
@@ -201,3 +200,18 @@ def repeat(layer: Layer, n: int) -> Layer:
         return jax.lax.scan(lambda x, pi: copy(*pi, x), x, (params, (state, keys)), length=n)
 
     return Layer(init, apply)
+
+
+def check_sizes(where: str, **sizes: int) -> None:
+    """Refuses sizes below 1.
+
+    Args:
+      where: whose they are, for the message.
+      **sizes: by name.
+
+    Raises:
+      ValueError: naming the first of them.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {size}")

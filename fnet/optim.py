@@ -146,9 +146,7 @@ def decayed(params: Any) -> Any:
     Args:
       params: nested dicts of arrays.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(getattr(k, "key", None) == "kernel" for k in path[-1:]), params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in _names(path[-1:]), params)
 
 
 CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
@@ -162,5 +160,9 @@ def in_classifier(params: Any) -> Any:
       params: nested dicts of arrays.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: any(getattr(k, "key", None) in CLASSIFIERS for k in path[:1]), params
+        lambda path, _: not CLASSIFIERS.isdisjoint(_names(path[:1])), params
     )
+
+
+def _names(path: Sequence[Any]) -> list[Any]:
+    return [getattr(key, "key", None) for key in path]

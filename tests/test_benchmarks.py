@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmark_cases import MACHINE
 
 from benchmarks import __main__ as program
 from benchmarks import chart, claims, machine, report
@@ -18,15 +19,6 @@ from benchmarks.suite import PATHS, SUITE, Benchmark
 
 FOLDER = Path(claims.__file__).parent
 SHARED = {"--rounds", "--target", "--json"}
-
-MACHINE = {
-    "cpu": "A CPU",
-    "cores": 2,
-    "memory_bytes": 8 * 2**30,
-    "system": "Linux",
-    "python": "3.11.1",
-    "devices": ["2 x cpu"],
-}
 
 RESULTS = {
     "stack": {

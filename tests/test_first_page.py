@@ -3,20 +3,13 @@
 from pathlib import Path
 
 import pytest
+from benchmark_cases import MACHINE
 
 from benchmarks import first_page
 from benchmarks.claims import Claim
 from benchmarks.suite import SUITE
 
 README = Path(first_page.ROOT / "README.md").read_text()
-MACHINE = {
-    "cpu": "A CPU",
-    "cores": 2,
-    "memory_bytes": 8 * 2**30,
-    "system": "Linux",
-    "python": "3.11.1",
-    "devices": ["2 x cpu"],
-}
 
 
 def results(ratio=0.25):

@@ -1,5 +1,6 @@
 """What is known of a value of which some axis counts examples, and what equations make of it."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,6 @@ State = Along | Mixed | str | None
 Rule = Callable[[JaxprEqn, list[State]], State]
 """From an equation and what is known of its operands to what is known of its results."""
 
-
 MIXED = "mixed"
 """What a rule says of a value in which examples meet."""
 
@@ -55,8 +55,10 @@ def _paired(given: Sequence[State]) -> State:
     return MIXED if found == UNKNOWN else found
 
 
-def rule(name: str) -> Rule:
-    """The rule of a primitive with one row of states for all its results."""
+def rule(name: str, rows: int) -> Rule:
+    """The rule of a primitive that makes the same of all its results, for so many examples."""
+    if name == "reshape":
+        return functools.partial(_reshaped, rows)
     if name in ELEMENTWISE:
         return lambda eqn, given: _paired(given)
     if name.startswith(("reduce_", "arg")) and name not in _RULES:
@@ -92,7 +94,7 @@ def _transposed(eqn: JaxprEqn, given: list[State]) -> State:
     return UNKNOWN if axis < 0 else Along(tuple(eqn.params["permutation"]).index(axis))
 
 
-def reshaped(eqn: JaxprEqn, given: list[State], rows: int) -> State:
+def _reshaped(rows: int, eqn: JaxprEqn, given: list[State]) -> State:
     """Examples, so many rows, stay outermost where as much stands before them as did."""
     axis = _only(given)
     if axis < 0:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
-from fnet.autodiff.axis_rules import MIXED, UNKNOWN, Along, Mixed, State, joined, reshaped, rule
+from fnet.autodiff.axis_rules import MIXED, UNKNOWN, Along, Mixed, State, joined, rule
 
 
 class Followed(NamedTuple):
@@ -43,15 +43,11 @@ def follow(closed: ClosedJaxpr, batched: Sequence[bool], rows: int) -> Followed:
 
 def depends(closed: ClosedJaxpr, on: Sequence[bool]) -> list[bool]:
     """Of each result of a traced function, whether it may depend on the arguments marked."""
-    return [state is not None for state in _reached(closed, on).outputs]
+    return [state is not None for state in reached(closed, on).outputs]
 
 
-def reached(closed: ClosedJaxpr, on: Sequence[bool]) -> frozenset[tuple[int, ...]]:
-    """Paths of the equations that may depend on the arguments marked, as in `Followed.at`."""
-    return frozenset(_reached(closed, on).at)
-
-
-def _reached(closed: ClosedJaxpr, on: Sequence[bool]) -> Followed:
+def reached(closed: ClosedJaxpr, on: Sequence[bool]) -> Followed:
+    """All that may depend on the arguments marked, in whatever way."""
     trail = _Trail({}, 1)
     states: list[State] = [UNKNOWN if marked else None for marked in on]
     return Followed(trail.visit(closed, states, "", ()), trail.at)
@@ -102,7 +98,7 @@ class _Trail(NamedTuple):
             return [UNKNOWN] * count
         if name == "cond":
             return self._branches(eqn, given[1:], here)
-        found = reshaped(eqn, given, self.rows) if name == "reshape" else rule(name)(eqn, given)
+        found = rule(name, self.rows)(eqn, given)
         return [Mixed(here, name) if found == MIXED else found] * count
 
     def _gone_back(

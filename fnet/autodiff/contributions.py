@@ -320,7 +320,7 @@ def _one_by_one(
     uses = find_uses(closed, len(leaves))
     # Where a parameter meets what all examples share, a tap would be as large as all copies of it.
     of_data = reached(closed, [False] * len(leaves) + [True] * len(shapes))
-    shared = {use.view.param for use in uses.every if use.path not in of_data}
+    shared = {use.view.param for use in uses.every if use.path not in of_data.at}
     uses = uses._replace(other=uses.other | shared)
     at_once, in_chunks = _divided(uses, leaves, e.size, width)
     # Each example has its own of what follows from a parameter of which it has a copy, or a tap.

@@ -139,17 +139,14 @@ def check_state(
     name: str, each: Callable[..., Any], params: Any, batch: dict[str, Array], key: Array
 ) -> None:
     """Refuses a state that is made of the examples: noise covers the gradient alone."""
-    closed, shapes = jax.make_jaxpr(lambda *args: each(*args)[1][1], return_shape=True)(
-        params, batch, key
-    )
-    sizes = [len(jax.tree.leaves(arg)) for arg in (params, batch, key)]
-    of_batch = [
-        is_batch for is_batch, n in zip((False, True, False), sizes, strict=True) for _ in range(n)
-    ]
+    closed, shapes = jax.make_jaxpr(
+        lambda batch: each(params, batch, key)[1][1], return_shape=True
+    )(batch)
+    of_batch = depends(closed, [True] * len(closed.in_avals))
     states = jax.tree_util.tree_leaves_with_path(shapes)
     made = [
         jax.tree_util.keystr(path)
-        for (path, _), depending in zip(states, depends(closed, of_batch), strict=True)
+        for (path, _), depending in zip(states, of_batch, strict=True)
         if depending
     ]
     if made:
@@ -302,8 +299,8 @@ def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, A
             return after
         mean = jax.vmap(functools.partial(weighted_mean, weight=counts), -1)
         flat = after.reshape(len(after), -1)
-        renewed = mean(flat).reshape(before.shape).astype(before.dtype)
-        return jnp.where(counts.sum() > 0, renewed, before)
+        of_all = mean(flat).reshape(before.shape).astype(before.dtype)
+        return jnp.where(counts.sum() > 0, of_all, before)
 
     # Of no examples at all, 0; but where none of those that there are has a finite gradient, nan.
     lost = (counts.sum() == 0) & (info.nonfinite > 0)

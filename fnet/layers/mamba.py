@@ -9,10 +9,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import along_time, causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
-from fnet.layers.recurrence import check_sizes, recurrent
+from fnet.layers.recurrence import recurrent
 from fnet.layers.selective_scan import selective_scan
 
 TORCH_LINEAR = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")

@@ -107,13 +107,6 @@ def recurrent(
     return Layer(init, apply, Decode(start, extend))
 
 
-def check_sizes(where: str, **sizes: int) -> None:
-    """Refuses sizes below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {size}")
-
-
 @jax.custom_vjp
 def _recurrence(a: Array, b: Array, initial: Array) -> Array:
     """States, in the dtype of ``b``."""

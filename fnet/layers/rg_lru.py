@@ -8,10 +8,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import along_time, causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
-from fnet.layers.recurrence import check_sizes, linear_recurrence, recurrent
+from fnet.layers.recurrence import linear_recurrence, recurrent
 
 _SHARPNESS = 8.0  # c
 _SLOWEST, _FASTEST = 0.999, 0.9  # exp(-c softplus(L)) at first

@@ -130,6 +130,7 @@ def stack(
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         _check_condition(parts, condition)
+        padded = {} if mask is None else {"mask": mask}
         taken, given = x, x  # what the mixer of the block before took and gave
         for i, children in enumerate(parts):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
@@ -145,7 +146,6 @@ def stack(
                         here = new if context == "current" else here
                     x = apply_context(x, here, p["strength"])
                 taken = x
-                padded = {} if mask is None else {"mask": mask}
                 mix = functools.partial(
                     apply_child, children, "mixer", p, s, key=k, train=train, **padded
                 )

@@ -1,10 +1,9 @@
 """Stacks of transformer blocks: residual, or reversible, which keeps nothing per block."""
 
-from fnet.layer import Layer, residual, serial
+from fnet.layer import Layer, check_sizes, residual, serial
 from fnet.layers.activations import activation
 from fnet.layers.linear import dense
 from fnet.layers.norm import rms_norm_layer
-from fnet.layers.recurrence import check_sizes
 from fnet.layers.reversible import reversible
 from fnet.layers.self_attention import attention
 
