@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from benchmarks import abn_stack
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
-from fnet.memory import peak
+from fnet.memory import arithmetic, peak
 from fnet.memory.target import TARGETS, Target, compile_for, describe
 
 BLOCKS = 16
@@ -88,7 +88,7 @@ def measured(target: Target) -> dict[str, tuple[int, float]]:
 
 def row(name: str, found: dict[str, dict[str, tuple[int, float]]]) -> dict[str, str]:
     """One line of the table."""
-    cells = {"": name}
+    cells = {"": name, "GFLOP": f"{_flops(STACKS[name]) / 1e9:,.0f}"}
     for target, sizes in found.items():
         whole, slope = sizes[name]
         cells |= {f"{target} MB": f"{whole / 1e6:.1f}", f"{target} a block": f"{slope:.2f}"}
@@ -104,6 +104,12 @@ def claims(target: str, sizes: dict[str, tuple[int, float]]) -> Iterator[Claim]:
             yield Claim(f"{what}, {BLOCKS} blocks, {target}: temporaries", peer, ratio, "<= 1.0")
         theirs, bound = f"{peers[0]}: {sizes[peers[0]][1]:.2f}", f"<= {KEPT[ours] + 0.005}"
         yield Claim(f"{what}, {target}: activations kept a block", theirs, slope, bound)
+
+
+def _flops(stack: abn_stack.Stack) -> float:
+    """Of the gradient as it is written, recomputation included."""
+    loss, params = stack(BLOCKS)
+    return arithmetic(jax.make_jaxpr(jax.grad(loss))(params, IMAGES)).flops
 
 
 def _temporaries(target: Target, stack: abn_stack.Stack, blocks: int) -> int:

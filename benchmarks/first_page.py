@@ -29,11 +29,13 @@ class Headline(NamedTuple):
       benchmark: the name in `benchmarks.suite`.
       claim: a pattern of what it says in the benchmark.
       peer: a pattern of what it is beside; both together match one claim.
+      page: of ``docs/``, with more of it.
     """
 
     words: str
     benchmark: str
     claim: str
+    page: str
     peer: str = "*"
 
 
@@ -42,39 +44,81 @@ HEADLINES = (
         "in-place batch norm + leaky_relu, 16 blocks: memory of a gradient",
         "abn_stack_on_cpu",
         "fnet.abn, leaky_relu, * blocks: temporaries*",
+        "in_place.md",
     ),
-    Headline("the same: time", "abn_stack_on_cpu", "fnet.abn, leaky_relu, * blocks: time"),
+    Headline(
+        "the same: time", "abn_stack_on_cpu", "fnet.abn, leaky_relu, * blocks: time", "in_place.md"
+    ),
     Headline(
         "the same, compiled for an H100: memory",
         "abn_stack_ahead_of_time_h100",
         "fnet.abn, leaky_relu, *: temporaries",
+        "in_place.md",
         "flax linen*",
     ),
     Headline(
         "reversible stack, 16 blocks: memory of a gradient",
         "abn_stack_on_cpu",
         "fnet.reversible*temporaries of the gradient",
+        "in_place.md",
     ),
-    Headline("ResNet-50 in place: peak of a train step", "resnet50_step", "*fnet.abn, relu*: peak"),
-    Headline("the same size, reversible: peak", "resnet50_step", "*fnet.reversible*: peak"),
+    Headline("the same: time", "abn_stack_on_cpu", "fnet.reversible*: time", "in_place.md"),
+    Headline(
+        "ResNet-50 in place: peak of a train step",
+        "resnet50_step",
+        "*fnet.abn, relu*: peak",
+        "in_place.md",
+    ),
+    Headline(
+        "the same size, reversible: peak",
+        "resnet50_step",
+        "*fnet.reversible*: peak",
+        "in_place.md",
+    ),
     Headline(
         "cross-entropy of 32,768 words from hidden states: memory",
         "linear_cross_entropy",
         "*, value and gradients, *: temporaries",
+        "memory.md",
     ),
-    Headline("the same: time", "linear_cross_entropy", "*, value and gradients, *: time"),
+    Headline(
+        "the same: time", "linear_cross_entropy", "*, value and gradients, *: time", "memory.md"
+    ),
     Headline(
         "attention, 2,048 tokens: memory of a gradient",
         "attention",
         "*tokens, gradient: temporaries",
+        "memory.md",
     ),
-    Headline("the same: time", "attention", "*tokens, gradient: time"),
+    Headline("the same: time", "attention", "*tokens, gradient: time", "memory.md"),
     Headline(
         "8 microbatches, Adam: peak of a train step",
         "accumulation",
         "*unrolled layers, *: peak of the step",
+        "memory.md",
     ),
-    Headline("16 gradients at one point, MLP: time", "batched", "vjps, *N = 16: time"),
+    Headline(
+        "sum of clipped single-example gradients, MLP: memory",
+        "clipped_grad",
+        "clipped_grad, MLP *: memory",
+        "per_example.md",
+    ),
+    Headline("the same: time", "clipped_grad", "clipped_grad, MLP *: time", "per_example.md"),
+    Headline(
+        "the same, transformer of width 384: memory",
+        "clipped_grad",
+        "clipped_grad, transformer, width 384*: memory",
+        "per_example.md",
+    ),
+    Headline(
+        "the same: time",
+        "clipped_grad",
+        "clipped_grad, transformer, width 384*: time",
+        "per_example.md",
+    ),
+    Headline(
+        "16 gradients at one point, MLP: time", "batched", "vjps, *N = 16: time", "batched.md"
+    ),
 )
 
 
@@ -114,13 +158,14 @@ def _found(headline: Headline, results: report.Results) -> Claim:
 
 
 def _line(headline: Headline, claim: Claim) -> dict[str, str]:
+    page = f"docs/{headline.page}#measured"
     return {
         "": headline.words,
         "beside": claim.peer,
         "ratio": claim.shown,
         "target": claim.target,
         "met": report.VERDICTS[claim.met],
-        "measured by `python -m benchmarks.`": f"`{headline.benchmark}`",
+        "measured by `python -m benchmarks.`": f"[`{headline.benchmark}`]({page})",
     }
 
 

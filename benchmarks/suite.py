@@ -86,6 +86,7 @@ SUITE = (
     Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10"),
     Benchmark("linear_cross_entropy", quick=("--rounds", "3")),
     ahead_of_time("linear_cross_entropy", "h100"),
+    Benchmark("pixel_cross_entropy", quick=("--rounds", "3")),
     Benchmark("accumulation", quick=("--rounds", "3")),
     ahead_of_time("accumulation", "h100"),
     Benchmark("optimizer_in_backward", quick=("--rounds", "5", "--optimizers", "sgd", "adam")),

@@ -29,6 +29,8 @@ from benchmarks.measure import interleaved, markdown
 from fnet import Layer, memory, models
 
 NAMES = (
+    "resnet18",
+    "resnet34",
     "resnet50",
     "resnet101",
     "resnet152",
@@ -38,6 +40,8 @@ NAMES = (
     "wider_resnet16",
     "wider_resnet20",
     "wider_resnet38",
+    "wider_resnet16_a2",
+    "wider_resnet20_a2",
     "wider_resnet38_a2",
     "densenet121",
     "densenet169",

@@ -49,7 +49,10 @@ def sample_token(
     check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits.astype(jnp.float32) / temperature
+    logits = logits.astype(jnp.float32)
+    # Less the largest, which stays 0: divided by a tiny number, all could be infinite.
+    logits = logits - logits.max(-1, keepdims=True)
+    logits = logits / max(temperature, float(jnp.finfo(jnp.float32).tiny))
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits >= least, logits, -jnp.inf)

@@ -72,6 +72,20 @@ def computed(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return called(eqn)
 
 
+def every(value: Any, name: str) -> Iterator[JaxprEqn]:
+    """The equations in a jaxpr, and in those within it, whose primitive's name begins so."""
+    if isinstance(value, Jaxpr):
+        for eqn in value.eqns:
+            if eqn.primitive.name.startswith(name):
+                yield eqn
+            yield from every(tuple(eqn.params.values()), name)
+    elif isinstance(value, ClosedJaxpr):
+        yield from every(value.jaxpr, name)
+    elif type(value) is tuple:
+        for part in value:
+            yield from every(part, name)
+
+
 def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
     """Named scopes of an equation, without the marks of transformations: ``vmap(jvp(conv))``."""
     name, marks = str(eqn.source_info.name_stack), 1

@@ -42,7 +42,7 @@ def plan_step(
       splits: numbers of microbatches to choose from. By default the powers of two
         that divide the batch where there is a budget, else 1. Where the state has
         statistics of the batch (``model_state``), which splitting changes, they
-        are the last resort.
+        are the last resort; parts that the network refuses as too small are left out.
       reserve: bytes of the budget that others need.
       target: a device to plan for; this machine's by default.
       progress: called with each candidate once it is compiled.
@@ -52,12 +52,15 @@ def plan_step(
 
     Raises:
       BudgetError: for a budget below the state's size, and where nothing fits.
-      ValueError: for a budget that cannot be read, an unknown policy, or nothing to choose from.
+      ValueError: for a budget that cannot be read, an unknown policy, nothing to choose from, or
+        microbatches in another mode.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if splits is None:
         powers = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
         splits = powers if budget is not None else [1]
+    splits = tuple(splits)
+    variant(step, "keep", max(splits, default=1))  # a mode that cannot be split is told at once
 
     def build(policy: str, split: int) -> jax.stages.Traced:
         args: tuple[Any, Any] = (state, batch)

@@ -21,7 +21,9 @@ BATCHES = {
     "one sample a device": (4, None),
 }
 ROWS = P("d")
-BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])
+BOTH_MODES = pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 
 
 def mesh(shape=(4,), names=("d",), axis_type=AxisType.Auto):
@@ -326,7 +328,7 @@ def test_one_sample_over_all_devices_is_refused():
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("activation", ["elu", "gelu"])
+@pytest.mark.parametrize("activation", ["elu", pytest.param("gelu", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("float64")
 def test_gradients_of_and_within_vmap_equal_one_devices(activation, train):
     *data, weights = arrays(16, C)

@@ -30,8 +30,7 @@ def images(n=4):
     return jnp.asarray(np.random.default_rng(3).normal(size=(n, 5, 5, 2)))
 
 
-@pytest.mark.parametrize("batch", ["6", "n"])
-@pytest.mark.parametrize("serialised", [False, True])
+@pytest.mark.parametrize(("batch", "serialised"), [("6", False), ("n", True)])
 def test_an_exported_network_evaluates_as_the_network_itself(batch, serialised):
     network = small_network()
     params, state = network.init(jax.random.key(0))
@@ -89,8 +88,9 @@ def test_recomputation_changes_neither_gradients_nor_the_one_update_of_the_state
     assert float(new_state["3"]["count"]) == 1
 
 
-@pytest.mark.parametrize("remember", [lambda f: f, fnet.recompute], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("activation", ["leaky_relu", "gelu"])
+@pytest.mark.parametrize(
+    ("activation", "remember"), [("leaky_relu", lambda f: f), ("gelu", fnet.recompute)]
+)
 @pytest.mark.usefixtures("float64")
 def test_a_scan_over_layers_has_the_gradients_and_state_of_the_unrolled_ones(activation, remember):
     block = fnet.serial(layers.dense(C, C, bias=False), layers.abn(C, activation=activation))
@@ -125,7 +125,10 @@ def test_forward_mode_over_the_norm_is_refused_by_jax(train):
 
 @pytest.mark.parametrize(
     ("activation", "train"),
-    [("elu", True), ("elu", False), ("softplus", True), ("gelu", True)],
+    [
+        *(("elu", True), ("gelu", True)),
+        *(pytest.param(*c, marks=pytest.mark.slow) for c in (("elu", False), ("softplus", True))),
+    ],
 )
 @pytest.mark.usefixtures("float64")
 def test_forward_over_reverse_equals_reverse_over_reverse(activation, train):

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, numbers, pixels, refused, written
 
+from train.config import ArrayFile, Config, Denoiser
+from train.errors import UserError
+from train.tasks import images
+
 TEST = {"x_train": X, "y_train": Y, "x_test": pixels(6), "y_test": numbers(6)}
 NAN, LARGE = pixels(dtype=np.float32), pixels(dtype=np.float64)
 NAN[7, 1, 2, 0] = np.nan
@@ -146,3 +150,11 @@ def test_a_header_that_promises_more_than_there_is_is_said(tmp_path):
         file.writestr("x.npy", content.getvalue())
         file.writestr("y.npy", y.getvalue())
     assert f"data.path: cannot read x in {path}: " in refused(path)
+
+
+def test_images_to_train_on_are_in_the_unit_interval_too(tmp_path):
+    x = np.random.default_rng(0).random((8, 4, 4)).astype(np.float32)
+    y, path = np.arange(8) % 2, tmp_path / "d.npz"
+    np.savez(path, x_train=255 * x, y_train=y, x_test=x, y_test=y)
+    with pytest.raises(UserError, match=r"data.images: values from .* in \[0, 1\]"):
+        images.load(Config(data=ArrayFile(path=str(path)), model=Denoiser()))

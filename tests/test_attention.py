@@ -292,61 +292,6 @@ def test_second_derivatives_and_forward_mode_never_hold_all_scores():
         assert temporaries(program, x, x, x) < 2048 * 2048 * 4
 
 
-class Kernel:
-    """Stands for cuDNN's: what the program would compute for a GPU is told by a sine."""
-
-    def __init__(self, error=None):
-        self.error, self.attention = error, jax.nn.dot_product_attention
-
-    def __call__(self, q, k, v, *, is_causal, scale, implementation, local_window_size=None):
-        assert implementation == "cudnn"
-        assert local_window_size in (None, (3, 0))
-        if self.error:
-            raise self.error
-        return jnp.sin(q)
-
-
-def lowered_for(platform, f, dtype):
-    x = jax.ShapeDtypeStruct((B, 16, H, D), dtype)
-    fresh = lambda *a: f(*a)  # noqa: E731  (not one that jit has seen before)
-    return jax.jit(fresh).trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
-
-
-def test_a_gpu_takes_its_fused_kernel_and_no_other_backend_does(monkeypatch):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel())
-    for dtype in (jnp.bfloat16, jnp.float16):
-        assert "sine" in lowered_for("cuda", dot_product_attention, dtype)
-        assert "dot_general" not in lowered_for("cuda", dot_product_attention, dtype)
-        assert "sine" not in lowered_for("cpu", dot_product_attention, dtype)
-        assert "sine" not in lowered_for("tpu", dot_product_attention, dtype)
-    windowed = functools.partial(dot_product_attention, causal=True, window=4)
-    assert "sine" in lowered_for("cuda", windowed, jnp.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kwargs"),
-    [
-        (jnp.float32, {}),
-        (jnp.bfloat16, {"chunk": 4}),
-        (jnp.bfloat16, {"scale": jnp.float32(0.5)}),
-        (jnp.bfloat16, {"mask": jnp.ones((1, 1, 1, 16), bool)}),
-    ],
-)
-def test_what_the_fused_kernel_does_not_do_goes_in_chunks(dtype, kwargs, monkeypatch):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel())
-    f = functools.partial(dot_product_attention, **kwargs)
-    assert "sine" not in lowered_for("cuda", f, dtype)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [RuntimeError("cuDNN not found."), NotImplementedError("head dim"), ValueError("shape")],
-)
-def test_without_a_fused_kernel_for_these_arrays_a_gpu_takes_chunks(error, monkeypatch):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel(error))
-    assert "dot_general" in lowered_for("cuda", dot_product_attention, jnp.bfloat16)
-
-
 def test_each_device_attends_to_its_part_of_the_batch():
     arrays = [a.repeat(2, axis=0) for a in inputs(np.float32)]  # a batch of 4
     arrays = [a * jnp.arange(1.0, 5)[:, None, None, None] for a in arrays]

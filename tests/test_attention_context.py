@@ -264,3 +264,12 @@ def test_what_does_not_fit_is_refused(call, words):
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="x must be floating, got int32"):
         fnet.apply_context(jnp.ones((3, 6), int), square(), jnp.ones(()))
+
+
+def test_one_example_without_a_batch_axis_is_a_batch_of_one():
+    x, mixed = jax.random.normal(jax.random.key(0), (2, 6, 4))
+    mask, context = jnp.arange(6) < 4, jnp.full((4, 4), 0.1)
+    one = fnet.update_context(context, x, mixed, mask=mask)
+    batch = fnet.update_context(context, x[None], mixed[None], mask=mask[None])
+    chex.assert_trees_all_equal(one, batch)
+    assert not jnp.array_equal(one, fnet.update_context(context, x, mixed))

@@ -17,6 +17,7 @@ from train.data.crops import (
     scaled_crop,
     short_side,
     ten_crops,
+    two_crops,
 )
 
 
@@ -71,11 +72,6 @@ def test_where_no_try_fits_the_middle_is_taken(width, height, box):
     assert resized_crop(width, height, 8, draws).box == box
 
 
-def test_the_same_numbers_make_the_same_crop():
-    draws = generator().random(RESIZED_CROP_DRAWS)
-    assert resized_crop(50, 40, 8, draws) == resized_crop(50, 40, 8, draws.copy())
-
-
 @pytest.mark.parametrize(
     ("width", "height", "expected"),
     # torchvision.transforms.Resize(256): the longer side is int(256 * long / short).
@@ -98,6 +94,7 @@ def test_ten_crops_are_corners_middle_and_their_mirror_images():
     five = [image[:4, :4], image[:4, 4:], image[2:, :4], image[2:, 4:], image[1:5, 2:6]]
     chex.assert_trees_all_equal(ten[:5], np.stack(five))
     chex.assert_trees_all_equal(ten[5:], np.stack(five)[:, :, ::-1])
+    chex.assert_trees_all_equal(two_crops(image, 4), ten[[4, 9]])
 
 
 @pytest.mark.parametrize("reflect", [False, True])

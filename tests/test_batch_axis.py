@@ -154,3 +154,12 @@ def test_the_place_where_examples_meet_is_told():
             return rows(x - x.reshape(-1, 8).reshape(x.shape).mean((0, 1)))
 
     assert followed(f, X) == Mixed("norm", "reduce_sum")
+
+
+def test_what_was_written_to_a_reference_is_not_known():
+    def f(x):
+        total = jax.new_ref(jnp.zeros(x.shape[1:]))
+        total[...] = total[...] + x.sum(0)
+        return x - total[...][None]
+
+    assert followed(f, X) == UNKNOWN

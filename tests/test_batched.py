@@ -49,7 +49,7 @@ def test_reverse_adds_to_its_accumulators_and_takes_their_buffers(seed, width):
     np.testing.assert_array_equal(twice, [12.0] * 4)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=2, max_size=3),
     batch=st.integers(1, 4),

@@ -31,3 +31,9 @@ def test_amounts_are_written():
     assert in_words(12) == "12 bytes"
     assert in_words(None) == "unknown"
     assert in_words(5 * 2**40) == "5.00 TiB"
+
+
+def test_amounts_beyond_a_double_are_exact_or_refused():
+    assert read_bytes(2**53 + 1) == 2**53 + 1
+    with pytest.raises(ValueError, match="not infinitely many"):
+        read_bytes("9" * 400 + "GB")

@@ -27,7 +27,7 @@ def scaled_sum(each, scales):
     return jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), each)
 
 
-LARGE = {"fnet_transformer", "flax_cnn", "convolutions"}
+LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 
 
 @pytest.mark.parametrize(
@@ -366,3 +366,19 @@ def test_of_float64_it_has_all_digits():
     (found, info), each = both_ways(params, x)
     chex.assert_trees_all_close(found, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-11)
     chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "each"), [(jnp.bfloat16, 257, 1.0), (jnp.float16, 64, 2048.0)]
+)
+def test_sums_of_narrow_convolutions_are_not_rounded_as_they_are(kind, size, each):
+    def loss(w, x):
+        y = jax.lax.conv_general_dilated(
+            x, w.astype(x.dtype), (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y.astype(jnp.float32).sum((1, 2, 3))
+
+    x = jnp.full((size, 1, 1, 1), each, kind)
+    found, info = clipped_grad(loss, each)(jnp.ones((1, 1, 1, 1)), x)
+    assert info.nonfinite == 0
+    assert float(found[0, 0, 0, 0]) == size * each  # in bfloat16 256 + 1 = 256

@@ -302,3 +302,27 @@ def test_labels_out_of_range_and_colours_are_refused(saved):
     deep = saved(np.array([[0, 300]], np.uint16), "b.png")
     assert reason(deep, decode_labels, 254).startswith("label 300")
     assert "mode is RGB" in reason(saved(IMAGE, "c.png"), decode_labels, 2)
+
+
+def chunk(kind, content):
+    check = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+
+def test_levels_of_grey_that_readers_spread_are_no_labels(saved, tmp_path):
+    # Pillow, as other readers, makes 0, 13, 255 and 0, 17, 255 of them.
+    (tmp_path / "a.pgm").write_bytes(b"P5 3 1 20\n" + bytes([0, 1, 20]))
+    header = struct.pack(">IIBBBBB", 3, 1, 4, 0, 0, 0, 0)
+    rows = zlib.compress(b"\0" + bytes([0x01, 0xF0]))
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", rows), chunk(b"IEND", b"")]
+    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    for name, second in (("a.pgm", 13), ("b.png", 17)):
+        path = str(tmp_path / name)
+        assert decode(path)[0, :, 0].tolist() == [0, second, 255]
+        assert reason(path, decode_labels, 20).startswith("its levels of grey are fewer than 256")
+    (tmp_path / "c.pgm").write_bytes(b"P5 3 1 255\n" + bytes([0, 1, 20]))
+    assert np.asarray(decode_labels(str(tmp_path / "c.pgm"), 20)).tolist() == [[0, 1, 20]]
+    palette = Image.fromarray(np.array([[0, 1, 15]], np.uint8), "P")
+    palette.putpalette([7] * 48)
+    path = saved(palette, "d.png", bits=4)
+    assert np.asarray(decode_labels(path, 20)).tolist() == [[0, 1, 15]]

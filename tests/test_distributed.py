@@ -11,6 +11,7 @@ import pytest
 from program_cases import exit_code, fnet_command
 
 from train import distributed, loop
+from train.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
@@ -128,3 +129,8 @@ def test_the_first_process_says_that_another_was_interrupted(monkeypatch, capsys
     fnet_command("train", "tiny.py", "--out", "r")
     said = capsys.readouterr().out
     assert "another process was interrupted: saved after step 2 of 8" in said
+
+
+def test_a_coordinator_without_a_port_is_refused():
+    with pytest.raises(UserError, match="--coordinator: expected HOST:PORT, got host0"):
+        distributed.join("host0", 2, 0)

@@ -5,6 +5,8 @@ import inspect
 import itertools
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,8 @@ def commands():
                 yield page, [w for w in shlex.split(line, comments=True) if w != "&"]
 
 
+OF_A_RECIPE = {"train": arguments.TrainArguments, "memory": arguments.MemoryArguments}
+OF_A_RECIPE |= {"import": arguments.ImportArguments}
 READ = {"eval": arguments.EvalArguments, "report": arguments.ReportArguments}
 READ |= {"predict": arguments.PredictArguments, "export": arguments.ExportArguments}
 
@@ -75,10 +79,10 @@ def test_every_command_of_a_document_can_be_read():
         program, what, *words = command
         options = words[next((i for i, w in enumerate(words) if w.startswith("--")), len(words)) :]
         try:
-            if what in ("train", "memory") and words[0] in recipes.recipes():
-                kind = arguments.TrainArguments if what == "train" else arguments.MemoryArguments
+            if what in OF_A_RECIPE and words[0] in recipes.recipes():
                 if "--help" not in words:
-                    given = arguments.read(kind(recipes.load(words[0])), words[1:], program)
+                    defaults = OF_A_RECIPE[what](recipes.load(words[0]))
+                    given = arguments.read(defaults, options, program)
                     steps, warmup = given.config.train.steps, given.config.optim.warmup_steps
                     assert steps is None or warmup <= steps, f"warmup_steps {warmup}"
                 read.add(what)
@@ -88,7 +92,7 @@ def test_every_command_of_a_document_can_be_read():
                 read.add(what)
         except Exception as error:
             raise AssertionError(f"{page}: {' '.join(command)}: {error}") from error
-    assert read >= {"train", "memory", "eval", "report", "predict", "sample"}
+    assert read >= {*OF_A_RECIPE, "eval", "report", "predict", "sample"}
 
 
 def test_no_two_runs_of_a_block_begin_in_the_same_folder():
@@ -192,3 +196,13 @@ def test_the_map_names_every_module():
         for path in (ROOT / package).rglob("*.py"):
             name = path.stem if path.stem != "__init__" else path.parent.name
             assert re.search(rf"\b{name}\b", tree), f"{path.relative_to(ROOT)} is not on the map"
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    words = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()

@@ -17,6 +17,7 @@ from train import examples, plots
 from train.arguments import EvalArguments
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
+from train.data.unreadable import UnreadableFiles
 from train.eval_run import show, with_options
 from train.evaluate import Evaluate, Evaluation
 from train.run_folder import RunFolder
@@ -65,18 +66,19 @@ def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
 
 
 @pytest.mark.usefixtures("recipes")
-def test_logits_of_ten_crops_are_averaged():
+@pytest.mark.parametrize("crops", [2, 10])
+def test_logits_of_crops_are_averaged(crops):
     task, network = task_of(
-        Config(data=ImageFolder(path="colours", image_size=8, crops=10), model=MODEL)
+        Config(data=ImageFolder(path="colours", image_size=8, crops=crops), model=MODEL)
     )
     batch = next(evaluation_batches(task.dataset, 3))
-    assert batch["image"].shape == (3, 10, 8, 8, 3)
+    assert batch["image"].shape == (3, crops, 8, 8, 3)
     found = jax.jit(task.measure)(*network, batch)
     logits = [
         task.model.apply(*network, normalized(batch["image"][:, i]), train=False)[0]
-        for i in range(10)
+        for i in range(crops)
     ]
-    mean = sum(logits) / 10
+    mean = sum(logits) / crops
     chex.assert_trees_all_close(
         found.metrics["loss"], cross_entropies(mean, batch["label"]), rtol=1e-4
     )
@@ -314,7 +316,7 @@ MISTAKES = [
     ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; options for it: none"),
     ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; options for it: --crops, --image-size, --resize"),
     ("colours", ("--flip",), "--flip: runs/colours is a run of"),
-    ("colours", ("--crops", "5"), "--crops: expected one of 1, 10"),
+    ("colours", ("--crops", "5"), "--crops: expected one of 1, 2, 10"),
     ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),
     ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
     ("halves", ("--crops", "10"), "options for it: --image-size, --scales, --flip"),
@@ -332,3 +334,63 @@ def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, begun, c
     begun(recipe)
     assert exit_code("eval", f"runs/{recipe}", *words) == 2
     said_in_one_line(capsys, message)
+
+
+def test_in_training_too_a_network_that_sees_several_crops_is_given_fewer_images(
+    recipes, monkeypatch
+):
+    sizes = []
+
+    class Recorded(Evaluate):
+        def __init__(self, task, size, *rest):
+            sizes.append(size)
+            super().__init__(task, size, *rest)
+
+    monkeypatch.setattr("train.setup.Evaluate", Recorded)
+    fnet_command("train", "colours.py", "--data.crops", 10, "--train.steps", 1, "--out", "run")
+    assert sizes == [2]  # batches of 20
+
+
+@pytest.mark.parametrize("command", [("eval",), ("train", "--resume", "--train.steps", 21)])
+def test_classes_that_have_other_labels_than_at_the_beginning_are_refused(
+    command, run_of, recipes, capsys
+):
+    run = run_of("colours")
+    for split in ("train", "val"):
+        (recipes / "colours" / split / "red").rename(recipes / "colours" / split / "aqua")
+    what, *words = command
+    assert exit_code(what, run if what == "eval" else run / "config.json", *words) == 2
+    said_in_one_line(capsys, "data: the classes are not those that")
+    assert json.loads((run / "classes.json").read_text())["classes"] == ["blue", "green", "red"]
+
+
+def test_a_long_evaluation_carries_its_counts_over():
+    run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
+    state = jax.jit(run.init)(jax.random.key(0))
+    evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print))
+    expected = evaluate(state)
+    evaluate._counts = 2**30  # as of a segmentation of many large images
+    found = evaluate(state)
+    np.testing.assert_array_equal(found.confusion, expected.confusion)
+    assert found.metrics == pytest.approx(expected.metrics)
+
+
+def test_training_goes_on_without_a_file_that_cannot_be_read(recipes, capsys):
+    (recipes / "colours" / "train" / "red" / "0.png").write_bytes(b"")
+    words = "train", "colours.py", "--train.steps", 4
+    fnet_command(*words, "--data.max-bad-fraction", 0.1, "--out", "run")
+    assert capsys.readouterr().out.count("0.png: zero bytes; it is left out") == 1
+    assert json.loads((recipes / "run" / "summary.json").read_text())["unreadable_files"] == 1
+    assert exit_code(*words, "--out", "other") == 2
+    said_in_one_line(capsys, "data.max_bad_fraction: so far 1 of the 30 training files")
+
+
+def test_what_padding_measures_counts_nothing():
+    run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
+
+    def measure(params, state, batch):  # of ten examples, in batches of four
+        return Measured({"loss": jnp.where(batch["weight"] > 0, 1.0, jnp.nan)})
+
+    state = jax.jit(run.init)(jax.random.key(0))
+    evaluate = Evaluate(run.task._replace(measure=measure), 4, run.state_shapes)
+    assert evaluate(state).metrics == {"loss": 1.0}

@@ -99,3 +99,14 @@ def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
 def test_labels_and_scales_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(jnp.arange(3))
+
+
+def test_a_scale_near_1_is_not_rounded_away_in_bfloat16():
+    def denoise(x, t, labels):
+        away = jnp.where(labels == 9, -1.0, 0.0)[:, None]
+        return jnp.broadcast_to(away, x.shape).astype(jnp.bfloat16)
+
+    x = jnp.zeros((2, 3))
+    for scale in (1.1, 1.003):
+        got = guided(denoise, jnp.arange(2), 9, scale)(x, jnp.zeros(2, jnp.int32))
+        np.testing.assert_allclose(got.astype(np.float32), scale - 1, rtol=2**-8)

@@ -14,6 +14,7 @@ from program_cases import exit_code
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
 from train.data import evaluation_batches, image_folder, training_batches
+from train.data.files import folders_in
 from train.data.poisson import poisson_batches
 from train.errors import UserError
 
@@ -284,7 +285,7 @@ def test_a_crop_larger_than_the_image_it_is_cut_from_is_refused(folder):
 def test_the_section_survives_json():
     config = Config(data=ImageFolder(path="x", crops=10, mean=(0.1, 0.2, 0.3)))
     assert from_json(to_json(config), "here") == config
-    with pytest.raises(UserError, match=r"data.crops: expected 1 or 10, got 5"):
+    with pytest.raises(UserError, match=r"data.crops: expected 1, 2 or 10, got 5"):
         from_json('{"data": {"source": "image_folder", "crops": 5}}', "here")
 
 
@@ -306,3 +307,15 @@ def test_the_program_ends_with_one_line_where_there_are_no_images(tmp_path, monk
     assert error.count("\n") == 1
     assert exit_code("train", "recipe.py", "--data.crop", "square") == 2
     assert "centre" in capsys.readouterr().err
+
+
+def test_a_test_image_is_explained_at_the_size_that_it_is_read_at(folder):
+    Image.new("L", (1, 1500)).save(folder / "val" / "cat" / "thin.png")
+    data = load(folder, image_size=224, resize=256)
+    (thin,) = [i for i in data.test["id"].tolist() if "thin" in data.name(i)]
+    assert "1 x 1500 pixels become 256 x 384000, more than" in data.explain(thin)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot look into .*nowhere: No such file"):
+        folders_in(tmp_path / "nowhere")

@@ -282,3 +282,8 @@ def test_four_blocks_need_well_under_the_temporaries_of_batch_norm(model):
 
     # Each block keeps 1 array against 3; the 2 or 3 in use at a time make that 6 or 7 against 12.
     assert temporaries(in_place=True) < 0.65 * temporaries(in_place=False)
+
+
+def test_an_adapter_that_is_not_there_is_named():
+    with pytest.raises(AttributeError, match=r"fnet.interop.* has no attribute 'tensorflow'"):
+        _ = fnet.interop.tensorflow

@@ -48,8 +48,7 @@ NORMS = pytest.mark.parametrize("norm", [linen_norm, nnx_norm], ids=["linen", "n
 
 
 @NORMS
-@pytest.mark.parametrize("use_scale", [True, False])
-@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize(("use_scale", "use_bias"), [(True, False), (False, True)])
 def test_each_affine_parameter_is_optional_as_in_batch_norm(norm, use_scale, use_bias):
     x = images()
     options = {

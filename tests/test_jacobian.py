@@ -11,7 +11,7 @@ from lane_cases import double, normal, square
 from fnet.autodiff.jacobian import hvps, jacobian
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     n_in=st.integers(1, 5),
     n_out=st.integers(1, 5),
@@ -43,7 +43,7 @@ def test_a_jacobian_goes_the_way_with_fewer_lanes():
     assert "length=2" in program(90, 6)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(n=st.integers(1, 5), width=st.one_of(st.just("auto"), st.integers(1, 6)))
 def test_hvps_are_products_with_the_hessian(n, width):
     f = lambda x, y: (jnp.sin(x) ** 2 @ y) + (x**3).sum()  # noqa: E731
@@ -117,3 +117,10 @@ def test_primals_of_hvps_are_a_tuple():
 def test_an_integer_has_no_jacobian():
     with pytest.raises(TypeError, match="expected a real floating argument, got int32"):
         jacobian(square)(3)
+
+
+def test_a_jacobian_of_what_is_not_there_or_not_real_is_refused():
+    with pytest.raises(ValueError, match="argnums 1 of a function of 1 arguments"):
+        jacobian(jnp.sin, argnums=1)(jnp.ones(2))
+    with pytest.raises(TypeError, match="output"):
+        jacobian(lambda x: x.astype(jnp.complex64))(jnp.ones(2))

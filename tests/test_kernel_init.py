@@ -30,7 +30,6 @@ def test_cosine_patches_make_neighbours_independent():
     found = kernel.T @ chain @ kernel
     scale = np.sqrt(np.diag(found))
     assert np.abs(found / np.outer(scale, scale) - np.eye(n)).max() < 0.1
-    assert chain[0, 1] > 0.9
 
 
 def test_cosine_patches_of_another_number_of_channels_are_refused():
@@ -38,13 +37,13 @@ def test_cosine_patches_of_another_number_of_channels_are_refused():
         layers.cosine_patches(jax.random.key(0), (2, 2, 3, 16))
 
 
-@pytest.mark.parametrize(("n_in", "n_out"), [(3, 5), (5, 3), (4, 4)])
-def test_a_partly_identity_passes_channels_on(n_in, n_out):
-    conv = layers.conv(n_in, n_out, 3, bias=False, kernel_init=layers.partly_identity)
+@pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2), (4, 4, 3)])
+def test_a_partly_identity_passes_channels_on(n_in, n_out, window):
+    conv = layers.conv(n_in, n_out, window, bias=False, kernel_init=layers.partly_identity)
     params, state = conv.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4, 4, n_in))
     y, _ = conv.apply(params, state, x, train=True)
     same = min(n_in, n_out)
     np.testing.assert_allclose(y[..., :same], x[..., :same], rtol=1e-6)
-    others = jax.nn.initializers.he_normal()(jax.random.key(0), (3, 3, n_in, n_out))
+    others = jax.nn.initializers.he_normal()(jax.random.key(0), (window, window, n_in, n_out))
     np.testing.assert_array_equal(params["kernel"][..., same:], others[..., same:])

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import fnet
 from fnet import Layer, layers, repeat, residual, serial
 from fnet.layer import stateless
 
@@ -124,3 +125,24 @@ def test_names_of_layers_reach_the_compiled_program():
     text = f.lower(params, jnp.ones((2, 3))).compile().as_text()
     assert "/stem/" in text
     assert "/head/" in text
+
+
+def integers(*shape):
+    return jnp.ones(shape, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: fnet.layers.causal_conv(3).apply({"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, {}, integers(1, 5, 3), train=True),
+        lambda: layers.unembed(integers(2, 4), jnp.ones((7, 4)) / 2),
+        lambda: layers.dropout(0.5).apply({}, {}, integers(8), key=jax.random.key(0), train=True),
+        lambda: layers.rotary(integers(1, 4, 1, 2), jnp.arange(4)),
+        lambda: fnet.diffusion.add_noise(integers(2, 3), jnp.ones((2, 3)), 0.7, 0.7),
+        lambda: fnet.diffusion.denoised("v", jnp.ones((2, 3)), integers(2, 3), 0.7, 0.7),
+    ],
+    ids=["causal_conv", "unembed", "dropout", "rotary", "add_noise", "denoised"],
+)  # fmt: skip
+def test_integers_are_refused_where_a_small_number_would_become_0(call):
+    with pytest.raises(TypeError, match="floating, got int32"):
+        call()

@@ -1,12 +1,16 @@
 """``fnet memory`` and ``memory.budget``: what is foreseen, chosen and kept to."""
 
 import json
+from unittest.mock import Mock
 
+import jax
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
+from fnet import memory
+from fnet.memory.target import Target
 from train import planning
-from train.config import Config, Digits
+from train.config import Config, Digits, Memory, Mlp
 from train.planning import reserve
 from train.setup import setup
 
@@ -94,7 +98,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
 def test_where_not_one_example_fits_on_several_devices_it_is_said(capsys):
     words = "--mesh.data", 2, "--data.batch-size", 6, "--batch-size", "auto", "--budget", "500B"
     assert exit_code("memory", "deep.py", *words, "--out", "auto") == 2
-    said_in_one_line(capsys, "not even one example a step fits in 0 bytes")
+    said_in_one_line(capsys, "not even the smallest batch fits in 0 bytes")
 
 
 def test_a_policy_can_be_named_without_a_budget(workplace):
@@ -127,3 +131,22 @@ def test_batches_that_are_read_ahead_are_reserved_for():
     small, large = (setup(Config(data=Digits(batch_size=size))) for size in (64, 192))
     row = 8 * 8 * 4 + 4 + 4  # image, label, row
     assert reserve(large) - reserve(small) == 5 * 128 * row
+
+
+def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    here = Target("here", jax.local_devices()[0], 1_000_000, options)
+    monkeypatch.setattr("train.foresee._target", lambda given: here)
+    fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
+    found = json.loads((workplace / "auto" / "memory.json").read_text())
+    assert found["peak"]["total"] <= 1_000_000
+
+
+def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
+    refuse = Mock(side_effect=memory.RecomputationError("saves nothing"))
+    monkeypatch.setattr(planning.memory, "recomputation", refuse)
+    config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
+    run = setup(config)
+    found = planning.plan(run)
+    other = next(c for c in found.candidates if c.policy != "keep")
+    assert planning.choose(run, found._replace(chosen=other)).proof is None

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 
 import chex
 import jax
@@ -10,8 +13,10 @@ import pytest
 from program_cases import exit_code, fnet_command
 
 from fnet import memory
+from train import account
 from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
 from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
 from train.mesh import layout
 from train.planning import compile_step, largest_batch, plan
 from train.setup import setup
@@ -155,3 +160,30 @@ def test_devices_that_do_not_fit_are_refused(words, message, workplace, capsys):
 def test_a_target_is_one_device(workplace, capsys):
     assert exit_code("memory", "tiny.py", "--mesh.data", 2, "--target", "h100") == 2
     assert "--target" in capsys.readouterr().err
+
+
+def test_without_a_flag_as_many_cpu_devices_are_made_as_are_wanted():
+    code = (
+        "import jax; from train.config import Mesh; from train.mesh import make_cpu_devices;"
+        "make_cpu_devices(Mesh(data=3)); print(len(jax.devices()))"
+    )
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
+
+
+def test_several_processes_use_all_their_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = Config(mesh=Mesh(data=2), data=Digits(batch_size=16))
+    with pytest.raises(UserError, match="the 2 processes have 4: all must be in it"):
+        layout(config)
+
+
+def test_what_is_kept_is_told_where_each_device_has_one_example():
+    model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # of one pixel at the end
+    config = Config(data=Digits(batch_size=4), model=model)
+    of_one, whole = (
+        sum(layer.bytes for layer in account.kept(on(mesh, config), "keep", 1))
+        for mesh in (Mesh(data=4), Mesh())
+    )
+    assert of_one == pytest.approx(whole / 4, rel=0.05)

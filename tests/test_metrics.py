@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from train.metrics import Meter
+from train.errors import TrainingError
+from train.metrics import Meter, score
 
 
 class Late(np.ndarray):
@@ -49,3 +50,34 @@ def test_a_batch_is_waited_for_only_where_the_device_has_nothing_to_do(at_work):
     last.done = not at_work
     meter.take(iter([{}]))
     assert (meter.means(1)["input_wait"] == 0) == at_work
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        ({"loss": 2.0}, -2.0),
+        ({"loss": 2.0, "accuracy": 0.25}, 0.25),
+        ({"loss": 2.0, "accuracy": 0.25, "mean_iou": 0.5}, 0.5),
+        ({"loss": float("nan")}, None),
+        ({"loss": float("inf")}, None),
+    ],
+)
+def test_a_score_is_the_best_measure_there_is(metrics, expected):
+    assert score(metrics) == expected
+
+
+def test_a_gradient_that_is_not_finite_is_not_saved_behind():
+    meter = Meter(batch_size=8)
+    meter.add({"loss": np.float32(1), "grad_norm": np.float32("nan")})
+    with pytest.raises(TrainingError, match="the gradient's norm is nan at step 3"):
+        meter.check(3)
+
+
+def test_what_is_done_in_a_pause_is_no_steps_time(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    meter = Meter(batch_size=8)  # begins at 0
+    with meter.paused():  # from 1 to 2
+        pass
+    meter.add({"loss": np.float32(1)})
+    assert meter.means(1)["examples_per_second"] == 8 / (4 - 2)

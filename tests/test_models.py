@@ -160,3 +160,17 @@ def test_wrong_sizes_are_refused():
         models.revnet(num_classes=3, widths=(8, 9), blocks=(1, 1))
     with pytest.raises(ValueError, match=r"got widths=\(\), blocks_per_stage=2"):
         models.preact_resnet(num_classes=3, widths=())
+
+
+def test_the_first_stage_may_halve_the_image_and_the_stem_have_its_own_width():
+    model = models.preact_resnet(
+        num_classes=3, in_channels=3, widths=(4, 8), blocks_per_stage=1, stem_width=6,
+        first_stride=2,
+    )  # fmt: skip
+    params, state = shapes(model)
+    assert params["stem"]["kernel"].shape == (3, 3, 3, 6)
+    x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
+    run = lambda p, s, x: model.apply(p, s, x, train=True)[0]  # noqa: E731
+    text = str(jax.make_jaxpr(run)(params, state, x))
+    assert all(f"[{shape}]" in text for shape in ("2,32,32,6", "2,16,16,4", "2,8,8,8"))
+    assert "[2,32,32,4]" not in text

@@ -88,7 +88,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+QUICK = "momentum", "adam", "lion with decay before it", "partly frozen"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMIZERS],
+)
 def test_five_steps_equal_those_with_the_optimizer_after_the_gradient(optimizer):
     inside, after = assert_the_same(SMALL, OPTIMIZERS[optimizer])
     if optimizer in ("sgd", "momentum"):
@@ -253,7 +259,13 @@ def test_the_peak_is_the_state_and_little_more(optimizer, copies):
     assert report.peak.total <= after.peak.total - 0.95 * params
 
 
-@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 1), ("adam", 3), ("lion", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [
+        ("adam", 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sgd", 1), ("lion", 2))),
+    ],
+)
 def test_a_compiler_that_drops_barriers_copies_nothing_either(optimizer, copies):
     step, params = wide_step(optimizer, INSIDE)
     compiled = fnet.compile_step(*step, compiler_options={}).compiled

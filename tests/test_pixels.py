@@ -67,7 +67,13 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(("grid", "size"), GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize(
+    ("grid", "size"),
+    [
+        pytest.param(*sizes, id=name, marks=[pytest.mark.slow] * name.startswith("as "))
+        for name, sizes in GRIDS.items()
+    ],
+)
 def test_losses_accuracy_and_gradients_are_those_of_whole_logits(grid, size):
     logits, labels = arrays(grid=grid, size=size)
     options = {"smoothing": 0.1}

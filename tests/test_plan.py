@@ -1,4 +1,5 @@
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
 def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
     args, _, peaks = step_and_peaks
     budget = (peaks["keep"] + peaks["segments"]) // 2
-    plan = fnet.plan_step(*args, budget, splits=(1,))
+    plan = fnet.plan_step(*args, budget, policies=("keep", "segments"), splits=(1,))
     assert plan.chosen.peak.total <= budget
     faster = [c for c in plan.candidates if c.work.time < plan.chosen.work.time]
     assert faster
@@ -99,6 +100,11 @@ def test_batch_statistics_are_split_last():
     assert plan.chosen.microbatches == 1
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
+    # Parts of one example have no statistics: another policy may still do.
+    plan = plan_step(int(0.95 * peaks["keep"]), splits=(1, BATCH))
+    assert (plan.chosen.policy, plan.chosen.microbatches) == ("named", 1)
+    with pytest.raises(BudgetError, match=r"the least is .* by named"):
+        plan_step(int(0.95 * min(peaks.values())), splits=(1, BATCH))
 
 
 def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
@@ -109,13 +115,15 @@ def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
 
 def test_a_budget_that_nothing_fits_names_the_least_and_its_policy(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
+    budget, some = memory.tree_bytes(state) + 1, ("keep", "segments")
     with pytest.raises(BudgetError, match=f"least is {memory.in_words(peaks['segments'])}, by seg"):
-        fnet.plan_step(step, state, batch, memory.tree_bytes(state) + 1, splits=(1,))
+        fnet.plan_step(step, state, batch, budget, policies=some, splits=(1,))
 
 
 def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
     args, _, peaks = step_and_peaks
-    plan = fnet.plan_step(*args, peaks["keep"], reserve=1, splits=(1,))
+    policies = "keep", "segments"
+    plan = fnet.plan_step(*args, peaks["keep"], policies=policies, reserve=1, splits=(1,))
     assert plan.chosen.peak.total < peaks["keep"]
 
 
@@ -136,3 +144,36 @@ def test_progress_is_told_of_every_candidate(step_and_peaks):
     told = []
     plan = fnet.plan_step(*args, policies=("keep",), progress=told.append)
     assert sorted(map(str, told)) == sorted(map(str, plan.candidates))
+
+
+def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
+    (step, state, batch), *_ = step_and_peaks
+    with pytest.raises(ValueError, match=r"variant: expected a policy of .* got 'hope'"):
+        fnet.variant(step, "hope", 1)
+    clipped = fnet.make_step(step.__wrapped__.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
+    with pytest.raises(ValueError, match="only the mode mean can be split"):
+        fnet.plan_step(clipped, state, batch, splits=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out. Used 20.06G of 15.75G hbm.", int(20.06 * 2**30)),
+        ("RESOURCE_EXHAUSTED: buffer (512.00M) exceeds available HBM (15.75G)", 512 * 2**20),
+    ],
+)
+def test_what_a_compiler_refuses_as_too_large_is_its_own_account(said, bytes_):
+    def refuse(compiler_options):
+        raise jax.errors.JaxRuntimeError(said)
+
+    found = memory.foresee(types.SimpleNamespace(compile=refuse), {})
+    assert (found.temporaries, found.total) == (bytes_, bytes_)
+
+
+@pytest.mark.parametrize("said", ["INTERNAL: Used 1.0G of 2.0G", "RESOURCE_EXHAUSTED: threads"])
+def test_any_other_error_of_a_compiler_is_not_an_account(said):
+    def refuse(compiler_options):
+        raise jax.errors.JaxRuntimeError(said)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=said[:8]):
+        memory.foresee(types.SimpleNamespace(compile=refuse), {})

@@ -1,7 +1,9 @@
 """`fnet predict`: labels and masks of any images, from runs of this program; and mistakes."""
 
+import dataclasses
 import io
 import json
+import os
 import shutil
 
 import chex
@@ -13,6 +15,7 @@ from PIL import Image
 from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
+from train import data
 from train.arguments import PredictArguments
 from train.checkpoint import Checkpoints
 from train.class_names import read_classes, write_classes
@@ -181,7 +184,7 @@ def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
     assert all(line.split()[1] in dataset.classes for line in shown.splitlines()[:5])
 
 
-@pytest.mark.parametrize("crops", [1, 10])
+@pytest.mark.parametrize("crops", [1, 2, 10])
 def test_an_image_is_prepared_as_test_images_are(crops, recipes):
     data = ImageFolder(path="colours", image_size=7, crops=crops)
     config = Config(data=data)
@@ -300,3 +303,33 @@ def test_help_says_how_to_ask(words, begun, capsys):
     assert exit_code("predict", *words) == (0 if words else 2)
     shown = capsys.readouterr()
     assert "fnet predict" in shown.out + shown.err
+
+
+def test_a_name_that_is_not_utf8_is_shown_with_a_mark(run_of, recipes, capsys):
+    run = run_of("colours")
+    name = os.fsdecode(b"caf\xe9.png")
+    shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / name)
+    assert "caf\ufffd.png  red " in printed(capsys, run, name)
+    config = RunFolder(run).read_config()
+    found = predict(RunFolder(run), config, [name], PredictArguments())
+    text = io.StringIO()
+    show(found, Console(file=text, force_terminal=True, width=100))
+    assert "caf\ufffd.png" in text.getvalue()
+
+
+def test_no_more_images_are_predicted_at_once_than_were_trained_on(run_of, recipes, monkeypatch):
+    folder = RunFolder(run_of("colours"))
+    config = folder.read_config()
+    sizes = []
+
+    def padded(arrays, rows):
+        sizes.append(rows)
+        return data.padded(arrays, rows)
+
+    monkeypatch.setattr("train.predict.padded", padded)
+    for batch_size, crops, expected in ((20, 1, 15), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
+        changed = dataclasses.replace(config.data, batch_size=batch_size, crops=crops)
+        few = dataclasses.replace(config, data=changed)
+        predict(folder, few, ["colours/val"], PredictArguments(json=True))
+        assert set(sizes) == {expected}
+        sizes.clear()

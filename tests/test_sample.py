@@ -2,6 +2,7 @@
 
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from image_cases import class_folders
@@ -9,9 +10,13 @@ from matplotlib import image as pictures
 from program_cases import exit_code, fnet_command, said_in_one_line
 
 import fnet
+from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
+from train.config import Config, Denoiser, Digits
+from train.evaluate import Evaluate
 from train.run_folder import RunFolder
 from train.sample_text import continued
+from train.setup import setup
 from train.tasks import images
 
 TEXT = """
@@ -318,3 +323,24 @@ def test_a_network_that_cannot_be_is_refused_before_training(words, message, rec
     assert exit_code("train", *words, "--out", "new") == 2
     said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()
+
+
+def test_a_run_that_always_knew_its_labels_is_not_guided(recipes, monkeypatch, capsys):
+    fnet_command("train", "images.py", "--out", "r", "--model.label-dropout", 0.0)
+    scales, guided = [], diffusion.guided
+    monkeypatch.setattr(diffusion, "guided", lambda *a: scales.append(a[3]) or guided(*a))
+    fnet_command("sample", "r", "--labels", 3, "--count", 1, "--steps", 2)
+    assert scales == [1.0]
+    capsys.readouterr()
+    assert exit_code("sample", "r", "--guidance", 2) == 2
+    said_in_one_line(capsys, "--guidance: the run was trained with model.label_dropout 0")
+
+
+def test_a_denoisers_loss_does_not_depend_on_the_batches_it_is_measured_in():
+    model = Denoiser(patch=4, blocks=1, width=8, heads=2, steps=20)
+    run = setup(Config(data=Digits(batch_size=64), model=model))
+    state = jax.jit(run.init)(jax.random.key(0))
+    whole, parts = (
+        Evaluate(run.task, n, run.state_shapes)(state).metrics["loss"] for n in (64, 16)
+    )
+    assert parts == pytest.approx(whole, rel=1e-5)

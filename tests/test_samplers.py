@@ -98,8 +98,7 @@ def test_ddim_to_the_same_time_is_the_identity(angle, eta):
     np.testing.assert_allclose(b, 0, atol=1e-16)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("predicts", TARGETS)
+@pytest.mark.parametrize(("name", "predicts"), list(zip(SCHEDULES, TARGETS, strict=True)))
 def test_ddim_with_the_true_noise_recovers_the_example_in_one_step(name, predicts):
     # From a step where some signal is left; below, without that.
     whole = schedules.get(name)
@@ -216,7 +215,9 @@ def test_dpm_solver_is_nearer_than_ddim_with_as_many_steps(name):
     assert near < 0.6 * far < 0.1
 
 
-@pytest.mark.parametrize("predicts", TARGETS)
+@pytest.mark.parametrize(
+    "predicts", [pytest.param(t, marks=[pytest.mark.slow] * (t != "v")) for t in TARGETS]
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_samples_have_the_mean_and_the_variance_of_the_data(sampler, predicts):
     schedule, n = schedules.cosine(500), 20_000

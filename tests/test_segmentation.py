@@ -1,9 +1,12 @@
 """A label for every pixel: the task, its scores, its colours."""
 
 import dataclasses
+import functools
+from typing import get_args
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
@@ -11,6 +14,7 @@ from program_cases import exit_code
 
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
+from train.config.vision import Body
 from train.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.data import evaluation_batches
 from train.palette import painted, voc_colours
@@ -175,3 +179,27 @@ def test_data_of_another_kind_are_refused(sections, message, recipes, capsys):
     assert message in error
     assert error.count("\n") == 1
     assert not (recipes / "new").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", get_args(Body))
+def test_every_body_makes_logits_of_an_eighth_of_the_image(body):
+    model = DeepLab(body=body, pooling_size=(2, 2)).build((64, 64, 3), 5)
+    params, state = jax.eval_shape(model.init, jax.random.key(0))
+    images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
+    for train in (True, False):
+        run = functools.partial(model.apply, key=jax.random.key(0), train=train)
+        logits, _ = jax.eval_shape(run, params, state, images)
+        assert logits.shape == (2, 8, 8, 5)
+
+
+def test_a_body_may_have_the_stem_of_the_weights_that_it_begins_with():
+    def stem(**options):
+        model = DeepLab(**options).build((64, 64, 3), 5)
+        params, _ = jax.eval_shape(model.init, jax.random.key(0))
+        return {name for name in params["body"] if name.startswith("conv")}
+
+    assert stem(body="resnet18") == {"conv1"}
+    assert stem(body="resnet18", stem="3x3") == {"conv1", "conv2", "conv3"}
+    with pytest.raises(ValueError, match="stem: wider_resnet16_a2 has one of its own"):
+        stem(body="wider_resnet16_a2", stem="3x3")

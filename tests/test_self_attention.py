@@ -273,3 +273,19 @@ def test_wrong_inputs_are_refused():
         layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T)))
     with pytest.raises(ValueError, match=r"mask must have shape \(2, 11\).* got \(2, 10\)"):
         layer.apply(params, {}, inputs(), train=True, mask=jnp.ones((B, T - 1), bool))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_inside_shard_map_each_device_goes_on_with_its_own_examples(window):
+    layer = attention(WIDTH, HEADS, causal=True, window=window, rotary=100.0)
+    params, _ = initial(layer)
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=types, devices=jax.devices()[:2])
+    every, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
+
+    def read(params, x):
+        cache = layer.decode.start(len(x), T, x.dtype)
+        return layer.decode.extend(params, {}, cache, x, jnp.int32(0))[0]
+
+    f = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=(every, rows), out_specs=rows))
+    chex.assert_trees_all_close(f(params, inputs()), whole(layer, params, inputs()), atol=1e-5)

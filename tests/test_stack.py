@@ -7,6 +7,7 @@ import pytest
 
 import fnet
 from fnet import layers
+from fnet.layer import Decode
 
 pytestmark = pytest.mark.slow
 
@@ -228,3 +229,26 @@ def test_clipped_gradients_of_a_stack_without_contexts_are_those_of_single_examp
     scale = jnp.minimum(1, 0.5 / norms)
     expected = jax.tree.map(lambda g: jnp.einsum("b,b...->...", scale, g), each)
     chex.assert_trees_all_close(clipped, expected, rtol=2e-4, atol=1e-6)
+
+
+def test_a_context_rate_is_the_weight_of_what_was_just_seen():
+    def renewed(rate):
+        stack, params, state = made(context_rate=rate)
+        return state, stack.apply(params, state, tokens(), train=True)[1]
+
+    (state, some), (_, all_of_it) = renewed(0.25), renewed(1.0)
+    expected = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, state, all_of_it)
+    chex.assert_trees_all_close(some, expected, atol=1e-6)
+
+
+def test_a_mixer_without_parameters_goes_on():
+    same = fnet.Layer(
+        lambda key: ({}, {}),
+        lambda p, s, x, *, key=None, train: (x, s),
+        Decode(lambda b, n, dtype: {}, lambda p, s, cache, x, at: (x, cache)),
+    )
+    stack = layers.stack(WIDTH, [layers.Block(same)])
+    params, _ = stack.init(jax.random.key(0))
+    cache = stack.decode.start(2, 12, jnp.float32)
+    y, _ = stack.decode.extend(params, {}, cache, tokens(), jnp.int32(0))
+    chex.assert_trees_all_close(y, stack.apply(params, {}, tokens(), train=False)[0])

@@ -10,6 +10,8 @@ import pytest
 import fnet
 from fnet import layers, losses, models, serial
 from fnet.autodiff import mean
+from fnet.autodiff.mean import weighted_mean
+from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, donation, tree_bytes
 from fnet.step import TrainStep, jit_step
 
@@ -195,8 +197,16 @@ def test_an_ema_decay_out_of_range_is_refused(decay):
         fnet.make_step(loss_of(classifier()), optax.sgd(0.1), ema_decay=decay)
 
 
-@pytest.mark.parametrize("ema_decay", [None, 0.99])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lion"])
+@pytest.mark.parametrize(
+    ("optimizer", "ema_decay"),
+    [
+        *(("sgd", None), ("adamw", 0.99), ("lion", 0.99)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("sgd", 0.99), ("adam", None), ("adam", 0.99), ("adamw", None))
+        ),
+    ],
+)
 def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
     model = models.preact_resnet(num_classes=3, in_channels=1, widths=(4,), blocks_per_stage=1)
     rule = fnet.optim.make_optimizer(optimizer, 0.1, weight_decay=1e-4, clip_norm=1.0)
@@ -233,9 +243,6 @@ def test_compile_step_needs_only_shapes():
     report = fnet.compile_step(fnet.make_step(loss_of(model), optimizer), state, batch).report
     leaves = jax.tree.leaves(model.init(jax.random.key(0))[0])
     assert report.parameters == sum(leaf.size for leaf in leaves)
-    assert report.peak.assigned == (
-        report.peak.arguments + report.peak.outputs - report.peak.aliased + report.peak.temporaries
-    )
     assert report.as_dict()["peak"]["total"] == report.peak.total
 
 
@@ -347,11 +354,27 @@ def test_a_drifting_optimizer_is_caught_by_compile_step():
         fnet.compile_step(step, state, batch_of(6))
 
 
-def test_a_debug_option_that_turns_donation_off_is_named():
+@pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
+def test_a_debug_option_that_turns_donation_off_is_named(option):
     f = jax.jit(lambda s, x: ({"w": s["w"] + x.sum()}, x), donate_argnums=0)
-    jax.config.update("jax_debug_nans", True)
+    jax.config.update(option, True)
     try:
-        with pytest.raises(DonationError, match="jax_debug_nans turns donation off"):
+        with pytest.raises(DonationError, match=f"{option} turns donation off"):
             donation(f.lower({"w": jnp.ones(3)}, jnp.ones(3)).compile())
     finally:
-        jax.config.update("jax_debug_nans", False)
+        jax.config.update(option, False)
+
+
+def test_the_norm_of_float16_gradients_is_float32():
+    def loss(params, state, batch, key):
+        return (params * batch["x"]).astype(jnp.float32), fnet.Aux(state, {})
+
+    rule, params = optax.sgd(1e-3), jnp.ones((), jnp.float16)
+    update = gradient_then_optimizer(mean(loss), rule)
+    batch = {"x": jnp.full(4, 300.0, jnp.float16)}
+    *_, metrics = update(params, rule.init(params), {}, batch, None)
+    assert float(metrics["grad_norm"]) == 300  # whose square is infinite in float16
+
+
+def test_weights_of_float16_that_are_all_0_give_0():
+    assert weighted_mean(jnp.ones(3, jnp.float16), jnp.zeros(3, jnp.float16)) == 0

@@ -9,6 +9,7 @@ from program_cases import exit_code, fnet_command
 
 from train import loop, recipes
 from train.checkpoint import Checkpoints
+from train.config import LanguageModel
 from train.tasks import language
 
 TEXT = """
@@ -104,3 +105,9 @@ def test_a_mistake_is_one_line(text_folder, capsys, words, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_narrowest_network_has_a_feed_forward():
+    model = LanguageModel(width=1, heads=1, mixers=("mamba",), blocks=1).build(4)
+    params, _ = jax.eval_shape(model.init, jax.random.key(0))
+    assert "feed_forward" in params["blocks"]["0"]

@@ -1,5 +1,6 @@
 """Torch's weights: what a network makes of them is what torch makes of the state dict."""
 
+import functools
 import sys
 
 import chex
@@ -9,7 +10,7 @@ import pytest
 import torch_networks as originals
 from torch_cases import drawn, in_torch, preact, read, shapes
 
-from fnet import models
+from fnet import layers, models
 from fnet.interop.torch import fill, from_torch, to_torch
 
 pytestmark = pytest.mark.slow
@@ -33,7 +34,7 @@ def small(monkeypatch):
     )
 
 
-def network_of(name, **options):
+def network_of(name, num_classes=5, **options):
     if name == "deeplab":
         body = models.get("wider_resnet16_a2", num_classes=None, dilated=True, **options)
         return models.deeplab(body, 10, num_classes=5, hidden=4, dilations=(1, 2, 3), **options)
@@ -41,7 +42,7 @@ def network_of(name, **options):
         options |= {"base_channels": (8, 8, 16), "groups": 4, "stem": "3x3"}
     if name.startswith("densenet"):
         options |= {"growth": 4}
-    return models.get(name, num_classes=5, **options)
+    return models.get(name, num_classes=num_classes, **options)
 
 
 def outputs(network, params, state, x, modes=(False,)):
@@ -70,6 +71,7 @@ ORIGINALS = {
     "resnext50": originals.resnext,
     "densenet121": originals.densenet,
     "wider_resnet16": originals.wider_resnet,
+    "wider_resnet16_a2": functools.partial(originals.wider_resnet, a2=True),
 }
 
 
@@ -81,6 +83,36 @@ def test_logits_are_those_of_the_state_dict_as_torch_runs_it(name, small):
     expected = ORIGINALS[name](originals.Network(arrays), images())
     found = outputs(network, params, state, images())
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_last_feature_is_what_the_classifier_reads(name, small):
+    network, features = network_of(name), network_of(name, num_classes=None)
+    params, state = read(network, drawn(in_torch(network, "reference")))
+    x = np.transpose(images(), (0, 2, 3, 1))
+    last = jax.jit(lambda p, s, x: features.apply(p, s, x, train=False)[0][-1])(params, state, x)
+    head = params.get("classifier", params)["fc"]
+    assert_close(
+        np.asarray(last).mean((1, 2)) @ head["kernel"] + head["bias"],
+        outputs(network, params, state, images()),
+    )
+
+
+def test_the_last_stages_of_an_a2_network_drop_channels_in_training(small, monkeypatch):
+    rates, dropout = [], layers.dropout
+
+    def recorded(rate, **how):
+        rates.append((rate, how))
+        return dropout(rate, **how)
+
+    monkeypatch.setattr(layers, "dropout", recorded)
+    network = network_of("wider_resnet16_a2")
+    assert rates == [(0.3, {"shared_axes": (1, 2)}), (0.5, {"shared_axes": (1, 2)})]
+    with pytest.raises(ValueError, match=r"dropout: .*key"):
+        jax.eval_shape(
+            lambda key: network.apply(*network.init(key), np.ones((2, 32, 32, 3)), train=True),
+            jax.random.key(0),
+        )
 
 
 def test_logits_of_torchvisions_resnets_are_those_of_plain_batch_norm_and_relu(small):

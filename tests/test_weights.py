@@ -7,6 +7,7 @@ import pickle
 import shutil
 import sys
 import types
+from unittest.mock import Mock
 
 import chex
 import jax
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 from fnet.interop.torch import to_torch
 from train import recipes
 from train.checkpoint import Checkpoints
+from train.errors import TrainingError
 from train.run_folder import RunFolder
 from train.setup import setup
 
@@ -335,10 +337,20 @@ def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, p
     (place / "half.pth").write_bytes(whole[: len(whole) // 2])
     torch.save(torch.zeros(3), "tensor.pth")
     torch.save({"epoch": 3}, "nothing.pth")
+    torch.save({"w": torch.eye(3).to_sparse()}, "sparse.pth")
     for path, message in {
         "half.pth": "half.pth: torch cannot read it, so it is damaged or no checkpoint",
         "tensor.pth": "tensor.pth holds a Tensor, not the state dict of a network",
         "nothing.pth": "nothing.pth: no arrays in it",
+        "sparse.pth": "sparse.pth holds tensors that are no plain arrays: ",
     }.items():
         assert exit_code("import", "tiny.py", path) == 2
         said_in_one_line(capsys, message)
+
+
+def test_an_import_that_is_cut_off_leaves_no_run(place, monkeypatch):
+    save_file(state_dict("tiny.py"), "given.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", Mock(side_effect=TrainingError("full")))
+        assert exit_code("import", "tiny.py", "given.safetensors", "--out", "r") == 1
+    assert exit_code("train", "tiny.py", "--out", "r", "--resume") == 2

@@ -61,20 +61,26 @@ def kept(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
 
     Names are cut to as many parts as leave a table that can be read.
     """
-    state, parts = run.state_shapes, microbatches * run.devices
+    state = run.state_shapes
     loss = memory.POLICIES[policy].apply(run.task.loss)
 
     def objective(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         losses, aux = loss(params, model_state, batch, key)
         return losses.mean(), aux
 
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype),
-        run.batch_shapes,
-    )
-    found = memory.residuals(
-        objective, state.params, state.model_state, batch, state.key, has_aux=True
-    )
+    def of_a_part(parts: int) -> list[memory.Residual]:
+        batch = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype),
+            run.batch_shapes,
+        )
+        return memory.residuals(
+            objective, state.params, state.model_state, batch, state.key, has_aux=True
+        )
+
+    try:
+        found = of_a_part(microbatches * run.devices)
+    except ValueError:  # alone, a device would have too few examples for a norm
+        found = [r._replace(bytes=r.bytes // run.devices) for r in of_a_part(microbatches)]
     rows = [memory.by_layer(found, depth) for depth in range(1, 9)]
     return max((r for r in rows if len(r) <= _LAYERS), key=len, default=rows[0])
 

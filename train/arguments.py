@@ -103,8 +103,8 @@ class ReportArguments:
 class EvalArguments(CheckpointArguments):
     """Measures a trained network on its test examples."""
 
-    crops: Literal[1, 10] | None = None
-    """Of each image of an image folder: the middle, or that, the corners and all their mirrors."""
+    crops: Literal[1, 2, 10] | None = None
+    """Of images of a folder: the middle; 2: that and its mirror image; 10: the corners too."""
     image_size: Count | None = None
     """Height and width of what the network sees, where it was trained on another."""
     resize: Count | None = None
@@ -153,8 +153,9 @@ class ImageArguments(CheckpointArguments):
     """Classes to draw, a row each; all by default."""
     count: Count = 10
     """Images of each."""
-    guidance: Annotated[float, Ge(0)] = 1.5
-    """Above 1: more typical of their label, less varied; 1: as the model says; 0: of any."""
+    guidance: Annotated[float, Ge(0)] | None = None
+    """Above 1: more typical of their label, less varied; 1: as the model says; 0: of any. 1.5 by
+    default, or 1 of a run that was never trained without a label."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
     """How noise is taken out."""
     steps: Count | None = None
@@ -325,7 +326,9 @@ def _in_words(kind: Any) -> str:
     if get_origin(kind) in (types.UnionType, Union):
         return " or ".join(_in_words(k) for k in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"{_in_words(get_args(kind)[0])}, one or more times"
+        first, *rest = get_args(kind)
+        times = "one or more" if rest == [...] else f"{len(rest) + 1}"
+        return f"{_in_words(first)}, {times} times"
     return {
         int: "an integer",
         float: "a number",

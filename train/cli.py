@@ -146,13 +146,14 @@ def _predict(argv: list[str]) -> None:
     from rich.console import Console
 
     from train.predict import as_dict, predict, show
+    from train.screen import printable
 
     found = predict(folder, config, images, a)
     if a.json:
         print(json.dumps(as_dict(found), indent=2))
     else:
         show(found, Console())
-        print(f"predictions: {found.path}")
+        print(printable(f"predictions: {found.path}"))
     for path, reason in found.unreadable:
         print(f"fnet: cannot read {path}: {reason}", file=sys.stderr)
     if found.unreadable:
@@ -206,8 +207,9 @@ def _sample(argv: list[str]) -> None:
     images = arguments.read_options(arguments.ImageArguments, argv[1:], prog)
     _prepare_jax()
     from train.sample_images import draw
+    from train.screen import printable
 
-    print(draw(folder, config, images))
+    print(printable(str(draw(folder, config, images))))
 
 
 def _import(argv: list[str]) -> None:
@@ -222,6 +224,7 @@ def _import(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
+    from train.run_folder import quote
     from train.screen import plain
     from train.weights import import_weights, report_table
 
@@ -234,7 +237,8 @@ def _import(argv: list[str]) -> None:
     )
     console = Console()
     console.print(report_table(report))
-    plain(console)(f"{out} is at step 0: fnet eval {out}, or fnet train {out} --resume")
+    run = quote(out)
+    plain(console)(f"{out} is at step 0: fnet eval {run}, or fnet train {run} --resume")
 
 
 def _export(argv: list[str]) -> None:
@@ -246,9 +250,10 @@ def _export(argv: list[str]) -> None:
     folder = _run_folder(given)
 
     _prepare_jax()
+    from train.screen import printable
     from train.weights import export_weights
 
-    print(export_weights(folder, a))
+    print(printable(str(export_weights(folder, a))))
 
 
 def _report(argv: list[str]) -> None:
@@ -269,6 +274,8 @@ def _report(argv: list[str]) -> None:
 def _configs(argv: list[str]) -> None:
     from train.recipes import recipes
 
+    if argv and argv[0] in ("-h", "--help"):
+        _positional(argv, "fnet configs")
     if argv:
         raise UserError(f"fnet configs takes nothing, got {' '.join(argv)}")
     known = recipes()

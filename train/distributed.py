@@ -1,6 +1,7 @@
 """Several processes, on one machine or many, that train one network together."""
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +26,10 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
       process: which of them this one is, from 0.
 
     Raises:
-      UserError: if nobody says so, or the others do not come.
+      UserError: if nobody says so, the coordinator has no port, or the others do not come.
     """
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise UserError(f"--coordinator: expected HOST:PORT, got {coordinator}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(coordinator, processes, process)

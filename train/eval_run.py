@@ -11,13 +11,14 @@ from rich.table import Table
 from train import examples, plots
 from train.arguments import EvalArguments
 from train.checkpoint import Checkpoints
+from train.class_names import check_classes
 from train.config import Config, DeepLab, Denoiser, HuggingFace, ImageFolder
 from train.confusion import accuracy_by_class, iou_by_class
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.evaluate import Evaluation
 from train.run_folder import RunFolder, as_json, write_whole
-from train.screen import plain
+from train.screen import plain, printable
 from train.setup import Setup, setup
 from train.tasks.segmentation import Views, measuring
 
@@ -50,6 +51,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     """
     config = with_options(folder, folder.read_config(), a)
     run = setup(config)
+    check_classes(folder, run.task.dataset.classes)
     views = Views(a.scales or (1.0,), a.flip)
     if views != Views():
         run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
@@ -58,8 +60,7 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     if restored is None:
         raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
     # A network that sees each image several times is given as many fewer of them at once.
-    several = config.data.crops if isinstance(config.data, ImageFolder) else views.number
-    rows = max(config.data.batch_size // several, 1)
+    rows = max(config.data.batch_size // max(run.crops, views.number), 1)
     say = plain(console)
     unreadable = UnreadableFiles(run.task.dataset, say)
     evaluate = run.compile_evaluation(unreadable, rows)
@@ -106,7 +107,9 @@ def show(run: Setup, found: Evaluation, console: Console) -> None:
             table.add_column(name, justify="right")
         for c in shown:
             table.add_row(
-                escape(c.name), f"{c.amount:,}", "-" if c.score is None else f"{c.score:.2%}"
+                escape(printable(c.name)),
+                f"{c.amount:,}",
+                "-" if c.score is None else f"{c.score:.2%}",
             )
         console.print(table)
     else:

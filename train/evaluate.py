@@ -73,7 +73,9 @@ class Evaluate:
             metrics, confusion, probability = task.measure(params, model_state, batch)
             metrics = metrics | {"weight": jnp.ones_like(weight)}
             sums, counts = totals
-            sums = {name: sums[name] + (v * weight).sum() for name, v in metrics.items()}
+            # By selection: zero times an infinite number is not zero.
+            real = weight != 0
+            sums = {n: sums[n] + jnp.where(real, v * weight, 0).sum() for n, v in metrics.items()}
             if confusion is None:
                 return (sums, counts), None
             weights = weight.reshape(-1, *[1] * (confusion[0].ndim - 1))

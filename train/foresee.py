@@ -28,11 +28,11 @@ def foresee(a: MemoryArguments, console: Console) -> None:
     Raises:
       UserError: for a budget that nothing fits, an unknown target, a missing compiler.
     """
-    target = _target(a.target) if a.target else None
+    target = None if a.target is None else _target(a.target)
     config, say = a.config, plain(console)
-    if a.budget:
+    if a.budget is not None:
         config = _changed(config, "memory", budget=a.budget)
-    if a.batch_size and a.batch_size != "auto":
+    if a.batch_size not in (None, "auto"):
         config = _changed(config, "data", batch_size=_count(a.batch_size))
     run = setup(configs.check(config, "command line"))
     if target is None:
@@ -58,9 +58,11 @@ def foresee(a: MemoryArguments, console: Console) -> None:
             thriftiest = min(ways.candidates, key=lambda c: c.peak.temporaries)
             size = largest_batch(run, thriftiest, room, target=target, progress=tried)
             if size is None:
-                raise UserError(f"not even one example a step fits in {in_words(max(room, 0))}")
+                raise UserError(f"not even the smallest batch fits in {in_words(max(room, 0))}")
             say(f"largest batch that fits, by {thriftiest}: {size}")
             run = run.with_batch_size(size)
+            if not run.config.memory.budget:  # of the ways at that size, the fastest that fits
+                run = run._replace(config=_changed(run.config, "memory", budget=f"{room}B"))
         ways = plan(run, target=target, progress=compiled)
         status.update(f"compiling {ways.chosen}")
         costs = account(run, choose(run, ways, target=target))

@@ -15,7 +15,7 @@ from train.config import (
     Synthetic,
 )
 from train.data.augment import in_bytes
-from train.data.crops import centre, fitted, short_side, ten_crops
+from train.data.crops import CUTS, fitted, short_side
 from train.data.decode import View, decode
 from train.errors import UserError
 
@@ -96,7 +96,7 @@ class Preparation:
         image = decode(path, seen)
         height, width, _ = image.shape
         if isinstance(data, ImageFolder | HuggingFace):
-            image = centre(image, size) if self.crops == 1 else ten_crops(image, size)
+            image = CUTS[self.crops](image, size)
         elif isinstance(data, SegmentationFolder):
             canvas = np.empty(self.shape, np.uint8)
             canvas[:] = in_bytes(data.mean)

@@ -16,7 +16,7 @@ from fnet.memory import in_words
 from train import distributed, examples, plots, tracking
 from train.account import account
 from train.checkpoint import Checkpoints
-from train.class_names import write_classes
+from train.class_names import check_classes, write_classes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.guard import Guard
@@ -27,7 +27,7 @@ from train.metrics import Meter, noise_scale, score
 from train.planning import StepBySize, check, compile_step, reserve
 from train.process_memory import HighWater
 from train.profiling import Profile
-from train.run_folder import RunFolder, as_json, read_metrics, write_whole
+from train.run_folder import RunFolder, as_json, quote, read_metrics, write_whole
 from train.screen import Screen, plain
 from train.setup import Setup, check_resumed, setup
 
@@ -61,6 +61,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             return
         if folder.config.is_file():
             check_resumed(run, folder.read_config())
+            check_classes(folder, run.task.dataset.classes)
         folder.resume(config)
 
     with distributed.run_folder(out, begin) as folder:
@@ -78,7 +79,7 @@ def _train(
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         report, take_step = planned.executable.report, StepBySize(run, planned, say)
         # A microbatch, or in private training, where it has more rows, its share of the mean batch.
-        rows = config.data.batch_size // planned.microbatches
+        rows = config.data.batch_size // planned.microbatches // run.crops
         size = max(rows // run.devices, 1) * run.devices
         evaluate = run.compile_evaluation(unreadable, size)
         init = run.compile_init()
@@ -105,10 +106,12 @@ def _train(
         else:
             start, state = 0, init(jax.random.key(config.train.seed))
         folder.forget_metrics_after(start)
+        began -= folder.seconds_spent()
 
         step, tested, best = start, None, checkpoints.best_score
         meter = Meter(config.data.batch_size)
         guard = Guard(run, folder.bad_steps, say)
+        left_out = len(read_metrics(folder.bad_steps)) if folder.bad_steps.exists() else 0
         eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
         with (
             Interruption() as interruption,
@@ -136,8 +139,10 @@ def _train(
                     # Reckoned while the device still works on the steps before.
                     spent = {"privacy/epsilon": run.privacy.epsilon(step)} if run.privacy else {}
                     line = {"step": step, "epoch": step / run.steps_per_epoch}
+                    line["seconds"] = time.perf_counter() - began
                     line |= meter.means(step) | spent
-                    line["train/learning_rate"] = learning_rate(step - 1)
+                    left_out += int(line.get("train/skipped", 0))  # not counted by the optimizer
+                    line["train/learning_rate"] = learning_rate(max(step - 1 - left_out, 0))
                     if unreadable.count:
                         line["unreadable_files"] = unreadable.count
                     if evaluating:
@@ -153,7 +158,8 @@ def _train(
                     guard.look(state, wait=True)
                     meter.check(step)  # without a guard, or with privacy's noise, nothing else does
                     if not guard.in_a_row or last or stop:
-                        checkpoints.save(step, state, batches.get_state(), reached)
+                        with meter.paused():
+                            checkpoints.save(step, state, batches.get_state(), reached)
                         best = best if reached is None else max(best, reached)
                 if stop:
                     break
@@ -167,7 +173,7 @@ def _train(
         why = interruption.requested or "another process was interrupted"
         say(
             f"{why}: saved after step {step} of {run.steps}; continue with\n"
-            f"  fnet train {folder.config} --resume"
+            f"  fnet train {quote(folder.config)} --resume"
         )
         return
     tested = tested or evaluate(state)
@@ -193,6 +199,10 @@ def _train(
         "peak_bytes_seen": seen,
         "versions": versions(),
     }
+    if step == start and folder.summary.is_file():  # the run had ended
+        ended = json.loads(folder.summary.read_text())
+        same = "seconds", "examples_per_second", "unreadable_files", "peak_bytes_seen"
+        summary |= {name: ended[name] for name in same if name in ended}
     write_whole(folder.summary, as_json(summary))
     words = summary_lines(summary, folder)
     if tested.confusion is not None:

@@ -1,5 +1,6 @@
 """Metrics between two lines of the log, averaged, with the rate at which they came."""
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,13 @@ class Meter:
         self._waited = 0.0
         self._began = time.perf_counter()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile is no step's time."""
+        began = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - began
+
     def take(self, batches: Iterator[Any]) -> Any:
         """The next batch, taken while the last step is at work and none is behind it.
 
@@ -55,7 +63,7 @@ class Meter:
         The last is the share of the time in which the device may have waited for a batch.
 
         Raises:
-          TrainingError: if a loss in it is not finite.
+          TrainingError: if a loss or a gradient in it is not finite.
         """
         window = self._computed(step)
         seconds, examples = time.perf_counter() - self._began, len(window) * self._batch_size
@@ -78,18 +86,20 @@ class Meter:
         """Waits for the window's steps, before their state is saved.
 
         Raises:
-          TrainingError: if a loss in it is not finite.
+          TrainingError: if a loss or a gradient in it is not finite.
         """
         self._computed(step)
 
     def _computed(self, step: int) -> list[dict[str, Any]]:
         window = jax.device_get(self._window)
         for at, metrics in enumerate(window, step - len(window) + 1):
-            if not metrics.get("skipped") and not np.isfinite(metrics["loss"]):
-                raise TrainingError(
-                    f"the loss is {metrics['loss']} at step {at}; the last checkpoint "
-                    "is from before; a lower optim.learning_rate or optim.clip_norm may help"
-                )
+            for name, what in (("loss", "loss"), ("grad_norm", "gradient's norm")):
+                value = metrics.get(name, 0.0)
+                if not metrics.get("skipped") and not np.isfinite(value):
+                    raise TrainingError(
+                        f"the {what} is {value} at step {at}; the last checkpoint is from "
+                        "before; a lower optim.learning_rate or optim.clip_norm may help"
+                    )
         return window
 
 
@@ -120,7 +130,7 @@ def noise_scale_course(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float
     Args:
       lines: of metrics.jsonl, with ``train/grad_var`` and ``train/grad_sq``.
     """
-    measured = [r for r in lines if "train/grad_sq" in r]
+    measured = [r for r in lines if "train/grad_sq" in r and r["step"] > 0]
     course = []
     var = sq = last = 0.0
     for line in measured:

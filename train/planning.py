@@ -187,6 +187,9 @@ def largest_batch(
       limit: bytes of the compiled step.
       target: a device to compile for; this machine's by default.
       progress: called with each size tried and its peak.
+
+    Returns:
+      How many examples; None where not even the fewest that the network takes fit.
     """
     parts = candidate.microbatches * run.parts * run.devices
 
@@ -201,7 +204,10 @@ def largest_batch(
         return found
 
     start = max(run.config.data.batch_size // parts, 1)
-    found = memory.largest(peak, limit, start)
+    try:
+        found = memory.largest(peak, limit, start)
+    except ValueError:  # fewer examples than the network's norms take; twice as many do not fit
+        return None
     return None if found is None else found * parts
 
 
@@ -263,4 +269,6 @@ def _proof(
     try:
         return memory.recomputation(plain.compiled, executable.compiled)
     except memory.RecomputationError as error:
+        if run.config.memory.policy == "auto":  # it was chosen because it fits
+            return None
         raise UserError(f"memory.policy: {policy}: {error}") from error

@@ -23,12 +23,12 @@ from train.errors import UserError
 from train.image_input import Preparation, Prepared
 from train.palette import painted, voc_colours
 from train.run_folder import RunFolder, as_json, write_whole
-from train.screen import plain
+from train.screen import plain, printable
 from train.tasks.classification import logits_by_crop
 from train.tasks.segmentation import Views, logits_by_view
 
 _BATCH = 16
-"""Images, crops counted, that the network is given at once."""
+"""Images, crops counted, that the network is given at once, unless it was trained on fewer."""
 
 
 class Prediction(NamedTuple):
@@ -125,7 +125,10 @@ def predict(
         if segments or not a.json:
             out.mkdir(parents=True, exist_ok=True)
         network = jax.jit(_network(config, model))
-        for path, prepared, made in _outputs(paths, prepare, lambda x: network(params, state, x)):
+        most = max(min(_BATCH, config.data.batch_size) // prepare.crops, 1)
+        for path, prepared, made in _outputs(
+            paths, prepare, lambda x: network(params, state, x), min(most, len(paths))
+        ):
             try:
                 if isinstance(prepared, UnreadableError):
                     raise prepared
@@ -174,7 +177,9 @@ def show(found: Predictions, console: Console) -> None:
     table.add_column("of pixels" if any(p.mask for p in found.predictions) else "probability")
     for p in found.predictions:
         for i, (name, share) in enumerate(p.labels):
-            table.add_row("" if i else escape(p.image), escape(name), f"{share:.1%}")
+            table.add_row(
+                "" if i else escape(printable(p.image)), escape(printable(name)), f"{share:.1%}"
+            )
     console.print(table)
 
 
@@ -204,10 +209,9 @@ def _network(config: Config, model: Any) -> Callable[[Any, Any, Any], Any]:
 
 
 def _outputs(
-    paths: Sequence[str], prepare: Preparation, network: Callable[[np.ndarray], Any]
+    paths: Sequence[str], prepare: Preparation, network: Callable[[np.ndarray], Any], rows: int
 ) -> Iterator[tuple[str, Prepared | UnreadableError, Any]]:
     """Each path with its image and the network's output of it, or with why it has none."""
-    rows = min(max(_BATCH // prepare.crops, 1), len(paths))
     for start in range(0, len(paths), rows):
         some = paths[start : start + rows]
         read = [_read(prepare, path) for path in some]

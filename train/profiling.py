@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from train.run_folder import quote
+
 _BEFORE = 5
 """Steps before the trace: the first ones are not like those that follow."""
 
@@ -49,7 +51,7 @@ class Profile:
             self._running = False
             self._say(
                 f"profile of {self._seen} steps in {self._folder}: tensorboard --logdir "
-                f"{self._folder}, or perfetto_trace.json.gz in https://ui.perfetto.dev"
+                f"{quote(self._folder)}, or perfetto_trace.json.gz in https://ui.perfetto.dev"
             )
         elif self._traced and not self._seen:
             self._say(f"no profile: the run ended before step {self._traced[0]}, where it begins")

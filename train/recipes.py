@@ -32,12 +32,15 @@ def load(given: str) -> Config:
       UserError: if there is no such thing, or it is not a valid config.
     """
     path = Path(given)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" and path.is_file():
-        return configs.from_json(path.read_bytes(), str(path))
-    if path.suffix == ".py" and path.is_file():
-        return _run(path)
+    try:
+        if path.is_dir():
+            path = path / "config.json"
+        if path.suffix == ".json" and path.is_file():
+            return configs.from_json(path.read_bytes(), str(path))
+        if path.suffix == ".py" and path.is_file():
+            return _run(path)
+    except OSError as error:
+        raise UserError(f"cannot read {given}: {error.strerror or error}") from error
     known = recipes()
     if given in known:
         return _run(FOLDER / f"{given}.py")

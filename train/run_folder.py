@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ class RunFolder:
         Raises:
           UserError: if one does already, or the folder cannot be written.
         """
+        new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = self.lock.open("a+")
@@ -76,6 +78,8 @@ class RunFolder:
                 ) from error
             except OSError as error:  # a file system without locks
                 raise _cannot_write(self.path, error) from error
+            if not os.fstat(file.fileno()).st_nlink:  # its last owner has ended in between
+                raise UserError(f"{self.path} was in use until now: try again")
             file.truncate(0)
             file.write(f"{os.uname().nodename}, process {os.getpid()}\n")
             file.flush()
@@ -83,6 +87,9 @@ class RunFolder:
                 yield
             finally:
                 self.lock.unlink(missing_ok=True)
+                if new:
+                    with contextlib.suppress(OSError):  # there is something in it now
+                        self.path.rmdir()
 
     def read_config(self) -> Config:
         """The resolved config of the run.
@@ -99,6 +106,15 @@ class RunFolder:
 
         Raises:
           UserError: if it cannot be written, or is not empty: nothing is overwritten.
+        """
+        self.claim()
+        self.write_config(config)
+
+    def claim(self) -> None:
+        """Makes the folder, which is no run's as long as it has no config.
+
+        Raises:
+          UserError: as `begin`.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -123,7 +139,11 @@ class RunFolder:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        self._write_config(config)
+        try:
+            self.classes.unlink(missing_ok=True)
+            self.config.unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
 
     def resume(self, config: Config) -> None:
         """Checks that the run here is the config's, and takes over what may change.
@@ -145,11 +165,17 @@ class RunFolder:
             )
             raise UserError(
                 f"{self.path} holds another config's run ({changes}): give it as it was, "
-                f"with `fnet train {self.config} --resume`, or choose another folder with --out"
+                f"with `fnet train {quote(self.config)} --resume`, or choose another folder with "
+                "--out"
             )
-        self._write_config(config)
+        self.write_config(config)
 
-    def _write_config(self, config: Config) -> None:
+    def write_config(self, config: Config) -> None:
+        """Makes the folder a run's.
+
+        Raises:
+          UserError: if it cannot be written.
+        """
         try:
             write_whole(self.config, configs.to_json(config))
         except OSError as error:
@@ -162,16 +188,28 @@ class RunFolder:
                 lines = [line for line in read_metrics(path) if line["step"] <= step]
                 write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
 
+    def seconds_spent(self) -> float:
+        """The time until the last line of the metrics, of all processes that trained here."""
+        lines = read_metrics(self.metrics) if self.metrics.exists() else []
+        return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; one that was cut off by a kill is left out."""
+    """The lines of a metrics file; what has no step, as one that a kill cut off, is left out."""
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except json.JSONDecodeError:
             continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
+
+
+def quote(path: Path) -> str:
+    """A path as it is written in a command that can be pasted."""
+    return shlex.quote(str(path))
 
 
 def as_json(data: dict[str, Any]) -> str:

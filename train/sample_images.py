@@ -24,8 +24,9 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     """Draws images and writes the picture of them; gives its path.
 
     Raises:
-      UserError: for an unknown label, more steps than the schedule has, a run without
-        a checkpoint, or a picture that cannot be written.
+      UserError: for an unknown label, more steps than the schedule has, guidance of a run
+        that was never trained without a label, a run without a checkpoint, or a picture that
+        cannot be written.
     """
     section = config.model
     assert isinstance(section, Denoiser)
@@ -37,12 +38,18 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
             raise UserError(f"--labels: expected some of {', '.join(classes)}, got {name}")
     if a.steps and a.steps > section.steps:
         raise UserError(f"--steps: the run's schedule has {section.steps}, got {a.steps}")
+    if not section.label_dropout and a.guidance not in (None, 1):
+        raise UserError(
+            "--guidance: the run was trained with model.label_dropout 0, never without a label; "
+            f"give 1, got {a.guidance:g}"
+        )
     with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(network[1].init)
     labels = np.repeat([classes.index(name) for name in names], a.count)
     drawn = samples(config, network, params, state, jnp.asarray(labels), a)
     path = Path(a.out) if a.out else folder.path / "samples.png"
-    title = f"{config.name}: {a.sampler}, {_steps(section, a)} steps, guidance {a.guidance:g}"
+    guidance = f"guidance {_guidance(section, a):g}"
+    title = f"{config.name}: {a.sampler}, {_steps(section, a)} steps, {guidance}"
     try:
         plots.grid(
             np.asarray(drawn).reshape(len(names), a.count, *drawn.shape[1:]), names, title, path
@@ -84,7 +91,7 @@ def samples(
 
         first, later = jax.random.split(key)
         x = jax.random.normal(first, (len(labels), *shape))
-        denoise_all = diffusion.guided(denoise, labels, classes, a.guidance)
+        denoise_all = diffusion.guided(denoise, labels, classes, _guidance(section, a))
         steps = _steps(section, a)
         return sampler(
             denoise_all, schedule, x, steps, predicts=section.predicts, clip=1.0, key=later
@@ -92,6 +99,10 @@ def samples(
 
     drawn = run(params, state, labels.astype(jnp.int32), jax.random.key(a.seed))
     return jnp.clip((drawn + 1) / 2, 0, 1)
+
+
+def _guidance(section: Denoiser, a: ImageArguments) -> float:
+    return (1.5 if section.label_dropout else 1.0) if a.guidance is None else a.guidance
 
 
 def _steps(section: Denoiser, a: ImageArguments) -> int:

@@ -19,9 +19,15 @@ from fnet.memory import in_words
 
 def plain(console: Console) -> Callable[[str], None]:
     """``say(words)``: shows words as they are; no path in them is taken for markup or broken."""
-    return functools.partial(
+    show = functools.partial(
         console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
     )
+    return lambda words: show(printable(words))
+
+
+def printable(words: str) -> str:
+    """The words with a mark for each byte of a file's name that is not UTF-8."""
+    return words.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class Screen:

@@ -72,6 +72,11 @@ class Setup(NamedTuple):
         return self.layout.mesh.size if self.layout else 1
 
     @property
+    def crops(self) -> int:
+        """How many parts of each test image the network is given."""
+        return self.config.data.crops if isinstance(self.config.data, ImageFolder) else 1
+
+    @property
     def splits(self) -> tuple[int, ...] | None:
         """The numbers of microbatches that `fnet.variant` may make; None for any."""
         grad = self.config.grad
@@ -143,6 +148,12 @@ def setup(config: Config) -> Setup:
         raise UserError(
             f"optim.warmup_steps: the run has {steps} steps, fewer than {o.warmup_steps}"
         )
+    if (o.schedule in ("step", "exponential") and len(o.decay_epochs) != 1) or (
+        o.schedule == "multistep" and not o.decay_epochs
+    ):
+        wanted = "some" if o.schedule == "multistep" else "one"
+        given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
+        raise UserError(f"optim.decay_epochs: schedule {o.schedule} needs {wanted}, got {given}")
     try:
         schedule = optim.make_schedule(
             o.schedule,
@@ -240,6 +251,8 @@ def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
 def _length(config: Config, steps_per_epoch: float) -> int:
     # Rounded first: 15 epochs of 50,000 / 48 steps would be a little more than 15,625.
     steps = round(config.train.epochs * steps_per_epoch, 6)
+    if config.train.steps is None and not steps < 2**31:
+        raise UserError(f"train.epochs: {config.train.epochs:g} are 2^31 steps or more")
     return config.train.steps or max(math.ceil(steps), 1)
 
 

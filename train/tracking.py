@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def _wandb(config: Config, folder: Path) -> Iterator[Log]:
     import wandb
 
     known: dict[str, Any] = flatten(config)
-    # The run's own folder names it, so that a resume goes on with the same curves.
-    name = folder / ".wandb"
-    id = name.read_text().strip() if name.is_file() else wandb.util.generate_id()
+    # The run's own folder names it, so that a resume goes on with the same curves. Not in
+    # wandb/ or .wandb, of which names it makes folders itself.
+    name = folder / "wandb_run.txt"
+    id = name.read_text().strip() if name.is_file() else secrets.token_hex(4)
     name.write_text(id + "\n")
     run = wandb.init(
         project="fnet", name=config.name, id=id, resume="allow", config=known, dir=str(folder)

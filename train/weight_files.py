@@ -122,7 +122,11 @@ def _torch(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path}: {_why(error)}") from error
     if not isinstance(held, Mapping):
         raise UserError(f"{path} holds a {type(held).__name__}, not the state dict of a network")
-    return in_numpy(held)
+    try:
+        return in_numpy(held)
+    except (TypeError, RuntimeError) as error:
+        what = str(error).splitlines()[0]
+        raise UserError(f"{path} holds tensors that are no plain arrays: {what}") from error
 
 
 def _why(error: Exception) -> str:

@@ -75,11 +75,12 @@ def import_weights(
     state = _begun(run, filled.params, filled.state)
     folder = RunFolder(out)
     with folder.owned():
-        folder.begin(config)
+        folder.claim()
         write_classes(folder, run.task.dataset.classes)
         with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
             checkpoints.save(0, state, run.training_batches().get_state())
             checkpoints.wait()
+        folder.write_config(config)  # last: without its weights it is no run
         write_whole(out / "import.json", as_json({"file": str(path)} | _as_dict(report)))
     return report
 

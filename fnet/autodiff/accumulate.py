@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
+from fnet import jaxprs
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.mesh import equally_varying
 
@@ -142,7 +143,7 @@ def _shares(weight: Array | None, n: int) -> Array:
     """Of the sum of all weights [batch / n, n], each part's share [n]."""
     if weight is None:
         return jnp.full(n, 1 / n)
-    sums = weight.sum(0)
+    sums = weight.sum(0, dtype=jnp.promote_types(weight.dtype, jnp.float32))
     return sums / jnp.maximum(sums.sum(), 1e-12)
 
 
@@ -243,16 +244,7 @@ def _is_slow_in_loops_on_cpu(
 
 def convolutions(value: Any) -> Iterator[JaxprEqn]:
     """All convolutions in a jaxpr and those within it."""
-    if isinstance(value, Jaxpr):
-        for eqn in value.eqns:
-            if eqn.primitive.name == "conv_general_dilated":
-                yield eqn
-            yield from convolutions(tuple(eqn.params.values()))
-    elif isinstance(value, ClosedJaxpr):
-        yield from convolutions(value.jaxpr)
-    elif type(value) is tuple:
-        for v in value:
-            yield from convolutions(v)
+    return jaxprs.every(value, "conv_general_dilated")
 
 
 def is_in_fast_layout(eqn: JaxprEqn) -> bool:

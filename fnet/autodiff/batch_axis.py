@@ -68,7 +68,10 @@ class _Trail(NamedTuple):
 
         for i, eqn in enumerate(closed.jaxpr.eqns):
             given, place = states(eqn.invars), (*path, i)
-            if any(s is not None for s in given):
+            if eqn.primitive.name in ("new_ref", "empty_ref"):
+                # What is written to it later is not followed.
+                known |= dict.fromkeys(eqn.outvars, UNKNOWN)
+            elif any(s is not None for s in given):
                 here = "/".join(filter(None, (scope, *jaxprs.scopes(eqn))))
                 # Of what has a rule of its own, nothing inside is differentiated.
                 ruled = eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))

@@ -131,7 +131,10 @@ class Convolution(NamedTuple):
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`: the transposed convolution, as any gradient takes it."""
-        p = self.params
+        # In the kernel's own dtype, if narrow, the sum over the batch would be rounded.
+        wide = outer.wide(x, ct)
+        like = jax.ShapeDtypeStruct(self.kernel.shape, wide)
+        p = self.params | {"preferred_element_type": None}
         images, out = p["dimension_numbers"].lhs_spec[0], p["dimension_numbers"].out_spec[0]
 
         def merged(a: Array, axis: int) -> Array:
@@ -147,11 +150,12 @@ class Convolution(NamedTuple):
                 return y
 
             kernel: Array
-            (kernel,) = jax.linear_transpose(convolve, self.kernel)(ct)
-            return kernel.astype(outer.wide(kernel))
+            (kernel,) = jax.linear_transpose(convolve, like)(ct)
+            return kernel
 
         rows = scales.reshape(1, -1, *[1] * (x.ndim - 2))
-        x, ct = jnp.where(rows != 0, x, 0), jnp.where(rows != 0, ct * rows.astype(ct.dtype), 0)
+        x = jnp.where(rows != 0, x, 0).astype(wide)
+        ct = jnp.where(rows != 0, ct.astype(wide) * rows.astype(wide), 0)
         if len(x) == 1:
             return one(x[0], ct[0])[None]
         return jnp.stack([one(x[i], ct[i]) for i in range(len(x))])

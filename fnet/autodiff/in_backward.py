@@ -17,7 +17,7 @@ from jax import Array
 from fnet.autodiff.elementwise import layerwise_update
 from fnet.autodiff.layerwise import REST, LayerwiseUpdate
 from fnet.autodiff.mean import Aux, Loss, mean
-from fnet.autodiff.update import Update
+from fnet.autodiff.update import Update, squared_norm
 from fnet.autodiff.updating_scan import Owned, Stack, UpdatedStack
 
 
@@ -151,7 +151,7 @@ def _update(
         new |= own.arrays
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[n] for n in range(len(rule.slots)))
-    squares = optax.tree.norm(grads, squared=True) + sum(own.squares for own in renewed)
+    squares = squared_norm(grads) + sum(own.squares for own in renewed)
     return params, opt_state, model_state, metrics | {"grad_norm": jnp.sqrt(squares)}
 
 

@@ -46,7 +46,8 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     """
     if weight is None:
         return values.mean()
-    return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(weight.sum(), 1e-12)
+    whole = weight.sum(dtype=jnp.promote_types(weight.dtype, jnp.float32))
+    return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(whole, 1e-12)
 
 
 def mean(loss: Loss) -> Gradient:

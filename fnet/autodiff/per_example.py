@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet import jaxprs
 from fnet.autodiff.contributions import contributions
 from fnet.autodiff.examples import Examples, PerExampleLoss, check_width, examples, is_key
 
@@ -100,6 +101,9 @@ def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callabl
 def influence(loss: PerExampleLoss) -> Callable[..., Array]:
     """Dot products of every example's gradient with one direction: one forward pass.
 
+    Through a `jax.custom_vjp`, such as fnet's norms, it goes by the transposed backward pass,
+    which keeps what a gradient keeps.
+
     With the gradient of a validation loss as the direction it is how much a step on
     that example lowers the validation loss, to first order (TracIn: Pruthi et al. 2020).
     With the mean gradient and `per_example_norms` it gives the cosine to the mean.
@@ -115,7 +119,17 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
     """
 
     def along(direction: Any, params: Any, batch: Sequence[Any]) -> Array:
-        products: Array = jax.jvp(lambda params: loss(params, *batch), (params,), (direction,))[1]
+        def of_params(params: Any) -> Any:
+            return loss(params, *batch)
+
+        products: Array
+        if any(jaxprs.every(jax.make_jaxpr(of_params)(params), "custom_vjp_call")):
+            # What has a backward rule alone: that is linear, and transposed it goes forward.
+            losses, back = jax.vjp(of_params, params)
+            _, along_it = jax.vjp(lambda ct: back(ct)[0], jnp.zeros_like(losses))
+            (products,) = along_it(direction)
+        else:
+            _, products = jax.jvp(of_params, (params,), (direction,))
         return products
 
     def of(direction: Any, params: Any, *batch: Any) -> Array:

@@ -69,6 +69,16 @@ def _norm_first(grads: Any) -> tuple[Array, Any]:
     the parameters once more.
     """
     leaves, structure = jax.tree.flatten(grads)
-    pairs = [jax.lax.optimization_barrier((jnp.square(jnp.abs(g)).sum(), g)) for g in leaves]
+    pairs = [jax.lax.optimization_barrier((squared_norm(g), g)) for g in leaves]
     norm = jnp.sqrt(jnp.asarray(sum(square for square, _ in pairs)))
     return norm, jax.tree.unflatten(structure, [g for _, g in pairs])
+
+
+def squared_norm(tree: Any) -> Array:
+    """Of all elements together, in float32 at least: in float16 the square of 256 is infinite."""
+
+    def of(a: Array) -> Array:
+        size = jnp.abs(a)
+        return jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))).sum()
+
+    return jnp.asarray(sum(map(of, jax.tree.leaves(tree))))

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from fnet.autodiff.equations import ELEMENTWISE, Equations, Variable, equations_of
 from fnet.autodiff.layerwise import LayerwiseUpdate
+from fnet.autodiff.update import squared_norm
 
 Body = Callable[..., tuple[Any, Any]]
 """``body(params, inputs, x, *closed) -> (x, outputs)``: one layer of a stack.
@@ -284,7 +284,7 @@ def _backward(
         )
         grads, more, dx = vjp.of_layer(params, saved, known)((dx, doutputs))
         dclosed = jax.tree.map(jnp.add, dclosed, more)
-        squares = owned.squares + optax.tree.norm(grads, squared=True).astype(jnp.float32)
+        squares = owned.squares + squared_norm(grads).astype(jnp.float32)
         with jax.named_scope("optimizer"):
             new = stack.gradients(grads)
             first = dx, dclosed, squares

@@ -61,7 +61,7 @@ def guided(
         both = jnp.concatenate([labels, jnp.full_like(labels, null_label)])
         out = denoise(jnp.concatenate([x, x]), jnp.concatenate([t, t]), both)
         with_label, without = jnp.split(out, 2)
-        more = jnp.asarray(scale, out.dtype) - 1
+        more = (jnp.asarray(scale) - 1).astype(out.dtype)  # rounded before, 1.003 would be 1
         if more.ndim:
             more = more.reshape(more.shape + (1,) * (out.ndim - 1))
         return with_label + more * (with_label - without)

@@ -30,6 +30,7 @@ def add_noise(
 
     Raises:
       ValueError: if a shape does not fit.
+      TypeError: if the examples are not floating.
     """
     return _mix(x0, noise.astype(x0.dtype), alpha, sigma)
 
@@ -56,6 +57,7 @@ def target(
 
     Raises:
       ValueError: for an unknown name, or, for ``v``, if a shape does not fit.
+      TypeError: for ``v``, if the examples are not floating.
     """
     check_target(name)
     if name == "v":
@@ -96,6 +98,7 @@ def denoised(
 
     Raises:
       ValueError: for an unknown name, ``clip <= 0``, or if a shape does not fit.
+      TypeError: if ``x`` is not floating.
     """
     check_target(name)
     check_clip(clip)
@@ -146,6 +149,8 @@ def _mix(x: Array, y: Array, a: ArrayLike, b: ArrayLike) -> Array:
 
 def _per_example(a: ArrayLike, like: Array) -> Array:
     """``a`` [] or [B] -> [] or [B, 1, ...], in the dtype of ``like`` [B, ...]."""
+    if not jnp.issubdtype(like.dtype, jnp.floating):
+        raise TypeError(f"diffusion: examples must be floating, got {like.dtype}")
     a = jnp.asarray(a, like.dtype)
     if a.ndim and a.shape != like.shape[:1]:
         raise ValueError(

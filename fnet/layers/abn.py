@@ -338,11 +338,16 @@ def _normalize_bwd(
     spec: _Spec, residuals: tuple[Any, ...], cotangents: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     y, inv, g, beta, mask, n = residuals
-    inverse = activations.find(spec.activation).inverse
+    activation = activations.find(spec.activation)
+    inverse = activation.inverse
     assert inverse is not None
     # Not before its turn: what follows from y alone is as large as y.
     y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
     z, slope = inverse(_wide(y), spec.param)
+    if activation.least is not None and y.dtype.itemsize < 4:
+        # As far as y tells it in its own dtype, not where it would have saturated in a wider one.
+        told = jnp.maximum(_wide(y), activation.least(spec.param, y.dtype))
+        z, _ = inverse(told, spec.param)
     dz = _real_rows(mask, _wide(dy) * slope)
     xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)

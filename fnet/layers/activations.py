@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,14 @@ class Activation(NamedTuple):
         where no stable inverse exists.
       parameter: what the parameter is called, or None where there is none; an
         inverse exists only where the parameter is positive.
+      least: ``(param, dtype) -> y``: the least output of that dtype that tells z; None where
+        there is no such floor.
     """
 
     forward: Callable[[Array, float], Array]
     inverse: Callable[[Array, float], tuple[Array, Array]] | None = None
     parameter: str | None = None
+    least: Callable[[float, Any], float] | None = None
 
 
 def _invert_leaky_relu(y: Array, slope: float) -> tuple[Array, Array]:
@@ -36,10 +39,13 @@ def _invert_leaky_relu(y: Array, slope: float) -> tuple[Array, Array]:
 
 def _invert_elu(y: Array, alpha: float) -> tuple[Array, Array]:
     # A saturated output rounds to -alpha, whose logarithm is infinite: stop one
-    # rounding step before. There dy/dz is 0, so that the exact z does not matter.
-    saturated = 1 - jnp.finfo(y.dtype).epsneg
-    below = jnp.maximum(jnp.minimum(y, 0) / alpha, -saturated)
+    # rounding step before. There dy/dz is 0; a norm's gradient still reads z.
+    below = jnp.maximum(jnp.minimum(y, 0) / alpha, _least_elu(1, y.dtype))
     return jnp.where(y > 0, y, jnp.log1p(below)), jnp.where(y > 0, 1.0, y + alpha).astype(y.dtype)
+
+
+def _least_elu(alpha: float, dtype: Any) -> float:
+    return -alpha * (1 - float(jnp.finfo(dtype).epsneg))
 
 
 def _invert_softplus(y: Array, _: float) -> tuple[Array, Array]:
@@ -51,8 +57,12 @@ def _invert_softplus(y: Array, _: float) -> tuple[Array, Array]:
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(lambda z, _: z, lambda y, _: (y, jnp.ones_like(y))),
     "leaky_relu": Activation(jax.nn.leaky_relu, _invert_leaky_relu, "slope"),
-    "elu": Activation(jax.nn.elu, _invert_elu, "alpha"),
-    "softplus": Activation(lambda z, _: jax.nn.softplus(z), _invert_softplus),
+    "elu": Activation(jax.nn.elu, _invert_elu, "alpha", _least_elu),
+    "softplus": Activation(
+        lambda z, _: jax.nn.softplus(z),
+        _invert_softplus,
+        least=lambda _, dtype: float(jnp.finfo(dtype).smallest_subnormal),
+    ),
     "relu": Activation(lambda z, _: jax.nn.relu(z)),
     "gelu": Activation(lambda z, _: jax.nn.gelu(z)),
     "silu": Activation(lambda z, _: jax.nn.silu(z)),

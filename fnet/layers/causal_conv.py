@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from fnet.layer import Decode, Layer, Params, State
+from fnet.layers.linear import check_floating
 
 
 def causal_conv(
@@ -38,6 +39,7 @@ def causal_conv(
 
     Raises:
       ValueError: if shapes do not fit.
+      TypeError: if ``x`` is not floating.
     """
     if x.ndim != 3 or kernel.ndim != 2 or not kernel.shape[0] or kernel.shape[1] != x.shape[2]:
         raise ValueError(
@@ -47,6 +49,7 @@ def causal_conv(
     (b, t, c), width = x.shape, kernel.shape[0]
     if bias is not None and bias.shape != (c,):
         raise ValueError(f"causal_conv: bias must have shape {(c,)}, got {bias.shape}")
+    check_floating("causal_conv", x)
     if past is None:
         past = jnp.zeros((b, width - 1, c), x.dtype)
     if past.shape != (b, width - 1, c):

@@ -126,18 +126,19 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
 
 
 def avg_pool(window: int = 2) -> Layer:
-    """Mean over non-overlapping ``window`` x ``window`` patches.
+    """Mean over non-overlapping ``window`` x ``window`` patches; what is left over is not seen.
 
-    ``x`` [N, H, W, C] -> [N, H // window, W // window, C].
+    ``x`` [N, H, W, C] -> [N, H // window, W // window, C], as torch's ``AvgPool2d``.
 
     Raises:
-      ValueError: if ``window`` does not divide the image.
+      ValueError: if ``window`` is larger than the image.
     """
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
         n, h, w, c = x.shape
-        if h % window or w % window:
-            raise ValueError(f"avg_pool: window {window} does not divide the image {h} x {w}")
+        if h < window or w < window:
+            raise ValueError(f"avg_pool: window {window} is larger than the image {h} x {w}")
+        x = x[:, : h - h % window, : w - w % window]
         return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
 
     return stateless(pool)

@@ -6,6 +6,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.layer import Layer, Params, State
+from fnet.layers.linear import check_floating
 
 
 def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
@@ -28,6 +29,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
     Raises:
       ValueError: if ``rate`` is not in [0, 1); when applied in training with ``rate`` > 0,
         without a key or to an ``x`` that lacks one of ``shared_axes``.
+      TypeError: when so applied to what is not floating.
     """
     if not 0 <= rate < 1:
         raise ValueError(f"dropout: rate must be in [0, 1), got {rate}")
@@ -47,6 +49,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
         del params
         if not train or rate == 0:
             return x, state
+        check_floating("dropout", x)
         if key is None:
             raise ValueError(
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "

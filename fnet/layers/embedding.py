@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from fnet.layer import Layer, Params, State
+from fnet.layers.linear import check_floating
 
 
 def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Layer:
@@ -70,7 +71,9 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
 
     Raises:
       ValueError: if ``x`` does not end in D.
+      TypeError: if ``x`` is not floating.
     """
+    check_floating("unembed", x)
     if x.shape[-1:] != embedding.shape[-1:]:
         raise ValueError(f"unembed: expected [..., {embedding.shape[-1]}], got {x.shape}")
     return x @ embedding.astype(x.dtype).T

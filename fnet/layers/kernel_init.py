@@ -61,7 +61,7 @@ def partly_identity(
 
     ::
 
-        K[i, j, c, d] = [i = kh // 2] [j = kw // 2] [c = d]    for d < min(n_in, n_out)
+        K[i, j, c, d] = [i = (kh - 1) // 2] [j = (kw - 1) // 2] [c = d]    for d < min(n_in, n_out)
 
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024), after the Dirac kernels of
     Zagoruyko, Komodakis, "DiracNets" (2017).
@@ -79,4 +79,4 @@ def partly_identity(
     height, width, n_in, n_out = shape
     same = jnp.arange(min(n_in, n_out))
     kernel = HE_NORMAL(key, shape, dtype or jnp.float32).at[..., : same.size].set(0)
-    return kernel.at[height // 2, width // 2, same, same].set(1)
+    return kernel.at[(height - 1) // 2, (width - 1) // 2, same, same].set(1)

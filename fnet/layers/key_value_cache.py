@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from fnet.layers.attention import UNSEEN
+from fnet.mesh import equally_varying
 
 Cache = dict[str, Array]
 
@@ -76,7 +77,7 @@ def attend_and_remember(
     }
     cache = {name: jnp.roll(a[:, t:], (position + t) % slots, axis=1) for name, a in seen.items()}
     first = jnp.maximum(slots - position, 0)
-    return _attend_from(q, seen["key"], seen["value"], slots, first, window), cache
+    return _attend_from(q, seen["key"], seen["value"], slots, first, min(window, slots + t)), cache
 
 
 # Queries and keys at a time. A loop over keys makes no copy of the cache but of a few positions,
@@ -152,6 +153,8 @@ def _online_softmax(
 
     rows = (*q.shape[:-1], 1)
     none = jnp.full(rows, UNSEEN, wide), jnp.zeros(rows, wide), jnp.zeros(q.shape, wide)
+    # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
+    none = equally_varying((none, q, k, v))[0]
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size
     highest = jnp.minimum(at + queries - 1, s - 1) // size + 1
     total: Array

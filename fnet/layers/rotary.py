@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Real
 
+from fnet.layers.linear import check_floating
+
 
 def rotary(
     x: Float[Array, "b t h d"],
@@ -37,7 +39,9 @@ def rotary(
     Raises:
       ValueError: if ``x`` does not have rank 4, D is odd, positions do not fit, or
         ``base`` is not > 0.
+      TypeError: if ``x`` is not floating.
     """
+    check_floating("rotary", x)
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"rotary: expected x [B, T, H, D] with an even D, got {x.shape}")
     if positions.shape not in (x.shape[1:2], x.shape[:2]):

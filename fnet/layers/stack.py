@@ -165,7 +165,8 @@ def stack(
             with jax.named_scope(name):
                 if "strength" in p:
                     x = apply_context(x, s["context"], p["strength"])
-                mix = _going_on(decode, p["mixer"], s.get("mixer", {}), cache[name], position)
+                own = p.get("mixer", {}), s.get("mixer", {})
+                mix = _going_on(decode, *own, cache[name], position)
                 x, _, past = _block(children, p, x, mix, None, key=None, train=False)
             cache = cache | {name: past}
         return x, cache

@@ -9,17 +9,15 @@ from fnet.memory import hlo
 
 
 class Donation(NamedTuple):
-    """What a program was given to keep, and what of it it reused.
+    """What a program was given to keep, all of which it reused.
 
     Of a program that several devices share, the bytes are those of each.
 
     Attributes:
-      donated_bytes: bytes of all donated arguments.
       aliased_bytes: bytes of outputs that live in a donated argument's buffer.
       leaves: how many arrays were donated.
     """
 
-    donated_bytes: int
     aliased_bytes: int
     leaves: int
 
@@ -39,7 +37,7 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
       compiled: ``jax.jit(f, donate_argnums=0).lower(...).compile()``.
 
     Returns:
-      The bytes donated and reused, equal to each other.
+      The bytes that are reused, and of how many arrays.
 
     Raises:
       DonationError: naming each leaf that is not renewed in place, its shape
@@ -60,8 +58,7 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     ]
     if not not_reused:
         memory: Any = compiled.memory_analysis()
-        reused = memory.alias_size_in_bytes
-        return Donation(donated_bytes=reused, aliased_bytes=reused, leaves=len(donated))
+        return Donation(memory.alias_size_in_bytes, len(donated))
 
     outputs = _outputs_by_place(compiled.out_info)
     # Buffers are interchangeable: if `a` drifts to another dtype, its buffer may

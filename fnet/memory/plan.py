@@ -88,7 +88,8 @@ def plan(
     JAX's compilation cache, where it is on, makes a second call fast.
 
     Args:
-      build: the traced train step for a policy and a number of microbatches.
+      build: the traced train step for a policy and a number of microbatches. A ValueError for
+        more than the first number says that the batch cannot be split so far.
       budget: bytes, or as `read_bytes` reads them; None for no limit.
       policies: keys of `POLICIES`; all that work on the device by default.
       microbatches: numbers to choose from, each a multiple of the one before.
@@ -175,6 +176,12 @@ def _search(
         traced = build(policy, split)
         return _Way(policy, split, traced.lower(), arithmetic(traced.jaxpr))
 
+    def further(policy: str, split: int) -> list[_Way]:
+        try:
+            return [trace(policy, split)]
+        except ValueError:  # parts of fewer examples than a norm takes
+            return []
+
     found: list[Candidate] = []
     peaks: dict[str, list[Peak]] = {name: [] for name in policies}
     best = (True, math.inf)
@@ -196,7 +203,7 @@ def _search(
                 if m > way.microbatches and fits(_least(seen, m // microbatches[0]))
             ]
             if more:
-                waiting.append(trace(way.policy, more[0]))
+                waiting += further(way.policy, more[0])
         waiting.sort(key=order, reverse=True)
         compiling = [waiting.pop()] if waiting and order(waiting[-1]) < best else []
     return found

@@ -142,7 +142,10 @@ def _beside(branches: Sequence[Layer]) -> Layer:
 def _mean_around(x: Array, size: tuple[int, int]) -> Array:
     """The mean of ``size`` around each position; at a border, that of the nearest whole window."""
     window = tuple(min(w, n) for w, n in zip(size, x.shape[1:3], strict=True))
-    sums = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, *window, 1), (1, 1, 1, 1), "VALID")
+    sums = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    for along in ((1, window[0], 1, 1), (1, 1, window[1], 1)):  # rows, then columns: fewer sums
+        sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, along, (1, 1, 1, 1), "VALID")
+    mean = (sums / (window[0] * window[1])).astype(x.dtype)
     before = [(w - 1) // 2 for w in window]
     pads = [(b, w - 1 - b) for b, w in zip(before, window, strict=True)]
-    return jnp.pad(sums / (window[0] * window[1]), [(0, 0), *pads, (0, 0)], mode="edge")
+    return jnp.pad(mean, [(0, 0), *pads, (0, 0)], mode="edge")

@@ -15,6 +15,7 @@ _VIEWS = "fnet/autodiff/views.py"
 _FOLLOWED = "fnet/autodiff/batch_axis.py"
 _RULES = "fnet/autodiff/axis_rules.py"
 _SINGLE_TESTS = "tests/test_per_example.py"
+_MODE_TESTS = "tests/test_modes.py"
 _ADAPTIVE_TESTS = "tests/test_adaptive.py"
 _PARTS_TESTS = "tests/test_accumulate.py"
 _SCALE = "s = jnp.where(norm > bound, bound / jnp.where(norm > bound, norm, 1), 1)"
@@ -145,7 +146,7 @@ SINGLE = [
 PRIVATE = [
     *changes(
         _MODES,
-        _SINGLE_TESTS,
+        _MODE_TESTS,
         "noise_has_the_deviation or noise_is_added",
         [
             ("noise is not in units of the bound", "noise_multiplier * clip if", "noise_multiplier if"),
@@ -156,7 +157,7 @@ PRIVATE = [
     ),
     *changes(
         _MODES,
-        _SINGLE_TESTS,
+        _MODE_TESTS,
         "modes_give_the_mean or microbatches_of_a_private or leaves_the_metrics",
         [
             ("the last microbatch alone counts", "jax.tree.map(jnp.add, sums, more), info", "more, info"),
@@ -200,9 +201,9 @@ MEAN = [
         "tests/test_step.py",
         "padding_with_weight_0 or all_weights_0",
         [
-            ("the mean is over padding too", "/ jnp.maximum(weight.sum(), 1e-12)", "/ weight.size"),
+            ("the mean is over padding too", "/ jnp.maximum(whole, 1e-12)", "/ weight.size"),
             ("infinite padding counts", "jnp.where(weight != 0, values * weight, 0)", "(values * weight)"),
-            ("no weight is 0 by 0", "jnp.maximum(weight.sum(), 1e-12)", "weight.sum()"),
+            ("no weight is 0 by 0", "jnp.maximum(whole, 1e-12)", "weight.sum()"),
         ],
     ),
     *changes(

@@ -95,7 +95,7 @@ GUIDANCE = changes(
     "tests/test_guidance.py",
     "goes_on_from or dropped",
     [
-        ("the scale is one too large", "jnp.asarray(scale, out.dtype) - 1", "jnp.asarray(scale, out.dtype)"),
+        ("the scale is one too large", "(jnp.asarray(scale) - 1).astype", "jnp.asarray(scale).astype"),
         ("guidance leads away", "more * (with_label - without)", "more * (without - with_label)"),
         ("labels are kept at the rate", "labels.shape), null_label, labels)", "labels.shape), labels, null_label)"),
     ],

@@ -188,7 +188,7 @@ INVERSES = [
         _ACTIVATIONS,
         _TESTS,
         "saturated_elu",
-        [("elu's inverse has no bound", "/ alpha, -saturated)", "/ alpha, -1.0)")],
+        [("elu's inverse has no bound", "/ alpha, _least_elu(1, y.dtype))", "/ alpha, -1.0)")],
     ),
     *changes(
         _ACTIVATIONS,

@@ -65,7 +65,7 @@ INSIDE = [
         _INSIDE_TESTS,
         "after_the_gradient and momentum or what_is_trained",
         [
-            ("the norm is of the last layer", "squares = owned.squares + optax", "squares = 0 * owned.squares + optax"),
+            ("the norm is of the last layer", "squares = owned.squares + squared", "squares = 0 * owned.squares + squared"),
             ("layers go forwards", "start, xs, reverse=True)", "start, xs)"),
             ("what layers close over gets the last one's gradient", "jax.tree.map(jnp.add, dclosed, more)", "more"),
         ],

@@ -164,6 +164,8 @@ def _first_mistake(error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Input should be ")
     if error["type"] == "json_invalid" or not name:
         return f"not a config: {error['msg']}"
+    if message == error["msg"]:  # a sentence of its own
+        return f"{name}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
     return f"{name}: expected {message}, got {error['input']!r}"
 
 

@@ -132,4 +132,4 @@ class Denoiser(Section):
 
 def _hidden(width: int, hidden: int | None) -> int:
     """SwiGLU's usual width, 8/3 of the model's, in whole vectors of 8."""
-    return 8 * round(width / 3) if hidden is None else hidden
+    return 8 * max(round(width / 3), 1) if hidden is None else hidden

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, ConfigDict
 
 from fnet import memory
 
-Count = Annotated[int, Ge(1)]
+Count = Annotated[int, Ge(1), Lt(2**31)]
 EvenCount = Annotated[int, Ge(2), MultipleOf(2)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]

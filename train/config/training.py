@@ -79,7 +79,7 @@ class Clipped(Section):
     quantile: Annotated[float, Gt(0), Lt(1)] | None = None
     """Share of examples that clip is adapted to, step by step, to leave as they are."""
     automatic: Positive | None = None
-    """Divides each gradient by its norm plus this, instead of clipping what is above clip."""
+    """Multiplies each gradient by clip / (its norm + this), instead of clipping longer ones."""
     microbatches: Count = 1
     """Parts that a batch is split into, one after the other."""
     epsilon: Annotated[float, Gt(0), Le(1000)] | None = None

@@ -243,6 +243,8 @@ class DeepLab(Section):
     """Slope of leaky_relu or alpha of elu, above 0; others have none."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
+    stem: Literal["7x7", "3x3"] = "7x7"
+    """What of the body meets the image; wider networks have one of their own."""
     hidden: Count = 256
     """Channels of each branch of the head."""
     dilations: Annotated[tuple[Count, ...], MinLen(1)] = (12, 24, 36)
@@ -254,7 +256,9 @@ class DeepLab(Section):
         """The network for images [H, W, C]."""
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
         wider = self.body.startswith("wider")
-        thin = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
+        if wider and self.stem != "7x7":
+            raise ValueError(f"stem: {self.body} has one of its own; leave model.stem out")
+        thin = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4), "stem": self.stem}
         channels = image_shape[-1]
         body = models.get(self.body, num_classes=None, in_channels=channels, **common, **thin)
         image = jax.ShapeDtypeStruct((1, 64, 64, channels), np.float32)

@@ -78,6 +78,16 @@ def ten_crops(image: np.ndarray, size: int) -> np.ndarray:
     return np.stack([*five, *(crop[:, ::-1] for crop in five)])
 
 
+def two_crops(image: np.ndarray, size: int) -> np.ndarray:
+    """The middle and its mirror image: [2, size, size, C]."""
+    middle = centre(image, size)
+    return np.stack([middle, middle[:, ::-1]])
+
+
+CUTS = {1: centre, 2: two_crops, 10: ten_crops}
+"""What is seen of an image [H, W, C] in evaluation, by the number of crops."""
+
+
 def moved(images: np.ndarray, by: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:
     """Each image [N, H, W, C] seen through a window of its size, moved by up to ``padding``.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, JpegImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
 EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
 """Of files that are taken for images: those of torchvision's ImageFolder."""
@@ -89,11 +89,16 @@ def decode_labels(path: str | bytes, most: int, ignore: int = 255) -> Image.Imag
       ignore: a label beside them.
 
     Raises:
-      UnreadableError: if the file cannot be read, has colours instead of labels, or labels out
-        of range; the first is named.
+      UnreadableError: if the file cannot be read, has colours instead of labels, levels of grey
+        that are spread over others, or labels out of range; the first is named.
     """
 
     def labels(image: Image.Image) -> Image.Image:
+        if _spread(image):
+            raise UnreadableError(
+                "its levels of grey are fewer than 256, which readers spread over 0 to 255; labels "
+                "are 8 or 16 bits, or a palette's"
+            )
         image = _upright(image)
         if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
             raise UnreadableError(
@@ -106,6 +111,18 @@ def decode_labels(path: str | bytes, most: int, ignore: int = 255) -> Image.Imag
         return Image.fromarray(values.astype(np.uint8))
 
     return _opened(_content(path), labels)
+
+
+def _spread(image: Image.Image) -> bool:
+    """Whether Pillow multiplies the grey levels of a file that is not loaded: 2 of 3 become 170."""
+    assert isinstance(image, ImageFile.ImageFile), type(image)
+    for tile in image.tile:
+        how = tile.args if isinstance(tile.args, tuple) else (tile.args,)
+        if tile.codec_name.startswith("ppm"):
+            return how[-1] not in (255, 65535)
+        if str(how[0]).startswith(("L;2", "L;4")):
+            return True
+    return False
 
 
 def _content(path: str | bytes) -> bytes:

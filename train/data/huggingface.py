@@ -121,7 +121,7 @@ class _Images:
     def explain(self, id: int) -> str | None:
         """Why an image cannot be read, if so."""
         try:
-            self._centre(id, self._config.image_size)
+            self._centre(id, self._config.shorter_side)
         except UnreadableError as error:
             return f"{self.name(id)}: {error}"
         return None

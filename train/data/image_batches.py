@@ -10,13 +10,13 @@ import numpy as np
 from train.data import Arrays
 from train.data.augment import coloured, cutout, draw_colours, in_bytes
 from train.data.crops import (
+    CUTS,
     RESIZED_CROP_DRAWS,
     centre,
     mirrored,
     moved,
     resized_crop,
     short_side,
-    ten_crops,
 )
 from train.data.decode import UnreadableError, decode
 from train.errors import UserError
@@ -129,19 +129,19 @@ class EvaluationImages:
       root: the folder that paths start from.
       size: height and width of the result.
       resize: of the shorter side of the image that it is cut from.
-      crops: 1: the middle. 10: `ten_crops`.
+      crops: how many parts of each: `CUTS`.
       fill: mean colour, which stands for what cannot be read.
     """
 
     root: bytes
     size: int
     resize: int
-    crops: Literal[1, 10]
+    crops: Literal[1, 2, 10]
     fill: tuple[int, ...]
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """``path`` [N] -> ``image`` uint8 [N, size, size, 3], or [N, 10, ...], ``weight`` [N]."""
-        n, cut = len(rows["path"]), centre if self.crops == 1 else ten_crops
+        """``path`` [N] -> ``image`` uint8 [N, size, size, 3] or [N, crops, ...]; ``weight`` [N]."""
+        n, cut = len(rows["path"]), CUTS[self.crops]
         several = () if self.crops == 1 else (self.crops,)
         image = np.empty((n, *several, self.size, self.size, 3), np.uint8)
         weight = np.ones(n, np.float32)

@@ -29,7 +29,7 @@ def load(config: ImageFolder) -> Dataset:
     As torchvision's ImageFolder: a folder is a class, in the order of names; images lie at
     any depth below it. Rows are ``id`` int32 [N], counted through training and test images,
     and ``label`` int32 [N]. Batches have besides ``image`` uint8 [N, H, W, 3], in evaluation
-    with 10 crops [N, 10, H, W, 3], and ``weight`` float32 [N]: 0.0 for a file that cannot
+    with crops [N, crops, H, W, 3], and ``weight`` float32 [N]: 0.0 for a file that cannot
     be read. With mixup, training batches have ``label_2`` and ``mix``: see `augment.mixed`.
 
     Raises:
@@ -86,7 +86,7 @@ def load(config: ImageFolder) -> Dataset:
     def explain(id: int) -> str | None:
         path = root / os.fsdecode(paths[id])
         try:
-            decode(str(path), short_side(config.image_size))
+            decode(str(path), short_side(config.shorter_side))
         except UnreadableError as error:
             return f"{path}: {error}"
         return None

@@ -41,8 +41,8 @@ _KNOWN: dict[str, tuple[str, Kind]] = {
 """Metrics in the order of their charts, with title and kind; others follow by name."""
 
 _SCORES = ("loss", "accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5")
-_NOT_DRAWN = frozenset({"skipped"})
-"""Steps that were left out are listed."""
+_NOT_DRAWN = frozenset({"skipped", "seconds"})
+"""Steps that were left out are listed, and how long it took is told in words."""
 _THROUGHPUT = ("examples_per_second", "input_wait")
 _PARTS = ("train", "test", "averaged")
 

@@ -190,8 +190,7 @@ def _lines(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], float | 
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {_reason(error)}")
         return [], None
-    lines = [line for line in found if isinstance(line, dict)]
-    good = [line for line in lines if _is_step(line.get("step"))]
+    good = [line for line in found if _is_step(line["step"])]
     if (bad := whole - len(good)) > 0:
         words = "line is" if bad == 1 else "lines are"
         notes.append(f"{path.name}: {bad} {words} cut off or without a step, left out")

@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array
 
 import fnet
 from fnet import diffusion, models
 from fnet.diffusion import Schedule, schedules
 from train.config import Config, Denoiser, ImageFolder
-from train.data import Dataset, batch_of
+from train.data import Dataset, batch_of, size
 from train.errors import UserError
 from train.tasks import images
 from train.tasks.task import Batch, Measured, Task
@@ -51,6 +52,8 @@ def build(config: Config) -> Task:
     if isinstance(config.data, ImageFolder):
         _check_whole(config.data)
     dataset, model = network_of(config)
+    place = np.arange(size(dataset.test), dtype=np.int32)
+    dataset = dataset._replace(test=dataset.test | {"place": place})
     classes, schedule = len(dataset.classes), schedule_of(section)
 
     def losses(
@@ -69,7 +72,6 @@ def build(config: Config) -> Task:
             schedule,
             predicts=section.predicts,
             weighting=section.weighting,
-            stratified=not train,
             has_aux=True,
         )
 
@@ -80,8 +82,14 @@ def build(config: Config) -> Task:
         return each, fnet.Aux(state, {})
 
     def measure(params: Any, state: Any, batch: Batch) -> Measured:
-        # The same noise for the same examples each time, so that evaluations compare.
-        each, _ = losses(params, state, batch, batch["label"], jax.random.key(0), None)
+        # The same noise for the same example each time, whatever batch it is in, so that
+        # evaluations compare.
+        def of_one(place: Array, image: Array, label: Array) -> Array:
+            key = jax.random.fold_in(jax.random.key(0), place)
+            one = {"image": image[None]}
+            return losses(params, state, one, label[None], key, None)[0][0]
+
+        each = jax.vmap(of_one)(batch["place"], batch["image"], batch["label"])
         return Measured({"loss": each})
 
     return Task(dataset, model, loss, measure)

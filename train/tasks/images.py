@@ -7,7 +7,16 @@ import numpy as np
 from jax import Array
 
 from train.config import ArrayFile, Config, Denoiser, Digits, HuggingFace, ImageFolder, Synthetic
-from train.data import Dataset, arrays, digits, huggingface, image_folder, size, synthetic
+from train.data import (
+    Arrays,
+    Dataset,
+    arrays,
+    digits,
+    huggingface,
+    image_folder,
+    size,
+    synthetic,
+)
 from train.errors import UserError
 
 _SOURCES: dict[type, Callable[[Any], Dataset]] = {
@@ -60,11 +69,14 @@ def load(config: Config) -> Dataset:
 
 
 def _check_unit_interval(dataset: Dataset) -> None:
-    for start in range(0, size(dataset.test), 64):
-        rows = {name: a[start : start + 64] for name, a in dataset.test.items()}
-        image = dataset.prepare(rows)["image"]
-        if image.dtype != np.uint8 and (image.min() < 0 or image.max() > 1):
-            raise UserError(
-                f"data.images: values from {image.min():g} to {image.max():g}; a network that "
-                "draws images takes uint8, or floating ones in [0, 1]"
-            )
+    def to_train(rows: Arrays) -> Arrays:
+        return dataset.augment(rows, np.random.default_rng(0))
+
+    for part, made in ((dataset.train, to_train), (dataset.test, dataset.prepare)):
+        for start in range(0, size(part), 64):
+            image = made({name: a[start : start + 64] for name, a in part.items()})["image"]
+            if image.dtype != np.uint8 and (image.min() < 0 or image.max() > 1):
+                raise UserError(
+                    f"data.images: values from {image.min():g} to {image.max():g}; a network "
+                    "that draws images takes uint8, or floating ones in [0, 1]"
+                )

@@ -1,0 +1,51 @@
+"""The ways in which the program begins and ends."""
+
+import errno
+from unittest.mock import Mock
+
+import jax
+import pytest
+from program_cases import exit_code, fnet_command
+
+from train import cli
+
+
+@pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
+def test_the_commands_are_listed(words, code, capsys):
+    assert exit_code(*words) == code
+    assert capsys.readouterr().out.startswith("usage: fnet COMMAND")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs"],
+)
+def test_each_command_says_how_it_is_called(command, capsys):
+    assert exit_code(command, "--help") == 0
+    assert capsys.readouterr().out.startswith(f"usage: fnet {command}")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "fnet: interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "fnet: cannot write: [Errno 28]"),
+    ],
+)
+def test_what_ends_a_run_from_outside_is_one_line(error, said, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
+    assert exit_code("train", "digits") == 1
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_another_error_of_the_system_is_not_called_a_full_disk(monkeypatch):
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=OSError(errno.EIO, "bad disk")))
+    with pytest.raises(OSError, match="bad disk"):
+        fnet_command("train", "digits")
+
+
+def test_programs_are_kept_in_the_users_cache_folder(workplace, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
+    cli._prepare_jax()
+    assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")

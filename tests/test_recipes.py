@@ -1,0 +1,101 @@
+"""Recipes: each can be loaded and built, and those of papers have their settings."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from image_cases import class_folders
+
+from train import recipes
+from train.config import Config, DenseNet, ImageFolder, Optim, ResNet, ResNeXt, WiderResNet
+from train.data import image_folder
+from train.setup import setup
+
+LARGE = (
+    *("imagenet_densenet264", "imagenet_resnet101", "imagenet_resnext101_512"),
+    *("imagenet_resnext101_batchnorm", "imagenet_resnext152", "imagenet_wider_resnet38"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LARGE else [])
+        for name in sorted(recipes.recipes())
+    ],
+)
+def test_every_recipe_loads_and_builds(name, tmp_path):
+    config = recipes.load(name)
+    if isinstance(config.data, ImageFolder):  # any folder will do
+        class_folders(tmp_path, train=2, test=2)
+        assert image_folder.load(replace(config.data, path=str(tmp_path))).classes
+        network = config.model.build((224, 224, 3), 1000)
+        assert jax.eval_shape(network.init, jax.random.key(0))[0]
+    else:
+        assert setup(config).steps > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in recipes.recipes() if n.startswith("imagenet_")])
+def test_a_recipe_for_imagenet_takes_a_step_on_any_folder(name, tmp_path):
+    class_folders(tmp_path, train=4, test=2, size=(70, 66))
+    config = recipes.load(name)
+    data = replace(config.data, path=str(tmp_path), batch_size=2, image_size=64, resize=64)
+    run = setup(replace(config, data=data))
+    state, metrics = jax.eval_shape(run.step, run.state_shapes, run.batch_shapes)
+    assert jax.tree.map(lambda a: a.shape, state) == jax.tree.map(
+        lambda a: a.shape, run.state_shapes
+    )
+    assert metrics["loss"].shape == ()
+
+
+def test_a_path_in_a_recipe_is_its_name(workplace):
+    head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
+    (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')
+    assert recipes.load("path.py") == Config(data=ImageFolder(path="photos/a"))
+
+
+# mapillary/inplace_abn: experiments/*.json, and the table of its README: top-1 / top-5 of one
+# crop, of ten, and at 320 x 320.
+IMAGENET = {
+    "resnet34": (ResNet(depth=34), 512, 0.2, "73.27 / 91.34", "75.19 / 92.66", "74.87 / 92.42"),
+    "resnet50": (ResNet(depth=50), 512, 0.2, "75.53 / 92.59", "77.04 / 93.57", "76.60 / 93.49"),
+    "resnet101": (ResNet(depth=101), 512, 0.2, "77.07 / 93.45", "78.58 / 94.40", "78.25 / 94.19"),
+    "resnext101_batchnorm": (ResNeXt(depth=101, stem="3x3", norm="batch"), 256, 0.1, "77.04 / 93.50", "78.72 / 94.47", "77.92 / 94.28"),
+    "resnext101": (ResNeXt(depth=101, stem="3x3"), 256, 0.1, "77.70 / 93.78", "79.18 / 94.60", "78.98 / 94.56"),
+    "resnext101_512": (ResNeXt(depth=101, stem="3x3"), 512, 0.1, "78.08 / 93.79", "79.52 / 94.66", "79.38 / 94.67"),
+    "resnext152": (ResNeXt(depth=152, stem="3x3"), 256, 0.1, "78.28 / 94.04", "79.73 / 94.82", "79.56 / 94.67"),
+    "wider_resnet38": (WiderResNet(depth=38), 256, 0.1, "79.72 / 94.78", "81.03 / 95.43", "80.69 / 95.27"),
+    "densenet264": (DenseNet(depth=264, stem="3x3"), 256, 0.1, "78.57 / 94.17", "79.72 / 94.93", "79.49 / 94.89"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_a_recipe_for_imagenet_is_the_experiment_of_its_source(name):
+    model, batch_size, learning_rate, *published = IMAGENET[name]
+    config = recipes.load(f"imagenet_{name}")
+    assert config.model == model
+    linear = name.startswith("wider")
+    assert config.optim == Optim(
+        name="sgd",
+        learning_rate=learning_rate,
+        schedule="linear" if linear else "step",
+        decay_epochs=(30.0,),
+        decay_rate=0.1,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=1e-4,
+    )
+    data = config.data
+    assert (data.batch_size, data.image_size, data.resize) == (batch_size, 224, 256)
+    assert (data.crop, data.flip, data.jitter, data.lighting) == ("resized", True, 0.4, 0.1)
+    assert config.train.epochs == 90
+    told = " ".join((recipes.FOLDER / f"imagenet_{name}.py").read_text().split())
+    assert all(figure in told for figure in published)
+
+
+def test_all_nine_experiments_are_there():
+    assert {f"imagenet_{name}" for name in IMAGENET} == {
+        name for name in recipes.recipes() if name.startswith("imagenet_")
+    }
+    assert len(IMAGENET) == 9

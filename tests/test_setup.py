@@ -1,0 +1,77 @@
+"""From a config to what runs: what its settings do, and which do not go together."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from image_cases import class_folders
+
+from train.config import (
+    Clipped,
+    Config,
+    Digits,
+    ImageFolder,
+    Mlp,
+    Optim,
+    PerExample,
+    PreactResNet,
+    Synthetic,
+    flatten,
+)
+from train.errors import UserError
+from train.run_folder import MAY_CHANGE_ON_RESUME
+from train.setup import setup
+
+NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
+
+
+def test_the_classifier_has_a_learning_rate_of_its_own():
+    def moved(rate):
+        optim = Optim(
+            learning_rate=0.1, schedule="constant", momentum=0.0, classifier_learning_rate=rate
+        )
+        run = setup(Config(data=Digits(batch_size=8), model=NETWORK, optim=optim))
+        state = jax.jit(run.init)(jax.random.key(0))
+        before = jax.tree.map(np.array, state.params)  # a copy: the step takes the buffers
+        state, _ = run.step(state, next(run.training_batches()))
+        return jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
+
+    plain, own = moved(None), moved(1.0)
+    chex.assert_trees_all_close(own["stem"], plain["stem"], rtol=1e-4, atol=1e-6)
+    tenfold = jax.tree.map(lambda a: 10 * a, plain["head"])
+    chex.assert_trees_all_close(own["head"], tenfold, rtol=1e-4, atol=1e-6)
+
+
+def test_decay_epochs_are_counted_in_the_steps_of_an_epoch():
+    data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
+    optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)
+    rate = setup(Config(data=data, model=Mlp(hidden=(2,)), optim=optim)).schedule
+    assert [float(rate(step)) for step in (4, 5, 9, 10)] == [1.0, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("grad", [PerExample(), Clipped()], ids=lambda grad: grad.mode)
+def test_mixed_images_have_no_gradient_of_their_own(grad, tmp_path):
+    class_folders(tmp_path, train=2, test=2)
+    data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2, mixup=0.2)
+    with pytest.raises(UserError, match=f"data.mixup: .* grad.mode {grad.mode} takes each"):
+        setup(Config(data=data, model=NETWORK, grad=grad))
+
+
+@pytest.mark.parametrize(
+    ("grad", "message"),
+    [
+        (Clipped(quantile=0.5, per_layer=True), "adapts one bound .* grad.per_layer has not"),
+        (Clipped(quantile=0.5, automatic=0.1), "adapts one bound .* grad.automatic has not"),
+        (
+            Clipped(quantile=0.5, noise_multiplier=1.0, delta=1e-5),
+            r"grad.quantile: AdaptiveClipping: a count_noise of 0.4 spends more",
+        ),
+    ],
+)
+def test_a_quantile_has_one_bound_and_enough_noise(grad, message):
+    with pytest.raises(UserError, match=message):
+        setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=()), grad=grad))
+
+
+def test_what_may_change_on_resume_are_fields():
+    assert set(MAY_CHANGE_ON_RESUME) <= set(flatten(Config()))
