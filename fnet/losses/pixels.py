@@ -58,9 +58,9 @@ def pixel_cross_entropy(
     ======  =======  ====================  ==============  ===========  =======================
     images  classes  temporaries, CPU      checkpointed    time, CPU    H100 (compiled for)
     ======  =======  ====================  ==============  ===========  =======================
-    8       21       18.4 of 445 MB: 0.04  of 377 MB       0.2 - 0.35   9.2 MB (*)
+    8       21       15.8 of 445 MB: 0.04  of 377 MB       0.2 - 0.5    9.2 MB (*)
     8       32                                                          13.1 of 554 MB: 0.02
-    2       150      17.4 of 650 MB: 0.03  of 635 MB       0.35 - 0.65  12.6 MB (*)
+    2       150      16.3 of 650 MB: 0.03  of 633 MB       0.35 - 0.65  12.6 MB (*)
     ======  =======  ====================  ==============  ===========  =======================
 
     (*) What it is compared with does not compile ahead of time for that GPU: products that

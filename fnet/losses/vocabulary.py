@@ -53,16 +53,16 @@ def linear_cross_entropy(
         (tokens + D) * chunk + tokens * D
 
     numbers of float32, whatever V is (on CPU; up to half as many again on a GPU).
-    The price is a fourth matrix product beside three, made good where the way of
-    the logits through memory costs more than that. Value and gradients by x and
-    kernel, 1,024 tokens, float32, against optax on ``x @ kernel``:
+    The price is a fourth matrix product beside three, made good in part by the way
+    of the logits through memory. Value and gradients by x and kernel, 1,024 tokens,
+    float32, against optax on ``x @ kernel``:
 
     =====  =======  =====================  =====================  =========
     D      V        temporaries, CPU       H100 (compiled for)    time, CPU
     =====  =======  =====================  =====================  =========
-    256    32,768   6.3 of 268 MB: 0.023   9.5 of 268 MB: 0.035   0.7 - 0.8
-    256    131,072  6.3 of 1,074 MB        9.5 of 1,074 MB        0.7
-    768    32,768   10.5 of 268 MB: 0.039  7.4 of 268 MB: 0.027   1.0 - 1.1
+    256    32,768   6.3 of 268 MB: 0.023   9.5 of 268 MB: 0.035   1.0
+    256    131,072  6.3 of 1,074 MB        9.5 of 1,074 MB        1.0
+    768    32,768   10.5 of 268 MB: 0.039  7.4 of 268 MB: 0.027   1.2
     =====  =======  =====================  =====================  =========
 
     Args:
