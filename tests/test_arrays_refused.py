@@ -153,8 +153,7 @@ def test_a_header_that_promises_more_than_there_is_is_said(tmp_path):
 
 
 def test_images_to_train_on_are_in_the_unit_interval_too(tmp_path):
-    x = np.random.default_rng(0).random((8, 4, 4)).astype(np.float32)
-    y, path = np.arange(8) % 2, tmp_path / "d.npz"
-    np.savez(path, x_train=255 * x, y_train=y, x_test=x, y_test=y)
+    x, y = pixels(dtype=np.float32), numbers()
+    path = written(tmp_path / "d.npz", x_train=255 * x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(UserError, match=r"data.images: values from .* in \[0, 1\]"):
         images.load(Config(data=ArrayFile(path=str(path)), model=Denoiser()))

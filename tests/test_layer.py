@@ -134,7 +134,7 @@ def integers(*shape):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: fnet.layers.causal_conv(3).apply({"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, {}, integers(1, 5, 3), train=True),
+        lambda: layers.causal_conv(3).apply({"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}, {}, integers(1, 5, 3), train=True),
         lambda: layers.unembed(integers(2, 4), jnp.ones((7, 4)) / 2),
         lambda: layers.dropout(0.5).apply({}, {}, integers(8), key=jax.random.key(0), train=True),
         lambda: layers.rotary(integers(1, 4, 1, 2), jnp.arange(4)),

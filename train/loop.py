@@ -111,7 +111,7 @@ def _train(
         step, tested, best = start, None, checkpoints.best_score
         meter = Meter(config.data.batch_size)
         guard = Guard(run, folder.bad_steps, say)
-        left_out = len(read_metrics(folder.bad_steps)) if folder.bad_steps.exists() else 0
+        left_out = len(read_metrics(folder.bad_steps))
         eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
         with (
             Interruption() as interruption,

@@ -190,12 +190,17 @@ class RunFolder:
 
     def seconds_spent(self) -> float:
         """The time until the last line of the metrics, of all processes that trained here."""
-        lines = read_metrics(self.metrics) if self.metrics.exists() else []
+        lines = read_metrics(self.metrics)
         return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; what has no step, as one that a kill cut off, is left out."""
+    """The lines of a metrics file; what has no step, as one that a kill cut off, is left out.
+
+    A file that is not there has none.
+    """
+    if not path.exists():
+        return []
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from fnet.autodiff import outer
 from fnet.autodiff.examples import Examples
 from fnet.autodiff.shares import Made
+from fnet.autodiff.update import squared_norm
 
 
 class Chunks(NamedTuple):
@@ -36,7 +37,7 @@ class Chunks(NamedTuple):
             return {}
 
         def of(example: Sequence[Array]) -> list[Array]:
-            return [jnp.square(g.astype(outer.wide(g))).sum() for g in self._gradient(example)]
+            return [squared_norm(g) for g in self._gradient(example)]
 
         return dict(zip(self.which, self.examples.map(of, self.width), strict=True))
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.autodiff import outer
+
 
 class Aux(NamedTuple):
     """What a loss returns beside the losses.
@@ -46,7 +48,7 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     """
     if weight is None:
         return values.mean()
-    whole = weight.sum(dtype=jnp.promote_types(weight.dtype, jnp.float32))
+    whole = weight.sum(dtype=outer.wide(weight))
     return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(whole, 1e-12)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fnet.autodiff import outer
 from fnet.autodiff.mean import Gradient, Loss
 
 Update = Callable[
@@ -79,6 +80,6 @@ def squared_norm(tree: Any) -> Array:
 
     def of(a: Array) -> Array:
         size = jnp.abs(a)
-        return jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))).sum()
+        return jnp.square(size.astype(outer.wide(size))).sum()
 
     return jnp.asarray(sum(map(of, jax.tree.leaves(tree))))

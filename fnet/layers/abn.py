@@ -346,8 +346,8 @@ def _normalize_bwd(
     z, slope = inverse(_wide(y), spec.param)
     if activation.least is not None and y.dtype.itemsize < 4:
         # As far as y tells it in its own dtype, not where it would have saturated in a wider one.
-        told = jnp.maximum(_wide(y), activation.least(spec.param, y.dtype))
-        z, _ = inverse(told, spec.param)
+        least = jnp.asarray(activation.least(spec.param, y.dtype), z.dtype)
+        z = jnp.maximum(z, inverse(least, spec.param)[0])
     dz = _real_rows(mask, _wide(dy) * slope)
     xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
