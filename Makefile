@@ -43,7 +43,7 @@ release: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.release
 
 clean:
-	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs/demo dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fnet needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

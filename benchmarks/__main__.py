@@ -2,7 +2,8 @@
 
     python -m benchmarks                        # all; hours
     python -m benchmarks --quick                # fewer rounds, fewer cases
-    python -m benchmarks --only abn clipped     # those whose names have one of these
+    python -m benchmarks --only abn clipped     # those whose names have one of these in them
+    python -m benchmarks --only attention       # a whole name is that one alone
     python -m benchmarks --list
 
 What is written to ``--out``: benchmarks.md, benchmarks.json, benchmarks.png, and what each
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
         prog="python -m benchmarks", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="a folder")
-    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="a part of a name; * and ?")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="a name, or a part; * and ?")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, fewer cases")
     parser.add_argument("--list", action="store_true", help="tell what there is, run nothing")
     for name, what in PATHS.items():
@@ -64,10 +65,12 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
 
 
 def matching(suite: Sequence[Benchmark], patterns: Sequence[str] | None) -> list[Benchmark]:
-    """Those whose names have one of the patterns in them; all without patterns."""
+    """Those that are named, or have one of the patterns in their names; all without patterns."""
     if patterns is None:
         return list(suite)
-    return [b for b in suite if any(fnmatch.fnmatch(b.name, f"*{p}*") for p in patterns)]
+    names = {b.name for b in suite}
+    wanted = [p if p in names else f"*{p}*" for p in patterns]
+    return [b for b in suite if any(fnmatch.fnmatch(b.name, p) for p in wanted)]
 
 
 def _run_all(
@@ -90,7 +93,7 @@ def _run_all(
         for b in chosen:
             why = b.lacks(paths, args.quick)
             if why:
-                if "claims" not in results.get(b.name, {}):
+                if "seconds" not in results.get(b.name, {}):  # else it ran before, well or not
                     results[b.name] = {"why": why}
                 say(f"{b.name:{width}}  {why}", style="dim")
                 continue

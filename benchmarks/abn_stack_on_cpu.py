@@ -51,13 +51,20 @@ PAIRS: dict[str, Pair] = {
     )
     for name in ("leaky_relu", "gelu", "relu")
 } | {
+    "leaky_relu: `fnet.abn` / `jax.checkpoint`": Pair(
+        functools.partial(abn_stack.plain_stack, recompute=True),
+        abn_stack.in_place_stack,
+        1.0,
+        1.0,
+        ("jnp, jax.checkpoint a block", "fnet.abn, leaky_relu"),
+    ),
     "coupled: `fnet.reversible` / jnp": Pair(
         abn_stack.plain_coupled_stack,
         abn_stack.reversible_stack,
         0.10,
         0.0,
         ("coupled halves, jnp", "fnet.reversible"),
-    )
+    ),
 }
 DRAWN = ("leaky_relu: `fnet.abn` / flax", "coupled: `fnet.reversible` / jnp")
 

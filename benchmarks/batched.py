@@ -163,6 +163,7 @@ def claims(found: dict[Case, tuple[float, dict[str, float]]]) -> Iterator[Claim]
         if (name, n) == AIMED_AT:
             what, peer = f"{sides[mode]}, MLP, batch {BATCH}, N = {n}: time", f"jax, {n} calls"
             yield Claim(what, peer, ratio["auto"], "<= 0.7", "time")
+            yield Claim(what, "jax.vmap", ratio["auto"] / ratio["vmap"], "<= 1.0", "time")
     for mode, side in sides.items():
         worst, case = max((r["auto"], case) for case, (_, r) in found.items() if case[1] == mode)
         what = f"{side}, width auto, slowest case ({case[0]}, N = {case[2]}): time"

@@ -4,7 +4,7 @@
     python -m benchmarks.clipped_grad_peers
 
 jax-privacy and optax on the networks of `benchmarks.clipped_grad` in plain JAX, jitted;
-Opacus on the same networks in torch. On the CPU, in float32, noise of 0. "time" and
+Opacus on the same networks in torch. On the CPU, in float32, without noise. "time" and
 "memory" are to the plain gradient of the same framework, jitted or torch's own backward
 pass, of images in the faster of both layouts. Opacus has NCHW alone: of channels_last
 activations Opacus 1.6 makes wrong gradients. Every sum is compared with a loop over
@@ -18,15 +18,11 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-import optax.contrib
-from jax import Array
 
-import fnet
 from benchmarks import machine, networks
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.clipped_grad import checked, compiled, one_by_one, plain
+from benchmarks.clipped_grad import by_optax, checked, clipped, compiled, one_by_one, plain
 from benchmarks.measure import interleaved, markdown, temporaries
 from benchmarks.networks import CHANNELS, CLASSES, HIDDEN, IMAGE, MLP_SIZES, Network
 
@@ -136,19 +132,9 @@ def claims(name: str, found: dict[str, Step]) -> Iterator[Claim]:
 
 def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
     """One jitted program a line; all give the same sum as a loop over examples."""
-
-    def one(params: Any, x: Array, y: Array) -> Array:
-        return n.loss(params, x[None], y[None])[0]
-
-    def aggregated(params: Any, x: Array, y: Array) -> Any:
-        aggregate = optax.contrib.differentially_private_aggregate(CLIP, 0.0, jax.random.key(0))
-        each = jax.vmap(jax.grad(one), (None, 0, 0))(params, x, y)
-        mean = aggregate.update(each, aggregate.init(params))[0]
-        return jax.tree.map(lambda g: g * len(x), mean)
-
     ways = {
-        OURS: lambda *args: fnet.clipped_grad(n.loss, CLIP)(*args)[0],
-        "optax, differentially_private_aggregate": aggregated,
+        OURS: clipped(n.loss, CLIP),
+        "optax, per_example_global_norm_clip": by_optax(n.loss, CLIP),
     }
     if isinstance(jax_privacy, ModuleType):
         for size in (None, 1, 16):

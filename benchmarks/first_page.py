@@ -3,7 +3,8 @@
     python -m benchmarks --out docs/benchmarks       # hours
     python -m benchmarks.first_page
 
-Each claim that is told there has words of its own.
+What is told there has words of its own. The page of all claims, docs/benchmarks/benchmarks.md,
+goes into the navigation of mkdocs.yml.
 """
 
 import fnmatch
@@ -12,112 +13,120 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import machine, report
+from benchmarks import chart, machine, report
 from benchmarks.claims import Claim
 from benchmarks.measure import markdown
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "docs" / "benchmarks" / report.FILES[0]
+FOLDER = "docs/benchmarks"
 BEGIN, END = "<!-- claims: python -m benchmarks.first_page -->\n", "<!-- end of claims -->"
 
 
 class Headline(NamedTuple):
-    """A claim for the first page.
+    """A line of the first page.
 
     Attributes:
       words: what it says there.
       benchmark: the name in `benchmarks.suite`.
-      claim: a pattern of what it says in the benchmark.
-      peer: a pattern of what it is beside; both together match one claim.
       page: of ``docs/``, with more of it.
+      memory: a pattern of the benchmark's claim about it; "" for none.
+      time: likewise.
+      peer: a pattern of what both are beside; with it each matches one claim.
     """
 
     words: str
     benchmark: str
-    claim: str
     page: str
+    memory: str = ""
+    time: str = ""
     peer: str = "*"
 
 
 HEADLINES = (
     Headline(
-        "in-place batch norm + leaky_relu, 16 blocks: memory of a gradient",
+        "in-place batch norm + leaky_relu, 16 blocks, a gradient",
         "abn_stack_on_cpu",
+        "in_place.md",
         "fnet.abn, leaky_relu, * blocks: temporaries*",
-        "in_place.md",
+        "fnet.abn, leaky_relu, * blocks: time",
+        "flax*",
     ),
     Headline(
-        "the same: time", "abn_stack_on_cpu", "fnet.abn, leaky_relu, * blocks: time", "in_place.md"
-    ),
-    Headline(
-        "the same, compiled for an H100: memory",
+        "the same, compiled for an H100",
         "abn_stack_ahead_of_time_h100",
+        "in_place.md",
         "fnet.abn, leaky_relu, *: temporaries",
-        "in_place.md",
-        "flax linen*",
+        peer="flax linen*",
     ),
     Headline(
-        "reversible stack, 16 blocks: memory of a gradient",
+        "reversible stack, 16 blocks, a gradient",
         "abn_stack_on_cpu",
+        "in_place.md",
         "fnet.reversible*temporaries of the gradient",
-        "in_place.md",
+        "fnet.reversible*: time",
     ),
-    Headline("the same: time", "abn_stack_on_cpu", "fnet.reversible*: time", "in_place.md"),
     Headline(
-        "ResNet-50 in place: peak of a train step",
+        "ResNet-50 train step in place",
         "resnet50_step",
+        "in_place.md",
         "*fnet.abn, relu*: peak",
-        "in_place.md",
+        peer="flax linen, relu",
     ),
     Headline(
-        "the same size, reversible: peak",
+        "reversible ResNet of its size",
         "resnet50_step",
-        "*fnet.reversible*: peak",
         "in_place.md",
+        "*fnet.reversible*: peak",
+        peer="flax linen, leaky_relu",
     ),
     Headline(
-        "cross-entropy of 32,768 words from hidden states: memory",
+        "cross-entropy of 32,768 words from 256 features",
         "linear_cross_entropy",
+        "memory.md",
         "*, value and gradients, *: temporaries",
-        "memory.md",
+        "*, value and gradients, *: time",
     ),
     Headline(
-        "the same: time", "linear_cross_entropy", "*, value and gradients, *: time", "memory.md"
-    ),
-    Headline(
-        "attention, 2,048 tokens: memory of a gradient",
+        "attention, 2,048 tokens, a gradient",
         "attention",
+        "memory.md",
         "*tokens, gradient: temporaries",
-        "memory.md",
+        "*tokens, gradient: time",
     ),
-    Headline("the same: time", "attention", "*tokens, gradient: time", "memory.md"),
     Headline(
-        "8 microbatches, Adam: peak of a train step",
+        "8 microbatches, Adam, a train step",
         "accumulation",
-        "*unrolled layers, *: peak of the step",
         "memory.md",
+        "*unrolled layers, *: peak of the step",
+        peer="optax*",
     ),
     Headline(
-        "sum of clipped single-example gradients, MLP: memory",
+        "a language model's train step, 33.8 M parameters",
+        "transformer_step",
+        "sequence_models.md",
+        "*step, keep, ?pu: peak*",
+        "*step, keep, ?pu: time*",
+    ),
+    Headline(
+        "sum of clipped single-example gradients, MLP",
         "clipped_grad",
+        "per_example.md",
         "clipped_grad, MLP *: memory",
-        "per_example.md",
+        "clipped_grad, MLP *: time",
     ),
-    Headline("the same: time", "clipped_grad", "clipped_grad, MLP *: time", "per_example.md"),
     Headline(
-        "the same, transformer of width 384: memory",
+        "the same, transformer",
         "clipped_grad",
+        "per_example.md",
         "clipped_grad, transformer, width 384*: memory",
-        "per_example.md",
-    ),
-    Headline(
-        "the same: time",
-        "clipped_grad",
         "clipped_grad, transformer, width 384*: time",
-        "per_example.md",
     ),
     Headline(
-        "16 gradients at one point, MLP: time", "batched", "vjps, *N = 16: time", "batched.md"
+        "16 gradients at one point, MLP",
+        "batched",
+        "batched.md",
+        time="vjps, *N = 16: time",
+        peer="jax, 16 calls",
     ),
 )
 
@@ -126,51 +135,60 @@ def lines(results: report.Results) -> list[dict[str, str]]:
     """A line of the table for each headline.
 
     Raises:
-      ValueError: if not one claim matches a headline.
+      ValueError: if not one claim matches a pattern.
     """
-    return [_line(headline, _found(headline, results)) for headline in HEADLINES]
+    claims = {name: report.claims_of(result) for name, result in results.items()}
+    return [_line(headline, claims.get(headline.benchmark, [])) for headline in HEADLINES]
 
 
 def renewed(page: str, on: Mapping[str, Any], results: report.Results) -> str:
-    """The page with the table, and where it was measured, between its two marks."""
+    """The page with the table, where it was measured, and the chart, between its two marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"first_page: expected {BEGIN.strip()} and {END} on the page")
-    told = f"Measured on {machine.in_words(on)}. {report.sums(results)}"
-    return f"{before}{BEGIN}\n{markdown(lines(results), left=2)}\n\n{told}\n\n{END}{after}"
+    versions = {r["versions"]["jax"] for r in results.values() if "jax" in r.get("versions", {})}
+    table, picture = (f"{FOLDER}/{name}" for name in report.FILES[1:])
+    told = (
+        "Ratios to what stands beside: less is better; what misses its target says so. Measured "
+        f"on {machine.in_words(on)}; jax {', '.join(sorted(versions))}. {report.sums(results)} "
+        f"[All of them]({table})."
+    )
+    parts = [markdown(lines(results), left=2), told]
+    if results.get(chart.SOURCE, {}).get("data"):
+        parts.append(f"![Memory of a gradient by depth]({picture})")
+    return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
 
 
-def _found(headline: Headline, results: report.Results) -> Claim:
-    claims = report.claims_of(results.get(headline.benchmark, {}))
+def _line(headline: Headline, claims: list[Claim]) -> dict[str, str]:
+    patterns = {"memory": headline.memory, "time": headline.time}
+    found = {what: _found(headline, p, claims) for what, p in patterns.items() if p}
+    cells = {what: _cell(found[what]) if what in found else "" for what in patterns}
+    more = f"[`{headline.benchmark}`](docs/{headline.page}#measured)"
+    peers = {claim.peer: None for claim in found.values()}
+    return {"": headline.words, "beside": ", ".join(peers)} | cells | {"more": more}
+
+
+def _found(headline: Headline, pattern: str, claims: list[Claim]) -> Claim:
     found = [
         c
         for c in claims
-        if fnmatch.fnmatchcase(c.claim, headline.claim)
-        and fnmatch.fnmatchcase(c.peer, headline.peer)
+        if fnmatch.fnmatchcase(c.claim, pattern) and fnmatch.fnmatchcase(c.peer, headline.peer)
     ]
     if len(found) != 1:
         raise ValueError(
-            f"first_page: expected one claim {headline.claim!r} of {headline.benchmark}, "
+            f"first_page: expected one claim {pattern!r} of {headline.benchmark}, "
             f"got {[c.claim for c in found or claims]}"
         )
     return found[0]
 
 
-def _line(headline: Headline, claim: Claim) -> dict[str, str]:
-    page = f"docs/{headline.page}#measured"
-    return {
-        "": headline.words,
-        "beside": claim.peer,
-        "ratio": claim.shown,
-        "target": claim.target,
-        "met": report.VERDICTS[claim.met],
-        "measured by `python -m benchmarks.`": f"[`{headline.benchmark}`]({page})",
-    }
+def _cell(claim: Claim) -> str:
+    return f"{claim.shown} (wanted {claim.target})" if claim.met is False else claim.shown
 
 
 def main() -> None:
-    found = json.loads(RESULTS.read_text())
+    found = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())
     page = ROOT / "README.md"
     page.write_text(renewed(page.read_text(), found["machine"], found["results"]))
 

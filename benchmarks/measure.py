@@ -38,6 +38,19 @@ def fastest(candidates: Mapping[Any, Sequence[Callable[[], Any]]], rounds: int) 
     return {name: min(seconds[name, i] for i in range(len(of))) for name, of in candidates.items()}
 
 
+def stepping(
+    program: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any
+) -> Callable[[], Any]:
+    """Calls of a step, which give its metrics; each goes on from the state before, given away."""
+    box = [state]
+
+    def step() -> Any:
+        box[0], metrics = program(box[0], batch)
+        return metrics
+
+    return step
+
+
 def compiled_each_way(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
     """With JAX's default options, and with each of those that `fnet.compile_step` tries."""
     options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))

@@ -1,4 +1,4 @@
-"""Networks that several benchmarks measure: fnet's, flax's and plain JAX's, losses per example."""
+"""Networks and losses that several benchmarks measure: fnet's, flax's and plain JAX's."""
 
 import functools
 import itertools
@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet import Layer, layers, models, serial
+from fnet import Aux, Layer, layers, models, serial
+from fnet.autodiff import Loss
 from fnet.layer import stateless
 from fnet.losses import cross_entropy
 
@@ -143,6 +144,16 @@ def of_layer(layer: Layer, x: Array, y: Array) -> Network:
 def of_flax(module: nn.Module, x: Array, y: Array) -> Network:
     """A flax module, with the cross-entropy of its logits."""
     return Network(logits_loss(module.apply), jax.jit(module.init)(jax.random.key(0), x), x, y)
+
+
+def image_loss(model: Layer) -> Loss:
+    """A train step's: the cross-entropy of the logits of ``image``, by ``label``."""
+
+    def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, Aux]:
+        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
+        return cross_entropy(logits, batch["label"]), Aux(state, {})
+
+    return loss
 
 
 def logits_loss(apply: Callable[[Any, Array], Array]) -> Callable[[Any, Array, Array], Array]:

@@ -20,7 +20,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, markdown
+from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
 from fnet import Layer, TrainState, layers
 from fnet.autodiff.in_backward import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
@@ -113,7 +113,8 @@ def compared(network: Network, optimizer: str, rounds: int, target: str | None) 
             timed = [program]
             if name == "after":  # the peer may be compiled to be fast, ours is to be small
                 timed = compiled_each_way(step.lower(shapes, network.batch))
-            calls[name] = [functools.partial(advance, p, [create()], network.batch) for p in timed]
+            batch = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), network.batch)
+            calls[name] = [stepping(p, create(), batch) for p in timed]
         total[name] = peak(program).total
         in_p[name] = total[name] / tree_bytes(shapes.params)
     return Compared(total, in_p, fastest(calls, rounds) if calls and rounds else {})
@@ -139,13 +140,6 @@ def claims(network: str, optimizer: str, c: Compared, where: str) -> Iterator[Cl
     if c.seconds:
         ratio = c.seconds["inside"] / c.seconds["after"]
         yield Claim(f"{what}: time of the step", "after it", ratio, "<= 1.0", "time")
-
-
-def advance(program: jax.stages.Compiled, box: list[TrainState], batch: Any) -> Any:
-    """One step of the state in the box."""
-    x = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), batch)
-    box[0], metrics = program(box[0], x)
-    return metrics, box[0].params
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks import chart, machine
 from benchmarks.claims import KINDS, Claim
 from benchmarks.measure import markdown
+from train.run_folder import write_whole
 
 Results = Mapping[str, Mapping[str, Any]]
 """By a benchmark's name, what `claims.publish` wrote and how it ran; or ``why`` it did not."""
@@ -20,13 +21,15 @@ VERDICTS = {True: "yes", False: "no", None: ""}
 def write(on: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
     """Writes table, data and, where there is something to draw, the chart; returns their paths.
 
+    An end of the machine meanwhile leaves the data as they were.
+
     Args:
       on: `machine.describe()`.
       results: of every benchmark that was to run, in the table's order.
       folder: where; it exists.
     """
     data, table, picture = (folder / name for name in FILES)
-    data.write_text(json.dumps({"machine": on, "results": results}, indent=1) + "\n")
+    write_whole(data, json.dumps({"machine": on, "results": results}, indent=1) + "\n")
     drawn = chart.memory_by_depth(results, picture)
     table.write_text(as_markdown(on, results, picture.name if drawn else ""))
     return [data, table, *[picture] * drawn]

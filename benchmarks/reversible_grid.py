@@ -20,6 +20,7 @@ from sklearn.model_selection import train_test_split
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
+from benchmarks.networks import image_loss
 from fnet import Layer, layers, models
 from fnet.layer import Params, State, apply_child
 
@@ -72,13 +73,8 @@ def trained(model: Layer, seed: int) -> tuple[float, float]:
     steps = EPOCHS * len(train_x) // BATCH
     schedule = fnet.optim.make_schedule("cosine", 0.1, steps, warmup_steps=20)
     optimizer = fnet.optim.make_optimizer("sgd", schedule, nesterov=True, weight_decay=5e-4)
-
-    def loss(params: Params, state: State, batch: dict, key: Array) -> tuple[Array, fnet.Aux]:
-        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
-        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
-
     state = fnet.TrainState.create(model, optimizer, jax.random.key(seed))
-    step = fnet.make_step(loss, optimizer)
+    step = fnet.make_step(image_loss(model), optimizer)
     rng, losses = np.random.default_rng(seed), []
     for _ in range(EPOCHS):
         order = rng.permutation(len(train_x))[: len(train_x) // BATCH * BATCH]

@@ -168,6 +168,12 @@ def mixers() -> dict[str, Layer]:
     }
 
 
+def one_more(extend: Callable, params: dict, box: list, x: Array, position: Array) -> tuple:
+    """One position, which renews the cache in the box."""
+    y, box[0] = extend(params, {}, box[0], x, position)
+    return y, box[0]
+
+
 def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
     x = jax.random.normal(jax.random.key(0), (batch, t, WIDTH))
     programs, calls, tokens, sizes = {}, {}, {}, {}
@@ -183,9 +189,9 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
         calls[name] = functools.partial(programs[name], params, x)
         if layer.decode is None:
             continue
-        cache = layer.decode.start(batch, t + 1, x.dtype)
-        extend = jax.jit(functools.partial(layer.decode.extend, params, {}))
-        tokens[name] = functools.partial(extend, cache, x[:, :1], jnp.int32(t))
+        extend = jax.jit(layer.decode.extend, donate_argnums=2)
+        box = [layer.decode.start(batch, t + 1, x.dtype)]
+        tokens[name] = functools.partial(one_more, extend, params, box, x[:, :1], jnp.int32(t))
     seconds, a_token = interleaved(calls, rounds), interleaved(tokens, rounds)
     base = seconds["attention"]
     return [

@@ -10,7 +10,7 @@ of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named
 + temporaries of the compiled step, the lowest of the compiler options that
 `fnet.compile_step` tries, for all three. The largest batch is where the line through the
 peaks at the batch and at twice the batch meets the budget. Nothing is run, unless
-``--rounds`` asks for the time of the steps as well.
+``--rounds`` asks for the time of the steps as well: plain is then compiled in the fastest way.
 """
 
 import functools
@@ -25,7 +25,8 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown
+from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
+from benchmarks.networks import image_loss
 from fnet import Layer, memory, models
 
 NAMES = (
@@ -77,13 +78,8 @@ def network(name: str, form: str) -> Layer:
 def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, Any]:
     """The step, and the shapes of its state and batch."""
     model = network(name, form)
-
-    def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
-        logits, state = model.apply(params, state, batch["image"], key=key, train=True)
-        return fnet.losses.cross_entropy(logits, batch["label"]), fnet.Aux(state, {})
-
     policy = {"flax": "keep", "in place": "named", "segments": "segments"}[form]
-    step = fnet.make_step(memory.POLICIES[policy].apply(loss), OPTIMIZER)
+    step = fnet.make_step(memory.POLICIES[policy].apply(image_loss(model)), OPTIMIZER)
     state = jax.eval_shape(
         functools.partial(fnet.TrainState.create, model, OPTIMIZER), jax.random.key(0)
     )
@@ -101,19 +97,17 @@ def peak(name: str, form: str, batch: int, size: int) -> int:
 
 
 def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
-    """The median time of each form's step."""
-    programs = {form: fnet.compile_step(*train_step(name, form, batch, size)) for form in FORMS}
+    """The median time of each form's step; flax's as it is fastest."""
     data = {"image": jnp.ones((batch, size, size, 3)), "label": jnp.zeros(batch, jnp.int32)}
-    states = {
-        form: fnet.TrainState.create(network(name, form), OPTIMIZER, jax.random.key(0))
-        for form in FORMS
-    }
-
-    def step(form: str) -> Any:
-        states[form], metrics = programs[form](states[form], data)
-        return metrics
-
-    return interleaved({form: functools.partial(step, form) for form in FORMS}, rounds)
+    calls = {}
+    for form in FORMS:
+        step, *shapes = train_step(name, form, batch, size)
+        ways: list[Any] = [fnet.compile_step(step, *shapes)]
+        if form == "flax":
+            ways = list(compiled_each_way(step.lower(*shapes)))
+        create = functools.partial(fnet.TrainState.create, network(name, form), OPTIMIZER)
+        calls[form] = [stepping(way, create(jax.random.key(0)), data) for way in ways]
+    return fastest(calls, rounds)
 
 
 def main() -> None:

@@ -188,6 +188,8 @@ def test_what_a_benchmark_lacks_is_said():
 def test_patterns_choose_by_a_part_of_the_name():
     names = [b.name for b in program.matching(SUITE, ["accum*h100", "kills"])]
     assert names == ["accumulation_h100", "kills"]
+    assert [b.name for b in program.matching(SUITE, ["attention"])] == ["attention"]
+    assert len(program.matching(SUITE, ["attention*"])) > 1
 
 
 # The report
@@ -289,6 +291,12 @@ def test_what_is_not_run_again_keeps_its_result(tmp_path, fake):
     code, second = run(tmp_path, fake, "--only", "absent")
     assert code == 0
     assert second == first | {"absent": {"why": "not installed: no-such-package"}}
+
+
+def test_a_failure_is_not_covered_by_what_another_environment_lacks(tmp_path, fake):
+    _, first = run(tmp_path, fake, "--only", "broken")
+    lacking = [type(b)(b.script, packages=("no-such-package",)) for b in fake]
+    assert run(tmp_path, lacking, "--only", "broken") == (0, first)
 
 
 def test_a_list_runs_nothing(tmp_path, capsys):

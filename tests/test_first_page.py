@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from benchmark_cases import MACHINE
 
-from benchmarks import first_page
+from benchmarks import chart, first_page
 from benchmarks.claims import Claim
 from benchmarks.suite import SUITE
 
@@ -13,12 +13,13 @@ README = Path(first_page.ROOT / "README.md").read_text()
 
 
 def results(ratio=0.25):
-    """One claim of each headline, and one that is told nowhere."""
+    """The claims of each headline, and one that is told nowhere."""
     found = {}
     for headline in first_page.HEADLINES:
-        claim, peer = (words.replace("*", "x") for words in (headline.claim, headline.peer))
-        of = found.setdefault(headline.benchmark, {"claims": []})
-        of["claims"].append(Claim(claim, peer, ratio, "<= 0.3").as_json())
+        of = found.setdefault(headline.benchmark, {"claims": [], "versions": {"jax": "0.10.2"}})
+        for pattern in filter(None, (headline.memory, headline.time)):
+            claim, peer = (words.replace("*", "x") for words in (pattern, headline.peer))
+            of["claims"].append(Claim(claim, peer, ratio, "<= 0.3").as_json())
     next(iter(found.values()))["claims"].append(Claim("another", "x", 2.0).as_json())
     return found
 
@@ -34,12 +35,25 @@ def test_the_table_stands_between_its_marks_and_nothing_else_changes():
     assert page.startswith(before)
     assert page.endswith(first_page.END + after)
     for headline in first_page.HEADLINES:
-        assert f"| {headline.words} | " in page
-    assert page.count(f"| {Claim('', '', 0.25).shown} | <= 0.3 | yes |") == len(
-        first_page.HEADLINES
-    )
+        cells = ("0.25" if pattern else "" for pattern in (headline.memory, headline.time))
+        peer = headline.peer.replace("*", "x")
+        assert f"| {headline.words} | {peer} | {' | '.join(cells)} | [`" in page
     assert "Measured on A CPU, 2 cores, 8 GiB" in page
+    assert "2 x cpu; jax 0.10.2. " in page
+    assert "](docs/benchmarks/benchmarks.md)" in page
+    assert "![" not in page
     assert first_page.renewed(page, MACHINE, results()) == page
+
+
+def test_a_claim_that_misses_its_target_says_so():
+    page = first_page.renewed(README, MACHINE, results(0.35))
+    assert "| 0.35 (wanted <= 0.3) | 0.35 (wanted <= 0.3) | [`" in page
+
+
+def test_the_chart_is_on_the_page_where_it_was_drawn():
+    drawn = results()
+    drawn[chart.SOURCE]["data"] = {"depths": [8]}
+    assert "](docs/benchmarks/benchmarks.png)" in first_page.renewed(README, MACHINE, drawn)
 
 
 def test_a_headline_that_no_claim_or_several_match_is_refused():
