@@ -98,7 +98,7 @@ SHAPES = {
     "double": (pixels(dtype=np.float64), pixels(dtype=np.float64).astype(np.float32)),
     "big endian": (pixels(dtype=">f4"), pixels(dtype=np.float32)),
     "by column": (np.asfortranarray(pixels()), pixels()),
-    "wide": (pixels(shape=(4, 5, 7)), pixels(shape=(4, 5, 7))),
+    "wide": (pixels(shape=(8, 5, 7)), pixels(shape=(8, 5, 7))),
 }
 
 
@@ -116,16 +116,17 @@ def test_batches_have_the_images_of_their_ids_as_bytes_or_float32(tmp_path, kind
     assert image.dtype == expected.dtype
 
 
-def test_channels_may_stand_first(tmp_path):
-    given = pixels(shape=(3, 8, 7))
+@pytest.mark.parametrize("channels", [1, 3, 4, 6])
+def test_channels_may_stand_first(tmp_path, channels):
+    given = pixels(shape=(channels, 8, 7))
     path = written(tmp_path / "data.npz", x=given, y=numbers())
     data = load(path, axes="channels_first")
     for batch in seen(data)[0]:
         chex.assert_trees_all_equal(batch["image"], given.transpose(0, 2, 3, 1)[batch["id"]])
-    assert seen(load(path, axes="channels_last"), 1)[0][0]["image"].shape == (4, 3, 8, 7)
+    assert seen(load(path, axes="channels_last"), 1)[0][0]["image"].shape == (4, channels, 8, 7)
     assert refused(path) == (
-        f"data.axes: x in {path} has shape (30, 3, 8, 7), and its channels may be first or last; "
-        "give channels_first or channels_last"
+        f"data.axes: x in {path} has shape (30, {channels}, 8, 7), and its channels may be first "
+        "or last; give channels_first or channels_last"
     )
 
 

@@ -26,15 +26,16 @@ def test_each_command_says_how_it_is_called(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "code", "said"),
     [
-        (KeyboardInterrupt(), "fnet: interrupted\n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "fnet: cannot write: [Errno 28]"),
+        (KeyboardInterrupt(), 1, "fnet: interrupted\n"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "fnet: cannot write: [Errno 28]"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot reach x: Perm"),
     ],
 )
-def test_what_ends_a_run_from_outside_is_one_line(error, said, monkeypatch, capsys):
+def test_what_ends_a_run_from_outside_is_one_line(error, code, said, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
-    assert exit_code("train", "digits") == 1
+    assert exit_code("train", "digits") == code
     assert capsys.readouterr().err.startswith(said)
 
 

@@ -146,6 +146,15 @@ def test_what_was_saved_to_disk_is_loaded_from_there(hub, tmp_path, file):
     assert len(data.train["id"]) == (12 if file == "dataset_dict.json" else 24)
 
 
+@pytest.mark.parametrize("field", ["subset", "revision"])
+def test_of_what_was_saved_to_disk_there_is_one_version(hub, tmp_path, field):
+    (tmp_path / "state.json").write_text("{}")
+    message = refused(tmp_path, **{field: "v2"})
+    assert message == (
+        f"data.{field}: {tmp_path} was written by save_to_disk, which keeps one; leave it out"
+    )
+
+
 def test_validation_is_tested_on_before_test_and_another_split_where_it_is_said(hub):
     hub["animals"] |= {"validation": split(7), "more": split(8)}
     held_out = {name: len(load(held_out=name).test["id"]) for name in (None, "test", "more")}
@@ -279,6 +288,7 @@ MISTAKES = [
     (None, {"image": "img"}, "data.image: no column img in animals (did you mean image?); there are image, label"),
     (None, {"image": "label"}, "data.image: the column label is of ClassLabel"),
     (None, {"label": "lable"}, "data.label: no column lable in animals (did you mean label?)"),
+    (None, {"crop": "padded", "padding": 8}, "data.padding: 8 pixels move all of an image of 8 x 8 out of sight"),
     (None, {"image_size": 9}, "data.resize: 8 is less than data.image_size 9"),
     (lambda sets: sets["animals"]["train"].features.update(label=Value("int64")), {}, "data.label: no column in animals is of class labels; name one; there are image, label"),
     (lambda sets: sets["animals"]["train"].features.update(fine=ClassLabel([])), {}, "data.label: label, fine in animals could all be meant; name one; there are image, label, fine"),

@@ -282,6 +282,14 @@ def test_a_crop_larger_than_the_image_it_is_cut_from_is_refused(folder):
     assert "data.resize: 8 is less than data.image_size 9" in refused(folder, image_size=9)
 
 
+@pytest.mark.parametrize("crop", ["padded", "reflected"])
+def test_a_crop_that_may_show_nothing_is_refused(folder, crop):
+    load(folder, crop=crop, padding=7)
+    assert refused(folder, crop=crop, padding=8) == (
+        "data.padding: 8 pixels move all of an image of 8 x 8 out of sight; give fewer"
+    )
+
+
 def test_the_section_survives_json():
     config = Config(data=ImageFolder(path="x", crops=10, mean=(0.1, 0.2, 0.3)))
     assert from_json(to_json(config), "here") == config

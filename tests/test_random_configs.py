@@ -118,6 +118,19 @@ def configs(draw):
     return made
 
 
+def test_no_integer_is_larger_than_an_array_may_be():
+    hints = typing.get_type_hints(Config)
+    for kind in {*VARIANTS, *(hints[f.name] for f in fields(Config) if not kinds(f.name))} - {str}:
+        adapter = TypeAdapter(kind)
+        for name in (f.name for f in fields(kind)):
+            for value in (2**32, *([2**32] * n for n in (1, 2, 3, 4))):
+                try:
+                    made = getattr(adapter.validate_json(json.dumps({name: value})), name)
+                except ValidationError:
+                    continue
+                assert {type(n) for n in np.ravel(made).tolist()} == {float}, (kind, name)
+
+
 @pytest.fixture
 def files(workplace):
     """What the configs name."""

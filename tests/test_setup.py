@@ -1,5 +1,7 @@
 """From a config to what runs: what its settings do, and which do not go together."""
 
+import dataclasses
+
 import chex
 import jax
 import numpy as np
@@ -16,11 +18,12 @@ from train.config import (
     PerExample,
     PreactResNet,
     Synthetic,
+    Train,
     flatten,
 )
 from train.errors import UserError
-from train.run_folder import MAY_CHANGE_ON_RESUME
-from train.setup import setup
+from train.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
+from train.setup import check_resumed, setup
 
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
 
@@ -74,4 +77,31 @@ def test_a_quantile_has_one_bound_and_enough_noise(grad, message):
 
 
 def test_what_may_change_on_resume_are_fields():
-    assert set(MAY_CHANGE_ON_RESUME) <= set(flatten(Config()))
+    assert set(MAY_CHANGE_ON_RESUME) <= set(flatten(Config(data=ImageFolder())))
+
+
+def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_path):
+    config, folder = Config(data=ImageFolder(crop="centre")), RunFolder(tmp_path)
+    folder.write_config(config)
+    data = dataclasses.replace(config.data, workers=2, keep=True, max_bad_fraction=0.1)
+    other = dataclasses.replace(config, data=data)
+    folder.resume(other)
+    assert folder.read_config() == other
+    cropped = dataclasses.replace(config, data=dataclasses.replace(data, crop="padded"))
+    with pytest.raises(UserError, match=r"run \(data.crop is centre there and padded here\)"):
+        folder.resume(cropped)
+    assert folder.read_config() == other
+
+
+def test_noise_is_for_as_many_steps_however_files_are_read(tmp_path):
+    class_folders(tmp_path, train=2, test=2)
+    data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2)
+    config = Config(data=data, model=Mlp(hidden=()), train=Train(steps=4))
+    run = setup(config)  # whose noise is not looked for here
+    grad = Clipped(epsilon=2.0, delta=1e-5)
+    here = dataclasses.replace(config, grad=grad, data=dataclasses.replace(data, workers=2))
+    run = run._replace(config=here)
+    there = dataclasses.replace(config, grad=grad)
+    check_resumed(run, there)
+    with pytest.raises(UserError, match="spend epsilon 2 over 2 steps, not 4"):
+        check_resumed(run, dataclasses.replace(there, train=Train(steps=2)))

@@ -167,15 +167,6 @@ class ImageArguments(CheckpointArguments):
 
 
 T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)
-S = TypeVar(
-    "S",
-    ReportArguments,
-    EvalArguments,
-    PredictArguments,
-    TextArguments,
-    ImageArguments,
-    ExportArguments,
-)
 A = TypeVar("A")
 
 
@@ -203,7 +194,7 @@ def read(defaults: T, given: Sequence[str], prog: str) -> T:
     return _in_range(type(defaults), arguments)
 
 
-def read_options(kind: type[S], given: Sequence[str], prog: str) -> S:
+def read_options(kind: type[A], given: Sequence[str], prog: str) -> A:
     """The options of a command that is given no config.
 
     Raises:
@@ -319,8 +310,6 @@ def _flags(defaults: Any, prefix: str = "") -> dict[str, Any]:
 
 def _in_words(kind: Any) -> str:
     """``float | None -> "a float or None"``; for a Literal, its values."""
-    if get_origin(kind) is Annotated:
-        return _in_words(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, Union):

@@ -17,7 +17,7 @@ def recipes() -> dict[str, str]:
     """{name: first line of its docstring} of the recipes that come with fnet."""
     found = {}
     for path in sorted(FOLDER.glob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        doc = ast.get_docstring(ast.parse(path.read_bytes())) or ""
         found[path.stem] = doc.split("\n", 1)[0]
     return found
 

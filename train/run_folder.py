@@ -23,6 +23,9 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "checkpoint.every",
         "checkpoint.keep",
         "checkpoint.best",
+        "data.keep",
+        "data.max_bad_fraction",
+        "data.workers",
         "guard.max_bad_steps",
         "tracking.tensorboard",
         "tracking.wandb",
@@ -30,7 +33,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "mesh.fsdp",
     }
 )
-"""Fields that say how long a run goes and what it writes, not what it computes."""
+"""Fields that say how long a run goes, how it reads and what it writes, not what it computes."""
 
 
 class RunFolder:
@@ -61,8 +64,8 @@ class RunFolder:
         Raises:
           UserError: if one does already, or the folder cannot be written.
         """
-        new = not self.path.exists()
         try:
+            new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             file = self.lock.open("a+")
         except OSError as error:
@@ -155,16 +158,11 @@ class RunFolder:
             raise UserError(
                 f"no run to resume in {self.path}: leave out --resume to start one there"
             )
-        there, here = configs.flatten(self.read_config()), configs.flatten(config)
-        names = [n for n in sorted(there.keys() | here.keys()) if n not in MAY_CHANGE_ON_RESUME]
-        different = [n for n in names if there.get(n) != here.get(n)]
+        different = changed(self.read_config(), config)
         if different:
-            changes = ", ".join(
-                f"{n} is {there.get(n, 'absent')} there and {here.get(n, 'absent')} here"
-                for n in different
-            )
+            words = ", ".join(f"{n} is {a} there and {b} here" for n, (a, b) in different.items())
             raise UserError(
-                f"{self.path} holds another config's run ({changes}): give it as it was, "
+                f"{self.path} holds another config's run ({words}): give it as it was, "
                 f"with `fnet train {quote(self.config)} --resume`, or choose another folder with "
                 "--out"
             )
@@ -192,6 +190,13 @@ class RunFolder:
         """The time until the last line of the metrics, of all processes that trained here."""
         lines = read_metrics(self.metrics)
         return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
+
+
+def changed(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
+    """``{field: (there, here)}`` of the fields that differ and may not on resume."""
+    a, b = configs.flatten(there), configs.flatten(here)
+    names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME)
+    return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

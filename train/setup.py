@@ -21,6 +21,7 @@ from train.errors import UserError
 from train.evaluate import Evaluate
 from train.mesh import Layout, shardings
 from train.privacy import Privacy, privacy_of
+from train.run_folder import changed
 from train.tasks import Task
 from train.tasks import build as build_task
 
@@ -148,12 +149,6 @@ def setup(config: Config) -> Setup:
         raise UserError(
             f"optim.warmup_steps: the run has {steps} steps, fewer than {o.warmup_steps}"
         )
-    if (o.schedule in ("step", "exponential") and len(o.decay_epochs) != 1) or (
-        o.schedule == "multistep" and not o.decay_epochs
-    ):
-        wanted = "some" if o.schedule == "multistep" else "one"
-        given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
-        raise UserError(f"optim.decay_epochs: schedule {o.schedule} needs {wanted}, got {given}")
     try:
         schedule = optim.make_schedule(
             o.schedule,
@@ -163,8 +158,9 @@ def setup(config: Config) -> Setup:
             decay_steps=[epochs * steps_per_epoch for epochs in o.decay_epochs],
             decay_rate=o.decay_rate,
         )
-    except ValueError as error:
-        raise UserError(f"optim: {error}") from error
+    except ValueError as error:  # of the decays: what else it refuses was checked before
+        given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
+        raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
     privacy = _privacy(config, data.size(task.dataset.train), steps)
     plain = optim.make_optimizer(
         o.name,
@@ -224,7 +220,7 @@ def check_resumed(run: Setup, there: Config) -> None:
       UserError: if the noise was calibrated for a run of another length.
     """
     here = run.config
-    if (here.grad, here.data) != (there.grad, there.data):
+    if changed(there, here):
         return  # not the same run: the folder says so
     steps = _length(there, run.steps_per_epoch)
     if isinstance(here.grad, Clipped) and here.grad.epsilon is not None and steps != run.steps:
@@ -243,7 +239,7 @@ def _longest(config: Config) -> int | None:
 
 def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
     size, longest = config.data.batch_size, _longest(config)
-    if longest and not (isinstance(config.grad, Clipped) and config.grad.is_private):
+    if longest and not config.is_private:
         return buckets.batches_an_epoch(dataset, size, longest)
     return data.size(dataset.train) / size
 
@@ -314,13 +310,12 @@ def _mode(
 
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     dataset, rows, grad = task.dataset, config.data.batch_size, config.grad
-    private = False
-    if isinstance(grad, Clipped) and grad.is_private:
-        private = True
+    if config.is_private:
+        assert isinstance(grad, Clipped)
         # Whole vectors of 8, and as many on each device, in each part.
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * grad.microbatches
         rows = poisson.rows_of(data.size(dataset.train), rows, multiple)
     batch = data.batch_of(dataset, rows)
-    if private or _longest(config):
+    if config.is_private or _longest(config):
         batch = data.padded(batch, rows)
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}

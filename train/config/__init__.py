@@ -90,6 +90,11 @@ class Config(Section):
     tracking: Tracking = field(default_factory=Tracking)
     """Where metrics go besides."""
 
+    @property
+    def is_private(self) -> bool:
+        """Whether noise is added to gradients, and batches are sampled for it."""
+        return isinstance(self.grad, Clipped) and self.grad.is_private
+
 
 _ADAPTER = TypeAdapter(Config)
 

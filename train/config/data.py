@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from train.config.section import Count, NonNegative, Positive, Section, Seed, Share
+from train.config.section import Count, CountOrZero, NonNegative, Positive, Section, Seed, Share
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class ImageFolder(Section):
     """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
     min_area: Annotated[float, Gt(0), Le(1)] = 0.08
     """Smallest share of the image that a resized crop takes."""
-    padding: Annotated[int, Ge(0)] = 4
+    padding: CountOrZero = 4
     """Pixels by which padded and reflected crops are moved at most."""
     flip: bool = True
-    """Mirror every other training image."""
+    """Mirror each training image with probability 1/2."""
     jitter: Share = 0.0
     """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
     lighting: NonNegative = 0.0
     """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
-    cutout: Annotated[int, Ge(0)] = 0
+    cutout: CountOrZero = 0
     """Side of a square that is cut out of training images, in pixels."""
     mixup: NonNegative = 0.0
     """Mix pairs of training images, shares from Beta(mixup, mixup); 0: none are mixed."""
@@ -80,7 +80,7 @@ class ImageFolder(Section):
     """Of each colour, 0 to 1; by default over ImageNet."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     """Standard deviation of each colour, that images are divided by."""
-    workers: Annotated[int, Ge(0)] = 0
+    workers: CountOrZero = 0
     """Processes that decode; 0: a thread of this one does."""
     keep: bool = False
     """Keep what is decoded in memory: each file is read once. Not with resized crops."""
@@ -119,10 +119,10 @@ class ArrayFile(Section):
     """Examples a training step."""
     crop: Literal["padded", "reflected", "centre"] = "centre"
     """Of training images: moved over zeros, moved over their mirror image, or not moved."""
-    padding: Annotated[int, Ge(0)] = 4
+    padding: CountOrZero = 4
     """Pixels by which padded and reflected crops are moved at most."""
     flip: bool = False
-    """Mirror every other training image."""
+    """Mirror each training image with probability 1/2."""
     mean: Annotated[tuple[float, ...], MinLen(1)] = (0.0,)
     """Of each channel, or one of all; of bytes 0 to 1, of floating images as they are."""
     std: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0,)
@@ -159,15 +159,15 @@ class HuggingFace(Section):
     """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
     min_area: Annotated[float, Gt(0), Le(1)] = 0.08
     """Smallest share of the image that a resized crop takes."""
-    padding: Annotated[int, Ge(0)] = 4
+    padding: CountOrZero = 4
     """Pixels by which padded and reflected crops are moved at most."""
     flip: bool = True
-    """Mirror every other training image."""
+    """Mirror each training image with probability 1/2."""
     jitter: Share = 0.0
     """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
     lighting: NonNegative = 0.0
     """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
-    cutout: Annotated[int, Ge(0)] = 0
+    cutout: CountOrZero = 0
     """Side of a square that is cut out of training images, in pixels."""
     resize: Count | None = None
     """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
@@ -207,7 +207,7 @@ class SegmentationFolder(Section):
     scale: tuple[Positive, Positive] = (0.5, 2.0)
     """Smallest and largest of training images; 1 is as they are tested."""
     flip: bool = True
-    """Mirror every other training image."""
+    """Mirror each training image with probability 1/2."""
     jitter: Share = 0.0
     """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
     lighting: NonNegative = 0.0
@@ -216,7 +216,7 @@ class SegmentationFolder(Section):
     """Of each colour, 0 to 1; by default over ImageNet."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
     """Standard deviation of each colour, that images are divided by."""
-    workers: Annotated[int, Ge(0)] = 0
+    workers: CountOrZero = 0
     """Processes that decode; 0: a thread of this one does."""
     max_bad_fraction: Share = 0.01
     """Share of the files that may be unreadable; they are named and left out."""
@@ -234,7 +234,7 @@ class TextFile(Section):
     """A tokenizer.json of the tokenizers library; without one, tokens are bytes."""
     batch_size: Count = 12
     """Rows a training step."""
-    context: Annotated[int, Ge(2)] = 64
+    context: Annotated[int, Ge(2), Lt(2**31)] = 64
     """Tokens of a row."""
     separator: Annotated[str, MinLen(1)] | None = None
     """What stands between documents; then no row crosses from one to the next."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le, MinLen
+from annotated_types import Ge, Le, Lt, MinLen
 
 from fnet import layers, models
 from fnet.layer import Layer
-from train.config.section import Count, Positive, Section, Share
+from train.config.section import Count, CountOrZero, Positive, Section, Share
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 
@@ -24,7 +24,7 @@ class LanguageModel(Section):
     """How many."""
     width: Count = 128
     """Features of a position."""
-    hidden: Annotated[int, Ge(0)] | None = None
+    hidden: CountOrZero | None = None
     """Width of each block's feed-forward (SwiGLU); 8/3 of width by default, 0 for none."""
     heads: Count = 4
     """Of attention and rg_lru; divides width."""
@@ -89,7 +89,7 @@ class Denoiser(Section):
     """How many."""
     width: Count = 128
     """Features of a patch."""
-    hidden: Annotated[int, Ge(0)] | None = None
+    hidden: CountOrZero | None = None
     """Width of each block's feed-forward (SwiGLU); 8/3 of width by default, 0 for none."""
     heads: Count = 4
     """Of attention; divides width."""
@@ -103,7 +103,7 @@ class Denoiser(Section):
     """Of each branch, in training."""
     schedule: Literal["cosine", "linear", "karras"] = "cosine"
     """How noise grows with the steps."""
-    steps: Annotated[int, Ge(2)] = 1000
+    steps: Annotated[int, Ge(2), Lt(2**31)] = 1000
     """Of the schedule; sampling may take fewer."""
     predicts: Literal["eps", "x0", "v"] = "v"
     """What the network gives: the noise, the image, or alpha noise - sigma image."""

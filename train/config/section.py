@@ -9,7 +9,8 @@ from pydantic import AfterValidator, ConfigDict
 from fnet import memory
 
 Count = Annotated[int, Ge(1), Lt(2**31)]
-EvenCount = Annotated[int, Ge(2), MultipleOf(2)]
+CountOrZero = Annotated[int, Ge(0), Lt(2**31)]
+EvenCount = Annotated[int, Ge(2), Lt(2**31), MultipleOf(2)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]

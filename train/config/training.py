@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Gt, Le, Lt
 
-from train.config.section import Amount, Count, NonNegative, Positive, Section, Seed, Share
+from train.config.section import (
+    Amount,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Optim(Section):
     """When it is multiplied: every so many epochs (step, exponential), or at each (multistep)."""
     decay_rate: Annotated[float, Gt(0), Lt(1)] = 0.1
     """By what step, multistep and exponential multiply the learning rate."""
-    warmup_steps: Annotated[int, Ge(0)] = 0
+    warmup_steps: CountOrZero = 0
     """Steps over which the learning rate first rises from 0."""
     momentum: Share = 0.9
     """Of sgd."""

@@ -35,7 +35,7 @@ class PreactResNet(Section):
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     activation: Activation = "leaky_relu"
-    """Activation in every in-place activated batch norm."""
+    """After every norm."""
     activation_param: float = 0.01
     """Slope of leaky_relu or alpha of elu, above 0; others have none."""
 

@@ -8,7 +8,7 @@ import numpy as np
 from train.config import ArrayFile
 from train.data import Arrays, Dataset, size
 from train.data.files import shortened, there_are
-from train.data.image_batches import TrainingImages
+from train.data.image_batches import TrainingImages, check_padding
 from train.data.labels import as_labels, check_several, class_names, split_by_class
 from train.data.npz import Part, names_in, parts_of, read
 from train.errors import UserError, nearest
@@ -48,12 +48,7 @@ def load(config: ArrayFile) -> Dataset:
     classes = class_names(labels, names, f"data.labels: {config.path}")
     _check_by_channel("mean", config.mean, images[0])
     _check_by_channel("std", config.std, images[0])
-    if config.crop != "centre" and config.padding >= min(images[0].shape[1:3]):
-        height, width = images[0].shape[1:3]
-        raise UserError(
-            f"data.padding: {config.padding} pixels move all of an image of {height} x {width} out "
-            "of sight; give fewer"
-        )
+    check_padding(config.crop, config.padding, *images[0].shape[1:3])
     offset = len(labels[0]) if len(parts) == 2 else 0
     if offset:
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
@@ -110,7 +105,7 @@ def _images(images: np.ndarray, what: str, config: ArrayFile) -> np.ndarray:
         images = images[..., None]
     elif config.axes == "channels_first":
         images = np.moveaxis(images, 1, -1)
-    elif config.axes is None and shape[1] in (1, 3) and shape[3] > 4:
+    elif config.axes is None and shape[3] > max(4, shape[1]):
         raise UserError(
             f"data.axes: {what} has shape {shape}, and its channels may be first or last; give "
             "channels_first or channels_last"

@@ -1,12 +1,11 @@
 """Which part of an image is seen: another one each time in training, the same in evaluation."""
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
-from train.data.decode import View
+from train.data.decode import View, ViewOf
 
 _ATTEMPTS = 10
 RESIZED_CROP_DRAWS = 2 * _ATTEMPTS + 2
@@ -53,7 +52,7 @@ def resized_crop(
     return View((left, top, left + w, top + h), (size, size))
 
 
-def short_side(size: int) -> Callable[[int, int], View]:
+def short_side(size: int) -> ViewOf:
     """The whole image, its shorter side of that many pixels, as torchvision's Resize."""
 
     def view(width: int, height: int) -> View:

@@ -46,12 +46,16 @@ class View(NamedTuple):
     size: tuple[int, int]
 
 
+ViewOf = Callable[[int, int], View]
+"""``(width, height) -> View`` of an upright image."""
+
+
 def whole(width: int, height: int) -> View:
     """All of it, as it is."""
     return View((0, 0, width, height), (width, height))
 
 
-def decode(path: str | bytes, view: Callable[[int, int], View] = whole) -> np.ndarray:
+def decode(path: str | bytes, view: ViewOf = whole) -> np.ndarray:
     """The pixels of an image file, uint8 [height, width, 3].
 
     The first frame, turned as EXIF says. Grey, palette and CMYK become RGB, 16 bits are
@@ -63,7 +67,7 @@ def decode(path: str | bytes, view: Callable[[int, int], View] = whole) -> np.nd
 
     Args:
       path: of the file.
-      view: ``(width, height) -> View`` of the upright image.
+      view: which part of it, at which size.
 
     Raises:
       UnreadableError: whatever is wrong with the file.
@@ -71,7 +75,7 @@ def decode(path: str | bytes, view: Callable[[int, int], View] = whole) -> np.nd
     return decode_content(_content(path), view)
 
 
-def decode_content(content: bytes, view: Callable[[int, int], View] = whole) -> np.ndarray:
+def decode_content(content: bytes, view: ViewOf = whole) -> np.ndarray:
     """The same of what is in an image file.
 
     Raises:
@@ -155,7 +159,7 @@ def _opened(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
 
-def _viewed(image: Image.Image, view: Callable[[int, int], View]) -> Image.Image:
+def _viewed(image: Image.Image, view: ViewOf) -> Image.Image:
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         # A JPEG says how it is turned before its pixels; draft() acts on what is not loaded.
         width, height = image.size if _orientation(image) < 5 else image.size[::-1]

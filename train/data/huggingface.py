@@ -1,5 +1,6 @@
 """Images of a data set that the package datasets loads, from the Hugging Face hub or from disk."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -9,10 +10,10 @@ import numpy as np
 
 from train.config import HuggingFace
 from train.data import Arrays, Dataset, size
-from train.data.crops import centre, resized_crop, short_side
-from train.data.decode import UnreadableError, View, decode, decode_content
+from train.data.crops import centre, short_side
+from train.data.decode import UnreadableError, ViewOf, decode, decode_content
 from train.data.files import shortened, there_are
-from train.data.image_batches import TrainingImages, check_cut
+from train.data.image_batches import TrainingImages, check_cut, read_all
 from train.data.labels import as_labels, check_several, class_names, split_by_class
 from train.errors import UserError, nearest
 
@@ -101,17 +102,14 @@ class _Images:
         drawn = training.draw(size(rows), generator)
 
         def pixels(i: int, id: int) -> np.ndarray:
-            if training.crop != "resized":
-                return self._centre(id, training.size)
-            draws, side, area = drawn["crop"][i], training.size, training.area
-            return self._decoded(id, lambda w, h: resized_crop(w, h, side, draws, area=area))
+            return training.seen(functools.partial(self._decoded, id), drawn, i)
 
         batch = self._batch(rows, pixels)
         return batch | {"image": training.augmented(batch["image"], drawn)}
 
     def prepare(self, rows: Arrays) -> Arrays:
         """A batch to test on."""
-        return self._batch(rows, lambda i, id: self._centre(id, self._config.shorter_side))
+        return self._batch(rows, lambda i, id: self._tested(id))
 
     def name(self, id: int) -> str:
         """Split and place there."""
@@ -121,26 +119,22 @@ class _Images:
     def explain(self, id: int) -> str | None:
         """Why an image cannot be read, if so."""
         try:
-            self._centre(id, self._config.shorter_side)
+            self._tested(id)
         except UnreadableError as error:
             return f"{self.name(id)}: {error}"
         return None
 
     def _batch(self, rows: Arrays, pixels: Callable[[int, int], np.ndarray]) -> Arrays:
         """The rows with ``image`` and ``weight``; of row i and its id, the pixels."""
-        n, side = size(rows), self._config.image_size
-        image, weight = np.empty((n, side, side, 3), np.uint8), np.ones(n, np.float32)
-        for i, id in enumerate(rows["id"].tolist()):
-            try:
-                image[i] = pixels(i, id)
-            except UnreadableError:
-                image[i], weight[i] = self._training.fill, 0.0
-        return rows | {"image": image, "weight": weight}
+        ids, side = rows["id"].tolist(), self._config.image_size
+        shape, fill = (side, side, 3), self._training.fill
+        return rows | read_all(len(ids), shape, lambda i: pixels(i, ids[i]), fill)
 
-    def _centre(self, id: int, shorter_side: int) -> np.ndarray:
-        return centre(self._decoded(id, short_side(shorter_side)), self._config.image_size)
+    def _tested(self, id: int) -> np.ndarray:
+        whole = self._decoded(id, short_side(self._config.shorter_side))
+        return centre(whole, self._config.image_size)
 
-    def _decoded(self, id: int, view: Callable[[int, int], View]) -> np.ndarray:
+    def _decoded(self, id: int, view: ViewOf) -> np.ndarray:
         part, place = self._found(id)
         (file,) = part.files[place].values()
         return _decoded(file, view)
@@ -165,8 +159,15 @@ def _library() -> ModuleType:
 
 def _splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]:
     """The splits by name; a saved one alone is to train on."""
+    saved = any((Path(config.path) / name).is_file() for name in _SAVED)
+    for field in ("subset", "revision"):
+        if saved and getattr(config, field) is not None:
+            raise UserError(
+                f"data.{field}: {config.path} was written by save_to_disk, which keeps one; leave "
+                "it out"
+            )
     try:
-        if any((Path(config.path) / name).is_file() for name in _SAVED):
+        if saved:
             found = datasets.load_from_disk(config.path)
         else:
             found = datasets.load_dataset(config.path, config.subset, revision=config.revision)
@@ -242,7 +243,7 @@ def _labels(split: Any, column: str, what: str) -> np.ndarray:
     return as_labels(np.asarray(values), what)
 
 
-def _decoded(file: Any, view: Callable[[int, int], View]) -> np.ndarray:
+def _decoded(file: Any, view: ViewOf) -> np.ndarray:
     """Pixels of a file, or of its content, as `decode` makes them."""
     if file is None or (file["bytes"] is None and file["path"] is None):
         raise UnreadableError("there is no image")

@@ -1,7 +1,8 @@
 """From the paths of images to a batch of them: uint8, one size, weight 0 for what is unreadable."""
 
+import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -18,7 +19,7 @@ from train.data.crops import (
     resized_crop,
     short_side,
 )
-from train.data.decode import UnreadableError, decode
+from train.data.decode import UnreadableError, ViewOf, decode
 from train.errors import UserError
 
 if TYPE_CHECKING:  # it imports JAX, which processes that decode images do without
@@ -41,7 +42,7 @@ class TrainingImages:
         its mirror image, or left where it is.
       area: smallest and largest share of the image that a resized crop takes.
       padding: pixels of the border.
-      flip: mirror every other image.
+      flip: mirror each image with probability 1/2.
       jitter: strength of the colour jitter.
       lighting: standard deviation of the lighting.
       cutout: side of the square that is cut out.
@@ -92,15 +93,27 @@ class TrainingImages:
 
     def __call__(self, rows: Arrays) -> Arrays:
         """``path`` [N] and what was drawn -> ``image`` uint8 [N, size, size, 3], ``weight`` [N]."""
-        n = len(rows["path"])
-        image = np.empty((n, self.size, self.size, 3), np.uint8)
-        weight = np.ones(n, np.float32)
-        for i, path in enumerate(rows["path"]):
-            try:
-                image[i] = self._decoded(path, rows["crop"][i] if "crop" in rows else None)
-            except UnreadableError:
-                image[i], weight[i] = self.fill, 0.0
-        return {"image": self.augmented(image, rows), "weight": weight}
+
+        def pixels(i: int) -> np.ndarray:
+            path = os.path.join(self.root, rows["path"][i])
+            return self.seen(functools.partial(decode, path), rows, i)
+
+        shape = self.size, self.size, 3
+        batch = read_all(len(rows["path"]), shape, pixels, self.fill)
+        return batch | {"image": self.augmented(batch["image"], rows)}
+
+    def seen(self, decoded: Callable[[ViewOf], np.ndarray], drawn: Arrays, i: int) -> np.ndarray:
+        """What was drawn as row i of an image, before `augmented`: uint8 [size, size, 3].
+
+        Args:
+          decoded: ``view -> pixels`` of the image, as `decode` makes them.
+          drawn: by `draw`.
+          i: the row.
+        """
+        if "crop" not in drawn:
+            return centre(decoded(short_side(self.size)), self.size)
+        draws = drawn["crop"][i]
+        return decoded(lambda w, h: resized_crop(w, h, self.size, draws, area=self.area))
 
     def augmented(self, image: np.ndarray, drawn: Arrays) -> np.ndarray:
         """Decoded images uint8 [N, size, size, 3], changed in place: all but a resized crop."""
@@ -113,12 +126,6 @@ class TrainingImages:
         if "cutout" in drawn:
             image = cutout(image, drawn["cutout"], self.cutout, np.array(self.fill))
         return image
-
-    def _decoded(self, path: bytes, draws: np.ndarray | None) -> np.ndarray:
-        path = os.path.join(self.root, path)
-        if draws is None:
-            return centre(decode(path, short_side(self.size)), self.size)
-        return decode(path, lambda w, h: resized_crop(w, h, self.size, draws, area=self.area))
 
 
 @dataclass(frozen=True)
@@ -141,29 +148,56 @@ class EvaluationImages:
 
     def __call__(self, rows: Arrays) -> Arrays:
         """``path`` [N] -> ``image`` uint8 [N, size, size, 3] or [N, crops, ...]; ``weight`` [N]."""
-        n, cut = len(rows["path"]), CUTS[self.crops]
         several = () if self.crops == 1 else (self.crops,)
-        image = np.empty((n, *several, self.size, self.size, 3), np.uint8)
-        weight = np.ones(n, np.float32)
-        for i, path in enumerate(rows["path"]):
-            try:
-                whole = decode(os.path.join(self.root, path), short_side(self.resize))
-                image[i] = cut(whole, self.size)
-            except UnreadableError:
-                image[i], weight[i] = self.fill, 0.0
-        return {"image": image, "weight": weight}
+
+        def pixels(i: int) -> np.ndarray:
+            path = os.path.join(self.root, rows["path"][i])
+            return CUTS[self.crops](decode(path, short_side(self.resize)), self.size)
+
+        shape = *several, self.size, self.size, 3
+        return read_all(len(rows["path"]), shape, pixels, self.fill)
+
+
+def read_all(
+    n: int, shape: Sequence[int], pixels: Callable[[int], np.ndarray], fill: Sequence[int]
+) -> Arrays:
+    """``image`` uint8 [n, *shape] of ``pixels(i)``, and ``weight`` float32 [n].
+
+    Where the pixels are an `UnreadableError`, the image is the colour ``fill``, its weight 0.0.
+    """
+    image, weight = np.empty((n, *shape), np.uint8), np.ones(n, np.float32)
+    for i in range(n):
+        try:
+            image[i] = pixels(i)
+        except UnreadableError:
+            image[i], weight[i] = fill, 0.0
+    return {"image": image, "weight": weight}
 
 
 def check_cut(config: "ImageFolder | HuggingFace") -> None:
-    """Refuses a middle that is larger than the images it is cut from.
+    """Refuses a middle that is larger than the images it is cut from, and as `check_padding`.
 
     Raises:
       UserError: then.
     """
+    check_padding(config.crop, config.padding, config.image_size, config.image_size)
     if config.image_size > config.shorter_side:
         raise UserError(
             f"data.resize: {config.shorter_side} is less than data.image_size "
             f"{config.image_size}, which is cut from it"
+        )
+
+
+def check_padding(crop: Crop, padding: int, height: int, width: int) -> None:
+    """Refuses crops that may show nothing of an image of that size.
+
+    Raises:
+      UserError: then.
+    """
+    if crop in ("padded", "reflected") and padding >= min(height, width):
+        raise UserError(
+            f"data.padding: {padding} pixels move all of an image of {height} x {width} out "
+            "of sight; give fewer"
         )
 
 

@@ -37,6 +37,11 @@ def load(config: ImageFolder) -> Dataset:
         crops do not go together.
     """
     check_cut(config)
+    if config.keep and config.crop == "resized":
+        raise UserError(
+            "data.keep: resized crops are decoded anew each time; give data.crop padded, "
+            "reflected or centre"
+        )
     root = Path(config.path)
     train = training_folder(root, "train/ and val/ or test/, each with a folder a class")
     held_out = root / held_out_folder(root, config.held_out)
@@ -61,11 +66,6 @@ def load(config: ImageFolder) -> Dataset:
     workers = Workers(config.workers)
 
     if config.keep:
-        if config.crop == "resized":
-            raise UserError(
-                "data.keep: resized crops are decoded anew each time; give data.crop padded, "
-                "reflected or centre"
-            )
         whole = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
         kept = KeptImages(whole, paths[:at], workers), KeptImages(evaluation, paths[at:], workers)
 

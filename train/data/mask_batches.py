@@ -68,7 +68,7 @@ class TrainingMasks:
       size: height and width of the result.
       classes: how many labels there are.
       scale: smallest and largest; 1 is that of evaluation.
-      flip: mirror every other image.
+      flip: mirror each image with probability 1/2.
       jitter: strength of the colour jitter.
       lighting: standard deviation of the lighting.
       fill: mean colour, where there is no image.

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 
 import fnet
-from train.config import Clipped, Config, LanguageModel, TextFile
+from train.config import Config, LanguageModel, TextFile
 from train.data import text_file
 from train.data.tokens import tokens_of
 from train.errors import UserError
@@ -40,7 +40,7 @@ def build(config: Config) -> Task:
     model = model_of(config)
     assert isinstance(config.data, TextFile)
     dataset = text_file.load(config.data)
-    if isinstance(config.grad, Clipped) and config.grad.is_private and "slack" in dataset.train:
+    if config.is_private and "slack" in dataset.train:
         # Rows that move on are told tokens of each other's: leaving one out would leave its
         # tokens in, where privacy is promised to each row by itself.
         still = np.zeros_like(dataset.train["slack"])
