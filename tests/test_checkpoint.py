@@ -88,6 +88,10 @@ def lose_the_score(folder):
     (folder / "metrics" / "metrics").write_bytes(b"")
 
 
+def replace_the_score(folder):
+    (folder / "metrics" / "metrics").write_text('{"loss": 0.5}')
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -98,7 +102,10 @@ def empty(folder):
     [
         truncate,
         lose_the_score,
-        *(pytest.param(f, marks=pytest.mark.slow) for f in (flip, lose, forge, empty)),
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in (flip, lose, forge, replace_the_score, empty)
+        ),
     ],
     ids=lambda f: f.__name__,
 )
@@ -129,9 +136,10 @@ def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
     assert (run / "metrics.jsonl").read_text() == before
 
 
-def test_where_the_only_one_lost_its_score_nothing_is_begun_in_silence(run, capsys):
+@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
+def test_where_the_only_one_lost_its_score_nothing_is_begun_in_silence(damage, run, capsys):
     shutil.rmtree(run / "checkpoints" / "6")
-    lose_the_score(run / "checkpoints" / "8")
+    damage(run / "checkpoints" / "8")
     assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
     assert "every checkpoint in" in capsys.readouterr().err
 
@@ -184,9 +192,10 @@ def test_where_none_was_scored_there_is_no_best(run, capsys):
     assert "has a score; leave out --best" in capsys.readouterr().err
 
 
-def test_the_best_is_sought_among_those_whose_score_can_be_read(run, capsys):
+@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
+def test_the_best_is_sought_among_those_whose_score_can_be_read(damage, run, capsys):
     shutil.copytree(run / "checkpoints" / "8" / "metrics", run / "checkpoints" / "6" / "metrics")
-    lose_the_score(run / "checkpoints" / "8")
+    damage(run / "checkpoints" / "8")
     with Checkpoints(run / "checkpoints", best=True) as checkpoints:
         assert checkpoints.restore_network().step == 6
     assert "checkpoints/8 is damaged (" in capsys.readouterr().err

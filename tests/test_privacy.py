@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import json
+import logging
 import sys
 
 import chex
@@ -21,7 +22,7 @@ from train.config import Clipped, Mesh
 from train.data import poisson
 from train.errors import UserError
 from train.metrics import noise_scale, noise_scale_course
-from train.privacy import Privacy, noise_for, privacy_of
+from train.privacy import Privacy, dp_accounting, noise_for, privacy_of
 from train.setup import setup
 
 PRIVATE = """
@@ -301,7 +302,7 @@ def test_the_noise_scale_is_a_ratio_of_averages_that_forget():
 
 def test_without_the_optional_dependency_private_training_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(UserError, match="pip install dp-accounting"):
+    with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
         privacy_of(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
     # Clipping alone needs no account.
     assert privacy_of(Clipped(), batch_size=8, examples=100, steps=10) is None
@@ -342,3 +343,11 @@ def test_a_norm_over_the_batch_is_refused_by_name(grad, workplace, capsys):
     assert "abn" in error
     assert error.count("\n") == 1
     assert not (workplace / "run").exists()
+
+
+@pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
+def test_the_account_lets_nobody_say_more_than_before(before, monkeypatch):
+    logger = logging.getLogger("absl")
+    monkeypatch.setattr(logger, "level", before)
+    dp_accounting()
+    assert logger.level == max(before, logging.ERROR)

@@ -128,10 +128,24 @@ def test_a_run_that_died_resumes_from_its_last_checkpoint(workplace, whole, monk
 
 def test_resuming_a_finished_run_changes_nothing_but_says_its_result(whole, capsys):
     before = final_state(whole), metrics_of(whole)
+    summary = json.loads((whole / "summary.json").read_text())
     capsys.readouterr()
     fnet_command("train", "whole", "--resume")
     assert "resumed after step 8 of 8" in capsys.readouterr().out
     chex.assert_trees_all_equal(before, (final_state(whole), metrics_of(whole)))
+    again = json.loads((whole / "summary.json").read_text())
+    for name in ("seconds", "examples_per_second", "peak_bytes_seen"):  # training alone tells them
+        assert again[name] == summary[name] is not None
+
+
+@pytest.mark.parametrize("summary", ['{"steps": 4, "seconds": -1.0}', '{"steps": 8, "sec', "[]"])
+def test_a_summary_of_fewer_steps_or_a_damaged_one_is_written_anew(summary, whole):
+    """The first is there where a run that was continued is killed at its end."""
+    (whole / "summary.json").write_text(summary)
+    fnet_command("train", "whole", "--resume")
+    written = json.loads((whole / "summary.json").read_text())
+    assert written["steps"] == 8
+    assert written["seconds"] > 0
 
 
 @pytest.mark.slow

@@ -130,6 +130,13 @@ def test_a_run_that_has_just_begun_says_what_is_missing(make):
     assert not page.charts
 
 
+def test_lines_that_only_tell_the_time_make_a_page_without_curves(make):
+    line = {"step": 10, "epoch": 1.25, "seconds": 2.0}
+    page = page_of(make(lines=[line], summary=False, memory=False))
+    assert "not ended: at step 10 of 40" in page.words
+    assert not page.charts
+
+
 def test_scores_without_lines_are_the_summary_s(make):
     page = page_of(make(lines=[]))
     assert [e.inside for e in page.all("dd")][:2] == ["0.625", "70.00%"]

@@ -164,7 +164,17 @@ def test_a_hundred_thousand_lines_make_a_page_below_two_megabytes_that_says_it_i
 @pytest.mark.parametrize("kind", [NUMBER, SCORE, SHARE, BYTES])
 @pytest.mark.parametrize(
     ("low", "high"),
-    [(0, 1), (0.5, 0.5), (0, 0), (-3, 5), (1e-9, 1e9), (1, 1 + 1e-12), (-1e300, 1e300), (7e8, 9e9)],
+    [
+        (0, 1),
+        (0.5, 0.5),
+        (0, 0),
+        (-3, 5),
+        (-10, -2.4),
+        (1e-9, 1e9),
+        (1, 1 + 1e-12),
+        (-1e300, 1e300),
+        (7e8, 9e9),
+    ],
 )
 def test_an_axis_holds_its_numbers_and_has_a_few_ticks_that_differ(kind, low, high):
     found = axis(kind, low, high)

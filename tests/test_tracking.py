@@ -15,6 +15,7 @@ from rich.console import Console
 
 from train import tracking
 from train.config import Config, Digits, Mlp, Tracking
+from train.errors import TrainingError, UserError
 from train.planning import StepBySize, compile_step
 from train.profiling import Profile
 from train.screen import plain
@@ -61,27 +62,54 @@ def test_tensorboard_drops_what_a_killed_run_told_of_later_steps(start, tmp_path
         assert begun == [start + 1]
 
 
-def test_weights_and_biases_goes_on_with_the_same_run(workplace, monkeypatch):
-    begun, logged = [], []
+@pytest.fixture
+def wandb(monkeypatch):
+    """What a module as the real one is told: options of its runs; steps logged, and exit codes."""
+    told = SimpleNamespace(begun=[], logged=[], ended=[])
 
-    def init(**options):  # as the real one, which has no util.generate_id any more
+    def init(**options):  # it has no util.generate_id any more
         folder = Path(options["dir"])
         folder /= ".wandb" if (folder / ".wandb").exists() else "wandb"
         folder.mkdir(exist_ok=True)
-        begun.append(options)
-        log = lambda line, step: logged.append((step, line))  # noqa: E731
-        return SimpleNamespace(log=log, finish=lambda: logged.append("finished"))
+        told.begun.append(options)
+        return SimpleNamespace(
+            log=lambda line, step: told.logged.append(step),
+            finish=lambda exit_code: told.ended.append((len(told.logged), exit_code)),
+        )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    return told
+
+
+def test_weights_and_biases_goes_on_with_the_same_run(workplace, wandb):
     words = "train", "tiny.py", "--tracking.wandb", "--out", "r"
     fnet_command(*words, "--train.steps", 4)
     fnet_command(*words, "--train.steps", 8, "--resume")
-    assert begun[0]["id"] == begun[1]["id"] != ""
-    assert begun[0]["config"]["optim.learning_rate"] == 0.05
-    assert [entry if entry == "finished" else entry[0] for entry in logged] == [
-        *(2, 4, "finished"),
-        *(6, 8, "finished"),
-    ]
+    assert wandb.begun[0]["id"] == wandb.begun[1]["id"] != ""
+    assert wandb.begun[0]["config"]["optim.learning_rate"] == 0.05
+    assert (wandb.logged, wandb.ended) == ([2, 4, 6, 8], [(2, 0), (4, 0)])
+
+
+def test_a_run_that_fails_has_failed_in_weights_and_biases_too(tmp_path, wandb):
+    config = Config(tracking=Tracking(wandb=True))
+    with pytest.raises(TrainingError), tracking.tracking(config, tmp_path, 0):
+        raise TrainingError("the loss is nan")
+    assert wandb.ended == [(0, 1)]
+
+
+def test_weights_and_biases_without_a_login_is_a_mistake_of_the_user(tmp_path, monkeypatch):
+    class Error(Exception):
+        pass
+
+    def init(**options):
+        raise Error("api_key not configured (no-tty)")
+
+    module = SimpleNamespace(init=init, errors=SimpleNamespace(Error=Error))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    config = Config(tracking=Tracking(wandb=True))
+    refused = pytest.raises(UserError, match=r"^tracking.wandb: api_key not configured")
+    with refused, tracking.tracking(config, tmp_path, 0):
+        pass
 
 
 @pytest.mark.parametrize(("flag", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -199,7 +200,7 @@ class Checkpoints:
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """State and position of a checkpoint, compared with their checksums."""
-        self._manager.metrics(step)  # raises where the score is damaged
+        self._score_of(step)  # raises where it is damaged
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -243,15 +244,19 @@ class Checkpoints:
         found = {}
         for step in self._manager.all_steps():
             try:
-                if metrics := self._manager.metrics(step):
-                    found[step] = _score(metrics)
+                if (score := self._score_of(step)) is not None:
+                    found[step] = score
             except ValueError as error:
                 if self._best:  # else it is said where the checkpoint is read
                     self._say_damaged(step, str(error))
         return found
 
+    def _score_of(self, step: int) -> float | None:
+        metrics = self._manager.metrics(step)
+        return None if metrics is None else _score(metrics)
+
     def _put_unread_scores_aside(self) -> bool:
-        """Whether there were checkpoints whose score is no JSON: orbax would not begin."""
+        """Whether there were checkpoints with a damaged score: orbax would not begin, or save."""
         if self._only_read:
             return False
         found = False
@@ -259,7 +264,7 @@ class Checkpoints:
             for path in sorted(self._folder.glob("*/metrics/metrics")):
                 folder = path.parents[1]
                 try:
-                    json.loads(path.read_bytes())
+                    _score(json.loads(path.read_bytes()))
                 except ValueError as error:
                     if folder.name.isdecimal():  # no save that a kill has cut off
                         step = int(folder.name)
@@ -305,7 +310,11 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _score(metrics: Any) -> float:
-    return metrics["score"]
+    """What was saved as ``{"score": ...}``; raises ValueError for anything else."""
+    score = metrics.get("score") if isinstance(metrics, dict) else None
+    if not isinstance(score, int | float) or not -math.inf < score < math.inf:
+        raise ValueError(f"its score is {score}, not a finite number")
+    return score
 
 
 def _placed(shape: Any) -> jax.ShapeDtypeStruct:

@@ -5,20 +5,24 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax import Array
 from rich.console import Console
 
 import fnet
+from fnet import TrainState
 from fnet.memory import in_words
 from train import distributed, examples, plots, tracking
-from train.account import account
+from train.account import Account, account
 from train.checkpoint import Checkpoints
 from train.class_names import check_classes, write_classes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
+from train.evaluate import Evaluate, Evaluation
 from train.guard import Guard
 from train.interruption import Interruption
 from train.memory_tables import plan_table, plan_words, tables
@@ -44,8 +48,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
       profile: how many steps are traced for a profiler.
 
     Raises:
-      UserError: for a mistake in config or folder, before any result is written.
-      TrainingError: if the loss is no longer finite.
+      UserError: for a mistake in config or folder, before any result is written, and where too
+        many files cannot be read.
+      TrainingError: if the loss is no longer finite, or a checkpoint cannot be written.
       DonationError: if the state would not be renewed in place.
     """
     began = time.perf_counter()
@@ -65,35 +70,101 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         folder.resume(config)
 
     with distributed.run_folder(out, begin) as folder:
-        _train(run, folder, resume, profile, console, began)
+        write_classes(folder, run.task.dataset.classes)
+        unreadable = UnreadableFiles(run.task.dataset, plain(console))
+        programs = _compile(run, unreadable, console)
+        _show_costs(run, programs.costs, folder, console)
+        ended = _take_steps(run, programs, folder, unreadable, resume, profile, console, began)
+        _conclude(run, programs, folder, unreadable, ended, plain(console))
 
 
-def _train(
-    run: Setup, folder: RunFolder, resume: bool, profile: int, console: Console, began: float
-) -> None:
-    config, say = run.config, plain(console)
-    write_classes(folder, run.task.dataset.classes)
-    unreadable = UnreadableFiles(run.task.dataset, say)
-    batches = unreadable.watch(run.training_batches())
+class _Programs(NamedTuple):
+    """What a run computes with, compiled before its first step.
+
+    Attributes:
+      take_step: the train step.
+      evaluate: on the test examples.
+      init: ``key -> TrainState``.
+      learning_rate: by step.
+      costs: where the train step's memory goes, and why it is this one.
+    """
+
+    take_step: StepBySize
+    evaluate: Evaluate
+    init: Callable[[Array], TrainState]
+    learning_rate: Callable[[int], float]
+    costs: Account
+
+    @property
+    def predicted(self) -> int:
+        """Bytes that training holds at most."""
+        return max(self.costs.planned.executable.report.peak.total, self.evaluate.peak)
+
+
+def _compile(run: Setup, unreadable: UnreadableFiles, console: Console) -> _Programs:
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-        report, take_step = planned.executable.report, StepBySize(run, planned, say)
         # A microbatch, or in private training, where it has more rows, its share of the mean batch.
-        rows = config.data.batch_size // planned.microbatches // run.crops
+        rows = run.config.data.batch_size // planned.microbatches // run.crops
         size = max(rows // run.devices, 1) * run.devices
-        evaluate = run.compile_evaluation(unreadable, size)
-        init = run.compile_init()
-        learning_rate = run.compile_schedule()
-        costs = account(run, planned)
-    if planned.plan:
-        console.print(plan_table(planned.plan, reserve(run)))
-        say(plan_words(planned.plan, reserve(run)))
+        return _Programs(
+            take_step=StepBySize(run, planned, plain(console)),
+            evaluate=run.compile_evaluation(unreadable, size),
+            init=run.compile_init(),
+            learning_rate=run.compile_schedule(),
+            costs=account(run, planned),
+        )
+
+
+def _show_costs(run: Setup, costs: Account, folder: RunFolder, console: Console) -> None:
+    say, plan = plain(console), costs.planned.plan
+    if plan:
+        console.print(plan_table(plan, reserve(run)))
+        say(plan_words(plan, reserve(run)))
     console.print(*tables(costs), sep="\n")
     write_whole(folder.memory, as_json(costs.as_dict()))
-    plots.memory(costs, f"{config.name}: memory of a train step", folder.memory_picture)
-    predicted = max(report.peak.total, evaluate.peak)
+    plots.memory(costs, f"{run.config.name}: memory of a train step", folder.memory_picture)
     if run.privacy:
         say(f"private: {run.privacy.in_words(run.steps)}")
+
+
+class _Ended(NamedTuple):
+    """How far a run came.
+
+    Attributes:
+      start: the step that it went on after.
+      step: the last one there is.
+      state: after it.
+      tested: the last evaluation; of the last step where the run is at its end.
+      meter: of the steps that were taken.
+      seen: most bytes that were held.
+      began: on `time.perf_counter`, as if it had never been interrupted.
+      interrupted: by which signal; None where this process was not.
+    """
+
+    start: int
+    step: int
+    state: TrainState
+    tested: Evaluation | None
+    meter: Meter
+    seen: int | None
+    began: float
+    interrupted: str | None
+
+
+def _take_steps(
+    run: Setup,
+    programs: _Programs,
+    folder: RunFolder,
+    unreadable: UnreadableFiles,
+    resume: bool,
+    profile: int,
+    console: Console,
+    began: float,
+) -> _Ended:
+    """The steps that are left, with what is logged, tested and saved on the way."""
+    config, say = run.config, plain(console)
+    batches = unreadable.watch(run.training_batches())
     memory = HighWater(run.devices // jax.process_count())
 
     saving = config.checkpoint
@@ -104,7 +175,7 @@ def _train(
             batches.set_state(restored.position)
             say(f"resumed after step {start} of {run.steps}")
         else:
-            start, state = 0, init(jax.random.key(config.train.seed))
+            start, state = 0, programs.init(jax.random.key(config.train.seed))
         folder.forget_metrics_after(start)
         began -= folder.seconds_spent()
 
@@ -124,7 +195,7 @@ def _train(
                 with traced.step(step, state):
                     batch = meter.take(batches)
                     guard.look(state)
-                    state, metrics = take_step(state, batch)
+                    state, metrics = programs.take_step(state, batch)
                 guard.add(step, batch, metrics)
                 meter.add(metrics)
                 screen.advance(step)
@@ -142,16 +213,17 @@ def _train(
                     line["seconds"] = time.perf_counter() - began
                     line |= meter.means(step) | spent
                     left_out += int(line.get("train/skipped", 0))  # not counted by the optimizer
-                    line["train/learning_rate"] = learning_rate(max(step - 1 - left_out, 0))
+                    updates = max(step - 1 - left_out, 0)
+                    line["train/learning_rate"] = programs.learning_rate(updates)
                     if unreadable.count:
                         line["unreadable_files"] = unreadable.count
                     if evaluating:
-                        tested = evaluate(state)
+                        tested = programs.evaluate(state)
                         reached = score(tested.metrics)
                         line |= {f"test/{name}": value for name, value in tested.metrics.items()}
                     metrics_file.write(json.dumps(line) + "\n")
                     track(step, line)
-                    screen.log(step, line, predicted, memory.bytes())
+                    screen.log(step, line, programs.predicted, memory.bytes())
                     meter.restart()
                 better = saving.best and reached is not None and reached > best
                 if step % saving.every == 0 or better or last or stop:
@@ -164,30 +236,42 @@ def _train(
                 if stop:
                     break
         checkpoints.wait()
-
     seen = memory.bytes()  # before pictures are drawn, which is not training
-    title = f"{config.name}: {report.parameters:,} parameters, {step} steps"
+    return _Ended(start, step, state, tested, meter, seen, began, interruption.requested)
+
+
+def _conclude(
+    run: Setup,
+    programs: _Programs,
+    folder: RunFolder,
+    unreadable: UnreadableFiles,
+    ended: _Ended,
+    say: Callable[[str], None],
+) -> None:
+    """The pictures and the summary of a run, or how an interrupted one goes on."""
+    planned, step = programs.costs.planned, ended.step
+    report, name = planned.executable.report, run.config.name
     lines = read_metrics(folder.metrics)
-    plots.curves(lines, title, folder.curves)
+    plots.curves(lines, f"{name}: {report.parameters:,} parameters, {step} steps", folder.curves)
     if step < run.steps:
-        why = interruption.requested or "another process was interrupted"
+        why = ended.interrupted or "another process was interrupted"
         say(
             f"{why}: saved after step {step} of {run.steps}; continue with\n"
             f"  fnet train {quote(folder.config)} --resume"
         )
         return
-    tested = tested or evaluate(state)
+    tested, meter = ended.tested or programs.evaluate(ended.state), ended.meter
     if tested.confusion is not None:
         classes = run.task.dataset.classes
-        plots.confusion(tested.confusion, classes, f"{config.name}, step {step}", folder.confusion)
-        examples.draw(run, evaluate, state, folder.examples)
+        plots.confusion(tested.confusion, classes, f"{name}, step {step}", folder.confusion)
+        examples.draw(run, programs.evaluate, ended.state, folder.examples)
     summary = {
         "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
         "privacy": run.privacy.as_dict(step) if run.privacy else None,
         "noise_scale": noise_scale(lines),
         "unreadable_files": unreadable.count,
         "steps": step,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - ended.began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
         "parameters": report.parameters,
         "state_bytes": report.state_bytes,
@@ -195,14 +279,12 @@ def _train(
         "policy": planned.policy,
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
-        "peak_bytes_predicted": predicted,
-        "peak_bytes_seen": seen,
+        "peak_bytes_predicted": programs.predicted,
+        "peak_bytes_seen": ended.seen,
         "versions": versions(),
     }
-    if step == start and folder.summary.is_file():  # the run had ended
-        ended = json.loads(folder.summary.read_text())
-        same = "seconds", "examples_per_second", "unreadable_files", "peak_bytes_seen"
-        summary |= {name: ended[name] for name in same if name in ended}
+    if step == ended.start:
+        summary |= _told_before(folder.summary, step)
     write_whole(folder.summary, as_json(summary))
     words = summary_lines(summary, folder)
     if tested.confusion is not None:
@@ -210,6 +292,18 @@ def _train(
     if run.privacy:
         words += f"\nprivate: {run.privacy.in_words(step)}"
     say(words)
+
+
+def _told_before(path: Path, step: int) -> dict[str, Any]:
+    """What training alone can tell, of the summary of a run that had ended at this step."""
+    try:
+        before = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # there is none, or a damaged one, which is written anew
+        return {}
+    if not isinstance(before, dict) or before.get("steps") != step:
+        return {}  # killed between its last checkpoint and its summary
+    names = "seconds", "examples_per_second", "unreadable_files", "peak_bytes_seen"
+    return {name: before[name] for name in names if name in before}
 
 
 def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:

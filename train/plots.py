@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -36,7 +35,6 @@ def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     if any("train/noise_scale" in line for line in lines):
         panels.append(_noise_scale)
     figure = Figure(figsize=(4 * len(panels), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     for ax, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
         panel(ax, lines)
@@ -110,7 +108,6 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     framed = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
     whole = framed.swapaxes(1, 2).reshape(rows * (h + 2), columns * (w + 2), c)
     figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     ax = figure.subplots()
     ax.imshow(_rgb(whole))
     ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names, parse_math=False)
@@ -230,7 +227,6 @@ def _tiled(
         corners.append((x - 0.5, y - 0.5))  # a pixel's place is that of its middle
     across = inches * columns
     figure = Figure(figsize=(across, across * whole.shape[0] / whole.shape[1] + 0.4))
-    FigureCanvasAgg(figure)
     ax = figure.add_axes((0, 0, 1, 1 - 0.4 / figure.get_figheight()))
     ax.imshow(whole, interpolation="nearest")
     ax.set_title(title, fontsize=10)
@@ -254,7 +250,6 @@ def confusion(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path
     shares = matrix / np.maximum(counts, 1)
     side = min(3 + 0.4 * n, 14)
     figure = Figure(figsize=(side, side), layout="constrained")
-    FigureCanvasAgg(figure)
     ax = figure.subplots()
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     right = np.trace(matrix) / max(matrix.sum(), 1)
@@ -284,7 +279,6 @@ def memory(account: Account, title: str, path: Path) -> None:
       path: where it is written.
     """
     figure = Figure(figsize=(13, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     figure.suptitle(title)
     by_layer, over_time = figure.subplots(1, 2)
     sizes = [layer.bytes / 2**20 for layer in account.kept]

@@ -92,7 +92,7 @@ def predict(
 ) -> Predictions:
     """What the run's newest checkpoint makes of images, prepared as its test images are.
 
-    Masks, overlays and predictions.json are written; without masks and with ``a.json``, nothing.
+    Masks and overlays of segmented images are written, and predictions.json without ``a.json``.
 
     Args:
       folder: of the run.

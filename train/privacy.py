@@ -179,10 +179,11 @@ def dp_accounting() -> ModuleType:
         import dp_accounting
     except ModuleNotFoundError as error:
         raise UserError(
-            "grad: private training needs dp_accounting: pip install dp-accounting"
+            "grad: private training needs dp_accounting: pip install 'fnet-jax[privacy]'"
         ) from error
     # It tells of each Renyi order that it leaves out, which makes no epsilon wrong.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logger = logging.getLogger("absl")
+    logger.setLevel(max(logger.level, logging.ERROR))  # it is orbax's as well
     return dp_accounting
 
 

@@ -23,7 +23,7 @@ class HighWater:
     in it; on other devices the allocator's own count.
 
     Args:
-      devices: how many train together.
+      devices: how many of this process train.
     """
 
     def __init__(self, devices: int = 1) -> None:

@@ -42,7 +42,11 @@ def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
     Args:
       config: of the run.
       folder: the run's; TensorBoard finds its files in ``tensorboard``.
-      start: the step after which the run goes on; what is there of later ones is dropped.
+      start: the step after which the run goes on. What a killed run told of later ones
+        TensorBoard drops; Weights & Biases keeps it, and drops what comes again.
+
+    Raises:
+      UserError: if Weights & Biases does not begin, for want of a login or of a network.
     """
     with contextlib.ExitStack() as stack:
         logs: list[Log] = []
@@ -84,10 +88,15 @@ def _wandb(config: Config, folder: Path) -> Iterator[Log]:
     name = folder / "wandb_run.txt"
     id = name.read_text().strip() if name.is_file() else secrets.token_hex(4)
     name.write_text(id + "\n")
-    run = wandb.init(
-        project="fnet", name=config.name, id=id, resume="allow", config=known, dir=str(folder)
-    )
+    try:
+        run = wandb.init(
+            project="fnet", name=config.name, id=id, resume="allow", config=known, dir=str(folder)
+        )
+    except wandb.errors.Error as error:
+        raise UserError(f"tracking.wandb: {error}") from error
+    failed = 1
     try:
         yield lambda step, line: run.log(dict(line), step=step)
+        failed = 0
     finally:
-        run.finish()
+        run.finish(exit_code=failed)

@@ -88,6 +88,8 @@ def _safetensors(path: Path) -> Weights:
             return Weights(arrays, file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is no safetensors file, or a damaged one: {error}") from error
+    except AttributeError as error:  # of numpy, which has no such dtype
+        raise UserError(f"{path} holds arrays that are none of numpy's: {error}") from error
 
 
 def _torch(path: Path) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from rich.markup import escape
 from rich.table import Table
 
 import fnet
@@ -127,9 +128,9 @@ def report_table(report: interop.Report) -> Table:
         "initial values kept": report.initial,
     }.items():
         more = ["..."] if len(which) > _SHOWN else []
-        t.add_row(what, f"{len(which):,}", "\n".join([*which[:_SHOWN], *more]))
+        t.add_row(what, f"{len(which):,}", escape("\n".join([*which[:_SHOWN], *more])))
     for note in report.notes:
-        t.add_row("note", "", note)
+        t.add_row("note", "", escape(note))
     return t
 
 

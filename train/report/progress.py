@@ -42,7 +42,7 @@ def _about_curves(
 ) -> list[str]:
     courses = [c for some in metrics.values() for m in some for c in m.courses.values()]
     found = []
-    longest = max(len(c.values) for c in courses)
+    longest = max((len(c.values) for c in courses), default=0)
     if longest > most:
         found.append(
             f"Curves of more than {most} values are thinned to at most {most} points: each is the "

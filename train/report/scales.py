@@ -121,7 +121,8 @@ def _ticks(low: float, high: float, kind: Kind, most: int) -> list[tuple[float, 
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.75)
-    values = [i * step for i in range(math.ceil(low / step - 1e-9), int(high / step + 1e-9) + 1)]
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    values = [i * step for i in range(first, last + 1)]
     if kind.unit > 1:
         name = in_words(unit).split()[1]
         return [(v * unit, f"{v:.12g} {name}" if v else "0") for v in values]
