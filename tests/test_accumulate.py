@@ -319,6 +319,18 @@ def test_arrays_of_different_lengths_are_refused():
             accumulate_grad(mlp_loss, 4)(mlp_params(), {}, mlp_batch() | {"odd": odd}, None)
 
 
+@pytest.mark.parametrize("n", [1, 4])
+def test_losses_and_parameters_that_have_no_gradient_are_refused(n):
+    def whole(params, state, batch, key):
+        losses, aux = mlp_loss(params, state, batch, key)
+        return losses.astype(int), aux
+
+    with pytest.raises(TypeError, match="losses that are real and floating, got int32"):
+        accumulate_grad(whole, n)(mlp_params(), {}, mlp_batch(), None)
+    with pytest.raises(TypeError, match="int32"):
+        accumulate_grad(mlp_loss, n)((mlp_params(), jnp.int32(1)), {}, mlp_batch(), None)
+
+
 def test_a_loss_that_already_averages_is_refused():
     def averaged(params, state, batch, key):
         losses, aux = mlp_loss(params, state, batch, key)

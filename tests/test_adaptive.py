@@ -120,7 +120,8 @@ def test_noise_has_the_deviations_asked_for():
 REFUSED = {
     "clip": ({"clip": 0.0}, "clip must be above 0 and finite to be adapted, got 0.0"),
     "quantile": ({"quantile": 1.0}, "quantile must be between 0 and 1, got 1.0"),
-    "rate": ({"learning_rate": -1.0}, "learning_rate must be at least 0, got -1.0"),
+    "rate": ({"learning_rate": -1.0}, "learning_rate must be at least 0 and finite, got -1.0"),
+    "any rate": ({"learning_rate": float("inf")}, "at least 0 and finite, got inf"),
     "parts": ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
     "size": ({"noise_multiplier": 1.0}, "give expected_batch_size"),
     "count": (
@@ -137,14 +138,18 @@ def test_mistakes_are_named(name):
         AdaptiveClipping(**({"clip": 1.0} | wrong))
 
 
-def test_an_optimizer_that_keeps_no_bound_is_refused():
-    optimizer = optax.sgd(1.0)
-    state = fnet.TrainState.create(MODEL, optimizer, jax.random.key(0))
-    step = fnet.make_step(loss, optimizer, AdaptiveClipping(1.0))
+@pytest.mark.parametrize("keeping", ["neither", "state", "step"])
+def test_an_optimizer_that_keeps_no_bound_is_refused(keeping):
+    mode, plain = AdaptiveClipping(1.0), optax.sgd(1.0)
+    of_state, of_step = (
+        mode.keeping_clip(plain) if keeping == part else plain for part in ("state", "step")
+    )
+    state = fnet.TrainState.create(MODEL, of_state, jax.random.key(0))
+    step = fnet.make_step(loss, of_step, mode)
     with pytest.raises(ValueError, match=r"make it with mode.keeping_clip\(optimizer\)"):
         step(state, rows([1.0]))
 
 
 def test_noise_on_the_count_below_0_is_refused():
-    with pytest.raises(ValueError, match="count_noise must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="count_noise must be at least 0 and finite, got -1"):
         AdaptiveClipping(1.0, count_noise=-1.0)

@@ -44,6 +44,9 @@ OPERATIONS = {
     "written over": lambda x: jax.lax.dynamic_update_slice(x, x[:, :2], (0, 3, 0)),
     "added in places": at_indices,
     "set to 0 in places": lambda x: x.at[:, 0].set(0),
+    "laid on devices": lambda x: jax.lax.with_sharding_constraint(
+        x, jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    ),
     "a branch": lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, lambda x: 0 * x, x),
 }
 

@@ -158,6 +158,21 @@ def test_a_batch_of_none_or_of_one_has_its_plain_gradient(name, size):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("times", "width"), [(0, 2), (3, 0)], ids=["without a row", "an empty parameter"]
+)
+def test_what_is_empty_has_no_part_in_the_norms(times, width):
+    def loss(p, x):
+        h = x[..., :width] @ p["w"] + p["b"]
+        return (p["c"] * x[:, :1, 0].sum(1)) + rows(h)
+
+    p = {"w": jnp.ones((width, 2)), "b": jnp.ones(2), "c": jnp.float32(1)}
+    x = jax.random.normal(jax.random.key(0), (B, times, 4))
+    found, info = jax.jit(clipped_grad(loss, INFINITY))(p, x)
+    chex.assert_trees_all_close(found, jax.grad(lambda p: loss(p, x).sum())(p), rtol=1e-5)
+    chex.assert_shape(info.norms, (B,))
+
+
 def test_a_batch_of_none_needs_no_key_of_an_example():
     case = CASES["dropout"]()
     x, key = case.batch

@@ -100,6 +100,14 @@ REFUSED = {
         lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),
         r"got \(\); return the losses themselves",
     ),
+    "aux": (
+        lambda: clipped_grad(lambda p, x: (halves(p, x), x), 1.0)(jnp.float32(1), X),
+        "got tuple; what is returned beside the losses is for has_aux=True",
+    ),
+    "no bounds": (
+        lambda: clipped_grad(halves, None, per_layer=True)(jnp.float32(1), X),
+        "expected a number or a tree of bounds",
+    ),
     "sizes": (
         lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
         r"argument 1: \(3,\), argument 2: \(2,\)",
@@ -199,6 +207,18 @@ def test_batch_norm_is_refused_by_its_name():
 
     with pytest.raises(ValueError, match="norm mixes the examples of a batch"):
         clipped_grad(loss, 1.0)(params, jnp.ones((4, 5, 5, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@pytest.mark.parametrize("function", [lambda f: clipped_grad(f, 1.0), fnet.per_example_grad])
+def test_losses_that_have_no_gradient_are_refused(function, dtype):
+    with pytest.raises(TypeError, match=f"losses that are real and floating, got {dtype}"):
+        function(lambda p, x: halves(p, x).astype(dtype))(jnp.float32(1), X)
+
+
+def test_a_loss_that_gives_nothing_beside_is_refused_where_that_is_asked_for():
+    with pytest.raises(TypeError, match=r"has_aux=True expected \(losses, aux\), got "):
+        clipped_grad(halves, 1.0, has_aux=True)(jnp.float32(1), X)
 
 
 def test_integer_parameters_are_refused():

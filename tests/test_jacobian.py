@@ -109,9 +109,11 @@ def test_what_does_not_fit_is_refused(call, message):
         call()
 
 
-def test_primals_of_hvps_are_a_tuple():
+def test_primals_and_tangents_of_hvps_are_tuples():
     with pytest.raises(TypeError, match="hvps: primals must be a tuple of arguments, got Array"):
         hvps(jnp.sum, X, (X[None],))
+    with pytest.raises(TypeError, match="hvps: tangents must be a tuple of arguments, got dict"):
+        hvps(jnp.sum, (X,), {"x": X[None]})
 
 
 def test_an_integer_has_no_jacobian():

@@ -1,3 +1,4 @@
+import collections
 import functools
 
 import chex
@@ -148,6 +149,15 @@ def test_several_stacks_may_lie_anywhere_in_the_parameters():
         head=layers.dense(WIDTH, 3),
     )
     assert_the_same(model, OPTIMIZERS["adamw"], optimizer_in_backward("encoder/blocks", "decoder"))
+
+
+def test_parameters_may_be_in_an_order_of_their_own():
+    def init(key):
+        params, state = SMALL.init(key)
+        return collections.OrderedDict((name, params[name]) for name in order), state
+
+    order = ["head", "embed", "blocks"]
+    assert_the_same(Layer(init, SMALL.apply), OPTIMIZERS["momentum"], loss=loss_of(SMALL), steps=2)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

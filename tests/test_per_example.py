@@ -123,6 +123,15 @@ def test_influence_is_that_of_each_example_with_its_own_key():
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("reduced", "got"), [(jnp.mean, r"\(\)"), (lambda losses: (losses, losses), "tuple")]
+)
+def test_influence_on_what_is_not_one_loss_an_example_is_refused(reduced, got):
+    x = jnp.ones((B, 3))
+    with pytest.raises(ValueError, match=rf"influence: .* shape \[{B}\], got {got}; "):
+        influence(lambda p, x: reduced((x * p).sum(1)))(x[0], x[0], x)
+
+
 def test_the_noise_scale_is_unbiased():
     true = np.array([1.0, -2.0, 0.5])
     deviation = np.array([0.5, 1.0, 2.0])

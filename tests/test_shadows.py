@@ -75,6 +75,11 @@ def test_a_list_of_one_array_has_separate_lanes_too():
     chex.assert_trees_all_close(got, ([jnp.full(3, 2.0)],))
 
 
+def test_packed_lanes_of_an_array_without_elements_are_as_long_as_all_of_them():
+    got = jvps(jnp.sin, (jnp.ones((4, 0)),), (jnp.ones((12, 0)),), primal=False)
+    assert got.shape == (12, 0)
+
+
 X = jnp.ones((2, 3))
 
 
@@ -98,6 +103,10 @@ X = jnp.ones((2, 3))
         (
             lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(jnp.ones((4, 3, 3)),)),
             r"into, argument 0: expected shape \(N, 2, 3\)",
+        ),
+        (
+            lambda: vjps(lambda x: [x], (X,), jnp.ones((4, 2, 3)), into=(jnp.ones((4, 2, 3)),)),
+            "cotangents: expected the structure",
         ),
     ],
 )

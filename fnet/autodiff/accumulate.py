@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet import jaxprs
 from fnet.autodiff import outer
+from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.mesh import equally_varying
 
@@ -84,6 +85,7 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
       ValueError: if ``microbatches < 1``; when called, if it does not divide the
         batch, if the arrays of the batch differ in their leading axis, or if
         ``loss`` does not give one loss per example.
+      TypeError: when called, for parameters or losses that have no gradient.
     """
     _at_least_one(microbatches)
     if microbatches == 1:
@@ -93,7 +95,8 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
     def gradient(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Any, Any, dict[str, Array]]:
-        parts = _parts(batch, microbatches)
+        check_params("accumulate_grad", params, jnp.inexact)
+        parts = equal_parts("accumulate_grad", batch, microbatches)
         loop = functools.partial(_accumulate, objective, microbatches, False)
         in_line = functools.partial(_accumulate, objective, microbatches, True)
         args = params, model_state, parts, key
@@ -112,21 +115,26 @@ def _at_least_one(microbatches: int) -> None:
         raise ValueError(f"accumulate_grad: microbatches must be at least 1, got {microbatches}")
 
 
-def _parts(batch: dict[str, Array], n: int) -> dict[str, Array]:
-    """Every array [batch, ...] as [batch / n, n, ...], the part second."""
+def equal_parts(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
+    """Every array [batch, ...] as [batch / n, n, ...]: part i is every n-th example.
+
+    Of a sharded batch each device then has its share of every part.
+
+    Raises:
+      ValueError: in the name of the caller, for arrays of unequal leading axes and
+        a batch that has no n equal parts.
+    """
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="."): x.shape
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     }
     sizes = {shape[:1] for shape in shapes.values()}
     if len(sizes) != 1 or () in sizes:
-        raise ValueError(
-            f"accumulate_grad: the batch's arrays must share their leading axis, got {shapes}"
-        )
+        raise ValueError(f"{name}: the batch's arrays must share their leading axis, got {shapes}")
     ((size,),) = sizes
     if size % n:
         raise ValueError(
-            f"accumulate_grad: a batch of {size} examples has no {n} equal microbatches; "
+            f"{name}: a batch of {size} examples has no {n} equal microbatches; "
             f"pad it to {size + -size % n} examples, with weight 0"
         )
     parts: dict[str, Array] = jax.tree.map(lambda x: x.reshape(size // n, n, *x.shape[1:]), batch)

@@ -116,8 +116,10 @@ class AdaptiveClipping:
             )
         for name in ("learning_rate", "count_noise"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"AdaptiveClipping: {name} must be at least 0, got {value}")
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(
+                    f"AdaptiveClipping: {name} must be at least 0 and finite, got {value}"
+                )
         check_private(
             "AdaptiveClipping", self.noise_multiplier, self.expected_batch_size, self.microbatches
         )
@@ -167,7 +169,8 @@ class AdaptiveClipping:
         def update(
             params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, Any, dict[str, Array]]:
-            if not isinstance(opt_state, AdaptiveState):
+            made = jax.eval_shape(optimizer.init, params)
+            if not isinstance(opt_state, AdaptiveState) or not isinstance(made, AdaptiveState):
                 raise ValueError(
                     "AdaptiveClipping: the optimizer keeps no bound; make it with "
                     "mode.keeping_clip(optimizer), for the state and the step"

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import jaxprs
 from fnet.autodiff.axis_rules import Along, State
+from fnet.autodiff.examples import by_example
 
 
 class Alone(NamedTuple):
@@ -40,7 +41,7 @@ class Alone(NamedTuple):
           copies: [size, ...] of operands that all share, by number: one for each example.
         """
         rows = [
-            copies[k] if k in copies else a if axis is None else _divided(a, axis, self.size)
+            copies[k] if k in copies else a if axis is None else by_example(a, axis, self.size)
             for k, (a, axis) in enumerate(zip(operands, self.given, strict=True))
         ]
         axes = [
@@ -105,13 +106,6 @@ def _equations(whole: ClosedJaxpr, one: ClosedJaxpr, path: Sequence[int]) -> _Fo
     return _equations(inner[0], inner[1], path[1:])
 
 
-def _divided(a: Array, axis: int, size: int) -> Array:
-    """Each example's part of that axis stays where it is; the examples go first."""
-    a = a.reshape(*a.shape[:axis], size, -1, *a.shape[axis + 1 :])
-    return jnp.moveaxis(a, axis, 0)
-
-
 def _joined(a: Array, axis: int) -> Array:
-    """The inverse of `_divided`."""
-    a = jnp.moveaxis(a, 0, axis)
-    return a.reshape(*a.shape[:axis], -1, *a.shape[axis + 2 :])
+    """The inverse of `by_example`."""
+    return jax.lax.collapse(jnp.moveaxis(a, 0, axis), axis, axis + 2)

@@ -255,6 +255,7 @@ _RULES: dict[str, Rule] = {
     "rev": _reversed,
     "scatter": _scattered,
     "scatter-add": _scattered,
+    "sharding_constraint": lambda eqn, given: given[0],
     "slice": _sliced,
     "sort": _sorted,
     "split": _split,

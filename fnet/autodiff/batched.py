@@ -134,7 +134,7 @@ def vjps(
       primals: its arguments, as for `jax.vjp`.
       cotangents: of the output, in a form of `jvps`; or, with ``into``, one of the
         output's own shape, the same seed for all lanes. Without ``into``, the
-        output's own shape is packed, N = 1.
+        output's own shape is packed, N = 1; a scalar is refused.
       argnums: the arguments to differentiate; None: all that are differentiable
         (with ``into``, all it has an entry for).
       width: as for `jvps`.
@@ -351,7 +351,7 @@ def _read_cotangents(primals: tuple[Any, ...], out: Any, cotangents: Any) -> Sha
 
 
 def _has_shapes_of(out: Any, cotangents: Any) -> bool:
-    return shadows.fits(out, [cotangents])
+    return shadows.fits(out, [cotangents], "separate")
 
 
 def _check_differentiable(where: str, i: int, primal: Any, fix: str) -> None:

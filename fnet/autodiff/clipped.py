@@ -85,10 +85,10 @@ def clipped_grad(
 
     Raises:
       ValueError: for a clip that is negative, nan, 0 without rescaling, or infinite with
-        it or with ``automatic``, which must be above 0; when called, for losses that are
-        not one per example, arrays of unequal leading axes, and layers that mix
-        examples, by name.
-      TypeError: for parameters that are not floating-point.
+        it or with ``automatic``, which must be above 0; when called, for a width below
+        1, losses that are not one per example, arrays of unequal leading axes, and
+        layers that mix examples, by name.
+      TypeError: for parameters or losses that are not floating-point.
     """
     _check(clip, rescale_to_unit_norm, per_layer, automatic)
 
@@ -178,11 +178,11 @@ def _groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[A
     """Bounds, and the part of the parameters that each is for."""
     if not per_layer:
         return [clip], [squares]
-    bounds = jax.tree.leaves(clip)
-    structure: Any = jax.tree.structure(clip)
-    if jax.tree_util.treedef_is_leaf(structure):
+    if jax.tree_util.all_leaves([clip]):
         leaves = jax.tree.leaves(squares)
         return [clip / max(len(leaves), 1) ** 0.5] * len(leaves), leaves
+    structure: Any
+    bounds, structure = jax.tree.flatten(clip)
     try:
         return bounds, structure.flatten_up_to(squares)
     except ValueError as error:
@@ -193,10 +193,9 @@ def _groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[A
 
 
 def _check(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
-    bounds = jax.tree.leaves(clip)
-    if not per_layer and (len(bounds) != 1 or bounds[0] is not clip):
+    if not per_layer and not jax.tree_util.all_leaves([clip]):
         raise ValueError(f"clipped_grad: expected one bound, got {clip!r}; use per_layer=True")
-    for bound in bounds:
+    for bound in jax.tree.leaves(clip):
         if isinstance(bound, jax.core.Tracer):
             continue
         value = float(bound)

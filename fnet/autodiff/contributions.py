@@ -16,6 +16,7 @@ from fnet.autodiff.chunks import Chunks
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
+    by_example,
     check_losses,
     check_params,
     check_width,
@@ -117,7 +118,8 @@ def contributions(
         by default as many as take no more than the parameters.
 
     Raises:
-      TypeError: for parameters that have no gradient.
+      TypeError: for parameters or losses that have no gradient, and a loss that with
+        ``has_aux`` gives no pair.
       ValueError: for arrays of unequal leading axes, losses that are not one per
         example, a width below 1, and layers that mix examples.
     """
@@ -127,7 +129,14 @@ def contributions(
 
     def whole(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
         out = loss(jax.tree.unflatten(structure, params), *batch)
-        return out if has_aux else (out, None)
+        if not has_aux:
+            return out, None
+        if not isinstance(out, list | tuple) or len(out) != 2:
+            raise TypeError(
+                f"{name}: with has_aux=True expected (losses, aux), got {type(out).__name__}"
+            )
+        losses, aux = out
+        return losses, aux
 
     traced = _follow(name, whole, leaves, e)
     if e.size:
@@ -137,8 +146,9 @@ def contributions(
     else:
         losses, aux = whole(leaves, e.rebuild_batch(e.leaves))
         aux, shares, chunks = jax.tree.leaves(aux), {}, Chunks(traced.closed, leaves, e, (), 1)
-    for i in set(range(len(leaves))).difference(shares, chunks.which):
-        shares[i] = Unused(leaves[i], e.size)
+    for i, leaf in enumerate(leaves):
+        if not leaf.size or not (i in shares or i in chunks.which):
+            shares[i] = Unused(leaf, e.size)
     aux = jax.tree.unflatten(traced.aux, aux)
     rows = [state is not None for state in traced.followed.outputs[1:]]
     return Contributions(losses, aux, rows, structure, shares, chunks)
@@ -230,20 +240,14 @@ def _at_once(
     found, vjp, (aux, data) = jax.vjp(losses, list(map(zeros, uses.every)), has_aux=True)
     (cotangents,) = vjp(jnp.ones_like(found))
 
-    def by_example(a: Array, loops: int, axis: int) -> Array:
-        """Each example's part of that axis stays; the examples go before."""
-        axis += loops
-        a = a.reshape(*a.shape[:axis], e.size, -1, *a.shape[axis + 1 :])
-        return jnp.moveaxis(a, axis, loops)
-
     met: dict[int, list[Met]] = {}
     for use, x, ct, (data_axis, out_axis) in zip(uses.every, data, cotangents, axes, strict=True):
         n = len(use.loops)
         if use.product.data is None:
             x = jnp.zeros((*use.loops, e.size, 0))
         else:
-            x = by_example(x, n, data_axis)
-        ct = ct if use.operand is not None else by_example(ct, n, out_axis)
+            x = by_example(x, n + data_axis, e.size, n)
+        ct = ct if use.operand is not None else by_example(ct, n + out_axis, e.size, n)
         met.setdefault(use.view.param, []).append(Met(use, x, use.view.unscaled(ct)))
     shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
     return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
@@ -336,7 +340,7 @@ def _one_by_one(
 
 def _allowed(leaves: Sequence[Any]) -> int:
     """Bytes of shares that may be made at once."""
-    allowed: int = sum(p.size * p.dtype.itemsize for p in leaves) + _AT_ONCE
+    allowed: int = sum(p.nbytes for p in leaves) + _AT_ONCE
     return allowed
 
 
@@ -347,7 +351,7 @@ def _divided(
     allowed = _allowed(leaves)
     at_once, in_chunks = [], []
     for i in sorted(uses.other, key=lambda i: leaves[i].size):
-        taken = size * leaves[i].size * leaves[i].dtype.itemsize
+        taken = size * leaves[i].nbytes
         if taken <= allowed and (width is None or size <= width or leaves[i].ndim < 2):
             at_once.append(i)
             allowed -= taken
@@ -388,6 +392,6 @@ def _backward(
 
 
 def _width(which: Sequence[int], leaves: Sequence[Any], size: int, width: int | None) -> int:
-    each = sum(leaves[i].size * leaves[i].dtype.itemsize for i in which)
+    each = sum(leaves[i].nbytes for i in which)
     allowed = _allowed(leaves)
     return width or max(1, min(allowed // max(each, 1), size))

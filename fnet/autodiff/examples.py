@@ -99,21 +99,44 @@ def is_key(a: Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
+def by_example(a: Array, axis: int, size: int, before: int = 0) -> Array:
+    """Each example's part of that axis stays where it is; the examples go before another.
+
+    Args:
+      a: an array.
+      axis: that counts examples, with what was merged behind them.
+      size: how many there are.
+      before: which axis they become.
+    """
+    a = a.reshape(*a.shape[:axis], size, a.shape[axis] // size, *a.shape[axis + 1 :])
+    return jnp.moveaxis(a, axis, before)
+
+
 def check_losses(name: str, losses: Any, size: int) -> None:
-    """Refuses what is not one loss per example."""
-    shape = jnp.shape(losses)
-    if shape != (size,):
-        hint = "; return the losses themselves, not their mean" if shape == () else ""
+    """Refuses what is not one real loss per example."""
+    got = getattr(losses, "shape", type(losses).__name__)
+    if got != (size,):
+        hints = {
+            (): "; return the losses themselves, not their mean",
+            "tuple": "; what is returned beside the losses is for has_aux=True",
+        }
         raise ValueError(
-            f"{name}: expected one loss per example, shape [{size}], got {shape}{hint}"
+            f"{name}: expected one loss per example, shape [{size}], got {got}{hints.get(got, '')}"
         )
+    check_floating(name, losses)
 
 
-def check_params(name: str, params: Any) -> None:
+def check_floating(name: str, losses: Any) -> None:
+    """Refuses losses that have no gradient, or none that is meant."""
+    if not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise TypeError(f"{name}: expected losses that are real and floating, got {losses.dtype}")
+
+
+def check_params(name: str, params: Any, kind: Any = jnp.floating) -> None:
     """Refuses parameters that have no gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not jnp.issubdtype(dtype, kind):
             raise TypeError(
                 f"{name}: expected floating-point parameters, got {dtype} at "
                 f"{jax.tree_util.keystr(path) or 'params'}; keep it outside of params"

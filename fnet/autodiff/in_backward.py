@@ -191,9 +191,13 @@ def _find(params: Any, path: str) -> Any:
 
 
 def _put(tree: Any, path: str, value: Any) -> Any:
-    """``tree`` with another value at a path."""
+    """``tree`` with another value at a path, its leaves in the same order."""
 
     def put(tree: Any, keys: list[str]) -> Any:
-        return {**tree, keys[0]: put(tree[keys[0]], keys[1:])} if keys else value
+        if not keys:
+            return value
+        new = {keys[0]: put(tree[keys[0]], keys[1:])}
+        # The leaves of an OrderedDict are in its own order, and `|` keeps it one.
+        return tree | new if isinstance(tree, dict) else {**tree, **new}
 
     return put(tree, _keys(path))

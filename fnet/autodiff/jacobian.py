@@ -113,6 +113,7 @@ def hvps(
       TypeError: likewise.
     """
     primals = as_entries("hvps", "primals", primals)
+    tangents = as_entries("hvps", "tangents", tangents)
     out = jax.eval_shape(f, *primals)
     shape = getattr(out, "shape", None)
     if shape != ():

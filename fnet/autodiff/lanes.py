@@ -114,10 +114,10 @@ class Linear:
 
         On CPUs lanes share caches: as many as fit into `CPU_LANES_BYTES`, which is
         all of them for small functions and one for large. But where new results are
-        larger than what is between, all at once: what a loop gains it would lose by
-        copying each into its place. On
-        accelerators all, since one lane rarely fills them; an eighth where
-        results are added to others, so that they hardly exist twice.
+        larger than what is between, and no convolution makes them, all at once: what a
+        loop gains it would lose by copying each into its place. On accelerators all,
+        since one lane rarely fills them; an eighth where results are added to others,
+        so that they hardly exist twice.
 
         Args:
           n: how many lanes there are.
@@ -128,7 +128,7 @@ class Linear:
         made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
         results = sum(_bytes(v) for v in self.jaxpr.outvars)
         between = max(made - results, 0)
-        has_convolutions = any(True for _ in convolutions(self.jaxpr))
+        has_convolutions = any(convolutions(self.jaxpr))
         if not accumulated and not has_convolutions and results > between:
             return n
         given = sum(_bytes(v) for v in self.jaxpr.invars)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff import outer
+from fnet.autodiff.examples import check_floating
 
 
 class Aux(NamedTuple):
@@ -66,6 +67,7 @@ def mean(loss: Loss) -> Gradient:
 
     Raises:
       ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
+      TypeError: for losses that are not floating.
     """
     objective = mean_loss(loss)
 
@@ -91,6 +93,7 @@ def mean_loss(loss: Loss) -> Objective:
 
     Raises:
       ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
+      TypeError: for losses that are not floating.
     """
 
     def objective(
@@ -102,6 +105,7 @@ def mean_loss(loss: Loss) -> Objective:
                 f"mean: expected one loss per example, shape [batch], got {losses.shape}; "
                 "return the losses themselves, not their mean"
             )
+        check_floating("mean", losses)
         weight = batch.get("weight")
         if weight is not None and weight.shape != losses.shape:
             raise ValueError(

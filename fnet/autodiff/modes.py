@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.autodiff.accumulate import equal_parts
 from fnet.autodiff.batch_axis import depends
 from fnet.autodiff.clipped import Clipped, clipped_grad
 from fnet.autodiff.mean import Gradient, Loss, weighted_mean
 from fnet.autodiff.per_example import noise_scale
+from fnet.autodiff.update import squared_norm
 
 
 def clipped(
@@ -103,12 +105,11 @@ def per_example() -> Callable[[Loss], Gradient]:
             function = clipped_grad(
                 per_example_loss(loss, model_state, params), float("inf"), has_aux=True
             )
-            sums, info = function(_wide(params), batch, key, mask=_real(batch.get("weight")))
+            sums, info = function(_wide(params), batch, key, mask=batch.get("weight"))
             counts = _counting(info, batch.get("weight"))
             grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
             metrics, state = summary(info, counts, model_state)
-            squares = [jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(grads)]
-            scale = noise_scale(info.norms, jnp.sqrt(sum(squares, jnp.zeros(()))), counts)
+            scale = noise_scale(info.norms, jnp.sqrt(squared_norm(grads)), counts)
             return as_those(grads, params), state, metrics | scale._asdict()
 
         return gradient
@@ -191,10 +192,6 @@ def _cast(a: Any, dtype: Any) -> Any:
     return a if jnp.result_type(a) == dtype else jnp.asarray(a, dtype)
 
 
-def _real(weight: Array | None) -> Array | None:
-    return None if weight is None else (weight != 0).astype(jnp.float32)
-
-
 def _counting(info: Clipped, weight: Array | None) -> Array:
     """1 for examples that are real and have a finite gradient, [batch]."""
     counts = jnp.isfinite(info.norms)
@@ -230,30 +227,22 @@ def _in_parts(
 ) -> tuple[Any, Clipped]:
     """The function of a batch, in n parts one after the other, sums added up in place."""
     if n == 1:
-        return function(params, batch, key, mask=_real(batch.get("weight")))
-    size = len(jax.tree.leaves(batch)[0])
-    if size % n:
-        raise ValueError(
-            f"{name}: a batch of {size} examples has no {n} equal microbatches; "
-            f"pad it to {size + -size % n} examples, with weight 0"
-        )
-    # Every n-th example: of a sharded batch each device then has its share of every part.
-    parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(size // n, n, *a.shape[1:]), 1, 0), batch)
+        return function(params, batch, key, mask=batch.get("weight"))
+    parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), equal_parts(name, batch, n))
+    size = jax.tree.leaves(parts)[0].shape[1]
 
     def add(sums: Any, part: Any) -> tuple[Any, Clipped]:
         i, rows = part
-        more, info = function(
-            params, rows, jax.random.fold_in(key, i), mask=_real(rows.get("weight"))
-        )
+        more, info = function(params, rows, jax.random.fold_in(key, i), mask=rows.get("weight"))
         return jax.tree.map(jnp.add, sums, more), info
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     sums, infos = jax.lax.scan(add, zeros, (jnp.arange(n), parts))
 
     def joined(a: Array) -> Array:
-        if a.shape[1:2] != (size // n,):
+        if a.shape[1:2] != (size,):
             return a[0]  # the same in all parts
-        return jnp.swapaxes(a, 0, 1).reshape(size, *a.shape[2:])
+        return jax.lax.collapse(jnp.swapaxes(a, 0, 1), 0, 2)
 
     def renewed(before: Array, after: Array) -> Array:
         return after[0] if after.ndim == before.ndim + 1 else joined(after)

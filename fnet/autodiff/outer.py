@@ -88,7 +88,7 @@ def total(u: Array, v: Array, scales: Array) -> Array:
 
 def _total(u: Array, v: Array, scales: Array) -> Array:
     v, real = scaled(v, scales)
-    u = u.reshape(-1, u.shape[-1])
+    u = jax.lax.collapse(u, 0, 2)
 
     def product(u: Array) -> Array:
         return jnp.einsum("nr,nc->rc", u, v, preferred_element_type=wide(u, v))
@@ -114,7 +114,7 @@ def scaled(v: Array, scales: Array) -> tuple[Array, Array]:
     All that read one array of cotangents do it in this shape: a compiler then keeps one.
     """
     rows = jnp.broadcast_to(scales[:, None], v.shape[:2]).ravel()
-    v = v.reshape(-1, v.shape[-1])
+    v = jax.lax.collapse(v, 0, 2)
     real = rows != 0
     return jnp.where(real[:, None], v * rows[:, None].astype(v.dtype), 0), real
 
@@ -133,7 +133,7 @@ def in_parts(f: Callable[..., Array], arrays: Sequence[Array], bytes_each: int) 
       bytes_each: of its intermediates for an example.
     """
     batch = arrays[0].shape[0]
-    allowed = max(_ALWAYS, sum(a.size * a.dtype.itemsize for a in arrays) // _EXTRA)
+    allowed = max(_ALWAYS, sum(a.nbytes for a in arrays) // _EXTRA)
     parts = next(
         (n for n in range(1, batch + 1) if batch % n == 0 and batch // n * bytes_each <= allowed),
         max(batch, 1),

@@ -9,7 +9,14 @@ from jax import Array
 
 from fnet import jaxprs
 from fnet.autodiff.contributions import contributions
-from fnet.autodiff.examples import Examples, PerExampleLoss, check_width, examples, is_key
+from fnet.autodiff.examples import (
+    Examples,
+    PerExampleLoss,
+    check_losses,
+    check_width,
+    examples,
+    is_key,
+)
 
 
 def per_example_grad(
@@ -34,7 +41,7 @@ def per_example_grad(
     Raises:
       ValueError: for a width below 1; when called, for losses that are not one per
         example, arrays of unequal leading axes, and layers that mix examples, by name.
-      TypeError: for parameters that are not floating-point.
+      TypeError: for parameters or losses that are not floating-point.
     """
     check_width("per_example_grad", width)
 
@@ -116,11 +123,18 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
     Returns:
       ``influence(direction, params, *batch) -> [batch]``, ``direction`` like params in shapes
       and dtypes; in the dtype of the losses.
+
+    Raises:
+      ValueError: when called, for losses that are not one per example, and arrays of
+        unequal leading axes.
+      TypeError: for losses that are not floating; from JAX for another dtype.
     """
 
-    def along(direction: Any, params: Any, batch: Sequence[Any]) -> Array:
+    def along(direction: Any, params: Any, batch: Sequence[Any], size: int) -> Array:
         def of_params(params: Any) -> Any:
-            return loss(params, *batch)
+            losses = loss(params, *batch)
+            check_losses("influence", losses, size)
+            return losses
 
         products: Array
         if any(jaxprs.every(jax.make_jaxpr(of_params)(params), "custom_vjp_call")):
@@ -133,10 +147,11 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
         return products
 
     def of(direction: Any, params: Any, *batch: Any) -> Array:
+        e = examples("influence", batch)
         if not any(is_key(a) and not a.ndim for a in map(jnp.asarray, jax.tree.leaves(batch))):
-            return along(direction, params, batch)
-        e = examples("influence", batch)  # each has a key of its own, as for its gradient
-        return jax.vmap(lambda one: along(direction, params, e.rebuild(one))[0])(e.leaves)
+            return along(direction, params, batch, e.size)
+        # Each has a key of its own, as for its gradient.
+        return jax.vmap(lambda one: along(direction, params, e.rebuild(one), 1)[0])(e.leaves)
 
     return of
 

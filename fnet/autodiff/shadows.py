@@ -50,7 +50,7 @@ class Shadows(NamedTuple):
         if self.form != "packed":
             return self._replace(lanes=list(stacked))
         return self._replace(
-            lanes=[a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a for a in stacked]
+            lanes=[jax.lax.collapse(a, 0, 2) if a.ndim > 1 else a for a in stacked]
         )
 
     def tree(self, like: Any) -> Any:
@@ -140,12 +140,13 @@ def same_number(where: str, counts: dict[str, int]) -> int | None:
     return n
 
 
-def fits(like: Any, given: Any) -> bool:
-    """Whether ``given`` can be read as shadows of ``like``."""
+def fits(like: Any, given: Any, form: Form | None = None) -> bool:
+    """Whether ``given`` can be read as shadows of ``like``, in that form or in any."""
     try:
-        return read("", like, given).n is not None
+        found = read("", like, given)
     except (TypeError, ValueError):
         return False
+    return found.n is not None and form in (None, found.form)
 
 
 def common_form(forms: Sequence[Form | None]) -> Form:

@@ -159,7 +159,6 @@ _CHANGES: dict[str, Callable[[JaxprEqn, int], list[Change]]] = {
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _same,
     "copy": _same,
-    "copy_p": _same,
     "reduce_precision": _same,
     "reshape": _reshaped,
     "sharding_constraint": _same,
