@@ -54,11 +54,21 @@ def recompute(f: F) -> F:
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        static = {k: v for k, v in kwargs.items() if v is None or isinstance(v, bool | str)}
-        arrays = {k: v for k, v in kwargs.items() if k not in static}
-        return jax.checkpoint(functools.partial(f, **static), policy=policy)(*args, **arrays)
+        with_switches, arrays = bind_switches(f, kwargs)
+        return jax.checkpoint(with_switches, policy=policy)(*args, **arrays)
 
     return run  # type: ignore[return-value]
+
+
+def bind_switches(
+    f: Callable[..., Any], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """``f`` with those arguments by name that are a bool, a string or None; and the others.
+
+    Such an argument decides what is traced, so that it cannot be traced itself.
+    """
+    switches = {k: v for k, v in kwargs.items() if v is None or isinstance(v, bool | str)}
+    return functools.partial(f, **switches), {k: kwargs[k] for k in kwargs if k not in switches}
 
 
 def params_first(x: Array, params: P) -> tuple[Array, P]:

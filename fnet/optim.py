@@ -37,8 +37,8 @@ def make_schedule(
       ``schedule(step) -> learning rate``, [].
 
     Raises:
-      ValueError: for an unknown name, a warmup that is longer than the run, or decay
-        steps that are missing, too many or not above 0.
+      ValueError: for an unknown name, a warmup that is longer than the run, decay steps
+        that are missing, too many or not above 0, or a decay rate that is not above 0.
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
@@ -49,6 +49,8 @@ def make_schedule(
             raise ValueError(
                 f"schedule: {name} needs {wanted} decay_steps above 0, got {tuple(decay_steps)}"
             )
+        if not decay_rate > 0:
+            raise ValueError(f"schedule: decay_rate must be above 0, got {decay_rate}")
 
     def falls() -> optax.Schedule:
         every = decay_steps[0]

@@ -55,10 +55,9 @@ def plan_step(
       ValueError: for a budget that cannot be read, an unknown policy, nothing to choose from, or
         microbatches in another mode.
     """
-    rows = jax.tree.leaves(batch)[0].shape[0]
     if splits is None:
-        powers = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
-        splits = powers if budget is not None else [1]
+        rows = 1 if budget is None else jax.tree.leaves(batch)[0].shape[0]
+        splits = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
     splits = tuple(splits)
     variant(step, "keep", max(splits, default=1))  # a mode that cannot be split is told at once
 

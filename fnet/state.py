@@ -39,17 +39,33 @@ class TrainState:
         """A fresh state; ``key`` (typed, []) seeds both the initial values and all later steps."""
         init_key, key = jax.random.split(key)
         params, model_state = model.init(init_key)
-        return cls(
+        state = cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
             model_state=model_state,
             opt_state=optimizer.init(params),
-            # A copy: one buffer in two places cannot be donated.
-            ema=jax.tree.map(jnp.copy, params) if ema else None,
+            ema=params if ema else None,
             key=key,
         )
+        return _each_once(state)
 
     @property
     def evaluation_params(self) -> Any:
         """The averaged parameters where they are kept, else the parameters."""
         return self.params if self.ema is None else self.ema
+
+
+def _each_once(state: TrainState) -> TrainState:
+    """The state, with copies where an array stands again, which could not be donated.
+
+    An average begins as the parameters; some optimizers keep the first parameters.
+    """
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        again = id(leaf) in seen
+        seen.add(id(leaf))
+        return jnp.copy(leaf) if again else leaf
+
+    owned: TrainState = jax.tree.map(own, state)
+    return owned

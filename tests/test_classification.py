@@ -49,3 +49,23 @@ def test_cross_entropy_refuses_a_smoothing_that_is_no_share(smoothing):
 def test_cross_entropy_names_the_shape_of_labels_it_expected():
     with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
         losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_label_outside_the_classes_gives_nan(smoothing):
+    logits, labels = jnp.ones((4, 3)), jnp.asarray([-1, 2, 3, -100])
+    got = losses.cross_entropy(logits, labels, smoothing=smoothing)
+    assert jnp.isnan(got).tolist() == [True, False, True, True]
+
+
+@pytest.mark.usefixtures("float64")
+def test_of_float64_logits_the_losses_are_float64():
+    logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1]], jnp.float64))
+    got = losses.cross_entropy(logits, jnp.asarray([0]))
+    chex.assert_type(got, jnp.float64)
+    chex.assert_trees_all_close(got, -np.log([0.7]), rtol=1e-14)
+
+
+def test_accuracy_names_the_shape_of_labels_it_expected():
+    with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\), got \(4, 1\)"):
+        losses.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))

@@ -67,10 +67,12 @@ def test_each_affine_parameter_is_optional_as_in_batch_norm(norm, use_scale, use
     ("of_input", "given"),
     [(jnp.bfloat16, None), (jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.bfloat16)],
 )
-def test_the_output_has_the_dtype_that_batch_norm_gives(norm, of_input, given):
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_output_has_the_dtype_that_batch_norm_gives(norm, of_input, given, affine):
     x = images().astype(of_input)
-    y = norm(x, dtype=given)(x, False)
-    expected = nn.leaky_relu(norm(x, batch_norm=True, dtype=given)(x, False))
+    options = {"dtype": given, "use_scale": affine, "use_bias": affine}
+    y = norm(x, **options)(x, False)
+    expected = nn.leaky_relu(norm(x, batch_norm=True, **options)(x, False))
     chex.assert_type(y, expected.dtype)
     chex.assert_trees_all_close(
         y.astype(jnp.float32), expected.astype(jnp.float32), rtol=0.02, atol=0.02

@@ -61,6 +61,13 @@ def test_decays_that_cannot_be_are_refused(name, decay_steps, message):
         fnet.optim.make_schedule(name, 1.0, 10, decay_steps=decay_steps)
 
 
+@pytest.mark.parametrize("name", ["step", "multistep", "exponential"])
+def test_a_decay_rate_that_is_not_above_0_is_refused(name):
+    for rate in (0.0, -0.5):
+        with pytest.raises(ValueError, match=f"decay_rate must be above 0, got {rate}"):
+            fnet.optim.make_schedule(name, 1.0, 10, decay_steps=(2,), decay_rate=rate)
+
+
 def test_names_that_do_not_exist_are_refused_with_those_that_do():
     with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'stepp'"):
         fnet.optim.make_schedule("stepp", 0.1, 10)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import layers, losses, repeat, residual, serial
-from fnet.memory import Peak, peak, target
+from fnet.memory import Peak, peak, target, tree_bytes
 from fnet.memory.peak import CANDIDATE_OPTIONS
 
 OPTIONS = CANDIDATE_OPTIONS["cpu"]
@@ -240,6 +240,15 @@ def test_of_a_sharded_program_it_is_what_one_device_holds():
     assert 0.985 * p.assigned <= max(p.curve) <= p.assigned
     argument = next(b for b in p.timeline.at_peak if b.kind == "argument")
     assert (argument.shape, argument.bytes) == ((64, 64), 4 * 64 * 64)
+
+
+def test_bytes_of_sharded_keys_are_those_of_one_device():
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, PartitionSpec("data"))
+    )
+    assert tree_bytes(keys) == 2 * 8
+    assert tree_bytes(jax.random.key(0, impl="rbg")) == 16
 
 
 def test_two_compilations_give_the_same_timeline():

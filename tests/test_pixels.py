@@ -136,6 +136,14 @@ def test_bytes_may_be_labels_of_as_many_classes_as_they_have_values():
 
 
 @pytest.mark.usefixtures("float64")
+def test_a_label_beyond_32_bits_is_not_counted():
+    logits, labels = arrays()
+    beyond = jnp.where(labels == 255, 2**32 + 3, labels.astype(jnp.int64))
+    got = with_gradient(pixel_cross_entropy)(logits, beyond)
+    chex.assert_trees_all_equal(got, with_gradient(pixel_cross_entropy)(logits, labels))
+
+
+@pytest.mark.usefixtures("float64")
 def test_a_gradient_may_be_differentiated_forward_and_the_loss_itself_not():
     logits, labels = arrays(dtype=np.float64)
     vector = arrays(dtype=np.float64, seed=1)[0]
@@ -181,6 +189,11 @@ def test_images_shared_among_devices_have_the_same_losses_and_gradient():
         jax.shard_map(lambda z, y: predict([z], labels=y), mesh=mesh, in_specs=views, out_specs=P("data"))
     )  # fmt: skip
     chex.assert_trees_all_close(predicted(logits, labels), predict([logits], labels=labels))
+    of_one = jax.jit(
+        jax.shard_map(lambda y: predict([logits[:1]], labels=y), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    )  # fmt: skip
+    same = jnp.broadcast_to(logits[:1], logits.shape)
+    chex.assert_trees_all_close(of_one(labels), predict([same], labels=labels))
 
 
 @pytest.mark.parametrize("rows", [None, 3])

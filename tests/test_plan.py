@@ -1,4 +1,5 @@
 import functools
+import threading
 import types
 
 import jax
@@ -141,9 +142,21 @@ def test_mistakes_are_answered(step_and_peaks):
 
 def test_progress_is_told_of_every_candidate(step_and_peaks):
     args, *_ = step_and_peaks
-    told = []
-    plan = fnet.plan_step(*args, policies=("keep",), progress=told.append)
+    told, threads = [], set()
+
+    def progress(candidate):
+        told.append(candidate)
+        threads.add(threading.get_ident())
+
+    plan = fnet.plan_step(*args, policies=("keep",), progress=progress)
     assert sorted(map(str, told)) == sorted(map(str, plan.candidates))
+    assert threads == {threading.get_ident()}
+
+
+def test_without_a_budget_a_batch_may_hold_a_number(step_and_peaks):
+    (step, state, batch), *_ = step_and_peaks
+    batch = {"at": jax.ShapeDtypeStruct((), jnp.float32), **batch}
+    assert fnet.plan_step(step, state, batch, policies=("keep",)).chosen.microbatches == 1
 
 
 def test_a_variant_that_is_not_one_is_refused(step_and_peaks):

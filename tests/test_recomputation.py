@@ -93,7 +93,8 @@ def test_recompute_repeats_activation_functions_and_no_convolution():
     assert found.memory < 0.65
 
 
-def test_words_and_switches_by_name_stay_as_they_are():
+@pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.recompute_in_segments])
+def test_words_and_switches_by_name_stay_as_they_are(wrap):
     model = serial(dense=layers.dense(4, 4), drop=layers.dropout(0.5))
     params, state = model.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4))
@@ -105,15 +106,15 @@ def test_words_and_switches_by_name_stay_as_they_are():
 
     for train in (True, False):
         chex.assert_trees_all_close(
-            gradient(fnet.recompute(model.apply), train), gradient(model.apply, train), rtol=1e-6
+            gradient(wrap(model.apply), train), gradient(model.apply, train), rtol=1e-6
         )
 
     def f(x, scale, *, how, where=None):
         assert (how, where) == ("mean", None)
         return (scale * x).mean()
 
-    assert fnet.recompute(f)(x, scale=jnp.float32(2), how="mean", where=None) == 2 * x.mean()
-    assert fnet.recompute(f).__name__ == "f"
+    assert wrap(f)(x, scale=jnp.float32(2), how="mean", where=None) == 2 * x.mean()
+    assert wrap(f).__name__ == "f"
 
 
 def test_a_policy_with_nothing_to_drop_is_told_so():
@@ -194,3 +195,9 @@ def test_a_program_compared_with_itself_saves_nothing():
         recomputation(compiled, compiled)
     held = f"{peak(compiled).temporaries:,}"
     assert f"temporaries {held} bytes before, {held} after" in str(error.value)
+
+
+def test_where_nothing_was_held_nothing_is_saved():
+    compiled = jax.jit(lambda x: x + 1).lower(X).compile()
+    with pytest.raises(RecomputationError, match="temporaries 0 bytes before, 0 after"):
+        recomputation(compiled, compiled)

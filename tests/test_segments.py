@@ -105,11 +105,12 @@ def test_arithmetic_grows_by_less_than_one_forward_pass():
     assert flops(chain) < flops(recompute_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
-def test_keeping_products_repeats_none():
+@pytest.mark.parametrize("f", [chain, scanned], ids=["chain", "scan"])
+def test_keeping_products_repeats_none(f):
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
-    repeated = flops(POLICIES["products"].apply(chain)) - flops(chain)
+    repeated = flops(POLICIES["products"].apply(f)) - flops(f)
     assert 0 < repeated < 0.05 * products
-    assert temporaries(POLICIES["products"].apply(chain)) < 0.75 * temporaries(chain)
+    assert temporaries(POLICIES["products"].apply(f)) < 0.75 * temporaries(f)
 
 
 def test_model_state_keys_and_named_scopes_pass_through():

@@ -220,6 +220,20 @@ def test_the_whole_state_of_a_recipe_is_renewed_in_place(optimizer, ema_decay):
     assert report.donation.leaves == len(jax.tree.leaves(state))
 
 
+def test_an_optimizer_may_keep_the_first_parameters():
+    anchored = optax.GradientTransformation(
+        init=lambda params: params,
+        update=lambda g, first, p: (jax.tree.map(lambda a, b: a - b, first, p), first),
+    )
+    model = classifier()
+    state = fnet.TrainState.create(model, anchored, jax.random.key(0), ema=True)
+    first = copy(state.params)
+    chex.assert_trees_all_equal(state.opt_state, first)
+    chex.assert_trees_all_equal(state.ema, first)
+    after, _ = fnet.make_step(loss_of(model), anchored, ema_decay=0.9)(state, batch_of(6))
+    chex.assert_trees_all_equal(after.opt_state, first)
+
+
 def test_the_executable_takes_the_buffers_of_its_state():
     model, optimizer = classifier(), optax.sgd(0.1, momentum=0.9)
     state = created(model, optimizer)
@@ -333,6 +347,11 @@ def test_a_leaf_that_is_overwritten_unread_is_named():
 
     with pytest.raises(DonationError, match=r"\['v'\] \(float32\[3, 2\]\) is overwritten without"):
         donation(compiled(step, STATE))
+
+
+def test_a_step_that_gives_nothing_is_told_what_it_lost():
+    with pytest.raises(DonationError, match=r"\['w'\] .* has no output in its place: return it"):
+        donation(compiled(lambda state, x: (), STATE))
 
 
 def test_a_step_that_donates_nothing_is_told_so():

@@ -231,7 +231,7 @@ def _sample(
     def step(carry: tuple[Array, Array | None], row: tuple[Any, ...]) -> tuple[Any, None]:
         x, before = carry
         t, ((alpha, sigma), (a, b, c, d)) = row
-        prediction = denoise(x, jnp.full(x.shape[:1], t)).astype(x.dtype)
+        prediction = denoise(x, jnp.full(x.shape[:1], t))
         x0, _ = denoised(predicts, prediction, x, alpha, sigma, clip=clip)
         after = a * x + b * x0
         if before is not None:

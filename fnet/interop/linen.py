@@ -113,7 +113,8 @@ class InPlaceABN(nn.Module):
 
         mean: nn.Variable[Any] = self.variable("batch_stats", "mean", jnp.zeros, shape)
         var: nn.Variable[Any] = self.variable("batch_stats", "var", jnp.ones, shape)
-        scale, bias = jnp.ones(shape), jnp.zeros(shape)
+        # Weakly typed, so that they do not widen the output.
+        scale, bias = jnp.full(shape, 1.0), jnp.full(shape, 0.0)
         if self.use_scale:
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)
         if self.use_bias:

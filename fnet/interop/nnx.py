@@ -46,7 +46,7 @@ class InPlaceABN(nnx.Module):
       axis: the channel axis, one integer.
       momentum: weight of the old running statistics.
       epsilon: added to the variance and to |scale|.
-      dtype: of the output; None: the widest of input and parameters.
+      dtype: of the output; None: the widest of input, parameters and statistics.
       param_dtype: of ``scale`` and ``bias``, float32 or wider.
       use_bias: whether ``bias`` is a parameter.
       use_scale: whether ``scale`` is a parameter.

@@ -54,7 +54,7 @@ class Filled(NamedTuple):
     """A network's arrays after `fill`.
 
     Attributes:
-      params: of the network, float32.
+      params: of the network, in its dtypes.
       state: likewise.
       report: which arrays were read, and which were not.
     """

@@ -10,18 +10,18 @@ from jaxtyping import Float, Int
 def cross_entropy(
     logits: Float[Array, "... k"], labels: Int[Array, "..."], *, smoothing: float = 0.0
 ) -> Float[Array, "..."]:
-    """``-log softmax(logits)[label]`` in nats, in float32, one per example.
+    """``-log softmax(logits)[label]`` in nats, one per example.
 
     Args:
       logits: unnormalised log-probabilities of K classes [..., K], any floating dtype.
-      labels: class indices in [0, K), integers [...].
+      labels: class indices, integers [...]. One outside [0, K) gives NaN.
       smoothing: probability mass spread evenly over all classes (Szegedy et al.
         2016), in [0, 1)::
 
             loss = -(1 - smoothing) log p[label] - smoothing mean(log p)
 
     Returns:
-      Losses [...], float32.
+      Losses [...], float32 (float64 for float64).
 
     Raises:
       ValueError: if ``labels`` do not match ``logits`` without its last axis, or for a
@@ -29,12 +29,10 @@ def cross_entropy(
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"cross_entropy: labels must have shape {logits.shape[:-1]}, got {labels.shape}"
-        )
-    logits = logits.astype(jnp.float32)
+    _check_labels("cross_entropy", logits, labels)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     losses: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    losses = jnp.where(labels < 0, jnp.nan, losses)  # an index would count from the end
     if not smoothing:
         return losses
     evenly = jax.nn.logsumexp(logits, -1) - logits.mean(-1)
@@ -50,5 +48,14 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
 
     Returns:
       float32 [...].
+
+    Raises:
+      ValueError: if ``labels`` do not match ``logits`` without its last axis.
     """
+    _check_labels("accuracy", logits, labels)
     return (logits.argmax(-1) == labels).astype(jnp.float32)
+
+
+def _check_labels(where: str, logits: Array, labels: Array) -> None:
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"{where}: labels must have shape {logits.shape[:-1]}, got {labels.shape}")

@@ -138,7 +138,7 @@ def pixel_predictions(
             raise ValueError(
                 f"{where}: views must have as many classes each, got {classes} and {view.shape[-1]}"
             )
-    views = equally_varying(tuple(views))
+    views, labels = equally_varying((tuple(views), labels))
     found: PixelPredictions = _compiled_predictions(
         tuple(size), _rows(classes, (n, *size), rows), views, labels
     )
@@ -267,17 +267,20 @@ def _cross_entropy(z: Array, label: Array, a: float = 0.0) -> tuple[Array, Array
 
 def _rows_of(labels: Array, start: Start, count: int, classes: int) -> tuple[Array, Array]:
     """Labels of some rows, int32 [count, N, W], and whether they are counted."""
-    label = jax.lax.dynamic_slice_in_dim(labels, start, count, 1)
-    label = label.astype(jnp.int32).swapaxes(0, 1)
-    return label, (label >= 0) & (label < classes)
+    label = jax.lax.dynamic_slice_in_dim(labels, start, count, 1).swapaxes(0, 1)
+    return label.astype(jnp.int32), _is_counted(label, classes)
+
+
+def _is_counted(labels: Array, classes: int) -> Array:
+    """Whether labels are of a class, in their own dtype: cast to int32, 2^32 would be 0."""
+    # A number that the dtype does not have would wrap around: of bytes, all are below 256.
+    last = min(classes - 1, int(jnp.iinfo(labels.dtype).max))
+    return (labels >= 0) & (labels <= last)
 
 
 def _counts(labels: Array, classes: int) -> Array:
     """How many pixels of each image are counted, at least 1."""
-    # A number that labels' dtype does not have would wrap around: of bytes, all are below 256.
-    last = min(classes - 1, int(jnp.iinfo(labels.dtype).max))
-    counted = ((labels >= 0) & (labels <= last)).sum((1, 2))
-    return jnp.maximum(counted, 1).astype(jnp.float32)
+    return jnp.maximum(_is_counted(labels, classes).sum((1, 2)), 1).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

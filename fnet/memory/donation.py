@@ -78,7 +78,7 @@ def _place(path: Any) -> str:
 
 
 def _outputs_by_place(out_info: Any) -> dict[str, Any]:
-    first = out_info[0] if type(out_info) is tuple else out_info
+    first = out_info[0] if type(out_info) is tuple and out_info else out_info
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(first)[0]}
 
 

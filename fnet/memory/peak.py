@@ -5,7 +5,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fnet.memory import hlo
 from fnet.memory.schedule import Buffer, Timeline, timeline
@@ -164,8 +163,6 @@ def compile_smallest(
 
 def leaf_bytes(leaf: Any) -> int:
     """Bytes of an array, a typed key, or the shape of either, on each device that shares it."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
     sharding = getattr(leaf, "sharding", None)
     shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     size: int = math.prod(shape) * leaf.dtype.itemsize

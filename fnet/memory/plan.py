@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -233,14 +233,15 @@ def _compile(
 ) -> list[Candidate]:
     def one(way: _Way, chosen: Mapping[str, Any]) -> Candidate:
         found = foresee(way.lowered, chosen, target)
-        made = Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
-        if progress:
-            progress(made)
-        return made
+        return Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
 
     # Compiling lets go of Python's lock.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda job: one(*job), itertools.product(ways, options)))
+        jobs = [pool.submit(one, *job) for job in itertools.product(ways, options)]
+        if progress:  # called here, so never by two threads at once
+            for job in as_completed(jobs):
+                progress(job.result())
+        return [job.result() for job in jobs]
 
 
 def foresee(

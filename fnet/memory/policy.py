@@ -1,12 +1,13 @@
 """Policies: what the backward pass keeps, and what it computes again."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+import jax
 
 from fnet.backward_pass import recompute
 from fnet.memory.segments import recompute_in_segments
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Policy(NamedTuple):
@@ -23,17 +24,10 @@ class Policy(NamedTuple):
     platforms: tuple[str, ...] = ()
 
 
-def _products(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name in ("dot_general", "conv_general_dilated")
-
-
-def _keep_products(f: F) -> F:
-    return recompute_in_segments(f, _products)
-
-
-def _offload(f: F) -> F:
-    return recompute_in_segments(f, loops_on_host=True)
-
+_keep_products = functools.partial(
+    recompute_in_segments, policy=jax.checkpoint_policies.dots_saveable
+)
+_offload = functools.partial(recompute_in_segments, loops_on_host=True)
 
 POLICIES: dict[str, Policy] = {
     "keep": Policy("what each layer asks for", lambda f: f),

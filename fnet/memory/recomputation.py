@@ -72,7 +72,7 @@ def recomputation(plain: jax.stages.Compiled, recomputed: jax.stages.Compiled) -
         temporaries_before=peak(plain).temporaries,
         temporaries_after=peak(recomputed).temporaries,
     )
-    if found.temporaries_after > (1 - _LEAST_SAVING) * found.temporaries_before:
+    if found.temporaries_after >= (1 - _LEAST_SAVING) * found.temporaries_before:
         raise RecomputationError(_explain(found, platform(recomputed)))
     return found
 

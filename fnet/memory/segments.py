@@ -1,5 +1,6 @@
 """Recomputation of any function, segment by segment, cut where little passes between them."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet import jaxprs
+from fnet.backward_pass import bind_switches
 
 F = TypeVar("F", bound=Callable[..., Any])
 CheckpointPolicy = Callable[..., Any]
@@ -37,23 +39,26 @@ def recompute_in_segments(
 
     Args:
       f: a function of pytrees of arrays that `jax.checkpoint` could wrap. Its
-        arguments, parameters for example, are kept anyway and cost nothing.
-      policy: one of ``jax.checkpoint_policies``: what a segment keeps beside its
-        inputs; nothing by default.
+        arguments, parameters for example, are kept anyway and cost nothing; those by
+        name that are a bool, a string or None, such as ``train``, stay as they are.
+      policy: one of ``jax.checkpoint_policies``: what a segment, or the round of a loop,
+        keeps beside its inputs; nothing by default.
       loops_on_host: whether the carries of loops are kept in the host's memory,
-        which GPUs and TPUs can read (``pinned_host``).
+        which GPUs and TPUs can read (``pinned_host``); of their rounds nothing else is.
 
     Returns:
       A function with the same arguments, values and gradients. On CPU it takes
       effect only with the compiler options of `fnet.compile_step`.
     """
 
+    @functools.wraps(f)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        with_switches, arrays = bind_switches(f, kwargs)
+        leaves, structure = jax.tree.flatten((args, arrays))
 
         def flat(*leaves: Any) -> Any:
-            args, kwargs = jax.tree.unflatten(structure, leaves)
-            return f(*args, **kwargs)
+            args, arrays = jax.tree.unflatten(structure, leaves)
+            return with_switches(*args, **arrays)
 
         traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         inlined = jax.make_jaxpr(lambda *leaves: _inline(traced, leaves))(*leaves)
@@ -72,6 +77,7 @@ def _run(
 ) -> list[Any]:
     jaxpr = closed.jaxpr
     large = _large_loops(jaxpr)
+    of_rounds = _ON_HOST if loops_on_host else policy
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, args, strict=True)
     bounds = _cuts(jaxpr, large)
@@ -79,7 +85,7 @@ def _run(
         if start in large:
             loop = jaxpr.eqns[start]
             with jaxprs.in_scopes(loop):
-                out = _recompute_rounds(loop, _read(loop.invars, values), loops_on_host)
+                out = _recompute_rounds(loop, _read(loop.invars, values), of_rounds)
             values |= zip(loop.outvars, out, strict=True)
             continue
         part = _part(jaxpr, start, end)
@@ -169,7 +175,9 @@ _ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
-def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> list[Any]:
+def _recompute_rounds(
+    loop: JaxprEqn, args: Sequence[Any], policy: CheckpointPolicy | None
+) -> list[Any]:
     """The scan, each round under a `jax.checkpoint`."""
     scan = jaxprs.scan(loop)
     before = scan.constants + scan.carry
@@ -178,11 +186,11 @@ def _recompute_rounds(loop: JaxprEqn, args: Sequence[Any], on_host: bool) -> lis
 
     def round_(carry: list[Any], rows: Sequence[Any]) -> list[Any]:
         # The name is inside the checkpoint: the policy sees it.
-        named = [checkpoint_name(c, _CARRY) for c in carry] if on_host else carry
+        named = [checkpoint_name(c, _CARRY) for c in carry] if policy is _ON_HOST else carry
         results: list[Any] = body(*constants, *named, *rows)
         return results
 
-    recomputed = jax.checkpoint(round_, prevent_cse=False, policy=_ON_HOST if on_host else None)
+    recomputed = jax.checkpoint(round_, prevent_cse=False, policy=policy)
 
     def step(carry: Any, rows: Any) -> Any:
         out = recomputed(carry, rows)
