@@ -11,6 +11,7 @@ import pytest
 
 import fnet
 from fnet import layers, models
+from fnet.generate import _draw, _read, _Sampling
 
 V, WIDTH, T = 11, 16, 12
 
@@ -186,8 +187,6 @@ def test_an_empty_prompt_and_a_model_that_looks_ahead_are_refused():
 
 
 def test_the_cache_is_renewed_in_place():
-    from fnet.generate import _draw, _read, _Sampling
-
     model, params, state = made("window", "attention", "mamba", "mamba2", "rg_lru")
     carry = jax.eval_shape(lambda p: _read(model, 500, params, state, p), tokens(3))
     at = (jnp.asarray(3), jnp.asarray(0))
@@ -202,9 +201,8 @@ def test_training_learns_to_repeat():
     model, _, _ = made("attention", "mamba")
 
     def loss(params, model_state, batch, key):
-        each, model_state = model.losses(
-            params, model_state, batch[:, :-1], batch[:, 1:], key=key, train=True
-        )
+        x, y = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        each, model_state = model.losses(params, model_state, x, y, key=key, train=True)
         return each.mean(1), fnet.Aux(model_state, {})
 
     optimizer = optax.adam(1e-2)
@@ -212,10 +210,7 @@ def test_training_learns_to_repeat():
     train_state = create(jax.random.key(0))
     text = jnp.tile(jnp.arange(5), 6)[None, :25].repeat(4, 0)
 
-    def whole(params, model_state, batch, key):
-        return loss(params, model_state, batch["tokens"], key)
-
-    step = fnet.make_step(whole, optimizer)
+    step = fnet.make_step(loss, optimizer)
     for _ in range(60):
         train_state, metrics = step(train_state, {"tokens": text})
     assert metrics["loss"] < 0.1

@@ -71,13 +71,16 @@ def test_serial_threads_state_of_every_child():
     chex.assert_trees_all_equal(after, frozen)
 
 
-def test_residual_adds_its_input():
-    body = layers.dense(3, 3)
-    layer = residual(body)
-    params, state = layer.init(jax.random.key(0))
+def test_residual_adds_its_input_or_what_its_shortcut_makes_of_it():
     x = jnp.ones((2, 3))
+    layer = residual(layers.dense(3, 3))
+    params, state = layer.init(jax.random.key(0))
     y, _ = layer.apply(params, state, x, train=True)
     chex.assert_trees_all_close(y, x + x @ params["body"]["kernel"])
+    layer = residual(layers.dense(3, 4), layers.dense(3, 4))
+    params, state = layer.init(jax.random.key(0))
+    y, _ = layer.apply(params, state, x, train=True)
+    chex.assert_trees_all_close(y, x @ (params["body"]["kernel"] + params["shortcut"]["kernel"]))
 
 
 def test_residual_with_unequal_branches_names_both_shapes():

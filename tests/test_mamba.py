@@ -11,10 +11,12 @@ import optax
 import pytest
 
 import fnet
-from fnet.layers.causal_conv import causal_conv_layer
+from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.mamba import mamba
-from fnet.layers.mamba2 import mamba2
+from fnet.layers.mamba2 import mamba2, state_space_dual
+from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
+from fnet.layers.selective_scan import selective_scan
 from fnet.optim import decayed
 
 pytestmark = pytest.mark.slow
@@ -34,6 +36,10 @@ def initial(name):
     params, state = layer_cases.initial(LAYERS[name])
     assert state == {}
     return params
+
+
+def wide(name):
+    return jax.tree.map(np.float64, initial(name))
 
 
 def inputs(dtype=np.float32, b=B, t=T, seed=0):
@@ -68,8 +74,7 @@ def test_every_split_into_prompt_and_tokens_gives_what_apply_gives(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_tokens_one_by_one_in_a_scan_give_what_apply_gives(name, float64):
-    params = jax.tree.map(lambda a: a.astype(np.float64), initial(name))
-    x = inputs(np.float64)
+    params, x = wide(name), inputs(np.float64)
 
     def token(cache, now):
         y, cache = LAYERS[name].decode.extend(params, {}, cache, now[0][:, None], now[1])
@@ -212,12 +217,33 @@ def test_rg_lru_starts_with_decays_between_0_9_and_0_999():
     assert 0.9 <= slowness.min() * 1.0001 < 0.92 < 0.98 < slowness.max() <= 0.9991
 
 
+def test_mamba_is_its_formula(float64):
+    params, x = wide("mamba"), inputs(np.float64)
+    u, z = jnp.split(x @ params["in"]["kernel"], 2, axis=-1)
+    u = jax.nn.silu(causal_conv(u, **params["conv"])[0])
+    r, b_in, c_out = jnp.split(u @ params["select"]["kernel"], [1, 1 + 3], axis=-1)
+    dt = jax.nn.softplus(r @ params["dt"]["kernel"] + params["dt_bias"][None, None])
+    y, _ = selective_scan(u, dt, -jnp.exp(params["A_log"]), b_in, c_out, params["D"])
+    y = (y * jax.nn.silu(z)) @ params["out"]["kernel"]
+    chex.assert_trees_all_close(applied("mamba", params, x), y, rtol=1e-10, atol=1e-12)
+
+
+def test_mamba2_is_its_formula(float64):
+    params, x = wide("mamba2"), inputs(np.float64)
+    z, u, r = jnp.split(x @ params["in"]["kernel"], [16, 16 + 16 + 2 * 6], axis=-1)
+    u = jax.nn.silu(causal_conv(u, **params["conv"])[0])
+    u, b_in, c_out = jnp.split(u, [16, 16 + 6], axis=-1)
+    dt = jax.nn.softplus(r + params["dt_bias"][None, None])
+    b_in, c_out = (a.reshape(B, T, 2, 3) for a in (b_in, c_out))
+    u = u.reshape(B, T, 4, 4)
+    y, _ = state_space_dual(u, dt, -jnp.exp(params["A_log"]), b_in, c_out, params["D"])
+    y = rms_norm(y.reshape(B, T, 16) * jax.nn.silu(z), params["norm"]["scale"])
+    y = y @ params["out"]["kernel"]
+    chex.assert_trees_all_close(applied("mamba2", params, x), y, rtol=1e-10, atol=1e-12)
+
+
 def test_rg_lru_is_its_formula(float64):
-    rng = np.random.default_rng(3)
-    params = jax.tree.map(
-        lambda a: jnp.asarray(a + 0.3 * rng.normal(size=a.shape)), initial("rg_lru")
-    )
-    x = inputs(np.float64)
+    params, x = wide("rg_lru"), inputs(np.float64)
 
     def linear(name, x):
         return x @ params[name]["kernel"] + params[name]["bias"][None, None]

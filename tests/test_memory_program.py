@@ -14,8 +14,6 @@ from train.config import Config, Digits, Memory, Mlp
 from train.planning import reserve
 from train.setup import setup
 
-pytestmark = pytest.mark.usefixtures("workplace")
-
 
 @pytest.fixture(autouse=True)
 def little_is_reserved(monkeypatch):
@@ -40,6 +38,10 @@ def config():
 @pytest.fixture(autouse=True)
 def deep(workplace):
     (workplace / "deep.py").write_text(DEEP)
+
+
+def microbatches(n):
+    return "--grad.mode", "microbatch", "--grad.microbatches", n
 
 
 def test_memory_tells_where_it_goes_without_training(workplace, capsys):
@@ -85,12 +87,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     size = int(printed.split("largest batch that fits, by ")[1].split(": ")[1].split()[0])
     told = json.loads((workplace / "auto" / "memory.json").read_text())
     assert told["peak"]["total"] + 1000 <= 1_000_000
-    whole = DEEP.replace("import ", "import Microbatch, ").replace(
-        "optim=", "grad=Microbatch(microbatches=1), optim="
-    )
-    (workplace / "deep.py").write_text(whole)
-    assert exit_code("memory", "deep.py", "--budget", "1MB",
-                     "--batch-size", int(size * 1.05) + 1, "--out", "more") == 2  # fmt: skip
+    larger = "--budget", "1MB", "--batch-size", int(size * 1.05) + 1, "--out", "more"
+    assert exit_code("memory", "deep.py", *larger, *microbatches(1)) == 2
     assert "no policy fits a budget of 976.56 KiB: the least is" in capsys.readouterr().err
 
 
@@ -117,9 +115,7 @@ def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
 def test_microbatches_train_the_same_network(workplace):
     results = {}
     for split in (1, 4):
-        recipe = DEEP.replace("optim=", f"grad=Microbatch(microbatches={split}), optim=")
-        (workplace / "deep.py").write_text(recipe.replace("import ", "import Microbatch, "))
-        fnet_command("train", "deep.py", "--out", f"run{split}")
+        fnet_command("train", "deep.py", "--out", f"run{split}", *microbatches(split))
         results[split] = json.loads((workplace / f"run{split}" / "summary.json").read_text())
     assert results[4]["metrics"]["test/loss"] == pytest.approx(
         results[1]["metrics"]["test/loss"], rel=1e-4

@@ -85,6 +85,7 @@ def test_a_reversible_network_is_about_as_large_as_a_resnet50():
         ),
         models.get("preact_resnet", num_classes=7, widths=(8, 16)),
         models.get("resnet9", num_classes=7, widths=(4, 8, 16)),
+        models.get("wider_resnet16", num_classes=7),
         models.get("mlp", num_classes=7, in_shape=(32, 32, 3)),
     ],
 )

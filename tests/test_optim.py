@@ -88,6 +88,37 @@ def test_weight_decay_spares_norms_and_biases():
     chex.assert_trees_all_equal(updates["head"]["bias"], zeros["head"]["bias"])
 
 
+KERNELS = {"kernel": True, "bias": False}
+RULES = {
+    "sgd": optax.chain(
+        optax.add_decayed_weights(0.2, mask=KERNELS), optax.sgd(0.1, momentum=0.7, nesterov=True)
+    ),
+    "adam": optax.chain(optax.add_decayed_weights(0.2, mask=KERNELS), optax.adam(0.1)),
+    "adamw": optax.adamw(0.1, weight_decay=0.2, mask=KERNELS),
+    "lion": optax.lion(0.1, weight_decay=0.2, mask=KERNELS),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_optimizer_is_optaxs_with_the_settings_that_are_given(name):
+    params = {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([3.0, 0.5])}
+    rule = fnet.optim.make_optimizer(name, 0.1, momentum=0.7, nesterov=True, weight_decay=0.2)
+    ours, theirs = rule.init(params), RULES[name].init(params)
+    for size in (0.3, -0.1):
+        gradient = jax.tree.map(lambda a, size=size: size * a, params)
+        got, ours = rule.update(gradient, ours, params)
+        expected, theirs = RULES[name].update(gradient, theirs, params)
+        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("clip_norm", "factor"), [(6.5, 0.5), (26.0, 1.0)])
+def test_a_gradient_is_clipped_to_its_global_norm(clip_norm, factor):
+    gradient = {"kernel": jnp.array([[3.0, 4.0]]), "bias": jnp.array([12.0])}  # of norm 13
+    rule = fnet.optim.make_optimizer("sgd", 0.1, clip_norm=clip_norm)
+    updates, _ = rule.update(gradient, rule.init(gradient), gradient)
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -0.1 * factor * g, gradient))
+
+
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
 def test_parameters_may_be_one_array(name):
     """It is no kernel, so that nothing decays, and of no classifier."""

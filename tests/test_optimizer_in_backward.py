@@ -19,16 +19,6 @@ from fnet.autodiff.layerwise import REST
 from fnet.memory import peak, tree_bytes
 
 
-def dropout(rate):
-    def apply(params, state, x, *, key=None, train):
-        if train:
-            kept = jax.random.bernoulli(key, 1 - rate, x.shape)
-            x = jnp.where(kept, x / (1 - rate), 0)
-        return x, state
-
-    return Layer(lambda key: ({}, {}), apply)
-
-
 def full_block():
     """With everything that a layer can have: parameters, state, randomness."""
     return residual(
@@ -36,7 +26,7 @@ def full_block():
             norm=layers.abn(WIDTH),
             expand=layers.dense(WIDTH, 2 * WIDTH),
             act=layers.activation("gelu"),
-            drop=dropout(0.2),
+            drop=layers.dropout(0.2),
             contract=layers.dense(2 * WIDTH, WIDTH),
         )
     )

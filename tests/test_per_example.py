@@ -62,15 +62,15 @@ def test_gradients_and_norms_of_convolutions_of_all_shapes_are_those_of_single_e
 
 
 def test_what_the_loss_returns_beside_comes_along():
-    def loss(p, x, name):
-        return p * x, {"doubled": 2 * x, "same": name}
+    def loss(p, x, shared):
+        return p * x, {"doubled": 2 * x, "same": shared}
 
     x = jnp.arange(3.0)
     grads, aux = jax.jit(per_example_grad(loss, has_aux=True, width=2))(
         jnp.float32(2), x, jnp.float32(7)
     )
     chex.assert_trees_all_close(grads, x)
-    chex.assert_trees_all_close(aux["doubled"], 2 * x)
+    chex.assert_trees_all_equal(aux, {"doubled": 2 * x, "same": jnp.full(3, 7.0)})
 
 
 @pytest.mark.parametrize("how", ["at once", "on batches of one"])

@@ -173,8 +173,10 @@ def test_the_resolved_config_of_a_run_runs_again_as_it_is(workplace, whole):
 def test_configs_lists_every_recipe_with_its_first_line(capsys):
     fnet_command("configs")
     lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines} >= {"digits", "digits_mlp"}
-    assert all(len(line.split()) > 4 for line in lines)
+    told = dict(line.split(maxsplit=1) for line in lines)
+    assert told == recipes.recipes()
+    assert told.keys() >= {"digits", "digits_mlp"}
+    assert all(len(line.split()) > 3 for line in told.values())
 
 
 @pytest.mark.slow

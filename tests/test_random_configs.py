@@ -155,7 +155,6 @@ def test_every_config_trains_or_is_refused_in_one_line(files, capsys):
 
     @settings(
         max_examples=200,
-        deadline=None,
         database=None,
         derandomize=True,
         phases=[Phase.generate],

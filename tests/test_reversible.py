@@ -27,15 +27,6 @@ def dense_block(width):
                   out=layers.dense(2 * width, width))  # fmt: skip
 
 
-def dropout(rate=0.5):
-    def apply(params, state, x, *, key=None, train):
-        if not train:
-            return x, state
-        return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0), state
-
-    return Layer(lambda key: ({}, {}), apply)
-
-
 @functools.cache
 def compiled(layer):
     """The layer's loss, new state, and gradients of params and x; it keeps recomputation."""
@@ -77,12 +68,13 @@ def test_gradients_equal_those_without_reversal_at_64_blocks_too():
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(got[1]))
 
 
-def coupling(pairs, params, x):
+def coupling(pairs, params, x, *, state=None, train=True):
     """The stack's output without a grid."""
     x1, x2 = jnp.split(x, 2, axis=-1)
     for i, (f, g) in enumerate(pairs):
-        x1 = x1 + f.apply(params[str(i)]["f"], {}, x2, train=True)[0]
-        x2 = x2 + g.apply(params[str(i)]["g"], {}, x1, train=True)[0]
+        p, s = params[str(i)], state[str(i)] if state else {"f": {}, "g": {}}
+        x1 = x1 + f.apply(p["f"], s["f"], x2, train=train)[0]
+        x2 = x2 + g.apply(p["g"], s["g"], x1, train=train)[0]
     return jnp.concatenate([x1, x2], -1)
 
 
@@ -140,15 +132,24 @@ def test_running_statistics_are_renewed_once():
 
 
 def test_evaluation_uses_and_leaves_the_running_statistics():
-    layer = reversible([(convolution_block(2), convolution_block(2))])
+    pairs = [(convolution_block(2), convolution_block(2))]
+    layer = reversible(pairs)
     params, state = initial(layer)
     x = jax.random.normal(jax.random.key(1), (4, 5, 5, 4))
-    _, after = jax.jit(functools.partial(layer.apply, train=False))(params, state, x)
+
+    @jax.jit
+    def both(params, state, x):
+        expected = coupling(pairs, params, x, state=state, train=False)
+        return layer.apply(params, state, x, train=False), expected
+
+    (y, after), expected = both(params, state, x)
+    chex.assert_trees_all_close(y, expected, atol=50 * GRID)
     chex.assert_trees_all_equal(after, state)
 
 
 def test_dropout_is_replayed_in_the_backward_pass():
-    pairs = [(serial(layers.dense(4, 4), dropout()), serial(dropout(), layers.dense(4, 4)))] * 3
+    dense, dropout = layers.dense(4, 4), layers.dropout(0.5)
+    pairs = [(serial(dense, dropout), serial(dropout, dense))] * 3
     restored, kept = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (6, 8))

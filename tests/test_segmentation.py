@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
-from program_cases import exit_code
+from program_cases import exit_code, said_in_one_line
 
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
@@ -175,9 +175,7 @@ def test_data_of_another_kind_are_refused(sections, message, recipes, capsys):
     text = f"from train.config import *\ndef config(): return {Config(**sections)!r}"
     (recipes / "other.py").write_text(text)
     assert exit_code("train", "other.py", "--out", "new") == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()
 
 

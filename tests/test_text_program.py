@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train import loop, recipes
 from train.checkpoint import Checkpoints
@@ -66,17 +66,9 @@ def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
             steps.append(self)
 
     monkeypatch.setattr(loop, "StepBySize", Watched)
-    words = (
-        "--data.separator",
-        "|",
-        "--data.context",
-        64,
-        "--train.steps",
-        12,
-        "--train.eval-every",
-        12,
-    )
-    fnet_command("train", "text.py", "--out", "rows", *words)
+    words = "--data.separator", "|", "--data.context", 64
+    steps_taken = "--train.steps", 12, "--train.eval-every", 12
+    fnet_command("train", "text.py", "--out", "rows", *words, *steps_taken)
     lines = [json.loads(line) for line in (text_folder / "rows" / "metrics.jsonl").open()]
     assert lines[-1]["test/loss"] < lines[0]["train/loss"] < np.log(256) + 1
     assert 2 <= steps[0].programs <= 3  # 16, 32 and 64 tokens
@@ -102,9 +94,7 @@ def test_a_mistake_is_one_line(text_folder, capsys, words, message):
     if words[0] == "--data.tokenizer":
         pytest.importorskip("tokenizers")
     assert exit_code("train", "text.py", *words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    said_in_one_line(capsys, message)
 
 
 def test_the_narrowest_network_has_a_feed_forward():

@@ -1,4 +1,4 @@
-"""Transformers of residual and of reversible blocks, and the attention in them."""
+"""Transformers of residual and of reversible blocks."""
 
 import chex
 import jax
@@ -9,22 +9,57 @@ from layer_cases import initial, shapes
 
 import fnet
 from fnet import layers
+from fnet.layers.reversible import GRID
 
 
-def test_attention_equals_a_plain_softmax():
-    with jax.enable_x64(True):
-        layer = layers.attention(6, 2, causal=True)
-        params = jax.tree.map(lambda p: np.asarray(p, np.float64), initial(layer)[0])
-        x = np.random.default_rng(1).normal(size=(3, 5, 6))
-        y = jax.jit(lambda p, x: layer.apply(p, {}, x, train=True)[0])(params, x)
-        qkv = x @ params["query_key_value"]["kernel"] + params["query_key_value"]["bias"]
-        q, k, v = (a.reshape(3, 5, 2, 3) for a in np.split(qkv, 3, axis=-1))
-        scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(3)
-        scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
-        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-        mixed = np.einsum("bhts,bshd->bthd", weights, v).reshape(3, 5, 6)
-        expected = mixed @ params["output"]["kernel"] + params["output"]["bias"]
-        chex.assert_trees_all_close(y, expected, atol=1e-6)
+def normed(p, x):
+    return x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-6) * p["scale"]
+
+
+def dense(p, x):
+    return x @ p["kernel"] + p["bias"]
+
+
+def attended(p, x):
+    """Causal attention of two heads, behind a norm."""
+    b, t, width = x.shape
+    z = dense(p["attention"]["query_key_value"], normed(p["norm"], x))
+    q, k, v = (a.reshape(b, t, 2, width // 2) for a in np.split(z, 3, axis=-1))
+    scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(width / 2)
+    scores = np.where(np.tril(np.ones((t, t), bool)), scores, -np.inf)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    mixed = np.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape)
+    return dense(p["attention"]["output"], mixed)
+
+
+def fed_forward(p, x):
+    return dense(p["contract"], np.tanh(dense(p["expand"], normed(p["norm"], x))))
+
+
+def applied(make, width):
+    """Two blocks' parameters, an input of that width, and what they make of it."""
+    layer = make(6, 2, 2, causal=True, activation="tanh")
+    params = jax.tree.map(np.float64, initial(layer)[0])
+    x = np.random.default_rng(1).normal(size=(3, 5, width))
+    y = jax.jit(lambda p, x: layer.apply(p, {}, x, train=True)[0])(params, x)
+    return params.values(), x, y
+
+
+def test_a_block_adds_attention_and_then_an_mlp_each_behind_a_norm(float64):
+    params, x, y = applied(layers.transformer, 6)
+    for p in params:
+        x = x + attended(p["0"]["body"], x)
+        x = x + fed_forward(p["1"]["body"], x)
+    chex.assert_trees_all_close(y, x, rtol=1e-9, atol=1e-9)
+
+
+def test_a_reversible_block_adds_to_each_stream_what_it_makes_of_the_other(float64):
+    params, x, y = applied(layers.reversible_transformer, 12)
+    x1, x2 = np.split(x, 2, axis=-1)
+    for p in params:
+        x1 = x1 + attended(p["f"], x2)
+        x2 = x2 + fed_forward(p["g"], x1)
+    chex.assert_trees_all_close(y, np.concatenate([x1, x2], -1), atol=50 * GRID)
 
 
 @pytest.mark.parametrize("make", [layers.transformer, layers.reversible_transformer])

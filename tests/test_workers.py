@@ -11,6 +11,7 @@ import chex
 import numpy as np
 import pytest
 import row_functions
+from image_cases import write
 
 from train.data.image_batches import EvaluationImages
 from train.data.workers import Workers
@@ -137,8 +138,6 @@ def test_a_program_ends_when_one_of_its_processes_was_killed(tmp_path):
 
 
 def test_images_are_read_by_processes_as_they_are_here(two, tmp_path):
-    from image_cases import write
-
     for i in range(5):
         write(tmp_path / f"{i}.png", i)
     (tmp_path / "3.png").write_bytes(b"")

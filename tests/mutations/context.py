@@ -1,8 +1,9 @@
-"""The attention context: how it is read, and how correlations are found and averaged."""
+"""The attention context: how it is read, found and averaged; the blocks that pass it on."""
 
 from tests.mutations.mutation import changes
 
 _CONTEXT = "fnet/layers/attention_context.py"
+_STACK = "fnet/layers/stack.py"
 _TESTS = "tests/test_attention_context.py"
 _AVERAGE = "(1 - rate) * context + rate * mean"
 
@@ -81,4 +82,21 @@ RENEWED = [
     ),
 ]  # fmt: skip
 
-MUTATIONS = [*READ, *RENEWED]
+PASSED_ON = changes(
+    _STACK,
+    "tests/test_stack.py",
+    "its_equations",
+    [
+        ("a lagged context is of this step", 'here = new if context == "current" else here', "here = new"),
+        ("a current context is of the step before", 'here = new if context == "current" else here', "pass"),
+        ("a block's context is of its own input", "update_context(here, taken, given", "update_context(here, x, given"),
+        ("a mixer reads what no norm has seen", 'mix(before("mixer", x))', "mix(x)"),
+        ("a mixer's output takes the place of x", 'x = added("mixer", x, mixed)', "x = mixed"),
+        ("a scale of 0 gives 0", "return h * (1 + scale) + shift", "return h * scale + shift"),
+        ("a shift is taken off", "return h * (1 + scale) + shift", "return h * (1 + scale) - shift"),
+        ("a branch is scaled by its shift", "modulation[branch][2] * y", "modulation[branch][1] * y"),
+        ("a condition is not activated", "jax.nn.silu(condition).astype", "condition.astype"),
+    ],
+)  # fmt: skip
+
+MUTATIONS = [*READ, *RENEWED, *PASSED_ON]
