@@ -114,5 +114,5 @@ def test_what_is_no_token_is_refused():
         layers.unembed(jnp.ones((2, 5)), params["embedding"])
     with pytest.raises(ValueError, match=r"unembed: expected \[..., 4\], got \(\)"):
         layers.unembed(jnp.ones(()), params["embedding"])
-    with pytest.raises(ValueError, match="got words=0, width=4"):
+    with pytest.raises(ValueError, match="words must be at least 1, got 0"):
         layers.embedding(0, 4)

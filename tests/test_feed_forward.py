@@ -104,7 +104,7 @@ def test_feed_forward_drops_parts_of_its_output_in_training():
 
 
 def test_wrong_feed_forwards_are_refused():
-    with pytest.raises(ValueError, match="at least 1, got 6 and 0"):
+    with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
         feed_forward(6, 0)
     with pytest.raises(ValueError, match=r"expected one of .* got 'swish'"):
         feed_forward(6, 10, activation="swish")

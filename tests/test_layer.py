@@ -40,6 +40,31 @@ def test_init_needs_no_data():
     chex.assert_shape(state["1"]["running_mean"], (8,))
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.dense(4, 4),
+        layers.conv(4, 4),
+        layers.embedding(4, 4),
+        layers.causal_conv(4),
+        layers.abn(4, decay=None),
+        layers.batch_norm(4),
+        layers.group_norm(4, 2),
+        layers.layer_norm(4),
+        layers.rms_norm(4),
+        layers.dynamic_tanh(4, alpha=1),
+        layers.mamba(4),
+        layers.mamba2(4),
+        layers.rg_lru(4),
+        layers.stack(4, [layers.Block(layers.attention(4, 2))] * 2, context="lagged", condition=4),
+    ],
+)
+@pytest.mark.usefixtures("float64")
+def test_parameters_and_state_are_float32_where_jax_would_make_float64(layer):
+    made = jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0)))
+    assert {leaf.dtype for leaf in made} == {jnp.dtype("float32")}
+
+
 def test_children_start_from_independent_keys():
     params, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(jax.random.key(0))
     assert not jnp.allclose(params["0"]["kernel"], params["1"]["kernel"])

@@ -114,6 +114,27 @@ def test_conv_names_the_shape_it_expected():
         layer.apply(params, state, jnp.ones((2, 4, 4, 1)), train=True)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: layers.dense(0, 2), "dense: n_in must be at least 1, got 0"),
+        (lambda: layers.dense(2, -1), "dense: n_out must be at least 1, got -1"),
+        (lambda: layers.conv(3, 0), "conv: n_out must be at least 1, got 0"),
+        (lambda: layers.conv(3, 2, (3, 0)), "conv: window must be at least 1, got 0"),
+        (lambda: layers.conv(3, 2, stride=0), "conv: stride must be at least 1, got 0"),
+        (lambda: layers.conv(3, 2, dilation=0), "conv: dilation must be at least 1, got 0"),
+        (lambda: layers.avg_pool(0), "avg_pool: window must be at least 1, got 0"),
+        (lambda: layers.max_pool(0), "max_pool: window must be at least 1, got 0"),
+        (lambda: layers.max_pool(2, stride=0), "max_pool: stride must be at least 1, got 0"),
+        (lambda: layers.max_pool(2, padding=2), "less than window=2, .* got 2"),
+        (lambda: layers.max_pool(2, padding=-1), "max_pool: padding .* got -1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
 def pooled(layer, x):
     return layer.apply({}, {}, x, train=True)[0]
 
@@ -141,6 +162,12 @@ def test_avg_pool_and_global_avg_pool_are_means():
     chex.assert_trees_all_equal(
         pooled(layers.avg_pool(2), odd), pooled(layers.avg_pool(2), odd[:, :4, :4])
     )
+
+
+@pytest.mark.parametrize("name", ["max_pool", "avg_pool", "global_max_pool", "global_avg_pool"])
+def test_pools_refuse_an_image_without_the_axis_of_examples(name):
+    with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
+        pooled(getattr(layers, name)(), jnp.ones((4, 4, 3)))
 
 
 def test_pools_refuse_windows_that_do_not_fit():

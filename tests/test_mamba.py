@@ -296,7 +296,7 @@ def test_arrays_without_positions_or_of_another_width_are_refused(name):
         (lambda: mamba2(8, dt_min=0), "0 < dt_min"),
         (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
         (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),
-        (lambda: causal_conv_layer(0), "channels and width must be at least 1"),
+        (lambda: causal_conv_layer(0), "causal_conv: channels must be at least 1, got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(make, message):

@@ -5,11 +5,16 @@ import json
 
 import chex
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from program_cases import fnet_command
 
 import fnet
+from fnet import layers
 from fnet.jaxprs import every
+from fnet.layers.causal_conv import causal_conv
+from fnet.layers.precision import add, broadcast_like
 from train.config import Config, Denoiser, Digits, LanguageModel, Optim, PreactResNet, TextFile
 from train.setup import setup
 
@@ -81,6 +86,36 @@ def test_activations_alone_are_narrow(kind, text):
     ]
     assert len(products) > 5
     assert all(dtypes == {"bfloat16"} for dtypes in products)
+
+
+def affine(layer, kernel, bias, x):
+    return layer.apply({"kernel": kernel, "bias": bias}, {}, x, train=True)[0]
+
+
+EYE = np.eye(2, dtype=np.float32)
+
+SHARED = {
+    "a dense layer's bias": lambda v, x: affine(layers.dense(2, 2), EYE, v, x),
+    "a convolution's bias": lambda v, x: affine(layers.conv(2, 2, 1), EYE[None, None], v, x[None]),
+    "a causal convolution's kernel": lambda v, x: causal_conv(x, v[None])[0],
+    "a causal convolution's bias": lambda v, x: causal_conv(x, EYE, v)[0],
+    "a context's strength": lambda v, x: layers.apply_context(x, EYE, v.sum()),
+    "an image's mean": lambda v, x: add(x[None], v[None, None, None]),
+    "what is spread": lambda v, x: broadcast_like(v, x),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_of_what_all_positions_share_are_summed_in_float32(name):
+    @jax.jit
+    def gradient(v, x, dy):
+        y, pull = jax.vjp(lambda v: SHARED[name](v, x), v)
+        assert y.dtype == x.dtype
+        return pull(dy.reshape(y.shape))[0]
+
+    x = jnp.ones((64, 64, 2), jnp.bfloat16)
+    got = gradient(jnp.zeros(2), x, jnp.ones_like(x))
+    chex.assert_trees_all_equal(got, jnp.full(2, 64.0 * 64.0))  # in bfloat16 256 + 1 = 256
 
 
 def test_what_is_kept_is_half():

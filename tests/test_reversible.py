@@ -202,12 +202,25 @@ def test_what_cannot_be_restored_comes_out_as_nan_and_not_as_a_number(bad):
         assert bool(jnp.isnan(y).all())
 
 
+def moved(*steps):
+    """What becomes of a first stream of ones when multiples of the limit are added to it."""
+    layer = reversible([(scaled(step * LIMIT), scaled(0.0)) for step in steps])
+    return layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]
+
+
 def test_a_stream_that_leaves_the_range_and_comes_back_is_noticed():
-    there_and_back = [(scaled(0.6 * LIMIT), scaled(0.0)), (scaled(-1.5 * LIMIT), scaled(0.0))]
-    layer = reversible([*there_and_back, (scaled(0.9 * LIMIT), scaled(0.0))])
-    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all()) is False
-    layer = reversible([(scaled(0.6 * LIMIT), scaled(0.0))] * 2 + [(scaled(-LIMIT), scaled(0.0))])
-    assert bool(jnp.isnan(layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]).all())
+    chex.assert_trees_all_equal(moved(0.75, -0.75, -0.75, 0.75), jnp.ones((2, 4)))
+    assert bool(jnp.isnan(moved(0.75, 0.75, -0.75, -0.75)).all())
+
+
+@pytest.mark.parametrize("step", [1.0, -1.5])
+def test_a_step_that_32_bits_do_not_hold_is_noticed_even_between_streams_that_they_do(step):
+    assert bool(jnp.isnan(moved(-0.75 if step > 0 else 0.75, step)).all())
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="reversible: x must be floating, got int32"):
+        reversible([(scaled(1.0), scaled(1.0))]).apply({}, {}, jnp.ones((2, 4), int), train=True)
 
 
 def temporaries(blocks, layer_of=reversible):

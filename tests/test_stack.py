@@ -236,6 +236,7 @@ def test_padding_has_no_part_in_a_context():
         (lambda: layers.stack(WIDTH, []), "at least one block"),
         (lambda: layers.stack(WIDTH, causal_blocks(), norm="batch"), "dynamic_tanh.*batch"),
         (lambda: layers.stack(WIDTH, causal_blocks(), context="late"), "lagged.*late"),
+        (lambda: layers.stack(WIDTH, causal_blocks(), condition=0), "condition must be at least 1"),
     ],
 )
 def test_a_stack_that_cannot_be_is_refused(make, words):
@@ -249,11 +250,14 @@ def test_a_feed_forward_with_state_is_refused():
         jax.eval_shape(layers.stack(WIDTH, [block]).init, jax.random.key(0))
 
 
-def test_a_condition_that_is_missing_or_too_many_is_refused():
+def test_a_condition_that_does_not_fit_is_refused():
     stack = compiled(layers.stack(WIDTH, causal_blocks(1), condition=5))
     params, _ = stack.init(jax.random.key(0))
     with pytest.raises(ValueError, match="with a condition, got none"):
         stack.apply(params, {}, tokens(), train=True)
+    for shape in ((5,), (1, 5), (2, 1, 5)):
+        with pytest.raises(ValueError, match=r"one vector for each example of x \(2, 12"):
+            stack.apply(params, {}, tokens(), train=True, condition=jnp.ones(shape))
     plain, params, state = made()
     with pytest.raises(ValueError, match="without a condition"):
         plain.apply(params, state, tokens(), train=True, condition=jnp.ones((2, 5)))

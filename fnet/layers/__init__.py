@@ -1,6 +1,6 @@
 """Layers, one family a file; each is a `fnet.Layer`."""
 
-from fnet.layers.abn import layer as abn
+from fnet.layers.abn import abn_layer as abn
 from fnet.layers.activations import activation
 from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.batch_norm import batch_norm_layer as batch_norm

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
+from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
 
 AxisName = str | tuple[str, ...] | None
@@ -145,7 +146,7 @@ def abn(
     return y, _renew(running_mean, mean, decay), _renew(running_var, unbiased, decay)
 
 
-def layer(
+def abn_layer(
     channels: int,
     *,
     activation: str = "leaky_relu",
@@ -180,11 +181,9 @@ def layer(
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        params = {"gamma": jnp.ones(channels), "beta": jnp.zeros(channels)} if affine else {}
-        if not track:
-            return params, {}
-        state = {"running_mean": jnp.zeros(channels), "running_var": jnp.ones(channels)}
-        return params, state | ({"count": jnp.zeros(())} if decay is None else {})
+        params, state = initial(channels)
+        count = {"count": jnp.zeros((), jnp.float32)} if decay is None else {}
+        return params if affine else {}, state | count if track else {}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
@@ -280,15 +279,19 @@ class _Spec(NamedTuple):
         return jnp.expand_dims(v.astype(like.dtype), self.others(like.ndim))
 
 
+def initial(channels: int) -> tuple[Params, State]:
+    """Parameters and statistics of a batch norm that has seen nothing, float32 [channels]."""
+    # No array in two places, which could not be donated.
+    params = {"gamma": jnp.ones(channels, jnp.float32), "beta": jnp.zeros(channels, jnp.float32)}
+    mean, var = jnp.zeros(channels, jnp.float32), jnp.ones(channels, jnp.float32)
+    return params, {"running_mean": mean, "running_var": var}
+
+
 def _real_rows(mask: Array | None, a: Array) -> Array:
     """``a`` [N, ...] with the rows that are padding set to 0."""
     if mask is None:
         return a
     return jnp.where(jnp.expand_dims(mask, range(1, a.ndim)), a, jnp.zeros_like(a))
-
-
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -315,7 +318,7 @@ def _normalize_fwd(
     statistics: tuple[Array, Array] | None,
     mask: Array | None,
 ) -> tuple[tuple[Array, Array, Array, Array], tuple[Any, ...]]:
-    w = _wide(x)
+    w = widened(x)
     samples = math.prod(x.shape[i] for i in spec.others(x.ndim))
     n = jnp.asarray(samples, w.dtype)
     if mask is not None and x.size:  # an empty batch has n = 0 as it is
@@ -343,12 +346,12 @@ def _normalize_bwd(
     assert inverse is not None
     # Not before its turn: what follows from y alone is as large as y.
     y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
-    z, slope = inverse(_wide(y), spec.param)
+    z, slope = inverse(widened(y), spec.param)
     if activation.least is not None and y.dtype.itemsize < 4:
         # As far as y tells it in its own dtype, not where it would have saturated in a wider one.
         least = jnp.asarray(activation.least(spec.param, y.dtype), z.dtype)
         z = jnp.maximum(z, inverse(least, spec.param)[0])
-    dz = _real_rows(mask, _wide(dy) * slope)
+    dz = _real_rows(mask, widened(dy) * slope)
     xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz

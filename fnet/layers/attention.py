@@ -11,6 +11,8 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
+from fnet.layers.precision import widened
+
 UNSEEN = 0.7 * float(jnp.finfo(jnp.float32).min)
 """Score of a key that is not seen: finite, so that rows of such have no NaN, nor their gradient."""
 
@@ -159,7 +161,7 @@ def _in_chunks(
     # One axis at a time: a sharding is followed through no other reshape.
     q = q.reshape(b, n, size, h, d).reshape(b, n, size, groups, h // groups, d)
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, H / K, size, D]
-    k, v = (_wide(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
+    k, v = (widened(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
     mask = None if mask is None else _by_group(mask, groups, padding)
     starts = size * jnp.arange(n)
 
@@ -195,7 +197,7 @@ def _attend(
         first = jnp.clip(start - window + 1, 0, end - span)
         k, v = (jax.lax.dynamic_slice_in_dim(a, first, span, axis=2) for a in (k, v))
     product = functools.partial(jnp.einsum, precision=_PRECISION.get(q.dtype))
-    scores = product("bkgtd,bksd->bkgts", _wide(q), k)
+    scores = product("bkgtd,bksd->bkgts", widened(q), k)
     scores = scores * jnp.asarray(scale, scores.dtype)
 
     if causal or window is not None:
@@ -218,10 +220,6 @@ def _attend(
     if mask is not None or window is not None:
         y = jnp.where(top <= UNSEEN, 0, y)  # not of a NaN, which is never hidden
     return y.astype(q.dtype)
-
-
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
 def _by_group(mask: Array, groups: int, padding: tuple[int, int]) -> Array:

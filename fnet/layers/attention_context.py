@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from fnet.layers.precision import broadcast_like, widened
 from fnet.mesh import equally_varying
 
 ROWS = 32
@@ -53,13 +54,13 @@ def apply_context(
     _check("apply_context", x, context)
     if jnp.ndim(strength):
         raise ValueError(f"apply_context: strength must be a scalar, got {jnp.shape(strength)}")
-    scale = (jnp.asarray(strength) / x.shape[-1]).astype(x.dtype)
+    scale = widened(jnp.asarray(strength)) / x.shape[-1]
     return _applied(x, jax.lax.stop_gradient(context).astype(x.dtype), scale)
 
 
 @jax.custom_jvp
 def _applied(x: Array, context: Array, scale: Array) -> Array:
-    return x + scale * (x @ context)
+    return x + scale.astype(x.dtype) * (x @ context)
 
 
 @_applied.defjvp
@@ -69,7 +70,8 @@ def _applied_jvp(
     """One product, of what is linear in both tangents; its transpose is the backward pass."""
     x, context, scale = primals
     dx, _, dscale = tangents
-    return _applied(x, context, scale), dx + (scale * dx + dscale * x) @ context
+    dscaled = scale.astype(x.dtype) * dx + broadcast_like(dscale, x) * x
+    return _applied(x, context, scale), dx + dscaled @ context
 
 
 def update_context(

@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
-from fnet.layers.abn import AxisName, abn
+from fnet.layers.abn import AxisName, abn, initial
 from fnet.layers.norm import check_parameters
 
 
@@ -93,8 +93,7 @@ def batch_norm_layer(
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        params = {"gamma": jnp.ones(channels), "beta": jnp.zeros(channels)}
-        return params, {"running_mean": jnp.zeros(channels), "running_var": jnp.ones(channels)}
+        return initial(channels)
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool

@@ -8,8 +8,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from fnet.layer import Decode, Layer, Params, State
+from fnet.layer import Decode, Layer, Params, State, check_sizes
 from fnet.layers.linear import check_floating
+from fnet.layers.precision import broadcast_like
 
 
 def causal_conv(
@@ -58,22 +59,12 @@ def causal_conv(
             f"kernel {kernel.shape}, got {past.shape}"
         )
     seen = jnp.concatenate([past.astype(x.dtype), x], axis=1)
-    kernel = kernel.astype(x.dtype)
     y = functools.reduce(
-        jnp.add, [seen[:, w : w + t] * along_time(kernel[w], x) for w in range(width)]
+        jnp.add, [seen[:, w : w + t] * broadcast_like(kernel[w], x) for w in range(width)]
     )
     if bias is not None:
-        y = y + along_time(bias, x)
+        y = y + broadcast_like(bias, x)
     return y, seen[:, t:].astype(past.dtype)
-
-
-def along_time(v: Float[Array, " c"], x: Float[Array, "b t c"]) -> Float[Array, "b t c"]:
-    """``v`` at every time of every example, in the dtype of ``x``.
-
-    In one broadcast from [C]: the gradient of one from [1, 1, C] is a sum over T alone where
-    B is 1, which XLA on CPU does not vectorise; it takes 15 times as long.
-    """
-    return jnp.broadcast_to(v.astype(x.dtype), x.shape)
 
 
 def causal_conv_layer(channels: int, width: int = 4) -> Layer:
@@ -92,15 +83,12 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
     Raises:
       ValueError: if ``channels`` or ``width`` is below 1.
     """
-    if channels < 1 or width < 1:
-        raise ValueError(
-            f"causal_conv: channels and width must be at least 1, got {channels} and {width}"
-        )
+    check_sizes("causal_conv", channels=channels, width=width)
 
     def init(key: Array) -> tuple[Params, State]:
         bound = width**-0.5
         kernel = jax.random.uniform(key, (width, channels), jnp.float32, -bound, bound)
-        return {"kernel": kernel, "bias": jnp.zeros(channels)}, {}
+        return {"kernel": kernel, "bias": jnp.zeros(channels, jnp.float32)}, {}
 
     def apply(
         params: Params,

@@ -1,7 +1,7 @@
 """Convolution and pooling on NHWC images."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, stateless
+from fnet.layer import Layer, Params, State, check_sizes, stateless
 from fnet.layers.linear import HE_NORMAL, add_bias, check_floating
 
 Padding = str | Sequence[tuple[int, int]]
@@ -46,24 +46,28 @@ def conv(
 
     Returns:
       A layer with params ``kernel`` [kh, kw, n_in / groups, n_out] and ``bias``
-      [n_out] (float32; cast to the input's dtype when applied), no state;
-      ``x`` [N, H, W, n_in] -> [N, H', W', n_out], in the input's dtype.
+      [n_out] (float32; when applied, the kernel is cast to the input's dtype and the bias
+      added in float32 or wider), no state; ``x`` [N, H, W, n_in] -> [N, H', W', n_out],
+      in the input's dtype.
 
     Raises:
-      ValueError: if ``groups`` does not divide both channel counts, or the
-        input is not [N, H, W, n_in].
+      ValueError: for a size below 1, or if ``groups`` does not divide both channel
+        counts; when applied, if the input is not [N, H, W, n_in].
       TypeError: if the input is of integers, to which the kernel would be cast.
     """
+    sides = {"window": _pair(window), "stride": _pair(stride), "dilation": _pair(dilation)}
+    smallest = {name: min(pair) for name, pair in sides.items()}
+    check_sizes("conv", n_in=n_in, n_out=n_out, **smallest)
     if groups < 1 or n_in % groups or n_out % groups:
         raise ValueError(
             f"conv: groups must divide both channel counts, got groups={groups}, "
             f"n_in={n_in}, n_out={n_out}"
         )
-    shape = (*_pair(window), n_in // groups, n_out)
+    shape = (*sides["window"], n_in // groups, n_out)
 
     def init(key: Array) -> tuple[Params, State]:
         kernel = kernel_init(key, shape, jnp.float32)
-        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out)} if bias else {}), {}
+        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out, jnp.float32)} if bias else {}), {}
 
     def apply(
         params: Params,
@@ -81,9 +85,9 @@ def conv(
         y = jax.lax.conv_general_dilated(
             x,
             params["kernel"].astype(x.dtype),
-            window_strides=_pair(stride),
+            window_strides=sides["stride"],
             padding=padding,
-            rhs_dilation=_pair(dilation),
+            rhs_dilation=sides["dilation"],
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
         )
@@ -102,12 +106,19 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
     Args:
       window: height and width of a patch.
       stride: steps between patches; ``window`` by default.
-      padding: rows and columns of minus infinity on each side.
+      padding: rows and columns of minus infinity on each side; fewer than ``window``.
 
     Raises:
-      ValueError: if the image, padded, is smaller than one patch.
+      ValueError: for a window or stride below 1, or another padding; when applied, if the
+        input is not [N, H, W, C], or the image, padded, is smaller than one patch.
     """
     step = window if stride is None else stride
+    check_sizes("max_pool", window=window, stride=step)
+    if not 0 <= padding < window:
+        raise ValueError(
+            f"max_pool: padding must be at least 0 and less than window={window}, which would "
+            f"else see nothing but padding, got {padding}"
+        )
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
         h, w = (size + 2 * padding for size in x.shape[1:3])
@@ -122,7 +133,7 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
         y: Array = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, spread, (1, step, step, 1), pads)
         return y
 
-    return stateless(pool)
+    return _of_images("max_pool", pool)
 
 
 def avg_pool(window: int = 2) -> Layer:
@@ -131,8 +142,10 @@ def avg_pool(window: int = 2) -> Layer:
     ``x`` [N, H, W, C] -> [N, H // window, W // window, C], as torch's ``AvgPool2d``.
 
     Raises:
-      ValueError: if ``window`` is larger than the image.
+      ValueError: for a window below 1; when applied, if the input is not [N, H, W, C], or
+        ``window`` is larger than the image.
     """
+    check_sizes("avg_pool", window=window)
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
         n, h, w, c = x.shape
@@ -141,14 +154,32 @@ def avg_pool(window: int = 2) -> Layer:
         x = x[:, : h - h % window, : w - w % window]
         return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
 
-    return stateless(pool)
+    return _of_images("avg_pool", pool)
 
 
 def global_avg_pool() -> Layer:
-    """Mean over height and width: ``x`` [N, H, W, C] -> [N, C]."""
-    return stateless(lambda x: x.mean((1, 2)))
+    """Mean over height and width: ``x`` [N, H, W, C] -> [N, C].
+
+    Raises:
+      ValueError: when applied, if the input is not [N, H, W, C].
+    """
+    return _of_images("global_avg_pool", lambda x: x.mean((1, 2)))
 
 
 def global_max_pool() -> Layer:
-    """Maximum over height and width: ``x`` [N, H, W, C] -> [N, C]."""
-    return stateless(lambda x: x.max((1, 2)))
+    """Maximum over height and width: ``x`` [N, H, W, C] -> [N, C].
+
+    Raises:
+      ValueError: when applied, if the input is not [N, H, W, C].
+    """
+    return _of_images("global_max_pool", lambda x: x.max((1, 2)))
+
+
+def _of_images(name: str, f: Callable[[Array], Array]) -> Layer:
+    def checked(x: Array) -> Array:
+        # Without the axis of examples, width and channels would be pooled in silence.
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected [N, H, W, C], got {x.shape}")
+        return f(x)
+
+    return stateless(checked)

@@ -7,6 +7,8 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
+from fnet.layers.norm import never_zero, spread
+from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
 
 
@@ -43,7 +45,8 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return {"alpha": jnp.full((), alpha), "scale": jnp.ones(d), "bias": jnp.zeros(d)}, {}
+        scale, bias = jnp.ones(d, jnp.float32), jnp.zeros(d, jnp.float32)
+        return {"alpha": jnp.full((), alpha, jnp.float32), "scale": scale, "bias": bias}, {}
 
     def apply(
         params: Params,
@@ -64,26 +67,10 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
     return Layer(init, apply)
 
 
-def _wide(a: Array, like: Array) -> Array:
-    return a.astype(jnp.promote_types(like.dtype, jnp.float32))
-
-
-def _spread(v: Array, like: Array) -> Array:
-    """[D] -> [1, ..., D], in the dtype of the computation."""
-    return jnp.expand_dims(_wide(v, like), range(like.ndim - 1))
-
-
-def _not_zero(v: Array, like: Array) -> Array:
-    """``v`` as it is applied: below what a sum shows it is that floor, so that it can be undone."""
-    floor = max(float(jnp.finfo(like.dtype).smallest_normal), 2.0**-100)
-    step = jnp.where(jnp.abs(v) < floor, jnp.copysign(floor, v) - v, 0)
-    return v + jax.lax.stop_gradient(step)  # its derivative stays 1
-
-
 @jax.custom_vjp
 def _squash(x: Array, alpha: Array, scale: Array, bias: Array) -> Array:
-    t = jnp.tanh(_not_zero(_wide(alpha, x), x) * _wide(x, x))
-    return (t * _not_zero(_spread(scale, x), x) + _spread(bias, x)).astype(x.dtype)
+    t = jnp.tanh(never_zero(alpha, x) * widened(x))
+    return (t * spread(never_zero(scale, x), x) + spread(bias, x)).astype(x.dtype)
 
 
 def _squash_fwd(
@@ -100,16 +87,16 @@ def _squash_bwd(
     residuals: tuple[Array, Array, Array, Array], dy: Array
 ) -> tuple[Array, Array, Array, Array]:
     y, alpha, scale, bias = residuals
-    a, s, b = _not_zero(_wide(alpha, y), y), _not_zero(_spread(scale, y), y), _spread(bias, y)
+    a, s, b = never_zero(alpha, y), spread(never_zero(scale, y), y), spread(bias, y)
     noise = float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
     # Where y rounds by more than the scale, what it still holds of t is noise.
-    t = (_wide(y, y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
+    t = (widened(y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
     t = jnp.clip(t, -1, 1)
 
     rows = tuple(range(y.ndim - 1))
-    dz = _wide(dy, y)
+    dz = widened(dy)
     dscale, dbias = (dz * t).sum(rows), dz.sum(rows)
-    dz = dz * _spread(scale, y) * (1 - t * t)
+    dz = dz * spread(scale, y) * (1 - t * t)
     # Where t rounds to 1 its derivative is 0, so that the exact x does not matter.
     below_one = 1 - float(jnp.finfo(t.dtype).epsneg)
     x = jnp.arctanh(jnp.clip(t, -below_one, below_one)) / a

@@ -6,7 +6,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.linear import check_floating
 
 
@@ -31,11 +31,11 @@ def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Laye
       ValueError: if ``words`` or ``width`` is below 1.
       TypeError: when applied to anything but integers.
     """
-    if words < 1 or width < 1:
-        raise ValueError(f"embedding: sizes must be at least 1, got words={words}, width={width}")
+    check_sizes("embedding", words=words, width=width)
 
     def init(key: Array) -> tuple[Params, State]:
-        return {"embedding": jax.random.normal(key, (words, width)) * width**-0.5}, {}
+        table = jax.random.normal(key, (words, width), jnp.float32) * width**-0.5
+        return {"embedding": table}, {}
 
     def apply(
         params: Params,

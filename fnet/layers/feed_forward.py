@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers import activations
 from fnet.layers.dropout import dropout as dropout_layer
 from fnet.layers.linear import dense
@@ -43,10 +43,7 @@ def feed_forward(
       ValueError: if ``width`` or ``hidden`` is below 1, the activation unknown, or the rate
         not in [0, 1); when applied in training with dropout and without a key.
     """
-    if width < 1 or hidden < 1:
-        raise ValueError(
-            f"feed_forward: width and hidden must be at least 1, got {width} and {hidden}"
-        )
+    check_sizes("feed_forward", width=width, hidden=hidden)
     act, param = activations.find(activation).forward, activations.default(activation)
     children = {
         "expand": dense(width, hidden * (2 if gated else 1), bias=bias),

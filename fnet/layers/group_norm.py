@@ -7,7 +7,8 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
-from fnet.layers.norm import check_parameters
+from fnet.layers.norm import check_parameters, spread
+from fnet.layers.precision import widened
 
 
 def group_norm(
@@ -52,15 +53,15 @@ def group_norm(
         raise ValueError(f"group_norm: x must be [N, ..., C], got shape {x.shape}")
     check_parameters("group_norm", x, scale=scale, bias=bias)
     _check_groups(x.shape[-1], groups)
-    w = keep(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    w = widened(keep(x))
     centered = w - keep(_group_mean(w, groups))
     factor = keep(jax.lax.rsqrt(_group_mean(jnp.square(centered), groups) + eps))
     # The scale meets the statistics first, which are smaller than x.
     if scale is not None:
-        factor = factor * jnp.expand_dims(scale.astype(w.dtype), range(x.ndim - 1))
+        factor = factor * spread(scale, x)
     y = centered * factor
     if bias is not None:
-        y = y + jnp.expand_dims(bias.astype(w.dtype), range(x.ndim - 1))
+        y = y + spread(bias, x)
     return y.astype(x.dtype)
 
 
@@ -85,7 +86,8 @@ def group_norm_layer(channels: int, groups: int = 32, *, eps: float = 1e-5) -> L
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return {"scale": jnp.ones(channels), "bias": jnp.zeros(channels)}, {}
+        scale, bias = jnp.ones(channels, jnp.float32), jnp.zeros(channels, jnp.float32)
+        return {"scale": scale, "bias": bias}, {}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
+from fnet.layers.precision import add
 
 HE_NORMAL = jax.nn.initializers.he_normal()
 
@@ -28,18 +28,19 @@ def dense(
       kernel_init: initial ``W``; He et al. 2015 by default.
 
     Returns:
-      A layer with params ``kernel`` [n_in, n_out] and ``bias`` [n_out] (float32;
-      cast to the input's dtype when applied), no state; ``x`` [..., n_in] ->
-      [..., n_out], in the input's dtype.
+      A layer with params ``kernel`` [n_in, n_out] and ``bias`` [n_out] (float32; when
+      applied, the kernel is cast to the input's dtype and the bias added in float32 or
+      wider), no state; ``x`` [..., n_in] -> [..., n_out], in the input's dtype.
 
     Raises:
-      ValueError: if ``x`` does not end in ``n_in``.
+      ValueError: for a size below 1; when applied, if ``x`` does not end in ``n_in``.
       TypeError: if ``x`` is of integers, to which the kernel would be cast.
     """
+    check_sizes("dense", n_in=n_in, n_out=n_out)
 
     def init(key: Array) -> tuple[Params, State]:
         kernel = kernel_init(key, (n_in, n_out), jnp.float32)
-        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out)} if bias else {}), {}
+        return {"kernel": kernel} | ({"bias": jnp.zeros(n_out, jnp.float32)} if bias else {}), {}
 
     def apply(
         params: Params,
@@ -68,7 +69,5 @@ def check_floating(where: str, x: Array) -> None:
 
 def add_bias(y: Array, params: Params) -> Array:
     """``y + params["bias"]`` along the last axis in ``y``'s dtype, or ``y`` where there is none."""
-    b: ArrayLike | None = params.get("bias")
-    if b is None:
-        return y
-    return y + jnp.expand_dims(jnp.asarray(b, y.dtype), range(y.ndim - 1))
+    b = params.get("bias")
+    return y if b is None else add(y, jnp.expand_dims(b, range(y.ndim - 1)))

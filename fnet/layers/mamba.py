@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
-from fnet.layers.causal_conv import along_time, causal_conv, causal_conv_layer
+from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
+from fnet.layers.precision import broadcast_like, widened
 from fnet.layers.recurrence import recurrent
 from fnet.layers.selective_scan import selective_scan
 
@@ -62,6 +63,7 @@ def mamba(
     Raises:
       ValueError: for a size below 1 or such a range of steps; when applied, if ``x``
         does not end in ``width``.
+      TypeError: when applied, if ``x`` is not floating.
     """
     inner = round(expand * width)
     rank = math.ceil(width / 16) if dt_rank is None else dt_rank
@@ -90,7 +92,7 @@ def mamba(
         rates = jnp.arange(1, state + 1, dtype=jnp.float32)
         return params | {
             "A_log": jnp.log(jnp.broadcast_to(rates[None], (inner, state))),
-            "D": jnp.ones(inner),
+            "D": jnp.ones(inner, jnp.float32),
             "dt_bias": initial_steps(for_steps, inner, dt_min, dt_max),
         }, {}
 
@@ -136,8 +138,8 @@ def initial_steps(key: Array, n: int, dt_min: float, dt_max: float) -> Array:
 
 def time_steps(x: Array, bias: Array) -> Array:
     """``softplus(x + bias)``, [B, T, C] and [C], in float32 or wider."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return jax.nn.softplus(x + along_time(bias, x))
+    x = widened(x)
+    return jax.nn.softplus(x + broadcast_like(bias, x))
 
 
 def check_steps(where: str, dt_min: float, dt_max: float) -> None:

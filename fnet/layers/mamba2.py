@@ -176,7 +176,7 @@ def mamba2(
         rates = jax.random.uniform(for_rates, (heads,), jnp.float32, 1, 16)
         return params | {
             "A_log": jnp.log(rates),
-            "D": jnp.ones(heads),
+            "D": jnp.ones(heads, jnp.float32),
             "dt_bias": initial_steps(for_steps, heads, dt_min, dt_max),
         }, {}
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
+from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
 
 
@@ -125,7 +126,8 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return {"scale": jnp.ones(d)} | ({"bias": jnp.zeros(d)} if bias else {}), {}
+        scale = {"scale": jnp.ones(d, jnp.float32)}
+        return scale | ({"bias": jnp.zeros(d, jnp.float32)} if bias else {}), {}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
@@ -154,7 +156,7 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return {"scale": jnp.ones(d)}, {}
+        return {"scale": jnp.ones(d, jnp.float32)}, {}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
@@ -192,18 +194,18 @@ def _normalize_affine(
     return _normalize(center, eps, *equally_varying((x, scale, bias)))
 
 
-def _wide(a: Array) -> Array:
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+def spread(v: Array, like: Array) -> Array:
+    """[D] -> [1, ..., D], in the dtype of the statistics of ``like``."""
+    wide = jnp.promote_types(like.dtype, jnp.float32)
+    return jnp.expand_dims(v.astype(wide), range(like.ndim - 1))
 
 
-def _spread(v: Array, like: Array) -> Array:
-    """[D] -> [1, ..., D]."""
-    return jnp.expand_dims(v, range(like.ndim - 1))
+def never_zero(scale: Array, x: Array) -> Array:
+    """A scale as it is applied, so that it can be undone, in the dtype of the statistics of ``x``.
 
-
-def _applied(scale: Array, x: Array) -> Array:
-    """The scale as it is applied: never 0, in the dtype of the statistics of ``x``."""
-    scale = scale.astype(_wide(x).dtype)
+    Below what a sum shows it is that floor, with its sign.
+    """
+    scale = scale.astype(jnp.promote_types(x.dtype, jnp.float32))
     floor = max(float(jnp.finfo(x.dtype).smallest_normal), 2.0**-100)
     step = jnp.where(jnp.abs(scale) < floor, jnp.copysign(floor, scale) - scale, 0)
     return scale + jax.lax.stop_gradient(step)  # its derivative stays 1
@@ -219,12 +221,12 @@ def _forward(
     center: bool, eps: float, x: Array, scale: Array, bias: Array
 ) -> tuple[Array, Array, Array]:
     """The output, xhat and the inverse deviation."""
-    w = _wide(x)
+    w = widened(x)
     if center:
         w = w - w.mean(-1, keepdims=True)
     inv = jax.lax.rsqrt(jnp.square(w).mean(-1, keepdims=True) + eps)
     xhat = w * inv
-    y = xhat * _spread(_applied(scale, x), x) + _spread(bias.astype(w.dtype), x)
+    y = xhat * spread(never_zero(scale, x), x) + spread(bias, x)
     return y.astype(x.dtype), xhat, inv
 
 
@@ -235,7 +237,7 @@ def _normalize_fwd(
     # Without the barrier XLA computes y again from x in the backward pass and keeps x for
     # that, and the parameters at the size of x.
     y, inv, scale, bias = jax.lax.optimization_barrier((keep(y), keep(inv), scale, bias))
-    return y, (_kept(y, xhat, _spread(_applied(scale, x), x)), inv, scale, bias)
+    return y, (_kept(y, xhat, spread(never_zero(scale, x), x)), inv, scale, bias)
 
 
 @jax.custom_jvp
@@ -262,17 +264,17 @@ def _normalize_bwd(
 ) -> tuple[Array, Array, Array]:
     del eps
     y, inv, scale, bias = residuals
-    s, b = jax.lax.stop_gradient((_applied(scale, y), bias.astype(inv.dtype)))
+    s, b = jax.lax.stop_gradient((never_zero(scale, y), bias.astype(inv.dtype)))
     # Where y rounds by more than the scale, what it still holds of xhat is noise.
     readable = jnp.abs(s) > float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
-    xhat = (_wide(y) - _spread(b, y)) * _spread(jnp.where(readable, 1 / s, 0), y)
+    xhat = (widened(y) - spread(b, y)) * spread(jnp.where(readable, 1 / s, 0), y)
 
     rows = tuple(range(y.ndim - 1))
-    dz = _wide(dy)
+    dz = widened(dy)
     dscale, dbias = (dz * xhat).sum(rows), dz.sum(rows)
     # The sums come before dx: left for later, they would keep dy alive.
     dscale, dbias, inv = jax.lax.optimization_barrier((dscale, dbias, inv))
-    dxhat = dz * _spread(scale.astype(inv.dtype), y)
+    dxhat = dz * spread(scale, y)
     dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdims=True)
     if center:
         dx = dx - dxhat.mean(-1, keepdims=True)

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
 
 GRID = 2.0**-16
 """What the streams are integer multiples of."""
 
 LIMIT = 2.0**15
-"""Magnitude that a stream must stay below: where 32 bits end."""
+"""Magnitude that streams and what is added to them must stay below: where 32 bits end."""
 
 
 def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> Layer:
@@ -53,12 +54,13 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     Returns:
       A layer, [..., C] -> [..., C], in the input's floating dtype. Params and
       state are ``{"0": {"f": ..., "g": ...}, ...}``. The output is all NaN if a
-      stream is not finite or leaves (-2^15, 2^15), where it could not be restored.
+      stream, or a value of an ``f`` or ``g``, is not finite or leaves (-2^15, 2^15),
+      where 32 bits do not hold it.
 
     Raises:
       ValueError: if there is no block; when applied, if the last axis is odd or
         a layer changes the shape of its input.
-      TypeError: when its gradient is differentiated again.
+      TypeError: if the input is not floating; when its gradient is differentiated again.
     """
     if not blocks:
         raise ValueError("reversible: needs at least one block (f, g), got none")
@@ -76,6 +78,8 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"reversible: x must be floating, got {x.dtype}")
         if x.shape[-1] % 2:
             raise ValueError(f"reversible: the last axis must be even to be halved, got {x.shape}")
         # Custom backward rules give what is shared a cotangent that varies as x does.
@@ -136,23 +140,22 @@ class _Stream(NamedTuple):
     inside: Array
 
     def add(self, f: Array) -> "_Stream":
-        total = _value(self.units, jnp.float32) + f
+        added = _units(f)
+        total = self.units + added
+        # A sum of two integers of one sign that has the other has left the range.
+        left = ((self.units ^ total) & (added ^ total)) < 0
         # False for NaN as well.
-        inside = self.inside & jnp.all(jnp.abs(total) < LIMIT)
+        inside = self.inside & jnp.all((jnp.abs(f) < LIMIT) & ~left)
         # Checked at once: a check put off would keep what it looks at.
-        return _Stream(*jax.lax.optimization_barrier((self.units + _units(f), inside)))
+        return _Stream(*jax.lax.optimization_barrier((total, inside)))
 
 
 def _units(x: Array) -> Array:
-    return jnp.round(_wide(x) / GRID).astype(jnp.int32)
+    return jnp.round(widened(x) / GRID).astype(jnp.int32)
 
 
 def _value(units: Array, dtype: Any) -> Array:
     return (units.astype(jnp.promote_types(dtype, jnp.float32)) * GRID).astype(dtype)
-
-
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,7 +209,7 @@ def _backward_once(
         return old, dp, dx + share
 
     dtype = dy.dtype
-    d1, d2 = jnp.split(_wide(dy), 2, axis=-1)
+    d1, d2 = jnp.split(widened(dy), 2, axis=-1)
     grads: Params = {}
     for i in reversed(range(len(stack.pairs))):
         block = _block(stack, train, i, params, state, key)

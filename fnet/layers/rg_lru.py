@@ -9,8 +9,9 @@ from jax.typing import DTypeLike
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
-from fnet.layers.causal_conv import along_time, causal_conv, causal_conv_layer
+from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
+from fnet.layers.precision import broadcast_like, widened
 from fnet.layers.recurrence import linear_recurrence, recurrent
 
 _SHARPNESS = 8.0  # c
@@ -54,6 +55,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
     Raises:
       ValueError: for a size below 1, or ``heads`` that do not divide the channels; when
         applied, if ``x`` does not end in ``width``.
+      TypeError: when applied, if ``x`` is not floating.
     """
     inner = round(expand * width)
     check_sizes("rg_lru", width=width, inner=inner, heads=heads, conv=conv)
@@ -76,7 +78,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
 
         def gate(key: Array) -> Params:
             kernel = _BLOCK_NORMAL(key, (heads, block, block), jnp.float32)
-            return {"kernel": kernel, "bias": jnp.zeros(inner)}
+            return {"kernel": kernel, "bias": jnp.zeros(inner, jnp.float32)}
 
         return params | {
             "L": jnp.log(jnp.expm1(-jnp.log(slowness) / _SHARPNESS)),  # softplus turned round
@@ -97,7 +99,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         with jax.named_scope("input_gate"):
             i = _gate(params["input_gate"], u)
         with jax.named_scope("scan"):
-            log_a = -_SHARPNESS * along_time(jax.nn.softplus(params["L"].astype(wide)), r) * r
+            log_a = -_SHARPNESS * broadcast_like(jax.nn.softplus(params["L"].astype(wide)), r) * r
             scale = _complement(log_a)
             h = linear_recurrence(jnp.exp(log_a), scale * i * u.astype(wide), cache.get("state"))
         y = keep(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
@@ -117,9 +119,9 @@ def _gate(params: Params, u: Array) -> Array:
     """``sigmoid(u W + b)`` [B, T, E] with W block-diagonal, in float32 or wider."""
     heads, block, _ = params["kernel"].shape
     parts = u.reshape(*u.shape[:2], heads, block)
-    z = jnp.einsum("bthi,hij->bthj", parts, params["kernel"].astype(u.dtype)).reshape(u.shape)
-    z = z.astype(jnp.promote_types(u.dtype, jnp.float32))
-    return jax.nn.sigmoid(z + along_time(params["bias"], z))
+    z = jnp.einsum("bthi,hij->bthj", parts, params["kernel"].astype(u.dtype))
+    z = widened(z.reshape(u.shape))
+    return jax.nn.sigmoid(z + broadcast_like(params["bias"], z))
 
 
 def _complement(log_a: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layers.causal_conv import along_time
+from fnet.layers.precision import broadcast_like
 from fnet.mesh import equally_varying
 
 
@@ -91,7 +91,7 @@ def selective_scan(
     initial, A = initial.astype(wide), A.astype(wide)
     y, last = _scan(size, *equally_varying((x, dt, A, B, C, initial)))
     if D is not None:
-        y = y + along_time(D, y) * x.astype(wide)
+        y = y + broadcast_like(D, y) * x.astype(wide)
     return y.astype(x.dtype), last
 
 
@@ -178,7 +178,7 @@ _scan.defvjp(_scan_fwd, _scan_bwd)
 def _near_root(t: int) -> int:
     """Near sqrt(t), a divisor if there is one: chunks that need no padding need no copies."""
     root = math.sqrt(t)
-    near = [d for d in range(1, t + 1) if t % d == 0 and root / 2 <= d <= 2 * root]
+    near = [d for d in range(math.ceil(root / 2), int(2 * root) + 1) if t % d == 0]
     return min(near, key=lambda d: abs(math.log(d / root)), default=round(root))
 
 

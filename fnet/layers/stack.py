@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float
 
-from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
+from fnet.layer import Decode, Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.attention_context import RATE, Passing, apply_context, update_context
 from fnet.layers.dropout import dropout as dropout_layer
 from fnet.layers.dynamic_tanh import dynamic_tanh
@@ -88,12 +88,14 @@ def stack(
       condition.
 
     Raises:
-      ValueError: if there is no block, or for an unknown norm or way to pass a context;
-        when initialised, if a feed-forward has state; when applied, if a condition is
-        missing, or given in vain.
+      ValueError: if there is no block, for a width below 1, a dropout outside of [0, 1), or
+        an unknown norm or way to pass a context; when initialised, if a feed-forward has
+        state; when applied, if a condition is missing, given in vain, or not one vector an
+        example.
     """
     if not blocks:
         raise ValueError("stack: needs at least one block, got none")
+    check_sizes("stack", width=width, condition=1 if condition is None else condition)
     if norm not in NORMS:
         raise ValueError(f"stack: norm must be one of {sorted(NORMS)}, got {norm!r}")
     if context is not None and context not in get_args(Passing):
@@ -113,8 +115,8 @@ def stack(
                     "which a stack does not carry; use layers without, as rms_norm for abn"
                 )
             if context and i:
-                p |= {"strength": jnp.zeros(())}
-                s |= {"context": jnp.zeros((width, width))}
+                p |= {"strength": jnp.zeros((), jnp.float32)}
+                s |= {"context": jnp.zeros((width, width), jnp.float32)}
             params |= {str(i): p}
             state |= {str(i): s} if s else {}
         return params, state
@@ -129,7 +131,7 @@ def stack(
         mask: Bool[Array, "b t"] | None = None,
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
-        _check_condition(parts, condition)
+        _check_condition(parts, condition, x)
         padded = {} if mask is None else {"mask": mask}
         taken, given = x, x  # what the mixer of the block before took and gave
         for i, children in enumerate(parts):
@@ -242,11 +244,16 @@ def _block(
     return x, mixed, beside
 
 
-def _check_condition(parts: Sequence[dict[str, Layer]], condition: Array | None) -> None:
+def _check_condition(parts: Sequence[dict[str, Layer]], condition: Array | None, x: Array) -> None:
     wanted = "modulation" in parts[0]
     if wanted != (condition is not None):
         raise ValueError(
             f"stack: made {'with' if wanted else 'without'} a condition, got "
             f"{'none' if condition is None else condition.shape}; the condition's width is an "
             "argument of stack, the condition one of apply"
+        )
+    if condition is not None and condition.shape[:-1] != x.shape[:1]:
+        raise ValueError(
+            f"stack: the condition must be one vector for each example of x {x.shape}, got "
+            f"{condition.shape}"
         )

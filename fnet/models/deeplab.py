@@ -8,6 +8,7 @@ from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layers.precision import add, widened
 from fnet.models import norm_activation
 from fnet.models.norm_activation import NormActivation
 from fnet.models.residual_blocks import convolution
@@ -118,7 +119,7 @@ def head(
             y, state = of(name, y, state)
         for name in ("global_pooling_conv", "global_pooling_bn", "pool_red_conv"):
             pooled, state = of(name, pooled, state)
-        return of("red_bn", y + pooled, state)
+        return of("red_bn", add(y, pooled), state)
 
     return Layer(lambda key: init_children(children, key), apply)
 
@@ -142,7 +143,7 @@ def _beside(branches: Sequence[Layer]) -> Layer:
 def _mean_around(x: Array, size: tuple[int, int]) -> Array:
     """The mean of ``size`` around each position; at a border, that of the nearest whole window."""
     window = tuple(min(w, n) for w, n in zip(size, x.shape[1:3], strict=True))
-    sums = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    sums = widened(x)
     for along in ((1, window[0], 1, 1), (1, 1, window[1], 1)):  # rows, then columns: fewer sums
         sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, along, (1, 1, 1, 1), "VALID")
     mean = (sums / (window[0] * window[1])).astype(x.dtype)

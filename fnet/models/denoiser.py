@@ -1,5 +1,6 @@
 """A denoising transformer: patches of a noisy image, told the time and what to draw."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.embedding import embedding
 from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm
+from fnet.layers.precision import add
 from fnet.layers.stack import Block, stack
 
 
@@ -100,7 +102,8 @@ def denoiser(
     def init(key: Array) -> tuple[Params, State]:
         of_children, of_places = jax.random.split(key)
         params, state = init_children(children, of_children)
-        params["places"] = 0.02 * jax.random.normal(of_places, (rows * columns, width))
+        places = jax.random.normal(of_places, (rows * columns, width), jnp.float32)
+        params["places"] = 0.02 * places
         return params, state
 
     def apply(
@@ -139,7 +142,7 @@ def denoiser(
         b = x.shape[0]
         tokens = x.reshape(b, rows, patch, columns, patch, channels).swapaxes(2, 3)
         tokens = child("patches", tokens.reshape(b, rows * columns, numbers))
-        tokens = tokens + params["places"][None].astype(x.dtype)
+        tokens = add(tokens, params["places"][None])
         tokens, state = apply_child(
             children, "blocks", params, state, tokens, key=key, train=train, condition=condition
         )
@@ -161,7 +164,7 @@ def sinusoids(time: Array, width: int) -> Float[Array, "b d"]:
       width: D; the last number is 0 if it is odd.
     """
     half = width // 2
-    frequency = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / max(half, 1))
+    frequency = jnp.exp(-math.log(10_000) * jnp.arange(half, dtype=jnp.float32) / max(half, 1))
     angle = time.astype(jnp.float32)[:, None] * frequency[None]
     both = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
     return jnp.pad(both, ((0, 0), (0, width - 2 * half)))

@@ -65,7 +65,7 @@ def preact_resnet(
         return residual(body, layers.conv(n_in, n_out, 1, stride=stride, bias=False))
 
     stages: dict[str, Layer] = {}
-    n_in = stem_width or widths[0]
+    n_in = widths[0] if stem_width is None else stem_width
     stem = layers.conv(in_channels, n_in, 3, bias=False)
     for i, width in enumerate(widths):
         strides = [first_stride if i == 0 else 2] + [1] * (blocks_per_stage - 1)

@@ -5,6 +5,7 @@ from tests.mutations.mutation import changes
 _CONTEXT = "fnet/layers/attention_context.py"
 _STACK = "fnet/layers/stack.py"
 _TESTS = "tests/test_attention_context.py"
+_READ = "return x + scale.astype(x.dtype) * (x @ context)"
 _AVERAGE = "(1 - rate) * context + rate * mean"
 
 READ = changes(
@@ -12,13 +13,13 @@ READ = changes(
     _TESTS,
     "apply_and_its_gradients or finite_differences",
     [
-        ("the strength is not divided by the width", "jnp.asarray(strength) / x.shape[-1]", "jnp.asarray(strength)"),
-        ("the context's part is taken off", "return x + scale * (x @ context)", "return x - scale * (x @ context)"),
-        ("the context takes the place of x", "return x + scale * (x @ context)", "return scale * (x @ context)"),
-        ("the context is transposed", "return x + scale * (x @ context)", "return x + scale * (x @ context.T)"),
-        ("dx lacks the context's part", "(scale * dx + dscale * x) @", "(dscale * x) @"),
-        ("dx lacks its own part", "dx + (scale * dx + dscale * x)", "(scale * dx + dscale * x)"),
-        ("the strength has no gradient", "(scale * dx + dscale * x) @", "(scale * dx) @"),
+        ("the strength is not divided by the width", "widened(jnp.asarray(strength)) / x.shape[-1]", "widened(jnp.asarray(strength))"),
+        ("the context's part is taken off", _READ, _READ.replace("x +", "x -")),
+        ("the context takes the place of x", _READ, _READ.replace("x + ", "")),
+        ("the context is transposed", _READ, _READ.replace("context", "context.T")),
+        ("dx lacks the context's part", "scale.astype(x.dtype) * dx + broad", "broad"),
+        ("dx lacks its own part", "dx + dscaled @ context", "dscaled @ context"),
+        ("the strength has no gradient", " + broadcast_like(dscale, x) * x", ""),
     ],
 )  # fmt: skip
 

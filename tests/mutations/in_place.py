@@ -44,7 +44,7 @@ FORWARD = [
         _ABN,
         _TESTS,
         "narrow_inputs_are_not_rounded",
-        [("statistics are in the dtype of x", "    w = _wide(x)\n", "    w = x\n")],
+        [("statistics are in the dtype of x", "    w = widened(x)\n", "    w = x\n")],
     ),
 ]
 
@@ -65,8 +65,8 @@ MASK = changes(
         ),
         (
             "padding counts in the gradient",
-            "dz = _real_rows(mask, _wide(dy) * slope)",
-            "dz = _wide(dy) * slope",
+            "dz = _real_rows(mask, widened(dy) * slope)",
+            "dz = widened(dy) * slope",
         ),
         (
             "padding receives a gradient",
@@ -94,7 +94,7 @@ BACKWARD = [
             ("dgamma lacks xhat", "spec.sum(dz), spec.sum(dz * xhat)", "spec.sum(dz), spec.sum(dz)"),
             ("xhat has beta", "(z - spec.spread(beta, z)) / spec", "z / spec"),
             ("xhat has gamma", "(z - spec.spread(beta, z)) / spec.spread(g, z)", "z - spec.spread(beta, z)"),
-            ("the activation has no slope", "_wide(dy) * slope", "_wide(dy)"),
+            ("the activation has no slope", "widened(dy) * slope", "widened(dy)"),
         ],
     ),
     *changes(

@@ -19,13 +19,13 @@ LAYER_NORM = [
             ("the variance has no eps", "keepdims=True) + eps)", "keepdims=True))"),
             ("the mean is not taken off", "w = w - w.mean(-1, keepdims=True)", "pass"),
             ("the variance is a sum", "jnp.square(w).mean(-1", "jnp.square(w).sum(-1"),
-            ("the bias is taken off", "+ _spread(bias.astype(w.dtype)", "- _spread(bias.astype(w.dtype)"),
+            ("the bias is taken off", "+ spread(bias, x)", "- spread(bias, x)"),
             ("dx lacks the mean's part", "dx = dx - dxhat.mean(-1, keepdims=True)", "pass"),
             ("dx has the variance's part added", "dxhat - xhat * (dxhat", "dxhat + xhat * (dxhat"),
             ("dx lacks the deviation", "(dx * inv).astype", "dx.astype"),
-            ("dx lacks the scale", "dz * _spread(scale.astype(inv.dtype), y)", "dz"),
+            ("dx lacks the scale", "dz * spread(scale, y)", "dz"),
             ("dscale lacks xhat", "(dz * xhat).sum(rows)", "dz.sum(rows)"),
-            ("xhat has the bias", "(_wide(y) - _spread(b, y))", "_wide(y)"),
+            ("xhat has the bias", "(widened(y) - spread(b, y))", "widened(y)"),
         ],
     ),
     *changes(
@@ -36,8 +36,8 @@ LAYER_NORM = [
             ("a second derivative lacks the scale", "(tangents[1] * s)", "tangents[1]"),
             (
                 "a second derivative moves the parameters twice",
-                "jax.lax.stop_gradient((_applied(scale, y), bias.astype(inv.dtype)))",
-                "(_applied(scale, y), bias.astype(inv.dtype))",
+                "jax.lax.stop_gradient((never_zero(scale, y), bias.astype(inv.dtype)))",
+                "(never_zero(scale, y), bias.astype(inv.dtype))",
             ),
         ],
     ),
@@ -64,7 +64,7 @@ GROUP_NORM = changes(
         ("the mean is not taken off", "centered = w - keep(_group_mean(w, groups))", "centered = w"),
         ("the variance is about 0", "_group_mean(jnp.square(centered)", "_group_mean(jnp.square(w)"),
         ("means are of all channels", "sums * (groups * n", "sums * (n"),
-        ("the bias is taken off", "y = y + jnp.expand_dims(bias", "y = y - jnp.expand_dims(bias"),
+        ("the bias is taken off", "y = y + spread(bias", "y = y - spread(bias"),
     ],
 )  # fmt: skip
 
@@ -74,12 +74,12 @@ DYNAMIC_TANH = [
         _TANH_TESTS,
         "dynamic_tanh_equals_autodiff",
         [
-            ("the bias is taken off", "+ _spread(bias, x))", "- _spread(bias, x))"),
-            ("tanh has no derivative", "* _spread(scale, y) * (1 - t * t)", "* _spread(scale, y)"),
+            ("the bias is taken off", "+ spread(bias, x))", "- spread(bias, x))"),
+            ("tanh has no derivative", "* spread(scale, y) * (1 - t * t)", "* spread(scale, y)"),
             ("dx lacks alpha", "(dz * a).astype(y.dtype)", "dz.astype(y.dtype)"),
             ("dalpha has alpha", "jnp.clip(t, -below_one, below_one)) / a", "jnp.clip(t, -below_one, below_one))"),
             ("dscale lacks t", "(dz * t).sum(rows)", "dz.sum(rows)"),
-            ("t has the bias", "(_wide(y, y) - b)", "_wide(y, y)"),
+            ("t has the bias", "(widened(y) - b)", "widened(y)"),
         ],
     ),
     *changes(
@@ -89,8 +89,13 @@ DYNAMIC_TANH = [
         [
             ("t has no bound", "jnp.arctanh(jnp.clip(t, -below_one, below_one))", "jnp.arctanh(t)"),
             ("noise is read as t", "jnp.where(jnp.abs(s) > noise, 1 / s, 0)", "1 / s"),
-            ("a parameter of 0 is applied as 0", "jnp.copysign(floor, v) - v, 0)", "0.0, 0)"),
         ],
+    ),
+    *changes(
+        _NORM,
+        _TANH_TESTS,
+        "parameter_at_zero",
+        [("a parameter of 0 is applied as 0", "jnp.copysign(floor, scale) - scale, 0)", "0.0, 0)")],
     ),
 ]  # fmt: skip
 

@@ -54,7 +54,8 @@ STATE = [
         _TESTS,
         "comes_out_as_nan or leaves_the_range",
         [
-            ("the range has one side", "jnp.abs(total) < LIMIT", "total < LIMIT"),
+            ("the range has one side", "(jnp.abs(f) < LIMIT)", "(f < LIMIT)"),
+            ("a sum that wraps around is not noticed", " & ~left", ""),
             ("a way out and back is not noticed", "inside = self.inside & jnp", "inside = jnp"),
             ("the second stream may leave", "jnp.where(x1.inside & x2.inside", "jnp.where(x1.inside"),
             ("the first stream may leave", "jnp.where(x1.inside & x2.inside", "jnp.where(x2.inside"),
