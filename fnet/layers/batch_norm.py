@@ -1,6 +1,5 @@
 """Plain batch norm, any sign of gamma: for weights that were trained with it elsewhere."""
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
