@@ -1,8 +1,10 @@
 """Batches of a data source, and what it says of mistakes."""
 
+import chex
 import pytest
 
 from train.data import training_batches
+from train.data.poisson import poisson_batches
 from train.errors import UserError
 
 
@@ -12,6 +14,14 @@ def seen(dataset, n=6, size=4, seed=0, after=None):
     if after is not None:
         batches.set_state(after)
     return [next(batches) for _ in range(n)], batches
+
+
+def poisson_weights(dataset, image, n=12):
+    """How many examples count in each of ``n`` batches of 8 rows, of which 1 is expected."""
+    batches = poisson_batches(dataset, 1, 0, 8)
+    drawn = [next(batches) for _ in range(n)]
+    chex.assert_shape([batch["image"] for batch in drawn], (8, *image))
+    return [batch["weight"].sum() for batch in drawn]
 
 
 def refusal(load, *args, **options):

@@ -57,12 +57,6 @@ def final_state(folder):
     with Checkpoints(RunFolder(folder).checkpoints, 2) as checkpoints:
         restored = checkpoints.restore(setup(config).state_shapes)
     state = restored.state
+    arrays = restored.step, state.params, state.model_state, state.opt_state, state.ema
     key = jax.random.key_data(jax.random.clone(state.key))
-    return (
-        jax.tree.map(np.asarray, (restored.step, state.params, state.model_state)),
-        key,
-        (
-            jax.tree.map(np.asarray, (state.opt_state, state.ema)),
-            restored.position,
-        ),
-    )
+    return jax.tree.map(np.asarray, (*arrays, key)), restored.position

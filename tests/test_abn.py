@@ -278,8 +278,9 @@ def test_without_affine_parameters_the_output_is_normalised():
     chex.assert_trees_all_close(y.std(0), jnp.ones(3), atol=1e-4)
 
 
+# Of a padded 0, sigmoid makes 1/2.
 @pytest.mark.parametrize(
-    ("activation", "train"), [("leaky_relu", True), ("gelu", True), ("gelu", False)]
+    ("activation", "train"), [("leaky_relu", True), ("sigmoid", True), ("sigmoid", False)]
 )
 @pytest.mark.usefixtures("float64")
 def test_a_masked_batch_equals_a_really_smaller_one(activation, train):
@@ -393,4 +394,4 @@ def test_a_16_bit_elu_that_saturated_is_undone_to_where_it_did():
     )
     (expected,) = vjp(y)
     error = jnp.linalg.norm(dx.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
-    assert error < 0.5
+    assert error < 0.35

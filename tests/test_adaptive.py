@@ -1,3 +1,5 @@
+"""Clipping to a bound that follows a quantile of the norms."""
+
 import math
 
 import chex
@@ -122,6 +124,7 @@ REFUSED = {
     "quantile": ({"quantile": 1.0}, "quantile must be between 0 and 1, got 1.0"),
     "rate": ({"learning_rate": -1.0}, "learning_rate must be at least 0 and finite, got -1.0"),
     "any rate": ({"learning_rate": float("inf")}, "at least 0 and finite, got inf"),
+    "count below 0": ({"count_noise": -1.0}, "count_noise must be at least 0 and finite, got -1"),
     "parts": ({"microbatches": 0}, "microbatches must be at least 1, got 0"),
     "size": ({"noise_multiplier": 1.0}, "give expected_batch_size"),
     "count": (
@@ -148,8 +151,3 @@ def test_an_optimizer_that_keeps_no_bound_is_refused(keeping):
     step = fnet.make_step(loss, of_step, mode)
     with pytest.raises(ValueError, match=r"make it with mode.keeping_clip\(optimizer\)"):
         step(state, rows([1.0]))
-
-
-def test_noise_on_the_count_below_0_is_refused():
-    with pytest.raises(ValueError, match="count_noise must be at least 0 and finite, got -1"):
-        AdaptiveClipping(1.0, count_noise=-1.0)

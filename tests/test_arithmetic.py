@@ -1,3 +1,5 @@
+"""Work of a traced program: what is counted, and how often."""
+
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,3 +1,5 @@
+"""Attention in chunks of queries: a plain softmax, in memory that grows linearly."""
+
 import functools
 
 import chex

@@ -226,9 +226,13 @@ def test_no_more_than_a_few_examples_correlations_exist_at_a_time():
 
 
 def test_bfloat16_activations_leave_a_float32_context():
-    x, mixed = (a.astype(jnp.bfloat16) for a in arrays(2, 20, 6, n=2))
-    assert update(square(), x, mixed).dtype == jnp.float32
-    assert apply(x, square(), jnp.float32(1)).dtype == jnp.bfloat16
+    narrow = [a.astype(jnp.bfloat16) for a in arrays(2, 20, 6, n=2)]
+    x, mixed = (a.astype(jnp.float32) for a in narrow)
+    new, y = update(square(), *narrow), apply(narrow[0], square(), jnp.float32(1))
+    chex.assert_type([new, y], [jnp.float32, jnp.bfloat16])
+    chex.assert_trees_all_close(new, update(square(), x, mixed), atol=1e-6)
+    expected = naive_apply(x, square(), 1)
+    chex.assert_trees_all_close(y.astype(jnp.float32), expected, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize(

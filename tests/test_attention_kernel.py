@@ -96,5 +96,7 @@ def test_what_the_fused_kernel_does_not_do_goes_in_chunks(dtype, kwargs, monkeyp
     [RuntimeError("cuDNN not found."), NotImplementedError("head dim"), ValueError("shape")],
 )
 def test_without_a_fused_kernel_for_these_arrays_a_gpu_takes_chunks(error, monkeypatch):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel(error))
+    kernel = Kernel(error)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     assert "dot_general" in lowered_for("cuda", dot_product_attention, jnp.bfloat16)
+    assert kernel.told

@@ -1,3 +1,5 @@
+"""Amounts of memory as people write and read them."""
+
 import pytest
 
 from fnet.memory import in_words, read_bytes

@@ -1,6 +1,7 @@
 """The ways in which the program begins and ends."""
 
 import errno
+import re
 from unittest.mock import Mock
 
 import jax
@@ -9,17 +10,18 @@ from program_cases import exit_code, fnet_command
 
 from train import cli
 
+COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs")
+
 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
 def test_the_commands_are_listed(words, code, capsys):
     assert exit_code(*words) == code
-    assert capsys.readouterr().out.startswith("usage: fnet COMMAND")
+    said = capsys.readouterr().out
+    assert said.startswith("usage: fnet COMMAND")
+    assert tuple(re.findall(r"^  fnet (\w+)", said, re.MULTILINE)) == COMMANDS
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs"],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_says_how_it_is_called(command, capsys):
     assert exit_code(command, "--help") == 0
     assert capsys.readouterr().out.startswith(f"usage: fnet {command}")

@@ -1,3 +1,5 @@
+"""Sums of clipped per-example gradients are those of a loop over the examples."""
+
 import chex
 import example_losses
 import jax

@@ -68,7 +68,11 @@ def together(processes, *words, told=by_hand):
                 env=os.environ | own,
             )
         )
-    said = [process.communicate(timeout=240)[0] for process in started]
+    try:
+        said = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     return said, [process.returncode for process in started]
 
 

@@ -1,3 +1,5 @@
+"""Vectors of tokens, and the head that is tied to them."""
+
 import chex
 import flax.linen as nn
 import jax

@@ -169,7 +169,7 @@ def test_a_diverging_run_names_the_layer(workplace, capsys):
     assert "block0" in capsys.readouterr().err
 
 
-def test_without_it_such_a_step_ends_the_run(workplace, spoilt, capsys):
+def test_without_a_guard_a_loss_that_is_not_finite_ends_the_run(workplace, spoilt, capsys):
     spoilt(range(1437))
     assert exit_code("train", "tiny.py", "--guard.no-skip", "--out", "r") == 1
     assert "the loss is nan at step 1" in capsys.readouterr().err

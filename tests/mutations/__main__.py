@@ -4,8 +4,9 @@
     python -m tests.mutations --only "eps|variance" --jobs 2
     python -m tests.mutations --list
 
-First the same tests run on the copy as it is: they must pass. Then each change must make one of
-them fail. The exit code is 1 if a change survives, or if its place is not found exactly once.
+First the same tests run on the copy as it is: they must be there and pass. Then each change must
+make one of them fail. The exit code is 1 if a change survives, or if its place is not found
+exactly once.
 """
 
 import argparse
@@ -95,7 +96,7 @@ def _run(
                 console.print(escape(f"{mutation.file}: {mutation.what}: {said}"))
             return outcome
 
-        selections = sorted({(m.tests, m.select) for m in mutations})
+        selections = sorted({(m.tests, part) for m in mutations for part in m.alternatives})
         if not all(each("unchanged", unchanged, selections)):
             return None
         return each("changed", changed, mutations)

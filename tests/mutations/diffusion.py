@@ -7,12 +7,14 @@ _TARGETS = "fnet/diffusion/targets.py"
 _LOSS = "fnet/diffusion/loss.py"
 _SAMPLERS = "fnet/diffusion/samplers.py"
 _GUIDANCE = "fnet/diffusion/guidance.py"
-_TESTS = "tests/test_diffusion_schedules.py"
+_SCHEDULES_TESTS = "tests/test_diffusion_schedules.py"
+_TARGETS_TESTS = "tests/test_diffusion_targets.py"
+_LOSS_TESTS = "tests/test_diffusion_loss.py"
 _SAMPLERS_TESTS = "tests/test_samplers.py"
 
 SCHEDULES = changes(
     _SCHEDULES,
-    _TESTS,
+    _SCHEDULES_TESTS,
     "papers or preserve_variance or cuts_the_way or any_number_of_steps",
     [
         ("cosine is not squared", "* np.pi / 2) ** 2", "* np.pi / 2)"),
@@ -31,7 +33,7 @@ SCHEDULES = changes(
 
 TARGETS = changes(
     _TARGETS,
-    _TESTS,
+    _TARGETS_TESTS,
     "tells_the_example or velocity or clipped_example",
     [
         ("velocity has the other sign", "-jnp.asarray(sigma))", "jnp.asarray(sigma))"),
@@ -48,7 +50,7 @@ TARGETS = changes(
 
 LOSS = changes(
     _LOSS,
-    _TESTS,
+    _LOSS_TESTS,
     "min_snr_weights or weights_without or mean_square_error or stratified or any_target or uniform",
     [
         ("min-SNR has no gamma", "jnp.minimum(signal, gamma * noise)", "signal"),

@@ -1,5 +1,6 @@
 """One small wrong change, and the tests that are to notice it."""
 
+import ast
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,13 @@ class Mutation(NamedTuple):
     new: str
     tests: str
     select: str
+
+    @property
+    def alternatives(self) -> list[str]:
+        """``select``, cut where it says ``or``: each part must choose a test."""
+        chosen = ast.parse(self.select, mode="eval").body
+        either = isinstance(chosen, ast.BoolOp) and isinstance(chosen.op, ast.Or)
+        return [ast.unparse(part) for part in (chosen.values if either else [chosen])]
 
     def apply(self, root: Path) -> str:
         """The file's text after the change.
