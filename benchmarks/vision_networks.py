@@ -102,9 +102,11 @@ def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
     calls = {}
     for form in FORMS:
         step, *shapes = train_step(name, form, batch, size)
-        ways: list[Any] = [fnet.compile_step(step, *shapes)]
-        if form == "flax":
-            ways = list(compiled_each_way(step.lower(*shapes)))
+        ways: list[Any] = (
+            [*compiled_each_way(step.lower(*shapes))]
+            if form == "flax"
+            else [fnet.compile_step(step, *shapes)]
+        )
         create = functools.partial(fnet.TrainState.create, network(name, form), OPTIMIZER)
         calls[form] = [stepping(way, create(jax.random.key(0)), data) for way in ways]
     return fastest(calls, rounds)

@@ -63,7 +63,7 @@ def _each_once(state: TrainState) -> TrainState:
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
-        again = id(leaf) in seen
+        again = isinstance(leaf, Array) and id(leaf) in seen
         seen.add(id(leaf))
         return jnp.copy(leaf) if again else leaf
 

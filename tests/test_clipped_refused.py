@@ -102,7 +102,7 @@ REFUSED = {
     ),
     "aux": (
         lambda: clipped_grad(lambda p, x: (halves(p, x), x), 1.0)(jnp.float32(1), X),
-        "got tuple; what is returned beside the losses is for has_aux=True",
+        "got tuple; without has_aux=True return the losses alone",
     ),
     "no bounds": (
         lambda: clipped_grad(halves, None, per_layer=True)(jnp.float32(1), X),

@@ -118,7 +118,7 @@ def check_losses(name: str, losses: Any, size: int) -> None:
     if got != (size,):
         hints = {
             (): "; return the losses themselves, not their mean",
-            "tuple": "; what is returned beside the losses is for has_aux=True",
+            "tuple": "; without has_aux=True return the losses alone",
         }
         raise ValueError(
             f"{name}: expected one loss per example, shape [{size}], got {got}{hints.get(got, '')}"

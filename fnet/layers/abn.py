@@ -181,7 +181,7 @@ def abn_layer(
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        params, state = initial(channels)
+        params, state = initial_arrays(channels)
         count = {"count": jnp.zeros((), jnp.float32)} if decay is None else {}
         return params if affine else {}, state | count if track else {}
 
@@ -279,7 +279,7 @@ class _Spec(NamedTuple):
         return jnp.expand_dims(v.astype(like.dtype), self.others(like.ndim))
 
 
-def initial(channels: int) -> tuple[Params, State]:
+def initial_arrays(channels: int) -> tuple[Params, State]:
     """Parameters and statistics of a batch norm that has seen nothing, float32 [channels]."""
     # No array in two places, which could not be donated.
     params = {"gamma": jnp.ones(channels, jnp.float32), "beta": jnp.zeros(channels, jnp.float32)}

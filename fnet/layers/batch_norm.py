@@ -5,7 +5,7 @@ from jaxtyping import Float
 
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
-from fnet.layers.abn import AxisName, abn, initial
+from fnet.layers.abn import AxisName, abn, initial_arrays
 from fnet.layers.norm import check_parameters
 
 
@@ -92,7 +92,7 @@ def batch_norm_layer(
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return initial(channels)
+        return initial_arrays(channels)
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool

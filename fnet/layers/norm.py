@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
-from fnet.layers.precision import widened
+from fnet.layers.precision import wide, widened
 from fnet.mesh import equally_varying
 
 
@@ -188,16 +188,14 @@ def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
 def _normalize_affine(
     center: bool, eps: float, x: Array, scale: Array | None, bias: Array | None
 ) -> Array:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    scale = jnp.ones(x.shape[-1], wide) if scale is None else scale
-    bias = jnp.zeros(x.shape[-1], wide) if bias is None else bias
+    scale = jnp.ones(x.shape[-1], wide(x)) if scale is None else scale
+    bias = jnp.zeros(x.shape[-1], wide(x)) if bias is None else bias
     return _normalize(center, eps, *equally_varying((x, scale, bias)))
 
 
 def spread(v: Array, like: Array) -> Array:
     """[D] -> [1, ..., D], in the dtype of the statistics of ``like``."""
-    wide = jnp.promote_types(like.dtype, jnp.float32)
-    return jnp.expand_dims(v.astype(wide), range(like.ndim - 1))
+    return jnp.expand_dims(v.astype(wide(like)), range(like.ndim - 1))
 
 
 def never_zero(scale: Array, x: Array) -> Array:
@@ -205,7 +203,7 @@ def never_zero(scale: Array, x: Array) -> Array:
 
     Below what a sum shows it is that floor, with its sign.
     """
-    scale = scale.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = scale.astype(wide(x))
     floor = max(float(jnp.finfo(x.dtype).smallest_normal), 2.0**-100)
     step = jnp.where(jnp.abs(scale) < floor, jnp.copysign(floor, scale) - scale, 0)
     return scale + jax.lax.stop_gradient(step)  # its derivative stays 1

@@ -5,18 +5,23 @@ from jax import Array
 from jaxtyping import Float
 
 
+def wide(a: Float[Array, "..."]) -> jnp.dtype:
+    """The dtype that sums over ``a`` are taken in: float32, or its own where that is wider."""
+    return jnp.promote_types(a.dtype, jnp.float32)
+
+
 def widened(a: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``a`` in float32, or as it is where it is wider."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    """``a`` in `wide`."""
+    return a.astype(wide(a))
 
 
 def add(x: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
     """``x + b``, rounded once, to the dtype of ``x``; b may be 1 long where x is not.
 
-    The gradient of b is then a sum in float32 or wider. XLA on CPU sums bfloat16 as it is, where
+    The gradient of b is then a sum in `wide`. XLA on CPU sums bfloat16 as it is, where
     256 + 1 = 256: of 131,072 cotangents near 1 it had found 2,048.
     """
-    return (widened(x) + widened(b)).astype(x.dtype)
+    return (widened(x) + b.astype(wide(x))).astype(x.dtype)
 
 
 def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -25,4 +30,4 @@ def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Arra
     In one broadcast: the gradient of one from [1, 1, C] to [B, T, C] is a sum over T alone where
     B is 1, which XLA on CPU does not vectorise; it takes 15 times as long.
     """
-    return jnp.broadcast_to(widened(v), x.shape).astype(x.dtype)
+    return jnp.broadcast_to(v.astype(wide(x)), x.shape).astype(x.dtype)

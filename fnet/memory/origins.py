@@ -73,7 +73,7 @@ class _Level(NamedTuple):
 
 # Equations whose output is their input: in this place, with the same elements in order.
 _RENAMING = {
-    *("name", "reduce_precision", "optimization_barrier", "copy", "copy_p"),
+    *("name", "reduce_precision", "optimization_barrier", "copy"),
     *("reshape", "squeeze", "expand_dims", "broadcast_in_dim"),
     *("pvary", "pcast", "sharding_constraint", "stop_gradient"),
 }

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -236,12 +236,13 @@ def _compile(
         return Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
 
     # Compiling lets go of Python's lock.
+    candidates = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [pool.submit(one, *job) for job in itertools.product(ways, options)]
-        if progress:  # called here, so never by two threads at once
-            for job in as_completed(jobs):
-                progress(job.result())
-        return [job.result() for job in jobs]
+        for made in pool.map(lambda job: one(*job), itertools.product(ways, options)):
+            candidates.append(made)
+            if progress:  # called here, so never by two threads at once
+                progress(made)
+    return candidates
 
 
 def foresee(
