@@ -98,6 +98,7 @@ SHAPES = {
     "big endian": (pixels(dtype=">f4"), pixels(dtype=np.float32)),
     "by column": (np.asfortranarray(pixels()), pixels()),
     "wide": (pixels(shape=(8, 5, 7)), pixels(shape=(8, 5, 7))),
+    "square, of many channels": (pixels(shape=(4, 4, 9)), pixels(shape=(4, 4, 9))),
 }
 
 

@@ -136,7 +136,9 @@ def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
     assert (run / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
+@pytest.mark.parametrize(
+    "damage", [lose_the_score, pytest.param(replace_the_score, marks=pytest.mark.slow)]
+)
 def test_where_the_only_one_lost_its_score_nothing_is_begun_in_silence(damage, run, capsys):
     shutil.rmtree(run / "checkpoints" / "6")
     damage(run / "checkpoints" / "8")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
+from matplotlib.figure import Figure
 from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
@@ -285,7 +286,7 @@ def test_a_class_name_with_dollars_is_no_formula(tmp_path):
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(plots, "FigureCanvasAgg", figures.append)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     images = np.random.default_rng(0).uniform(size=(2, 3, 4, 5, channels)).astype(np.float32)
     plots.grid(images, ("a", "b"), "grid", tmp_path / "grid.png")
     (ax,) = figures[0].axes

@@ -105,7 +105,8 @@ def test_residual_adds_its_input_or_what_its_shortcut_makes_of_it():
     layer = residual(layers.dense(3, 4), layers.dense(3, 4))
     params, state = layer.init(jax.random.key(0))
     y, _ = layer.apply(params, state, x, train=True)
-    chex.assert_trees_all_close(y, x @ (params["body"]["kernel"] + params["shortcut"]["kernel"]))
+    kernels = params["body"]["kernel"] + params["shortcut"]["kernel"]
+    chex.assert_trees_all_close(y, x @ kernels, atol=1e-6)
 
 
 def test_residual_with_unequal_branches_names_both_shapes():

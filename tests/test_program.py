@@ -138,7 +138,13 @@ def test_resuming_a_finished_run_changes_nothing_but_says_its_result(whole, caps
         assert again[name] == summary[name] is not None
 
 
-@pytest.mark.parametrize("summary", ['{"steps": 4, "seconds": -1.0}', '{"steps": 8, "sec', "[]"])
+@pytest.mark.parametrize(
+    "summary",
+    [
+        '{"steps": 4, "seconds": -1.0}',
+        *(pytest.param(damaged, marks=pytest.mark.slow) for damaged in ('{"steps": 8, "sec', "[]")),
+    ],
+)
 def test_a_summary_of_fewer_steps_or_a_damaged_one_is_written_anew(summary, whole):
     """The first is there where a run that was continued is killed at its end."""
     (whole / "summary.json").write_text(summary)

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.ENAMETOOLONG):
+        if error.filename is not None and error.errno in (errno.EACCES, errno.ENAMETOOLONG):
             _fail(f"cannot reach {error.filename}: {error.strerror}", 2)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise

@@ -105,7 +105,7 @@ def _images(images: np.ndarray, what: str, config: ArrayFile) -> np.ndarray:
         images = images[..., None]
     elif config.axes == "channels_first":
         images = np.moveaxis(images, 1, -1)
-    elif config.axes is None and shape[3] > max(4, shape[1]):
+    elif config.axes is None and shape[1] != shape[2] and shape[3] > max(4, shape[1]):
         raise UserError(
             f"data.axes: {what} has shape {shape}, and its channels may be first or last; give "
             "channels_first or channels_last"
