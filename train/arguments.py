@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -267,13 +268,14 @@ def _first_mistake(defaults: Any, given: Sequence[str], prog: str) -> str:
         if flag is None:
             return f"unexpected {' '.join(values)}; fields are given as --section.field VALUE"
         name = flag.removeprefix("--").replace("-", "_")
-        if flag[2:] == "" or (name not in known and name.replace("no_", "") not in known):
+        if name not in known:
             flags = ["--" + k.replace("_", "-") for k in known]
-            return f"unknown field {flag}{nearest(flag, flags)}; see {prog} --help"
+            meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
+            return f"unknown field {flag}{nearest(meant, flags)}; see {prog} --help"
         try:
             _parse(defaults, [flag, *values], prog, console_outputs=False)
         except SystemExit:
-            expected = _in_words(known.get(name, bool))
+            expected = _in_words(known[name])
             got = " ".join(values) if values else "nothing"
             return f"{flag}: expected {expected}, got {got}"
     return f"cannot read {' '.join(given)}; see {prog} --help"
@@ -305,6 +307,8 @@ def _flags(defaults: Any, prefix: str = "") -> dict[str, Any]:
             flags |= _flags(value, f"{prefix}{f.name}.")
         else:
             flags[prefix + f.name] = hints[f.name]
+            if hints[f.name] is bool:
+                flags[f"{prefix}no_{f.name}"] = bool
     return flags
 
 
