@@ -83,6 +83,7 @@ SUITE = (
     Benchmark("resnet50_step"),
     Benchmark("reversible_grid", quick=("--seeds", "1")),
     Benchmark("vision_networks", quick=("--names", "resnet50", "resnext50", "densenet121")),
+    ahead_of_time("vision_networks", "h100", ("--names", "resnet50", "resnext50", "densenet121")),
     Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10"),
     Benchmark("linear_cross_entropy", quick=("--rounds", "3")),
     ahead_of_time("linear_cross_entropy", "h100"),

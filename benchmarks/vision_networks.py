@@ -2,6 +2,7 @@
 
     python -m benchmarks.vision_networks                  # all, 224 x 224, batch 8
     python -m benchmarks.vision_networks --names resnet50 --rounds 5
+    JAX_PLATFORMS=cpu python -m benchmarks.vision_networks --target h100
 
 The same network three times: plain, with ``flax.linen.BatchNorm`` and relu in the place
 of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named``
@@ -11,6 +12,7 @@ of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named
 `fnet.compile_step` tries, for all three. The largest batch is where the line through the
 peaks at the batch and at twice the batch meets the budget. Nothing is run, unless
 ``--rounds`` asks for the time of the steps as well: plain is then compiled in the fastest way.
+With ``--target``, the peaks are those on a device that is not there, but its compiler is.
 """
 
 import functools
@@ -28,6 +30,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
 from benchmarks.networks import image_loss
 from fnet import Layer, memory, models
+from fnet.memory.target import Target, describe, on
 
 NAMES = (
     "resnet18",
@@ -88,12 +91,14 @@ def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, A
     return step, state, {"image": image, "label": label}
 
 
-def peak(name: str, form: str, batch: int, size: int) -> int:
+def peak(name: str, form: str, batch: int, size: int, target: Target | None) -> int:
     """Bytes, with the best of the compiler's options; no code is made."""
     step, *shapes = train_step(name, form, batch, size)
-    lowered = step.lower(*shapes)
+    lowered = step.lower(*(on(target, shapes) if target else shapes))
     candidates = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
-    return min(memory.foresee(lowered, options).total for options in candidates)
+    if target:
+        candidates = (target.compiler_options,)
+    return min(memory.foresee(lowered, options, target).total for options in candidates)
 
 
 def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
@@ -113,37 +118,38 @@ def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__, rounds=0)
+    parser = argument_parser(__doc__, rounds=0, target=True)
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--budget", default="8GiB")
     options = parser.parse_args()
     budget = memory.read_bytes(options.budget)
+    target = describe(options.target) if options.target else None
+    what = f"batch {options.batch} at {options.size}" + (f", {target.name}" if target else "")
     rows, claims = [], []
     for name in options.names:
-        peaks = {form: peak(name, form, options.batch, options.size) for form in FORMS}
+        peaks = {f: peak(name, f, options.batch, options.size, target) for f in FORMS}
         row = {"": name, "flax MB": f"{peaks['flax'] / 1e6:,.0f}"}
         for form in FORMS[1:]:
             row[f"{form} MB"] = f"{peaks[form] / 1e6:,.0f}"
-            row[f"{form} / flax"] = f"{peaks[form] / peaks['flax']:.2f}"
-            target = {"resnext": "<= 0.5", "densenet": "<= 0.6"}.get(name.rstrip("0123456789"), "")
-            what = (
-                f"{name}, {form}, batch {options.batch} at {options.size}: peak of the train step"
-            )
-            claims.append(Claim(what, "flax BatchNorm, relu", peaks[form] / peaks["flax"], target))
+            ratio = peaks[form] / peaks["flax"]
+            row[f"{form} / flax"] = f"{ratio:.2f}"
+            aim = {"resnext": "<= 0.5", "densenet": "<= 0.6"}.get(name.rstrip("0123456789"), "")
+            claim = f"{name}, {form}, {what}: peak of the train step"
+            claims.append(Claim(claim, "flax BatchNorm, relu", ratio, aim))
         for form in FORMS:
-            twice = peak(name, form, 2 * options.batch, options.size)
+            twice = peak(name, form, 2 * options.batch, options.size, target)
             an_example = (twice - peaks[form]) / options.batch
             largest = options.batch + (budget - peaks[form]) / an_example
             row[f"{options.budget}, {form}"] = f"{largest:.0f}"
-        if options.rounds:
+        if options.rounds and not target:
             took = seconds(name, options.batch, options.size, options.rounds)
             for form in FORMS[1:]:
                 row[f"time {form} / flax"] = f"{took[form] / took['flax']:.2f}"
         rows.append(row)
         print(markdown([row]), file=sys.stderr, flush=True)
-    print(f"Batch {options.batch} at {options.size} x {options.size}.\n")
+    print(f"{what.capitalize()}.\n")
     print(markdown(rows))
     publish(claims, options, "jax", "jaxlib", "flax", "optax")
 
