@@ -14,7 +14,7 @@ import fnet
 from fnet import layers
 from fnet.jaxprs import every
 from fnet.layers.causal_conv import causal_conv
-from fnet.layers.precision import add, broadcast_like
+from fnet.precision import add, broadcast_like
 from train.config import Config, Denoiser, Digits, LanguageModel, Optim, PreactResNet, TextFile
 from train.setup import setup
 

@@ -10,10 +10,10 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from fnet import jaxprs
-from fnet.autodiff import outer
 from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.mesh import equally_varying
+from fnet.precision import wide
 
 
 def microbatches(n: int, *, unroll: bool | None = None) -> Callable[[Loss], Gradient]:
@@ -152,7 +152,7 @@ def _shares(weight: Array | None, n: int) -> Array:
     """Of the sum of all weights [batch / n, n], each part's share [n]."""
     if weight is None:
         return jnp.full(n, 1 / n)
-    sums = weight.sum(0, dtype=outer.wide(weight))
+    sums = weight.sum(0, dtype=wide(weight))
     return sums / jnp.maximum(sums.sum(), 1e-12)
 
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from fnet.autodiff import outer
 from fnet.autodiff.examples import Examples
 from fnet.autodiff.shares import Made
 from fnet.autodiff.update import squared_norm
+from fnet.precision import wide
 
 
 class Chunks(NamedTuple):
@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
             ]
             return added, None
 
-        sums = [jnp.zeros(self.leaves[i].shape, outer.wide(self.leaves[i])) for i in self.which]
+        sums = [jnp.zeros(self.leaves[i].shape, wide(self.leaves[i])) for i in self.which]
         if self.which and parts:
             rows = [divided(a) for a in e.leaves]
             padded = [divided(scales[i]).at[-1, width - padding :].set(0) for i in self.which]

@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from fnet import jaxprs
 from fnet.autodiff import outer
+from fnet.precision import wide
 
 
 class Convolution(NamedTuple):
@@ -132,8 +133,8 @@ class Convolution(NamedTuple):
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`: the transposed convolution, as any gradient takes it."""
         # In the kernel's own dtype, if narrow, the sum over the batch would be rounded.
-        wide = outer.wide(x, ct)
-        like = jax.ShapeDtypeStruct(self.kernel.shape, wide)
+        dtype = wide(x, ct)
+        like = jax.ShapeDtypeStruct(self.kernel.shape, dtype)
         p = self.params | {"preferred_element_type": None}
         images, out = p["dimension_numbers"].lhs_spec[0], p["dimension_numbers"].out_spec[0]
 
@@ -154,8 +155,8 @@ class Convolution(NamedTuple):
             return kernel
 
         rows = scales.reshape(1, -1, *[1] * (x.ndim - 2))
-        x = jnp.where(rows != 0, x, 0).astype(wide)
-        ct = jnp.where(rows != 0, ct.astype(wide) * rows.astype(wide), 0)
+        x = jnp.where(rows != 0, x, 0).astype(dtype)
+        ct = jnp.where(rows != 0, ct.astype(dtype) * rows.astype(dtype), 0)
         if len(x) == 1:
             return one(x[0], ct[0])[None]
         return jnp.stack([one(x[i], ct[i]) for i in range(len(x))])

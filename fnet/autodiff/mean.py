@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff import outer
 from fnet.autodiff.examples import check_floating
+from fnet.precision import wide
 
 
 class Aux(NamedTuple):
@@ -49,7 +49,7 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     """
     if weight is None:
         return values.mean()
-    whole = weight.sum(dtype=outer.wide(weight))
+    whole = weight.sum(dtype=wide(weight))
     return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(whole, 1e-12)
 
 

@@ -14,6 +14,7 @@ from fnet.autodiff.clipped import Clipped, clipped_grad
 from fnet.autodiff.mean import Gradient, Loss, weighted_mean
 from fnet.autodiff.per_example import noise_scale
 from fnet.autodiff.update import squared_norm
+from fnet.precision import wide
 
 
 def clipped(
@@ -180,12 +181,11 @@ def as_those(tree: Any, like: Any) -> Any:
 def _wide(params: Any) -> Any:
     """In float32 at least: sums have the dtype of params, and none is rounded before its noise."""
 
-    def wide(p: Any) -> Any:
-        dtype = jnp.result_type(p)
-        floating = jnp.issubdtype(dtype, jnp.floating)  # what is not is refused
-        return _cast(p, jnp.promote_types(dtype, jnp.float32)) if floating else p
+    def one(p: Any) -> Any:
+        floating = jnp.issubdtype(jnp.result_type(p), jnp.floating)  # what is not is refused
+        return _cast(p, wide(p)) if floating else p
 
-    return jax.tree.map(wide, params)
+    return jax.tree.map(one, params)
 
 
 def _cast(a: Any, dtype: Any) -> Any:

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.precision import wide, widened
+
 _EXTRA = 4  # intermediates may take this part of what the factors take
 _PARTS = 32  # in which data are cleared where they must be
 _ALWAYS = 2**20  # bytes that intermediates may take in any case
@@ -119,11 +121,6 @@ def scaled(v: Array, scales: Array) -> tuple[Array, Array]:
     return jnp.where(real[:, None], v * rows[:, None].astype(v.dtype), 0), real
 
 
-def wide(*arrays: Array) -> jnp.dtype:
-    """In which dtype sums of them are kept: float32, or float64 of such."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
 def in_parts(f: Callable[..., Array], arrays: Sequence[Array], bytes_each: int) -> Array:
     """``f(*arrays)``, a few examples at a time if its intermediates would be large.
 
@@ -174,7 +171,7 @@ def _gram(u: Array, other: Array) -> Array:
 
 
 def _squared(a: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.square(a.astype(wide(a))).sum(axes)
+    return jnp.square(widened(a)).sum(axes)
 
 
 def _squared_lengths(a: Array) -> Array:

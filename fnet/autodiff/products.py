@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn
 from fnet import jaxprs
 from fnet.autodiff import outer
 from fnet.autodiff.convolution import Convolution
+from fnet.precision import wide, widened
 
 
 class Product(Protocol):
@@ -78,7 +79,7 @@ class Shift(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         axes = (2, *(3 + i for i in self.summed))
-        return ct.astype(outer.wide(ct)).sum(axes, keepdims=True).squeeze(2)
+        return widened(ct).sum(axes, keepdims=True).squeeze(2)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
@@ -86,7 +87,7 @@ class Shift(NamedTuple):
 
         def one(ct: Array) -> Array:
             rows, _ = outer.scaled(ct.reshape(*ct.shape[:2], -1), scales)
-            rows = rows.astype(outer.wide(rows)).sum(0)
+            rows = widened(rows).sum(0)
             return rows.reshape(shape).sum(self.summed, keepdims=True)
 
         return one(ct[0])[None] if len(ct) == 1 else jax.vmap(one)(ct)
@@ -119,7 +120,7 @@ class Scale(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         axes = (2, *(3 + i for i in self.summed))
-        each = (x.astype(outer.wide(x, ct)) * ct).sum(axes, keepdims=True)
+        each = (x.astype(wide(x, ct)) * ct).sum(axes, keepdims=True)
         return each.squeeze(2)
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
@@ -268,7 +269,7 @@ class Lookup(NamedTuple):
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
         index, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), outer.wide(rows))
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), wide(rows))
         add: Callable[[Array, Array], Array] = jax.vmap(
             jax.vmap(lambda index, rows: table.at[index].add(rows))
         )
@@ -277,7 +278,7 @@ class Lookup(NamedTuple):
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
         index, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), outer.wide(rows))
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), wide(rows))
 
         def add(index: Array, rows: Array) -> Array:
             return table.at[index.ravel()].add(outer.scaled(rows, scales)[0])

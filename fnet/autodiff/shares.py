@@ -11,6 +11,7 @@ from jax import Array
 
 from fnet.autodiff import outer
 from fnet.autodiff.taps import Use
+from fnet.precision import wide, widened
 
 _KEPT = 4  # shares are kept if they take this part of what they are made of
 
@@ -159,7 +160,7 @@ class Made(NamedTuple):
 
     def squared_norms(self) -> Array:
         """See `Shares`."""
-        shares = self.shares.astype(outer.wide(self.shares))
+        shares = widened(self.shares)
         return jnp.square(shares).sum(tuple(range(1, shares.ndim)))
 
     def each(self) -> Array:
@@ -169,7 +170,7 @@ class Made(NamedTuple):
     def total(self, scales: Array) -> Array:
         """See `Shares`."""
         # A product: XLA's CPU compiler makes a slow loop of scales[:, None] * shares.
-        rows = self.shares.reshape(len(scales), -1).astype(outer.wide(self.shares))
+        rows = self.shares.reshape(len(scales), -1).astype(wide(self.shares))
         found = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
         return found.reshape(self.shares.shape[1:])
 

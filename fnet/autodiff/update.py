@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fnet.autodiff import outer
 from fnet.autodiff.mean import Gradient, Loss
+from fnet.precision import widened
 
 Update = Callable[
     [Any, optax.OptState, Any, dict[str, Array], Array],
@@ -80,6 +80,6 @@ def squared_norm(tree: Any) -> Array:
 
     def of(a: Array) -> Array:
         size = jnp.abs(a)
-        return jnp.square(size.astype(outer.wide(size))).sum()
+        return jnp.square(widened(size)).sum()
 
     return jnp.asarray(sum(map(of, jax.tree.leaves(tree))))

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from fnet.diffusion import schedules
 from fnet.diffusion.schedules import Schedule
 from fnet.diffusion.targets import add_noise, check_target, target
+from fnet.precision import widened
 
 WEIGHTINGS = ("uniform", "min_snr")
 """By name: every step counts the same; or `min_snr_weight`."""
@@ -64,7 +65,7 @@ def denoising_losses(
     _check_gamma(gamma)
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise TypeError(f"denoising_losses: x0 must be floating, got {x0.dtype}")
-    clean = x0.astype(jnp.promote_types(x0.dtype, jnp.float32))
+    clean = widened(x0)
     time_key, noise_key = jax.random.split(key)
     t = draw_times(time_key, x0.shape[0], schedule.steps, stratified=stratified)
     noise = jax.random.normal(noise_key, clean.shape, clean.dtype)

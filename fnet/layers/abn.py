@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers import activations
-from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
+from fnet.precision import wide, widened
 
 AxisName = str | tuple[str, ...] | None
 
@@ -130,10 +130,10 @@ def abn(
     # With running statistics nothing is summed over devices, and the axes need not exist.
     axes = None if frozen else axis_name
     spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
-    channels, wide = x.shape[axis], jnp.promote_types(x.dtype, jnp.float32)
+    channels = x.shape[axis]
     # The derivative at gamma = 0 is taken as +1.
-    g = jnp.ones(channels, wide) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
-    b = jnp.zeros(channels, wide) if beta is None else beta
+    g = jnp.ones(channels, wide(x)) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
+    b = jnp.zeros(channels, wide(x)) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
     y, mean, var, n = _normalize(spec, *equally_varying((x, g, b, statistics, mask)))
     if not act.inverse:

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
-from fnet.layers.precision import widened
+from fnet.precision import widened
 
 UNSEEN = 0.7 * float(jnp.finfo(jnp.float32).min)
 """Score of a key that is not seen: finite, so that rows of such have no NaN, nor their gradient."""

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from fnet.layers.precision import broadcast_like, widened
 from fnet.mesh import equally_varying
+from fnet.precision import broadcast_like, widened
 
 ROWS = 32
 """Most positions of a sequence that are looked at."""

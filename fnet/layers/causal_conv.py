@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from fnet.layer import Decode, Layer, Params, State, check_sizes
 from fnet.layers.linear import check_floating
-from fnet.layers.precision import broadcast_like
+from fnet.precision import broadcast_like
 
 
 def causal_conv(

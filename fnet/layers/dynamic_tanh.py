@@ -8,8 +8,8 @@ from jaxtyping import Float
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers.norm import never_zero, spread
-from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
+from fnet.precision import widened
 
 
 def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
 from fnet.layers.norm import check_parameters, spread
-from fnet.layers.precision import widened
+from fnet.precision import widened
 
 
 def group_norm(

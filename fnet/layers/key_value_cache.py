@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 
 from fnet.layers.attention import UNSEEN
 from fnet.mesh import equally_varying
+from fnet.precision import wide
 
 Cache = dict[str, Array]
 
@@ -126,15 +127,15 @@ def _online_softmax(
 ) -> Float[Array, "b k g c d"]:
     """Attention in one pass over chunks of ``size`` keys (Milakov and Gimelshein 2018)."""
     queries, s = q.shape[-2], k.shape[1]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scaled = q.astype(wide) * jnp.asarray(q.shape[-1] ** -0.5, wide)
+    dtype = wide(q)
+    scaled = q.astype(dtype) * jnp.asarray(q.shape[-1] ** -0.5, dtype)
     own = at + jnp.arange(queries)
 
     def read(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, y = carry
         start = jnp.minimum(i * size, s - size)  # the last chunk overlaps the one before
         keys, values = (
-            jnp.moveaxis(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1), 1, 2).astype(wide)
+            jnp.moveaxis(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1), 1, 2).astype(dtype)
             for a in (k, v)
         )  # [B, K, size, D]
         j = (start + jnp.arange(size))[None]
@@ -152,7 +153,7 @@ def _online_softmax(
         return new_top, total, y
 
     rows = (*q.shape[:-1], 1)
-    none = jnp.full(rows, UNSEEN, wide), jnp.zeros(rows, wide), jnp.zeros(q.shape, wide)
+    none = jnp.full(rows, UNSEEN, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype)
     # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
     none = equally_varying((none, q, k, v))[0]
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from fnet.backward_pass import params_first
 from fnet.layer import Layer, Params, State, check_sizes
-from fnet.layers.precision import add
+from fnet.precision import add
 
 HE_NORMAL = jax.nn.initializers.he_normal()
 

@@ -12,9 +12,9 @@ from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
-from fnet.layers.precision import broadcast_like, widened
 from fnet.layers.recurrence import recurrent
 from fnet.layers.selective_scan import selective_scan
+from fnet.precision import broadcast_like, wide, widened
 
 TORCH_LINEAR = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """How the projections of the authors' code start: as torch's Linear does."""
@@ -100,7 +100,6 @@ def mamba(
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
-        wide = jnp.promote_types(x.dtype, jnp.float32)
         u, z = jnp.split(child("in", x), 2, axis=-1)
         with jax.named_scope("conv"):
             u, past = causal_conv(u, **params["conv"], past=cache.get("conv"))
@@ -110,7 +109,7 @@ def mamba(
             y, last = selective_scan(
                 u,
                 time_steps(child("dt", r), params["dt_bias"]),
-                -jnp.exp(params["A_log"].astype(wide)),
+                -jnp.exp(params["A_log"].astype(wide(x))),
                 B,
                 C,
                 params["D"],
@@ -124,7 +123,7 @@ def mamba(
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, state, inner), jnp.promote_types(dtype, jnp.float32)),
+            "state": jnp.zeros((batch, state, inner), wide(dtype)),
         }
 
     return recurrent("mamba", width, init, mix, start)

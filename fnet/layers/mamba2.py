@@ -16,6 +16,7 @@ from fnet.layers.mamba import TORCH_LINEAR, check_steps, initial_steps, time_ste
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.recurrence import recurrent
 from fnet.mesh import equally_varying
+from fnet.precision import wide
 
 
 def state_space_dual(
@@ -72,10 +73,10 @@ def state_space_dual(
     size = -(-t // -(-t // size))  # as many chunks, evenly long
 
     given = [a for a in (x, dt, A, B, C, initial) if a is not None]
-    wide = jnp.result_type(jnp.float32, *given)
+    dtype = wide(*given)
     if initial is None:
-        initial = jnp.zeros((b, h, n, p), wide)
-    initial, A = initial.astype(wide), A.astype(wide)
+        initial = jnp.zeros((b, h, n, p), dtype)
+    initial, A = initial.astype(dtype), A.astype(dtype)
     x, dt, A, B, C, initial = equally_varying((x, dt, A, B, C, initial))
 
     # In a scan nothing can merge what is computed again with what was.
@@ -93,7 +94,7 @@ def state_space_dual(
     last, y = jax.lax.scan(one_chunk, start, chunks)
     y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, h, p)[:, :t]
     if D is not None:
-        y = y + jnp.broadcast_to(D.astype(wide)[:, None], x.shape) * x.astype(wide)
+        y = y + jnp.broadcast_to(D.astype(dtype)[:, None], x.shape) * x.astype(dtype)
     return y.astype(x.dtype), last.reshape(b, h, n, p)
 
 
@@ -184,7 +185,6 @@ def mamba2(
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
-        wide = jnp.promote_types(x.dtype, jnp.float32)
         parts = [inner, 2 * inner + 2 * shared]
         z, u, r = jnp.split(child("in", x), parts, axis=-1)
         with jax.named_scope("conv"):
@@ -194,7 +194,7 @@ def mamba2(
             y, last = state_space_dual(
                 u.reshape(*u.shape[:2], heads, head),
                 time_steps(r, params["dt_bias"]),
-                -jnp.exp(params["A_log"].astype(wide)),
+                -jnp.exp(params["A_log"].astype(wide(x))),
                 B.reshape(*B.shape[:2], groups, state),
                 C.reshape(*C.shape[:2], groups, state),
                 params["D"],
@@ -206,10 +206,9 @@ def mamba2(
 
     def start(batch: int, length: int, dtype: DTypeLike) -> Any:
         del length
-        wide = jnp.promote_types(dtype, jnp.float32)
         return {
             "conv": jnp.zeros((batch, conv - 1, inner + 2 * shared), dtype),
-            "state": jnp.zeros((batch, heads, state, head), wide),
+            "state": jnp.zeros((batch, heads, state, head), wide(dtype)),
         }
 
     return recurrent("mamba2", width, init, mix, start)

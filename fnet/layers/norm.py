@@ -9,8 +9,8 @@ from jaxtyping import Float
 
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State
-from fnet.layers.precision import wide, widened
 from fnet.mesh import equally_varying
+from fnet.precision import wide, widened
 
 
 def layer_norm(

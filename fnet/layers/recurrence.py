@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from fnet.layer import Decode, Layer, Params, State
 from fnet.mesh import equally_varying
+from fnet.precision import wide
 
 
 def linear_recurrence(
@@ -110,8 +111,8 @@ def recurrent(
 @jax.custom_vjp
 def _recurrence(a: Array, b: Array, initial: Array) -> Array:
     """States, in the dtype of ``b``."""
-    wide = jnp.promote_types(b.dtype, jnp.float32)
-    arrays = a.astype(wide), b.astype(wide), initial.astype(wide)
+    dtype = wide(b)
+    arrays = a.astype(dtype), b.astype(dtype), initial.astype(dtype)
     h: Array = jax.lax.platform_dependent(*arrays, cpu=_in_turn, default=_associative)
     return h.astype(b.dtype)
 
@@ -123,12 +124,12 @@ def _recurrence_fwd(a: Array, b: Array, initial: Array) -> tuple[Array, tuple[Ar
 
 def _recurrence_bwd(residuals: tuple[Array, Array, Array], dh: Array) -> tuple[Array, Array, Array]:
     a, initial, h = residuals
-    wide = jnp.promote_types(h.dtype, jnp.float32)
-    decays, initial_wide = a.astype(wide), initial.astype(wide)
+    dtype = wide(h)
+    decays, initial_wide = a.astype(dtype), initial.astype(dtype)
     g = jax.lax.platform_dependent(
-        decays, dh.astype(wide), cpu=_in_turn_backwards, default=_associative_backwards
+        decays, dh.astype(dtype), cpu=_in_turn_backwards, default=_associative_backwards
     )
-    before = jnp.concatenate([initial_wide[:, None], h[:, :-1].astype(wide)], axis=1)
+    before = jnp.concatenate([initial_wide[:, None], h[:, :-1].astype(dtype)], axis=1)
     return (
         (g * before).astype(a.dtype),
         g.astype(dh.dtype),

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.layer import Layer, Params, State, apply_child, init_children
-from fnet.layers.precision import widened
 from fnet.mesh import equally_varying
+from fnet.precision import wide, widened
 
 GRID = 2.0**-16
 """What the streams are integer multiples of."""
@@ -155,7 +155,7 @@ def _units(x: Array) -> Array:
 
 
 def _value(units: Array, dtype: Any) -> Array:
-    return (units.astype(jnp.promote_types(dtype, jnp.float32)) * GRID).astype(dtype)
+    return (units.astype(wide(dtype)) * GRID).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -11,8 +11,8 @@ from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.linear import dense
-from fnet.layers.precision import broadcast_like, widened
 from fnet.layers.recurrence import linear_recurrence, recurrent
+from fnet.precision import broadcast_like, wide, widened
 
 _SHARPNESS = 8.0  # c
 _SLOWEST, _FASTEST = 0.999, 0.9  # exp(-c softplus(L)) at first
@@ -90,7 +90,6 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
-        wide = jnp.promote_types(x.dtype, jnp.float32)
         u = child("recurrent", x)
         with jax.named_scope("conv"):
             u, past = causal_conv(u, **params["conv"], past=cache.get("conv"))
@@ -99,9 +98,10 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         with jax.named_scope("input_gate"):
             i = _gate(params["input_gate"], u)
         with jax.named_scope("scan"):
-            log_a = -_SHARPNESS * broadcast_like(jax.nn.softplus(params["L"].astype(wide)), r) * r
+            rate = jax.nn.softplus(params["L"].astype(wide(x)))
+            log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
-            h = linear_recurrence(jnp.exp(log_a), scale * i * u.astype(wide), cache.get("state"))
+            h = linear_recurrence(jnp.exp(log_a), scale * i * u.astype(wide(x)), cache.get("state"))
         y = keep(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
         return child("out", y), {"conv": past, "state": h[:, -1]}
 
@@ -109,7 +109,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, inner), jnp.promote_types(dtype, jnp.float32)),
+            "state": jnp.zeros((batch, inner), wide(dtype)),
         }
 
     return recurrent("rg_lru", width, init, mix, start)

@@ -5,6 +5,7 @@ from jax import Array
 from jaxtyping import Float, Real
 
 from fnet.layers.linear import check_floating
+from fnet.precision import wide, widened
 
 
 def rotary(
@@ -51,10 +52,10 @@ def rotary(
         )
     if not base > 0:
         raise ValueError(f"rotary: base must be > 0, got {base}")
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x)
     half = x.shape[-1] // 2
-    speed = base ** (-jnp.arange(half, dtype=wide) / half)
-    angle = jnp.atleast_2d(positions.astype(wide))[:, :, None] * speed[None, None]
+    speed = base ** (-jnp.arange(half, dtype=dtype) / half)
+    angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * speed[None, None]
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
-    a, b = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    a, b = widened(x[..., :half]), widened(x[..., half:])
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layers.precision import broadcast_like
 from fnet.mesh import equally_varying
+from fnet.precision import broadcast_like, wide
 
 
 def selective_scan(
@@ -85,13 +85,13 @@ def selective_scan(
     size = -(-t // -(-t // size))  # as many chunks, evenly long
 
     given = [a for a in (x, dt, A, B, C, initial) if a is not None]
-    wide = jnp.result_type(jnp.float32, *given)
+    dtype = wide(*given)
     if initial is None:
-        initial = jnp.zeros((x.shape[0], *A.shape[::-1]), wide)
-    initial, A = initial.astype(wide), A.astype(wide)
+        initial = jnp.zeros((x.shape[0], *A.shape[::-1]), dtype)
+    initial, A = initial.astype(dtype), A.astype(dtype)
     y, last = _scan(size, *equally_varying((x, dt, A, B, C, initial)))
     if D is not None:
-        y = y + broadcast_like(D, y) * x.astype(wide)
+        y = y + broadcast_like(D, y) * x.astype(dtype)
     return y.astype(x.dtype), last
 
 

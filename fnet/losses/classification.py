@@ -6,6 +6,8 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
+from fnet.precision import widened
+
 
 def cross_entropy(
     logits: Float[Array, "... k"], labels: Int[Array, "..."], *, smoothing: float = 0.0
@@ -30,7 +32,7 @@ def cross_entropy(
     if not 0 <= smoothing < 1:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
     _check_labels("cross_entropy", logits, labels)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = widened(logits)
     losses: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     losses = jnp.where(labels < 0, jnp.nan, losses)  # an index would count from the end
     if not smoothing:

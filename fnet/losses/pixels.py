@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from fnet.mesh import equally_varying
+from fnet.precision import widened
 
 Carry = TypeVar("Carry")
 Start = Array | int
@@ -172,7 +173,7 @@ class _Interpolation(NamedTuple):
     @classmethod
     def of(cls, logits: Array, size: Sequence[int]) -> "_Interpolation":
         """Of logits [N, h, w, k], to be interpolated to H and W."""
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        logits = widened(logits)
         pairs = zip(logits.shape[1:3], size, strict=True)
         down, across = (None if a == b else _shares(a, b, logits.dtype) for a, b in pairs)
         return cls(logits.transpose(1, 0, 3, 2), down, across)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from fnet.backward_pass import keep
 from fnet.mesh import equally_varying
+from fnet.precision import wide
 
 Carry = TypeVar("Carry")
 Start = Array | int
@@ -272,7 +273,7 @@ def _statistics_fwd(
         picked = jnp.where(column == labels - start, found, picked)
         return higher, total, picked, summed + z.sum(-1) if spec.mean else None
 
-    zero = jnp.zeros_like(x[..., 0], _wide(x.dtype))
+    zero = jnp.zeros_like(x[..., 0], wide(x))
     # A number, so that a first chunk of words at -inf leaves no inf - inf.
     lowest = jnp.full_like(zero, jnp.finfo(zero.dtype).min)
     carry = (lowest, zero, zero, zero if spec.mean else None)
@@ -312,7 +313,7 @@ def _statistics_bwd(
         return dx, dkernel, dbias
 
     dbias = None if bias is None else _zeros_beside(bias)
-    carry = (jnp.zeros_like(x, _wide(x.dtype)), _zeros_beside(kernel), dbias)
+    carry = (jnp.zeros_like(x, wide(x)), _zeros_beside(kernel), dbias)
     dx, dkernel, dbias = spec.over_chunks(body, carry, vocabulary)
     return dx.astype(x.dtype), dkernel, dbias, None
 
@@ -321,11 +322,6 @@ _statistics.defvjp(_statistics_fwd, _statistics_bwd)
 
 # Called outside of jax.jit, a loop would be compiled anew each time.
 _compiled_statistics = jax.jit(_statistics, static_argnums=0, inline=True)
-
-
-def _wide(dtype: DTypeLike) -> DTypeLike:
-    """The dtype of sums."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _sums(
@@ -341,7 +337,7 @@ def _sums(
         a,
         b,
         ((a_axes, b_axes), ((), ())),
-        preferred_element_type=_wide(a.dtype),
+        preferred_element_type=wide(a),
         out_sharding=None if like is None else jax.typeof(like).sharding,
     )
 

@@ -8,10 +8,10 @@ from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children
-from fnet.layers.precision import add, widened
 from fnet.models import norm_activation
 from fnet.models.norm_activation import NormActivation
 from fnet.models.residual_blocks import convolution
+from fnet.precision import add, widened
 
 
 def deeplab(

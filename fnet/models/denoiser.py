@@ -15,8 +15,8 @@ from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.embedding import embedding
 from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm
-from fnet.layers.precision import add
 from fnet.layers.stack import Block, stack
+from fnet.precision import add
 
 
 class Denoiser(NamedTuple):

@@ -13,7 +13,7 @@ SMOOTHED = changes(
     [
         ("labels are smoothed too much", "+ smoothing * evenly", "+ 2 * smoothing * evenly"),
         ("smoothing is left out", "if not smoothing:", "if True:"),
-        ("logits stay narrow", "logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))", "pass"),
+        ("logits stay narrow", "logits = widened(logits)", "pass"),
     ],
 )  # fmt: skip
 

@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float
 
 
-def wide(a: Float[Array, "..."]) -> jnp.dtype:
-    """The dtype that sums over ``a`` are taken in: float32, or its own where that is wider."""
-    return jnp.promote_types(a.dtype, jnp.float32)
+def wide(*of: Array | DTypeLike) -> jnp.dtype:
+    """The dtype of sums over such arrays, or over arrays of such dtypes: float32 or wider."""
+    return jnp.promote_types(jnp.result_type(*of), jnp.float32)
 
 
 def widened(a: Float[Array, "..."]) -> Float[Array, "..."]:
