@@ -14,7 +14,7 @@ the same width. A token: one more of each, after T.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,15 @@ import numpy as np
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, interleaved, markdown, temporaries
-from fnet.layer import Layer
+from benchmarks.measure import (
+    compiled_each_way,
+    fastest,
+    interleaved,
+    markdown,
+    stepping,
+    temporaries,
+)
+from fnet.layer import Decode, Layer
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
@@ -168,10 +175,10 @@ def mixers() -> dict[str, Layer]:
     }
 
 
-def one_more(extend: Callable, params: dict, box: list, x: Array, position: Array) -> tuple:
-    """One position, which renews the cache in the box."""
-    y, box[0] = extend(params, {}, box[0], x, position)
-    return y, box[0]
+def one_more(decode: Decode, params: dict, position: int) -> Callable[[Any, Array], Any]:
+    """``(cache, x) -> (cache, y)`` of that position; the cache is given away."""
+    extend, at = jax.jit(decode.extend, donate_argnums=2), jnp.int32(position)
+    return lambda cache, x: extend(params, {}, cache, x, at)[::-1]
 
 
 def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
@@ -189,9 +196,8 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
         calls[name] = functools.partial(programs[name], params, x)
         if layer.decode is None:
             continue
-        extend = jax.jit(layer.decode.extend, donate_argnums=2)
-        box = [layer.decode.start(batch, t + 1, x.dtype)]
-        tokens[name] = functools.partial(one_more, extend, params, box, x[:, :1], jnp.int32(t))
+        cache = layer.decode.start(batch, t + 1, x.dtype)
+        tokens[name] = stepping(one_more(layer.decode, params, t), cache, x[:, :1])
     seconds, a_token = interleaved(calls, rounds), interleaved(tokens, rounds)
     base = seconds["attention"]
     return [

@@ -342,6 +342,12 @@ def as_users_write() -> Iterator[None]:
         yield
 
 
+@jax.jit
+def norms_of(each: Any) -> Any:
+    """The norm of each example's gradient, [batch]."""
+    return jax.vmap(optax.tree.norm)(each)
+
+
 def one_by_one(case: Case) -> Any:
     """Each example's gradient, stacked, by a loop over batches of one."""
 
