@@ -9,7 +9,8 @@
 What is written to ``--out``: benchmarks.md, benchmarks.json, benchmarks.png, and what each
 benchmark printed, in logs/. Results of an earlier run into the same folder, which must be
 of the same hardware, stay where a benchmark is not run again: peers that live in environments of
-their own are measured one environment after the other.
+their own are measured one environment after the other. One that was interrupted while it
+trained goes on from runs/, which is emptied when it ends.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import fnmatch
 import functools
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -98,10 +100,13 @@ def _run_all(
                 say(f"{b.name:{width}}  {why}", style="dim")
                 continue
             with console.status(f"{b.name}: {escape(b.summary)}"):
-                command = b.command(paths, args.quick)
+                runs = args.out / "runs" / b.name
+                command = b.command(paths, args.quick, runs)
                 results[b.name] = run(b.name, command, b.environment, args.out / "logs")
             if "why" in results[b.name]:
                 code = FAILED
+            else:
+                shutil.rmtree(runs, ignore_errors=True)
             say(f"{b.name:{width}}  {_told(results[b.name])}")
             report.write(on, results, args.out)  # so that an end of the machine costs no hours
     except KeyboardInterrupt:

@@ -23,6 +23,8 @@ class Benchmark(NamedTuple):
       packages: distributions without which it cannot run at all.
       path: the one of `PATHS` that it takes as ``--path``; "" for none.
       cpu: whether JAX shall see the CPU alone: both sides run there, or nothing runs.
+      trains: whether its runs last so long that it is given ``--out``, where they are kept until
+        it has ended well: begun again, it goes on from there.
     """
 
     script: str
@@ -31,6 +33,7 @@ class Benchmark(NamedTuple):
     packages: tuple[str, ...] = ()
     path: str = ""
     cpu: bool = False
+    trains: bool = False
 
     @property
     def name(self) -> str:
@@ -60,11 +63,13 @@ class Benchmark(NamedTuple):
         """Variables that it is started with besides one's own."""
         return {"JAX_PLATFORMS": "cpu"} if self.cpu else {}
 
-    def command(self, paths: Mapping[str, str | None], quick: bool) -> list[str]:
-        """What starts it."""
+    def command(self, paths: Mapping[str, str | None], quick: bool, runs: Path) -> list[str]:
+        """What starts it; ``runs`` is the folder of what it trains."""
         words = [sys.executable, "-m", f"benchmarks.{self.script}", *self.arguments]
         if self.path:
             words += ["--path", str(paths[self.path])]
+        if self.trains:
+            words += ["--out", str(runs)]
         return words + list(self.quick or ()) * quick
 
 
@@ -84,7 +89,7 @@ SUITE = (
     Benchmark("reversible_grid", quick=("--seeds", "1")),
     Benchmark("vision_networks", quick=("--names", "resnet50", "resnext50", "densenet121")),
     ahead_of_time("vision_networks", "h100", ("--names", "resnet50", "resnext50", "densenet121")),
-    Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10"),
+    Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10", trains=True),
     Benchmark("linear_cross_entropy", quick=("--rounds", "3")),
     ahead_of_time("linear_cross_entropy", "h100"),
     Benchmark("pixel_cross_entropy", quick=("--rounds", "3")),
@@ -102,7 +107,12 @@ SUITE = (
     ahead_of_time("transformer_step", "h100", quick=None),
     Benchmark("selective_scan", quick=("--rounds", "3")),
     Benchmark("generation", quick=("--rounds", "5")),
-    Benchmark("text_recipes", path="text", quick=("--seeds", "0", "--recipes", "text_transformer")),
+    Benchmark(
+        "text_recipes",
+        quick=("--seeds", "0", "--recipes", "text_transformer"),
+        path="text",
+        trains=True,
+    ),
     Benchmark("digits_samples", quick=None),
     Benchmark("input_pipeline", quick=("--rounds", "2")),
     Benchmark("loop_overhead", quick=("--rounds", "2")),

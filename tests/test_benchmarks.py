@@ -45,6 +45,22 @@ print("rounds", args.rounds)
 publish([Claim("something", "a peer", 0.25, "<= 0.5")], args, "numpy", data={"n": [1, 2]})
 """
 
+TRAINING = """
+from pathlib import Path
+
+from benchmarks.claims import Claim, argument_parser, publish
+
+parser = argument_parser("A fake that trains.")
+parser.add_argument("--out", type=Path)
+args = parser.parse_args()
+half = args.out / "half"
+if not half.exists():
+    args.out.mkdir(parents=True)
+    half.write_text("0.5")
+    raise SystemExit("interrupted")
+publish([Claim("something", "a peer", float(half.read_text()))], args, "numpy")
+"""
+
 
 class Script(Benchmark):
     """One that is not in the folder: its name is a path."""
@@ -52,8 +68,9 @@ class Script(Benchmark):
     name = "fake"
     summary = "A fake."
 
-    def command(self, paths, quick):
-        return [sys.executable, self.script, *(self.quick if quick else ())]
+    def command(self, paths, quick, runs):
+        of_runs = ["--out", str(runs)] if self.trains else []
+        return [sys.executable, self.script, *of_runs, *(self.quick if quick else ())]
 
 
 def publishing():
@@ -165,6 +182,7 @@ def test_a_script_has_the_options_that_the_suite_gives_it(benchmark_):
     assert "--target" not in given or "target=True" in source or "--target" in own
     assert bool(benchmark_.path) == ("--path" in own)
     assert benchmark_.path in ("", *PATHS)
+    assert benchmark_.trains == ('add_argument("--out"' in source)
     assert benchmark_.summary.endswith(".")
 
 
@@ -250,18 +268,18 @@ def fake(tmp_path, monkeypatch):
     """A suite of one that works, one that fails, one that cannot run, one that says nothing."""
     monkeypatch.setattr(machine, "describe", lambda: MACHINE)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
-    sources = {"fake": FAKE, "broken": "raise SystemExit('out of luck')", "silent": ""}
-    for name, text in sources.items():
-        (tmp_path / f"{name}.py").write_text(text)
 
-    def script(name, **options):
-        return type(name, (Script,), {"name": name})(str(tmp_path / f"{name}.py"), **options)
+    def script(name, text, **options):
+        path = tmp_path / f"{name}.py"
+        path.write_text(text)
+        return type(name, (Script,), {"name": name})(str(path), **options)
 
     return [
-        script("fake", quick=("--rounds", "1")),
-        script("broken"),
-        script("silent"),
-        script("absent", packages=("no-such-package",)),
+        script("fake", FAKE, quick=("--rounds", "1")),
+        script("broken", "raise SystemExit('out of luck')"),
+        script("silent", ""),
+        script("absent", "", packages=("no-such-package",)),
+        script("training", TRAINING, trains=True),
     ]
 
 
@@ -273,7 +291,7 @@ def run(tmp_path, suite, *words):
 def test_a_failure_and_a_missing_peer_are_rows_and_the_others_run(tmp_path, fake, capsys):
     code, results = run(tmp_path, fake, "--quick")
     assert code == program.FAILED
-    assert list(results) == ["fake", "broken", "silent", "absent"]
+    assert list(results) == ["fake", "broken", "silent", "absent", "training"]
     assert [c["ratio"] for c in results["fake"]["claims"]] == [0.25]
     assert results["fake"]["data"] == {"n": [1, 2]}
     assert results["fake"]["command"][-2:] == ["--rounds", "1"]
@@ -284,6 +302,18 @@ def test_a_failure_and_a_missing_peer_are_rows_and_the_others_run(tmp_path, fake
     printed = capsys.readouterr().out
     assert re.search(r"fake +0:0\d  1 met", printed)
     assert "See " in printed
+
+
+def test_runs_are_kept_until_a_benchmark_has_ended_well(tmp_path, fake):
+    trained = tmp_path / "out/runs/training/half"
+    code, results = run(tmp_path, fake, "--only", "training")
+    assert code == program.FAILED
+    assert results["training"]["why"] == "failed with exit code 1: interrupted"
+    assert trained.is_file()
+    code, results = run(tmp_path, fake, "--only", "training")
+    assert code == 0
+    assert [c["ratio"] for c in results["training"]["claims"]] == [0.5]
+    assert not trained.exists()
 
 
 def test_what_is_not_run_again_keeps_its_result(tmp_path, fake):
