@@ -308,3 +308,15 @@ def test_sums_of_narrow_convolutions_are_not_rounded_as_they_are(kind, size, eac
     found, info = clipped_grad(loss, each)(jnp.ones((1, 1, 1, 1)), x)
     assert info.nonfinite == 0
     assert float(found[0, 0, 0, 0]) == size * each  # in bfloat16 256 + 1 = 256
+
+
+def test_scales_beyond_float16_keep_the_bound():
+    def loss(w, x):
+        return ((x @ w.astype(x.dtype)) * x[:, :1]).sum(1)
+
+    x = jnp.tile(jnp.array([[0.005], [0.004]], jnp.float16), (1, 64))
+    w = jnp.zeros((64, 64))
+    clipped, _ = clipped_grad(loss, 1e-8)(w, x)
+    unit, _ = clipped_grad(loss, 0.0, rescale_to_unit_norm=True)(w, x * 1e-4)
+    np.testing.assert_allclose(jnp.linalg.norm(clipped), 2e-8, rtol=1e-3)
+    np.testing.assert_allclose(jnp.linalg.norm(unit), 2, rtol=1e-3)

@@ -17,6 +17,7 @@ from fnet.precision import wide, widened
 _EXTRA = 4  # intermediates may take this part of what the factors take
 _PARTS = 32  # in which data are cleared where they must be
 _ALWAYS = 2**20  # bytes that intermediates may take in any case
+_FAR = 1e38  # to which cotangents' dtype must reach to be scaled as they are
 
 
 def squared_norms(u: Array, v: Array) -> Array:
@@ -118,6 +119,8 @@ def scaled(v: Array, scales: Array) -> tuple[Array, Array]:
     rows = jnp.broadcast_to(scales[:, None], v.shape[:2]).ravel()
     v = jax.lax.collapse(v, 0, 2)
     real = rows != 0
+    # Scales go beyond float16 both ways, and what they leave below; bfloat16 reaches far enough.
+    v = v if float(jnp.finfo(v.dtype).max) > _FAR else widened(v)
     return jnp.where(real[:, None], v * rows[:, None].astype(v.dtype), 0), real
 
 
