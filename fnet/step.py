@@ -42,7 +42,8 @@ def make_step(
         for a state that is spread over devices. By default XLA decides.
       guard: True: where the loss or the gradient's norm is not finite, everything but
         ``step`` stays as it was, and the metric ``skipped`` is 1, else 0. All of the
-        gradient then exists before any of it is applied.
+        gradient then exists before any of it is applied. Not for private training: a
+        step left out tells of its examples, and no noise covers that.
 
     Returns:
       The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
