@@ -55,6 +55,12 @@ def test_a_label_outside_the_classes_gives_nan(smoothing):
     assert jnp.isnan(got).tolist() == [True, False, True, True]
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_label_that_int32_does_not_hold_gives_nan_too(dtype):
+    got = losses.cross_entropy(jnp.ones((2, 3)), np.asarray([2**32 + 1, 1], dtype))
+    assert jnp.isnan(got).tolist() == [True, False]
+
+
 @pytest.mark.usefixtures("float64")
 def test_of_float64_logits_the_losses_are_float64():
     logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1]], jnp.float64))

@@ -92,6 +92,11 @@ def test_a_token_outside_of_the_vocabulary_shows_and_trains_no_word(token):
     chex.assert_trees_all_equal(gradient, jnp.zeros((7, 4)).at[2].set(1.0))
 
 
+def test_a_token_that_int32_does_not_hold_is_no_word():
+    params, embed = table_and_layer()
+    assert jnp.isnan(embed(params, np.asarray([1, 2**32 + 1]))[:, 0]).tolist() == [False, True]
+
+
 def test_the_table_is_float32_and_the_output_what_was_asked_for():
     layer = layers.embedding(7, 4, dtype=jnp.bfloat16)
     params, state = layer.init(jax.random.key(0))

@@ -177,6 +177,12 @@ def test_logits_far_below_what_exp_can_hold_give_finite_losses():
     chex.assert_trees_all_close(got, jnp.asarray([1000.0]))
 
 
+def test_a_label_that_int32_does_not_hold_is_no_word():
+    labels = np.asarray([2**32 + 1, 1])
+    got = linear_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 3)), labels)
+    assert np.isnan(got).tolist() == [True, False]
+
+
 def test_a_label_that_is_no_word_gives_nan_and_only_there():
     x, kernel, *_ = arrays(6, dtype=jnp.float32)
     labels = jnp.asarray([0, -1, V - 1, -100, V, 10 * V])

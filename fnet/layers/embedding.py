@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 
 from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.linear import check_floating
+from fnet.losses.classification import as_int32
 
 
 def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Layer:
@@ -48,7 +49,7 @@ def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Laye
         del key, train
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"embedding: tokens must be integers, got {tokens.dtype}")
-        rows = params["embedding"].at[tokens]
+        rows = params["embedding"].at[as_int32(tokens)]
         y = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return y.astype(dtype), state
 

@@ -33,6 +33,7 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
     _check_labels("cross_entropy", logits, labels)
     logits = widened(logits)
+    labels = as_int32(labels)
     losses: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     losses = jnp.where(labels < 0, jnp.nan, losses)  # an index would count from the end
     if not smoothing:
@@ -56,6 +57,14 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
     """
     _check_labels("accuracy", logits, labels)
     return (logits.argmax(-1) == labels).astype(jnp.float32)
+
+
+def as_int32(indices: Int[Array, "..."]) -> Int[Array, "..."]:
+    """``indices`` as JAX indexes with them; one that int32 does not hold, as 2^32, is -1, not 0."""
+    narrow = indices.astype(jnp.int32)
+    if indices.dtype.itemsize <= 4:
+        return narrow
+    return jnp.where(narrow.astype(indices.dtype) == indices, narrow, -1)
 
 
 def _check_labels(where: str, logits: Array, labels: Array) -> None:

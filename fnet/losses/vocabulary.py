@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from fnet.backward_pass import keep
+from fnet.losses.classification import as_int32
 from fnet.mesh import equally_varying
 from fnet.precision import wide
 
@@ -113,7 +114,7 @@ def linear_cross_entropy(
     _check_numbers(smoothing, z_loss, soft_cap, chunk)
     vocabulary = kernel.shape[vocab_axis]
     spec = _Spec(min(chunk or _CHUNK, vocabulary), vocab_axis, soft_cap, smoothing > 0)
-    tokens, labels = labels.shape, labels.astype(jnp.int32)
+    tokens, labels = labels.shape, as_int32(labels)
     if not _is_sharded(x):
         x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
         mask = None if mask is None else mask.reshape(-1)
