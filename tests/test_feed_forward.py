@@ -121,6 +121,13 @@ def test_dropout_keeps_the_mean_and_its_gradient_is_its_own_mask():
     chex.assert_trees_all_close(back(2 * x)[0], 2 * y)
 
 
+def test_dropout_scales_by_its_rate_and_not_by_what_16_bits_have_of_it():
+    x = jnp.linspace(1, 2, 20_000).astype(jnp.bfloat16)
+    y, _ = dropout(0.1).apply({}, {}, x, key=jax.random.key(0), train=True)
+    kept, given = (np.asarray(a[y != 0], np.float64).mean() for a in (y, x))
+    np.testing.assert_allclose(kept / given, 1 / 0.9, rtol=2e-4)
+
+
 def test_dropout_keeps_nothing_of_the_size_of_its_input():
     layer = dropout(0.3)
     f = lambda x: layer.apply({}, {}, x, key=jax.random.key(0), train=True)[0]  # noqa: E731
