@@ -80,6 +80,15 @@ def test_the_output_has_the_dtype_that_batch_norm_gives(norm, of_input, given, a
 
 
 @NORMS
+@pytest.mark.usefixtures("float64")
+def test_where_float64_is_enabled_float32_remains(norm):
+    x = images()
+    assert norm(x, use_scale=False, use_bias=False)(x, False).dtype == jnp.float32
+    variables = fnet_linen.InPlaceABN(use_running_average=False).init(jax.random.key(0), x)
+    chex.assert_type(jax.tree.leaves(variables), jnp.float32)
+
+
+@NORMS
 def test_masked_examples_count_in_no_statistic(norm):
     x, mask = images(), jnp.arange(6) < 4
     elu = norm(x, activation="elu", activation_param=0.5)

@@ -111,8 +111,8 @@ class InPlaceABN(nn.Module):
             raise ValueError(f"InPlaceABN: x has no axis {self.axis}, got shape {x.shape}")
         shape = (x.shape[self.axis],)
 
-        mean: nn.Variable[Any] = self.variable("batch_stats", "mean", jnp.zeros, shape)
-        var: nn.Variable[Any] = self.variable("batch_stats", "var", jnp.ones, shape)
+        mean: nn.Variable[Any] = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var: nn.Variable[Any] = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
         # Weakly typed, so that they do not widen the output.
         scale, bias = jnp.full(shape, 1.0), jnp.full(shape, 0.0)
         if self.use_scale:

@@ -92,8 +92,8 @@ class InPlaceABN(nnx.Module):
     ) -> None:
         activations.check_parameter("InPlaceABN", activation, activation_param)
         shape = (num_features,)
-        self.mean = nnx.BatchStat(jnp.zeros(shape))
-        self.var = nnx.BatchStat(jnp.ones(shape))
+        self.mean = nnx.BatchStat(jnp.zeros(shape, jnp.float32))
+        self.var = nnx.BatchStat(jnp.ones(shape, jnp.float32))
         self.scale: nnx.Param[Array] | None = nnx.data(None)
         self.bias: nnx.Param[Array] | None = nnx.data(None)
         if use_scale:
@@ -138,8 +138,8 @@ class InPlaceABN(nnx.Module):
             )
         train = not use_running_average
         shape = (self.num_features,)
-        scale = jnp.ones(shape) if self.scale is None else self.scale[...]
-        bias = jnp.zeros(shape) if self.bias is None else self.bias[...]
+        scale = jnp.ones(shape, jnp.float32) if self.scale is None else self.scale[...]
+        bias = jnp.zeros(shape, jnp.float32) if self.bias is None else self.bias[...]
 
         dtype = jnp.result_type(x, scale, bias) if self.dtype is None else self.dtype
         y, mean, var = abn(
