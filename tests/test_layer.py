@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import Layer, layers, repeat, residual, serial
@@ -175,3 +176,29 @@ def integers(*shape):
 def test_integers_are_refused_where_a_small_number_would_become_0(call):
     with pytest.raises(TypeError, match="floating, got int32"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (layers.avg_pool(2), (4, 4, 4, 2)),
+        (layers.causal_conv(4), (4, 5, 4)),
+        (layers.mamba(4, state=3), (4, 5, 4)),
+        (layers.mamba2(4, state=3, head=2, groups=2, chunk=3), (4, 5, 4)),
+        (layers.rg_lru(4, heads=2), (4, 5, 4)),
+    ],
+    ids=["avg_pool", "causal_conv", "mamba", "mamba2", "rg_lru"],
+)
+def test_examples_on_explicit_axes_stay_where_they_are(layer, shape):
+    """What `jax.make_mesh` makes: the sharding is a part of each array's type."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    params, state = layer.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), shape)
+    f = lambda params, x: layer.apply(params, state, x, train=True)[0]  # noqa: E731
+    expected = jax.jit(f)(params, x)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+        y = jax.jit(f)(params, x)
+        dx = jax.eval_shape(jax.grad(lambda params, x: f(params, x).sum(), 1), params, x)
+    assert y.sharding.spec[0] == dx.sharding.spec[0] == "data"
+    chex.assert_trees_all_close(jax.device_get(y), jax.device_get(expected), atol=1e-6)

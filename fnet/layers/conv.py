@@ -152,6 +152,8 @@ def avg_pool(window: int = 2) -> Layer:
         if h < window or w < window:
             raise ValueError(f"avg_pool: window {window} is larger than the image {h} x {w}")
         x = x[:, : h - h % window, : w - w % window]
+        # One axis at a time: a sharding is followed through no other reshape.
+        x = x.reshape(n, h // window, window, x.shape[2], c)
         return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
 
     return _of_images("avg_pool", pool)

@@ -75,7 +75,7 @@ def state_space_dual(
     given = [a for a in (x, dt, A, B, C, initial) if a is not None]
     dtype = wide(*given)
     if initial is None:
-        initial = jnp.zeros((b, h, n, p), dtype)
+        initial = jnp.zeros_like(jnp.repeat(x[:, 0, :, None], n, axis=2), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
     x, dt, A, B, C, initial = equally_varying((x, dt, A, B, C, initial))
 
@@ -92,7 +92,9 @@ def state_space_dual(
     chunks = tuple(_chunks(a, size) for a in by_group)
     start = initial.reshape(b, groups, h // groups, n, p)
     last, y = jax.lax.scan(one_chunk, start, chunks)
-    y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, h, p)[:, :t]
+    # One axis at a time: a sharding is followed through no other reshape.
+    y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, groups, h // groups, p)[:, :t]
+    y = y.reshape(b, t, h, p)
     if D is not None:
         y = y + jnp.broadcast_to(D.astype(dtype)[:, None], x.shape) * x.astype(dtype)
     return y.astype(x.dtype), last.reshape(b, h, n, p)

@@ -54,7 +54,7 @@ def linear_recurrence(
     shape = (a.shape[0], *a.shape[2:])
     dtype = jnp.result_type(*given.values())
     if initial is None:
-        initial = jnp.zeros(shape, dtype)
+        initial = jnp.zeros_like(b[:, 0], dtype)
     if initial.shape != shape:
         raise ValueError(
             f"linear_recurrence: initial must have shape {shape} for a {a.shape}, "

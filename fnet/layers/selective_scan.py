@@ -87,7 +87,7 @@ def selective_scan(
     given = [a for a in (x, dt, A, B, C, initial) if a is not None]
     dtype = wide(*given)
     if initial is None:
-        initial = jnp.zeros((x.shape[0], *A.shape[::-1]), dtype)
+        initial = jnp.zeros_like(jnp.repeat(x[:, 0, None], A.shape[1], axis=1), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
     y, last = _scan(size, *equally_varying((x, dt, A, B, C, initial)))
     if D is not None:
