@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet import diffusion, layers, models
 from fnet.models.denoiser import sinusoids
@@ -280,3 +281,21 @@ def test_a_label_given_in_vain_is_refused():
 def test_heads_that_do_not_divide_the_width_are_refused(heads):
     with pytest.raises(ValueError, match=rf"heads.*{heads}"):
         made(heads=heads)
+
+
+def test_images_on_explicit_axes_stay_where_they_are():
+    model, params, state = lively(patch=2)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def on_devices(shape, dtype):
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def loss(params, x, label):
+        y, _ = model.apply(params, state, x, time=jnp.ones_like(label), label=label, train=True)
+        return jnp.square(y).sum()
+
+    x, label = on_devices((4, *SHAPE), jnp.float32), on_devices((4,), jnp.int32)
+    with jax.set_mesh(mesh):
+        dx = jax.eval_shape(jax.grad(loss, 1), params, x, label)
+    assert dx.sharding.spec[0] == "data"

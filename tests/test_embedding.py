@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import layers
@@ -95,6 +96,16 @@ def test_a_token_outside_of_the_vocabulary_shows_and_trains_no_word(token):
 def test_a_token_that_int32_does_not_hold_is_no_word():
     params, embed = table_and_layer()
     assert jnp.isnan(embed(params, np.asarray([1, 2**32 + 1]))[:, 0]).tolist() == [False, True]
+
+
+def test_rows_of_tokens_on_explicit_axes_lie_where_these_do():
+    params, embed = table_and_layer()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    tokens = jnp.asarray([[1, 2], [3, 7], [0, 0], [6, 5]])
+    got = jax.jit(embed)(params, jax.device_put(tokens, sharding))
+    assert got.sharding.is_equivalent_to(sharding, 3)
+    chex.assert_trees_all_equal(jax.device_get(got), np.asarray(embed(params, tokens)))
 
 
 def test_the_table_is_float32_and_the_output_what_was_asked_for():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
@@ -50,7 +51,12 @@ def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Laye
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"embedding: tokens must be integers, got {tokens.dtype}")
         rows = params["embedding"].at[as_int32(tokens)]
-        y = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        # Rows lie where their tokens do; on explicit axes a gather must be told.
+        of = jax.typeof(tokens).sharding
+        there = of.update(spec=PartitionSpec(*of.spec, None)) if any(of.spec) else None
+        y = rows.get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=there
+        )
         return y.astype(dtype), state
 
     return Layer(init, apply)

@@ -140,7 +140,10 @@ def denoiser(
             condition = condition + child("label", label).astype(x.dtype)
 
         b = x.shape[0]
-        tokens = x.reshape(b, rows, patch, columns, patch, channels).swapaxes(2, 3)
+        # One axis at a time: a sharding is followed through no other reshape.
+        tokens = x.reshape(b, rows, patch, across, channels)
+        tokens = tokens.reshape(b, rows, patch, columns, patch, channels).swapaxes(2, 3)
+        tokens = tokens.reshape(b, rows * columns, patch, patch, channels)
         tokens = child("patches", tokens.reshape(b, rows * columns, numbers))
         tokens = add(tokens, params["places"][None])
         tokens, state = apply_child(
@@ -148,8 +151,9 @@ def denoiser(
         )
         scale, shift = jnp.split(child("modulation", jax.nn.silu(condition))[:, None], 2, axis=-1)
         y = child("output", layer_norm(tokens, None, None) * (1 + scale) + shift)
+        y = y.reshape(b, rows * columns, patch, patch, channels)
         y = y.reshape(b, rows, columns, patch, patch, channels).swapaxes(2, 3)
-        return y.reshape(x.shape), state
+        return y.reshape(b, rows, patch, across, channels).reshape(x.shape), state
 
     return Denoiser(init, apply)
 
