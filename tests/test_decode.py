@@ -205,6 +205,17 @@ def test_a_jpeg_that_is_wanted_small_is_decoded_small_and_looks_the_same(
         assert np.abs(part.astype(int) - np.asarray(expected)).mean() < 1
 
 
+@pytest.mark.parametrize("orientation", TURNED)
+def test_a_jpeg_of_odd_size_that_is_decoded_small_is_not_stretched(saved, orientation):
+    y, x = np.mgrid[0:257, 0:385]  # of an eighth, the last column and row stand for one pixel
+    stored = (127 + 60 * np.sin(x / 30) + 60 * np.cos(y / 30)).astype(np.uint8)
+    path = saved(stored, "a.jpg", quality=95, exif=exif(orientation))
+    upright = Image.fromarray(TURNED[orientation](stored).copy())
+    expected = upright.resize((16, 16), Image.Resampling.BILINEAR)
+    part = decode(path, lambda w, h: View((0, 0, w, h), (16, 16)))[..., 0]
+    assert np.abs(part.astype(int) - np.asarray(expected)).mean() < 1
+
+
 def test_zero_bytes_are_no_image(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"")
     assert reason(str(tmp_path / "a.jpg")) == "zero bytes"

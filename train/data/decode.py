@@ -25,6 +25,8 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# By those, what was last is upright at the left, and at the top.
+_LAST_COLUMN_FIRST, _LAST_ROW_FIRST = {2, 3, 6, 7}, {3, 4, 7, 8}
 # A JPEG decoded at a half, a quarter or an eighth stays at least so many times as large as what
 # is made of it: then the rest of the way is averaged over pixels enough (as Pillow's thumbnails).
 _GAP = 2.0
@@ -160,9 +162,11 @@ def _opened(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.
 
 
 def _viewed(image: Image.Image, view: ViewOf) -> Image.Image:
+    by = turned = 1
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         # A JPEG says how it is turned before its pixels; draft() acts on what is not loaded.
-        width, height = image.size if _orientation(image) < 5 else image.size[::-1]
+        turned = _orientation(image)
+        width, height = image.size if turned < 5 else image.size[::-1]
         box, size = view(width, height)
         shrink = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]) / _GAP
         if shrink >= 2:
@@ -178,8 +182,10 @@ def _viewed(image: Image.Image, view: ViewOf) -> Image.Image:
             f"{width} x {height} pixels become {size[0]} x {size[1]}, more than {MOST_PIXELS:,}"
         )
     if rgb.size != (width, height):
-        x, y = rgb.width / width, rgb.height / height
-        box = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+        # The last of its columns and rows may stand for fewer pixels; turned, they are the first.
+        x = rgb.width - width / by if turned in _LAST_COLUMN_FIRST else 0.0
+        y = rgb.height - height / by if turned in _LAST_ROW_FIRST else 0.0
+        box = (x + box[0] / by, y + box[1] / by, x + box[2] / by, y + box[3] / by)
     if size == rgb.size and box == (0, 0, *size):
         return rgb
     return rgb.resize(size, Image.Resampling.BILINEAR, box=box)
