@@ -62,6 +62,15 @@ def test_test_files_are_counted_by_themselves(folder):
         list(files.watch(evaluation_batches(dataset, 3)))
 
 
+def test_no_readable_file_ends_the_run_whatever_is_allowed(folder):
+    for path in (folder / "val").rglob("*.png"):
+        path.write_bytes(b"no image")
+    dataset = load(folder, max_bad_fraction=1.0)
+    files = UnreadableFiles(dataset, lambda line: None)
+    with pytest.raises(UserError, match=r"data\.path: none of the 4 test files can be read; the"):
+        list(files.watch(evaluation_batches(dataset, 3)))
+
+
 def test_padding_is_no_bad_file(tmp_path):
     class_folders(tmp_path, train=20, test=4)
     dataset = load(tmp_path, max_bad_fraction=0.0)

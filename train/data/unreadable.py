@@ -36,7 +36,8 @@ class UnreadableFiles:
         """The same batches.
 
         The iterator raises `UserError` once more than the dataset's ``max_bad_fraction`` of
-        the training files, or of the test files, could not be read.
+        the training files, or of the test files, could not be read; or all of them, whatever
+        that fraction is.
         """
         return Watched(batches, self._look)
 
@@ -49,6 +50,11 @@ class UnreadableFiles:
                 self._note(id, self._dataset.explain(id))
         for split, bad in self._bad.items():
             files = len(self._splits[split])
+            if len(bad) == files:
+                raise UserError(
+                    f"data.path: none of the {files:,} {split} files can be read; the first is "
+                    f"{bad[0]}"
+                )
             if len(bad) > self._dataset.max_bad_fraction * files:
                 raise UserError(
                     f"data.max_bad_fraction: so far {len(bad):,} of the {files:,} {split} files "
