@@ -5,8 +5,9 @@
 
 IMAGENET holds train/ and val/, each with a folder a class. Not trained here: the
 published top-1 / top-5 of the reference are 75.53 / 92.59 (224 x 224), 77.04 / 93.57 (ten
-crops), 76.60 / 93.49 (320 x 320). Batch 512, 90 epochs, a tenth of the rate every 30. Where
-the memory is short: --memory.budget 20GiB. Any other image folder does as well.
+crops), 76.60 / 93.49 (320 x 320). Batch 512, 90 epochs, a tenth of the rate every 30. Other
+than theirs, weight decay is on kernels alone, and kernels begin as He et al. 2015 have them.
+Where the memory is short: --memory.budget 20GiB. Any other image folder does as well.
 """
 
 from train.config import Checkpoint, Config, ImageFolder, Optim, ResNet, Train
