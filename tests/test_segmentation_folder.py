@@ -167,6 +167,11 @@ def test_classes_are_named_in_a_file(folder):
     assert refused(folder, classes=4) == f"data.classes: 4, but {folder / 'classes.txt'} names 3"
 
 
+def test_a_byte_order_mark_is_of_no_class_name(folder):
+    (folder / "classes.txt").write_text("sky\nleft half\n", "utf-8-sig")  # as Windows writes it
+    assert load(folder, classes=None).classes == ("sky", "left half")
+
+
 refused = functools.partial(refusal, load)
 
 

@@ -156,7 +156,7 @@ def _classes(root: Path, config: SegmentationFolder) -> tuple[str, ...]:
     names: Sequence[str] = ()
     if path.is_file():
         try:
-            names = path.read_text("utf-8").split("\n")
+            names = path.read_text("utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"data.path: cannot read {path}: {error}") from error
         names = [name.strip() for name in names if name.strip()]
