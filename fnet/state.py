@@ -36,7 +36,11 @@ class TrainState:
     def create(
         cls, model: Layer, optimizer: optax.GradientTransformation, key: Array, *, ema: bool = False
     ) -> "TrainState":
-        """A fresh state; ``key`` (typed, []) seeds both the initial values and all later steps."""
+        """A fresh state; ``key`` (typed, []) seeds both the initial values and all later steps.
+
+        It holds the very arrays that ``model.init`` gives, and a step deletes those of the state
+        it is given: an ``init`` that gives arrays from elsewhere should copy them.
+        """
         init_key, key = jax.random.split(key)
         params, model_state = model.init(init_key)
         state = cls(

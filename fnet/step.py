@@ -52,6 +52,7 @@ def make_step(
       ValueError: for a guard of a mode that applies the gradient before all of it is known,
         or an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
         ``ema_decay``.
+      TypeError: when called, for a loss that returns anything but ``(losses, Aux)``.
     """
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"make_step: ema_decay must be in [0, 1), got {ema_decay}")

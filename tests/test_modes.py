@@ -274,3 +274,15 @@ def test_the_mode_bounds_as_the_function_does(how):
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True)
     assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "mode", [autodiff.mean, autodiff.microbatches(2), autodiff.per_example(), autodiff.clipped(1.0)]
+)
+@pytest.mark.parametrize("returned", [lambda losses: losses, lambda losses: (losses, {})])
+def test_a_loss_that_gives_no_aux_is_told_what_to_give(mode, returned):
+    def loss(params, model_state, batch, key):
+        return returned(batch["x"] @ params)
+
+    with pytest.raises(TypeError, match=r"expected \(losses \[batch\], fnet.Aux\(model_state"):
+        mode(loss)(jnp.ones(4), {}, batch(), jax.random.key(0))

@@ -35,6 +35,26 @@ Objective = Callable[
 """``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``."""
 
 
+def losses_and_aux(result: Any) -> tuple[Array, Aux]:
+    """What a `Loss` returned, once it is known to be that.
+
+    Args:
+      result: of a call of a loss.
+
+    Returns:
+      ``(losses, aux)``.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)):
+        raise TypeError(
+            "loss: expected (losses [batch], fnet.Aux(model_state, metrics)), got "
+            f"{jax.tree.structure(result)}; without metrics fnet.Aux(model_state, {{}})"
+        )
+    return result  # type: ignore[return-value]
+
+
 def weighted_mean(values: Array, weight: Array | None) -> Array:
     """Mean of ``values`` [batch] over examples, weighted by ``weight`` [batch] where given.
 
@@ -67,7 +87,7 @@ def mean(loss: Loss) -> Gradient:
 
     Raises:
       ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
-      TypeError: for losses that are not floating.
+      TypeError: for losses that are not floating, or a ``loss`` that returns something else.
     """
     objective = mean_loss(loss)
 
@@ -93,13 +113,13 @@ def mean_loss(loss: Loss) -> Objective:
 
     Raises:
       ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
-      TypeError: for losses that are not floating.
+      TypeError: for losses that are not floating, or a ``loss`` that returns something else.
     """
 
     def objective(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        losses, aux = loss(params, model_state, batch, key)
+        losses, aux = losses_and_aux(loss(params, model_state, batch, key))
         if losses.ndim != 1:
             raise ValueError(
                 f"mean: expected one loss per example, shape [batch], got {losses.shape}; "

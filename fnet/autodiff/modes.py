@@ -11,7 +11,7 @@ from jax import Array
 from fnet.autodiff.accumulate import equal_parts
 from fnet.autodiff.batch_axis import depends
 from fnet.autodiff.clipped import Clipped, clipped_grad
-from fnet.autodiff.mean import Gradient, Loss, weighted_mean
+from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example import noise_scale
 from fnet.autodiff.update import squared_norm
 from fnet.precision import wide
@@ -167,7 +167,7 @@ def per_example_loss(loss: Loss, model_state: Any, like: Any) -> Callable[..., A
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
         params = as_those(params, like)
-        losses, aux = loss(params, model_state, batch, key)
+        losses, aux = losses_and_aux(loss(params, model_state, batch, key))
         return losses, (aux.metrics, aux.model_state)
 
     return function
