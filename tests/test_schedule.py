@@ -311,6 +311,8 @@ def test_a_program_whose_order_is_not_decided_is_refused():
         ("jit(f)/jvp()/shard_map/a/dot_general", ("a", "forward")),
         ("jit(h)/jvp(a/b)/c(d)/cos", ("a/b/c(d)", "forward")),
         ("jit(step)/optimizer/mul", ("optimizer", "optimizer")),
+        ("jit(f)/transpose(jvp(a))/b/(reduce_sum:dot_general)", ("a/b", "backward")),
+        ("jit(f)/(transpose(jvp(a))/b/dot_general:jvp()/reduce_sum)", ("", "backward")),
         ("jit(f)/stage0/dot_general", ("stage0", "")),
         ("jit(f)/transpose", ("", "")),
         ("x", ("", "")),

@@ -119,6 +119,8 @@ def layer_of(op_name: str) -> tuple[str, str]:
     - ``jit(step)/jvp(blocks)/while/body/closed_call/mlp/tanh``: ``("blocks/mlp", "forward")``.
     - ``jit(step)/optimizer/mul``: ``("optimizer", "optimizer")``.
     - ``jit(step)/dot_general``: ``("", "")``.
+    - ``jit(step)/transpose(jvp(a))/b/(dot_general:reduce_sum)``: ``("a/b", "backward")``, what
+      the names of several operations share that XLA made one of, as sums over devices.
 
     What is recomputed in the backward pass is ``backward``. A program without a
     derivative has no phases.
@@ -130,8 +132,9 @@ def layer_of(op_name: str) -> tuple[str, str]:
       The named scopes, joined by slashes, and ``forward``, ``backward``, ``optimizer`` (what
       runs under a scope of that name, as in `fnet.make_step`) or nothing.
     """
-    *path, last = _SLASH.split(_CONTROL_FLOW.sub("", op_name))
-    if last.endswith(")"):  # the primitive is missing: the name is a function's or a loop's
+    name, merged, _ = _CONTROL_FLOW.sub("", op_name).partition("/(")
+    *path, last = _SLASH.split(name)
+    if merged or last.endswith(")"):  # no primitive: the name is a function's or a loop's
         path.append(last)
     scopes = [scope for part in path if (scope := _unwrapped(part))]
     if "optimizer" in scopes:
