@@ -180,6 +180,7 @@ def repeat(layer: Layer, n: int) -> Layer:
 
     Raises:
       ValueError: if ``n < 1``.
+      TypeError: from JAX, when applied, if ``layer`` gives another shape or dtype than it takes.
     """
     check_sizes("repeat", n=n)
 

@@ -201,6 +201,11 @@ def test_mlp_has_activations_between_layers_only():
     chex.assert_trees_all_close(y, hidden @ params["dense_1"]["kernel"], atol=1e-6)
 
 
+def test_an_mlp_of_one_layer_refuses_an_unknown_activation_too():
+    with pytest.raises(ValueError, match="expected one of"):
+        layers.mlp([3, 2], "tanhh")
+
+
 def test_mlp_needs_two_sizes():
     with pytest.raises(ValueError, match=r"at least an input and an output size, got \[3\]"):
         layers.mlp([3])

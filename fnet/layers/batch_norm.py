@@ -87,6 +87,7 @@ def batch_norm_layer(
 
     Raises:
       ValueError: for an unknown activation; when applied, as `batch_norm`.
+      TypeError: when applied, as `batch_norm`.
     """
     act = activations.find(activation)
 

@@ -24,9 +24,10 @@ def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
     """
     if len(sizes) < 2:
         raise ValueError(f"mlp: expected at least an input and an output size, got {list(sizes)}")
+    between = activations.activation(activation)
     layers: dict[str, Layer] = {}
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         if i:
-            layers[f"activation_{i}"] = activations.activation(activation)
+            layers[f"activation_{i}"] = between
         layers[f"dense_{i}"] = dense(n_in, n_out)
     return serial(**layers)

@@ -64,7 +64,7 @@ def attention(
       ValueError: if ``heads`` does not divide ``width`` or ``groups`` not ``heads``, if
         ``window`` or ``chunk`` is below 1, ``rotary`` not above 0, or width / heads odd
         with ``rotary``; when applied, if ``x`` or ``mask`` has another shape.
-      TypeError: when applied, if ``mask`` is not bool.
+      TypeError: when applied, if ``x`` is not floating or ``mask`` not bool.
     """
     groups = heads if groups is None else groups
     _check(width, heads, groups, window, rotary, chunk)

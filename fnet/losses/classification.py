@@ -28,6 +28,7 @@ def cross_entropy(
     Raises:
       ValueError: if ``labels`` do not match ``logits`` without its last axis, or for a
         smoothing out of its range.
+      TypeError: if ``labels`` are not integers.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
