@@ -52,7 +52,7 @@ def losses_and_aux(result: Any) -> tuple[Array, Aux]:
             "loss: expected (losses [batch], fnet.Aux(model_state, metrics)), got "
             f"{jax.tree.structure(result)}; without metrics fnet.Aux(model_state, {{}})"
         )
-    return result  # type: ignore[return-value]
+    return result
 
 
 def weighted_mean(values: Array, weight: Array | None) -> Array:
