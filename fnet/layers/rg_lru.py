@@ -27,11 +27,11 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
     De et al. 2024, "Griffin: Mixing Gated Linear Recurrences with Local Attention for
     Efficient Language Models", with c = 8, s the logistic function and L a parameter::
 
-        u   = causal_conv(x W_recurrent)
+        u   = causal_conv(x W_recurrent + b_recurrent)
         r   = s(u W_r + b_r);   i = s(u W_i + b_i)               (in blocks, one a head)
         a   = exp(-c softplus(L) r)
         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t u_t
-        y   = (h * gelu(x W_gate)) W_out
+        y   = (h * gelu(x W_gate + b_gate)) W_out + b_out
 
     1 - a^2 is taken from log a, without the loss of digits near a = 1, and bounded below by
     the smallest normal number, so that every gradient is finite there. At first
