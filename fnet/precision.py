@@ -1,9 +1,9 @@
-"""What is computed in float32 though activations are narrower."""
+"""Numbers of another width than their arrays: sums in float32 or wider, indices in 32 bits."""
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 
 def wide(*of: Array | DTypeLike) -> jnp.dtype:
@@ -32,3 +32,11 @@ def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Arra
     B is 1, which XLA on CPU does not vectorise; it takes 15 times as long.
     """
     return jnp.broadcast_to(v.astype(wide(x)), x.shape).astype(x.dtype)
+
+
+def as_int32(indices: Int[Array, "..."]) -> Int[Array, "..."]:
+    """``indices`` as JAX indexes with them; one that int32 does not hold, as 2^32, is -1, not 0."""
+    narrow = indices.astype(jnp.int32)
+    if indices.dtype.itemsize <= 4:
+        return narrow
+    return jnp.where(narrow.astype(indices.dtype) == indices, narrow, -1)

@@ -42,15 +42,15 @@ def make_step(
         for a state that is spread over devices. By default XLA decides.
       guard: True: where the loss or the gradient's norm is not finite, everything but
         ``step`` stays as it was, and the metric ``skipped`` is 1, else 0. All of the
-        gradient then exists before any of it is applied. Not for private training: a
-        step left out tells of its examples, and no noise covers that.
+        gradient then exists before any of it is applied.
 
     Returns:
       The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
 
     Raises:
-      ValueError: for a guard of a mode that applies the gradient before all of it is known,
-        or an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
+      ValueError: for a guard of a mode that applies the gradient before all of it is known, or
+        that adds noise (a step left out tells of its examples, and no noise covers that), or
+        an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
         ``ema_decay``.
       TypeError: when called, for a loss that returns anything but ``(losses, Aux)``.
     """
@@ -59,6 +59,11 @@ def make_step(
     if guard and not getattr(mode, "whole_gradient", not isinstance(mode, UpdateMode)):
         raise ValueError(
             f"make_step: a guard needs the whole gradient before the update, which {mode} never has"
+        )
+    if guard and getattr(mode, "noise_multiplier", 0.0):
+        raise ValueError(
+            "make_step: a step that a guard leaves out tells of its examples, which noise is to "
+            "hide; private modes leave out single examples instead"
         )
     return jit_step(TrainStep(loss, optimizer, mode, ema_decay, state_sharding, guard))
 

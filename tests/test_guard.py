@@ -76,6 +76,15 @@ def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
         fnet.make_step(loss, OPTIMIZER, mode, guard=True)
 
 
+@pytest.mark.parametrize("mode", [fnet.autodiff.clipped, fnet.autodiff.AdaptiveClipping])
+def test_a_mode_that_adds_noise_has_no_guard(mode):
+    # A batch of examples that are all left out would leave the parameters exactly as they were.
+    fnet.make_step(loss, OPTIMIZER, mode(1.0), guard=True)
+    noised = mode(1.0, noise_multiplier=1.0, expected_batch_size=32)
+    with pytest.raises(ValueError, match="tells of its examples"):
+        fnet.make_step(loss, OPTIMIZER, noised, guard=True)
+
+
 def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
     """Single examples whose gradient is not finite it leaves out by itself: here all are."""
     mode = fnet.autodiff.AdaptiveClipping(0.1)

@@ -83,6 +83,7 @@ def clipped(
 
         return gradient
 
+    mode.noise_multiplier = noise_multiplier  # type: ignore[attr-defined]  # for `make_step`
     return mode
 
 

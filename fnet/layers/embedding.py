@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 
 from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.linear import check_floating
-from fnet.losses.classification import as_int32
+from fnet.precision import as_int32
 
 
 def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Layer:

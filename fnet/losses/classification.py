@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
-from fnet.precision import widened
+from fnet.precision import as_int32, widened
 
 
 def cross_entropy(
@@ -58,14 +58,6 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
     """
     _check_labels("accuracy", logits, labels)
     return (logits.argmax(-1) == labels).astype(jnp.float32)
-
-
-def as_int32(indices: Int[Array, "..."]) -> Int[Array, "..."]:
-    """``indices`` as JAX indexes with them; one that int32 does not hold, as 2^32, is -1, not 0."""
-    narrow = indices.astype(jnp.int32)
-    if indices.dtype.itemsize <= 4:
-        return narrow
-    return jnp.where(narrow.astype(indices.dtype) == indices, narrow, -1)
 
 
 def _check_labels(where: str, logits: Array, labels: Array) -> None:

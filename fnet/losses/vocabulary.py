@@ -12,9 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from fnet.backward_pass import keep
-from fnet.losses.classification import as_int32
 from fnet.mesh import equally_varying
-from fnet.precision import wide
+from fnet.precision import as_int32, wide
 
 Carry = TypeVar("Carry")
 Start = Array | int
