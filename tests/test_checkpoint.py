@@ -240,6 +240,16 @@ with RunFolder(Path("r")).owned():
     assert not list((workplace / "r").iterdir())
 
 
+@pytest.mark.parametrize("name", ["lr[0.1]", "lr*", "lr?", "a\\b"])
+def test_a_path_that_orbax_takes_for_another_is_refused(workplace, capsys, name):
+    # What is saved in lr[0.1] was never found again, and moved aside as damaged.
+    assert exit_code("train", "tiny.py", "--out", f"{name}/r") == 2
+    said_in_one_line(capsys, name)
+    assert not (workplace / name).exists()
+    with pytest.raises(UserError, match="checkpoints cannot be kept"):
+        Checkpoints(workplace / name)
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch, capsys):
     def full(self, *args, **kwargs):
         raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]\nat line 3")

@@ -19,6 +19,7 @@ from fnet import TrainState
 from train.checksums import checksums, dotted
 from train.distributed import any_process
 from train.errors import TrainingError, UserError
+from train.run_folder import check_no_pattern
 
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
 # is raised, and said by the loop.
@@ -59,6 +60,9 @@ class Checkpoints:
       say: shows a line; on stderr by default.
       best: read that of the highest score, not the newest.
       keep_best: keep that of the highest score beside the newest.
+
+    Raises:
+      UserError: for a folder whose path orbax cannot read.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Checkpoints:
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
+        check_no_pattern(folder)
         self._some_put_aside = self._put_unread_scores_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import json
 import os
 import shlex
@@ -64,6 +65,7 @@ class RunFolder:
         Raises:
           UserError: if one does already, or the folder cannot be written.
         """
+        check_no_pattern(self.path)
         try:
             new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -215,6 +217,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             lines.append(line)
     return lines
+
+
+def check_no_pattern(path: Path) -> None:
+    """Refuses a folder where orbax would look for checkpoints in others, or in none.
+
+    Raises:
+      UserError: if its absolute path is a pattern, or has a backslash, which is taken for a slash.
+    """
+    whole = str(path.absolute())
+    if glob.escape(whole) != whole or "\\" in whole:
+        raise UserError(
+            f"{whole}: checkpoints cannot be kept where a path has *, ?, [ or \\: rename the "
+            "folder that has it, or choose another with --out"
+        )
 
 
 def quote(path: Path) -> str:
