@@ -9,6 +9,7 @@ from image_cases import class_folders
 from train import recipes
 from train.config import Config, DenseNet, ImageFolder, Optim, ResNet, ResNeXt, WiderResNet
 from train.data import image_folder
+from train.errors import UserError
 from train.setup import setup
 
 LARGE = (
@@ -53,6 +54,16 @@ def test_a_path_in_a_recipe_is_its_name(workplace):
     head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
     (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')
     assert recipes.load("path.py") == Config(data=ImageFolder(path="photos/a"))
+
+
+@pytest.mark.parametrize("kind", ["Config", "Mlp"])
+def test_a_class_of_ones_own_in_a_recipe_is_refused(workplace, kind):
+    # It was taken for the class that it is made from, without a word.
+    own = f"from train.config import *\nclass Own({kind}):\n    def build(self, *_): return None\n"
+    value = "Own()" if kind == "Config" else "Config(model=Own())"
+    (workplace / "own.py").write_text(f"{own}def config(): return {value}")
+    with pytest.raises(UserError, match=rf"own\.py: expected {kind}, got Own"):
+        recipes.load("own.py")
 
 
 # mapillary/inplace_abn: experiments/*.json, and the table of its README: top-1 / top-5 of one

@@ -136,9 +136,22 @@ def check(config: Config, where: str) -> Config:
     """The same config, once every field's type and range have been checked.
 
     Raises:
-      UserError: as `from_json`.
+      UserError: as `from_json`; and for a class of someone's own, of which JSON would keep the
+        fields alone.
     """
-    return from_json(to_json(config), where)
+    checked = from_json(to_json(config), where)
+    for here, there in zip(_classes(config), _classes(checked), strict=True):
+        if here is not there:
+            raise UserError(
+                f"{where}: expected {there.__name__}, got {here.__name__}; a config is kept as "
+                "JSON, and what a class of one's own adds would be lost"
+            )
+    return checked
+
+
+def _classes(config: Config) -> list[type]:
+    """Of the whole, and of each section."""
+    return [type(config), *(type(getattr(config, f.name)) for f in fields(config))]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
