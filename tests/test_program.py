@@ -1,5 +1,6 @@
 """The whole program, in this process, on a network small enough to train in a second."""
 
+import io
 import json
 import os
 import signal
@@ -337,6 +338,16 @@ def test_where_nobody_reads_the_program_ends_without_a_traceback(words):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_is_shown_may_have_no_encoding_or_nowhere_to_go(workplace, monkeypatch):
+    (workplace / "tiny.py").rename(workplace / "größe.py")
+    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", shown)
+    assert exit_code("train", "größe.py", "--help") == 0
+    assert b"gr??e.py" in shown.buffer.getvalue()
+    monkeypatch.setattr("sys.stdout", None)  # as after >&-
+    fnet_command("configs")
 
 
 def test_the_library_is_pure_and_brings_no_adapter():

@@ -186,6 +186,13 @@ def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
     assert np.ptp(two[..., :3]) > 0.5
 
 
+def test_a_picture_without_a_suffix_is_where_it_is_said_to_be(run_of, recipes, capsys):
+    run_of("images")
+    few = "--labels", 3, "--count", 1, "--steps", 2
+    assert printed(capsys, "images", *few, "--out", "drawn") == "drawn\n"
+    assert (recipes / "drawn").read_bytes().startswith(b"\x89PNG")
+
+
 def test_images_are_drawn_with_the_data_loaded_once(run_of, monkeypatch):
     run_of("images")
     loaded, load = [], images.load
@@ -254,6 +261,7 @@ MISTAKES = [
     (("images", "--prompt", "to"), "unknown field --prompt"),
     (("images", "--out", "nowhere/a.png"), "cannot write nowhere/a.png"),
     (("images", "--out", "a.docx"), "cannot write a.docx"),
+    (("images", "--out", "images"), "cannot write images: "),
 ]  # fmt: skip
 
 

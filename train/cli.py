@@ -1,6 +1,7 @@
 """The ``fnet`` command."""
 
 import errno
+import io
 import itertools
 import json
 import os
@@ -43,6 +44,10 @@ fnet train CONFIG --help lists every field, with its value in that config.
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: 0 well, 2 a mistake in what was given, 1 anything else."""
+    if sys.stdout is None:  # whoever calls has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name need not be in a terminal's encoding
+        sys.stdout.reconfigure(errors="replace")
     try:
         try:
             _dispatch(list(sys.argv[1:] if argv is None else argv))

@@ -99,7 +99,7 @@ def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
 
 
 def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
-    """Images [rows, columns, H, W, C] in [0, 1], a named row each, as a PNG.
+    """Images [rows, columns, H, W, C] in [0, 1], a named row each, in the suffix's format or PNG.
 
     One channel is shown as ink on paper, of several the first three.
     """
@@ -115,7 +115,8 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     ax.set_title(title, fontsize=9)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-    figure.savefig(path, dpi=110)
+    # By itself matplotlib would write photo.png where photo is asked for.
+    figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
 
 
 def answers(
