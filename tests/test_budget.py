@@ -13,6 +13,7 @@ from fnet.memory import in_words, read_bytes
         ("4096MiB", 4 * 2**30),
         ("1.5 gib", 3 * 2**29),
         ("10kb", 10_000),
+        ("8.2 MB", 8_200_000),
         ("2TiB", 2**41),
         ("17B", 17),
         (17, 17),
@@ -39,3 +40,5 @@ def test_amounts_beyond_a_double_are_exact_or_refused():
     assert read_bytes(2**53 + 1) == 2**53 + 1
     with pytest.raises(ValueError, match="not infinitely many"):
         read_bytes("9" * 400 + "GB")
+    with pytest.raises(ValueError, match="not infinitely many"):
+        read_bytes(10**400)

@@ -1,7 +1,8 @@
 """Amounts of memory as people write and read them."""
 
-import math
 import re
+import sys
+from fractions import Fraction
 
 _UNITS = {
     "B": 1,
@@ -33,15 +34,15 @@ def read_bytes(text: str | int) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(text).lower())
     if isinstance(text, int) and not isinstance(text, bool):
-        value: float = text
+        value = Fraction(text)
     elif found and found[2].upper() in _UNITS:
-        value = float(found[1]) * _UNITS[found[2].upper()]
+        value = Fraction(found[1]) * _UNITS[found[2].upper()]
     else:
         raise ValueError(
             f"expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of 1000, "
             f"KiB to TiB of 1024), got {text!r}"
         )
-    if not 1 <= value < math.inf:
+    if not 1 <= value <= sys.float_info.max:
         raise ValueError(f"expected at least one byte, and not infinitely many, got {text!r}")
     return int(value)
 
