@@ -40,7 +40,8 @@ def plan_step(
       budget: bytes, or as ``4GiB``, ``4GB``, ``4096MiB``; None for no limit.
       policies: keys of `fnet.memory.POLICIES` to choose from; all by default.
       splits: numbers of microbatches to choose from. By default the powers of two
-        that divide the batch where there is a budget, else 1. Where the state has
+        that divide the batch where there is a budget and all its arrays share their leading
+        axis, else 1. Where the state has
         statistics of the batch (``model_state``), which splitting changes, they
         are the last resort; parts that the network refuses as too small are left out.
       reserve: bytes of the budget that others need.
@@ -56,7 +57,9 @@ def plan_step(
         microbatches in another mode.
     """
     if splits is None:
-        rows = 1 if budget is None else jax.tree.leaves(batch)[0].shape[0]
+        sizes: set[Any] = {getattr(x, "shape", ())[:1] for x in jax.tree.leaves(batch)}
+        shared = len(sizes) == 1 and () not in sizes  # a number has no parts
+        rows = sizes.pop()[0] if shared and budget is not None else 1
         splits = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
     splits = tuple(splits)
     variant(step, "keep", max(splits, default=1))  # a mode that cannot be split is told at once

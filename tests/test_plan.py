@@ -153,10 +153,11 @@ def test_progress_is_told_of_every_candidate(step_and_peaks):
     assert threads == {threading.get_ident()}
 
 
-def test_without_a_budget_a_batch_may_hold_a_number(step_and_peaks):
+@pytest.mark.parametrize("budget", [None, "1GiB"])
+def test_a_batch_may_hold_a_number(step_and_peaks, budget):
     (step, state, batch), *_ = step_and_peaks
     batch = {"at": jax.ShapeDtypeStruct((), jnp.float32), **batch}
-    assert fnet.plan_step(step, state, batch, policies=("keep",)).chosen.microbatches == 1
+    assert fnet.plan_step(step, state, batch, budget, policies=("keep",)).chosen.microbatches == 1
 
 
 def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
