@@ -60,14 +60,17 @@ class TrainState:
 
 
 def _each_once(state: TrainState) -> TrainState:
-    """The state, with copies where an array stands again, which could not be donated.
+    """The state as arrays, with copies where one stands again, which could not be donated.
 
-    An average begins as the parameters; some optimizers keep the first parameters.
+    An average begins as the parameters; some optimizers keep the first parameters. Some
+    parameters begin as a plain number.
     """
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
-        again = isinstance(leaf, Array) and id(leaf) in seen
+        if not isinstance(leaf, Array):
+            return jnp.array(leaf)
+        again = id(leaf) in seen
         seen.add(id(leaf))
         return jnp.copy(leaf) if again else leaf
 
