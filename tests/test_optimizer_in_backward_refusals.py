@@ -101,6 +101,7 @@ def test_another_optimizers_state_is_refused():
     [
         (["block"], r"no parameters at 'block': expected one of \['blocks', .*\], got 'block'"),
         (["blocks/x"], r"no parameters at 'blocks/x': expected one of \['dense'\], got 'x'"),
+        (["blocks/dense/kernel/x"], "through dicts, not through an array, got 'x'"),
         (["head"], r"the parameters at 'head' are not those of a repeat"),
     ],
 )

@@ -175,10 +175,14 @@ def _find(params: Any, path: str) -> Any:
     tree = params
     for key in _keys(path):
         if not isinstance(tree, Mapping) or key not in tree:
-            there = list(tree) if isinstance(tree, Mapping) else "an array"
+            kind = "an array" if isinstance(tree, Array) else f"a {type(tree).__name__}"
+            wanted = (
+                f"expected one of {list(tree)}"
+                if isinstance(tree, Mapping)
+                else f"a path goes through dicts, not through {kind}"
+            )
             raise ValueError(
-                f"optimizer_in_backward: there are no parameters at {path!r}: expected one of "
-                f"{there}, got {key!r}"
+                f"optimizer_in_backward: there are no parameters at {path!r}: {wanted}, got {key!r}"
             )
         tree = tree[key]
     shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
