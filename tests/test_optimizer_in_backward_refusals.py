@@ -88,6 +88,11 @@ def test_a_drifting_dtype_is_refused():
     assert "changes from float32[1, 8] to bfloat16[1, 8]" in message
 
 
+def test_a_state_that_grows_leaves_is_refused():
+    rule = optax.GradientTransformation(lambda params: (), lambda g, state, params=None: (g, (g,)))
+    assert "other leaves than optimizer.init" in refusal(ValueError, rule)
+
+
 def test_another_optimizers_state_is_refused():
     create = functools.partial(TrainState.create, SMALL, optax.adam(0.1))
     state = jax.eval_shape(create, jax.random.key(0))

@@ -40,8 +40,15 @@ def layerwise_update(
         s = _resized(opt_state, state_owners, layers)
 
         def update(grads: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            updates, after = optimizer.update(grads, state, params)
+            trees: list[Any] = [jax.tree.structure(state), jax.tree.structure(after)]
+            if trees[0] != trees[1]:
+                raise ValueError(
+                    "optimizer_in_backward: an update gives the optimizer's state other leaves "
+                    "than optimizer.init, so it cannot be written over the old one; mend the "
+                    "optimizer, or use mode=mean"
+                )
+            return optax.apply_updates(params, updates), after
 
         return jax.make_jaxpr(update)(p, s, p)
 
