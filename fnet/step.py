@@ -52,7 +52,8 @@ def make_step(
         that adds noise (a step left out tells of its examples, and no noise covers that), or
         an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
         ``ema_decay``.
-      TypeError: when called, for a loss that returns anything but ``(losses, Aux)``.
+      TypeError: when called, for a loss that returns anything but ``(losses, Aux)``, or a batch
+        that is no dict.
     """
     if ema_decay is not None and not 0 <= ema_decay < 1:
         raise ValueError(f"make_step: ema_decay must be in [0, 1), got {ema_decay}")
@@ -60,7 +61,8 @@ def make_step(
         raise ValueError(
             f"make_step: a guard needs the whole gradient before the update, which {mode} never has"
         )
-    if guard and getattr(mode, "noise_multiplier", 0.0):
+    noise: float = getattr(mode, "noise_multiplier", 0.0)
+    if guard and noise:
         raise ValueError(
             "make_step: a step that a guard leaves out tells of its examples, which noise is to "
             "hide; private modes leave out single examples instead"
@@ -100,6 +102,10 @@ class TrainStep:
                 f"make_step: ema_decay={self.ema_decay}, but the state "
                 f"{'has no' if state.ema is None else 'has an'} average; "
                 "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
+            )
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"make_step: expected a batch of named arrays, a dict, got a {type(batch).__name__}"
             )
         update = update_of(self.mode, self.loss, self.optimizer)
         key = jax.random.fold_in(state.key, state.step)

@@ -12,7 +12,7 @@ from fnet import layers, losses, models, serial
 from fnet.autodiff import mean
 from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
-from fnet.memory import DonationError, donation, tree_bytes
+from fnet.memory import DonationError, tree_bytes
 from fnet.step import TrainStep, jit_step
 
 
@@ -138,6 +138,13 @@ def test_a_loss_that_already_averages_is_refused():
     gradient = fnet.autodiff.mean(lambda p, s, b, k: ((p * b["x"]).mean(), fnet.Aux(s, {})))
     with pytest.raises(ValueError, match=r"one loss per example, shape \[batch\], got \(\)"):
         gradient(jnp.asarray(2.0), {}, {"x": jnp.ones(3)}, None)
+
+
+def test_a_batch_without_names_is_refused():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    step = fnet.make_step(loss_of(model), optimizer)
+    with pytest.raises(TypeError, match="a batch of named arrays, a dict, got a tuple"):
+        step(created(model, optimizer), tuple(batch_of(6).values()))
 
 
 def test_weights_in_a_column_are_refused():
@@ -300,61 +307,6 @@ def test_a_mode_may_make_the_update_itself():
     assert metrics == {}
 
 
-def compiled(f, state):
-    return jax.jit(f, donate_argnums=0).lower(state, jnp.ones(3)).compile()
-
-
-STATE = {"w": jnp.ones((3, 2)), "v": jnp.ones((3, 2)), "n": jnp.zeros((), jnp.int32)}
-
-
-def test_a_dtype_drift_is_caught_and_named():
-    def step(state, x):
-        return state | {"w": (state["w"] * x.sum()).astype(jnp.bfloat16)}, x.sum()
-
-    with pytest.raises(DonationError) as error:
-        donation(compiled(step, STATE))
-    assert str(error.value) == (
-        "state not renewed in place: ['w'] drifts from float32[3, 2] to bfloat16[3, 2]: "
-        "cast it back with .astype(float32)"
-    )
-
-
-def test_a_drift_is_named_even_where_another_leaf_could_use_its_buffer():
-    def step(state, x):
-        return {"w": state["v"], "v": state["w"].astype(jnp.float16), "n": state["n"]}, x.sum()
-
-    with pytest.raises(DonationError, match=r"\['v'\] drifts from float32\[3, 2\] to float16"):
-        donation(compiled(step, STATE))
-
-
-def test_a_changed_shape_and_a_dropped_leaf_are_named():
-    def step(state, x):
-        return {"w": state["w"][:2], "v": state["v"]}, x.sum()
-
-    with pytest.raises(DonationError) as error:
-        donation(compiled(step, STATE))
-    assert "['w'] changes shape from float32[3, 2] to float32[2, 2]" in str(error.value)
-    assert "['n'] (int32[]) has no output in its place: return it" in str(error.value)
-
-
-def test_a_leaf_that_is_overwritten_unread_is_named():
-    def step(state, x):
-        return state | {"v": jnp.zeros((3, 2))}, x.sum()
-
-    with pytest.raises(DonationError, match=r"\['v'\] \(float32\[3, 2\]\) is overwritten without"):
-        donation(compiled(step, STATE))
-
-
-def test_a_step_that_gives_nothing_is_told_what_it_lost():
-    with pytest.raises(DonationError, match=r"\['w'\] .* has no output in its place: return it"):
-        donation(compiled(lambda state, x: (), STATE))
-
-
-def test_a_step_that_donates_nothing_is_told_so():
-    with pytest.raises(DonationError, match="jit the step with donate_argnums=0"):
-        donation(jax.jit(lambda s, x: (s, x)).lower(STATE, jnp.ones(3)).compile())
-
-
 def test_a_drifting_optimizer_is_caught_by_compile_step():
     model = classifier()
     drifting = optax.GradientTransformation(
@@ -367,17 +319,6 @@ def test_a_drifting_optimizer_is_caught_by_compile_step():
         DonationError, match=r"\.opt_state\['head'\]\['kernel'\] drifts from float32"
     ):
         fnet.compile_step(step, state, batch_of(6))
-
-
-@pytest.mark.parametrize("option", ["jax_debug_nans", "jax_debug_infs"])
-def test_a_debug_option_that_turns_donation_off_is_named(option):
-    f = jax.jit(lambda s, x: ({"w": s["w"] + x.sum()}, x), donate_argnums=0)
-    jax.config.update(option, True)
-    try:
-        with pytest.raises(DonationError, match=f"{option} turns donation off"):
-            donation(f.lower({"w": jnp.ones(3)}, jnp.ones(3)).compile())
-    finally:
-        jax.config.update(option, False)
 
 
 def test_the_norm_of_float16_gradients_is_float32():
