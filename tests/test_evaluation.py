@@ -153,6 +153,7 @@ def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
     ("recipe", "words", "given"),
     [
         ("colours", ("--crops", 10, "--image-size", 10, "--resize", 14), [10, 10, 14]),
+        ("colours", ("--crops", 10, "--border", 1), [10, 1]),
         ("halves", ("--scales", 0.75, 1.5, "--flip"), [[0.75, 1.5], True]),
     ],
 )
@@ -315,7 +316,7 @@ def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
 
 MISTAKES = [
     ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; options for it: none"),
-    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; options for it: --crops, --image-size, --resize"),
+    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; options for it: --crops, --border, --image-size, --resize"),
     ("colours", ("--flip",), "--flip: runs/colours is a run of"),
     ("colours", ("--crops", "5"), "--crops: expected one of 1, 2, 10"),
     ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),

@@ -102,6 +102,20 @@ def test_test_images_are_resized_and_their_middle_is_cut(tmp_path):
     chex.assert_trees_all_equal(ten[:, 4], image)
 
 
+def test_with_a_border_the_corners_look_over_the_edge(folder):
+    for i, path in enumerate(sorted(folder.glob("val/*/*"))):
+        pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+    plain = next(evaluation_batches(load(folder, crops=1), 2))["image"]
+    ten = next(evaluation_batches(load(folder, crops=10, border=1), 2))["image"]
+    chex.assert_trees_all_equal(ten[:, 4], plain)
+    chex.assert_trees_all_equal(ten[:, 0, 1:, 1:], plain[:, :-1, :-1])  # all is moved by a pixel
+    chex.assert_trees_all_equal(ten[:, 0, 0, 1:], plain[:, 1, :-1])  # and mirrored at the edge
+    chex.assert_trees_all_equal(ten[:, 5:], ten[:, :5, :, ::-1])
+    said = "data.border: 1, but the middle of an image is the same without it; give data.crops 10"
+    assert said in refused(folder, crops=2, border=1)
+
+
 EVERYTHING = {
     "crop": "resized",
     "flip": True,

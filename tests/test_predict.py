@@ -184,9 +184,9 @@ def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
     assert all(line.split()[1] in dataset.classes for line in shown.splitlines()[:5])
 
 
-@pytest.mark.parametrize("crops", [1, 2, 10])
-def test_an_image_is_prepared_as_test_images_are(crops, recipes):
-    data = ImageFolder(path="colours", image_size=7, crops=crops)
+@pytest.mark.parametrize(("crops", "border"), [(1, 0), (2, 0), (10, 0), (10, 2)])
+def test_an_image_is_prepared_as_test_images_are(crops, border, recipes):
+    data = ImageFolder(path="colours", image_size=7, crops=crops, border=border)
     config = Config(data=data)
     batch = next(evaluation_batches(images.load(config), 15))
     prepare = Preparation(config)

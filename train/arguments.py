@@ -14,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
 from train.config import Config
-from train.config.section import Count, Positive, Seed
+from train.config.section import Count, CountOrZero, Positive, Seed
 from train.errors import UserError, nearest
 
 
@@ -106,6 +106,8 @@ class EvalArguments(CheckpointArguments):
 
     crops: Literal[1, 2, 10] | None = None
     """Of images of a folder: the middle; 2: that and its mirror image; 10: the corners too."""
+    border: CountOrZero | None = None
+    """Pixels of its mirror image around an image of a folder of which ten crops are made."""
     image_size: Count | None = None
     """Height and width of what the network sees, where it was trained on another."""
     resize: Count | None = None

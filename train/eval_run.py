@@ -128,7 +128,7 @@ def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
     if isinstance(config.model, DeepLab):
         allowed = ("image_size", "scales", "flip")
     elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
-        allowed = ("crops", "image_size", "resize")
+        allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
         allowed = ("image_size", "resize")
     flags = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(a)}

@@ -15,7 +15,7 @@ from train.config import (
     Synthetic,
 )
 from train.data.augment import in_bytes
-from train.data.crops import CUTS, fitted, short_side
+from train.data.crops import fitted, short_side, views
 from train.data.decode import View, decode
 from train.errors import UserError
 
@@ -54,9 +54,10 @@ class Preparation:
 
     def __init__(self, config: Config):
         data = config.data
-        self.crops = 1
+        self.crops, self._border = 1, 0
         if isinstance(data, ImageFolder):
-            self.shape, self.crops = (data.image_size, data.image_size, 3), data.crops
+            self.shape = (data.image_size, data.image_size, 3)
+            self.crops, self._border = data.crops, data.border
         elif isinstance(data, HuggingFace | SegmentationFolder):
             self.shape = (data.image_size, data.image_size, 3)
         elif isinstance(data, Digits):
@@ -96,7 +97,7 @@ class Preparation:
         image = decode(path, seen)
         height, width, _ = image.shape
         if isinstance(data, ImageFolder | HuggingFace):
-            image = CUTS[self.crops](image, size)
+            image = views(image, size, self.crops, self._border)
         elif isinstance(data, SegmentationFolder):
             canvas = np.empty(self.shape, np.uint8)
             canvas[:] = in_bytes(data.mean)

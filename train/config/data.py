@@ -76,6 +76,8 @@ class ImageFolder(Section):
     """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
     crops: Literal[1, 2, 10] = 1
     """Of a test image: the middle; 2: that and its mirror image; 10: the corners too."""
+    border: CountOrZero = 0
+    """Pixels of its mirror image around a test image of which ten crops are made."""
     mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
     """Of each colour, 0 to 1; by default over ImageNet."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)

@@ -83,8 +83,20 @@ def two_crops(image: np.ndarray, size: int) -> np.ndarray:
     return np.stack([middle, middle[:, ::-1]])
 
 
-CUTS = {1: centre, 2: two_crops, 10: ten_crops}
-"""What is seen of an image [H, W, C] in evaluation, by the number of crops."""
+_CUTS = {1: centre, 2: two_crops, 10: ten_crops}
+
+
+def views(image: np.ndarray, size: int, crops: int, border: int) -> np.ndarray:
+    """What is seen of an image in evaluation: [size, size, C], or [crops, size, size, C].
+
+    Args:
+      image: [H, W, C], not smaller.
+      size: of each crop.
+      crops: how many: 1, 2 or 10.
+      border: pixels of its mirror image that are set around it before.
+    """
+    around = (border, border)
+    return _CUTS[crops](np.pad(image, (around, around, (0, 0)), "reflect"), size)
 
 
 def moved(images: np.ndarray, by: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:

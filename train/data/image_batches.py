@@ -11,13 +11,13 @@ import numpy as np
 from train.data import Arrays
 from train.data.augment import coloured, cutout, draw_colours, in_bytes
 from train.data.crops import (
-    CUTS,
     RESIZED_CROP_DRAWS,
     centre,
     mirrored,
     moved,
     resized_crop,
     short_side,
+    views,
 )
 from train.data.decode import UnreadableError, ViewOf, decode
 from train.errors import UserError
@@ -136,7 +136,8 @@ class EvaluationImages:
       root: the folder that paths start from.
       size: height and width of the result.
       resize: of the shorter side of the image that it is cut from.
-      crops: how many parts of each: `CUTS`.
+      crops: how many parts of each, and
+      border: how many pixels of its mirror image around it, as `views` takes them.
       fill: mean colour, which stands for what cannot be read.
     """
 
@@ -144,6 +145,7 @@ class EvaluationImages:
     size: int
     resize: int
     crops: Literal[1, 2, 10]
+    border: int
     fill: tuple[int, ...]
 
     def __call__(self, rows: Arrays) -> Arrays:
@@ -152,7 +154,8 @@ class EvaluationImages:
 
         def pixels(i: int) -> np.ndarray:
             path = os.path.join(self.root, rows["path"][i])
-            return CUTS[self.crops](decode(path, short_side(self.resize)), self.size)
+            image = decode(path, short_side(self.resize))
+            return views(image, self.size, self.crops, self.border)
 
         shape = *several, self.size, self.size, 3
         return read_all(len(rows["path"]), shape, pixels, self.fill)

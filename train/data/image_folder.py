@@ -42,6 +42,11 @@ def load(config: ImageFolder) -> Dataset:
             "data.keep: resized crops are decoded anew each time; give data.crop padded, "
             "reflected or centre"
         )
+    if config.border and config.crops != 10:
+        raise UserError(
+            f"data.border: {config.border}, but the middle of an image is the same without it; "
+            "give data.crops 10"
+        )
     root = Path(config.path)
     train = training_folder(root, "train/ and val/ or test/, each with a folder a class")
     held_out = root / held_out_folder(root, config.held_out)
@@ -62,11 +67,11 @@ def load(config: ImageFolder) -> Dataset:
     folder = os.fsencode(root)
     training = TrainingImages.of(config, folder)
     sizes = config.image_size, config.shorter_side
-    evaluation = EvaluationImages(folder, *sizes, config.crops, training.fill)
+    evaluation = EvaluationImages(folder, *sizes, config.crops, config.border, training.fill)
     workers = Workers(config.workers)
 
     if config.keep:
-        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
+        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, 0, training.fill)
         kept = KeptImages(whole, paths[:at], workers), KeptImages(evaluation, paths[at:], workers)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
