@@ -116,7 +116,7 @@ def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[in
 
 def kept(images: TrainingImages, paths: np.ndarray) -> Make:
     """Decoded the first time, augmented each time."""
-    whole = EvaluationImages(images.root, images.size, images.size, 1, 0, images.fill)
+    whole = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
     keep = KeptImages(whole, paths, Workers(0))
     index = {path: i for i, path in enumerate(paths.tolist())}
 

@@ -142,7 +142,7 @@ def test_images_are_read_by_processes_as_they_are_here(two, tmp_path):
         write(tmp_path / f"{i}.png", i)
     (tmp_path / "3.png").write_bytes(b"")
     paths = {"path": np.array([f"{i}.png".encode() for i in range(5)])}
-    images = EvaluationImages(os.fsencode(tmp_path), 8, 8, 1, 0, (1, 2, 3))
+    images = EvaluationImages(os.fsencode(tmp_path), 8, 8, 1, (1, 2, 3))
     there = two(images, paths)
     chex.assert_trees_all_equal(there, images(paths))
     assert there["weight"].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]

@@ -41,8 +41,8 @@ def layerwise_update(
 
         def update(grads: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
             updates, after = optimizer.update(grads, state, params)
-            trees: list[Any] = [jax.tree.structure(state), jax.tree.structure(after)]
-            if trees[0] != trees[1]:
+            structure: Any = jax.tree.structure(state)
+            if structure != jax.tree.structure(after):
                 raise ValueError(
                     "optimizer_in_backward: an update gives the optimizer's state other leaves "
                     "than optimizer.init, so it cannot be written over the old one; mend the "

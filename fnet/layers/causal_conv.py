@@ -51,21 +51,20 @@ def causal_conv(
     if bias is not None and bias.shape != (c,):
         raise ValueError(f"causal_conv: bias must have shape {(c,)}, got {bias.shape}")
     check_floating("causal_conv", x)
-    if past is not None and past.shape != (b, width - 1, c):
+    if past is None:
+        past = jnp.pad(x[:, :0], ((0, 0), (width - 1, 0), (0, 0)))  # zeros that lie as x does
+    if past.shape != (b, width - 1, c):
         raise ValueError(
             f"causal_conv: past must have shape {(b, width - 1, c)} for x {x.shape} and "
             f"kernel {kernel.shape}, got {past.shape}"
         )
-    if past is None:
-        seen = jnp.pad(x, ((0, 0), (width - 1, 0), (0, 0)))
-    else:
-        seen = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    seen = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     y = functools.reduce(
         jnp.add, [seen[:, w : w + t] * broadcast_like(kernel[w], x) for w in range(width)]
     )
     if bias is not None:
         y = y + broadcast_like(bias, x)
-    return y, seen[:, t:].astype(x.dtype if past is None else past.dtype)
+    return y, seen[:, t:].astype(past.dtype)
 
 
 def causal_conv_layer(channels: int, width: int = 4) -> Layer:

@@ -95,8 +95,10 @@ def views(image: np.ndarray, size: int, crops: int, border: int) -> np.ndarray:
       crops: how many: 1, 2 or 10.
       border: pixels of its mirror image that are set around it before.
     """
-    around = (border, border)
-    return _CUTS[crops](np.pad(image, (around, around, (0, 0)), "reflect"), size)
+    if border:
+        around = (border, border)
+        image = np.pad(image, (around, around, (0, 0)), "reflect")
+    return _CUTS[crops](image, size)
 
 
 def moved(images: np.ndarray, by: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:

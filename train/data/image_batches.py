@@ -136,17 +136,17 @@ class EvaluationImages:
       root: the folder that paths start from.
       size: height and width of the result.
       resize: of the shorter side of the image that it is cut from.
-      crops: how many parts of each, and
-      border: how many pixels of its mirror image around it, as `views` takes them.
+      crops: how many parts of each, as `views` takes them.
       fill: mean colour, which stands for what cannot be read.
+      border: pixels of its mirror image around each, likewise.
     """
 
     root: bytes
     size: int
     resize: int
     crops: Literal[1, 2, 10]
-    border: int
     fill: tuple[int, ...]
+    border: int = 0
 
     def __call__(self, rows: Arrays) -> Arrays:
         """``path`` [N] -> ``image`` uint8 [N, size, size, 3] or [N, crops, ...]; ``weight`` [N]."""

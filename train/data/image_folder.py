@@ -67,11 +67,11 @@ def load(config: ImageFolder) -> Dataset:
     folder = os.fsencode(root)
     training = TrainingImages.of(config, folder)
     sizes = config.image_size, config.shorter_side
-    evaluation = EvaluationImages(folder, *sizes, config.crops, config.border, training.fill)
+    evaluation = EvaluationImages(folder, *sizes, config.crops, training.fill, config.border)
     workers = Workers(config.workers)
 
     if config.keep:
-        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, 0, training.fill)
+        whole = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
         kept = KeptImages(whole, paths[:at], workers), KeptImages(evaluation, paths[at:], workers)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
