@@ -135,47 +135,6 @@ def test_sizes_that_cannot_be_are_refused(make, words):
         make()
 
 
-def pooled(layer, x):
-    return layer.apply({}, {}, x, train=True)[0]
-
-
-def test_max_pool_equals_the_windowed_reduction():
-    x = jax.random.normal(jax.random.key(1), (2, 7, 6, 3))
-    expected = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    chex.assert_trees_all_equal(pooled(layers.max_pool(2), x), expected)
-
-
-def test_max_pool_gradient_goes_to_the_maximum():
-    x = jnp.arange(4.0).reshape(1, 2, 2, 1)
-    grad = jax.grad(lambda x: pooled(layers.max_pool(2), x).sum())(x)
-    chex.assert_trees_all_equal(grad.ravel(), jnp.asarray([0.0, 0.0, 0.0, 1.0]))
-
-
-def test_avg_pool_and_global_avg_pool_are_means():
-    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
-    chex.assert_trees_all_equal(
-        pooled(layers.avg_pool(2), x)[0, ..., 0], jnp.asarray([[2.5, 4.5], [10.5, 12.5]])
-    )
-    chex.assert_trees_all_equal(pooled(layers.global_avg_pool(), x), jnp.asarray([[7.5]]))
-    # A last row and a last column that fill no window are left out, as by torch.
-    odd = jnp.arange(25.0).reshape(1, 5, 5, 1)
-    chex.assert_trees_all_equal(
-        pooled(layers.avg_pool(2), odd), pooled(layers.avg_pool(2), odd[:, :4, :4])
-    )
-
-
-@pytest.mark.parametrize("name", ["max_pool", "avg_pool", "global_max_pool", "global_avg_pool"])
-def test_pools_refuse_an_image_without_the_axis_of_examples(name):
-    with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
-        pooled(getattr(layers, name)(), jnp.ones((4, 4, 3)))
-
-
-def test_pools_refuse_windows_that_do_not_fit():
-    for name in ("avg_pool", "max_pool"):
-        with pytest.raises(ValueError, match=f"{name}: window 5 is larger than the image 4 x 4"):
-            pooled(getattr(layers, name)(5), jnp.ones((1, 4, 4, 1)))
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_alone_is_its_formula_and_so_is_its_gradient(name):
     z = jnp.linspace(-3, 3, 25)  # 0 among them
@@ -209,17 +168,3 @@ def test_an_mlp_of_one_layer_refuses_an_unknown_activation_too():
 def test_mlp_needs_two_sizes():
     with pytest.raises(ValueError, match=r"at least an input and an output size, got \[3\]"):
         layers.mlp([3])
-
-
-@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 1, 0), (2, 2, 1)])
-def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
-    x = -1 - np.random.default_rng(0).random((2, 7, 6, 3), np.float32)  # a 0 would be the maximum
-    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    wide = np.pad(x, pads, constant_values=-np.inf)
-    rows, columns = (range(0, side - window + 1, stride) for side in wide.shape[1:3])
-    expected = [
-        [wide[:, i : i + window, j : j + window].max((1, 2)) for j in columns] for i in rows
-    ]
-    layer = layers.max_pool(window, stride=stride, padding=padding)
-    found = pooled(layer, jnp.asarray(x))
-    np.testing.assert_array_equal(found, np.moveaxis(np.asarray(expected), 2, 0))

@@ -5,7 +5,7 @@ from fnet.layers.activations import activation
 from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.batch_norm import batch_norm_layer as batch_norm
 from fnet.layers.causal_conv import causal_conv_layer as causal_conv
-from fnet.layers.conv import avg_pool, conv, global_avg_pool, global_max_pool, max_pool
+from fnet.layers.conv import conv
 from fnet.layers.dropout import dropout
 from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.embedding import embedding, unembed
@@ -19,6 +19,7 @@ from fnet.layers.mamba2 import mamba2
 from fnet.layers.mlp import mlp
 from fnet.layers.norm import layer_norm_layer as layer_norm
 from fnet.layers.norm import rms_norm_layer as rms_norm
+from fnet.layers.pooling import avg_pool, global_avg_pool, global_max_pool, max_pool
 from fnet.layers.reversible import reversible
 from fnet.layers.rg_lru import rg_lru
 from fnet.layers.rotary import rotary

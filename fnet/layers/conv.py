@@ -1,7 +1,6 @@
-"""Convolution and pooling on NHWC images."""
+"""Convolution of NHWC images."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, check_sizes, stateless
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.linear import HE_NORMAL, add_bias, check_floating
 
 Padding = str | Sequence[tuple[int, int]]
@@ -94,94 +93,3 @@ def conv(
         return add_bias(y, params), state
 
     return Layer(init, apply)
-
-
-def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) -> Layer:
-    """Maximum over ``window`` x ``window`` patches.
-
-    ``x`` [N, H, W, C] -> [N, H', W', C] with ``H' = (H + 2 padding - window) // stride + 1``.
-    Patches that do not overlap are the maximum of shifted slices: on CPU the
-    gradient of a windowed reduction costs several times more.
-
-    Args:
-      window: height and width of a patch.
-      stride: steps between patches; ``window`` by default.
-      padding: rows and columns of minus infinity on each side; fewer than ``window``.
-
-    Raises:
-      ValueError: for a window or stride below 1, or another padding; when applied, if the
-        input is not [N, H, W, C], or the image, padded, is smaller than one patch.
-    """
-    step = window if stride is None else stride
-    check_sizes("max_pool", window=window, stride=step)
-    if not 0 <= padding < window:
-        raise ValueError(
-            f"max_pool: padding must be at least 0 and less than window={window}, which would "
-            f"else see nothing but padding, got {padding}"
-        )
-
-    def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
-        h, w = (size + 2 * padding for size in x.shape[1:3])
-        if h < window or w < window:
-            raise ValueError(f"max_pool: window {window} is larger than the image {h} x {w}")
-        if step == window and not padding:
-            x = x[:, : h - h % window, : w - w % window]
-            shifts = [x[:, i::window, j::window] for i in range(window) for j in range(window)]
-            return functools.reduce(jnp.maximum, shifts)
-        spread = (1, window, window, 1)
-        pads = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
-        y: Array = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, spread, (1, step, step, 1), pads)
-        return y
-
-    return _of_images("max_pool", pool)
-
-
-def avg_pool(window: int = 2) -> Layer:
-    """Mean over non-overlapping ``window`` x ``window`` patches; what is left over is not seen.
-
-    ``x`` [N, H, W, C] -> [N, H // window, W // window, C], as torch's ``AvgPool2d``.
-
-    Raises:
-      ValueError: for a window below 1; when applied, if the input is not [N, H, W, C], or
-        ``window`` is larger than the image.
-    """
-    check_sizes("avg_pool", window=window)
-
-    def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
-        n, h, w, c = x.shape
-        if h < window or w < window:
-            raise ValueError(f"avg_pool: window {window} is larger than the image {h} x {w}")
-        x = x[:, : h - h % window, : w - w % window]
-        # One axis at a time: a sharding is followed through no other reshape.
-        x = x.reshape(n, h // window, window, x.shape[2], c)
-        return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
-
-    return _of_images("avg_pool", pool)
-
-
-def global_avg_pool() -> Layer:
-    """Mean over height and width: ``x`` [N, H, W, C] -> [N, C].
-
-    Raises:
-      ValueError: when applied, if the input is not [N, H, W, C].
-    """
-    return _of_images("global_avg_pool", lambda x: x.mean((1, 2)))
-
-
-def global_max_pool() -> Layer:
-    """Maximum over height and width: ``x`` [N, H, W, C] -> [N, C].
-
-    Raises:
-      ValueError: when applied, if the input is not [N, H, W, C].
-    """
-    return _of_images("global_max_pool", lambda x: x.max((1, 2)))
-
-
-def _of_images(name: str, f: Callable[[Array], Array]) -> Layer:
-    def checked(x: Array) -> Array:
-        # Without the axis of examples, width and channels would be pooled in silence.
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected [N, H, W, C], got {x.shape}")
-        return f(x)
-
-    return stateless(checked)

@@ -1,0 +1,141 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import layers
+from fnet.memory import compile_smallest, peak
+
+PATCHES = pytest.mark.parametrize(
+    ("window", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 1, 0), (2, 2, 1), (1, 2, 0)]
+)
+
+
+def pooled(layer, x):
+    return layer.apply({}, {}, x, train=True)[0]
+
+
+def reduction(window, stride, padding, lowest=-np.inf):
+    def f(x):
+        sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+        spread, steps = (1, window, window, 1), (1, stride, stride, 1)
+        return jax.lax.reduce_window(x, lowest, jax.lax.max, spread, steps, sides)
+
+    return f
+
+
+def of_layer(window, stride, padding):
+    return lambda x: pooled(layers.max_pool(window, stride=stride, padding=padding), x)
+
+
+@PATCHES
+def test_derivatives_of_maxima_are_the_windowed_reductions(window, stride, padding):
+    ours, theirs = (make(window, stride, padding) for make in (of_layer, reduction))
+    x, dx = jax.random.normal(jax.random.key(0), (2, 2, 7, 6, 3))
+    chex.assert_trees_all_equal(jax.jvp(ours, (x,), (dx,)), jax.jvp(theirs, (x,), (dx,)))
+
+    def gradient(f):
+        return jax.grad(lambda x: (f(x) ** 3).sum())
+
+    chex.assert_trees_all_close(jax.jit(gradient(ours))(x), gradient(theirs)(x), rtol=1e-6)
+    hvps = (jax.jvp(gradient(f), (x,), (dx,))[1] for f in (ours, theirs))
+    chex.assert_trees_all_close(*hvps, rtol=1e-6)
+
+
+@PATCHES
+def test_on_a_tpu_a_gradient_is_one_instruction_on_patches(window, stride, padding):
+    x = jax.ShapeDtypeStruct((2, 7, 6, 3), jnp.float32)
+    gradient = jax.jit(jax.grad(lambda x: of_layer(window, stride, padding)(x).sum()))
+    lowered = {p: gradient.trace(x).lower(lowering_platforms=(p,)).as_text() for p in PLATFORMS}
+    assert {p: "select_and_scatter" in text for p, text in lowered.items()} == PLATFORMS
+
+
+PLATFORMS = {"tpu": True, "cpu": False, "cuda": False}
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(2, 0), (1, 0), (2, 1)])
+def test_of_equal_maxima_the_first_has_the_gradient_and_a_nan_stays(stride, padding):
+    x = jnp.ones((1, 4, 4, 1))
+    ours, theirs = (make(2, stride, padding) for make in (of_layer, reduction))
+    of_ours, of_theirs = (jax.grad(lambda x, f=f: f(x).sum())(x) for f in (ours, theirs))
+    chex.assert_trees_all_equal(of_ours, of_theirs)
+    nan = x.at[0, 1, 1, 0].set(jnp.nan)
+    there = jnp.isnan(jax.vjp(ours, nan)[0])
+    assert there.any()
+    chex.assert_trees_all_equal(there, jnp.isnan(theirs(nan)))
+
+
+def test_maxima_of_minus_infinities_change_by_nothing_that_is_not_finite():
+    x = jnp.full((1, 2, 2, 1), -jnp.inf)
+    layer = of_layer(2, 2, 1)
+    y, change = jax.jvp(layer, (x,), (jnp.ones_like(x),))
+    chex.assert_trees_all_equal(y, jnp.full_like(y, -jnp.inf))
+    chex.assert_tree_all_finite((change, jax.grad(lambda x: (2 * layer(x)).sum())(x)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
+def test_maxima_are_of_the_inputs_dtype(dtype):
+    x = jax.random.randint(jax.random.key(0), (2, 6, 6, 3), 0, 200).astype(dtype)
+    y = of_layer(3, 2, 1)(x)
+    chex.assert_type(y, dtype)
+    expected = reduction(3, 2, 1)(x.astype(jnp.float32))
+    chex.assert_trees_all_equal(y.astype(jnp.float32), expected)
+
+
+@pytest.mark.parametrize(("window", "padding"), [(2, 0), (3, 1)])
+def test_behind_a_convolution_neither_input_nor_maxima_are_kept(window, padding):
+    def gradient(pool):
+        conv = layers.conv(3, 32, bias=False)
+        params, _ = jax.eval_shape(conv.init, jax.random.key(0))
+
+        def loss(params, x):
+            return jnp.sin(pool(conv.apply(params, {}, x, train=True)[0])).sum()
+
+        x = jax.ShapeDtypeStruct((4, 64, 64, 3), jnp.float32)
+        compiled, _ = compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))
+        return peak(compiled).temporaries
+
+    ours, theirs = (gradient(make(window, 2, padding)) for make in (of_layer, reduction))
+    convolved = 4 * 64 * 64 * 32 * 4
+    assert ours <= 2.7 * convolved  # it or its gradient, and half as much of rows and indices
+    assert ours <= 0.4 * theirs
+
+
+@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 1, 0), (2, 2, 1)])
+def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
+    x = -1 - np.random.default_rng(0).random((2, 7, 6, 3), np.float32)  # a 0 would be the maximum
+    pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    wide = np.pad(x, pads, constant_values=-np.inf)
+    rows, columns = (range(0, side - window + 1, stride) for side in wide.shape[1:3])
+    expected = [
+        [wide[:, i : i + window, j : j + window].max((1, 2)) for j in columns] for i in rows
+    ]
+    layer = layers.max_pool(window, stride=stride, padding=padding)
+    found = pooled(layer, jnp.asarray(x))
+    np.testing.assert_array_equal(found, np.moveaxis(np.asarray(expected), 2, 0))
+
+
+def test_avg_pool_and_global_avg_pool_are_means():
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    chex.assert_trees_all_equal(
+        pooled(layers.avg_pool(2), x)[0, ..., 0], jnp.asarray([[2.5, 4.5], [10.5, 12.5]])
+    )
+    chex.assert_trees_all_equal(pooled(layers.global_avg_pool(), x), jnp.asarray([[7.5]]))
+    # A last row and a last column that fill no window are left out, as by torch.
+    odd = jnp.arange(25.0).reshape(1, 5, 5, 1)
+    chex.assert_trees_all_equal(
+        pooled(layers.avg_pool(2), odd), pooled(layers.avg_pool(2), odd[:, :4, :4])
+    )
+
+
+@pytest.mark.parametrize("name", ["max_pool", "avg_pool", "global_max_pool", "global_avg_pool"])
+def test_pools_refuse_an_image_without_the_axis_of_examples(name):
+    with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
+        pooled(getattr(layers, name)(), jnp.ones((4, 4, 3)))
+
+
+def test_pools_refuse_windows_that_do_not_fit():
+    for name in ("avg_pool", "max_pool"):
+        with pytest.raises(ValueError, match=f"{name}: window 5 is larger than the image 4 x 4"):
+            pooled(getattr(layers, name)(5), jnp.ones((1, 4, 4, 1)))
