@@ -72,3 +72,10 @@ def test_of_float64_logits_the_losses_are_float64():
 def test_accuracy_names_the_shape_of_labels_it_expected():
     with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\), got \(4, 1\)"):
         losses.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
+
+
+@pytest.mark.parametrize("loss", [losses.cross_entropy, losses.accuracy])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
+def test_labels_that_are_not_integers_are_refused(loss, dtype):
+    with pytest.raises(TypeError, match="labels must be integers"):
+        loss(jnp.ones((4, 3)), jnp.ones(4, dtype))

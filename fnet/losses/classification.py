@@ -55,6 +55,7 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
 
     Raises:
       ValueError: if ``labels`` do not match ``logits`` without its last axis.
+      TypeError: if ``labels`` are not integers.
     """
     _check_labels("accuracy", logits, labels)
     return (logits.argmax(-1) == labels).astype(jnp.float32)
@@ -63,3 +64,5 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
 def _check_labels(where: str, logits: Array, labels: Array) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"{where}: labels must have shape {logits.shape[:-1]}, got {labels.shape}")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"{where}: labels must be integers, indices of classes, got {labels.dtype}")
