@@ -13,6 +13,7 @@ from program_cases import fnet_command
 import fnet
 from fnet import layers
 from fnet.jaxprs import every
+from fnet.layer import stateless
 from fnet.layers.causal_conv import causal_conv
 from fnet.precision import add, broadcast_like
 from train.config import Config, Denoiser, Digits, LanguageModel, Optim, PreactResNet, TextFile
@@ -116,6 +117,35 @@ def test_gradients_of_what_all_positions_share_are_summed_in_float32(name):
     x = jnp.ones((64, 64, 2), jnp.bfloat16)
     got = gradient(jnp.zeros(2), x, jnp.ones_like(x))
     chex.assert_trees_all_equal(got, jnp.full(2, 64.0 * 64.0))  # in bfloat16 256 + 1 = 256
+
+
+UNMIXED = [layers.Block(stateless(lambda x: x))]
+MODULATED = {
+    "stack": (layers.stack(4, UNMIXED, condition=1), (4096, 4), {"condition": np.ones((1, 1))}),
+    "denoiser": (
+        fnet.models.denoiser(image_shape=(4096, 1, 4), width=4, blocks=UNMIXED),
+        (4096, 1, 4),
+        {"time": np.ones(1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULATED)
+def test_gradients_of_what_modulates_all_positions_are_summed_in_float32(name):
+    model, shape, told = MODULATED[name]
+    params, state = model.init(jax.random.key(0))
+    # Modulations begin as 0.
+    params = jax.tree.map(jnp.ones_like if name == "stack" else lambda a: a + 1, params)
+
+    @jax.jit
+    def gradient(params, x):
+        y, pull = jax.vjp(lambda p: model.apply(p, state, x, train=True, **told)[0], params)
+        (grads,) = pull(jnp.ones_like(y))
+        return grads.get("0", grads)["modulation"]["bias"]
+
+    x = jnp.broadcast_to(jnp.asarray([1.0, 3.0, 2.0, 7.0]), (1, *shape))
+    wide, narrow = gradient(params, x), gradient(params, x.astype(jnp.bfloat16))
+    assert float(jnp.abs(narrow - wide).max() / jnp.abs(wide).max()) < 0.01
 
 
 def test_what_is_kept_is_half():
