@@ -71,17 +71,20 @@ def test_no_readable_file_ends_the_run_whatever_is_allowed(folder):
         list(files.watch(evaluation_batches(dataset, 3)))
 
 
-def test_padding_is_no_bad_file(tmp_path):
+def test_padding_is_no_file(folder):
+    dataset = load(folder, max_bad_fraction=0.0)  # whose first training file is a bad one
+    unasked = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
+    files = UnreadableFiles(unasked, pytest.fail)
+    assert sum(b["weight"].sum() for b in files.watch(evaluation_batches(dataset, 3))) == 4
+    assert files.count == 0
+
+
+def test_padding_of_private_batches_is_no_file(tmp_path):
     class_folders(tmp_path, train=20, test=4)
     dataset = load(tmp_path, max_bad_fraction=0.0)
-    asked = []
-    counting = dataset._replace(explain=lambda id: asked.append(id) or dataset.explain(id))
-    files = UnreadableFiles(counting, pytest.fail)
-    assert sum(b["weight"].sum() for b in files.watch(evaluation_batches(dataset, 3))) == 4
-    drawn = files.watch(poisson_batches(dataset, 4, 0, 10))
+    unasked = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
+    drawn = UnreadableFiles(unasked, pytest.fail).watch(poisson_batches(dataset, 4, 0, 10))
     assert any(next(drawn)["weight"].sum() < 10 for _ in range(5))
-    assert asked == [0]  # padding has the id 0, which is read to be well once
-    assert files.count == 0
 
 
 def test_the_position_is_that_of_the_batches_beneath(folder):

@@ -139,10 +139,12 @@ def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:
 def padded(batch: Arrays, rows: int) -> Arrays:
     """The batch with zeros up to that many rows, and ``weight`` [rows]: 0.0 for those, else 1.0.
 
-    A weight that the batch brings is kept.
+    A weight that the batch brings is kept. In ``id`` padding is -1: 0 is an example's.
     """
     real = size(batch)
     batch = {"weight": np.ones(real, np.float32)} | batch
-    return {
-        name: np.pad(a, [(0, rows - real)] + [(0, 0)] * (a.ndim - 1)) for name, a in batch.items()
-    }
+
+    def longer(a: np.ndarray, fill: int) -> np.ndarray:
+        return np.pad(a, [(0, rows - real)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
+
+    return {name: longer(a, -1 if name == "id" else 0) for name, a in batch.items()}

@@ -19,7 +19,7 @@ class UnreadableFiles:
 
     def __init__(self, dataset: Dataset, log: Callable[[str], None]):
         self._dataset, self._log = dataset, log
-        self._why: dict[int, str | None] = {}
+        self._asked: set[int] = set()
         trained = size(dataset.train)
         self._splits = {
             "training": range(trained),
@@ -44,9 +44,10 @@ class UnreadableFiles:
     def _look(self, batch: Arrays) -> None:
         if "id" not in batch or "weight" not in batch or batch["weight"].all():
             return
-        for id in np.unique(batch["id"][batch["weight"] == 0]).tolist():
-            # Padding has weight 0 as well: of it, too, it is asked only once.
-            if id not in self._why:
+        left_out = np.unique(batch["id"][batch["weight"] == 0])
+        for id in left_out[left_out >= 0].tolist():  # -1 is padding
+            if id not in self._asked:
+                self._asked.add(id)
                 self._note(id, self._dataset.explain(id))
         for split, bad in self._bad.items():
             files = len(self._splits[split])
@@ -63,7 +64,6 @@ class UnreadableFiles:
                 )
 
     def _note(self, id: int, why: str | None) -> None:
-        self._why[id] = why
         if why is not None:
             split = next(name for name, ids in self._splits.items() if id in ids)
             self._bad[split].append(why)
