@@ -241,6 +241,10 @@ MISTAKES = [
     (("train", "tiny.py", "--out", "new", "--resume"), "no run to resume in new"),
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
+    (("train", "section.json"), "section.json: unknown field modle (did you mean model?)"),
+    (("train", "kind.json"), "kind.json: unknown field data.image_sise (did you mean data.image_size?)"),
+    (("train", "other_kind.json"), "other_kind.json: unknown field data.path (did you mean data.batch_size?)"),
+    (("train", "no_tag.json"), "no_tag.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got nothing"),
     (("train", "mean.json"), "mean.json: data.mean.0: expected less than 1, got 2"),
     (("train", "half.json"), "half.json: not a config: Invalid JSON"),
     (("train", "tag.json"), "tag.json: model.name: expected one of 'preact_resnet', 'resnet9', 'resnet', 'resnext', 'wider_resnet', 'densenet', 'revnet', 'mlp', 'deeplab', 'language_model', 'denoiser', got 'resnett'"),
@@ -249,6 +253,7 @@ MISTAKES = [
     (("train", "numpy.py"), "numpy.py: optim.learning_rate: expected a valid number, got '0.5'"),
     (("train", "class.py"), "class.py: model"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),
+    (("train", "exit.py"), "exit.py: SystemExit: 0"),
     (("train", "empty.py"), "empty.py: a recipe has a function config() that returns a Config"),
     (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
     (("eval",), "say what first: fnet eval RUN"),
@@ -277,6 +282,10 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     head = "from train.config import *\ndef config(): return "
     (workplace / "bad.json").write_text('{"optim": {"learning_rate": "x"}}')
     (workplace / "typo.json").write_text('{"optim": {"lerning_rate": 1}}')
+    (workplace / "section.json").write_text('{"modle": {"name": "mlp"}}')
+    (workplace / "kind.json").write_text('{"data": {"source": "synthetic", "image_sise": 8}}')
+    (workplace / "other_kind.json").write_text('{"data": {"source": "digits", "path": "x"}}')
+    (workplace / "no_tag.json").write_text('{"grad": {"microbatches": 2}}')
     (workplace / "mean.json").write_text('{"data": {"source": "image_folder", "mean": [2, 0, 0]}}')
     (workplace / "half.json").write_text('{"optim": ')
     (workplace / "tag.json").write_text('{"model": {"name": "resnett"}}')
@@ -289,6 +298,7 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "numpy.py").write_text(head + f"Config(optim=Optim(learning_rate={half}))")
     (workplace / "class.py").write_text(head + "Config(model=ResNet)")
     (workplace / "other.py").write_text(head + "3")
+    (workplace / "exit.py").write_text("raise SystemExit(0)")
     (workplace / "empty.py").write_text("x = 1")
     before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
     assert exit_code(*words) == 2

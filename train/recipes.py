@@ -55,7 +55,7 @@ def _run(path: Path) -> Config:
     try:
         names = runpy.run_path(str(path))
         made = names["config"]() if "config" in names else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
     if made is None:
         raise UserError(f"{path}: a recipe has a function config() that returns a Config")

@@ -168,15 +168,19 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _first_mistake(error: ErrorDetails) -> str:
     loc = [str(part) for part in error["loc"]]
-    if len(loc) > 1 and loc[1] in kinds(loc[0]):
+    here = Config()
+    if len(loc) > 1 and (kind := kinds(loc[0]).get(loc[1])):
+        here = Config(**{loc[0]: kind()})
         del loc[1]  # a union's tag, between the section and what is below it
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
-        return f"unknown field {name}{nearest(name, _known_fields())}"
+        known = flatten(here) if len(loc) > 1 else [f.name for f in fields(here)]
+        return f"unknown field {name}{nearest(name, known)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        context = error.get("ctx", {})
-        tag, allowed = context["discriminator"].strip("'"), context.get("expected_tags", "a name")
-        return f"{name}.{tag}: expected one of {allowed}, got {context.get('tag', 'nothing')!r}"
+        context = error["ctx"]
+        tag, allowed = context["discriminator"].strip("'"), ", ".join(map(repr, kinds(name)))
+        got = repr(context["tag"]) if "tag" in context else "nothing"
+        return f"{name}.{tag}: expected one of {allowed}, got {got}"
     if error["type"] == "value_error":
         return f"{name}: {error['ctx']['error']}"
     message = error["msg"].removeprefix("Input should be ")
@@ -185,12 +189,3 @@ def _first_mistake(error: ErrorDetails) -> str:
     if message == error["msg"]:  # a sentence of its own
         return f"{name}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
     return f"{name}: expected {message}, got {error['input']!r}"
-
-
-def _known_fields() -> list[str]:
-    configs = [
-        Config(**{section: variant()})
-        for section, variants in _VARIANTS.items()
-        for variant in variants
-    ]
-    return list(dict.fromkeys(name for config in configs for name in flatten(config)))
