@@ -6,11 +6,13 @@ from unittest.mock import Mock
 import jax
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
+from rich.console import Console
 
 from fnet import memory
 from fnet.memory.target import Target
 from train import planning
 from train.config import Config, Digits, Memory, Mlp
+from train.memory_tables import plan_table
 from train.planning import reserve
 from train.setup import setup
 
@@ -136,6 +138,19 @@ def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
     found = json.loads((workplace / "auto" / "memory.json").read_text())
     assert found["peak"]["total"] <= 1_000_000
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_of_a_large_plan_no_digit_is_left_out(width):
+    work = memory.Arithmetic(12_345_600_000_000, 1_234_500_000_000)
+    way = memory.Candidate("segments", 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(plan_table(memory.Plan(2**30, way, None, (way,)), 0))
+    printed = capture.get()
+    assert "…" not in printed
+    if width == 80:  # of each number in one line
+        assert all(n in printed for n in ("segments", "987.00", "12,345.6", "1,234.5", "1.00"))
 
 
 def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):

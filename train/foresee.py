@@ -104,9 +104,13 @@ def _changed(config: Config, section: str, **values: Any) -> Config:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    try:
+        count = int(text)
+    except ValueError:  # no number, or one of thousands of digits
+        count = 0
+    if count < 1:
         raise UserError(f"--batch-size: expected a count of examples or auto, got {text}")
-    return int(text)
+    return count
 
 
 def _target(given: str) -> Target:

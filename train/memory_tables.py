@@ -76,11 +76,12 @@ def plan_table(plan: Plan, reserve: int) -> Table:
     """Every candidate, the fastest first, with what it takes and whether that fits."""
     least_work = min(c.work.time for c in plan.candidates)
     t = _table("ways to train" + (f" within {in_words(plan.budget)}" if plan.budget else ""))
-    t.add_column("policy", no_wrap=True)
+    # Folded where there is little room: of a number no digit is left out.
+    t.add_column("policy", overflow="fold")
     for name in ("split", "peak", "GFLOP", "GB", "time"):
-        t.add_column(name, justify="right", no_wrap=True)
-    t.add_column("scheduled", no_wrap=True)
-    t.add_column("", no_wrap=True)
+        t.add_column(name, justify="right", overflow="fold")
+    t.add_column("scheduled", overflow="fold")
+    t.add_column("", overflow="fold")
     for c in plan.candidates:
         fits = plan.budget is None or c.peak.total + reserve <= plan.budget
         mark = "chosen" if c is plan.chosen else "" if fits else "too large"
