@@ -5,8 +5,10 @@ import re
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command
+from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train import cli
 
@@ -44,6 +46,28 @@ def test_what_ends_a_run_from_outside_is_one_line(error, code, said, monkeypatch
 def test_another_error_of_the_system_is_not_called_a_full_disk(monkeypatch):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=OSError(errno.EIO, "bad disk")))
     with pytest.raises(OSError, match="bad disk"):
+        fnet_command("train", "digits")
+
+
+def arrays_of_a_device(argv):
+    jax.block_until_ready(jnp.zeros(2**46))
+
+
+def arrays_of_numpy(argv):
+    np.zeros(2**46)
+
+
+@pytest.mark.parametrize("too_large", [arrays_of_a_device, arrays_of_numpy])
+def test_too_little_memory_is_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_dispatch", too_large)
+    assert exit_code("train", "digits") == 1
+    said_in_one_line(capsys, "fnet: there is not enough memory: ")
+
+
+def test_another_error_of_xla_is_not_taken_for_too_little_memory(monkeypatch):
+    error = jax.errors.JaxRuntimeError("INTERNAL: broken")
+    monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         fnet_command("train", "digits")
 
 

@@ -69,6 +69,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("fnet: interrupted", file=sys.stderr)
         raise SystemExit(1) from None
+    except Exception as error:
+        if not _is_of_memory(error):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        _fail(
+            f"there is not enough memory: {reason}; fnet memory CONFIG says what a run takes, "
+            "--memory.budget trains within less",
+            1,
+        )
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether there was too little, of this machine or of a device, which XLA says in words."""
+    jax = sys.modules.get("jax")
+    if not jax or not isinstance(error, jax.errors.JaxRuntimeError):
+        return isinstance(error, MemoryError)
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def _fail(error: Exception | str, code: int) -> None:
