@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if not _is_of_memory(error):
             raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         _fail(
             f"there is not enough memory: {reason}; fnet memory CONFIG says what a run takes, "
             "--memory.budget trains within less",
