@@ -39,19 +39,21 @@ def layer_norm(
     * Without a bias, or where it is 0, gradients are as good as the output for
       every scale, 0 included.
     * Where ``|bias|`` is far above ``|scale|``, the gradient of ``scale`` loses
-      digits. Its relative error, float32, measured on 512 rows of 256:
-
-      =========  =====  =====  =====  =====  =====  =====  =====
-      scale      1      1e-1   1e-2   1e-3   1e-4   1e-5   1e-6
-      bias 1     1e-7   3e-7   3e-6   3e-5   3e-4   3e-3   3e-2
-      bias 0     1e-7   1e-7   1e-7   1e-7   1e-7   1e-7   1e-7
-      =========  =====  =====  =====  =====  =====  =====  =====
-
-      In bfloat16 it is 2e-2 at scale 0.1 and bias 1, and 2e-1 at scale 0.01.
-      The error of the gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
+      digits.
     * Where ``|scale|`` is at most ``2 u |bias|``, ``xhat`` is gone and taken as
       0: the feature's ``scale`` receives the gradient 0, and its part of the
       gradient of ``x`` lacks the term ``xhat * mean(dxhat * xhat)``.
+
+    Relative error of the gradient of ``scale``, float32, measured on 512 rows of 256:
+
+    =========  =====  =====  =====  =====  =====  =====  =====
+    scale      1      1e-1   1e-2   1e-3   1e-4   1e-5   1e-6
+    bias 1     1e-7   3e-7   3e-6   3e-5   3e-4   3e-3   3e-2
+    bias 0     1e-7   1e-7   1e-7   1e-7   1e-7   1e-7   1e-7
+    =========  =====  =====  =====  =====  =====  =====  =====
+
+    In bfloat16 it is 2e-2 at scale 0.1 and bias 1, and 2e-1 at scale 0.01.
+    The error of the gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
 
     Where that matters (pruned scales beside biases, bfloat16 with small scales)
     leave the bias to the dense layer behind, which has its own: exact, and the
