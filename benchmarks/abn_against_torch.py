@@ -7,6 +7,7 @@
 On CPU, with torch's CPU build. inplace-abn needs a C++ compiler; without it its rows are left out.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ def main() -> None:
     for name, stack in ((FLAX, abn_stack.flax_stack), (FNET, abn_stack.in_place_stack)):
         loss, params = stack(args.blocks)
         compiled, _ = compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))
-        steps[name] = lambda compiled=compiled, params=params: compiled(params, x)
+        steps[name] = functools.partial(compiled, params, x)
         temporaries[name] = measure.temporaries(compiled)
 
     seconds = measure.interleaved(steps, args.rounds)
@@ -121,7 +122,12 @@ def torch_step(model: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 def saved_bytes(step: Callable[[], Any], arguments: set[torch.Tensor]) -> int:
     """Bytes of the distinct storages saved for the backward pass, those of arguments left out."""
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         step()
     held = {t.untyped_storage().data_ptr() for t in arguments}
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
@@ -151,7 +157,7 @@ def disagreement(norm: MakeNorm, blocks: int = 4) -> float:
                 destination[:] = torch.from_numpy(p)
             for module in model.modules():
                 if isinstance(module, nn.BatchNorm2d):  # the others use |gamma| + eps
-                    module.weight += module.eps
+                    module.weight.add_(module.eps)
         pairs = zip(in_torch_order(ours), torch_step(model, nchw(x))(), strict=True)
         return max(float(abs(a - b.numpy()).max() / abs(a).max()) for a, b in pairs)
 

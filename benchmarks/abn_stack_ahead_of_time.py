@@ -17,7 +17,8 @@ from benchmarks import abn_stack
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
 from fnet.memory import arithmetic, peak
-from fnet.memory.target import TARGETS, Target, compile_for, describe
+from fnet.memory.devices import TARGETS
+from fnet.memory.target import Target, compile_for, describe
 
 BLOCKS = 16
 IMAGES = jax.ShapeDtypeStruct(abn_stack.IMAGES, jnp.float32)

@@ -37,7 +37,7 @@ Attention = Callable[[Array, Array, Array], Array]
 
 def sides(causal: bool, window: int | None) -> dict[str, Attention]:
     local = None if window is None else (window - 1, 0)
-    found = {
+    found: dict[str, Attention] = {
         "jax.nn": functools.partial(
             jax.nn.dot_product_attention, is_causal=causal, local_window_size=local
         ),
@@ -104,7 +104,8 @@ def there(
         for name, f in sides(causal, window).items()
     }
     theirs, ours = (temporaries(compiled[name]) for name in ("jax.nn", "fnet"))
-    calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', compiled["fnet"].as_text()))
+    program = compiled["fnet"].as_text() or ""
+    calls = set(re.findall(r'custom_call_target="(__cudnn[^"]*)"', program))
     return {
         f"{target.name}, tokens": f"{label(tokens, causal, window)}, {dtype}",
         "jax.nn MB": f"{theirs / 1e6:.1f}",

@@ -104,7 +104,7 @@ def products(traced: ClosedJaxpr) -> int:
 
 def compiled_products(program: jax.stages.Compiled) -> int:
     """Matrix products in a compiled program; on a GPU they are calls of cuBLAS."""
-    instructions = [i for c in hlo.read(program.as_text()).computations.values() for i in c]
+    instructions = [i for c in hlo.read(program.as_text() or "").computations.values() for i in c]
     return sum(i.opcode == "dot" for i in instructions)
 
 

@@ -149,7 +149,7 @@ def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
     for name, way in ways.items():
         programs[name] = compiled(way, n)
         checked(programs[name](n.params, n.x, n.y), expected)
-    steps = {row: functools.partial(p, n.params, n.x, n.y) for row, p in programs.items()}
+    steps: Steps = {row: functools.partial(p, n.params, n.x, n.y) for row, p in programs.items()}
     return steps, {row: temporaries(p) for row, p in programs.items()}
 
 
@@ -157,8 +157,8 @@ def in_torch(n: Network, threads: int) -> tuple[Steps, dict[str, int]]:
     """Plain, hooks and ghost clipping, on one model; all of Opacus' give the loop's sum."""
     torch.set_num_threads(threads)
     # A copy in this order: a permuted image of one channel passes for channels_last.
-    x = np.array(n.x.transpose(0, 3, 1, 2) if n.x.ndim == 4 else n.x, order="C")
-    x, y = torch.from_numpy(x), torch.from_numpy(np.array(n.y)).long()
+    nchw = np.array(n.x.transpose(0, 3, 1, 2) if n.x.ndim == 4 else n.x, order="C")
+    x, y = torch.from_numpy(nchw), torch.from_numpy(np.array(n.y)).long()
     model = torch_cnn() if x.ndim == 4 else torch_mlp()
     steps = {"plain, torch": torch_plain(copy.deepcopy(model), x, y)}
     if x.ndim == 4:

@@ -15,6 +15,7 @@ the closest 1 % of test digits. Variety: the mean distance between two images of
 
 import functools
 import json
+import operator
 import tempfile
 import time
 from pathlib import Path
@@ -104,9 +105,8 @@ def judged(
 ) -> list[tuple[dict[str, str], Judged]]:
     """A row for each case, of a run of the recipe digits_diffusion, and what it is made of."""
     config = run.read_config()
-    if (config.data.source, config.data.test_share, config.data.split_seed) != (
-        judge.data.source, judge.data.test_share, judge.data.split_seed,
-    ):  # fmt: skip
+    held_out = operator.attrgetter("source", "test_share", "split_seed")
+    if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out other digits: one saw the tests")
     network = network_of(config)
     with Checkpoints(run.checkpoints) as checkpoints:

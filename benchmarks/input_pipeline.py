@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -40,7 +41,7 @@ Make = Callable[[TrainingImages, Arrays], object]
 
 BATCH = 128
 IMAGES = 512
-PARTS = {
+PARTS: dict[str, Any] = {
     "crop": "resized",
     "area": (0.08, 1.0),
     "padding": 4,

@@ -156,7 +156,7 @@ def image_loss(model: Layer) -> Loss:
     return loss
 
 
-def logits_loss(apply: Callable[[Any, Array], Array]) -> Callable[[Any, Array, Array], Array]:
+def logits_loss(apply: Callable[..., Any]) -> Callable[[Any, Array, Array], Array]:
     def loss(params: Any, x: Array, y: Array) -> Array:
         losses = cross_entropy(apply(params, x), y)
         return losses.mean(range(1, losses.ndim))

@@ -75,7 +75,8 @@ def trained(model: Layer, seed: int) -> tuple[float, float]:
     optimizer = fnet.optim.make_optimizer("sgd", schedule, nesterov=True, weight_decay=5e-4)
     state = fnet.TrainState.create(model, optimizer, jax.random.key(seed))
     step = fnet.make_step(image_loss(model), optimizer)
-    rng, losses = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    losses: list[Array] = []
     for _ in range(EPOCHS):
         order = rng.permutation(len(train_x))[: len(train_x) // BATCH * BATCH]
         losses = []

@@ -125,7 +125,8 @@ def scans(steps: tuple[int, ...], rounds: int) -> Scans:
     for name in SIDES:
         measured = [(t, s) for (t, side), s in seconds.items() if side == name]
         if len(measured) > 1:
-            exponents[name] = float(np.polyfit(*np.log(measured).T, 1)[0])
+            log_t, log_s = np.log(measured).T
+            exponents[name] = float(np.polyfit(log_t, log_s, 1)[0])
     return Scans(held, seconds, exponents)
 
 

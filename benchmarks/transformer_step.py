@@ -28,6 +28,7 @@ import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, interleaved, markdown, stepping
 from fnet import layers, models
+from fnet.layers.attention_context import Passing
 from fnet.memory import peak
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -103,7 +104,7 @@ def renamed(params: Any) -> Any:
     return {"embedding": params["embedding"], "norm": params["norm"]} | blocks
 
 
-def in_fnet(s: Sizes, context: str | None) -> tuple[Any, Callable]:
+def in_fnet(s: Sizes, context: Passing | None) -> tuple[Any, Callable]:
     attention = layers.attention(s.width, s.heads, causal=True, rotary=10_000.0, bias=False)
     block = layers.Block(attention, layers.feed_forward(s.width, s.hidden))
     model = models.language_model(
@@ -166,7 +167,8 @@ def main() -> None:
     tokens = jax.random.randint(jax.random.key(1), (s.batch, s.tokens + 1), 0, s.vocabulary)
     batch = {"tokens": tokens}
     made = {}
-    for context in (None, "lagged"):
+    contexts: tuple[Passing | None, ...] = (None, "lagged")
+    for context in contexts:
         model, loss = in_fnet(s, context)
         state = jax.eval_shape(
             lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
