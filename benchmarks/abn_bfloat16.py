@@ -123,7 +123,7 @@ def row(gamma: float, beta: float, found: dict[str, tuple[float, float]]) -> dic
 def claims(what: str, measured: list[dict[str, tuple[float, float]]]) -> Iterator[Claim]:
     """Each gradient at the worst gamma and beta."""
     for name in measured[0]:
-        worst = max(ours / theirs for found in measured for ours, theirs in (found[name],))
+        worst = max(found[name][0] / found[name][1] for found in measured)
         yield Claim(
             f"fnet.abn, {what}: error of {name}", "flax BatchNorm", worst, "<= 1.0", "error"
         )

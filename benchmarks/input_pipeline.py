@@ -70,7 +70,7 @@ def cases(root: Path) -> dict[str, tuple[TrainingImages, np.ndarray]]:
     """By name: how files become images, and which files."""
     small, large = root / "small", root / "large"
     files = {small: write_images(small, 32, 32), large: write_images(large, 500, 375)}
-    chosen = {
+    chosen: dict[str, tuple[Path, int, dict[str, Any]]] = {
         "32 x 32, moved and mirrored": (small, 32, {"crop": "reflected"}),
         "500 x 375 to 224 x 224": (large, 224, {}),
         "the same with jitter and lighting": (large, 224, {"jitter": 0.4, "lighting": 0.1}),

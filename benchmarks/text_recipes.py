@@ -5,6 +5,7 @@
 Each run is a program of its own, in a folder that is kept if ``--out`` names one, so that
 a benchmark that was interrupted goes on. The text is split 90/10. The spread is the
 standard deviation over seeds; of the difference, that of the pairs with equal seeds.
+Options that are not its own, such as --train.steps 100, go to each run.
 """
 
 import json
