@@ -102,4 +102,9 @@ def _markdown_table(lines: list[str]) -> list[str]:
     groups = [rows for rows in parts if rows]
     head = groups.pop(0)[0] if len(groups) > 1 else [""] * len(starts)
     rows = [head, ["---"] * len(starts), *(row for group in groups for row in group)]
-    return ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows]
+    return ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
+
+
+def _escaped(cell: str) -> str:
+    """Bars that are no borders; in code they are none, and a backslash would be seen."""
+    return re.sub(r"(`+)(.*?)\1|\|", lambda m: m[0] if m[1] else "\\|", cell)
