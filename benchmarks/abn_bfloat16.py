@@ -22,6 +22,7 @@ from jax import Array
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
+from benchmarks.networks import convolution
 
 Norm = Callable[[Array, Array, Array], Array]
 EPS, SLOPE = 1e-5, 0.01
@@ -52,9 +53,7 @@ def stack(norm: Norm, blocks: int, params: dict[str, Array], x: Array) -> Array:
     """``blocks`` x (3x3 convolution, norm); without a convolution for one block."""
     for i in range(blocks):
         if "kernels" in params:
-            kernel = params["kernels"][i].astype(x.dtype)
-            layout = ("NHWC", "HWIO", "NHWC")
-            x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+            x = convolution(x, params["kernels"][i].astype(x.dtype))
         x = norm(x, params["gamma"][i], params["beta"][i])
     return x
 

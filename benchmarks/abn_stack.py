@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 import fnet
+from benchmarks.networks import convolution
 from fnet import Layer, layers, serial
 from fnet.layers import activations
 
 Loss = Callable[[Any, Array], Array]
 Stack = Callable[[int], tuple[Loss, Any]]
+Block = Callable[[dict[str, Array], Array], Array]
 
 WIDTH = 64
 IMAGES = (16, 56, 56, WIDTH)
@@ -43,13 +45,7 @@ def plain_stack(
       [] for ``x`` of shape `IMAGES`; params are one dict a block of ``kernel``
       [3, 3, C, C], ``gamma`` and ``beta`` [C], float32.
     """
-    act = activations.find(activation).forward
-
-    def block(p: dict[str, Array], x: Array) -> Array:
-        x = _convolution(x, p["kernel"])
-        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
-        return act((x - mean) / jnp.sqrt(var + _EPS) * p["gamma"] + p["beta"], 0.01)
-
+    block = _plain_block(activation)
     return _stacked(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed)
 
 
@@ -104,12 +100,7 @@ def plain_coupled_stack(
     blocks: int, activation: str = "leaky_relu", *, seed: int = 0
 ) -> tuple[Loss, Any]:
     """What `reversible_stack` computes, in jnp, as one writes it down, without a grid."""
-    act = activations.find(activation).forward
-
-    def half(p: dict[str, Array], x: Array) -> Array:
-        x = _convolution(x, p["kernel"])
-        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
-        return act((x - mean) / jnp.sqrt(var + _EPS) * p["gamma"] + p["beta"], 0.01)
+    half = _plain_block(activation)
 
     def loss(params: list[dict[str, Array]], x: Array) -> Array:
         x1, x2 = jnp.split(x, 2, axis=-1)
@@ -133,10 +124,15 @@ def _of_layer(
     return lambda params, x: jnp.square(apply(params, x)).mean(), params
 
 
-def _convolution(x: Array, kernel: Array) -> Array:
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+def _plain_block(activation: str) -> Block:
+    act = activations.find(activation).forward
+
+    def block(p: dict[str, Array], x: Array) -> Array:
+        x = convolution(x, p["kernel"])
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        return act((x - mean) / jnp.sqrt(var + _EPS) * p["gamma"] + p["beta"], 0.01)
+
+    return block
 
 
 def _parameters(blocks: int, seed: int, width: int = WIDTH) -> list[dict[str, Array]]:
@@ -151,7 +147,7 @@ def _parameters(blocks: int, seed: int, width: int = WIDTH) -> list[dict[str, Ar
     ]
 
 
-def _stacked(block: Callable[[dict[str, Array], Array], Array]) -> Loss:
+def _stacked(block: Block) -> Loss:
     def loss(params: list[dict[str, Array]], x: Array) -> Array:
         for p in params:
             x = block(p, x)

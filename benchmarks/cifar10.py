@@ -65,7 +65,7 @@ def forms(args: argparse.Namespace) -> dict[str, Config]:
         "flax": dataclasses.replace(recipe, model=flax),
         "in place": recipe,
         "in place, segments": dataclasses.replace(recipe, memory=segments),
-    }  # fmt: skip
+    }
 
 
 def steps(configs: dict[str, Config], rounds: int) -> tuple[dict[str, int], dict[str, float]]:
