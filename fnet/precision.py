@@ -1,5 +1,6 @@
 """Numbers of another width than their arrays: sums in float32 or wider, indices in 32 bits."""
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -32,6 +33,24 @@ def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Arra
     B is 1, which XLA on CPU does not vectorise; it takes 15 times as long.
     """
     return jnp.broadcast_to(v.astype(wide(x)), x.shape).astype(x.dtype)
+
+
+@jax.custom_jvp
+def multiply(x: Float[Array, "..."], v: Float[Array, "..."]) -> Float[Array, "..."]:
+    """``x * v``, in the dtype of ``x``; ``v`` may be 1 long where x is not.
+
+    The gradient of ``v`` is summed as in `add`, and for that of ``x`` it is kept as it is: times
+    `broadcast_like` each place of ``x`` keeps one of its own.
+    """
+    return x * v.astype(x.dtype)
+
+
+@multiply.defjvp
+def _multiply_jvp(
+    primals: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    (x, v), (dx, dv) = primals, tangents
+    return multiply(x, v), multiply(dx, v) + x * broadcast_like(dv, x)
 
 
 def as_int32(indices: Int[Array, "..."]) -> Int[Array, "..."]:

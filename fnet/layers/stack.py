@@ -16,7 +16,7 @@ from fnet.layers.dropout import dropout as dropout_layer
 from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm_layer, rms_norm_layer
-from fnet.precision import broadcast_like
+from fnet.precision import add, multiply
 
 NORMS: dict[str, Callable[[int], Layer]] = {
     "rms": rms_norm_layer,
@@ -232,11 +232,11 @@ def _block(
         if branch not in modulation:
             return h
         scale, shift, _ = modulation[branch]
-        return h * broadcast_like(1 + scale, h) + broadcast_like(shift, h)
+        return add(multiply(h, 1 + scale), shift)
 
     def added(branch: str, x: Array, y: Array) -> Array:
         y = child(f"{branch}_dropout", y)
-        return x + (broadcast_like(modulation[branch][2], y) * y if branch in modulation else y)
+        return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
     mixed, beside = mix(before("mixer", x))
     x = added("mixer", x, mixed)

@@ -16,7 +16,7 @@ from fnet.layers.embedding import embedding
 from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm
 from fnet.layers.stack import Block, stack
-from fnet.precision import add, broadcast_like
+from fnet.precision import add, multiply
 
 
 class Denoiser(NamedTuple):
@@ -150,8 +150,7 @@ def denoiser(
             children, "blocks", params, state, tokens, key=key, train=train, condition=condition
         )
         scale, shift = jnp.split(child("modulation", jax.nn.silu(condition))[:, None], 2, axis=-1)
-        h = layer_norm(tokens, None, None)
-        y = child("output", h * broadcast_like(1 + scale, h) + broadcast_like(shift, h))
+        y = child("output", add(multiply(layer_norm(tokens, None, None), 1 + scale), shift))
         y = y.reshape(b, rows * columns, patch, patch, channels)
         y = y.reshape(b, rows, columns, patch, patch, channels).swapaxes(2, 3)
         return y.reshape(b, rows, patch, across, channels).reshape(x.shape), state

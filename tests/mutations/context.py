@@ -93,9 +93,9 @@ PASSED_ON = changes(
         ("a block's context is of its own input", "update_context(here, taken, given", "update_context(here, x, given"),
         ("a mixer reads what no norm has seen", 'mix(before("mixer", x))', "mix(x)"),
         ("a mixer's output takes the place of x", 'x = added("mixer", x, mixed)', "x = mixed"),
-        ("a scale of 0 gives 0", "return h * broadcast_like(1 + scale, h) + broadcast_like(shift, h)", "return h * broadcast_like(scale, h) + broadcast_like(shift, h)"),
-        ("a shift is taken off", "return h * broadcast_like(1 + scale, h) + broadcast_like(shift, h)", "return h * broadcast_like(1 + scale, h) - broadcast_like(shift, h)"),
-        ("a branch is scaled by its shift", "broadcast_like(modulation[branch][2], y)", "broadcast_like(modulation[branch][1], y)"),
+        ("a scale of 0 gives 0", "return add(multiply(h, 1 + scale), shift)", "return add(multiply(h, scale), shift)"),
+        ("a shift is taken off", "return add(multiply(h, 1 + scale), shift)", "return add(multiply(h, 1 + scale), -shift)"),
+        ("a branch is scaled by its shift", "multiply(y, modulation[branch][2])", "multiply(y, modulation[branch][1])"),
         ("a condition is not activated", "jax.nn.silu(condition).astype", "condition.astype"),
     ],
 )  # fmt: skip
