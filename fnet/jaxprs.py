@@ -1,6 +1,6 @@
 """A traced function: its equations, run or looked into; its arguments' names.
 
-The same on JAX 0.10 and 0.11.
+The same on JAX 0.10, 0.11 and 0.12.
 """
 
 import contextlib

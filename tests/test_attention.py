@@ -170,7 +170,7 @@ def test_in_a_window_no_gradient_reaches_what_is_outside(causal):
         grads = jax.grad(lambda *a: f(*a)[:, i].sum(), argnums=(1, 2))(q, k, v)
         return [a.any((0, 2, 3)) for a in grads]
 
-    for i in (0, 3, 17, 31):
+    for i in (1, 3, 17, 31):  # a softmax of one logit has the gradient 0
         inside = np.arange(max(0, i - 4), i + 1 if causal else min(32, i + 5))
         for reached in reaches(i):
             np.testing.assert_array_equal(np.flatnonzero(reached), inside)

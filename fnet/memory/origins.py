@@ -123,7 +123,7 @@ class Origins:
         eqn = level.jaxpr.eqns[number]
         space = getattr(getattr(atom.aval, "memory_space", None), "name", "")
         return (*level.position, number), residual._replace(
-            layer="/".join(level.scopes + jaxprs.scopes(eqn)),
+            layer="/".join(_scopes(level, eqn)),
             operation=eqn.primitive.name,
             source=jaxprs.source(eqn) if level.source is None else level.source,
             elsewhere=residual.elsewhere or ("host memory" if space == "Host" else ""),
@@ -249,9 +249,18 @@ class Origins:
             if source is None and _is_of_jax(jaxpr):
                 # Traced once for all its callers, so that its lines are the first one's.
                 source = jaxprs.source(eqn)
-            level = level._replace(eqn=eqn, scopes=above.scopes + jaxprs.scopes(eqn), source=source)
+            level = level._replace(eqn=eqn, scopes=_scopes(above, eqn), source=source)
         self._levels[position] = level
         return level
+
+
+def _scopes(level: _Level, eqn: JaxprEqn) -> tuple[str, ...]:
+    """From the outside in. Within a `jax.custom_jvp` JAX 0.12 tells those around it once more."""
+    inner = jaxprs.scopes(eqn)
+    outer: tuple[str, ...] = ()
+    if level.eqn is not None and level.eqn.primitive.name == "custom_jvp_call":
+        outer = jaxprs.scopes(level.eqn)
+    return level.scopes + (inner[len(outer) :] if inner[: len(outer)] == outer else inner)
 
 
 def _jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
