@@ -2,7 +2,7 @@
 
     fnet train digits_mlp
 
-About 10 s on two CPU cores. 85,002 parameters, 1.5 MiB at the peak of the train
+About 10 s on two CPU cores. 85,002 parameters, 2.0 MiB at the peak of the train
 step. Test accuracy on the held-out fifth: 98.6 %; over five splits and seeds 97.8
 to 98.6 %, mean 98.2 %.
 """

@@ -2,7 +2,7 @@
 
     fnet train digits_noise_scale
 
-About 15 s on two CPU cores, compilation included. 85,002 parameters, 1.9 MiB at the
+About 15 s on two CPU cores, compilation included. 85,002 parameters, 2.0 MiB at the
 peak of the train step. The last panel of curves.png shows the simple noise scale
 (McCandlish et al. 2018), the batch size at which the noise of the gradient is as large
 as the gradient: about 100 examples at first, 1,780 at the end, where hardly any

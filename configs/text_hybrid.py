@@ -3,7 +3,7 @@
     fnet train text_hybrid --data.path tinyshakespeare.txt
 
 Two RG-LRU blocks to one of attention over 32 positions (De et al. 2024, "Griffin").
-1,493,120 parameters, 87 MiB at the peak of the train step; on two CPU cores about seven
+1,493,120 parameters, 86 MiB at the peak of the train step; on two CPU cores about seven
 minutes. On tinyshakespeare, the last tenth held out, 1.607 nats a character after 2,000
 steps (one seed).
 """

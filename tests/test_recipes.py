@@ -1,10 +1,14 @@
 """Recipes: each can be loaded and built, and those of papers have their settings."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 from image_cases import class_folders
+from program_cases import fnet_command
 
 from train import recipes
 from train.config import Config, DenseNet, ImageFolder, Optim, ResNet, ResNeXt, WiderResNet
@@ -34,6 +38,21 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
         assert jax.eval_shape(network.init, jax.random.key(0))[0]
     else:
         assert setup(config).steps > 0
+
+
+PEAK = re.compile(r"([\d.]+)\s+MiB\s+at\s+the\s+peak")
+CONFIGS = Path(__file__).parent.parent / "configs"
+FOUND = {path.stem: PEAK.search(path.read_text()) for path in CONFIGS.glob("digits*.py")}
+TOLD = {name: found[1] for name, found in sorted(FOUND.items()) if found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TOLD)
+def test_a_step_takes_at_its_peak_what_the_recipe_tells(name, workplace):
+    fnet_command("memory", name, "--out", "told")
+    told = json.loads((workplace / "told" / "memory.json").read_text())
+    mebibytes = told["peak"]["total"] / 2**20
+    assert mebibytes == pytest.approx(float(TOLD[name]), rel=0.04)
 
 
 @pytest.mark.slow
