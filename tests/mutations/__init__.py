@@ -10,6 +10,7 @@ from tests.mutations import (
     in_place,
     losses,
     norms,
+    pooling,
     reversible,
     steps,
 )
@@ -18,6 +19,7 @@ from tests.mutations.mutation import Mutation
 ROOMS: dict[str, list[Mutation]] = {
     "in-place norm": in_place.MUTATIONS,
     "norms": norms.MUTATIONS,
+    "pooling": pooling.MUTATIONS,
     "attention context": context.MUTATIONS,
     "clipping": clipping.MUTATIONS,
     "losses": losses.MUTATIONS,
