@@ -6,7 +6,7 @@
 CIFAR10 holds train/ and test/, each with a folder a class. 18 epochs reach 89.9 %, 90.5 % by ten
 views of each test image, 89.1 % by one, in 91 minutes beside other work; alone on the machine their
 steps take 77, at 195 images a second with pages of 2 MiB (docs/memory.md says how). 2.0 M
-parameters; the step takes 164 MiB on each of the two cores. 2.6 epochs (--train.epochs 2.6
+parameters; the step takes 130 MiB on each of the two cores. 2.6 epochs (--train.epochs 2.6
 --optim.warmup-steps 240) reached 83.7 % in 12 minutes, 12 (1000) 89.4 % in 60. The images were
 JPEGs of quality 75 with halved colour resolution, less than CIFAR-10 as it was published.
 """

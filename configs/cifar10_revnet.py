@@ -4,7 +4,7 @@
 
 CIFAR10 holds train/ and test/, each with a folder a class. Data and training are those of
 cifar10_resnet. 0.40 M parameters; the step takes 69 MiB on each of the two cores, where that
-one's takes 164, and 184 images a second go through it: 18 epochs are 82 minutes, and what they
+one's takes 130, and 184 images a second go through it: 18 epochs are 82 minutes, and what they
 reach was not measured. 150 steps (--train.steps 150 --optim.warmup-steps 20) reached 54 %.
 """
 
