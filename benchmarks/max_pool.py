@@ -20,8 +20,9 @@ from jax import Array
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import fastest, markdown, temporaries
 from benchmarks.networks import convolution
-from fnet import layers, memory
-from fnet.memory.target import Target, describe, on
+from fnet import layers
+from fnet.memory import compile_smallest
+from fnet.memory.target import compile_for, describe
 
 IMAGES, KERNEL = (8, 112, 112, 3), (3, 3, 3, 64)
 PATCHES = ((3, 2, 1), (2, 2, 0))
@@ -40,31 +41,31 @@ def ways(window: int, stride: int, padding: int) -> dict[str, Pool]:
     }
 
 
-def lowered(pool: Pool, target: Target | None) -> Any:
-    """The gradient of the kernel."""
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (KERNEL, IMAGES)]
-    gradient = jax.grad(lambda kernel, x: jnp.square(pool(convolution(x, kernel))).sum())
-    return jax.jit(gradient).lower(*(on(target, shapes) if target else shapes))
+def gradient(pool: Pool) -> Any:
+    """Of the kernel."""
+    return jax.jit(jax.grad(lambda kernel, x: jnp.square(pool(convolution(x, kernel))).sum()))
 
 
 def main() -> None:
     options = argument_parser(__doc__, rounds=15, target=True).parse_args()
     target = describe(options.target) if options.target else None
     arrays = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate((KERNEL, IMAGES))]
+    shapes = jax.eval_shape(lambda: arrays)
     rows, claims = [], []
     for patches in PATCHES:
-        programs = {name: lowered(pool, target) for name, pool in ways(*patches).items()}
+        gradients = {name: gradient(pool) for name, pool in ways(*patches).items()}
+        programs = {
+            name: compile_for(target, g, *shapes)
+            if target
+            else compile_smallest(g.lower(*shapes))[0]
+            for name, g in gradients.items()
+        }
+        held = {name: temporaries(program) for name, program in programs.items()}
         seconds: dict[str, float] = {}
-        if target:
-            held = {
-                name: memory.foresee(p, target.compiler_options, target).temporaries
-                for name, p in programs.items()
-            }
-        else:
-            least = {name: memory.compile_smallest(p)[0] for name, p in programs.items()}
-            held = {name: temporaries(program) for name, program in least.items()}
-            calls = {name: [functools.partial(p, *arrays)] for name, p in least.items()}
-            calls[FLAX].append(functools.partial(programs[FLAX].compile(), *arrays))
+        if not target:
+            calls = {name: [functools.partial(p, *arrays)] for name, p in programs.items()}
+            by_default = gradients[FLAX].lower(*shapes).compile()
+            calls[FLAX].append(functools.partial(by_default, *arrays))
             seconds = fastest(calls, options.rounds)
         where = f", {target.name}" if target else ""
         what = "max_pool, window {}, stride {}, padding {}".format(*patches) + where

@@ -16,11 +16,11 @@ def pooled(layer, x):
     return layer.apply({}, {}, x, train=True)[0]
 
 
-def reduction(window, stride, padding, lowest=-np.inf):
+def reduction(window, stride, padding):
     def f(x):
         sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
         spread, steps = (1, window, window, 1), (1, stride, stride, 1)
-        return jax.lax.reduce_window(x, lowest, jax.lax.max, spread, steps, sides)
+        return jax.lax.reduce_window(x, -np.inf, jax.lax.max, spread, steps, sides)
 
     return f
 
@@ -47,11 +47,9 @@ def test_derivatives_of_maxima_are_the_windowed_reductions(window, stride, paddi
 def test_on_a_tpu_a_gradient_is_one_instruction_on_patches(window, stride, padding):
     x = jax.ShapeDtypeStruct((2, 7, 6, 3), jnp.float32)
     gradient = jax.jit(jax.grad(lambda x: of_layer(window, stride, padding)(x).sum()))
-    lowered = {p: gradient.trace(x).lower(lowering_platforms=(p,)).as_text() for p in PLATFORMS}
-    assert {p: "select_and_scatter" in text for p, text in lowered.items()} == PLATFORMS
-
-
-PLATFORMS = {"tpu": True, "cpu": False, "cuda": False}
+    for platform in ("tpu", "cpu", "cuda"):
+        text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
+        assert ("select_and_scatter" in text) == (platform == "tpu")
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(2, 0), (1, 0), (2, 1)])
@@ -111,8 +109,7 @@ def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
     expected = [
         [wide[:, i : i + window, j : j + window].max((1, 2)) for j in columns] for i in rows
     ]
-    layer = layers.max_pool(window, stride=stride, padding=padding)
-    found = pooled(layer, jnp.asarray(x))
+    found = of_layer(window, stride, padding)(jnp.asarray(x))
     np.testing.assert_array_equal(found, np.moveaxis(np.asarray(expected), 2, 0))
 
 
