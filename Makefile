@@ -35,6 +35,7 @@ docs: $(VENV)/.installed-docs
 
 # Every benchmark, as one table: runs/bench/benchmarks.md; hours, or make bench BENCH=--quick. Peers
 # that are not installed are left out: .venv/bin/pip install --editable '.[peers,target-gpu,target-tpu]'.
+# With these and no GPU, JAX's plugin may crash where it looks for one: JAX_PLATFORMS=cpu make bench.
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH)
 

@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
     if args.list:
         console.print(_listed(chosen))
         return 0
-    on = machine.describe()
+    try:
+        on = machine.describe()
+    except RuntimeError as error:
+        parser.error(str(error))
     try:
         before = report.read(args.out, on)
     except ValueError as error:

@@ -14,6 +14,9 @@ def describe() -> dict[str, Any]:
 
     The devices are asked for in a process of their own: whoever has JAX look for a GPU takes
     most of its memory.
+
+    Raises:
+      RuntimeError: if JAX cannot tell its devices, so that no benchmark would run.
     """
     return {
         "cpu": _cpu(),
@@ -65,4 +68,9 @@ def _devices() -> list[str]:
         "collections.Counter(d.device_kind for d in jax.devices()).items()), sep='\\n')"
     )
     answer = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True)
-    return answer.stdout.splitlines() if answer.returncode == 0 else ["unknown"]
+    if answer.returncode:
+        raise RuntimeError(
+            f"JAX ended with code {answer.returncode} as it looked for its devices; "
+            "JAX_PLATFORMS=cpu has it look for none but the CPU"
+        )
+    return answer.stdout.splitlines()

@@ -355,3 +355,10 @@ def test_the_machine_is_described_in_words():
     assert found["memory_bytes"] > 2**28
     assert found["devices"] == ["4 x cpu"]  # as conftest.py has it
     assert machine.in_words(found).endswith("JAX's devices: 4 x cpu")
+
+
+def test_jax_that_finds_no_device_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    with pytest.raises(SystemExit, match="2"):
+        program.main([])
+    assert "error: JAX ended with code 1 as it looked for its devices" in capsys.readouterr().err
