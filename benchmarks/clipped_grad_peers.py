@@ -156,6 +156,7 @@ def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
 def in_torch(n: Network, threads: int) -> tuple[Steps, dict[str, int]]:
     """Plain, hooks and ghost clipping, on one model; all of Opacus' give the loop's sum."""
     torch.set_num_threads(threads)
+    torch.manual_seed(0)  # with some, a relu is at its kink: a batch's rounding is not an example's
     # A copy in this order: a permuted image of one channel passes for channels_last.
     nchw = np.array(n.x.transpose(0, 3, 1, 2) if n.x.ndim == 4 else n.x, order="C")
     x, y = torch.from_numpy(nchw), torch.from_numpy(np.array(n.y)).long()
