@@ -18,7 +18,7 @@ test-all: $(VENV)/.installed-dev
 
 # Lines of fnet and train that tests run, also as pages in dist/coverage/html.
 coverage: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m "slow or not slow" --cov --cov-report=term --cov-report=html
+	$(BIN)/pytest -n 2 -m "slow or not slow" --cov --cov-report=term --cov-report=html --cov-fail-under=95
 
 check: lint types test-all
 

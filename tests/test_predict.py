@@ -35,8 +35,6 @@ run_of = pytest.fixture(vision_cases.run_of)
 begun = pytest.fixture(vision_cases.begun)
 saved = pytest.fixture(vision_cases.saved)
 
-pytestmark = pytest.mark.slow
-
 
 def printed(capsys, *words):
     fnet_command("predict", *words)

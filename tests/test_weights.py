@@ -24,8 +24,6 @@ from train.errors import TrainingError
 from train.run_folder import RunFolder
 from train.setup import setup
 
-pytestmark = pytest.mark.slow
-
 RESNET = """
 from train.config import Config, Optim, ResNet, Synthetic, Train
 
