@@ -246,8 +246,6 @@ class _Spec(NamedTuple):
             return z, None
         capped = jnp.tanh(z / self.soft_cap)
         slope = 1 - jnp.square(capped)
-        if bias is None:
-            return self.soft_cap * capped, slope
         return jnp.where(jnp.isneginf(z), z, self.soft_cap * capped), slope
 
 

@@ -30,7 +30,7 @@ FUSED = [
             ("the z-loss is not squared", "z_loss * jnp.square(logsumexp)", "z_loss * logsumexp"),
             ("the soft cap has no derivative", "            dz *= slope\n", "            pass\n"),
             ("the soft cap's derivative is not squared", "1 - jnp.square(capped)", "1 - capped"),
-            ("the soft cap is 1", "self.soft_cap * capped,", "capped,"),
+            ("the soft cap is 1", "self.soft_cap * capped)", "capped)"),
             ("logits are not divided by the cap", "jnp.tanh(z / self.soft_cap)", "jnp.tanh(z)"),
         ],
     ),
