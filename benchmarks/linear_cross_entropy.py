@@ -11,7 +11,7 @@ alone; it needs ``fnet-jax[target-gpu]`` or ``fnet-jax[target-tpu]``.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,11 @@ import optax
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import fastest, markdown, temporaries
+from benchmarks.measure import Measured, beside, markdown
 from fnet.losses import linear_cross_entropy
-from fnet.memory import compile_smallest
-from fnet.memory.target import compile_for, describe
+from fnet.memory.target import Target, describe
 
 Losses = Callable[[Array, Array, Array], Array]
-Compile = Callable[[Any, Sequence[Any]], jax.stages.Compiled]
 
 
 def optax_losses(x: Array, kernel: Array, labels: Array) -> Array:
@@ -84,59 +82,32 @@ AHEAD_OF_TIME: dict[Sizes, dict[str, Losses]] = GRADIENTS | {
 LOSSES_ALONE: dict[Sizes, dict[str, Losses]] = {Sizes(): BOTH}
 
 
-class Measured(NamedTuple):
-    """Bytes and seconds by way; no seconds where nothing was run."""
-
-    held: dict[str, int]
-    seconds: dict[str, float]
-
-
 def main() -> None:
     options = argument_parser(__doc__, rounds=7, target=True).parse_args()
-    if options.target:
-        rounds, gradients, compiled = 0, AHEAD_OF_TIME, ahead_of_time(options.target)
-    else:
-        rounds, gradients, compiled = options.rounds, GRADIENTS, smallest
+    target = describe(options.target) if options.target else None
+    gradients = AHEAD_OF_TIME if target else GRADIENTS
     where = options.target or jax.default_backend()
     print(f"Value and gradients by x and kernel, {where}.\n")
-    found = measured(gradients, value_and_gradients, compiled, rounds)
+    found = measured(gradients, value_and_gradients, options.rounds, target)
     print(markdown(rows(found)))
     print("\nThe losses alone.\n")
-    print(markdown(rows(measured(LOSSES_ALONE, lambda losses: losses, compiled, rounds))))
+    alone = measured(LOSSES_ALONE, lambda losses: losses, options.rounds, target)
+    print(markdown(rows(alone)))
     packages = "jax", "jaxlib", "optax", "jax-cuda13-plugin", "libtpu"
     publish(claims(found, where), options, *packages)
-
-
-def smallest(jitted: jax.stages.Wrapped, shapes: Sequence[Any]) -> jax.stages.Compiled:
-    """For this machine, with the options that need the least memory."""
-    return compile_smallest(jitted.lower(*shapes))[0]
-
-
-def ahead_of_time(target: str) -> Compile:
-    """For a device that is not there."""
-    return lambda jitted, shapes: compile_for(describe(target), jitted, *shapes)
 
 
 def measured(
     cases: dict[Sizes, dict[str, Losses]],
     wanted: Callable[[Losses], Callable[..., Any]],
-    compiled: Compile,
     rounds: int,
+    target: Target | None,
 ) -> dict[Sizes, Measured]:
     """Each way at each size."""
     found = {}
     for sizes, ways in cases.items():
-        shapes = jax.eval_shape(sizes.arrays)
-        programs = {name: compiled(jax.jit(wanted(way)), shapes) for name, way in ways.items()}
-        seconds = {}
-        if rounds:
-            arrays = sizes.arrays()
-            calls = {name: [functools.partial(p, *arrays)] for name, p in programs.items()}
-            by_default = jax.jit(wanted(ways[OPTAX])).lower(*shapes).compile()
-            calls[OPTAX].append(functools.partial(by_default, *arrays))
-            seconds = fastest(calls, rounds)
-        held = {name: temporaries(program) for name, program in programs.items()}
-        found[sizes] = Measured(held, seconds)
+        jitted = {name: jax.jit(wanted(way)) for name, way in ways.items()}
+        found[sizes] = beside(OPTAX, jitted, sizes.arrays, rounds, target)
     return found
 
 

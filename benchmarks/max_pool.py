@@ -8,9 +8,7 @@ without its norm. Temporaries are those of the compiler options with which they 
 is timed under JAX's default options as well, and counts as what is faster.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,11 +16,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import fastest, markdown, temporaries
+from benchmarks.measure import beside, markdown
 from benchmarks.networks import convolution
 from fnet import layers
-from fnet.memory import compile_smallest
-from fnet.memory.target import compile_for, describe
+from fnet.memory.target import describe
 
 IMAGES, KERNEL = (8, 112, 112, 3), (3, 3, 3, 64)
 PATCHES = ((3, 2, 1), (2, 2, 0))
@@ -41,32 +38,22 @@ def ways(window: int, stride: int, padding: int) -> dict[str, Pool]:
     }
 
 
-def gradient(pool: Pool) -> Any:
+def gradient(pool: Pool) -> jax.stages.Wrapped:
     """Of the kernel."""
     return jax.jit(jax.grad(lambda kernel, x: jnp.square(pool(convolution(x, kernel))).sum()))
+
+
+def arrays() -> list[Array]:
+    return [jax.random.normal(jax.random.key(i), s) for i, s in enumerate((KERNEL, IMAGES))]
 
 
 def main() -> None:
     options = argument_parser(__doc__, rounds=15, target=True).parse_args()
     target = describe(options.target) if options.target else None
-    arrays = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate((KERNEL, IMAGES))]
-    shapes = jax.eval_shape(lambda: arrays)
     rows, claims = [], []
     for patches in PATCHES:
         gradients = {name: gradient(pool) for name, pool in ways(*patches).items()}
-        programs = {
-            name: compile_for(target, g, *shapes)
-            if target
-            else compile_smallest(g.lower(*shapes))[0]
-            for name, g in gradients.items()
-        }
-        held = {name: temporaries(program) for name, program in programs.items()}
-        seconds: dict[str, float] = {}
-        if not target:
-            calls = {name: [functools.partial(p, *arrays)] for name, p in programs.items()}
-            by_default = gradients[FLAX].lower(*shapes).compile()
-            calls[FLAX].append(functools.partial(by_default, *arrays))
-            seconds = fastest(calls, options.rounds)
+        held, seconds = beside(FLAX, gradients, arrays, options.rounds, target)
         where = f", {target.name}" if target else ""
         what = "max_pool, window {}, stride {}, padding {}".format(*patches) + where
         claims.append(Claim(f"{what}: temporaries", FLAX, held[OURS] / held[FLAX], "<= 1.0"))

@@ -1,13 +1,15 @@
 """What the benchmarks share: interleaved medians, compiled programs, Markdown tables."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from fnet.memory import CANDIDATE_OPTIONS, peak
+from fnet.memory import CANDIDATE_OPTIONS, compile_smallest, peak
+from fnet.memory.target import Target, compile_for
 
 
 def interleaved(functions: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
@@ -55,6 +57,45 @@ def compiled_each_way(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
     """With JAX's default options, and with each of those that `fnet.compile_step` tries."""
     options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     return [lowered.compile(compiler_options=o) for o in options]
+
+
+class Measured(NamedTuple):
+    """Bytes of temporaries and seconds a call, by name; no seconds where nothing was run."""
+
+    held: dict[str, int]
+    seconds: dict[str, float]
+
+
+def beside(
+    peer: str,
+    ways: Mapping[str, jax.stages.Wrapped],
+    make: Callable[[], Sequence[Any]],
+    rounds: int,
+    target: Target | None = None,
+) -> Measured:
+    """Memory and time of the peer and of what stands beside it.
+
+    Each is compiled with the options that `fnet.compile_step` tries, and the smallest program is
+    taken. The peer is timed under JAX's default options as well, and counts as what is faster.
+
+    Args:
+      peer: one of the names.
+      ways: jitted functions by name.
+      make: their arguments.
+      rounds: how often each is timed.
+      target: a device to compile for instead of this one; nothing is run then.
+    """
+    shapes = jax.eval_shape(make)
+    if target:
+        compiled = {name: compile_for(target, way, *shapes) for name, way in ways.items()}
+        return Measured({name: temporaries(p) for name, p in compiled.items()}, {})
+    lowered = {name: way.lower(*shapes) for name, way in ways.items()}
+    programs = {name: [compile_smallest(low)[0]] for name, low in lowered.items()}
+    held = {name: temporaries(smallest) for name, [smallest] in programs.items()}
+    programs[peer].append(lowered[peer].compile())
+    arrays = make()
+    calls = {name: [functools.partial(p, *arrays) for p in of] for name, of in programs.items()}
+    return Measured(held, fastest(calls, rounds))
 
 
 def temporaries(compiled: jax.stages.Compiled) -> int:

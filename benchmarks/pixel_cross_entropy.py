@@ -16,9 +16,8 @@ import optax
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import fastest, markdown, temporaries
+from benchmarks.measure import beside, markdown
 from fnet.losses.pixels import pixel_cross_entropy
-from fnet.memory import compile_smallest
 
 GRID, SIDE = 64, 512
 CASES = ((8, 21), (2, 150))
@@ -56,16 +55,12 @@ def main() -> None:
     options = argument_parser(__doc__, rounds=7).parse_args()
     rows, claims = [], []
     for images, classes in CASES:
-        given = arrays(images, classes)
-        lowered = {
-            name: jax.jit(jax.value_and_grad(lambda *a, way=way: way(*a).mean())).lower(*given)
+        jitted = {
+            name: jax.jit(jax.value_and_grad(lambda *a, way=way: way(*a).mean()))
             for name, way in WAYS.items()
         }
-        programs = {name: compile_smallest(a)[0] for name, a in lowered.items()}
-        held = {name: temporaries(program) for name, program in programs.items()}
-        calls = {name: [functools.partial(p, *given)] for name, p in programs.items()}
-        calls[OPTAX].append(functools.partial(lowered[OPTAX].compile(), *given))
-        seconds = fastest(calls, options.rounds)
+        given = functools.partial(arrays, images, classes)
+        held, seconds = beside(OPTAX, jitted, given, options.rounds)
         rows += [
             {
                 "": name,
