@@ -5,11 +5,13 @@ The same on JAX 0.10, 0.11 and 0.12.
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
@@ -53,6 +55,15 @@ def run(jaxpr: Jaxpr, eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def aval(atom: Any) -> Any:
     """Shape and dtype of an array that an equation reads or gives."""
     return atom.aval
+
+
+def nbytes(atom: Any) -> int:
+    """Bytes of such an array; 0 of keys and tokens."""
+    made = atom.aval
+    if not hasattr(made, "shape") or jnp.issubdtype(made.dtype, jax.dtypes.extended):
+        return 0
+    size: int = math.prod(made.shape) * made.dtype.itemsize
+    return size
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | None:

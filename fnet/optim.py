@@ -109,7 +109,7 @@ def make_optimizer(
         gradient otherwise.
       clip_norm: largest global norm of the gradient, or None.
       classifier_scale: learning rate of the last layer (`in_classifier`), in learning
-        rates of the others; None: the same.
+        rates of the others; None: the same. Without effect where no layer is one.
 
     Returns:
       What `fnet.make_step` and `fnet.TrainState.create` take.
@@ -152,7 +152,7 @@ def decayed(params: Any) -> Any:
 
 
 CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
-"""What `fnet.models` call their last layer; of a DeepLab also the head before it."""
+"""What networks for images call their last layer; of a DeepLab also the head before it."""
 
 
 def in_classifier(params: Any) -> Any:

@@ -94,10 +94,13 @@ def variant(step: jax.stages.Wrapped, policy: str, split: int = 1) -> jax.stages
       gives it.
 
     Raises:
-      ValueError: for an unknown policy, or microbatches in another mode than ``mean``.
+      ValueError: for an unknown policy, a split below 1, or microbatches in another mode than
+        ``mean``.
     """
     if policy not in POLICIES:
         raise ValueError(f"variant: expected a policy of {list(POLICIES)}, got {policy!r}")
+    if split < 1:
+        raise ValueError(f"variant: split must be at least 1, got {split}")
     plain: TrainStep = step.__wrapped__  # type: ignore[attr-defined]
     mode = plain.mode
     if split > 1:

@@ -34,6 +34,9 @@ def test_amounts_are_written():
     assert in_words(12) == "12 bytes"
     assert in_words(None) == "unknown"
     assert in_words(5 * 2**40) == "5.00 TiB"
+    assert in_words(1023) == "1023 bytes"
+    assert in_words(2**20 - 1) == "1.00 MiB"
+    assert in_words(-(2**30) + 1) == "-1.00 GiB"
 
 
 def test_amounts_beyond_a_double_are_exact_or_refused():

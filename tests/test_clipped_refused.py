@@ -94,7 +94,7 @@ REFUSED = {
     "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "automatic .* got inf"),
     "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (
-        lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "above 0; got 0"
+        lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "width must be at least 1, got 0"
     ),
     "mean": (
         lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),

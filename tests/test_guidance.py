@@ -72,7 +72,8 @@ def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
     np.testing.assert_array_equal(got[~dropped], np.asarray(labels)[~dropped])
     chex.assert_trees_all_equal(drop_labels(jax.random.key(2), labels, 10, 0.0), labels)
     assert (np.asarray(drop_labels(jax.random.key(3), labels, 10, 1.0)) == 10).all()
-    assert got.dtype == labels.dtype
+    bytes_ = labels.astype("uint8")
+    assert drop_labels(jax.random.key(1), bytes_, np.int64(10), 0.1).dtype == bytes_.dtype
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from lane_cases import double, normal, square
 
+import fnet
 from fnet.autodiff.jacobian import hvps, jacobian
 
 
@@ -36,6 +37,20 @@ def test_a_jacobian_goes_the_way_with_fewer_lanes():
     # 6 lanes are two chunks of 3; the other way would take 90 / 3.
     assert "length=2" in program(6, 90)
     assert "length=2" in program(90, 6)
+
+
+def test_a_jacobian_of_what_has_no_forward_mode_goes_in_reverse():
+    norm = lambda x: fnet.layer_norm(x, None, None)  # noqa: E731
+    x = normal(0, 4)
+    chex.assert_trees_all_close(jacobian(norm)(x), jax.jacrev(norm)(x), atol=1e-6)
+
+
+def test_gradients_beside_hvps_are_float0_where_there_is_none():
+    p, t = {"w": normal(0, 3), "n": 7}, {"w": normal(1, 3), "n": 0}
+    (grad,), (products,) = hvps(lambda p: p["n"] * (p["w"] ** 3).sum(), (p,), ((t, t),))
+    chex.assert_trees_all_close(grad["w"], 21 * p["w"] ** 2)
+    assert grad["n"].dtype == jax.dtypes.float0
+    assert [a["n"].dtype for a in products] == [jax.dtypes.float0] * 2
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 2), (1, 6), (4, "auto")])

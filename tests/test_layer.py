@@ -202,3 +202,27 @@ def test_examples_on_explicit_axes_stay_where_they_are(layer, shape):
         dx = jax.eval_shape(jax.grad(lambda params, x: f(params, x).sum(), 1), params, x)
     assert y.sharding.spec[0] == dx.sharding.spec[0] == "data"
     chex.assert_trees_all_close(jax.device_get(y), jax.device_get(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"),
+    [
+        (layers.abn, "channels"),
+        (layers.batch_norm, "channels"),
+        (lambda n: layers.group_norm(n, 1), "channels"),
+        (layers.layer_norm, "d"),
+        (layers.rms_norm, "d"),
+        (layers.dynamic_tanh, "d"),
+    ],
+)
+def test_a_norm_of_nothing_is_refused(norm, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        norm(0)
+
+
+def test_mistakes_in_plain_batch_norm_bear_its_name():
+    layer = layers.batch_norm(2)
+    params, state = layer.init(jax.random.key(0))
+    state["running_mean"] = jnp.zeros(3)
+    with pytest.raises(ValueError, match=r"^batch_norm: running_mean must have shape \(2,\)"):
+        layer.apply(params, state, jnp.ones((4, 2)), train=True)

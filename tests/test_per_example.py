@@ -73,6 +73,15 @@ def test_what_the_loss_returns_beside_comes_along():
     chex.assert_trees_all_equal(aux, {"doubled": 2 * x, "same": jnp.full(3, 7.0)})
 
 
+def test_norms_bring_along_what_the_loss_returns_beside():
+    x = jnp.arange(3.0)
+    norms, aux = jax.jit(
+        per_example_norms(lambda p, x: (p * x, (2 * x, jnp.ones(2))), has_aux=True)
+    )(jnp.float32(2), x)
+    chex.assert_trees_all_close(norms, x)
+    chex.assert_trees_all_equal(aux, (2 * x, jnp.ones(2)))
+
+
 @pytest.mark.parametrize("how", ["at once", "on batches of one"])
 def test_what_is_returned_beside_has_an_axis_of_examples_even_if_its_first_is_merged(how):
     def loss(p, x):
@@ -149,7 +158,15 @@ def test_padding_is_no_part_of_the_noise_scale():
     chex.assert_trees_all_close(found, noise_scale(norms[:2], jnp.float32(1.2)))
 
 
-@pytest.mark.parametrize("width", [0, -1, 1.5, True])
-def test_a_width_is_a_whole_number(width):
-    with pytest.raises(ValueError, match="a whole number above 0; got"):
+@pytest.mark.parametrize(
+    ("width", "error", "message"),
+    [
+        (0, ValueError, "must be at least 1, got 0"),
+        (-1, ValueError, "must be at least 1, got -1"),
+        (1.5, TypeError, "must be an int or None, got 1.5"),
+        (True, TypeError, "must be an int or None, got True"),
+    ],
+)
+def test_a_width_is_a_whole_number(width, error, message):
+    with pytest.raises(error, match=message):
         per_example_grad(lambda p, x: p * x, width=width)

@@ -164,6 +164,8 @@ def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     with pytest.raises(ValueError, match=r"variant: expected a policy of .* got 'hope'"):
         fnet.variant(step, "hope", 1)
+    with pytest.raises(ValueError, match="variant: split must be at least 1, got 0"):
+        fnet.variant(step, "keep", 0)
     clipped = fnet.make_step(step.__wrapped__.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
     with pytest.raises(ValueError, match="only the mode mean can be split"):
         fnet.plan_step(clipped, state, batch, splits=(1, 2))

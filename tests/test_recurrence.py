@@ -153,6 +153,22 @@ def test_values_and_all_gradients_equal_a_loop_over_time(name, t, chunk, float64
     chex.assert_trees_all_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["linear", "selective"])
+def test_gradients_of_gradients_equal_those_of_a_loop(name, float64):
+    scan, loop, inputs = SCANS[name]
+    given = inputs(5)
+    cotangents = some_like(loop, given)
+
+    def twice(f):
+        def slope(given):
+            _, back = jax.vjp(lambda given: f(**given), given)
+            return sum(jnp.sin(g).sum() for g in jax.tree.leaves(back(cotangents)))
+
+        return jax.jit(jax.grad(slope))(given)
+
+    chex.assert_trees_all_close(twice(scan), twice(loop), rtol=1e-9, atol=1e-9)
+
+
 def test_the_associative_form_equals_the_loop_forwards_and_backwards(float64):
     given = recurrence_inputs(7)
     dh = given["b"] + 1

@@ -319,5 +319,7 @@ def test_bad_input_is_refused_with_what_was_given():
     params, state = layer.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"must be even to be halved, got \(2, 5\)"):
         layer.apply(params, state, jnp.ones((2, 5)), train=True)
+    with pytest.raises(ValueError, match=r"must be even to be halved, got \(\)"):
+        layer.apply(params, state, jnp.float32(1), train=True)
     with pytest.raises(ValueError, match=r"f of block 0 maps \(2, 2\) to \(2, 3\)"):
         layer.apply(params, state, jnp.ones((2, 4)), train=True)

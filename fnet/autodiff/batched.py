@@ -71,8 +71,9 @@ def jvps(
       ValueError: for another number of tangents than arguments, tangents that do
         not fit (or fit the output: those are for `vjps`), unequal numbers of
         lanes, none, or a width below 1.
-      TypeError: for another dtype, or a tangent of an argument that has none; from
-        JAX for a function with a `jax.custom_vjp`, which has no forward mode.
+      TypeError: for another dtype, a tangent of an argument that has none, primals that are
+        no tuple, or a width that is no int; from JAX for a function with a
+        `jax.custom_vjp`, which has no forward mode.
     """
     check_width("jvps", width)
     primals = as_entries("jvps", "primals", primals)
@@ -151,7 +152,8 @@ def vjps(
       ValueError: for cotangents that do not fit (or fit the arguments: those are
         for `jvps`), accumulators of another number, shape or N, no lanes, or a
         width below 1.
-      TypeError: for another dtype, or an argument that cannot be differentiated.
+      TypeError: for another dtype, an argument that cannot be differentiated, primals that
+        are no tuple, or a width that is no int.
     """
     check_width("vjps", width)
     primals = as_entries("vjps", "primals", primals)

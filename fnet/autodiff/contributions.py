@@ -118,8 +118,8 @@ def contributions(
         by default as many as take no more than the parameters.
 
     Raises:
-      TypeError: for parameters or losses that have no gradient, and a loss that with
-        ``has_aux`` gives no pair.
+      TypeError: for parameters or losses that have no gradient, a width that is no int, and
+        a loss that with ``has_aux`` gives no pair.
       ValueError: for arrays of unequal leading axes, losses that are not one per
         example, a width below 1, and layers that mix examples.
     """

@@ -145,8 +145,12 @@ def check_params(name: str, params: Any, kind: Any = jnp.floating) -> None:
 
 def check_width(name: str, width: int | None) -> None:
     """Refuses a number of examples at a time that is none."""
-    if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+    if width is None:
+        return
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise TypeError(f"{name}: width must be an int or None, got {width!r}")
+    if width < 1:
         raise ValueError(
-            f"{name}: width is how many examples are taken at a time, a whole number above 0; "
-            f"got {width!r}"
+            f"{name}: width must be at least 1, got {width}; "
+            "it is how many examples are taken at a time"
         )

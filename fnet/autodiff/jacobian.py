@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet import jaxprs
 from fnet.autodiff import shadows
 from fnet.autodiff.batched import as_entries, check_width, jvps, of_leaves
 from fnet.autodiff.lanes import Linear, Width
@@ -31,7 +32,8 @@ def jacobian(
       f: a function of real arrays, or trees of them.
       argnums: the arguments to differentiate with respect to.
       mode: "forward" takes one lane for each number of those arguments, "reverse"
-        for each number of the output; "auto" the fewer, forward if equal.
+        for each number of the output; "auto" the fewer, forward if equal, and reverse
+        through a `jax.custom_vjp`, such as fnet's norms, which has no forward mode.
       width: how many lanes exist at a time, as for `fnet.jvps`.
 
     Returns:
@@ -41,7 +43,8 @@ def jacobian(
 
     Raises:
       ValueError: for an unknown mode, a width below 1, or argnums that f does not have.
-      TypeError: when called, if an argument or output is not real floating.
+      TypeError: for a width that is no int; when called, if an argument or output is
+        not real floating, and in mode "forward" from JAX through a `jax.custom_vjp`.
     """
     if mode not in ("auto", "forward", "reverse"):
         raise ValueError(f"jacobian: expected mode 'auto', 'forward' or 'reverse', got {mode!r}")
@@ -55,9 +58,7 @@ def jacobian(
         wanted = tuple(args[i] for i in varied)
         _check_real("argument", wanted)
         point, call = of_leaves(f, args, varied)
-        shapes = jax.eval_shape(call, point)[0]
-        inputs, outputs = _sizes(point), _sizes(shapes)
-        forward = sum(inputs) <= sum(outputs) if mode == "auto" else mode == "forward"
+        forward = mode == "forward" or (mode == "auto" and _is_forward_cheaper(call, point))
         if forward:
             outs, push, out = jax.linearize(call, point, has_aux=True)
             linear, like = Linear.of(lambda *lane: push(list(lane)), point), point
@@ -106,7 +107,8 @@ def hvps(
 
     Returns:
       ``(grads, products)``, or ``products`` alone: tuples of one entry an argument,
-      None where the tangent was None; products in the form of the tangents.
+      None where the tangent was None; products in the form of the tangents. Of leaves
+      without a derivative, such as integers, both are ``float0``.
 
     Raises:
       ValueError: if f's result is not a scalar; as `fnet.jvps`.
@@ -134,6 +136,10 @@ def hvps(
         )
 
     found = jvps(gradient, primals, tangents, width=width, primal=primal)
+    if primal:
+        given, products = found
+        leaves = (list(filter(differentiable, jax.tree.leaves(g))) for g in given)
+        found = tuple(map(shadows.filled, given, leaves)), products
     read = [shadows.read(f"hvps: argument {i}", primals[i], tangents[i]) for i in varied]
     if shadows.common_form([r.form for r in read]) != "separate":
         return found
@@ -152,6 +158,13 @@ def _check_real(what: str, tree: Any) -> None:
             raise TypeError(
                 f"jacobian: expected a real floating {what}, got {dtype}; leave it out, or cast it"
             )
+
+
+def _is_forward_cheaper(call: Callable[..., Any], point: list[Array]) -> bool:
+    """Whether columns are fewer than rows, or as many, of what has a forward mode."""
+    jaxpr, (outs, _) = jax.make_jaxpr(call, return_shape=True)(point)
+    backward_alone = any(jaxprs.every(jaxpr, "custom_vjp_call"))
+    return not backward_alone and sum(_sizes(point)) <= sum(_sizes(outs))
 
 
 def _sizes(arrays: Sequence[Any]) -> list[int]:

@@ -125,13 +125,13 @@ class Linear:
         """
         if jax.default_backend() != "cpu":
             return max(n // 8, 1) if accumulated else n
-        made = sum(_bytes(v) for v in _made_by_lanes(self.jaxpr))
-        results = sum(_bytes(v) for v in self.jaxpr.outvars)
+        made = sum(jaxprs.nbytes(v) for v in _made_by_lanes(self.jaxpr))
+        results = sum(jaxprs.nbytes(v) for v in self.jaxpr.outvars)
         between = max(made - results, 0)
         has_convolutions = any(convolutions(self.jaxpr))
         if not accumulated and not has_convolutions and results > between:
             return n
-        given = sum(_bytes(v) for v in self.jaxpr.invars)
+        given = sum(jaxprs.nbytes(v) for v in self.jaxpr.invars)
         most = max(CPU_LANES_BYTES // max(given + made, 1), 1)
         return math.ceil(n / math.ceil(n / most))
 
@@ -154,12 +154,6 @@ CPU_LANES_BYTES = 2**20
 
 def _write(s: Array, r: Array, start: Array | int) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(s, r, start, 0)
-
-
-def _bytes(v: Any) -> int:
-    aval = v.aval
-    size: int = math.prod(aval.shape) * aval.dtype.itemsize
-    return size
 
 
 def _made_by_lanes(jaxpr: Jaxpr) -> list[Any]:
@@ -238,7 +232,8 @@ def _product(eqn: JaxprEqn) -> Callable[[Array, Array], Array]:
         free = set(range(operands[lane].ndim - 1)).difference(contracted[lane], batch[lane])
         if all(batched) or max(free, default=-1) < min(contracted[lane], default=0):
             return jax.vmap(dot, [0 if b else None for b in batched])(*operands), True
-        if jax.default_backend() == "cpu" and operands[lane][0].nbytes > _bytes(eqn.outvars[0]):
+        result = jaxprs.nbytes(eqn.outvars[0])
+        if jax.default_backend() == "cpu" and operands[lane][0].nbytes > result:
             # XLA's CPU compiler would bring all matrices into another layout first.
             one = (lambda x: dot(x, operands[1])) if lane == 0 else (lambda x: dot(operands[0], x))
             return jax.lax.map(one, operands[lane]), True

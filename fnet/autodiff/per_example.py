@@ -41,7 +41,8 @@ def per_example_grad(
     Raises:
       ValueError: for a width below 1; when called, for losses that are not one per
         example, arrays of unequal leading axes, and layers that mix examples, by name.
-      TypeError: for parameters or losses that are not floating-point.
+      TypeError: for a width that is no int, and parameters or losses that are not
+        floating-point.
     """
     check_width("per_example_grad", width)
 
@@ -89,8 +90,8 @@ def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callabl
       has_aux: likewise.
 
     Returns:
-      ``norms(params, *batch) -> [batch]``, or with ``has_aux`` ``([batch], aux)``. Quantiles
-      are ``jnp.quantile(norms, q)``.
+      ``norms(params, *batch) -> [batch]``, or with ``has_aux`` ``([batch], aux)``, what does not
+      depend on the batch as it is. Quantiles are ``jnp.quantile(norms, q)``.
 
     Raises:
       ValueError, TypeError: as `per_example_grad`.
@@ -157,7 +158,10 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
 
 
 class NoiseScale(NamedTuple):
-    """The simple noise scale, and what it is made of.
+    """What the simple noise scale is made of: ``grad_var / grad_sq``, in examples.
+
+    Batches much larger than that waste work. It is a ratio of noisy estimates: average each
+    over steps first.
 
     Attributes:
       grad_sq: an unbiased estimate of the squared norm of the true gradient, [].
@@ -166,14 +170,6 @@ class NoiseScale(NamedTuple):
 
     grad_sq: Array
     grad_var: Array
-
-    @property
-    def simple(self) -> Array:
-        """``tr(Sigma) / |G|^2``, in examples: batches much larger than that waste work.
-
-        A ratio of noisy estimates: average each over steps first.
-        """
-        return self.grad_var / self.grad_sq
 
 
 def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> NoiseScale:

@@ -56,8 +56,8 @@ class Shadows(NamedTuple):
     def tree(self, like: Any) -> Any:
         """As the caller gave or gets them: leaves without a derivative are ``float0``."""
         if self.form == "separate":
-            return tuple(_filled(like, lane, ()) for lane in self.lanes)
-        return _filled(like, self.lanes, (self.n or 0,))
+            return tuple(filled(like, lane, ()) for lane in self.lanes)
+        return filled(like, self.lanes, (self.n or 0,))
 
 
 def empty(form: Form | None, like: Any, n: int) -> Shadows:
@@ -66,7 +66,8 @@ def empty(form: Form | None, like: Any, n: int) -> Shadows:
     return Shadows(form, n, shapes, [])
 
 
-def _filled(like: Any, leaves: Sequence[Array], lanes: tuple[int, ...]) -> Any:
+def filled(like: Any, leaves: Sequence[Array], lanes: tuple[int, ...] = ()) -> Any:
+    """A tree like another one of arrays, [*lanes, *shape]; ``float0`` without a derivative."""
     given = iter(leaves)
     return jax.tree.map(
         lambda leaf: (

@@ -93,7 +93,8 @@ def drop_labels(
     labels = _checked("drop_labels", labels, null_label)
     if not 0 <= rate <= 1:
         raise ValueError(f"drop_labels: rate must be in [0, 1], got {rate}")
-    return jnp.where(jax.random.bernoulli(key, rate, labels.shape), null_label, labels)
+    without = jnp.full_like(labels, null_label)
+    return jnp.where(jax.random.bernoulli(key, rate, labels.shape), without, labels)
 
 
 def _checked(name: str, labels: Array, null_label: int) -> Array:

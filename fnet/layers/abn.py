@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers import activations
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
@@ -84,7 +84,7 @@ def abn(
       train: True: normalise with the batch's statistics and renew the running
         ones. False: normalise with the running ones and return them as they are.
       activation: a name in the table above.
-      activation_param: slope of ``leaky_relu``, alpha of ``elu``; > 0.
+      activation_param: slope of ``leaky_relu``, alpha of ``elu`` (elsewhere often 1); > 0.
       eps: added to the variance and to |gamma|.
       decay: weight of the old running statistics; may be traced. For a
         cumulative average pass ``1 - 1 / count``, the count being the caller's.
@@ -173,10 +173,11 @@ def abn_layer(
       ``running_var`` [C], for a cumulative average ``count`` []; all float32.
 
     Raises:
-      ValueError: at construction for an activation that is unknown or cannot
-        be inverted; when applied, as `fnet.abn`.
+      ValueError: at construction for ``channels`` below 1 and an activation that is unknown
+        or cannot be inverted; when applied, as `fnet.abn`.
       TypeError: when applied, as `fnet.abn`.
     """
+    check_sizes("abn", channels=channels)
     activations.check_parameter("abn", activation, activation_param)
 
     def init(key: Array) -> tuple[Params, State]:

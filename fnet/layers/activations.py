@@ -122,7 +122,7 @@ def activation(name: str, param: float | None = None) -> Layer:
         otherwise unused.
 
     Returns:
-      A layer, ``x`` [...] -> [...], in the input's dtype.
+      A layer, ``x`` [...], floating -> [...], in the input's dtype.
 
     Raises:
       ValueError: if the name is unknown.

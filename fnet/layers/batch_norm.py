@@ -3,7 +3,7 @@
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers import activations
 from fnet.layers.abn import AxisName, abn, initial_arrays
 from fnet.layers.norm import check_parameters
@@ -46,7 +46,9 @@ def batch_norm(
     Raises:
       TypeError, ValueError: as `fnet.abn`.
     """
-    check_parameters("batch_norm", x, gamma=gamma, beta=beta)
+    check_parameters(
+        "batch_norm", x, gamma=gamma, beta=beta, running_mean=running_mean, running_var=running_var
+    )
     normalized, *statistics = abn(
         x,
         None,
@@ -86,9 +88,11 @@ def batch_norm_layer(
       [N, ..., C], in the input's dtype.
 
     Raises:
-      ValueError: for an unknown activation; when applied, as `batch_norm`.
+      ValueError: for ``channels`` below 1 or an unknown activation; when applied, as
+        `batch_norm`.
       TypeError: when applied, as `batch_norm`.
     """
+    check_sizes("batch_norm", channels=channels)
     act = activations.find(activation)
 
     def init(key: Array) -> tuple[Params, State]:

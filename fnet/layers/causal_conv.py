@@ -81,7 +81,9 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
       inputs.
 
     Raises:
-      ValueError: if ``channels`` or ``width`` is below 1.
+      ValueError: if ``channels`` or ``width`` is below 1; when applied, as
+        `causal_conv`.
+      TypeError: when applied, as `causal_conv`.
     """
     check_sizes("causal_conv", channels=channels, width=width)
 

@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.norm import never_zero, spread
 from fnet.mesh import equally_varying
 from fnet.precision import widened
@@ -37,9 +37,11 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
       float32 (float64 for float64).
 
     Raises:
-      ValueError: if ``alpha`` is 0; when applied to an input that does not end in ``d``.
+      ValueError: for ``d`` below 1 and ``alpha`` 0; when applied to an input that does not
+        end in ``d``.
       TypeError: when applied, if ``x`` is not floating; from JAX in forward mode.
     """
+    check_sizes("dynamic_tanh", d=d)
     if alpha == 0:
         raise ValueError("dynamic_tanh: alpha must not be 0 at first, where all inputs are alike")
 

@@ -6,7 +6,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.norm import check_parameters, spread
 from fnet.precision import widened
 
@@ -78,10 +78,11 @@ def group_norm_layer(channels: int, groups: int = 32, *, eps: float = 1e-5) -> L
       no state; ``x`` [N, ..., C] -> [N, ..., C], in the input's dtype.
 
     Raises:
-      ValueError: if ``groups`` does not divide ``channels``; when applied, as
-        `fnet.group_norm`.
+      ValueError: for ``channels`` below 1, or if ``groups`` does not divide them; when
+        applied, as `fnet.group_norm`.
       TypeError: when applied, as `fnet.group_norm`.
     """
+    check_sizes("group_norm", channels=channels)
     _check_groups(channels, groups)
 
     def init(key: Array) -> tuple[Params, State]:

@@ -20,7 +20,7 @@ def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
       ``{"dense_0": {"kernel", "bias"}, ...}``, no state.
 
     Raises:
-      ValueError: if fewer than two sizes are given or the activation is unknown.
+      ValueError: if fewer than two sizes are given, one is below 1, or the activation is unknown.
     """
     if len(sizes) < 2:
         raise ValueError(f"mlp: expected at least an input and an output size, got {list(sizes)}")

@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State
+from fnet.layer import Layer, Params, State, check_sizes
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
 
@@ -122,9 +122,10 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
       float32; no state; ``x`` [..., d] -> [..., d], in the input's dtype.
 
     Raises:
-      ValueError: when applied to an input that does not end in ``d``.
+      ValueError: for ``d`` below 1; when applied to an input that does not end in ``d``.
       TypeError: when applied, as `fnet.layer_norm`.
     """
+    check_sizes("layer_norm", d=d)
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -152,9 +153,10 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
       ``x`` [..., d] -> [..., d], in the input's dtype.
 
     Raises:
-      ValueError: when applied to an input that does not end in ``d``.
+      ValueError: for ``d`` below 1; when applied to an input that does not end in ``d``.
       TypeError: when applied, as `fnet.rms_norm`.
     """
+    check_sizes("rms_norm", d=d)
 
     def init(key: Array) -> tuple[Params, State]:
         del key

@@ -25,8 +25,8 @@ def linear_recurrence(
         g_t = dh_t + a_{t+1} g_{t+1};  da_t = g_t h_{t-1};  db_t = g_t;  d initial = a_1 g_1
 
     Step by step on CPU, where a loop costs little and an associative scan passes over
-    all of it log T times; elsewhere an associative scan (Blelloch 1990). Its gradient can
-    be had by reverse mode, under `jax.vmap` too, but has itself no derivative.
+    all of it log T times; elsewhere an associative scan (Blelloch 1990). Its gradient,
+    and the gradient of that, can be had by reverse mode, under `jax.vmap` too.
 
     Args:
       a: decays, [B, T, ...], T >= 1; float16, bfloat16, float32 or float64. The

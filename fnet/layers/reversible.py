@@ -80,7 +80,7 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     ) -> tuple[Array, State]:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"reversible: x must be floating, got {x.dtype}")
-        if x.shape[-1] % 2:
+        if not x.ndim or x.shape[-1] % 2:
             raise ValueError(f"reversible: the last axis must be even to be halved, got {x.shape}")
         # Custom backward rules give what is shared a cotangent that varies as x does.
         params, x = equally_varying((params, x))

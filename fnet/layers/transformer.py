@@ -47,7 +47,8 @@ def transformer(
       take `fnet.layers.stack`.
 
     Raises:
-      ValueError: for a size below 1, or if ``heads`` does not divide ``width``.
+      ValueError: for a size below 1, an unknown activation, or if ``heads`` does not divide
+        ``width``.
     """
     mixer, feed_forward = _halves("transformer", width, heads, blocks, hidden, causal, activation)
     return serial(*[serial(residual(mixer), residual(feed_forward))] * blocks)
@@ -77,7 +78,8 @@ def reversible_transformer(
       A layer, [B, T, 2 D] -> [B, T, 2 D].
 
     Raises:
-      ValueError: for a size below 1, or if ``heads`` does not divide ``width``.
+      ValueError: for a size below 1, an unknown activation, or if ``heads`` does not divide
+        ``width``.
     """
     where = "reversible_transformer"
     pair = _halves(where, width, heads, blocks, hidden, causal, activation)

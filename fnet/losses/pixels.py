@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,9 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from fnet.losses.chunks import Start, over_chunks
 from fnet.mesh import equally_varying
 from fnet.precision import widened
-
-Carry = TypeVar("Carry")
-Start = Array | int
 
 _NUMBERS = 2**20
 """Logits of all rows that are interpolated at once, about: of 2^18 to 2^22 none was faster on CPU,
@@ -217,7 +215,7 @@ def _sums(spec: _Spec, logits: Array, labels: Array, *, gradient: bool) -> tuple
     zeros = jnp.zeros_like(interpolation.logits)
     zero = zeros[0, :, 0, 0]
     carry = (zero, zero, zeros if gradient else None)
-    losses, right, gradients = _over_rows(body, carry, labels.shape[1], spec.rows)
+    losses, right, gradients = over_chunks(body, carry, labels.shape[1], spec.rows)
     counts = _counts(labels, classes)
     if gradients is not None:
         gradients = gradients.transpose(1, 0, 3, 2) / counts[:, None, None, None]
@@ -247,7 +245,7 @@ def _predictions(
 
     zero = jnp.zeros_like(interpolations[0].logits[0, :, 0, 0])  # varies as the logits do
     whole = jnp.broadcast_to(zero.astype(_label_dtype(classes))[:, None, None], (n, *size))
-    found, losses = _over_rows(body, (whole, zero), size[0], step)
+    found, losses = over_chunks(body, (whole, zero), size[0], step)
     if labels is None:
         return PixelPredictions(found, None)
     return PixelPredictions(found, losses / _counts(labels, classes))
@@ -304,15 +302,6 @@ _losses.defvjp(_losses_fwd, _losses_bwd)
 
 # Called outside of jax.jit, a loop would be compiled anew each time.
 _compiled_losses = jax.jit(_losses, static_argnums=0, inline=True)
-
-
-def _over_rows(
-    body: Callable[[Start, int, Carry], Carry], carry: Carry, height: int, rows: int
-) -> Carry:
-    """``carry = body(start, count, carry)``, so many rows at a time; the last has what is left."""
-    whole, rest = divmod(height, rows)
-    carry = jax.lax.fori_loop(0, whole, lambda i, c: body(i * rows, rows, c), carry)
-    return body(whole * rows, rest, carry) if rest else carry
 
 
 def _shares(few: int, many: int, dtype: Any) -> Array:

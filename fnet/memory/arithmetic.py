@@ -1,10 +1,12 @@
 """Arithmetic and bytes of a traced program: what ranks programs that are never run."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from fnet import jaxprs
 
 
 class Arithmetic(NamedTuple):
@@ -62,7 +64,7 @@ def _of_equation(equation: JaxprEqn) -> Arithmetic:
         return Arithmetic(
             rounds * sum(work.flops for work in inner), rounds * sum(work.bytes for work in inner)
         )
-    given, made = _bytes(equation.invars), _bytes(equation.outvars)
+    given, made = (sum(map(jaxprs.nbytes, a)) for a in (equation.invars, equation.outvars))
     elements = sum(math.prod(_shape(v)) for v in equation.outvars)
     if equation.primitive.name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
@@ -94,9 +96,3 @@ def _programs(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
-
-
-def _bytes(atoms: Sequence[Any]) -> int:
-    return sum(
-        math.prod(_shape(a)) * getattr(getattr(a.aval, "dtype", None), "itemsize", 0) for a in atoms
-    )

@@ -55,9 +55,11 @@ def in_words(n: int | None) -> str:
     """
     if n is None:
         return "unknown"
-    value = float(n)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.2f} {unit}"
+    if abs(n) < 1024:
+        return f"{n:.0f} bytes"
+    value = n / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        if round(abs(value), 2) < 1024:
+            return f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
+_TOLERANCE = 0.02
 
-def largest(
-    peak: Callable[[int], int], limit: int, start: int, *, tolerance: float = 0.02
-) -> int | None:
-    """The largest ``n`` with ``peak(n) <= limit``, to within ``tolerance`` of it.
+
+def largest(peak: Callable[[int], int], limit: int, start: int) -> int | None:
+    """The largest ``n`` with ``peak(n) <= limit``, to within 2 % of it.
 
     ``peak`` is assumed to grow with ``n``, about linearly: each probe is where the
     line through the two nearest measurements meets the limit.
@@ -15,7 +15,6 @@ def largest(
       peak: bytes at size n, for example of a step compiled for a batch of n.
       limit: bytes.
       start: a size to begin with, >= 1.
-      tolerance: a larger size that fits may be missed by that share.
 
     Returns:
       The size, or None where not even 1 fits.
@@ -42,9 +41,9 @@ def largest(
             n //= 2
         else:
             (low, least), (high, most) = fitting, too_large
-            if high - low <= max(1, tolerance * low):
+            if high - low <= max(1, _TOLERANCE * low):
                 return low
             meets = low + (high - low) * (limit - least) / (most - least)
             # A little above the line, then a little below: the bracket closes from both sides.
-            aim = meets * (1 + tolerance / 4) if n == low else meets * (1 - tolerance / 4)
+            aim = meets * (1 + _TOLERANCE / 4) if n == low else meets * (1 - _TOLERANCE / 4)
             n = min(max(int(aim), low + 1), high - 1)

@@ -143,20 +143,17 @@ def platform(compiled: jax.stages.Compiled) -> str:
     return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
 
 
-def compile_smallest(
-    lowered: jax.stages.Lowered, backend: str | None = None
-) -> tuple[jax.stages.Compiled, dict[str, Any]]:
-    """Compiles with each of the backend's candidate options; the one with the lowest peak.
+def compile_smallest(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compiles with each of the default backend's candidate options; the one of lowest peak.
 
     Args:
       lowered: ``jax.jit(f).lower(...)``.
-      backend: a platform name; the default backend's by default.
 
     Returns:
       The compiled program and the options it was compiled with. Of equal ones,
       the first.
     """
-    candidates = CANDIDATE_OPTIONS.get(backend or jax.default_backend(), ({},))
+    candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
     return min(compiled, key=lambda c: peak(c[0]).total)
 

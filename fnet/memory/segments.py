@@ -2,12 +2,10 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
@@ -136,20 +134,12 @@ def _part(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
     return part
 
 
-def _bytes(v: Any) -> int:
-    aval = v.aval
-    if not hasattr(aval, "shape") or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return 0
-    size: int = math.prod(aval.shape) * aval.dtype.itemsize
-    return size
-
-
 def _made_bytes(jaxpr: Jaxpr) -> list[int]:
     """What autodiff would keep of each equation at most: its results, of a loop in every round."""
     return [
         e.params["length"] * sum(_made_bytes(jaxprs.scan(e).body.jaxpr))
         if e.primitive.name == "scan"
-        else sum(map(_bytes, e.outvars))
+        else sum(map(jaxprs.nbytes, e.outvars))
         for e in jaxpr.eqns
     ]
 
@@ -250,8 +240,8 @@ def _passing_bytes(jaxpr: Jaxpr) -> list[int]:
     made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
     last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _variables(e.invars) if v in made}
     for v, read in last.items():
-        changes[made[v] + 1] += _bytes(v)
-        changes[read + 1] -= _bytes(v)
+        changes[made[v] + 1] += jaxprs.nbytes(v)
+        changes[read + 1] -= jaxprs.nbytes(v)
     passing, total = [], 0
     for change in changes:
         total += change

@@ -57,7 +57,8 @@ def densenet(
       to ``tra4``, ``bn_out``, ``classifier``.
 
     Raises:
-      ValueError: for another depth, norm, stem or number of dilations.
+      ValueError: for another depth, norm, stem or number of dilations, or an activation that
+        is unknown or that the norm does not take.
     """
     counts = stage_blocks("densenet", DEPTHS, depth)
     dilations = stage_dilations("densenet", dilation, 4)

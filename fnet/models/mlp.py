@@ -24,6 +24,9 @@ def mlp(
 
     Returns:
       A layer: [N, *in_shape] -> [N, num_classes].
+
+    Raises:
+      ValueError: for a size below 1, or an unknown activation.
     """
     sizes = [math.prod(in_shape), *hidden, num_classes]
     return serial(

@@ -55,7 +55,8 @@ def resnet(
       ``layer4``, ``fc``.
 
     Raises:
-      ValueError: for another depth, norm, stem or number of dilations.
+      ValueError: for another depth, norm, stem or number of dilations, or an activation that
+        is unknown or that the norm does not take.
     """
     counts = stage_blocks("resnet", DEPTHS, depth)
     dilations = stage_dilations("resnet", dilation, 4)

@@ -47,8 +47,8 @@ def resnext(
       ``bn_out``, ``classifier``.
 
     Raises:
-      ValueError: for another depth, norm, stem or number of dilations, or groups that do
-        not divide the channels.
+      ValueError: for another depth, norm, stem or number of dilations, groups that do
+        not divide the channels, or an activation that is unknown or that the norm does not take.
     """
     counts = stage_blocks("resnext", DEPTHS, depth)
     dilations = stage_dilations("resnext", dilation, 4)

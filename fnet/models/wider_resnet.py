@@ -57,7 +57,8 @@ def wider_resnet(
       ``bn_out``, ``classifier``. With ``a2``, training needs a key.
 
     Raises:
-      ValueError: for another depth or norm, or ``dilated`` without ``a2``.
+      ValueError: for another depth or norm, ``dilated`` without ``a2``, or an activation that
+        is unknown or that the norm does not take.
     """
     counts = stage_blocks("wider_resnet", DEPTHS, depth)
     if dilated and not a2:

@@ -99,7 +99,7 @@ GUIDANCE = changes(
     [
         ("the scale is one too large", "(jnp.asarray(scale) - 1).astype", "jnp.asarray(scale).astype"),
         ("guidance leads away", "more * (with_label - without)", "more * (without - with_label)"),
-        ("labels are kept at the rate", "labels.shape), null_label, labels)", "labels.shape), labels, null_label)"),
+        ("labels are kept at the rate", "labels.shape), without, labels)", "labels.shape), labels, without)"),
     ],
 )  # fmt: skip
 
