@@ -22,7 +22,7 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": platform.platform(),
+        "system": _system(),
         "python": platform.python_version(),
         "devices": _devices(),
     }
@@ -47,6 +47,14 @@ def in_words(machine: Mapping[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{machine['system']}, Python {machine['python']}; JAX's devices: "
         f"{', '.join(machine['devices'])}"
+    )
+
+
+def _system() -> str:
+    """Its version and the C library's, without what who built it calls it."""
+    libc = " ".join(platform.libc_ver())
+    return f"{platform.system()} {platform.release().split('-')[0]}" + (
+        f", {libc}" if libc.strip() else ""
     )
 
 

@@ -114,6 +114,6 @@ def _legend(results: Results) -> str:
         if "seconds" in result:
             lines.append(
                 f"- `{' '.join(result['command'][1:])}`: {result['seconds']:.0f} s, ended "
-                f"{result['ended']}, {result['load']:.1f} processes at work when it began ({name})"
+                f"{result['ended']}, load average {result['load']:.1f} when it began ({name})"
             )
     return "\n".join(lines)

@@ -47,7 +47,7 @@ def test_the_table_stands_between_its_marks_and_nothing_else_changes():
 
 def test_a_claim_that_misses_its_target_says_so():
     page = first_page.renewed(README, MACHINE, results(0.35))
-    assert "| 0.35 (wanted <= 0.3) | 0.35 (wanted <= 0.3) | [`" in page
+    assert "| 0.35 (target <= 0.3) | 0.35 (target <= 0.3) | [`" in page
 
 
 def test_the_chart_is_on_the_page_where_it_was_drawn():
