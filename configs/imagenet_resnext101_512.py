@@ -18,7 +18,6 @@ def config() -> Config:
     return replace(
         base,
         name="imagenet_resnext101_512",
-        data=replace(base.data, batch_size=512),
         model=ResNeXt(depth=101, stem="3x3"),
         optim=replace(base.optim, learning_rate=0.1),
     )

@@ -1,5 +1,6 @@
 """Checkpoints: damage is found and said, the best one is kept, a folder has one writer."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -125,6 +126,24 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
     assert (run / "damaged_checkpoint_8").is_dir()
     with Checkpoints(run / "checkpoints") as checkpoints:
         assert checkpoints.latest_step == 8
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "checkpoints/8, which is left as it is: of"),
+        (MemoryError("no room"), "there is not enough memory: of"),
+    ],
+    ids=["no handle", "no memory"],
+)
+def test_what_the_machine_cannot_read_is_not_damaged(error, said, run, monkeypatch, capsys):
+    def read(*_):
+        raise type(error)("of the library that reads") from error
+
+    monkeypatch.setattr(Checkpoints, "_read", read)
+    assert exit_code("train", "tiny.py", "--out", run, "--resume") == 1
+    assert said in capsys.readouterr().err
+    assert not list(run.glob("damaged_*"))
 
 
 def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):

@@ -76,3 +76,16 @@ def test_programs_are_kept_in_the_users_cache_folder(workplace, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
     assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
+
+
+def test_a_user_without_a_home_has_no_cache(workplace, monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(cli.Path, "home", home)
+    cli._prepare_jax()
+    assert jax.config.jax_compilation_cache_dir == before

@@ -369,7 +369,9 @@ def test_classes_that_have_other_labels_than_at_the_beginning_are_refused(
 def test_a_long_evaluation_carries_its_counts_over():
     run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
     state = jax.jit(run.init)(jax.random.key(0))
-    evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print))
+    evaluate = run.compile_evaluation(
+        UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
+    )
     expected = evaluate(state)
     evaluate._counts = 2**30  # as of a segmentation of many large images
     found = evaluate(state)

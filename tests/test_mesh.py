@@ -98,7 +98,9 @@ def test_an_evaluation_on_several_devices_is_that_of_one(alone):
     runs = [on(Mesh()), on(Mesh(data=4))]
     found = []
     for run in runs:
-        evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print))
+        evaluate = run.compile_evaluation(
+            UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
+        )
         state = jax.device_put(alone[1], jax.tree.map(lambda a: a.sharding, run.state_shapes))
         found.append(evaluate(state))
     chex.assert_trees_all_close(found[1].metrics, found[0].metrics, rtol=1e-5)

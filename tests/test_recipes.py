@@ -11,7 +11,16 @@ from image_cases import class_folders
 from program_cases import fnet_command
 
 from train import recipes
-from train.config import Config, DenseNet, ImageFolder, Optim, ResNet, ResNeXt, WiderResNet
+from train.config import (
+    Config,
+    DenseNet,
+    ImageFolder,
+    Optim,
+    ResNet,
+    ResNeXt,
+    WiderResNet,
+    to_json,
+)
 from train.data import image_folder
 from train.errors import UserError
 from train.setup import setup
@@ -73,6 +82,17 @@ def test_a_path_in_a_recipe_is_its_name(workplace):
     head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
     (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')
     assert recipes.load("path.py") == Config(data=ImageFolder(path="photos/a"))
+
+
+def test_a_run_that_is_called_as_a_recipe_does_not_stand_for_it(workplace):
+    # configs/imagenet_resnet101.py is made of the recipe imagenet_resnet50.
+    base, built = recipes.load("imagenet_resnet50"), recipes.load("imagenet_resnet101")
+    other = replace(base, optim=replace(base.optim, learning_rate=0.5))
+    (workplace / "imagenet_resnet50").mkdir()
+    (workplace / "imagenet_resnet50" / "config.json").write_text(to_json(other))
+    assert recipes.load("imagenet_resnet101") == built
+    assert recipes.load("imagenet_resnet50") == base
+    assert recipes.load("./imagenet_resnet50") == other
 
 
 @pytest.mark.parametrize("kind", ["Config", "Mlp"])

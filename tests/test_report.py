@@ -253,6 +253,18 @@ def test_classes_are_listed_from_the_lowest(make):
     assert "sky5025.00%road10090.00%" in page.section("examples")
 
 
+def test_amounts_of_a_class_are_told_where_they_are_those_of_all_runs(make):
+    def run(name, pixels):
+        classes = [{"name": "sky", "pixels": pixels, "iou": 0.25}]
+        content = {"step": 40, "options": {}, "metrics": {}, "classes": classes}
+        return make(name, files={"evaluation.json": json.dumps(content).encode()})
+
+    assert "sky5025.00%25.00%" in page_of(run("a", 50), run("b", 50)).section("examples")
+    differing = page_of(run("c", 50), run("d", 70)).section("examples")
+    assert "sky25.00%25.00%" in differing
+    assert "amount" not in differing
+
+
 def test_only_fields_that_differ_are_compared():
     a = Config(optim=Optim(learning_rate=0.1), model=Mlp(hidden=(8,)))
     b = dataclasses.replace(a, optim=Optim(learning_rate=0.2))

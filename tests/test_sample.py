@@ -186,6 +186,14 @@ def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
     assert np.ptp(two[..., :3]) > 0.5
 
 
+def test_labels_that_now_mean_something_else_are_not_drawn(run_of, recipes, capsys):
+    run_of("images")
+    path = recipes / "images" / "classes.json"
+    path.write_text(path.read_text().replace('"3"', '"three"'))
+    assert exit_code("sample", "images", "--labels", 3) == 2
+    said_in_one_line(capsys, "label 3 was three, is 3")
+
+
 def test_a_picture_without_a_suffix_is_where_it_is_said_to_be(run_of, recipes, capsys):
     run_of("images")
     few = "--labels", 3, "--count", 1, "--steps", 2

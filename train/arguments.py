@@ -111,7 +111,7 @@ class EvalArguments(CheckpointArguments):
     image_size: Count | None = None
     """Height and width of what the network sees, where it was trained on another."""
     resize: Count | None = None
-    """Shorter side of images of an image folder before they are cut."""
+    """Shorter side of images of a folder, or of Hugging Face's, before they are cut."""
     scales: tuple[Positive, ...] = ()
     """Sizes at which each image is segmented, 1 as in training; probabilities are averaged."""
     flip: bool = False

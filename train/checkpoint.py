@@ -18,7 +18,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from fnet import TrainState
 from train.checksums import checksums, dotted
 from train.distributed import any_process
-from train.errors import TrainingError, UserError
+from train.errors import TrainingError, UserError, is_of_memory, is_of_the_machine
 from train.run_folder import check_no_pattern
 
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
@@ -229,16 +229,22 @@ class Checkpoints:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
             among, mend = " that has a score", "leave out --best"
         for step in steps:
-            wrong = ""
+            failed: Exception | None = None
             try:
                 found = read(step)
             except UserError:
                 raise
             except Exception as error:  # whatever orbax makes of a damaged file
-                wrong = _reason(error)
-            if not any_process(bool(wrong)):
+                failed = error
+            wrong = _reason(failed) if failed else "as another process found"
+            if any_process(failed is not None and is_of_the_machine(failed)):
+                if failed and is_of_memory(failed):
+                    raise failed
+                path = self._folder / str(step)
+                raise TrainingError(f"cannot read {path}, which is left as it is: {wrong}")
+            if not any_process(failed is not None):
                 return found
-            self._say_damaged(step, wrong or "as another process found")
+            self._say_damaged(step, wrong)
             self._put_aside(step)
         if steps or self._some_put_aside:
             raise UserError(f"every checkpoint in {self._folder}{among} is damaged; {mend}")

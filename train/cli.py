@@ -1,5 +1,6 @@
 """The ``fnet`` command."""
 
+import contextlib
 import errno
 import io
 import itertools
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.errors import TrainingError, UserError, nearest
+from train.errors import TrainingError, UserError, is_of_memory, nearest
 
 if TYPE_CHECKING:
     from train.config import Mesh
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("fnet: interrupted", file=sys.stderr)
         raise SystemExit(1) from None
     except Exception as error:
-        if not _is_of_memory(error):
+        if not is_of_memory(error):
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         _fail(
@@ -78,14 +79,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--memory.budget trains within less",
             1,
         )
-
-
-def _is_of_memory(error: Exception) -> bool:
-    """Whether there was too little, of this machine or of a device, which XLA says in words."""
-    jax = sys.modules.get("jax")
-    if not jax or not isinstance(error, jax.errors.JaxRuntimeError):
-        return isinstance(error, MemoryError)
-    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def _fail(error: Exception | str, code: int) -> None:
@@ -344,8 +337,9 @@ def _prepare_jax(mesh: "Mesh | None" = None, processes: int = 1) -> None:
 
     hold_little_freed_memory()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
+        with contextlib.suppress(RuntimeError):  # a user without a home has no cache
+            cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if mesh:
         from train.mesh import make_cpu_devices

@@ -121,4 +121,5 @@ def _target(given: str) -> Target:
             return from_text(path.stem, path.read_text())
         return describe(given)
     except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(f"--target: {error}") from error
+        said = str(error).removeprefix("describe: ").removeprefix("from_text: ")
+        raise UserError(f"--target: {said}") from error

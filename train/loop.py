@@ -269,7 +269,7 @@ def _conclude(
         "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
         "privacy": run.privacy.as_dict(step) if run.privacy else None,
         "noise_scale": noise_scale(lines),
-        "unreadable_files": unreadable.count,
+        "unreadable_files": max([unreadable.count, *(n.get("unreadable_files", 0) for n in lines)]),
         "steps": step,
         "seconds": time.perf_counter() - ended.began,
         "examples_per_second": meter.examples / meter.seconds if meter.examples else None,

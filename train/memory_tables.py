@@ -67,7 +67,7 @@ def largest_table(account: Account) -> Table:
     t.add_column("bytes", justify="right", no_wrap=True)
     for b in account.largest:
         shape = f"{b.dtype}[{','.join(map(str, b.shape))}]"
-        of = b.phase if b.kind == "temporary" else b.kind
+        of = (b.phase or b.kind) if b.kind == "temporary" else b.kind
         t.add_row(b.layer or b.instruction, of, shape, in_words(b.bytes))
     return t
 

@@ -10,13 +10,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 from train.config import Clipped
+from train.config.training import MOST_EPSILON
 from train.errors import UserError
 from train.process_memory import give_free_memory_back
 
 _MOST_NOISE = 1024.0
 """Noise multiplier beyond which none is looked for."""
 
-MOST_EPSILON = 1000.0
 """Above, there is nothing to account for, and distributions of privacy loss fill the memory."""
 
 _COARSE = 1e-3

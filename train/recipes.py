@@ -26,12 +26,14 @@ def load(given: str) -> Config:
     """The config that a user names.
 
     Args:
-      given: a recipe's name or file, a run's folder, or a config.json.
+      given: a recipe's name, its file, a run's folder, or a config.json.
 
     Raises:
       UserError: if there is no such thing, or it is not a valid config.
     """
-    path = Path(given)
+    path, known = Path(given), recipes()
+    if given in known:  # whatever lies here: recipes are built on recipes
+        return _run(FOLDER / f"{given}.py")
     try:
         if path.is_dir():
             path = path / "config.json"
@@ -41,9 +43,6 @@ def load(given: str) -> Config:
             return _run(path)
     except OSError as error:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
-    known = recipes()
-    if given in known:
-        return _run(FOLDER / f"{given}.py")
     raise UserError(
         f"no recipe {given}{nearest(path.stem, known)}; there are {', '.join(known)}; or give "
         "a recipe's file, or a run's folder or config.json"

@@ -13,6 +13,7 @@ from fnet.models.denoiser import Denoiser as Model
 from train import plots
 from train.arguments import ImageArguments
 from train.checkpoint import Checkpoints
+from train.class_names import check_classes
 from train.config import Config, Denoiser
 from train.data import Dataset, batch_of
 from train.errors import UserError
@@ -24,14 +25,15 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     """Draws images and writes the picture of them; gives its path.
 
     Raises:
-      UserError: for an unknown label, more steps than the schedule has, guidance of a run
-        that was never trained without a label, a run without a checkpoint, or a picture that
-        cannot be written.
+      UserError: for data whose labels now mean something else, an unknown label, more steps
+        than the schedule has, guidance of a run that was never trained without a label, a run
+        without a checkpoint, or a picture that cannot be written.
     """
     section = config.model
     assert isinstance(section, Denoiser)
     network = network_of(config)
     classes = network[0].classes
+    check_classes(folder, classes)
     names = a.labels or classes
     for name in names:
         if name not in classes:
@@ -54,7 +56,7 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
         plots.grid(
             np.asarray(drawn).reshape(len(names), a.count, *drawn.shape[1:]), names, title, path
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # of LaTeX, which some formats take
         raise UserError(f"cannot write {path}: {error}; choose another --out") from error
     return path
 

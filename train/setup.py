@@ -127,12 +127,9 @@ class Setup(NamedTuple):
         places = shardings(self.state_shapes) if self.layout else None
         return jax.jit(self.init, out_shardings=places).lower(jax.random.key(0)).compile()
 
-    def compile_evaluation(
-        self, unreadable: UnreadableFiles, batch_size: int | None = None
-    ) -> Evaluate:
-        """``state -> Evaluation`` on the test examples, by default in training's batches."""
-        size = batch_size or self.config.data.batch_size
-        return Evaluate(self.task, size, self.state_shapes, unreadable.watch, self.layout)
+    def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluate:
+        """``state -> Evaluation`` on the test examples, so many at a time."""
+        return Evaluate(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
 def setup(config: Config) -> Setup:

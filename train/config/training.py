@@ -16,6 +16,8 @@ from train.config.section import (
     Share,
 )
 
+MOST_EPSILON = 1000.0
+
 
 @dataclass(frozen=True)
 class Optim(Section):
@@ -91,7 +93,7 @@ class Clipped(Section):
     """Multiplies each gradient by clip / (its norm + this), instead of clipping longer ones."""
     microbatches: Count = 1
     """Parts that a batch is split into, one after the other."""
-    epsilon: Annotated[float, Gt(0), Le(1000)] | None = None
+    epsilon: Annotated[float, Gt(0), Le(MOST_EPSILON)] | None = None
     """Privacy that the whole run may spend; the noise follows from it. Needs delta."""
     delta: Annotated[float, Gt(0), Lt(1)] | None = None
     """Chance that is left out of the promise of epsilon; less than 1 / training examples."""
@@ -151,7 +153,8 @@ class Guard(Section):
     """What is done about a step whose loss or gradient is not finite."""
 
     skip: bool = True
-    """Leave it out, and say which layer and which examples it comes from; if not, the run ends."""
+    """Leave it out, and say which layer and examples it comes from; if not, the run ends, as it
+    always does in private training."""
     max_bad_steps: Count = 10
     """Steps left out in a row, after which the run ends."""
 

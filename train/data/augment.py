@@ -91,8 +91,6 @@ def cutout(images: np.ndarray, centre: np.ndarray, side: int, fill: np.ndarray) 
       side: of the square, in pixels.
       fill: [C], what stands there instead.
     """
-    if not side:
-        return images
     _, height, width, _ = images.shape
     for i, (y, x) in enumerate((centre * (height, width)).astype(int).tolist()):
         top, left = y - side // 2, x - side // 2

@@ -77,28 +77,30 @@ def _evaluations(runs: Sequence[Run]) -> list[Html]:
 def _classes(runs: Sequence[Run]) -> Html | None:
     evaluated = [(i, run.evaluated) for i, run in enumerate(runs) if run.evaluated]
     scores: dict[str, dict[int, float]] = {}
-    amounts: dict[str, int] = {}
+    amounts: dict[str, set[int]] = {}
     kinds = set()
     for i, found in evaluated:
         for c in found.classes:
             score = c.accuracy if c.iou is None else c.iou
             if score is not None:
                 scores.setdefault(c.name, {})[i] = score
-                amounts[c.name] = c.examples or c.pixels or 0
+                amounts.setdefault(c.name, set()).add(c.examples or c.pixels or 0)
                 kinds.add("accuracy" if c.iou is None else "IoU")
     if not scores:
         return None
+    alike = all(len(of) == 1 for of in amounts.values())  # else the runs had other test examples
     worst = sorted(scores, key=lambda name: min(scores[name].values()))
     which = "every class" if len(worst) <= _MOST_CLASSES else f"the {_MOST_CLASSES} lowest classes"
     rows: list[tuple[str, list[str | None]]] = []
     for name in worst[:_MOST_CLASSES]:
         of = scores[name]
         cells = [f"{of[i]:.2%}" if i in of else None for i, _ in evaluated]
-        rows.append((name, [f"{amounts[name]:,}", *cells]))
+        amount = [f"{min(amounts[name]):,}"] if alike else []
+        rows.append((name, [*amount, *cells]))
     kind = " and ".join(sorted(kinds))
     heads = [runs[i].label if len(runs) > 1 else kind for i, _ in evaluated]
     caption = f"{kind} of {which}, lowest first, as fnet eval found it"
-    return below_each_other(["amount", *heads], rows, caption, "class")
+    return below_each_other(["amount"] * alike + heads, rows, caption, "class")
 
 
 def _left_out(runs: Sequence[Run]) -> Html | None:

@@ -32,7 +32,6 @@ body {
 h1 { font-size: 1.5rem; line-height: 1.2; margin: 0; }
 h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; padding-top: .6rem;
   border-top: 1px solid var(--rule); }
-h3 { font-size: .95rem; margin: 1.2rem 0 .4rem; }
 p { margin: .3rem 0; max-width: 60rem; }
 a { color: var(--c0); }
 nav { margin: .6rem 0 0; font-size: .9rem; }
@@ -125,7 +124,7 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--rule); padding-top: .5r
   .runs { position: static; max-height: none; }
   .runs input { display: none; }
   .scroll { overflow: visible; }
-  h2, h3 { break-after: avoid; }
+  h2 { break-after: avoid; }
   tr, .figures div { break-inside: avoid; }
   .charts, .pictures { grid-template-columns: repeat(2, 1fr); }
 }
