@@ -3,6 +3,7 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from layer_cases import initial
 
@@ -59,3 +60,23 @@ def test_an_added_activation_is_inverted_with_a_parameter_above_0_alone(
     with pytest.raises(ValueError, match=rf'{parameter} must be > 0 .* got 0\.0; .*="{instead}"'):
         layers.abn(4, activation="scaled", activation_param=0.0)
     layers.abn(4, activation="scaled", activation_param=0.5)
+
+
+FORMULAS = {
+    "identity": lambda z: z,
+    "leaky_relu": lambda z: np.where(z < 0, 0.3 * z, z),
+    "elu": lambda z: np.where(z < 0, 0.3 * np.expm1(z), z),
+    "softplus": lambda z: np.log1p(np.exp(z)),
+    "relu": lambda z: np.maximum(z, 0),
+    "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+    "tanh": np.tanh,
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_its_formula(name):
+    z = np.linspace(-3, 3, 24, dtype=np.float32)
+    y, _ = layers.activation(name, 0.3).apply({}, {}, jnp.asarray(z), train=True)
+    chex.assert_trees_all_close(y, FORMULAS[name](z).astype(np.float32), rtol=1e-5, atol=1e-6)

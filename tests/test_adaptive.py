@@ -151,3 +151,15 @@ def test_an_optimizer_that_keeps_no_bound_is_refused(keeping):
     step = fnet.make_step(loss, of_step, mode)
     with pytest.raises(ValueError, match=r"make it with mode.keeping_clip\(optimizer\)"):
         step(state, rows([1.0]))
+
+
+def test_the_optimizers_own_state_is_renewed_beside_the_bound():
+    batch = rows([0.5, 2.0, 3.0, 4.0])
+    mode = AdaptiveClipping(1e3, learning_rate=0.0)
+    optimizer = mode.keeping_clip(optax.sgd(1.0, momentum=0.5))
+    state = fnet.TrainState.create(MODEL, optimizer, jax.random.key(0))
+    step = fnet.make_step(loss, optimizer, mode)
+    for _ in range(2):
+        state, _ = step(state, batch)
+    # g, then g and half of the first.
+    chex.assert_trees_all_close(state.params["w"], -2.5 * batch["x"].mean(0), rtol=1e-5)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fnet
@@ -38,15 +39,6 @@ def test_a_gradient_takes_two_more_products():
     assert 3 * one <= both < 3.5 * one
 
 
-def test_a_loop_counts_every_round_and_a_branch_the_largest():
-    def f(x):
-        x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=6)
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: x @ x, x)
-
-    products = 7 * 2 * 8**3
-    assert products <= count(f, (8, 8)).flops < products + 2000
-
-
 def test_recomputation_counts():
     def f(x, kernel):
         return jnp.sin(jnp.sin(x @ kernel) @ kernel).sum()
@@ -68,3 +60,38 @@ def test_it_agrees_with_the_compiler_about_a_resnet():
     # XLA leaves out where a window sees only padding.
     compilers = traced.lower().cost_analysis()["flops"]
     assert abs(arithmetic(traced.jaxpr).flops / compilers - 1) < 0.1
+
+
+def strided(x, kernel):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=layout)
+
+
+def test_what_is_elementwise_reads_nothing_and_a_convolution_both():
+    assert count(jnp.sin, (8,)) == Arithmetic(flops=8, bytes=32)
+    x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
+    assert count(strided, x, kernel).bytes == 4 * sum(map(np.prod, (x, kernel, y)))
+
+
+def test_the_zeros_between_what_a_stride_left_out_are_not_multiplied():
+    x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
+
+    def transposed(dy, kernel):
+        given = jax.ShapeDtypeStruct(x, jnp.float32)
+        return jax.linear_transpose(lambda x: strided(x, kernel), given)(dy)[0]
+
+    forward = count(strided, x, kernel).flops
+    assert count(transposed, y, kernel).flops == pytest.approx(forward, rel=0.05)
+
+
+def test_twenty_operations_take_as_long_as_a_byte():
+    assert Arithmetic(flops=40, bytes=3).time == 5
+
+
+def test_a_loop_counts_every_round_and_a_branch_the_largest():
+    def f(x):
+        x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=6)
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: (x @ x) @ x, x)
+
+    products = (6 + 2) * 2 * 8**3
+    assert products <= count(f, (8, 8)).flops < products + 100

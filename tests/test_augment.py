@@ -250,3 +250,9 @@ def test_what_could_not_be_read_is_mixed_into_nothing():
     assert 0 < bad.sum() < 32
     assert (out["mix"][bad] == 1).all()
     chex.assert_trees_all_equal(out["image"][bad], batch["image"][bad])
+
+
+def test_what_is_smaller_than_the_canvas_lies_anywhere_on_it():
+    ends = [np.array([0.0, x, y]) for x in (0, 0.999) for y in (0, 0.999)]
+    at = [scaled_crop(10, 10, 16, draws, (0.5, 1.0)).at for draws in ends]
+    assert at == [(0, 0), (0, 8), (8, 0), (8, 8)]

@@ -1,6 +1,7 @@
 """Steps that are not finite: left out, told by layer and example, and limited in number."""
 
 import json
+import types
 
 import chex
 import jax
@@ -15,6 +16,7 @@ from fnet import layers
 from train import data
 from train.config import Digits
 from train.data import digits
+from train.guard import Guard
 from train.tasks import images
 
 NET = fnet.serial(
@@ -196,3 +198,19 @@ def test_a_batch_says_which_examples_it_is_made_of():
         batch = next(batches)
         np.testing.assert_array_equal(batch["y"], batch["row"] * 10 + 1)
     assert data.batch_of(dataset, 4)["row"].shape == (4,)
+
+
+def test_steps_in_a_row_are_counted_anew_behind_a_good_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(Guard, "_find", lambda self, taken, state: "somewhere")
+    section, dataset = types.SimpleNamespace(max_bad_steps=2), types.SimpleNamespace(name=str)
+    run = types.SimpleNamespace(
+        config=types.SimpleNamespace(guard=section), task=types.SimpleNamespace(dataset=dataset)
+    )
+    said = []
+    guard = Guard(run, tmp_path / "bad_steps.jsonl", said.append)
+    for step, skipped in enumerate([1, 1, 0, 1, 1, 0], 1):
+        nan = {"skipped": np.float32(skipped), "loss": np.nan, "grad_norm": np.nan}
+        guard.add(step, {"row": np.arange(2)}, nan)
+        guard.look(None, wait=True)
+    assert guard.in_a_row == 0
+    assert [words.split(" left")[0] for words in said] == ["step 1", "step 4"]  # the first of each

@@ -14,7 +14,10 @@ from program_cases import exit_code, said_in_one_line
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
 from train.data import evaluation_batches, image_folder, training_batches
+from train.data.augment import coloured, cutout
+from train.data.crops import mirrored, moved
 from train.data.files import folders_in
+from train.data.image_batches import TrainingImages
 from train.errors import UserError
 
 
@@ -332,3 +335,55 @@ def test_a_test_image_is_explained_at_the_size_that_it_is_read_at(folder):
 def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot look into .*nowhere: No such file"):
         folders_in(tmp_path / "nowhere")
+
+
+def test_training_images_are_made_as_the_config_says():
+    config = ImageFolder(
+        image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, jitter=0.2,
+        lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8),
+    )  # fmt: skip
+    assert TrainingImages.of(config, b"root") == TrainingImages(
+        root=b"root", size=16, crop="reflected", area=(0.25, 1.0), padding=3, flip=False,
+        jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
+    )  # fmt: skip
+
+
+PLAIN = {
+    "root": b"", "size": 8, "crop": "centre", "area": (1.0, 1.0), "padding": 2, "flip": False,
+    "jitter": 0.0, "lighting": 0.0, "cutout": 0, "fill": (1, 2, 3),
+}  # fmt: skip
+
+
+EACH = {
+    "centre": ({}, lambda image, drawn: image),
+    "padded": ({"crop": "padded"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=False)),
+    "reflected": ({"crop": "reflected"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=True)),
+    "flip": ({"flip": True}, lambda image, drawn: mirrored(image, drawn["flip"])),
+    "jitter": ({"jitter": 0.4}, coloured),
+    "lighting": ({"lighting": 0.1}, coloured),
+    "cutout": ({"cutout": 3}, lambda image, drawn: cutout(image, drawn["cutout"], 3, np.array([1, 2, 3]))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_each_augmentation_is_done_to_the_images_where_it_is_asked_for(name):
+    options, expected = EACH[name]
+    images = TrainingImages(**PLAIN | options)
+    drawn = images.draw(16, np.random.default_rng(0))
+    given = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
+    found = images.augmented(given.copy(), drawn)
+    chex.assert_trees_all_equal(found, expected(given.copy(), drawn))
+    assert (found != given).any() == (name != "centre")
+
+
+def test_images_are_mixed_as_much_as_the_config_says(tmp_path, monkeypatch):
+    alphas, mixed = [], image_folder.mixed
+    monkeypatch.setattr(
+        image_folder,
+        "mixed",
+        lambda batch, alpha, g: alphas.append(alpha) or mixed(batch, alpha, g),
+    )
+    class_folders(tmp_path, train=4, test=2)
+    data = image_folder.load(ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3))
+    next(training_batches(data, 4, 0))
+    assert {*alphas} == {0.3}

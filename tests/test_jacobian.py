@@ -135,3 +135,14 @@ def test_a_jacobian_of_what_is_not_there_or_not_real_is_refused():
         jacobian(jnp.sin, argnums=1)(jnp.ones(2))
     with pytest.raises(TypeError, match="output"):
         jacobian(lambda x: x.astype(jnp.complex64))(jnp.ones(2))
+
+
+def test_arguments_may_be_counted_from_the_last():
+    f = lambda x, y: jnp.sin(x) * y.sum()  # noqa: E731
+    x, y = normal(0, 3), normal(1, 2)
+    chex.assert_trees_all_close(jacobian(f, -1)(x, y), jax.jacrev(f, 1)(x, y), atol=1e-6)
+
+
+def test_a_jacobian_of_nothing_is_empty():
+    found = jacobian(lambda x: x.sum() * jnp.ones(2))(jnp.ones((0, 3)))
+    chex.assert_shape(found, (2, 0, 3))

@@ -12,6 +12,7 @@ import pytest
 import fnet
 from fnet import layers, models
 from fnet.generate import _draw, _read, _Sampling
+from fnet.layer import Decode
 
 V, WIDTH, T = 11, 16, 12
 
@@ -222,3 +223,52 @@ def test_training_learns_to_repeat():
 def test_a_tiny_temperature_takes_the_likeliest(logits):
     drawn = fnet.sample_token(jax.random.key(0), jnp.array([logits]), temperature=1e-37)
     assert drawn.tolist() == [1]
+
+
+def test_temperature_comes_before_top_k_and_top_k_before_top_p():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
+
+    def drawn(**options):
+        draw = jax.jit(jax.vmap(lambda k: fnet.sample_token(k, logits, **options)[0]))
+        return {*draw(jax.random.split(jax.random.key(0), 300)).tolist()}
+
+    assert drawn(temperature=0.5, top_p=0.6) == {0}  # which then has 16/22
+    assert drawn(top_k=2, top_p=0.6) == {0}  # of the two it has 2/3
+    assert drawn(top_k=9) == {0, 1, 2, 3}  # more than there are
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 1.5}])
+def test_one_token_is_not_drawn_out_of_range_either(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*, got"):
+        fnet.sample_token(jax.random.key(0), jnp.zeros((1, 4)), **options)
+
+
+UNIFORM = fnet.Layer(
+    None,
+    None,
+    Decode(
+        lambda batch, length: {},
+        lambda params, state, cache, x, at: (jnp.zeros((len(x), 97)), cache),
+    ),
+)
+
+
+@pytest.mark.parametrize("at_a_time", [2, 7])
+def test_token_n_is_drawn_with_the_key_folded_with_n_whatever_the_pieces(at_a_time):
+    key, prompt = jax.random.key(3), jnp.zeros((2, 3), jnp.int32)
+    pieces = list(fnet.stream(UNIFORM, {}, {}, prompt, key, 5, at_a_time=at_a_time))
+    expected = [fnet.sample_token(jax.random.fold_in(key, n), jnp.zeros((2, 97))) for n in range(5)]
+    chex.assert_trees_all_equal(jnp.concatenate(pieces, 1), jnp.stack(expected, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "words"),
+    [
+        ((2, 3), 0, "must be at least 1, got 0 and 16"),
+        ((3,), 4, r"prompt must be \[B, P\].*\(3,\)"),
+    ],
+)
+def test_no_token_and_a_prompt_without_a_batch_are_refused(shape, length, words):
+    prompt = jnp.zeros(shape, jnp.int32)
+    with pytest.raises(ValueError, match=words):
+        next(fnet.stream(UNIFORM, {}, {}, prompt, jax.random.key(0), length))

@@ -3,6 +3,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -226,3 +227,26 @@ def test_mistakes_in_plain_batch_norm_bear_its_name():
     state["running_mean"] = jnp.zeros(3)
     with pytest.raises(ValueError, match=r"^batch_norm: running_mean must have shape \(2,\)"):
         layer.apply(params, state, jnp.ones((4, 2)), train=True)
+
+
+def test_copies_of_repeat_begin_with_values_of_their_own():
+    params, _ = repeat(layers.dense(3, 3), 2).init(jax.random.key(0))
+    first, second = params["kernel"]
+    assert jnp.abs(first - second).min() > 0
+
+
+def test_blocks_of_a_stack_begin_with_values_of_their_own():
+    params, _ = layers.stack(4, [layers.Block(layers.dense(4, 4))] * 2).init(jax.random.key(0))
+    first, second = (params[i]["mixer"]["kernel"] for i in "01")
+    assert jnp.abs(first - second).min() > 0
+
+
+def test_each_branch_of_each_block_drops_by_a_mask_of_its_own():
+    ones = stateless(jnp.ones_like)
+    stack = layers.stack(16, [layers.Block(ones, ones)] * 2, dropout=0.5)
+    params, _ = stack.init(jax.random.key(0))
+    y, _ = stack.apply(params, {}, jnp.zeros((4, 16, 16)), key=jax.random.key(1), train=True)
+    # Four independent masks of 0 or 2, added up: 0 or 8 in one place of sixteen each.
+    values, counts = np.unique(y, return_counts=True)
+    assert values.tolist() == [0, 2, 4, 6, 8]
+    np.testing.assert_allclose(counts / y.size, np.array([1, 4, 6, 4, 1]) / 16, atol=0.06)

@@ -168,3 +168,14 @@ def test_an_mlp_of_one_layer_refuses_an_unknown_activation_too():
 def test_mlp_needs_two_sizes():
     with pytest.raises(ValueError, match=r"at least an input and an output size, got \[3\]"):
         layers.mlp([3])
+
+
+def test_a_window_is_as_high_and_wide_as_asked_and_a_bias_is_added_to_each_channel():
+    layer = layers.conv(1, 2, (1, 3), stride=(1, 2), padding="VALID")
+    params, state = layer.init(jax.random.key(0))
+    params["bias"] = jnp.asarray([1.0, -1.0])
+    x = np.random.default_rng(0).normal(size=(2, 4, 7, 1)).astype(np.float32)
+    y, _ = layer.apply(params, state, jnp.asarray(x), train=True)
+    seen = np.stack([x[:, :, j : j + 3, 0] for j in (0, 2, 4)], 2)
+    expected = seen @ np.asarray(params["kernel"])[0, :, 0] + np.array([1.0, -1.0])
+    np.testing.assert_allclose(y, expected, atol=1e-5)

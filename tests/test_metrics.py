@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+from program_cases import metrics_of
 
 from train.errors import TrainingError
 from train.metrics import Meter, score
+from train.run_folder import RunFolder
+from train.setup import setup
 
 
 class Late(np.ndarray):
@@ -81,3 +84,42 @@ def test_what_is_done_in_a_pause_is_no_steps_time(monkeypatch):
         pass
     meter.add({"loss": np.float32(1)})
     assert meter.means(1)["examples_per_second"] == 8 / (4 - 2)
+
+
+def test_a_window_is_told_as_a_mean_and_all_windows_as_a_sum(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    meter = Meter(batch_size=8)  # begins at 0
+    for loss in (1.0, 3.0):
+        meter.add({"loss": np.float32(loss)})
+    assert meter.means(2)["train/loss"] == 2  # ends at 1
+    meter.restart()  # at 2
+    meter.add({"loss": np.float32(5)})
+    assert meter.means(3)["train/loss"] == 5  # ends at 3
+    assert (meter.examples, meter.seconds) == (24, 2)
+
+
+def test_a_wait_is_told_as_a_share_of_the_time(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    meter = Meter(batch_size=8)  # begins at 0
+    (last,) = steps(meter, 1)
+    last.done = True
+    meter.take(iter([{}]))  # from 1 to 2
+    assert meter.means(1)["input_wait"] == pytest.approx(1 / 3)
+
+
+def test_the_step_that_is_not_finite_is_named_among_those_of_its_window():
+    meter = Meter(batch_size=8)
+    for loss in (1.0, np.nan, 1.0):
+        meter.add({"loss": np.float32(loss)})
+    with pytest.raises(TrainingError, match="the loss is nan at step 6"):
+        meter.means(7)
+
+
+def test_a_line_tells_the_epoch_and_the_learning_rate_of_its_last_step(whole):
+    run = setup(RunFolder(whole).read_config())
+    for line in metrics_of(whole):
+        assert line["epoch"] == pytest.approx(line["step"] * 16 / 1437)
+        rate = float(run.schedule(line["step"] - 1))  # the first step has the rate at 0
+        assert line["train/learning_rate"] == pytest.approx(rate, rel=1e-5)

@@ -175,3 +175,100 @@ def test_the_first_stage_may_halve_the_image_and_the_stem_have_its_own_width():
     text = str(jax.make_jaxpr(run)(params, state, x))
     assert all(f"[{shape}]" in text for shape in ("2,32,32,6", "2,16,16,4", "2,8,8,8"))
     assert "[2,32,32,4]" not in text
+
+
+def same(x, kernel, stride=1, padding="SAME"):
+    layout = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, padding, dimension_numbers=layout)
+    return np.asarray(y)
+
+
+def normed(p, s, x, *, size=lambda gamma: gamma):
+    y = (x - s["running_mean"]) / np.sqrt(s["running_var"] + 1e-5) * size(p["gamma"]) + p["beta"]
+    return np.maximum(y, 0)
+
+
+def patches(x):
+    """[N, H, W, C] -> [N, H // 2, 2, W // 2, 2, C]; what is left over is not seen."""
+    n, h, w, c = (side // 2 if i in (1, 2) else side for i, side in enumerate(x.shape))
+    return x[:, : 2 * h, : 2 * w].reshape(n, h, 2, w, 2, c)
+
+
+def evaluated(network, x):
+    """What it makes of images, and its arrays."""
+    params, state = jax.tree.map(np.float64, initial(network))
+    y = jax.jit(lambda p, s, x: network.apply(p, s, x, train=False)[0])(params, state, x)
+    return y, params, state
+
+
+def images(size):
+    return np.random.default_rng(1).normal(size=(2, size, size, 3))
+
+
+def test_a_preact_resnet_is_its_formula(float64):
+    network = models.preact_resnet(
+        num_classes=5, in_channels=3, widths=(4, 6), norm="batch", activation="relu"
+    )
+    x = images(6)
+    y, p, s = evaluated(network, x)
+    x = same(x, p["stem"]["kernel"])
+    for i, j in np.ndindex(2, 2):
+        q, t = p[f"stage{i}"][f"block{j}"], s[f"stage{i}"][f"block{j}"]["body"]
+        stride = 2 if (i, j) == (1, 0) else 1
+        h = same(normed(q["body"]["abn1"], t["abn1"], x), q["body"]["conv1"]["kernel"], stride)
+        h = same(normed(q["body"]["abn2"], t["abn2"], h), q["body"]["conv2"]["kernel"])
+        x = h + (same(x, q["shortcut"]["kernel"], stride) if stride == 2 else x)
+    x = normed(p["abn"], s["abn"], x).mean((1, 2))
+    chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], rtol=1e-9)
+
+
+def test_a_resnet9_is_its_formula(float64):
+    network = models.resnet9(num_classes=5, widths=(4, 6, 8), norm="batch", activation="relu")
+    x = images(18)
+    y, p, s = evaluated(network, x)
+
+    def block(p, s, x, *, pooled=False, padding="SAME"):
+        x = same(x, p["conv"]["kernel"], padding=padding)
+        return normed(p["abn"], s["abn"], patches(x).max((2, 4)) if pooled else x)
+
+    def and_residual(p, s, x):
+        x = block(p["reduce"], s["reduce"], x, pooled=True)
+        p, s = p["residual"]["body"], s["residual"]["body"]
+        return x + block(p["conv2"], s["conv2"], block(p["conv1"], s["conv1"], x))
+
+    x = block(p["stem"], s["stem"], x, padding="VALID")
+    x = and_residual(p["stage0"], s["stage0"], x)
+    x = block(p["stage1"], s["stage1"], x, pooled=True)
+    x = and_residual(p["stage2"], s["stage2"], x)
+    assert x.shape == (2, 2, 2, 8)
+    chex.assert_trees_all_close(y, x.max((1, 2)) @ p["head"]["kernel"] / 8, rtol=1e-9)
+
+
+def test_a_reversible_network_is_its_formula(float64):
+    network = models.revnet(
+        num_classes=5, in_channels=3, widths=(4, 8), blocks=(1, 2), bottleneck=False,
+        small_images=True, activation="relu",
+    )  # fmt: skip
+    x = images(6)
+    y, p, s = evaluated(network, x)
+
+    def abn(p, s, x):
+        return normed(p, s, x, size=lambda gamma: np.abs(gamma) + 1e-5)
+
+    def half(p, s, x):
+        for i in "12":
+            x = same(abn(p[f"abn{i}"], s[f"abn{i}"], x), p[f"conv{i}"]["kernel"])
+        return x
+
+    def stage(p, s, x):
+        a, b = np.split(x, 2, axis=-1)
+        for i in p:
+            a = a + half(p[i]["f"], s[i]["f"], b)
+            b = b + half(p[i]["g"], s[i]["g"], a)
+        return np.concatenate([a, b], -1)
+
+    x = stage(p["stage0"], s["stage0"], same(x, p["stem"]["kernel"]))
+    x = patches(abn(p["down1"]["abn"], s["down1"]["abn"], x)).mean((2, 4))
+    x = stage(p["stage1"], s["stage1"], same(x, p["down1"]["conv"]["kernel"]))
+    x = abn(p["abn"], s["abn"], x).mean((1, 2))
+    chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], atol=1e-3)

@@ -286,3 +286,20 @@ def test_a_loss_that_gives_no_aux_is_told_what_to_give(mode, returned):
 
     with pytest.raises(TypeError, match=r"expected \(losses \[batch\], fnet.Aux\(model_state"):
         mode(loss)(jnp.ones(4), {}, batch(), jax.random.key(0))
+
+
+def test_metrics_tell_the_norms_of_all_real_examples_and_the_noise_of_their_mean():
+    def loss(params, state, batch, key):
+        return batch["x"] @ params, fnet.Aux(state, {})
+
+    x = jnp.array([[1.0, 0.0], [2.0, 0.0], [0.0, 4.0], [0.0, 9.0]])
+    batch = {"x": x, "weight": jnp.array([1.0, 1.0, 1.0, 0.0])}
+    args = jnp.zeros(2), {}, batch, jax.random.key(0)
+    _, _, metrics = autodiff.per_example()(loss)(*args)
+    # The mean (1, 4/3) has the square 25/9, the squares the mean 7.
+    expected = {"norm_median": 2.0, "norm_max": 4.0, "grad_sq": 2 / 3, "grad_var": 19 / 3}
+    for name, value in expected.items():
+        assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
+    _, _, metrics = autodiff.clipped(1.5)(loss)(*args)
+    found = [float(metrics[name]) for name in ("norm_median", "norm_max", "clipped")]
+    assert found == pytest.approx([2, 4, 2 / 3])

@@ -269,3 +269,26 @@ def test_adafactor_inside_the_backward_pass_is_refused_in_one_line(width):
     with pytest.raises(ValueError, match=r"applies reduce_sum to a stack.*use mode=mean") as raised:
         step.lower(state, {"x": jax.ShapeDtypeStruct((2, width), jnp.float32)})
     assert "\n" not in str(raised.value)
+
+
+def test_a_warmup_may_take_the_whole_run():
+    schedule = fnet.optim.make_schedule("cosine", 1.0, 4, warmup_steps=4)
+    np.testing.assert_allclose([float(schedule(i)) for i in range(5)], [0, 0.25, 0.5, 0.75, 1])
+    with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got -1"):
+        fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=-1)
+
+
+def test_a_layer_deeper_down_that_is_called_as_a_classifier_is_none():
+    params = {"block": {"fc": {"kernel": 1.0}}, "fc": {"kernel": 1.0}}
+    expected = {"block": {"fc": {"kernel": False}}, "fc": {"kernel": True}}
+    assert fnet.optim.in_classifier(params) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["preact_resnet", "resnet9", "revnet", "resnet18", "densenet121", "wider_resnet16"]
+)
+def test_the_classifier_of_a_network_is_the_layer_that_makes_its_classes(name):
+    params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))
+    leaves = jax.tree.leaves(fnet.optim.in_classifier(params)), jax.tree.leaves(params)
+    assert [chosen for chosen, a in zip(*leaves, strict=True) if a.shape[-1:] == (7,)]
+    assert all(chosen == (a.shape[-1:] == (7,)) for chosen, a in zip(*leaves, strict=True))

@@ -10,6 +10,8 @@ import pytest
 import fnet
 from fnet import layers, memory
 from fnet.memory import BudgetError
+from fnet.memory.plan import plan
+from fnet.memory.policy import policies_on
 
 WIDTH, DEPTH, BATCH = 32, 16, 512
 
@@ -193,3 +195,25 @@ def test_any_other_error_of_a_compiler_is_not_an_account(said):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=said[:8]):
         memory.foresee(types.SimpleNamespace(compile=refuse), {})
+
+
+@pytest.mark.parametrize(
+    ("platform", "offloads"), [("cpu", False), ("cuda", True), ("rocm", True), ("tpu", True)]
+)
+def test_the_hosts_memory_serves_devices_that_have_their_own(platform, offloads):
+    assert ("offload" in policies_on(platform)) == offloads
+
+
+def test_a_plan_tells_what_a_tighter_budget_would_take():
+    programs = {
+        "keep": lambda x: jnp.broadcast_to(x.sum(), (1000,)),
+        "segments": lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=1000)[0],
+    }
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+    def found(*policies):
+        return plan(lambda policy, split: jax.jit(programs[policy]).trace(x), policies=policies)
+
+    both = found("keep", "segments")
+    assert (both.chosen.policy, both.smaller.policy) == ("keep", "segments")
+    assert found("segments").smaller is None

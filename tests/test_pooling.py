@@ -136,3 +136,19 @@ def test_pools_refuse_windows_that_do_not_fit():
     for name in ("avg_pool", "max_pool"):
         with pytest.raises(ValueError, match=f"{name}: window 5 is larger than the image 4 x 4"):
             pooled(getattr(layers, name)(5), jnp.ones((1, 4, 4, 1)))
+
+
+def test_pools_of_whole_images_and_means_of_patches_are_those_of_each_channel():
+    x = np.random.default_rng(0).normal(size=(2, 5, 4, 3)).astype(np.float32)
+    np.testing.assert_array_equal(pooled(layers.global_max_pool(), jnp.asarray(x)), x.max((1, 2)))
+    means = pooled(layers.global_avg_pool(), jnp.asarray(x))
+    np.testing.assert_allclose(means, x.mean((1, 2)), atol=1e-6)
+    patches = x[:, :4].reshape(2, 2, 2, 2, 2, 3).mean((2, 4))
+    np.testing.assert_allclose(pooled(layers.avg_pool(2), jnp.asarray(x)), patches, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["avg_pool", "max_pool"])
+@pytest.mark.parametrize(("height", "width"), [(4, 1), (1, 4)])
+def test_pools_refuse_an_image_that_is_too_small_in_one_direction(name, height, width):
+    with pytest.raises(ValueError, match=f"{name}: window 2 is larger than .* {height} x {width}"):
+        pooled(getattr(layers, name)(2), jnp.ones((1, height, width, 1)))

@@ -4,15 +4,20 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from image_cases import class_folders
 
+import fnet
+from fnet import autodiff
 from train.config import (
     Clipped,
     Config,
+    Denoiser,
     Digits,
     ImageFolder,
+    LanguageModel,
     Mlp,
     Optim,
     PerExample,
@@ -105,3 +110,78 @@ def test_noise_is_for_as_many_steps_however_files_are_read(tmp_path):
     check_resumed(run, there)
     with pytest.raises(UserError, match="spend epsilon 2 over 2 steps, not 4"):
         check_resumed(run, dataclasses.replace(there, train=Train(steps=2)))
+
+
+SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)
+
+
+def test_every_setting_of_the_optimizer_reaches_it(monkeypatch):
+    seen, make = {}, fnet.optim.make_optimizer
+
+    def recorded(name, schedule, **settings):
+        seen.update(settings, name=name)
+        return make(name, schedule, **settings)
+
+    monkeypatch.setattr(fnet.optim, "make_optimizer", recorded)
+    optim = Optim(
+        name="sgd", learning_rate=0.1, classifier_learning_rate=0.2,
+        momentum=0.7, nesterov=True, weight_decay=0.3, clip_norm=4.0,
+    )  # fmt: skip
+    setup(Config(data=SMALL, model=PreactResNet(widths=(4,), blocks_per_stage=1), optim=optim))
+    assert seen == {
+        "name": "sgd", "momentum": 0.7, "nesterov": True, "weight_decay": 0.3, "clip_norm": 4.0,
+        "classifier_scale": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [{"per_layer": True}, {"automatic": 0.1}])
+def test_every_setting_of_clipping_reaches_its_mode(how, monkeypatch):
+    seen, clipped = {}, autodiff.clipped
+
+    def recorded(clip, **settings):
+        seen.update(settings, clip=clip)
+        return clipped(clip, **settings)
+
+    monkeypatch.setattr(autodiff, "clipped", recorded)
+    grad = Clipped(clip=0.3, microbatches=2, **how)
+    setup(Config(data=SMALL, model=Mlp(hidden=()), grad=grad))
+    whole = {"per_layer": False, "automatic": None} | how
+    expected = {"clip": 0.3, "noise_multiplier": 0.0, "expected_batch_size": 4, "microbatches": 2}
+    assert seen == expected | whole
+
+
+OTHERWISE = {
+    LanguageModel(
+        width=16, heads=4, blocks=2, mixers=("attention", "rg_lru"), attention_context="lagged"
+    ): {
+        "mixers": ("attention", "mamba2"), "blocks": 3, "width": 32, "hidden": 8, "heads": 2,
+        "groups": 2, "window": 3, "expand": 1.0, "norm": "layer", "attention_context": "current",
+        "context_rate": 0.5, "dropout": 0.5,
+    },
+    Denoiser(patch=2, width=16, heads=2, blocks=2, attention_context="lagged"): {
+        "patch": 1, "blocks": 3, "width": 32, "hidden": 8, "heads": 4, "norm": "layer",
+        "attention_context": "current", "context_rate": 0.5, "dropout": 0.5,
+    },
+}  # fmt: skip
+
+
+def program(section):
+    """What a network of a section computes in training."""
+    key = jax.random.key(0)
+    if isinstance(section, LanguageModel):
+        network, given = section.build(11), (jnp.zeros((2, 6), jnp.int32), {})
+    else:
+        told = {"time": jnp.zeros(2, jnp.int32), "label": jnp.zeros(2, jnp.int32)}
+        network, given = section.build((4, 4, 1), 3), (jnp.zeros((2, 4, 4, 1)), told)
+    params, state = jax.eval_shape(network.init, key)
+    x, more = given
+    apply = lambda p, s, key: network.apply(p, s, x, key=key, train=True, **more)  # noqa: E731
+    return str(jax.make_jaxpr(apply)(params, state, key))
+
+
+@pytest.mark.parametrize(
+    ("section", "field"), [(s, f) for s, others in OTHERWISE.items() for f in others]
+)
+def test_every_field_of_a_network_changes_what_it_computes(section, field):
+    other = dataclasses.replace(section, **{field: OTHERWISE[section][field]})
+    assert program(other) != program(section)

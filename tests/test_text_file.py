@@ -1,11 +1,18 @@
 """Text in rows: what is read, what is told, and what no row crosses."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from train.config import Clipped, Config, LanguageModel, TextFile
+from train.config import (
+    Clipped,
+    Config,
+    LanguageModel,
+    TextFile,
+)
 from train.data import text_file
-from train.data.buckets import bucket_of, bucketed_batches
+from train.data.buckets import batches_an_epoch, bucket_of, bucketed_batches
 from train.data.tokens import tokens_of
 from train.errors import UserError
 from train.tasks import build
@@ -212,3 +219,36 @@ def test_a_prompt_begins_as_a_text_does_and_does_not_end(tokenizers, vocabulary_
     assert vocabulary.prompt("a ").tolist() == [0, 2, 3]
     assert vocabulary.prompt(" ").tolist() == [0, 3]
     assert vocabulary.prompt("").tolist() == []
+
+
+def test_batches_of_documents_come_in_another_order_each_epoch_and_for_each_seed(tmp_path):
+    data = text_file.load(documents(tmp_path, LENGTHS))
+    n = batches_an_epoch(data, 1, 64)
+
+    def rows(seed):
+        batches = bucketed_batches(data, 1, seed, 64)
+        return [int(next(batches)["row"][0]) for _ in range(2 * n)]
+
+    first, second, other = rows(0)[:n], rows(0)[n:], rows(1)[:n]
+    assert sorted(first) == sorted(second) == sorted(other) == list(range(n))
+    assert first != second
+    assert first != other
+
+
+def test_a_seed_draws_which_documents_are_held_out(tmp_path):
+    config = documents(tmp_path, LENGTHS)
+    held_out = [
+        {*text_file.load(dataclasses.replace(config, split_seed=s)).test["tokens"].ravel().tolist()}
+        for s in (None, 0, 0, 1)
+    ]
+    assert held_out[1] == held_out[2] != held_out[3]
+    assert held_out[0] - {0} == {ord("m"), ord("n"), ord("o"), ord("p")}  # the last four of sixteen
+
+
+def test_an_epoch_is_as_many_batches_as_tell_each_row_once(tmp_path):
+    data = text_file.load(documents(tmp_path, LENGTHS))
+    batches, rows = bucketed_batches(data, 4, 0, 64), []
+    for _ in range(batches_an_epoch(data, 4, 64)):
+        batch = next(batches)
+        rows += batch["row"][batch["weight"] > 0].tolist()
+    assert sorted(rows) == list(range(len(data.train["length"])))

@@ -1,0 +1,124 @@
+"""What diffusion trains on, and what it draws."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet import diffusion
+from train import sample_images, sample_text
+from train.arguments import ImageArguments, TextArguments
+from train.config import (
+    Config,
+    Denoiser,
+    LanguageModel,
+    Synthetic,
+    TextFile,
+)
+from train.data import synthetic
+from train.run_folder import RunFolder
+from train.tasks import build, language
+
+SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)
+
+
+class Restored:
+    """Stands for `Checkpoints`: a network without arrays."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def restore_network(self, init):
+        return {}, {}, 0
+
+
+def test_an_image_is_what_the_network_predicts_for_its_label():
+    def apply(params, state, x, *, time, label, train):
+        """Of label k it knows that all is of level k / 4."""
+        level = jnp.expand_dims(label / 2 - 1, (1, 2, 3))
+        return jnp.broadcast_to(level, x.shape), state
+
+    config = Config(data=SMALL, model=Denoiser(predicts="x0", steps=20))
+    network = synthetic.load(SMALL), types.SimpleNamespace(apply=apply)
+    labels = jnp.array([3, 0, 4])
+    asked = ImageArguments(steps=3, guidance=1.0)
+    got = sample_images.samples(config, network, {}, {}, labels, asked)
+    expected = np.broadcast_to(np.array([0.75, 0, 1]).reshape(3, 1, 1, 1), (3, 4, 4, 1))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_each_row_of_a_picture_has_the_images_of_its_label(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(sample_images, "Checkpoints", Restored)
+    monkeypatch.setattr(
+        sample_images, "samples",
+        lambda config, network, params, state, labels, a: jnp.expand_dims(labels, (1, 2, 3)),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        sample_images.plots, "grid",
+        lambda images, names, title, path: drawn.update(images=images, names=names),
+    )  # fmt: skip
+    config = Config(data=SMALL, model=Denoiser(steps=20))
+    sample_images.draw(RunFolder(tmp_path), config, ImageArguments(labels=("3", "1"), count=2))
+    assert drawn["names"] == ("3", "1")
+    assert drawn["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
+
+
+def test_the_loss_is_that_of_the_config_of_images_from_minus_1_to_1(monkeypatch):
+    seen = {}
+
+    def losses(denoise, x0, key, schedule, **how):
+        seen.update(how, x0=x0, steps=schedule.steps)
+        return jnp.zeros(len(x0)), {}
+
+    def dropped(key, labels, null_label, rate):
+        seen.update(null_label=null_label, rate=rate)
+        return labels
+
+    monkeypatch.setattr(diffusion, "denoising_losses", losses)
+    monkeypatch.setattr(diffusion, "drop_labels", dropped)
+    section = Denoiser(predicts="x0", weighting="uniform", steps=30, label_dropout=0.3)
+    task = build(Config(data=SMALL, model=section))
+    image = jnp.asarray([0, 51, 255], jnp.uint8).reshape(3, 1, 1, 1)
+    task.loss({}, {}, {"image": image, "label": jnp.arange(3)}, jax.random.key(0))
+    np.testing.assert_allclose(seen.pop("x0").ravel(), [-1, -0.6, 1], atol=1e-6)
+    assert seen == {
+        "predicts": "x0", "weighting": "uniform", "steps": 30, "has_aux": True,
+        "null_label": 5, "rate": 0.3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("window", "seen"), [(None, 16), (40, 16), (8, 8)])
+def test_text_is_drawn_as_asked_and_from_as_far_back_as_it_was_trained(
+    window, seen, tmp_path, monkeypatch
+):
+    told, model_of = {}, language.model_of
+
+    def recorded(config):
+        told["window"] = config.model.window
+        return model_of(config)
+
+    def stream(network, params, state, prompt, key, length, **how):
+        told.update(how, prompt=prompt.tolist(), length=length)
+        return iter(())
+
+    monkeypatch.setattr(sample_text, "Checkpoints", Restored)
+    monkeypatch.setattr(language, "model_of", recorded)
+    monkeypatch.setattr(fnet, "stream", stream)
+    network = LanguageModel(blocks=1, width=16, heads=2, window=window)
+    config = Config(data=TextFile(context=16), model=network)
+    asked = TextArguments(prompt="ab", length=3, temperature=0.5, top_k=4, top_p=0.9)
+    assert "".join(sample_text.continued(RunFolder(tmp_path), config, asked)) == "ab"
+    assert told == {
+        "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
+        "top_p": 0.9,
+    }  # fmt: skip
