@@ -260,7 +260,7 @@ MISTAKES = [
     (("memory", "tiny.py", "--budgett", "x"), "unknown field --budgett (did you mean --budget?)"),
     (("memory", "tiny.py", "--budget", "much"), "memory.budget: expected a number with a unit (4GB, 4GiB, 4096MiB;"),
     (("memory", "tiny.py", "--budget", "4"), "got '4'"),
-    (("memory", "tiny.py", "--target", "h1000"), "--target: describe: expected one of"),
+    (("memory", "tiny.py", "--target", "h1000"), "--target: expected one of"),
     (("memory", "tiny.py", "--target", "tiny.py"), "--target: tiny"),
     (("memory", "tiny.py", "--batch-size", "auto"), "largest for what? give --budget or --target"),
     (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a count of examples or auto, got none"),

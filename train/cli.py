@@ -29,7 +29,7 @@ usage: fnet COMMAND ...
   fnet memory CONFIG [--budget 4GiB] [--target h100] [--batch-size auto]
                          what training would take, without training; the way that fits
   fnet sample RUN [--prompt TEXT]
-                         text or images from a trained model; --help says how to draw
+                         text or images from a trained model; fnet sample RUN --help: how
   fnet import CONFIG WEIGHTS [--out DIR] [--new-classifier] [--section.field VALUE ...]
                          a run that begins with a torch checkpoint or safetensors
   fnet export RUN [--out FILE.safetensors] [--names torchvision]

@@ -58,7 +58,7 @@ def describe(name: str) -> Target:
     if name not in TARGETS:
         raise ValueError(
             f"describe: expected one of {list(TARGETS)}, got {name!r}; another NVIDIA GPU is "
-            "described by what XLA writes of it: see fnet.memory.target.from_text"
+            "described by what XLA writes of it: see fnet.memory.target.from_text, or --target FILE"
         )
     known = TARGETS[name]
     if isinstance(known, Gpu):
