@@ -5,10 +5,12 @@ import os
 import shutil
 
 # Set before JAX starts: four devices on the CPU, so that sharding is tested everywhere; and no
-# optimised code, a quarter of the time: no test is of speed, and buffers are assigned before it.
+# optimised code, in one piece, a quarter of the time: no test is of speed, and buffers are assigned
+# before it.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    + " --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Threads for all devices: with as many as cores, those that wait for each other may never end.

@@ -26,11 +26,11 @@ B = 6
 
 def normal(seed: int, *shape: int) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape) / max(shape[-1], 1) ** 0.5
-    return jnp.asarray(values, jnp.float32)
+    return jnp.asarray(values.astype(np.float32))
 
 
 def tokens(seed: int, words: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, words, shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, words, shape, np.int32))
 
 
 def tree(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ forms = pytest.mark.parametrize("unroll", [False, True])
 
 def normal(*shapes, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
 
 
 def mlp_loss(params, state, batch, key):

@@ -18,12 +18,13 @@ BOUND = np.tanh(1.0)  # 0.76159
 
 
 def arrays(*shape, n=1, dtype=jnp.float32):
-    made = [jax.random.normal(jax.random.key(7 + i), shape, dtype) for i in range(n)]
+    rng = np.random.default_rng(7)
+    made = [jnp.asarray(rng.standard_normal(shape).astype(dtype)) for _ in range(n)]
     return made if n > 1 else made[0]
 
 
 def square(d=6, dtype=jnp.float32):
-    return 0.5 * jax.random.uniform(jax.random.key(3), (d, d), dtype, -1, 1)
+    return jnp.asarray(np.random.default_rng(3).uniform(-0.5, 0.5, (d, d)).astype(dtype))
 
 
 def naive_apply(x, context, strength):

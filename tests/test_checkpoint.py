@@ -102,10 +102,9 @@ def empty(folder):
     "damage",
     [
         truncate,
-        lose_the_score,
         *(
             pytest.param(f, marks=pytest.mark.slow)
-            for f in (flip, lose, forge, replace_the_score, empty)
+            for f in (flip, lose, lose_the_score, forge, replace_the_score, empty)
         ),
     ],
     ids=lambda f: f.__name__,

@@ -33,13 +33,13 @@ LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 def test_it_is_the_clipped_sum_of_a_loop_over_examples(name):
     case = CASES[name]()
     each = one_by_one(case)
-    norms = norms_of(each)
-    clip = float(jnp.median(norms))
-    expected = scaled_sum(each, jnp.minimum(1, clip / norms))
+    norms = np.asarray(norms_of(each))
+    clip = float(np.median(norms))
+    expected = scaled_sum(each, np.minimum(1, clip / norms))
     found, info = jax.jit(clipped_grad(case.loss, clip))(case.params, *case.batch)
     tolerance = 0.03 if name == "views" else 2e-5
     chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
-    scale = max(float(jnp.abs(a).max()) for a in jax.tree.leaves(expected))
+    scale = max(float(np.abs(a).max()) for a in jax.tree.leaves(expected))
     chex.assert_trees_all_close(found, expected, atol=tolerance * scale, rtol=tolerance)
 
 
@@ -274,6 +274,7 @@ def test_of_an_mlp_no_more_memory_is_taken_than_of_the_plain_gradient():
     assert temporaries(lambda *args: clipped_grad(loss, 1.0)(*args)) <= 1.1 * plain
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_of_float64_it_has_all_digits():
     model = layers.transformer(8, heads=2, blocks=1)

@@ -198,6 +198,7 @@ def test_the_cache_is_renewed_in_place():
     assert fnet.memory.peak(compiled).aliased >= cache
 
 
+@pytest.mark.slow
 def test_training_learns_to_repeat():
     model, _, _ = made("attention", "mamba")
 

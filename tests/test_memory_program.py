@@ -101,6 +101,7 @@ def test_where_not_one_example_fits_on_several_devices_it_is_said(capsys):
     said_in_one_line(capsys, "not even the smallest batch fits in 0 bytes")
 
 
+@pytest.mark.slow
 def test_a_policy_can_be_named_without_a_budget(workplace):
     fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
     summary = json.loads((workplace / "run" / "summary.json").read_text())
@@ -153,6 +154,7 @@ def test_of_a_large_plan_no_digit_is_left_out(width):
         assert all(n in printed for n in ("segments", "987.00", "12,345.6", "1,234.5", "1.00"))
 
 
+@pytest.mark.slow
 def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
     refuse = Mock(side_effect=memory.RecomputationError("saves nothing"))
     monkeypatch.setattr(planning.memory, "recomputation", refuse)

@@ -115,6 +115,7 @@ def test_influence_is_the_dot_product_with_each_gradient():
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_influence_goes_through_what_has_a_backward_rule_alone():
     case = CASES["fnet_transformer"]()  # with fnet's layer norms
     direction = jax.tree.map(jnp.cos, case.params)

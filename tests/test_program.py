@@ -373,6 +373,7 @@ def test_the_library_is_pure_and_brings_no_adapter():
     assert not [m for m in modules if "nnx" in m or "interop." in m]
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_run_that_never_began_takes_one_with_other_classes(workplace):
     assert exit_code("train", "tiny.py", "--memory.budget", "64MiB", "--out", "r") == 2
     other = "--data.source", "synthetic", "--data.classes", 3, "--data.image-size", 8
@@ -380,6 +381,7 @@ def test_a_folder_of_a_run_that_never_began_takes_one_with_other_classes(workpla
     assert len(json.loads((workplace / "r" / "classes.json").read_text())["classes"]) == 3
 
 
+@pytest.mark.slow
 def test_odd_lines_of_metrics_are_left_out(whole):
     with (whole / "metrics.jsonl").open("ab") as file:
         file.write(b'5\n{"epoch": 1}\n\xff\n')

@@ -147,6 +147,7 @@ def test_evaluation_uses_and_leaves_the_running_statistics():
     chex.assert_trees_all_equal(after, state)
 
 
+@pytest.mark.slow
 def test_dropout_is_replayed_in_the_backward_pass():
     dense, dropout = layers.dense(4, 4), layers.dropout(0.5)
     pairs = [(serial(dense, dropout), serial(dropout, dense))] * 3

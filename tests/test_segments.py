@@ -51,8 +51,14 @@ def plain(f):
     return jax.jit(jax.value_and_grad(f))(*inputs())
 
 
-@pytest.mark.parametrize("f", [chain, scanned, jax.jit(chain)], ids=["chain", "scan", "jit"])
-@pytest.mark.parametrize("policy", ["segments", "products", "named"])
+@pytest.mark.parametrize(
+    "f",
+    [chain, scanned, pytest.param(jax.jit(chain), marks=pytest.mark.slow)],
+    ids=["chain", "scan", "jit"],
+)
+@pytest.mark.parametrize(
+    "policy", ["segments", "products", pytest.param("named", marks=pytest.mark.slow)]
+)
 def test_recomputing_changes_neither_values_nor_gradients(f, policy):
     ours = jax.jit(jax.value_and_grad(POLICIES[policy].apply(f)))(*inputs())
     chex.assert_trees_all_close(ours, plain(f), rtol=1e-5)
@@ -105,7 +111,9 @@ def test_arithmetic_grows_by_less_than_one_forward_pass():
     assert flops(chain) < flops(recompute_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
-@pytest.mark.parametrize("f", [chain, scanned], ids=["chain", "scan"])
+@pytest.mark.parametrize(
+    "f", [chain, pytest.param(scanned, marks=pytest.mark.slow)], ids=["chain", "scan"]
+)
 def test_keeping_products_repeats_none(f):
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
     repeated = flops(POLICIES["products"].apply(f)) - flops(f)
@@ -162,6 +170,7 @@ def test_functions_with_little_to_cut_give_what_they_gave():
     )
 
 
+@pytest.mark.slow
 def test_it_nests_in_other_transformations():
     params, x = inputs()
     tangents = jax.tree.map(np.ones_like, (params, x))

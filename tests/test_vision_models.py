@@ -29,7 +29,10 @@ def output(model, size=64, *, train=True):
     ("name", "parameters", "strides", "channels"),
     [
         ("resnext101", 42_836_008, (4, 8, 16, 32), (256, 512, 1024, 2048)),
-        ("densenet121", 7_978_728, (4, 8, 16, 32), (256, 512, 1024, 1024)),
+        pytest.param(
+            *("densenet121", 7_978_728, (4, 8, 16, 32), (256, 512, 1024, 1024)),
+            marks=pytest.mark.slow,
+        ),
         (
             "wider_resnet38",
             109_167_912,

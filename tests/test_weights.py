@@ -123,7 +123,9 @@ def test_an_exported_file_tells_its_network(trained, capsys):
     assert {name: told[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("names", ["reference", "torchvision"])
+@pytest.mark.parametrize(
+    "names", [pytest.param("reference", marks=pytest.mark.slow), "torchvision"]
+)
 def test_weights_of_a_resnet_are_imported_and_exported_bit_for_bit(names, capsys):
     arrays = state_dict("resnet.py", names=names)
     save_file(arrays, "given.safetensors", {"format": "pt"})
@@ -150,6 +152,7 @@ def test_the_report_lists_what_was_read_renamed_and_left(place, capsys):
     assert (report["initial"], report["notes"]) == ([], [])
 
 
+@pytest.mark.slow
 def test_a_new_classifier_has_the_runs_own_initial_values(place):
     save_file(state_dict("small.py"), "given.safetensors")
     words = ("--data.classes", 7, "--new-classifier", "--optim.ema-decay", 0.9)
