@@ -134,13 +134,21 @@ def argument_parser(
     """
     made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="of timing; medians are taken")
+        made.add_argument(
+            "--rounds", type=_count, default=rounds, help="of timing; medians are taken"
+        )
     if target:
         made.add_argument(
             "--target", metavar="DEVICE", help="compile for this device, such as h100; run nothing"
         )
     made.add_argument("--json", metavar="PATH", help="where claims are written, with versions")
     return made
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {word!r}")
+    return int(word)
 
 
 def publish(

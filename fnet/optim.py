@@ -115,8 +115,10 @@ def make_optimizer(
       What `fnet.make_step` and `fnet.TrainState.create` take.
 
     Raises:
-      ValueError: for an unknown name.
+      ValueError: for an unknown name, and a clip_norm that is not above 0.
     """
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"optimizer: clip_norm must be above 0, got {clip_norm}")
     if name == "adamw":
         rule = optax.adamw(learning_rate, weight_decay=weight_decay, mask=decayed)
     elif name == "lion":

@@ -14,7 +14,7 @@ from benchmark_cases import MACHINE
 
 from benchmarks import __main__ as program
 from benchmarks import chart, claims, machine, report
-from benchmarks.claims import Claim
+from benchmarks.claims import Claim, argument_parser
 from benchmarks.suite import PATHS, SUITE, Benchmark
 
 FOLDER = Path(claims.__file__).parent
@@ -104,6 +104,13 @@ def publishing():
 )
 def test_a_target_is_compared_with_the_figure_as_it_was_measured(target, ratio, met):
     assert Claim("memory", "flax", ratio, target).met is met
+
+
+@pytest.mark.parametrize("rounds", ["0", "-1", "two"])
+def test_nothing_is_timed_no_times(rounds, capsys):
+    with pytest.raises(SystemExit):
+        argument_parser("A fake.", rounds=3).parse_args([f"--rounds={rounds}"])
+    assert f"expected a whole number above 0, got '{rounds}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

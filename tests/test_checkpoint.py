@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +176,27 @@ def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
         assert checkpoints.best_score == 0.75
     with Checkpoints(workplace / "c", best=True) as checkpoints:
         assert checkpoints.restore_network(run.task.model.init).step == 2
+
+
+@pytest.mark.parametrize("kept", ["params", "ema"])
+def test_of_a_checkpoint_only_what_evaluates_is_read(kept, workplace, monkeypatch):
+    run = setup(recipes.load("tiny.py"))
+    state = jax.jit(run.init)(jax.random.key(0))
+    averaged = jax.tree.map(lambda a: a + 1, state.params)
+    state = state.replace(ema=averaged if kept == "ema" else None)
+    with Checkpoints(workplace / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+    read: list[str] = []
+
+    def noted(tree):
+        read.extend(tree)
+        return checksums(tree)
+
+    monkeypatch.setattr("train.checkpoint.checksums", noted)
+    with Checkpoints(workplace / "c") as checkpoints:
+        network = checkpoints.restore_network(run.task.model.init)
+    assert sorted(read) == sorted([kept, "model_state"])  # and no optimizer's state
+    chex.assert_trees_all_equal(network.evaluation_params, state.evaluation_params)
 
 
 @pytest.mark.slow

@@ -119,6 +119,12 @@ def test_a_gradient_is_clipped_to_its_global_norm(clip_norm, factor):
     chex.assert_trees_all_close(updates, jax.tree.map(lambda g: -0.1 * factor * g, gradient))
 
 
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
+def test_a_norm_that_nothing_can_be_clipped_to_is_refused(clip_norm):
+    with pytest.raises(ValueError, match=f"clip_norm must be above 0, got {clip_norm}"):
+        fnet.optim.make_optimizer("sgd", 0.1, clip_norm=clip_norm)
+
+
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
 def test_parameters_may_be_one_array(name):
     """It is no kernel, so that nothing decays, and of no classifier."""

@@ -39,7 +39,7 @@ class Restored(NamedTuple):
 class RestoredNetwork(NamedTuple):
     """What of a checkpoint a trained network is: averaged parameters where they are kept."""
 
-    params: Any
+    evaluation_params: Any
     model_state: Any
     step: int
 
@@ -91,7 +91,7 @@ class Checkpoints:
             self._folder,
             options=options,
             item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
+                "state": ocp.PyTreeCheckpointHandler(),
                 "data": ocp.JsonCheckpointHandler(),
             },
         )
@@ -135,7 +135,7 @@ class Checkpoints:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
+                    state=ocp.args.PyTreeSave(state),
                     data=ocp.args.JsonSave({"position": position, "checksums": sums}),
                 ),
                 metrics=None if score is None else {"score": score},
@@ -173,7 +173,8 @@ class Checkpoints:
     ) -> RestoredNetwork:
         """The network of the newest checkpoint that is not damaged.
 
-        Needs neither the data nor the optimizer that they were made with.
+        Needs neither the data nor the optimizer that they were made with, and reads neither the
+        optimizer's state nor, beside averaged parameters, those they are the average of.
 
         Args:
           init: the network's, ``key -> (params, model_state)``, to compare with; None: what is
@@ -185,18 +186,15 @@ class Checkpoints:
         """
 
         def read(step: int) -> RestoredNetwork:
-            there = self._manager.item_metadata(step).state.tree
+            tree = self._manager.item_metadata(step).state.tree
+            averaged = "params" if tree.get("ema") is None else "ema"
+            there = {name: tree[name] for name in (averaged, "model_state")}
             if init is not None:
                 params, model_state = jax.eval_shape(init, jax.random.key(0))
-                self._compare(
-                    step,
-                    {name: there[name] for name in ("params", "model_state")},
-                    {"params": params, "model_state": model_state},
-                )
+                self._compare(step, there, {averaged: params, "model_state": model_state})
             like = jax.tree.map(_on_one_device, there, is_leaf=lambda a: hasattr(a, "shape"))
-            state, _ = self._read(step, like)
-            averaged = state["params"] if state.get("ema") is None else state["ema"]
-            return RestoredNetwork(averaged, state["model_state"], step)
+            network, _ = self._read(step, like)
+            return RestoredNetwork(network[averaged], network["model_state"], step)
 
         found = self._newest(read)
         if found is None:
@@ -204,16 +202,16 @@ class Checkpoints:
         return found
 
     def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """State and position of a checkpoint, compared with their checksums."""
+        """The part of a state that is asked for, compared with its checksums, and the position."""
         self._score_of(step)  # raises where it is damaged
+        part = ocp.args.PyTreeRestore(
+            like, ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+        )
         restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(like), data=ocp.args.JsonRestore()
-            ),
+            step, args=ocp.args.Composite(state=part, data=ocp.args.JsonRestore())
         )
         saved, found = restored.data["checksums"], checksums(restored.state)
-        wrong = sorted(name for name in saved.keys() | found if saved.get(name) != found.get(name))
+        wrong = sorted(name for name in found if saved.get(name) != found[name])
         if wrong:
             raise DamagedError(f"{wrong[0]} is not what was saved")
         return restored.state, restored.data["position"]

@@ -56,18 +56,16 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     if views != Views():
         run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
     with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
-        restored = checkpoints.restore(run.state_shapes)
-    if restored is None:
-        raise UserError(f"no checkpoint in {folder.path}: the run has not saved one yet")
+        network = checkpoints.restore_network(run.task.model.init)
     # A network that sees each image several times is given as many fewer of them at once.
     rows = max(config.data.batch_size // max(run.crops, views.number), 1)
     say = plain(console)
     unreadable = UnreadableFiles(run.task.dataset, say)
     evaluate = run.compile_evaluation(unreadable, rows)
-    found = evaluate(restored.state)
+    found = evaluate(network)
 
-    title = f"{config.name}, step {restored.step}"
-    as_dict = _as_dict(run, a, restored.step, found) | {"unreadable_files": unreadable.count}
+    title = f"{config.name}, step {network.step}"
+    as_dict = _as_dict(run, a, network.step, found) | {"unreadable_files": unreadable.count}
     written = {"evaluation": folder.evaluation}
     try:
         write_whole(written["evaluation"], as_json(as_dict))
@@ -75,11 +73,11 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
             plots.confusion(found.confusion, run.task.dataset.classes, title, folder.confusion)
             written["confusion"] = folder.confusion
         path = folder.examples
-        if examples.draw(run, evaluate, restored.state, path):
+        if examples.draw(run, evaluate, network, path):
             written["examples"] = path
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
-    say(f"{folder.path} after step {restored.step}")
+    say(f"{folder.path} after step {network.step}")
     show(run, found, console)
     for name, file in written.items():
         say(f"{name}: {file}")

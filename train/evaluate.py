@@ -1,7 +1,7 @@
 """A trained network's metrics on examples that it has not seen."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,18 @@ from fnet import TrainState, memory
 from train.data import Arrays, evaluation_batch_of, evaluation_batches, size
 from train.mesh import Layout
 from train.tasks import Task
+
+
+class Trained(Protocol):
+    """A train state, or as much of one as evaluation needs."""
+
+    @property
+    def evaluation_params(self) -> Any:
+        """The averaged parameters where they are kept, else the parameters."""
+
+    @property
+    def model_state(self) -> Any:
+        """What the forward pass renews in training."""
 
 
 class Evaluation(NamedTuple):
@@ -41,7 +53,7 @@ class Shown(NamedTuple):
 
 
 class Evaluate:
-    """``evaluate(state) -> Evaluation``, compiled when made.
+    """``evaluate(trained) -> Evaluation``, compiled when made.
 
     A last partial batch is padded and its padding weighted 0, so that every
     example counts exactly once.
@@ -107,7 +119,7 @@ class Evaluate:
     def _begin(self) -> Any:
         return jax.device_put(self._zeros, self._everywhere)
 
-    def __call__(self, state: TrainState) -> Evaluation:
+    def __call__(self, trained: Trained) -> Evaluation:
         """Over all held-out examples, with the averaged parameters where they are kept."""
         found: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, counted = self._begin(), 0
@@ -116,7 +128,7 @@ class Evaluate:
             if counted >= 2**31:  # a cell of the matrix could overflow
                 found, counted = jax.tree.map(np.add, found, jax.device_get(totals)), self._counts
                 totals = self._begin()
-            arguments = state.evaluation_params, state.model_state, self._put(batch)
+            arguments = trained.evaluation_params, trained.model_state, self._put(batch)
             totals, _ = self._added(totals, *arguments)
         sums, confusion = jax.tree.map(np.add, found, jax.device_get(totals))
         weight = float(sums.pop("weight"))
@@ -124,7 +136,7 @@ class Evaluate:
         metrics |= {} if confusion is None else self._scores(confusion)
         return Evaluation(metrics, confusion)
 
-    def shown(self, state: TrainState, most: int) -> Iterator[Shown]:
+    def shown(self, trained: Trained, most: int) -> Iterator[Shown]:
         """What is made of at most so many held-out examples, from the whole of them, evenly.
 
         By the same program, so that nothing is compiled; nothing where nothing is classified.
@@ -135,6 +147,6 @@ class Evaluate:
         rows = np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(int)
         some = {name: a[rows] for name, a in self._dataset.test.items()}
         for batch in evaluation_batches(self._dataset._replace(test=some), self._batch_size):
-            arguments = state.evaluation_params, state.model_state, self._put(batch)
+            arguments = trained.evaluation_params, trained.model_state, self._put(batch)
             _, (predictions, probability) = jax.device_get(self._added(self._begin(), *arguments))
             yield Shown(batch, predictions, probability)

@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fnet import TrainState
 from train import data, plots
 from train.config import DeepLab
-from train.evaluate import Evaluate
+from train.evaluate import Evaluate, Trained
 from train.setup import Setup
 
 _LOOKED_AT = 512
@@ -17,7 +16,7 @@ _ANSWERS = 24
 _SEGMENTATIONS = 6
 
 
-def draw(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> bool:
+def draw(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
     """Shows images of the test set, what is right, and what the network says.
 
     Of up to 512 images with one label each, evenly from the whole test set, the 24 of whose
@@ -28,15 +27,15 @@ def draw(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> bool:
     Args:
       run: what was trained.
       evaluate: of that run.
-      state: trained.
+      trained: the network.
       path: where the PNG is written.
 
     Returns:
       Whether there is one: not where nothing is classified.
     """
     if isinstance(run.config.model, DeepLab):
-        return _segmentations(run, evaluate, state, path)
-    return _answers(run, evaluate, state, path)
+        return _segmentations(run, evaluate, trained, path)
+    return _answers(run, evaluate, trained, path)
 
 
 class _Answer(NamedTuple):
@@ -54,10 +53,10 @@ class _Answer(NamedTuple):
         return self.right, self.probability if self.right else -self.probability
 
 
-def _answers(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> bool:
+def _answers(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
     found: list[_Answer] = []
     seen = wrong = 0
-    for batch, predictions, probability in evaluate.shown(state, _LOOKED_AT):
+    for batch, predictions, probability in evaluate.shown(trained, _LOOKED_AT):
         assert probability is not None  # there is one label an image
         real = np.flatnonzero(batch["weight"])
         some = [
@@ -91,9 +90,9 @@ def _short(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _segmentations(run: Setup, evaluate: Evaluate, state: TrainState, path: Path) -> bool:
+def _segmentations(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
     found = []
-    for batch, predictions, _ in evaluate.shown(state, _SEGMENTATIONS):
+    for batch, predictions, _ in evaluate.shown(trained, _SEGMENTATIONS):
         real = np.flatnonzero(batch["weight"])
         found += [(batch["image"][i], batch["mask"][i], predictions[i]) for i in real]
     if not found:

@@ -79,7 +79,10 @@ class LanguageModel(Section):
 
 @dataclass(frozen=True)
 class Denoiser(Section):
-    """A diffusion model: a transformer that takes noise out of images, by label."""
+    """A diffusion model: a transformer that takes noise out of images, by label.
+
+    It sees images from -1 to 1, whatever data.mean and data.std are.
+    """
 
     name: Literal["denoiser"] = "denoiser"
     """The family of networks."""
