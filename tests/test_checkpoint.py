@@ -2,9 +2,11 @@
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import chex
 import jax
@@ -13,10 +15,12 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
+import fnet
 from train import recipes
 from train.checkpoint import Checkpoints
 from train.checksums import checksums
 from train.errors import TrainingError, UserError
+from train.process_memory import HighWater
 from train.run_folder import RunFolder
 from train.setup import setup
 
@@ -82,7 +86,8 @@ def forge(folder):
     """Other numbers than those saved, in files that are whole."""
     path = next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
     found = json.loads(path.read_bytes())
-    found["checksums"]["params.head.kernel"] ^= 1
+    for read in ("params", "ema"):  # the one by who goes on, the other by who evaluates
+        found["checksums"][f"{read}.head.kernel"] ^= 1
     path.write_text(json.dumps(found))
 
 
@@ -301,7 +306,10 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch,
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """Checkpoints of which the last one, saved in the background, turns out not to be written."""
+    """Checkpoints of which the last one, saved in the background, turns out not to be written.
+
+    So it is on accelerators.
+    """
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     close = checkpoints._manager.close
 
@@ -311,6 +319,40 @@ def failing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoints._manager, "close", full)
     return checkpoints
+
+
+def state_of(arrays, size):
+    """A state of that many arrays."""
+    key, other = jax.random.split(jax.random.key(0))
+    params = list(jax.random.normal(key, (arrays, size)))
+    return fnet.TrainState(jnp.int32(0), params, {}, (), None, other)
+
+
+def test_what_is_saved_or_restored_can_be_donated(tmp_path):
+    @partial(jax.jit, donate_argnums=0)
+    def step(params):
+        return jax.tree.map(lambda a: a + 1, params)
+
+    def stays_where_it_is(state):
+        before = [a.unsafe_buffer_pointer() for a in state.params]
+        return before == [a.unsafe_buffer_pointer() for a in step(state.params)]
+
+    state = state_of(64, 2**14)
+    shapes = jax.eval_shape(lambda: state)
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+        assert stays_where_it_is(state)
+        assert stays_where_it_is(checkpoints.restore(shapes).state)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only")
+def test_a_save_takes_a_part_of_the_states_memory(tmp_path):
+    state = jax.block_until_ready(state_of(48, 2**21))  # 384 MiB
+    with Checkpoints(tmp_path / "c", keep=1, shapes=state) as checkpoints:
+        memory = HighWater()
+        checkpoints.save(1, state, {})
+        assert memory.bytes() < 200 * 2**20
 
 
 def test_what_fails_in_the_background_is_told_at_the_end(failing):

@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from program_cases import exit_code, final_state, fnet_command, said_in_one_line
 
@@ -51,15 +52,17 @@ def test_a_disk_that_runs_full_ends_the_run_and_leaves_what_was_saved(small_disk
 
 
 def test_a_signal_while_a_checkpoint_is_written_loses_neither(workplace, whole, monkeypatch):
-    save = Checkpoints.save
+    write = ocp.PyTreeCheckpointHandler.async_save
+    steps = iter((3, 4, 6, 8))
 
-    def interrupted(self, step, *args):
-        save(self, step, *args)
-        if step == 3:
+    async def interrupted(*args, **named):
+        writing = await write(*args, **named)
+        if next(steps) == 3:
             assert not (workplace / "parts" / "checkpoints" / "3").exists()  # it is being written
             signal.raise_signal(signal.SIGTERM)
+        return writing
 
-    monkeypatch.setattr(Checkpoints, "save", interrupted)
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "async_save", interrupted)
     fnet_command("train", "tiny.py", "--out", "parts")
     there = {p.name for p in (workplace / "parts" / "checkpoints").iterdir()}
     assert there == {"3", "4"}

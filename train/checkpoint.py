@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -19,11 +20,15 @@ from fnet import TrainState
 from train.checksums import checksums, dotted
 from train.distributed import any_process
 from train.errors import TrainingError, UserError, is_of_memory, is_of_the_machine
+from train.process_memory import give_free_memory_back
 from train.run_folder import check_no_pattern
 
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
 # is raised, and said by the loop.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+_IN_WRITING = 32 * 2**20
+"""Bytes of a state, beside its largest array, that are on their way to disk at a time."""
 
 Found = TypeVar("Found")
 
@@ -49,7 +54,10 @@ class DamagedError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run, saved in the background, each of them whole or absent.
+    """The checkpoints of a run, each of them whole or absent.
+
+    They are written in the background from a copy on the host; on CPU, where that would be a
+    second copy of the whole state, at once and a few arrays at a time.
 
     With each, the checksums of its arrays are kept, and compared when it is read: of a
     damaged one, whatever the damage, the one before is taken.
@@ -58,6 +66,7 @@ class Checkpoints:
       folder: where they are.
       keep: how many of the newest are kept; None: they are only read.
       say: shows a line; on stderr by default.
+      shapes: of the states that will be saved; without them, writing takes what memory it will.
       best: read that of the highest score, not the newest.
       keep_best: keep that of the highest score beside the newest.
 
@@ -71,6 +80,7 @@ class Checkpoints:
         keep: int | None = None,
         say: Callable[[str], None] = lambda words: print(f"fnet: {words}", file=sys.stderr),
         *,
+        shapes: TrainState | None = None,
         best: bool = False,
         keep_best: bool = True,
     ):
@@ -82,6 +92,7 @@ class Checkpoints:
             read_only=keep is None,
             create=keep is not None,
             lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
+            enable_async_checkpointing=jax.default_backend() != "cpu",
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
@@ -91,7 +102,7 @@ class Checkpoints:
             self._folder,
             options=options,
             item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(),
+                "state": ocp.PyTreeCheckpointHandler(save_concurrent_gb=_at_a_time(shapes)),
                 "data": ocp.JsonCheckpointHandler(),
             },
         )
@@ -140,6 +151,7 @@ class Checkpoints:
                 ),
                 metrics=None if score is None else {"score": score},
             )
+        give_free_memory_back()
 
     def wait(self) -> None:
         """Returns when everything is on disk.
@@ -164,9 +176,11 @@ class Checkpoints:
         def read(step: int) -> Restored:
             self._compare(step, self._manager.item_metadata(step).state.tree, like)
             state, position = self._read(step, target)
-            return Restored(step, state, position)
+            return Restored(step, jax.tree.map(_owned, state), position)
 
-        return self._newest(read)
+        found = self._newest(read)
+        give_free_memory_back()
+        return found
 
     def restore_network(
         self, init: Callable[[Array], tuple[Any, Any]] | None = None
@@ -311,6 +325,14 @@ class Checkpoints:
                 )
 
 
+def _at_a_time(shapes: Any) -> float | None:
+    """Gigabytes of arrays that may be on their way to disk; None: any number."""
+    if shapes is None or jax.default_backend() != "cpu":
+        return None
+    largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))
+    return (_IN_WRITING + largest) / 1e9  # orbax refuses an array that is not below its limit
+
+
 def _shapes(tree: Any) -> dict[str, str]:
     """{path: shape} of all leaves but the typed key, which is saved as its data."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -324,6 +346,19 @@ def _score(metrics: Any) -> float:
     if not isinstance(score, int | float) or not -math.inf < score < math.inf:
         raise ValueError(f"its score is {score}, not a finite number")
     return score
+
+
+def _owned(leaf: Array) -> Array:
+    """A restored array in the device's own memory; where it was read to is given back.
+
+    On CPU some lie where orbax read them to. Such a one cannot be donated: the first step would
+    hold it twice.
+    """
+    if jax.default_backend() != "cpu":
+        return leaf
+    copy = jax.block_until_ready(jnp.copy(leaf))
+    leaf.delete()
+    return copy
 
 
 def _placed(shape: Any) -> jax.ShapeDtypeStruct:

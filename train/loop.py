@@ -168,7 +168,9 @@ def _take_steps(
     memory = HighWater(run.devices // jax.process_count())
 
     saving = config.checkpoint
-    with Checkpoints(folder.checkpoints, saving.keep, say, keep_best=saving.best) as checkpoints:
+    with Checkpoints(
+        folder.checkpoints, saving.keep, say, shapes=run.state_shapes, keep_best=saving.best
+    ) as checkpoints:
         restored = checkpoints.restore(run.state_shapes) if resume else None
         if restored:
             start, state = restored.step, restored.state

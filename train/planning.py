@@ -15,7 +15,7 @@ from fnet.memory.target import Target, on
 from fnet.step import Executable
 from train.data import READ_AHEAD
 from train.errors import UserError
-from train.process_memory import BESIDE_THE_PROGRAM
+from train.process_memory import BESIDE_THE_PROGRAM, HOLES
 from train.setup import Setup
 
 Progress = Callable[[Candidate], None]
@@ -219,12 +219,13 @@ def limit(run: Setup, target: Target | None = None) -> int | None:
 
 
 def reserve(run: Setup, target: Target | None = None) -> int:
-    """Bytes of a budget that are not the compiled step's: on CPU, where batches lie in the same
-    memory, those that are read ahead as well.
+    """Bytes of a budget that are not the compiled step's: on CPU, where all lies in the same
+    memory, the batches that are read ahead, and what checkpoints and the allocator take.
     """
     if target or jax.default_backend() != "cpu":
         return 0
-    return BESIDE_THE_PROGRAM + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
+    holes = int(HOLES * memory.tree_bytes(run.state_shapes))
+    return BESIDE_THE_PROGRAM + holes + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
 
 
 def _splits(run: Setup) -> tuple[int, ...] | None:

@@ -78,7 +78,9 @@ def import_weights(
     with folder.owned():
         folder.claim()
         write_classes(folder, run.task.dataset.classes)
-        with Checkpoints(folder.checkpoints, config.checkpoint.keep) as checkpoints:
+        with Checkpoints(
+            folder.checkpoints, config.checkpoint.keep, shapes=run.state_shapes
+        ) as checkpoints:
             checkpoints.save(0, state, run.training_batches().get_state())
             checkpoints.wait()
         folder.write_config(config)  # last: without its weights it is no run
