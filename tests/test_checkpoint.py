@@ -306,10 +306,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch,
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """Checkpoints of which the last one, saved in the background, turns out not to be written.
-
-    So it is on accelerators.
-    """
+    """Checkpoints of which the last one, saved in the background, turns out not to be written."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     close = checkpoints._manager.close
 
@@ -337,9 +334,9 @@ def test_what_is_saved_or_restored_can_be_donated(tmp_path):
         before = [a.unsafe_buffer_pointer() for a in state.params]
         return before == [a.unsafe_buffer_pointer() for a in step(state.params)]
 
-    state = state_of(64, 2**14)
+    state = state_of(64, 2**17 + 1)  # 32 MiB and a little
     shapes = jax.eval_shape(lambda: state)
-    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+    with Checkpoints(tmp_path / "c", keep=1, shapes=shapes) as checkpoints:
         checkpoints.save(1, state, {})
         assert stays_where_it_is(state)
         assert stays_where_it_is(checkpoints.restore(shapes).state)

@@ -28,7 +28,7 @@ from train.run_folder import check_no_pattern
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 _IN_WRITING = 32 * 2**20
-"""Bytes of a state, beside its largest array, that are on their way to disk at a time."""
+"""On CPU: bytes of a state, beside its largest array, that are on their way to disk at a time."""
 
 Found = TypeVar("Found")
 
@@ -56,8 +56,9 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of a run, each of them whole or absent.
 
-    They are written in the background from a copy on the host; on CPU, where that would be a
-    second copy of the whole state, at once and a few arrays at a time.
+    They are written in the background, from a copy on the host. On CPU, where the copy lies in
+    the same memory as the state, one of more than 32 MiB is written at once, a few arrays at a
+    time.
 
     With each, the checksums of its arrays are kept, and compared when it is read: of a
     damaged one, whatever the damage, the one before is taken.
@@ -66,7 +67,7 @@ class Checkpoints:
       folder: where they are.
       keep: how many of the newest are kept; None: they are only read.
       say: shows a line; on stderr by default.
-      shapes: of the states that will be saved; without them, writing takes what memory it will.
+      shapes: of the states that will be saved; None: writing takes what memory it will.
       best: read that of the highest score, not the newest.
       keep_best: keep that of the highest score beside the newest.
 
@@ -92,7 +93,7 @@ class Checkpoints:
             read_only=keep is None,
             create=keep is not None,
             lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
-            enable_async_checkpointing=jax.default_backend() != "cpu",
+            enable_async_checkpointing=_in_background(shapes),
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
@@ -325,12 +326,20 @@ class Checkpoints:
                 )
 
 
+def _in_background(shapes: Any) -> bool:
+    """Whether there is memory to go on with the training while a state is written."""
+    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= _IN_WRITING
+
+
 def _at_a_time(shapes: Any) -> float | None:
     """Gigabytes of arrays that may be on their way to disk; None: any number."""
     if shapes is None or jax.default_backend() != "cpu":
         return None
-    largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))
-    return (_IN_WRITING + largest) / 1e9  # orbax refuses an array that is not below its limit
+    return (_IN_WRITING + max(_sizes(shapes))) / 1e9  # each array must be below orbax's limit
+
+
+def _sizes(shapes: Any) -> list[int]:
+    return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
 
 
 def _shapes(tree: Any) -> dict[str, str]:
