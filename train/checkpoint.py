@@ -1,6 +1,7 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
@@ -28,7 +28,7 @@ from train.run_folder import check_no_pattern
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 _IN_WRITING = 32 * 2**20
-"""On CPU: bytes of a state, beside its largest array, that are on their way to disk at a time."""
+"""On CPU: bytes of a state, beside its largest array, that go to disk or come from it at a time."""
 
 Found = TypeVar("Found")
 
@@ -67,7 +67,8 @@ class Checkpoints:
       folder: where they are.
       keep: how many of the newest are kept; None: they are only read.
       say: shows a line; on stderr by default.
-      shapes: of the states that will be saved; None: writing takes what memory it will.
+      shapes: of the states that will be saved; None: writing, and reading, takes what memory
+        it will.
       best: read that of the highest score, not the newest.
       keep_best: keep that of the highest score beside the newest.
 
@@ -99,11 +100,14 @@ class Checkpoints:
         self._best = best
         check_no_pattern(folder)
         self._some_put_aside = self._put_unread_scores_aside()
+        limit = _at_a_time(shapes)
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
             item_handlers={
-                "state": ocp.PyTreeCheckpointHandler(save_concurrent_gb=_at_a_time(shapes)),
+                "state": ocp.PyTreeCheckpointHandler(
+                    save_concurrent_gb=limit, restore_concurrent_gb=limit
+                ),
                 "data": ocp.JsonCheckpointHandler(),
             },
         )
@@ -179,9 +183,7 @@ class Checkpoints:
             state, position = self._read(step, target)
             return Restored(step, jax.tree.map(_owned, state), position)
 
-        found = self._newest(read)
-        give_free_memory_back()
-        return found
+        return self._newest(read)
 
     def restore_network(
         self, init: Callable[[Array], tuple[Any, Any]] | None = None
@@ -332,7 +334,7 @@ def _in_background(shapes: Any) -> bool:
 
 
 def _at_a_time(shapes: Any) -> float | None:
-    """Gigabytes of arrays that may be on their way to disk; None: any number."""
+    """Gigabytes of arrays that may be on their way to disk, or from it; None: any number."""
     if shapes is None or jax.default_backend() != "cpu":
         return None
     return (_IN_WRITING + max(_sizes(shapes))) / 1e9  # each array must be below orbax's limit
@@ -358,16 +360,19 @@ def _score(metrics: Any) -> float:
 
 
 def _owned(leaf: Array) -> Array:
-    """A restored array in the device's own memory; where it was read to is given back.
+    """A restored array that can be donated: the first step would hold any other twice.
 
-    On CPU some lie where orbax read them to. Such a one cannot be donated: the first step would
-    hold it twice.
+    On CPU most lie where orbax read them to, in memory that is not JAX's. These are moved, and
+    the others stay where they are.
     """
-    if jax.default_backend() != "cpu":
-        return leaf
-    copy = jax.block_until_ready(jnp.copy(leaf))
-    leaf.delete()
-    return copy
+    owned = jax.block_until_ready(_donated(leaf))
+    give_free_memory_back()  # what is free now is too small for the next one by a few bytes
+    return owned
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _donated(leaf: Array) -> Array:
+    return leaf
 
 
 def _placed(shape: Any) -> jax.ShapeDtypeStruct:

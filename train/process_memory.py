@@ -13,7 +13,7 @@ read ahead and the holes of `HOLES`: checkpoints on their way to disk, code that
 HOLES = 1 / 12
 """Of a training state's bytes, what the allocator holds between its arrays once checkpoints were
 written or read. With `BESIDE_THE_PROGRAM`, of language models with an average: of states of 73,
-290, 651 and 1,151 MiB 55, 67, 82 and 92 MiB were measured, after a resume 66, 81, 113 and 113."""
+290, 651 and 1,151 MiB 55, 72, 82 and 85 MiB were measured, after a resume 65, 85, 105 and 120."""
 
 
 # malloc.h

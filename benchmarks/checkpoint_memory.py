@@ -1,0 +1,166 @@
+"""Memory beside a training state while checkpoints are written and read on CPU.
+
+    python -m benchmarks.checkpoint_memory
+
+A state of two arrays of 8 MiB for each of so many layers, and one of 32 MiB. It is saved three
+times, with donated steps between, and restored and stepped once more: by fnet, which compares
+checksums too, and by orbax as it comes, in the background. Each in a fresh process, interleaved.
+What is seen is the most that the process held above the state, as a part of it: median. Seconds are
+from the first save until the last one is on disk, steps among them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+import fnet
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import markdown
+from fnet.memory import tree_bytes
+from train.checkpoint import Checkpoints
+from train.process_memory import HighWater, hold_little_freed_memory
+
+PACKAGES = ("jax", "jaxlib", "orbax-checkpoint")
+SAVES, STEPS_BETWEEN = 3, 3
+
+
+class Side(NamedTuple):
+    """How a state is saved and restored."""
+
+    save: Callable[[int, Any], None]
+    wait: Callable[[], None]
+    restore: Callable[[], Any]
+
+
+@contextlib.contextmanager
+def ours(folder: Path, shapes: Any) -> Iterator[Side]:
+    with Checkpoints(folder, keep=2, shapes=shapes) as checkpoints:
+
+        def restore() -> Any:
+            found = checkpoints.restore(shapes)
+            assert found is not None
+            return found.state
+
+        yield Side(lambda i, state: checkpoints.save(i, state, {}), checkpoints.wait, restore)
+
+
+@contextlib.contextmanager
+def orbax(folder: Path, shapes: Any) -> Iterator[Side]:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), shapes)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with ocp.CheckpointManager(folder, options=options) as manager:
+        yield Side(
+            lambda i, state: manager.save(i, args=ocp.args.StandardSave(state)),
+            manager.wait_until_finished,
+            lambda: manager.restore(SAVES, args=ocp.args.StandardRestore(placed)),
+        )
+
+
+SIDES = {"fnet": ours, "orbax": orbax}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def init(key: jax.Array, layers: int) -> fnet.TrainState:
+    kernels = jax.random.normal(key, (2 * layers, 2**21))
+    params = [*kernels, jnp.arange(2.0**23)]
+    return fnet.TrainState(jnp.int32(0), params, {}, (), None, jax.random.key(1))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(state: fnet.TrainState) -> fnet.TrainState:
+    params = jax.tree.map(jnp.cos, state.params)
+    return dataclasses.replace(state, step=state.step + 1, params=params)
+
+
+def measure(name: str, layers: int) -> dict[str, float]:
+    """In this process: of one side, parts of the state, and seconds."""
+
+    def stepped(state: fnet.TrainState) -> fnet.TrainState:
+        for _ in range(STEPS_BETWEEN):
+            state = step(state)
+        return jax.block_until_ready(state)
+
+    def beside(memory: HighWater) -> float:
+        most = memory.bytes()
+        assert most is not None, "this system does not tell what a process has held"
+        return most / tree_bytes(shapes)
+
+    state = stepped(init(jax.random.key(0), layers))
+    shapes = jax.eval_shape(lambda: state)
+    with tempfile.TemporaryDirectory() as folder, SIDES[name](Path(folder) / "c", shapes) as side:
+        memory, began = HighWater(), time.perf_counter()
+        for i in range(1, SAVES + 1):
+            side.save(i, state)
+            state = stepped(state)
+        side.wait()
+        found = {"seconds": time.perf_counter() - began, "saving": beside(memory)}
+        jax.tree.map(lambda a: a.delete(), state)
+        memory = HighWater()
+        state = stepped(side.restore())
+        found["resuming"] = beside(memory) - 1
+    return found
+
+
+def in_a_process(*arguments: object) -> dict[str, float]:
+    """`measure` in a fresh process."""
+    command = [sys.executable, "-m", "benchmarks.checkpoint_memory", "--worker"]
+    answer = subprocess.run([*command, *map(str, arguments)], check=True, stdout=subprocess.PIPE)
+    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argument_parser(__doc__, rounds=5)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        hold_little_freed_memory()
+        print(json.dumps(measure(args.worker[0], int(args.worker[1]))))
+        return
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
+    for _ in range(args.rounds):
+        for name, found in runs.items():
+            found.append(in_a_process(name, args.layers))
+    sides = {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for name, found in runs.items()
+    }
+    rows = [{"": name} | {k: f"{v:.2f}" for k, v in side.items()} for name, side in sides.items()]
+    print(markdown(rows))
+    publish(claims(sides["fnet"], sides["orbax"], args.layers), args, *PACKAGES)
+
+
+def claims(ours: dict[str, float], peers: dict[str, float], layers: int) -> list[Claim]:
+    """Of medians, by side."""
+    mebibytes = tree_bytes(jax.eval_shape(lambda: init(jax.random.key(0), layers))) >> 20
+    state, peer = f"a state of {mebibytes} MiB on CPU", "orbax in the background, as it comes"
+    saved, restored = f"{state}, saved between steps", f"{state}, restored and stepped"
+    part, kind = "seen above it, as a part of it", "seen memory"
+    saving, seconds = (ours[key] / peers[key] for key in ("saving", "seconds"))
+    return [
+        Claim(f"{saved}: {part}", "the state", ours["saving"], "< 0.5", kind),
+        Claim(f"{restored}: {part}", "the state", ours["resuming"], "< 0.5", kind),
+        Claim(f"{saved}: seen above it", peer, saving, kind=kind),
+        Claim(f"{saved}: time until all are on disk, with checksums", peer, seconds, kind="time"),
+    ]
+
+
+if __name__ == "__main__":
+    main()
