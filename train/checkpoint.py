@@ -1,7 +1,6 @@
 """Checkpoints of a run: the only place that knows orbax."""
 
 import contextlib
-import functools
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from jax import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from fnet import TrainState
+from train.checkpoint_memory import at_a_time, in_background, owned
 from train.checksums import checksums, dotted
 from train.distributed import any_process
 from train.errors import TrainingError, UserError, is_of_memory, is_of_the_machine
@@ -26,9 +26,6 @@ from train.run_folder import check_no_pattern
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
 # is raised, and said by the loop.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-_IN_WRITING = 32 * 2**20
-"""On CPU: bytes of a state, beside its largest array, that go to disk or come from it at a time."""
 
 Found = TypeVar("Found")
 
@@ -94,19 +91,19 @@ class Checkpoints:
             read_only=keep is None,
             create=keep is not None,
             lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
-            enable_async_checkpointing=_in_background(shapes),
+            enable_async_checkpointing=in_background(shapes),
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
         check_no_pattern(folder)
         self._some_put_aside = self._put_unread_scores_aside()
-        limit = _at_a_time(shapes)
+        gigabytes = at_a_time(shapes)
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
             item_handlers={
                 "state": ocp.PyTreeCheckpointHandler(
-                    save_concurrent_gb=limit, restore_concurrent_gb=limit
+                    save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
                 ),
                 "data": ocp.JsonCheckpointHandler(),
             },
@@ -181,7 +178,7 @@ class Checkpoints:
         def read(step: int) -> Restored:
             self._compare(step, self._manager.item_metadata(step).state.tree, like)
             state, position = self._read(step, target)
-            return Restored(step, jax.tree.map(_owned, state), position)
+            return Restored(step, jax.tree.map(owned, state), position)
 
         return self._newest(read)
 
@@ -328,22 +325,6 @@ class Checkpoints:
                 )
 
 
-def _in_background(shapes: Any) -> bool:
-    """Whether there is memory to go on with the training while a state is written."""
-    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= _IN_WRITING
-
-
-def _at_a_time(shapes: Any) -> float | None:
-    """Gigabytes of arrays that may be on their way to disk, or from it; None: any number."""
-    if shapes is None or jax.default_backend() != "cpu":
-        return None
-    return (_IN_WRITING + max(_sizes(shapes))) / 1e9  # each array must be below orbax's limit
-
-
-def _sizes(shapes: Any) -> list[int]:
-    return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
-
-
 def _shapes(tree: Any) -> dict[str, str]:
     """{path: shape} of all leaves but the typed key, which is saved as its data."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -357,22 +338,6 @@ def _score(metrics: Any) -> float:
     if not isinstance(score, int | float) or not -math.inf < score < math.inf:
         raise ValueError(f"its score is {score}, not a finite number")
     return score
-
-
-def _owned(leaf: Array) -> Array:
-    """A restored array that can be donated: the first step would hold any other twice.
-
-    On CPU most lie where orbax read them to, in memory that is not JAX's. These are moved, and
-    the others stay where they are.
-    """
-    owned = jax.block_until_ready(_donated(leaf))
-    give_free_memory_back()  # what is free now is too small for the next one by a few bytes
-    return owned
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _donated(leaf: Array) -> Array:
-    return leaf
 
 
 def _placed(shape: Any) -> jax.ShapeDtypeStruct:
