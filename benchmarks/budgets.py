@@ -15,8 +15,6 @@ import argparse
 import functools
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +26,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import markdown
+from benchmarks.measure import in_a_process, markdown
 from benchmarks.networks import image_loss
 from fnet import layers, models
 from fnet.memory import Plan, in_words, tree_bytes
@@ -141,15 +139,6 @@ def candidates(plan: Plan) -> list[str]:
     ]
 
 
-def in_a_process(*arguments: object) -> dict[str, Any]:
-    """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.budgets", "--worker", *map(str, arguments)]
-    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
-    return found
-
-
 def main() -> None:
     parser = argument_parser(__doc__, rounds=2)
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
@@ -164,12 +153,12 @@ def main() -> None:
     rows = []
     claimed: list[Claim] = []
     for name in options.problems:
-        plain = in_a_process(name, None, 1)["predicted"]
+        plain = in_a_process("budgets", name, None, 1)["predicted"]
         runs: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
         for _ in range(options.rounds):
             for share, found in runs.items():
                 budget = None if share == 1 else int(share * plain)
-                found.append(in_a_process(name, budget, options.steps))
+                found.append(in_a_process("budgets", name, budget, options.steps))
         seconds = {
             share: statistics.median(s for run in found for s in run["seconds"])
             for share, found in runs.items()

@@ -15,8 +15,6 @@ import dataclasses
 import functools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,12 +27,11 @@ import orbax.checkpoint as ocp
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import markdown
+from benchmarks.measure import in_a_process, markdown
 from fnet.memory import tree_bytes
 from train.checkpoint import Checkpoints
 from train.process_memory import HighWater, hold_little_freed_memory
 
-PACKAGES = ("jax", "jaxlib", "orbax-checkpoint")
 SAVES, STEPS_BETWEEN = 3, 3
 
 
@@ -116,15 +113,6 @@ def measure(name: str, layers: int) -> dict[str, float]:
     return found
 
 
-def in_a_process(*arguments: object) -> dict[str, float]:
-    """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.checkpoint_memory", "--worker"]
-    answer = subprocess.run([*command, *map(str, arguments)], check=True, stdout=subprocess.PIPE)
-    found: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
-    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
-    return found
-
-
 def main() -> None:
     parser = argument_parser(__doc__, rounds=5)
     parser.add_argument("--layers", type=int, default=32)
@@ -137,14 +125,15 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     for _ in range(args.rounds):
         for name, found in runs.items():
-            found.append(in_a_process(name, args.layers))
+            found.append(in_a_process("checkpoint_memory", name, args.layers))
     sides = {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]}
         for name, found in runs.items()
     }
     rows = [{"": name} | {k: f"{v:.2f}" for k, v in side.items()} for name, side in sides.items()]
     print(markdown(rows))
-    publish(claims(sides["fnet"], sides["orbax"], args.layers), args, *PACKAGES)
+    claimed = claims(sides["fnet"], sides["orbax"], args.layers)
+    publish(claimed, args, "jax", "jaxlib", "orbax-checkpoint")
 
 
 def claims(ours: dict[str, float], peers: dict[str, float], layers: int) -> list[Claim]:

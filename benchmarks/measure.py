@@ -1,7 +1,10 @@
-"""What the benchmarks share: interleaved medians, compiled programs, Markdown tables."""
+"""What the benchmarks share: interleaved medians, programs, fresh processes, Markdown tables."""
 
 import functools
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -101,6 +104,18 @@ def beside(
 def temporaries(compiled: jax.stages.Compiled) -> int:
     """Bytes of all that is neither an argument nor an output of a compiled program."""
     return peak(compiled).temporaries
+
+
+def in_a_process(script: str, *arguments: object) -> Any:
+    """What a script of this folder prints last when ``--worker`` has it measure, read as JSON.
+
+    It runs in a fresh process: what others have held before does not count.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{script}", "--worker", *map(str, arguments)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(answer.stdout.splitlines()[-1])
+    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def markdown(rows: Sequence[Mapping[str, str]], left: int = 1) -> str:

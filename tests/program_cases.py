@@ -3,9 +3,11 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fnet
 from train import cli
 from train.checkpoint import Checkpoints
 from train.run_folder import RunFolder
@@ -60,3 +62,10 @@ def final_state(folder):
     arrays = restored.step, state.params, state.model_state, state.opt_state, state.ema
     key = jax.random.key_data(jax.random.clone(state.key))
     return jax.tree.map(np.asarray, (*arrays, key)), restored.position
+
+
+def state_of(arrays, size):
+    """A state of that many arrays."""
+    key, other = jax.random.split(jax.random.key(0))
+    params = list(jax.random.normal(key, (arrays, size)))
+    return fnet.TrainState(jnp.int32(0), params, {}, (), None, other)

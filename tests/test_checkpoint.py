@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import exit_code, fnet_command, said_in_one_line, state_of
 
-import fnet
 from train import recipes
 from train.checkpoint import Checkpoints
 from train.checksums import checksums
 from train.errors import TrainingError, UserError
-from train.process_memory import HighWater
 from train.run_folder import RunFolder
 from train.setup import setup
 
@@ -318,13 +315,6 @@ def failing(tmp_path, monkeypatch):
     return checkpoints
 
 
-def state_of(arrays, size):
-    """A state of that many arrays."""
-    key, other = jax.random.split(jax.random.key(0))
-    params = list(jax.random.normal(key, (arrays, size)))
-    return fnet.TrainState(jnp.int32(0), params, {}, (), None, other)
-
-
 def test_what_is_saved_or_restored_can_be_donated(tmp_path):
     @partial(jax.jit, donate_argnums=0)
     def step(params):
@@ -340,16 +330,6 @@ def test_what_is_saved_or_restored_can_be_donated(tmp_path):
         checkpoints.save(1, state, {})
         assert stays_where_it_is(state)
         assert stays_where_it_is(checkpoints.restore(shapes).state)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only")
-def test_a_save_takes_a_part_of_the_states_memory(tmp_path):
-    state = jax.block_until_ready(state_of(48, 2**21))  # 384 MiB
-    with Checkpoints(tmp_path / "c", keep=1, shapes=state) as checkpoints:
-        memory = HighWater()
-        checkpoints.save(1, state, {})
-        assert memory.bytes() < 200 * 2**20
 
 
 def test_what_fails_in_the_background_is_told_at_the_end(failing):

@@ -2,13 +2,19 @@
 
 import os
 
+import jax
 import numpy as np
 import pytest
+from program_cases import state_of
 
+from train.checkpoint import Checkpoints
 from train.process_memory import HighWater
 
+pytestmark = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only"
+)
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only")
+
 def test_the_high_water_is_what_was_in_use_above_the_beginning():
     alone, shared = HighWater(), HighWater(4)
     held = np.ones(64 * 2**20, np.uint8)
@@ -16,3 +22,12 @@ def test_the_high_water_is_what_was_in_use_above_the_beginning():
     assert 60 * 2**20 <= alone.bytes() < 100 * 2**20
     assert 15 * 2**20 <= shared.bytes() < 25 * 2**20
     assert HighWater().bytes() < 32 * 2**20
+
+
+@pytest.mark.slow
+def test_a_save_takes_a_part_of_the_states_memory(tmp_path):
+    state = jax.block_until_ready(state_of(48, 2**21))  # 384 MiB
+    with Checkpoints(tmp_path / "c", keep=1, shapes=state) as checkpoints:
+        memory = HighWater()
+        checkpoints.save(1, state, {})
+        assert memory.bytes() < 200 * 2**20

@@ -1,6 +1,5 @@
 """Memory of checkpoints on CPU, where all that they hold lies beside the training state."""
 
-import functools
 from typing import Any
 
 import jax
@@ -29,20 +28,17 @@ def at_a_time(shapes: Any) -> float | None:
 
 
 def owned(leaf: Array) -> Array:
-    """A restored array that can be donated: the first step would hold any other twice.
+    """A restored array, copied into JAX's own memory, in place of the one that was read.
 
-    On CPU most lie where orbax read them to, in memory that is not JAX's. These are moved, and
-    the others stay where they are.
+    On CPU most lie where orbax read them to. These cannot be donated: the first step would hold
+    them twice.
     """
-    found = jax.block_until_ready(_donated(leaf))
+    copy = jax.block_until_ready(jax.device_put(leaf, leaf.sharding, may_alias=False))
+    leaf.delete()
     give_free_memory_back()  # what is free now is too small for the next one by a few bytes
-    return found
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _donated(leaf: Array) -> Array:
-    return leaf
+    return copy
 
 
 def _sizes(shapes: Any) -> list[int]:
+    """Bytes of whole arrays: orbax may read one whole of which a device has a part."""
     return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
