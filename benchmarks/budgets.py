@@ -30,8 +30,8 @@ from benchmarks.measure import in_a_process, markdown
 from benchmarks.networks import image_loss
 from fnet import layers, models
 from fnet.memory import Plan, in_words, tree_bytes
-from train.process_memory import BESIDE_THE_PROGRAM as RESERVE
-from train.process_memory import HighWater, hold_little_freed_memory
+from train.run.process_memory import BESIDE_THE_PROGRAM as RESERVE
+from train.run.process_memory import HighWater, hold_little_freed_memory
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 

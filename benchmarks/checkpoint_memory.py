@@ -29,8 +29,8 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_a_process, markdown
 from fnet.memory import tree_bytes
-from train.checkpoint import Checkpoints
-from train.process_memory import HighWater, hold_little_freed_memory
+from train.run.checkpoint import Checkpoints
+from train.run.process_memory import HighWater, hold_little_freed_memory
 
 SAVES, STEPS_BETWEEN = 3, 3
 

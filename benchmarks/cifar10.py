@@ -26,13 +26,12 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
-from train import recipes
-from train.config import Config, Mesh, ResNet9
+from train.config import Config, Mesh, ResNet9, recipes
 from train.config.section import options
-from train.loop import train
-from train.mesh import layout, make_cpu_devices
-from train.planning import compile_step
-from train.setup import setup
+from train.run.loop import train
+from train.run.mesh import layout, make_cpu_devices
+from train.run.planning import compile_step
+from train.run.setup import setup
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
 from train import cli
 from train.arguments import ImageArguments
-from train.checkpoint import Checkpoints
+from train.commands.sample_images import samples
 from train.config import Config, PreactResNet
-from train.run_folder import RunFolder
-from train.sample_images import samples
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
 from train.tasks import images
 from train.tasks.diffusion import network_of
 

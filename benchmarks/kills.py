@@ -23,9 +23,9 @@ import jax
 import numpy as np
 
 from benchmarks.claims import Claim, argument_parser, publish
-from train.checkpoint import Checkpoints
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 RECIPE = "digits"
 

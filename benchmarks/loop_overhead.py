@@ -20,10 +20,10 @@ import jax
 from rich.console import Console
 
 from benchmarks.claims import Claim, argument_parser, publish
-from train import loop
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
-from train.planning import Planned, StepBySize
-from train.setup import Setup
+from train.run import loop
+from train.run.planning import Planned, StepBySize
+from train.run.setup import Setup
 
 BEGIN = 30
 """Steps before the first that is timed."""

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import chart, machine
 from benchmarks.claims import KINDS, Claim
 from benchmarks.measure import markdown
-from train.run_folder import write_whole
+from train.run.run_folder import write_whole
 
 Results = Mapping[str, Mapping[str, Any]]
 """By a benchmark's name, what `claims.publish` wrote and how it ran; or ``why`` it did not."""

@@ -10,8 +10,7 @@ reach was not measured. 150 steps (--train.steps 150 --optim.warmup-steps 20) re
 
 import dataclasses
 
-from train import recipes
-from train.config import Config, RevNet
+from train.config import Config, RevNet, recipes
 
 
 def config() -> Config:

@@ -10,7 +10,7 @@ trained here: the published top-1 / top-5 of the reference are 78.57 / 94.17 (22
 from dataclasses import replace
 
 from train.config import Config, DenseNet
-from train.recipes import load
+from train.config.recipes import load
 
 
 def config() -> Config:

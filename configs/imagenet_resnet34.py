@@ -10,7 +10,7 @@ the published top-1 / top-5 of the reference are 73.27 / 91.34 (224 x 224), 75.1
 from dataclasses import replace
 
 from train.config import Config, ResNet
-from train.recipes import load
+from train.config.recipes import load
 
 
 def config() -> Config:

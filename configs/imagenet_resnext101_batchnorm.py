@@ -10,7 +10,7 @@ trained here: the published top-1 / top-5 of the reference are 77.04 / 93.50 (22
 from dataclasses import replace
 
 from train.config import Config, ResNeXt
-from train.recipes import load
+from train.config.recipes import load
 
 
 def config() -> Config:

@@ -9,9 +9,9 @@ import pytest
 
 import fnet
 from train import cli
-from train.checkpoint import Checkpoints
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 TINY = """
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train

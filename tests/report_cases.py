@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from train.config import Config, Train
-from train.report import as_html, report
-from train.report.runs import read_runs
-from train.run_folder import RunFolder
+from train.output.report import as_html, report
+from train.output.report.runs import read_runs
+from train.run.run_folder import RunFolder
 
 EVIL = "<script>alert(1)</script>&\"'é"
 NOW = 2e9

@@ -14,7 +14,7 @@ from program_cases import exit_code, fnet_command, said_in_one_line
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
 from train.data import arrays, digits, evaluation_batches
 from train.errors import UserError
-from train.setup import setup
+from train.run.setup import setup
 from train.tasks import images
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line, state_of
 
-from train import recipes
-from train.checkpoint import Checkpoints
-from train.checksums import checksums
+from train.config import recipes
 from train.errors import TrainingError, UserError
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.run.checkpoint import Checkpoints
+from train.run.checksums import checksums
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -194,7 +194,7 @@ def test_of_a_checkpoint_only_what_evaluates_is_read(kept, workplace, monkeypatc
         read.extend(tree)
         return checksums(tree)
 
-    monkeypatch.setattr("train.checkpoint.checksums", noted)
+    monkeypatch.setattr("train.run.checkpoint.checksums", noted)
     with Checkpoints(workplace / "c") as checkpoints:
         network = checkpoints.restore_network(run.task.model.init)
     assert sorted(read) == sorted([kept, "model_state"])  # and no optimizer's state
@@ -266,7 +266,7 @@ def test_a_folder_that_another_process_writes_in_is_refused(workplace, capsys):
     holding = """
 import sys
 from pathlib import Path
-from train.run_folder import RunFolder
+from train.run.run_folder import RunFolder
 with RunFolder(Path("r")).owned():
     print("held", flush=True)
     sys.stdin.read()

@@ -9,8 +9,8 @@ import pytest
 
 import fnet
 from fnet import diffusion
-from train import sample_images, sample_text
 from train.arguments import ImageArguments, TextArguments
+from train.commands import sample_images, sample_text
 from train.config import (
     Config,
     Denoiser,
@@ -19,7 +19,7 @@ from train.config import (
     TextFile,
 )
 from train.data import synthetic
-from train.run_folder import RunFolder
+from train.run.run_folder import RunFolder
 from train.tasks import build, language
 
 SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)

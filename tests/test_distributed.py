@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from program_cases import exit_code, fnet_command
 
-from train import distributed, loop
 from train.errors import UserError
+from train.run import distributed, loop
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 

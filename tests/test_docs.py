@@ -14,7 +14,8 @@ import yaml
 
 import fnet
 from fnet.layers import activations
-from train import arguments, recipes
+from train import arguments
+from train.config import recipes
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

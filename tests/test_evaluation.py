@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
-from train import examples, plots
 from train.arguments import EvalArguments
+from train.commands.eval import show, with_options
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
-from train.eval_run import show, with_options
-from train.evaluate import Evaluate, Evaluation
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.output import examples, plots
+from train.run.evaluate import Evaluate, Evaluation
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 from train.tasks import Measured, build
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
@@ -348,7 +348,7 @@ def test_in_training_too_a_network_that_sees_several_crops_is_given_fewer_images
             sizes.append(size)
             super().__init__(task, size, *rest)
 
-    monkeypatch.setattr("train.setup.Evaluate", Recorded)
+    monkeypatch.setattr("train.run.setup.Evaluate", Recorded)
     fnet_command("train", "colours.py", "--data.crops", 10, "--train.steps", 1, "--out", "run")
     assert sizes == [2]  # batches of 20
 

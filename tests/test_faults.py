@@ -14,10 +14,10 @@ import pytest
 from program_cases import exit_code, final_state, fnet_command, said_in_one_line
 
 import fnet
-from train import loop
-from train.checkpoint import Checkpoints
 from train.config import Digits, PreactResNet
 from train.data import digits
+from train.run import loop
+from train.run.checkpoint import Checkpoints
 from train.tasks import images
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from train.interruption import Interruption
+from train.run.interruption import Interruption
 
 
 def test_afterwards_signals_do_what_they_did_before():

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from fnet import memory
 from fnet.memory.target import Target
-from train import planning
 from train.config import Config, Digits, Memory, Mlp
-from train.memory_tables import plan_table
-from train.planning import reserve
-from train.setup import setup
+from train.output.memory_tables import plan_table
+from train.run import planning
+from train.run.planning import reserve
+from train.run.setup import setup
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_batches_that_are_read_ahead_are_reserved_for():
 def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     here = Target("here", jax.local_devices()[0], 1_000_000, options)
-    monkeypatch.setattr("train.foresee._target", lambda given: here)
+    monkeypatch.setattr("train.commands.memory._target", lambda given: here)
     fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
     found = json.loads((workplace / "auto" / "memory.json").read_text())
     assert found["peak"]["total"] <= 1_000_000

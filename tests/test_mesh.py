@@ -13,13 +13,13 @@ import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
 from fnet import memory
-from train import account
 from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.mesh import layout
-from train.planning import compile_step, largest_batch, plan, reserve
-from train.setup import setup
+from train.run import account
+from train.run.mesh import layout
+from train.run.planning import compile_step, largest_batch, plan, reserve
+from train.run.setup import setup
 
 pytestmark = pytest.mark.slow
 
@@ -167,7 +167,7 @@ def test_a_target_is_one_device(workplace, capsys):
 
 def test_without_a_flag_as_many_cpu_devices_are_made_as_are_wanted():
     code = (
-        "import jax; from train.config import Mesh; from train.mesh import make_cpu_devices;"
+        "import jax; from train.config import Mesh; from train.run.mesh import make_cpu_devices;"
         "make_cpu_devices(Mesh(data=3)); print(len(jax.devices()))"
     )
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

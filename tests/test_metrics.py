@@ -5,9 +5,9 @@ import pytest
 from program_cases import metrics_of
 
 from train.errors import TrainingError
-from train.metrics import Meter, score
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.run.metrics import Meter, score
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 
 class Late(np.ndarray):
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_not_finite_is_not_saved_behind():
 
 def test_what_is_done_in_a_pause_is_no_steps_time(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
     meter = Meter(batch_size=8)  # begins at 0
     with meter.paused():  # from 1 to 2
         pass
@@ -88,7 +88,7 @@ def test_what_is_done_in_a_pause_is_no_steps_time(monkeypatch):
 
 def test_a_window_is_told_as_a_mean_and_all_windows_as_a_sum(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
     meter = Meter(batch_size=8)  # begins at 0
     for loss in (1.0, 3.0):
         meter.add({"loss": np.float32(loss)})
@@ -101,7 +101,7 @@ def test_a_window_is_told_as_a_mean_and_all_windows_as_a_sum(monkeypatch):
 
 def test_a_wait_is_told_as_a_share_of_the_time(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("train.metrics.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
     meter = Meter(batch_size=8)  # begins at 0
     (last,) = steps(meter, 1)
     last.done = True

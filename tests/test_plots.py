@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from train import plots
-from train.palette import painted
+from train.output import plots
+from train.output.palette import painted
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from fnet.layer import stateless
 from fnet.layers.causal_conv import causal_conv
 from fnet.precision import add, broadcast_like
 from train.config import Config, Denoiser, Digits, LanguageModel, Optim, PreactResNet, TextFile
-from train.setup import setup
+from train.run.setup import setup
 
 
 @pytest.fixture

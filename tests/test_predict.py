@@ -17,16 +17,16 @@ from rich.console import Console
 
 from train import data
 from train.arguments import PredictArguments
-from train.checkpoint import Checkpoints
-from train.class_names import read_classes, write_classes
+from train.commands.predict import labels_of, predict, show
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
+from train.config.recipes import load
 from train.data import evaluation_batches
+from train.data.class_names import read_classes, write_classes
+from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
-from train.image_input import Preparation, Prepared
-from train.palette import voc_colours
-from train.predict import labels_of, predict, show
-from train.recipes import load
-from train.run_folder import RunFolder
+from train.output.palette import voc_colours
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
 from train.tasks import build, images
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
@@ -324,7 +324,7 @@ def test_no_more_images_are_predicted_at_once_than_were_trained_on(run_of, recip
         sizes.append(rows)
         return data.padded(arrays, rows)
 
-    monkeypatch.setattr("train.predict.padded", padded)
+    monkeypatch.setattr("train.commands.predict.padded", padded)
     for batch_size, crops, expected in ((20, 1, 15), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
         changed = dataclasses.replace(config.data, batch_size=batch_size, crops=crops)
         few = dataclasses.replace(config, data=changed)

@@ -17,13 +17,12 @@ from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from program_cases import exit_code, final_state, fnet_command, metrics_of, said_in_one_line
 
-from train import recipes
-from train.config import Clipped, Mesh
+from train.config import Clipped, Mesh, recipes
 from train.data import poisson
 from train.errors import UserError
-from train.metrics import noise_scale, noise_scale_course
-from train.privacy import Privacy, dp_accounting, noise_for, privacy_of
-from train.setup import setup
+from train.run.metrics import noise_scale, noise_scale_course
+from train.run.privacy import Privacy, dp_accounting, noise_for, privacy_of
+from train.run.setup import setup
 
 PRIVATE = """
 from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train

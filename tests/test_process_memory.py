@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from program_cases import state_of
 
-from train.checkpoint import Checkpoints
-from train.process_memory import HighWater
+from train.run.checkpoint import Checkpoints
+from train.run.process_memory import HighWater
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only"

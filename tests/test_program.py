@@ -14,10 +14,10 @@ import pytest
 from program_cases import exit_code, final_state, fnet_command, metrics_of, said_in_one_line
 
 import fnet
-from train import data, recipes
-from train.config import Config, Mlp, Synthetic, Train
-from train.run_folder import RunFolder
-from train.setup import setup
+from train import data
+from train.config import Config, Mlp, Synthetic, Train, recipes
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 pytestmark = pytest.mark.usefixtures("workplace")
 

@@ -10,7 +10,6 @@ import pytest
 from image_cases import class_folders
 from program_cases import fnet_command
 
-from train import recipes
 from train.config import (
     Config,
     DenseNet,
@@ -19,11 +18,12 @@ from train.config import (
     ResNet,
     ResNeXt,
     WiderResNet,
+    recipes,
     to_json,
 )
 from train.data import image_folder
 from train.errors import UserError
-from train.setup import setup
+from train.run.setup import setup
 
 LARGE = (
     *("imagenet_densenet264", "imagenet_resnet101", "imagenet_resnext101_512"),

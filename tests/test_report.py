@@ -33,10 +33,10 @@ from train.config import (
     Train,
 )
 from train.errors import UserError
-from train.report import as_html
-from train.report.config import ABSENT, differences
-from train.report.runs import read_runs
-from train.run_folder import RunFolder
+from train.output.report import as_html
+from train.output.report.config import ABSENT, differences
+from train.output.report.runs import read_runs
+from train.run.run_folder import RunFolder
 
 make = pytest.fixture(report_cases.make)
 

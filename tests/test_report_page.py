@@ -25,12 +25,12 @@ from report_cases import (
 
 from train.config import Config, ImageFolder
 from train.errors import UserError
-from train.report import as_html
-from train.report.curves import MOST_POINTS, thinned
-from train.report.runs import read_runs
-from train.report.scales import BYTES, NUMBER, SCORE, SHARE, axis, number
-from train.report.style import STYLE
-from train.run_folder import RunFolder
+from train.output.report import as_html
+from train.output.report.curves import MOST_POINTS, thinned
+from train.output.report.runs import read_runs
+from train.output.report.scales import BYTES, NUMBER, SCORE, SHARE, axis, number
+from train.output.report.style import STYLE
+from train.run.run_folder import RunFolder
 
 make = pytest.fixture(report_cases.make)
 

@@ -12,11 +12,11 @@ from program_cases import exit_code, fnet_command, said_in_one_line
 import fnet
 from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
+from train.commands.sample_text import continued
 from train.config import Config, Denoiser, Digits
-from train.evaluate import Evaluate
-from train.run_folder import RunFolder
-from train.sample_text import continued
-from train.setup import setup
+from train.run.evaluate import Evaluate
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 from train.tasks import images
 
 TEXT = """

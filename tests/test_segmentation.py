@@ -15,9 +15,9 @@ from program_cases import exit_code, said_in_one_line
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
 from train.config.vision import Body
-from train.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.data import evaluation_batches
-from train.palette import painted, voc_colours
+from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
+from train.output.palette import painted, voc_colours
 from train.tasks import build
 from train.tasks.segmentation import Views, logits_by_view, measuring
 

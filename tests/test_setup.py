@@ -27,8 +27,8 @@ from train.config import (
     flatten,
 )
 from train.errors import UserError
-from train.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
-from train.setup import check_resumed, setup
+from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
+from train.run.setup import check_resumed, setup
 
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
-from train import loop, recipes
-from train.checkpoint import Checkpoints
-from train.config import LanguageModel
+from train.config import LanguageModel, recipes
+from train.run import loop
+from train.run.checkpoint import Checkpoints
 from train.tasks import language
 
 TEXT = """

@@ -13,13 +13,13 @@ import pytest
 from program_cases import exit_code, fnet_command
 from rich.console import Console
 
-from train import tracking
 from train.config import Config, Digits, Mlp, Tracking
 from train.errors import TrainingError, UserError
-from train.planning import StepBySize, compile_step
-from train.profiling import Profile
-from train.screen import plain
-from train.setup import setup
+from train.output.progress import plain
+from train.run import tracking
+from train.run.planning import StepBySize, compile_step
+from train.run.profiling import Profile
+from train.run.setup import setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 

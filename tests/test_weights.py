@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fnet.interop.torch import to_torch
-from train import recipes
-from train.checkpoint import Checkpoints
+from train.config import recipes
 from train.errors import TrainingError
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 RESNET = """
 from train.config import Config, Optim, ResNet, Synthetic, Train

@@ -9,11 +9,11 @@ from program_cases import fnet_command
 
 from fnet import layers
 from fnet.layer import Layer, serial
-from train.checkpoint import Checkpoints
 from train.config import DeepLab
-from train.recipes import load
-from train.run_folder import RunFolder
-from train.setup import setup
+from train.config.recipes import load
+from train.run.checkpoint import Checkpoints
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
 
 RECIPES = {
     "digits": """

@@ -15,7 +15,7 @@ from train.errors import TrainingError, UserError, is_of_memory, nearest
 
 if TYPE_CHECKING:
     from train.config import Mesh
-    from train.run_folder import RunFolder
+    from train.run.run_folder import RunFolder
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -108,7 +108,8 @@ def _dispatch(argv: list[str]) -> None:
 
 
 def _train(argv: list[str]) -> None:
-    from train import arguments, recipes
+    from train import arguments
+    from train.config import recipes
 
     given = _positional(argv, "fnet train CONFIG [--out DIR] [--resume] [--section.field VALUE]")
     defaults = arguments.TrainArguments(recipes.load(given))
@@ -120,12 +121,12 @@ def _train(argv: list[str]) -> None:
     _prepare_jax(mesh, (a.processes or mesh.data * mesh.fsdp) if together else 1)
     first = True
     if together:
-        from train.distributed import join
+        from train.run.distributed import join
 
         first = join(a.coordinator, a.processes, a.process)
     from rich.console import Console
 
-    from train.loop import train
+    from train.run.loop import train
 
     train(a.config, out, resume=a.resume, console=Console(quiet=not first), profile=a.profile)
 
@@ -141,7 +142,7 @@ def _eval(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
-    from train.eval_run import evaluate_run
+    from train.commands.eval import evaluate_run
 
     evaluate_run(folder, a, Console())
 
@@ -162,8 +163,8 @@ def _predict(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
-    from train.predict import as_dict, predict, show
-    from train.screen import printable
+    from train.commands.predict import as_dict, predict, show
+    from train.output.progress import printable
 
     found = predict(folder, config, images, a)
     if a.json:
@@ -178,7 +179,8 @@ def _predict(argv: list[str]) -> None:
 
 
 def _memory(argv: list[str]) -> None:
-    from train import arguments, recipes
+    from train import arguments
+    from train.config import recipes
 
     given = _positional(argv, "fnet memory CONFIG [--budget 4GiB] [--section.field VALUE]")
     defaults = arguments.MemoryArguments(recipes.load(given))
@@ -194,7 +196,7 @@ def _memory(argv: list[str]) -> None:
         jax.config.update("jax_platforms", "cpu")
     from rich.console import Console
 
-    from train.foresee import foresee
+    from train.commands.memory import foresee
 
     foresee(a, Console())
 
@@ -215,7 +217,7 @@ def _sample(argv: list[str]) -> None:
     if isinstance(config.model, LanguageModel):
         text = arguments.read_options(arguments.TextArguments, argv[1:], prog)
         _prepare_jax()
-        from train.sample_text import continued
+        from train.commands.sample_text import continued
 
         for piece in continued(folder, config, text):
             print(piece, end="", flush=True)
@@ -223,8 +225,8 @@ def _sample(argv: list[str]) -> None:
         return
     images = arguments.read_options(arguments.ImageArguments, argv[1:], prog)
     _prepare_jax()
-    from train.sample_images import draw
-    from train.screen import printable
+    from train.commands.sample_images import draw
+    from train.output.progress import printable
 
     print(printable(str(draw(folder, config, images))))
 
@@ -232,7 +234,8 @@ def _sample(argv: list[str]) -> None:
 def _import(argv: list[str]) -> None:
     usage = "fnet import CONFIG WEIGHTS [--out DIR] [--new-classifier] [--section.field VALUE]"
     given, weights = _positional(argv, usage), _positional(argv[1:], usage)
-    from train import arguments, recipes
+    from train import arguments
+    from train.config import recipes
 
     defaults = arguments.ImportArguments(recipes.load(given))
     a = arguments.read(defaults, argv[2:], f"fnet import {given} {weights}")
@@ -241,9 +244,9 @@ def _import(argv: list[str]) -> None:
     _prepare_jax()
     from rich.console import Console
 
-    from train.run_folder import quote
-    from train.screen import plain
-    from train.weights import import_weights, report_table
+    from train.commands.weights import import_weights, report_table
+    from train.output.progress import plain
+    from train.run.run_folder import quote
 
     report = import_weights(
         a.config,
@@ -267,8 +270,8 @@ def _export(argv: list[str]) -> None:
     folder = _run_folder(given)
 
     _prepare_jax()
-    from train.screen import printable
-    from train.weights import export_weights
+    from train.commands.weights import export_weights
+    from train.output.progress import printable
 
     print(printable(str(export_weights(folder, a))))
 
@@ -282,14 +285,14 @@ def _report(argv: list[str]) -> None:
     a = arguments.read_options(arguments.ReportArguments, argv[len(runs) :], prog)
     from rich.console import Console
 
-    from train.report import report
+    from train.output.report import report
 
     folders = [_run_folder(given) for given in runs]
     report(folders, Path(a.out) if a.out else None, Console())
 
 
 def _configs(argv: list[str]) -> None:
-    from train.recipes import recipes
+    from train.config.recipes import recipes
 
     if argv and argv[0] in ("-h", "--help"):
         _positional(argv, "fnet configs")
@@ -324,7 +327,7 @@ def _run_of(given: str) -> str | None:
 
 def _run_folder(given: str) -> "RunFolder":
     """The folder that is named, itself or by its config.json."""
-    from train.run_folder import RunFolder
+    from train.run.run_folder import RunFolder
 
     return RunFolder(Path(_run_of(given) or given))
 
@@ -333,7 +336,7 @@ def _prepare_jax(mesh: "Mesh | None" = None, processes: int = 1) -> None:
     """Compiled programs are kept between runs, in the user's cache folder; freed memory is not."""
     import jax
 
-    from train.process_memory import hold_little_freed_memory
+    from train.run.process_memory import hold_little_freed_memory
 
     hold_little_freed_memory()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
@@ -342,6 +345,6 @@ def _prepare_jax(mesh: "Mesh | None" = None, processes: int = 1) -> None:
             jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     if mesh:
-        from train.mesh import make_cpu_devices
+        from train.run.mesh import make_cpu_devices
 
         make_cpu_devices(mesh, processes)

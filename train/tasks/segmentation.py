@@ -10,9 +10,9 @@ from jax import Array
 import fnet
 from fnet.losses.pixels import pixel_cross_entropy, pixel_predictions
 from train.config import Config, DeepLab, SegmentationFolder
-from train.confusion import pixel_scores
 from train.data import Dataset, batch_of, segmentation_folder
 from train.errors import UserError
+from train.output.confusion import pixel_scores
 from train.tasks import images
 from train.tasks.task import Batch, Measured, Task
 

@@ -1,0 +1,1 @@
+"""Everything a user looks at: progress lines, tables, plots and the HTML report."""

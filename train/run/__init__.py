@@ -1,0 +1,1 @@
+"""One training run: set-up, loop, devices, checkpoints, evaluation, privacy accounting."""
