@@ -10,8 +10,8 @@ from example_losses import CASES, B, normal, rows, tokens
 
 import fnet
 from fnet import layers
-from fnet.autodiff.axis_rules import UNKNOWN, Along, Mixed
-from fnet.autodiff.batch_axis import follow
+from fnet.autodiff.per_example.axis_rules import UNKNOWN, Along, Mixed
+from fnet.autodiff.per_example.batch_axis import follow
 from fnet.losses.pixels import pixel_cross_entropy
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import layers
-from fnet.autodiff.clipped import clipped_grad, routes
+from fnet.autodiff.per_example.clipped import clipped_grad, routes
 from fnet.memory import peak
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)

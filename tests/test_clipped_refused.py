@@ -9,7 +9,7 @@ from example_losses import rows
 
 import fnet
 from fnet import layers
-from fnet.autodiff.clipped import clipped_grad
+from fnet.autodiff.per_example.clipped import clipped_grad
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 

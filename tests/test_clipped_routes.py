@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from example_losses import CASES, B, norms_of, one_by_one, rows
 
-from fnet.autodiff.clipped import clipped_grad, routes
+from fnet.autodiff.per_example.clipped import clipped_grad, routes
 from fnet.memory import peak
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)

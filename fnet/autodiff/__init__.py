@@ -1,20 +1,20 @@
 """What is made of one loss per example: gradient modes, and gradients of single examples."""
 
 from fnet.autodiff.accumulate import accumulate_grad, microbatches
-from fnet.autodiff.adaptive import AdaptiveClipping, adapted_clip
 from fnet.autodiff.batched import jvps, vjps
-from fnet.autodiff.clipped import Clipped, clipped_grad, routes
 from fnet.autodiff.in_backward import optimizer_in_backward
 from fnet.autodiff.jacobian import hvps, jacobian
 from fnet.autodiff.mean import Aux, Gradient, Loss, mean, weighted_mean
-from fnet.autodiff.modes import clipped, per_example
-from fnet.autodiff.per_example import (
+from fnet.autodiff.per_example.adaptive import AdaptiveClipping, adapted_clip
+from fnet.autodiff.per_example.clipped import Clipped, clipped_grad, routes
+from fnet.autodiff.per_example.gradients import (
     NoiseScale,
     influence,
     noise_scale,
     per_example_grad,
     per_example_norms,
 )
+from fnet.autodiff.per_example.modes import clipped, per_example
 from fnet.autodiff.update import Mode, Update
 
 __all__ = [

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fnet.autodiff.clipped import clipped_grad
 from fnet.autodiff.mean import Gradient, Loss
-from fnet.autodiff.modes import (
+from fnet.autodiff.per_example.clipped import clipped_grad
+from fnet.autodiff.per_example.modes import (
     as_those,
     check_private,
     check_state,

@@ -1,6 +1,6 @@
 """A convolution's kernel: what each example adds to its gradient.
 
-Shapes as in `fnet.autodiff.products`.
+Shapes as in `fnet.autodiff.per_example.products`.
 """
 
 import math
@@ -13,7 +13,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet import jaxprs
-from fnet.autodiff import outer
+from fnet.autodiff.per_example import ghost_norm
 from fnet.precision import wide
 
 
@@ -101,22 +101,22 @@ class Convolution(NamedTuple):
         u, v = jax.eval_shape(self.factors, x, ct)
 
         def of(x: Array, ct: Array) -> Array:
-            return outer.squared_norms(*self.factors(x, ct))
+            return ghost_norm.squared_norms(*self.factors(x, ct))
 
         groups, _, time, rows = u.shape
         matrix = min(time * time * 2, rows * v.shape[-1])
-        return outer.by_examples(of, (x, ct), 4 * groups * (time * rows + matrix))
+        return ghost_norm.by_examples(of, (x, ct), 4 * groups * (time * rows + matrix))
 
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
 
         def of(x: Array, ct: Array) -> Array:
             return jnp.moveaxis(
-                self._kernels(outer.per_example(*self.factors(x, ct)), len(x)), 1, 0
+                self._kernels(ghost_norm.per_example(*self.factors(x, ct)), len(x)), 1, 0
             )
 
         u, _ = jax.eval_shape(self.factors, x, ct)
-        found = outer.by_examples(of, (x, ct), 4 * u.shape[0] * u.shape[2] * u.shape[3])
+        found = ghost_norm.by_examples(of, (x, ct), 4 * u.shape[0] * u.shape[2] * u.shape[3])
         return jnp.moveaxis(found, 0, 1)
 
     def _kernels(self, g: Array, stacked: int) -> Array:

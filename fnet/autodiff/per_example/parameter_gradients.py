@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fnet.autodiff import outer
-from fnet.autodiff.taps import Use
+from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.taps import Use
 from fnet.precision import wide, widened
 
 _KEPT = 4  # shares are kept if they take this part of what they are made of
@@ -119,7 +119,7 @@ class Products(NamedTuple):
             ]
             return Made(self._replace(met=met).each()).squared_norms()
 
-        return outer.in_parts(of, arrays, 4 * self.param.size)
+        return ghost_norm.in_parts(of, arrays, 4 * self.param.size)
 
     def _aligned(self) -> list[tuple[Array, Array]] | None:
         """Factors of every use in the rows and columns of the first, if they have any."""
@@ -210,11 +210,11 @@ def _sum_of_squares(factors: Sequence[tuple[Array, Array]]) -> Array:
     dense = [not jnp.issubdtype(a.dtype, jnp.integer) for pair in factors for a in pair]
     if all(dense):
         u, v = (jnp.concatenate(parts, 2) for parts in zip(*factors, strict=True))
-        return outer.squared_norms(u, v)
-    squares = [outer.squared_norms(u, v) for u, v in factors]
+        return ghost_norm.squared_norms(u, v)
+    squares = [ghost_norm.squared_norms(u, v) for u, v in factors]
     mixed = [
-        2 * outer.inner_products(*factors[i], *factors[j])
+        2 * ghost_norm.inner_products(*factors[i], *factors[j])
         for i in range(len(factors))
         for j in range(i)
     ]
-    return outer.at_least_0(jax.tree.reduce(jnp.add, squares + mixed))
+    return ghost_norm.at_least_0(jax.tree.reduce(jnp.add, squares + mixed))

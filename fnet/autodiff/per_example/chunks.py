@@ -9,7 +9,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.autodiff.examples import Examples
-from fnet.autodiff.shares import Made
+from fnet.autodiff.per_example.parameter_gradients import Made
 from fnet.autodiff.update import squared_norm
 from fnet.precision import wide
 

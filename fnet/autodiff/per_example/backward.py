@@ -9,10 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr
 
-from fnet.autodiff.alone import Alone, alone
-from fnet.autodiff.axis_rules import UNKNOWN, Along, Mixed
-from fnet.autodiff.batch_axis import Followed, depends, follow, reached
-from fnet.autodiff.chunks import Chunks
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
@@ -22,9 +18,13 @@ from fnet.autodiff.examples import (
     check_width,
     is_key,
 )
-from fnet.autodiff.products import Dot, Scale, Shift
-from fnet.autodiff.shares import Made, Met, Products, Shares, Unused
-from fnet.autodiff.taps import Path, Use, Uses, find_uses, tap, tapped
+from fnet.autodiff.per_example.alone import Alone, alone
+from fnet.autodiff.per_example.axis_rules import UNKNOWN, Along, Mixed
+from fnet.autodiff.per_example.batch_axis import Followed, depends, follow, reached
+from fnet.autodiff.per_example.chunks import Chunks
+from fnet.autodiff.per_example.parameter_gradients import Made, Met, Products, Shares, Unused
+from fnet.autodiff.per_example.products import Dot, Scale, Shift
+from fnet.autodiff.per_example.taps import Path, Use, Uses, find_uses, tap, tapped
 
 _AT_ONCE = 16 * 2**20
 """Bytes of shares that may be made at once beside as many as the parameters take."""

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff.contributions import contributions
 from fnet.autodiff.examples import PerExampleLoss, examples
+from fnet.autodiff.per_example.backward import contributions
 
 
 class Clipped(NamedTuple):

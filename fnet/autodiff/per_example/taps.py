@@ -9,9 +9,9 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
-from fnet.autodiff.alone import Alone
-from fnet.autodiff.products import Product, Shift, product
-from fnet.autodiff.views import View
+from fnet.autodiff.per_example.alone import Alone
+from fnet.autodiff.per_example.products import Product, Shift, product
+from fnet.autodiff.per_example.views import View
 from fnet.backward_pass import is_params_first
 
 Path = tuple[int, ...]

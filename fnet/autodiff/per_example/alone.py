@@ -10,8 +10,8 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import jaxprs
-from fnet.autodiff.axis_rules import Along, State
 from fnet.autodiff.examples import by_example
+from fnet.autodiff.per_example.axis_rules import Along, State
 
 
 class Alone(NamedTuple):

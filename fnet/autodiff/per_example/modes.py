@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.accumulate import equal_parts
-from fnet.autodiff.batch_axis import depends
-from fnet.autodiff.clipped import Clipped, clipped_grad
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
-from fnet.autodiff.per_example import noise_scale
+from fnet.autodiff.per_example.batch_axis import depends
+from fnet.autodiff.per_example.clipped import Clipped, clipped_grad
+from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import squared_norm
 from fnet.precision import wide
 

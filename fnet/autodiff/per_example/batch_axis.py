@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
-from fnet.autodiff.axis_rules import MIXED, UNKNOWN, Along, Mixed, State, joined, rule
+from fnet.autodiff.per_example.axis_rules import MIXED, UNKNOWN, Along, Mixed, State, joined, rule
 
 
 class Followed(NamedTuple):

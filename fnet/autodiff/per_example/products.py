@@ -16,8 +16,8 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet import jaxprs
-from fnet.autodiff import outer
-from fnet.autodiff.convolution import Convolution
+from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.convolution import Convolution
 from fnet.precision import wide, widened
 
 
@@ -86,7 +86,7 @@ class Shift(NamedTuple):
         shape = ct.shape[3:]
 
         def one(ct: Array) -> Array:
-            rows, _ = outer.scaled(ct.reshape(*ct.shape[:2], -1), scales)
+            rows, _ = ghost_norm.scaled(ct.reshape(*ct.shape[:2], -1), scales)
             rows = widened(rows).sum(0)
             return rows.reshape(shape).sum(self.summed, keepdims=True)
 
@@ -202,15 +202,15 @@ class Dot(NamedTuple):
 
     def squared_norms(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
-        return outer.squared_norms(*self.factors(x, ct))
+        return ghost_norm.squared_norms(*self.factors(x, ct))
 
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
-        return self._shaped(outer.per_example(*self.factors(x, ct)), x.shape[0])
+        return self._shaped(ghost_norm.per_example(*self.factors(x, ct)), x.shape[0])
 
     def total(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `Product`."""
-        return self._shaped(outer.total(*self.factors(x, ct), scales), x.shape[0])
+        return self._shaped(ghost_norm.total(*self.factors(x, ct), scales), x.shape[0])
 
 
 class Lookup(NamedTuple):
@@ -264,7 +264,7 @@ class Lookup(NamedTuple):
 
     def squared_norms(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
-        return outer.squared_norms(*self.factors(x, ct))
+        return ghost_norm.squared_norms(*self.factors(x, ct))
 
     def per_example(self, x: Array, ct: Array) -> Array:
         """See `Product`."""
@@ -281,7 +281,7 @@ class Lookup(NamedTuple):
         table = jnp.zeros((self.parameter[0], rows.shape[-1]), wide(rows))
 
         def add(index: Array, rows: Array) -> Array:
-            return table.at[index.ravel()].add(outer.scaled(rows, scales)[0])
+            return table.at[index.ravel()].add(ghost_norm.scaled(rows, scales)[0])
 
         found = jax.vmap(add)(index, rows.astype(table.dtype))
         return found.reshape(-1, *self.parameter)

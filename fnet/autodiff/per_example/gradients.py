@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import jaxprs
-from fnet.autodiff.contributions import contributions
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
@@ -17,6 +16,7 @@ from fnet.autodiff.examples import (
     examples,
     is_key,
 )
+from fnet.autodiff.per_example.backward import contributions
 
 
 def per_example_grad(

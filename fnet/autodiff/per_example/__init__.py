@@ -1,0 +1,1 @@
+"""Per-example gradients: clipping, norms and privacy without materializing each gradient."""
