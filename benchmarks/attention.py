@@ -23,7 +23,7 @@ from jax import Array
 import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, temporaries
-from fnet.layers.attention import dot_product_attention
+from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.memory import compile_smallest
 
 HEADS, DIM = 8, 64

@@ -31,11 +31,10 @@ from benchmarks.measure import (
     temporaries,
 )
 from fnet.layer import Decode, Layer
-from fnet.layers.mamba import mamba
+from fnet.layers.attention import attention
+from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
-from fnet.layers.selective_scan import selective_scan
-from fnet.layers.self_attention import attention
 from fnet.memory.peak import compile_smallest
 
 CHANNELS, STATES = 256, 16

@@ -14,14 +14,14 @@ from fnet.backward_pass import params_first, recompute
 from fnet.generate import generate, sample_token, stream
 from fnet.layer import Decode, Layer, repeat, residual, serial
 from fnet.layers.abn import abn
-from fnet.layers.attention import dot_product_attention
 from fnet.layers.attention_context import apply_context, update_context
+from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.layers.group_norm import group_norm
+from fnet.layers.mamba import selective_scan
 from fnet.layers.mamba2 import state_space_dual
 from fnet.layers.norm import layer_norm, rms_norm
 from fnet.layers.recurrence import linear_recurrence
 from fnet.layers.reversible import reversible
-from fnet.layers.selective_scan import selective_scan
 from fnet.losses import linear_cross_entropy
 from fnet.planning import plan_step, variant
 from fnet.state import TrainState

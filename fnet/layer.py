@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -216,3 +217,9 @@ def check_sizes(where: str, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{where}: {name} must be at least 1, got {size}")
+
+
+def check_floating(where: str, x: Array) -> None:
+    """Refuses integers: cast to them, a kernel of small numbers is 0."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"{where}: x must be floating, got {x.dtype}")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fnet.layers.attention import dot_product_attention
+from fnet.layers.dot_product_attention import dot_product_attention
 
 B, H, D = 2, 4, 8
 

@@ -12,11 +12,10 @@ import pytest
 
 import fnet
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
-from fnet.layers.mamba import mamba
+from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
-from fnet.layers.selective_scan import selective_scan
 from fnet.optim import decayed
 
 pytestmark = pytest.mark.slow

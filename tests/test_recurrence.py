@@ -9,9 +9,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from fnet.layers import recurrence
 from fnet.layers.causal_conv import causal_conv
+from fnet.layers.mamba import selective_scan
 from fnet.layers.mamba2 import state_space_dual
 from fnet.layers.recurrence import linear_recurrence
-from fnet.layers.selective_scan import selective_scan
 from fnet.memory import peak
 from fnet.memory.peak import CANDIDATE_OPTIONS
 

@@ -2,10 +2,12 @@
 
 from fnet.layers.abn import abn_layer as abn
 from fnet.layers.activations import activation
+from fnet.layers.attention import attention
 from fnet.layers.attention_context import apply_context, update_context
 from fnet.layers.batch_norm import batch_norm_layer as batch_norm
 from fnet.layers.causal_conv import causal_conv_layer as causal_conv
 from fnet.layers.conv import conv
+from fnet.layers.dense import dense, mlp
 from fnet.layers.dropout import dropout
 from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.embedding import embedding, unembed
@@ -13,17 +15,14 @@ from fnet.layers.feed_forward import feed_forward
 from fnet.layers.fold import fold, fold_layer
 from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.kernel_init import cosine_patches, partly_identity
-from fnet.layers.linear import dense
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
-from fnet.layers.mlp import mlp
 from fnet.layers.norm import layer_norm_layer as layer_norm
 from fnet.layers.norm import rms_norm_layer as rms_norm
 from fnet.layers.pooling import avg_pool, global_avg_pool, global_max_pool, max_pool
 from fnet.layers.reversible import reversible
 from fnet.layers.rg_lru import rg_lru
 from fnet.layers.rotary import rotary
-from fnet.layers.self_attention import attention
 from fnet.layers.stack import Block, stack
 from fnet.layers.transformer import reversible_transformer, transformer
 

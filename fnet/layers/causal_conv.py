@@ -8,8 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from fnet.layer import Decode, Layer, Params, State, check_sizes
-from fnet.layers.linear import check_floating
+from fnet.layer import Decode, Layer, Params, State, check_floating, check_sizes
 from fnet.precision import broadcast_like
 
 

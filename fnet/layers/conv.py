@@ -8,8 +8,8 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, check_sizes
-from fnet.layers.linear import HE_NORMAL, add_bias, check_floating
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet.layers.dense import HE_NORMAL, add_bias
 
 Padding = str | Sequence[tuple[int, int]]
 

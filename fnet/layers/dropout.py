@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State
-from fnet.layers.linear import check_floating
+from fnet.layer import Layer, Params, State, check_floating
 from fnet.precision import widened
 
 

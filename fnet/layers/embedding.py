@@ -7,8 +7,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from fnet.layer import Layer, Params, State, check_sizes
-from fnet.layers.linear import check_floating
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.precision import as_int32
 
 

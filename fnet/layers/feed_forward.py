@@ -7,8 +7,8 @@ from jaxtyping import Float
 
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers import activations
+from fnet.layers.dense import dense
 from fnet.layers.dropout import dropout as dropout_layer
-from fnet.layers.linear import dense
 
 
 def feed_forward(

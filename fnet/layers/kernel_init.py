@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fnet.layers.linear import HE_NORMAL
+from fnet.layers.dense import HE_NORMAL
 
 
 def cosine_patches(

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
-from fnet.layers.linear import dense
+from fnet.layers.dense import dense
 from fnet.layers.mamba import TORCH_LINEAR, check_steps, initial_steps, time_steps
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.recurrence import recurrent

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from fnet.backward_pass import keep
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
-from fnet.layers.linear import dense
+from fnet.layers.dense import dense
 from fnet.layers.recurrence import linear_recurrence, recurrent
 from fnet.precision import broadcast_like, wide, widened
 

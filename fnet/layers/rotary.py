@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Real
 
-from fnet.layers.linear import check_floating
+from fnet.layer import check_floating
 from fnet.precision import wide, widened
 
 

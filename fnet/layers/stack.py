@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float
 
 from fnet.layer import Decode, Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.attention_context import RATE, Passing, apply_context, update_context
+from fnet.layers.dense import dense
 from fnet.layers.dropout import dropout as dropout_layer
 from fnet.layers.dynamic_tanh import dynamic_tanh
-from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm_layer, rms_norm_layer
 from fnet.precision import add, multiply
 

@@ -2,10 +2,10 @@
 
 from fnet.layer import Layer, check_sizes, residual, serial
 from fnet.layers.activations import activation
-from fnet.layers.linear import dense
+from fnet.layers.attention import attention
+from fnet.layers.dense import dense
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.reversible import reversible
-from fnet.layers.self_attention import attention
 
 
 def _halves(

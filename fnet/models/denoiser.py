@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from fnet.layer import Params, State, apply_child, init_children, serial
 from fnet.layers.activations import activation
 from fnet.layers.attention_context import RATE, Passing
+from fnet.layers.dense import dense
 from fnet.layers.embedding import embedding
-from fnet.layers.linear import dense
 from fnet.layers.norm import layer_norm
 from fnet.layers.stack import Block, stack
 from fnet.precision import add, multiply

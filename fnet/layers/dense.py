@@ -1,12 +1,16 @@
 """The dense layer."""
 
+import itertools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import params_first
-from fnet.layer import Layer, Params, State, check_sizes
+from fnet.layer import Layer, Params, State, check_floating, check_sizes, serial
+from fnet.layers import activations
 from fnet.precision import add
 
 HE_NORMAL = jax.nn.initializers.he_normal()
@@ -61,10 +65,29 @@ def dense(
     return Layer(init, apply)
 
 
-def check_floating(where: str, x: Array) -> None:
-    """Refuses integers: cast to them, a kernel of small numbers is 0."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{where}: x must be floating, got {x.dtype}")
+def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
+    """Dense layers with an activation between each two.
+
+    Args:
+      sizes: [n_in, hidden, ..., n_out], at least two.
+      activation: name of the activation between layers; none follows the last.
+
+    Returns:
+      A layer; ``x`` [..., sizes[0]] -> [..., sizes[-1]]. Params are
+      ``{"dense_0": {"kernel", "bias"}, ...}``, no state.
+
+    Raises:
+      ValueError: if fewer than two sizes are given, one is below 1, or the activation is unknown.
+    """
+    if len(sizes) < 2:
+        raise ValueError(f"mlp: expected at least an input and an output size, got {list(sizes)}")
+    between = activations.activation(activation)
+    layers: dict[str, Layer] = {}
+    for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
+        if i:
+            layers[f"activation_{i}"] = between
+        layers[f"dense_{i}"] = dense(n_in, n_out)
+    return serial(**layers)
 
 
 def add_bias(y: Array, params: Params) -> Array:

@@ -1,0 +1,347 @@
+"""Attention in chunks of queries: a plain softmax, in memory that grows linearly."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fnet.layers.dot_product_attention import dot_product_attention
+from fnet.memory import peak
+from fnet.memory.arithmetic import arithmetic
+from fnet.memory.peak import compile_smallest
+
+B, T, S, H, D = 2, 11, 7, 4, 8
+
+CASES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "multi-query": {"heads": 1, "causal": True},
+    "longer keys, causal": {"keys": 17, "causal": True},
+    "shorter keys, causal": {"keys": 5, "causal": True},
+    "mask of all": {"mask": (B, H, T, T)},
+    "mask of queries, causal": {"mask": (1, H, T, 1), "causal": True},
+    "mask of heads, grouped": {"mask": (1, H, T, T), "heads": 2, "causal": True},
+    "mask of keys, grouped": {"mask": (B, 1, 1, 6), "heads": 2, "keys": 6},
+    "scale": {"scale": 0.3},
+    "window": {"window": 3},
+    "window, causal": {"window": 2, "causal": True},
+    "window of one, grouped": {"window": 1, "causal": True, "heads": 2},
+    "window, longer keys": {"window": 3, "keys": 17, "causal": True, "heads": 1},
+    "window, mask of all": {"window": 4, "mask": (B, H, T, T), "causal": True},
+    "window longer than all": {"window": 20, "causal": True},
+}
+
+
+def inputs(dtype=np.float64, *, t=T, keys=None, heads=H, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(B, t, H, D), (B, keys or t, heads, D), (B, keys or t, heads, D), (B, t, H, D)]
+    return [jnp.asarray(rng.normal(size=s), dtype) for s in shapes]
+
+
+def mask_of(shape):
+    """Random, but that each row attends to something: as jax.nn has it, and as fnet has it, agree."""
+    mask = np.random.default_rng(1).random(shape) < 0.6
+    mask[..., 0] = True
+    mask |= np.eye(*shape[-2:], dtype=bool)
+    return jnp.asarray(mask)
+
+
+def case(name, dtype):
+    kwargs = dict(CASES[name])
+    arrays = inputs(dtype, keys=kwargs.pop("keys", None), heads=kwargs.pop("heads", H))
+    if "mask" in kwargs:
+        kwargs["mask"] = mask_of(kwargs["mask"])
+    return arrays, kwargs
+
+
+def plain(q, k, v, *, causal=False, window=None, mask=None, scale=None):
+    """As it is written down, in the dtype of its arguments."""
+    k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = jnp.ones(scores.shape, bool) if mask is None else jnp.broadcast_to(mask, scores.shape)
+    if causal:
+        seen &= jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+    if window is not None:
+        ago = np.arange(scores.shape[-2])[:, None] - np.arange(scores.shape[-1])[None]
+        seen &= jnp.asarray(abs(ago) < window)[None, None]
+    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return jnp.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+
+
+def jax_nn(q, k, v, *, causal=False, **kwargs):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=causal, **kwargs)
+
+
+def value_and_gradients(f, arrays):
+    """Of ``f(q, k, v)``, with the last array as cotangent."""
+    y, back = jax.vjp(f, *arrays[:3])
+    return y, *back(arrays[3])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def of_each(fs, arrays):
+    return [value_and_gradients(f, arrays) for f in fs]
+
+
+def assert_equal(ours, theirs, arrays, tolerance):
+    got, expected = of_each((ours, theirs), arrays)
+    chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_a_plain_softmax_in_float64(name, float64):
+    arrays, kwargs = case(name, np.float64)
+    ours = functools.partial(dot_product_attention, chunk=3, **kwargs)
+    assert_equal(ours, functools.partial(plain, **kwargs), arrays, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "longer keys, causal", "mask of heads, grouped", "scale"]
+)
+def test_it_equals_jax_nn_in_float32(name):
+    arrays, kwargs = case(name, np.float32)
+    ours = functools.partial(dot_product_attention, **kwargs)
+    assert_equal(ours, functools.partial(jax_nn, **kwargs), arrays, 1e-5)
+
+
+@pytest.mark.parametrize(("t", "chunk"), [(1, 4), (17, 2)])
+def test_any_length_goes_into_chunks(t, chunk, float64):
+    ours = functools.partial(dot_product_attention, causal=True, chunk=chunk)
+    assert_equal(ours, functools.partial(plain, causal=True), inputs(t=t), 1e-10)
+
+
+def test_a_row_with_nothing_to_attend_is_zero_and_receives_no_gradient():
+    arrays = inputs(np.float32)
+    mask = mask_of((B, 1, T, T)).at[0, 0, 4].set(False)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        ours = functools.partial(dot_product_attention, mask=mask, chunk=3)
+        ((y, dq, dk, dv),) = of_each((ours,), arrays)
+    assert not y[0, 4].any()
+    assert not dq[0, 4].any()
+    q, k, v, dy = arrays
+    (rest,) = of_each((functools.partial(jax_nn, mask=mask),), [q, k, v, dy.at[0, 4].set(0)])
+    chex.assert_trees_all_close((dq, dk, dv), rest[1:], rtol=1e-5, atol=1e-5)
+    # What jax.nn makes of such a row: the mean of all values, masked as they are.
+    chex.assert_trees_all_close(rest[0][0, 4], v[0].mean(0), rtol=1e-5, atol=1e-5)
+
+
+def test_queries_that_have_left_all_keys_behind_are_zero_and_receive_no_gradient():
+    arrays = inputs(np.float32, keys=4)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        ours = functools.partial(dot_product_attention, window=2, causal=True, chunk=3)
+        ((y, dq, _, _),) = of_each((ours,), arrays)
+    assert bool(y[:, 4].any())
+    assert not y[:, 5:].any()
+    assert not dq[:, 5:].any()
+
+
+@pytest.mark.parametrize(("t", "keys"), [(0, 3), (3, 0)])
+def test_without_queries_or_keys_it_is_zero(t, keys):
+    q, k = jnp.ones((B, t, H, D)), jnp.ones((B, keys, H, D))
+    chex.assert_trees_all_equal(dot_product_attention(q, k, k), jnp.zeros_like(q))
+
+
+def test_the_scale_may_be_traced_and_has_a_gradient(float64):
+    q, k, v, _ = inputs()
+    loss = lambda f, s: jnp.sin(f(q, k, v, scale=s)).sum()  # noqa: E731
+    both = lambda s: [jax.grad(loss, argnums=1)(f, s) for f in (dot_product_attention, plain)]  # noqa: E731
+    chex.assert_trees_all_close(*jax.jit(both)(0.3), rtol=1e-10)
+
+
+def test_keys_behind_a_band_of_causal_attention_are_not_read():
+    q, k, v, _ = inputs(np.float32, t=16)
+    v = v.at[:, 12:].set(jnp.nan)
+    y = jax.jit(functools.partial(dot_product_attention, causal=True, chunk=2))(q, k, v)
+    assert bool(jnp.isfinite(y[:, :12]).all())
+    assert bool(jnp.isnan(y[:, 12:]).all())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_in_a_window_no_gradient_reaches_what_is_outside(causal):
+    q, k, v, _ = inputs(np.float32, t=32)
+
+    @jax.jit
+    def reaches(i):
+        f = functools.partial(dot_product_attention, causal=causal, window=5, chunk=4)
+        grads = jax.grad(lambda *a: f(*a)[:, i].sum(), argnums=(1, 2))(q, k, v)
+        return [a.any((0, 2, 3)) for a in grads]
+
+    for i in (1, 3, 17, 31):  # a softmax of one logit has the gradient 0
+        inside = np.arange(max(0, i - 4), i + 1 if causal else min(32, i + 5))
+        for reached in reaches(i):
+            np.testing.assert_array_equal(np.flatnonzero(reached), inside)
+
+
+def test_chunks_outside_of_the_window_are_not_read():
+    q, k, v, _ = inputs(np.float32, t=32)
+    k, v = k.at[:, :8].set(jnp.nan), v.at[:, :8].set(jnp.nan)
+    y = jax.jit(functools.partial(dot_product_attention, causal=True, window=3, chunk=4))(q, k, v)
+    assert bool(jnp.isnan(y[:, :8]).all())
+    assert bool(jnp.isfinite(y[:, 12:]).all())
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 1, 3)])
+def test_vmap_equals_a_loop(mapped, float64):
+    q, k, v, _ = inputs()
+    stacked = [
+        a if axis is None else jnp.stack([a, 2 * a, a - 1], axis)
+        for a, axis in zip((q, k, v), mapped, strict=True)
+    ]
+    f = functools.partial(dot_product_attention, chunk=4)
+    got = jax.jit(jax.vmap(f, in_axes=mapped))(*stacked)
+    part = lambda a, axis, i: a if axis is None else jnp.take(a, i, axis)  # noqa: E731
+    each = [jax.jit(f)(*map(part, stacked, mapped, [i] * 3)) for i in range(3)]
+    chex.assert_trees_all_close(got, jnp.stack(each), rtol=1e-10, atol=1e-12)
+
+
+def test_forward_mode_and_second_derivatives_equal_those_of_a_plain_softmax(float64):
+    q, k, v, _ = inputs()
+    tangents = inputs(seed=1)[:3]
+    mask = mask_of((B, 1, T, T))
+
+    def derivatives(f):
+        f = functools.partial(f, causal=True, mask=mask)
+        gradient = jax.grad(lambda *a: jnp.sin(f(*a)).sum(), argnums=(0, 1, 2))
+        both = jax.jit(lambda *a: (jax.jvp(f, *a), jax.jvp(gradient, *a)))
+        return both((q, k, v), tuple(tangents))
+
+    ours = functools.partial(dot_product_attention, chunk=3)
+    chex.assert_trees_all_close(derivatives(ours), derivatives(plain), rtol=1e-9, atol=1e-11)
+
+
+def test_bfloat16_is_at_least_as_exact_as_jax_nn(float64):
+    narrow = [a.astype(jnp.bfloat16) for a in inputs(t=96)]
+    fs = [functools.partial(dot_product_attention, chunk=4), jax_nn]  # 24 chunks, whose sums ...
+    (exact,) = of_each((plain,), [a.astype(np.float64) for a in narrow])
+    ours, theirs = (
+        [float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
+        for pairs in (zip(got, exact, strict=True) for got in of_each(tuple(fs), narrow))
+    )
+    for our, their in zip(ours, theirs, strict=True):
+        assert our <= 1.05 * their
+        assert our < 2e-3  # ... are not made in bfloat16: one rounding alone is 2^-9 at most
+
+
+def test_float16_is_taken():
+    narrow = inputs(np.float16)
+    ((y, *grads),) = of_each((dot_product_attention,), narrow)
+    (expected,) = of_each((plain,), [a.astype(np.float32) for a in narrow])
+    assert all(a.dtype == np.float16 for a in (y, *grads))
+    chex.assert_trees_all_close(
+        [a.astype(np.float32) for a in (y, *grads)], list(expected), rtol=2e-3, atol=2e-3
+    )
+
+
+def temporaries(f, *args):
+    return peak(compile_smallest(jax.jit(f).lower(*args))[0]).temporaries
+
+
+def of_gradient(f, t):
+    x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
+    return temporaries(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), argnums=(0, 1, 2)), x, x, x)
+
+
+def test_memory_grows_linearly_and_is_an_eighth_of_jax_nns_at_2048_tokens():
+    at_2048 = of_gradient(dot_product_attention, 2048)
+    causal = of_gradient(functools.partial(dot_product_attention, causal=True), 2048)
+    assert max(at_2048, causal) <= 0.12 * of_gradient(jax_nn, 2048)
+    chunks = functools.partial(dot_product_attention, chunk=64)
+    assert of_gradient(chunks, 2048) <= 2.1 * of_gradient(chunks, 1024)
+
+
+def test_work_and_memory_of_a_window_grow_linearly():
+    windowed = functools.partial(dot_product_attention, causal=True, window=256)
+    at_4096, one = of_gradient(windowed, 4096), 4096 * 8 * 64 * 4
+    # q, k, v, what is given back for each, and copies in which heads come first.
+    assert at_4096 <= 5 * one
+    assert at_4096 <= 2.1 * of_gradient(windowed, 2048)
+    every_score = 8 * 4096 * 4096 * 4
+    assert at_4096 < every_score / 10
+    xs = [jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32) for t in (2048, 4096)]
+    short, long = (
+        arithmetic(jax.make_jaxpr(lambda *a: jax.vjp(windowed, *a)[1](a[0]))(x, x, x)).flops
+        for x in xs
+    )
+    assert long <= 2.05 * short
+
+
+@pytest.mark.parametrize(
+    ("batch", "t", "chunks"), [(1, 512, 1), (1, 513, 3), (1, 2048, 32), (64, 100, 2), (64, 60, 1)]
+)
+def test_by_default_short_sequences_go_at_once_and_long_ones_in_a_million_scores(batch, t, chunks):
+    x = jax.ShapeDtypeStruct((batch, t, 8, 64), jnp.float32)
+    assert f"length={chunks}\n" in str(jax.make_jaxpr(dot_product_attention)(x, x, x))
+
+
+@pytest.mark.parametrize(("t", "window", "chunks"), [(4096, 256, 32), (4096, 64, 64), (60, 8, 1)])
+def test_by_default_a_chunk_is_half_a_window_but_64_queries_at_least(t, window, chunks):
+    x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
+    f = functools.partial(dot_product_attention, causal=True, window=window)
+    assert f"length={chunks}\n" in str(jax.make_jaxpr(f)(x, x, x))
+
+
+def test_second_derivatives_and_forward_mode_never_hold_all_scores():
+    x = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
+    f = functools.partial(dot_product_attention, chunk=32)
+    loss = lambda *a: jnp.sin(f(*a)).sum()  # noqa: E731
+    forward = lambda *a: jax.jvp(f, a, a)  # noqa: E731
+    twice = jax.grad(lambda *a: jnp.sin(jax.grad(loss)(*a)).sum(), argnums=(0, 1, 2))
+    for program in (forward, twice):
+        assert temporaries(program, x, x, x) < 2048 * 2048 * 4
+
+
+def test_each_device_attends_to_its_part_of_the_batch():
+    arrays = [a.repeat(2, axis=0) for a in inputs(np.float32)]  # a batch of 4
+    arrays = [a * jnp.arange(1.0, 5)[:, None, None, None] for a in arrays]
+    mask = mask_of((1, 1, T, T))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    split = PartitionSpec("data")
+
+    attend = functools.partial(dot_product_attention, mask=mask, chunk=3)
+    f = lambda *a: value_and_gradients(attend, a)  # noqa: E731
+    got = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split))(*arrays)
+    chex.assert_trees_all_close(jax.device_get(got), jax.jit(f)(*arrays), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_sharded_over_batch_and_heads_stay_where_they_are(axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("data", None, "heads"))
+    x = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=sharding)
+    mask = mask_of((1, 1, T, T))
+    f = lambda *a: dot_product_attention(*a, mask=mask, causal=True, chunk=3).sum()  # noqa: E731
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(f, argnums=(0, 1, 2))).lower(x, x, x).compile()
+    text = compiled.as_text()
+    assert not any(move in text for move in ("all-gather", "all-to-all", "collective-permute"))
+    assert all(s.is_equivalent_to(sharding, 4) for s in compiled.output_shardings)
+
+
+def test_wrong_arrays_are_refused():
+    q, k, v = inputs(np.float32)[:3]
+    with pytest.raises(TypeError, match="got float32, float16 and float32"):
+        dot_product_attention(q, k.astype(jnp.float16), v)
+    with pytest.raises(TypeError, match="one floating dtype, got int32, int32 and int32"):
+        dot_product_attention(*(a.astype(jnp.int32) for a in (q, k, v)))
+    with pytest.raises(ValueError, match=r"got q \(2, 11, 4, 8\), k \(2, 11, 4, 7\) and v"):
+        dot_product_attention(q, k[..., :7], v[..., :7])
+    with pytest.raises(ValueError, match=r"k \(2, 11, 4, 8\) and v \(2, 10, 4, 8\)"):
+        dot_product_attention(q, k, v[:, :10])
+    with pytest.raises(
+        ValueError, match=r"multiple of k's, got q \(2, 11, 4, 8\) and k \(2, 11, 3, 8\)"
+    ):
+        dot_product_attention(q, k[:, :, :3], v[:, :, :3])
+    with pytest.raises(TypeError, match="mask must be bool, True where attended, got float32"):
+        dot_product_attention(q, k, v, mask=jnp.ones((1, 1, T, T)))
+    with pytest.raises(
+        ValueError, match=r"mask must have shape \(2, 4, 11, 11\) .* got \(11, 11\)"
+    ):
+        dot_product_attention(q, k, v, mask=jnp.ones((T, T), bool))
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        dot_product_attention(q, k, v, chunk=0)
+    with pytest.raises(ValueError, match="window must be at least 1, got 0; None attends to all"):
+        dot_product_attention(q, k, v, window=0)
