@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks import abn_stack, machine, measure
 from benchmarks.claims import Claim, argument_parser, publish
-from fnet.memory import compile_smallest
+from fnet.memory import compile_min_memory
 
 try:
     from inplace_abn import InPlaceABN
@@ -59,7 +59,7 @@ def main() -> None:
             temporaries[row] = most_allocated(step)
     for name, stack in ((FLAX, abn_stack.flax_stack), (FNET, abn_stack.in_place_stack)):
         loss, params = stack(args.blocks)
-        compiled, _ = compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))
+        compiled, _ = compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))
         steps[name] = functools.partial(compiled, params, x)
         temporaries[name] = measure.temporaries(compiled)
 

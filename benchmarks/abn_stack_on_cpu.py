@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks import abn_stack
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown, temporaries
-from fnet.memory import compile_smallest
+from fnet.memory import compile_min_memory
 
 ACTIVATION = 4 * math.prod(abn_stack.IMAGES)
 
@@ -178,7 +178,7 @@ def compiled(stack: abn_stack.Stack, blocks: int) -> tuple[jax.stages.Compiled, 
     """The gradient's program, with the options that need the least memory, and its params."""
     loss, params = stack(blocks)
     x = jax.ShapeDtypeStruct(abn_stack.IMAGES, jnp.float32)
-    return compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))[0], params
+    return compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))[0], params
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, temporaries
 from fnet.layers.dot_product_attention import dot_product_attention
-from fnet.memory import compile_smallest
+from fnet.memory import compile_min_memory
 
 HEADS, DIM = 8, 64
 TOKENS = (256, 512, 1024, 2048)
@@ -59,7 +59,7 @@ def here(
     shape = (1, tokens, HEADS, DIM)
     arrays = [jax.random.normal(jax.random.key(i), shape) for i in range(4)]
     lowered = {name: gradient(f).lower(*arrays) for name, f in sides(causal, window).items()}
-    smallest = {name: compile_smallest(low)[0] for name, low in lowered.items()}
+    smallest = {name: compile_min_memory(low)[0] for name, low in lowered.items()}
     programs = {name: [program] for name, program in smallest.items()}
     programs["jax.nn"] = compiled_each_way(lowered["jax.nn"])
     seconds = fastest(

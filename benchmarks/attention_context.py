@@ -31,7 +31,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, interleaved, markdown, temporaries
 from fnet import layers
-from fnet.memory import compile_smallest, hlo, peak
+from fnet.memory import compile_min_memory, hlo, peak
 
 BATCH, TOKENS = 8, 256
 WIDTHS = (128, 384, 768)
@@ -111,7 +111,7 @@ def compiled_products(program: jax.stages.Compiled) -> int:
 def kept_bytes(form: Form, x: Array, context: Array, strength: Array) -> int:
     """Bytes of the activations that are kept for the backward pass, but for x."""
     kept = fnet.memory.residuals(form, x, context, strength, argnums=(0, 2))
-    return sum(r.bytes for r in kept if r.shape == x.shape and not r.elsewhere)
+    return sum(r.bytes for r in kept if r.shape == x.shape and not r.alias_of)
 
 
 class Applied(NamedTuple):
@@ -136,7 +136,7 @@ def applied(width: int, rounds: int) -> Applied:
         kept[name] = kept_bytes(form, *given)
 
         lowered = jax.jit(functools.partial(both, form)).lower(*given, dy)
-        smallest = compile_smallest(lowered)[0]
+        smallest = compile_min_memory(lowered)[0]
         dots[name], held[name] = compiled_products(smallest), temporaries(smallest)
         in_one[name] = [functools.partial(p, *given, dy) for p in compiled_each_way(lowered)]
 

@@ -29,7 +29,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_a_process, markdown
 from benchmarks.networks import image_loss
 from fnet import layers, models
-from fnet.memory import Plan, in_words, tree_bytes
+from fnet.memory import Plan, format_bytes, tree_bytes
 from train.run.process_memory import BESIDE_THE_PROGRAM as RESERVE
 from train.run.process_memory import HighWater, hold_little_freed_memory
 
@@ -87,7 +87,7 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
     step = fnet.make_step(loss, optimizer)
     began = time.perf_counter()
     if budget is None:
-        plan = fnet.plan_step(step, state_shapes, shapes, policies=("keep",))
+        plan = fnet.plan_step(step, state_shapes, shapes, policies=("none",))
     else:
         plan = fnet.plan_step(step, state_shapes, shapes, budget, reserve=RESERVE)
     planned = time.perf_counter() - began
@@ -135,7 +135,8 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
 def candidates(plan: Plan) -> list[str]:
     """What was compiled, for whoever wonders."""
     return [
-        f"{c}, {in_words(c.peak.total)}, {c.work.flops / 1e9:.0f} GFLOP" for c in plan.candidates
+        f"{c}, {format_bytes(c.peak.total)}, {c.work.flops / 1e9:.0f} GFLOP"
+        for c in plan.candidates
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.memory import CANDIDATE_OPTIONS, compile_smallest, peak
+from fnet.memory import CANDIDATE_OPTIONS, compile_min_memory, peak
 from fnet.memory.target import Target, compile_for
 
 
@@ -93,7 +93,7 @@ def beside(
         compiled = {name: compile_for(target, way, *shapes) for name, way in ways.items()}
         return Measured({name: temporaries(p) for name, p in compiled.items()}, {})
     lowered = {name: way.lower(*shapes) for name, way in ways.items()}
-    programs = {name: [compile_smallest(low)[0]] for name, low in lowered.items()}
+    programs = {name: [compile_min_memory(low)[0]] for name, low in lowered.items()}
     held = {name: temporaries(smallest) for name, [smallest] in programs.items()}
     programs[peer].append(lowered[peer].compile())
     arrays = make()

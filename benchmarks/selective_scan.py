@@ -35,7 +35,7 @@ from fnet.layers.attention import attention
 from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2
 from fnet.layers.rg_lru import rg_lru
-from fnet.memory.peak import compile_smallest
+from fnet.memory.peak import compile_min_memory
 
 CHANNELS, STATES = 256, 16
 STEPS = (256, 512, 1024, 2048, 4096, 8192)
@@ -192,7 +192,7 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
             return jnp.square(layer.apply(params, {}, x, train=True)[0]).sum()
 
         lowered = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, x)
-        programs[name] = compile_smallest(lowered)[0]
+        programs[name] = compile_min_memory(lowered)[0]
         calls[name] = functools.partial(programs[name], params, x)
         if layer.decode is None:
             continue

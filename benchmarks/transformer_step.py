@@ -33,7 +33,7 @@ from fnet.memory import peak
 
 OPTIMIZER = optax.adamw(1e-3)
 KEY = jax.random.key(0)
-POLICIES = ("keep", "named", "products", "segments")
+POLICIES = ("none", "norms", "dots", "segments")
 FLAX, REMAT = "flax linen", "flax linen, nn.remat a block"
 
 

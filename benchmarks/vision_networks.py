@@ -5,7 +5,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.vision_networks --target h100
 
 The same network three times: plain, with ``flax.linen.BatchNorm`` and relu in the place
-of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``named``
+of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``norms``
 (`fnet.recompute`); and cut into segments besides, of which only the ends are kept
 (policy ``segments``). SGD with momentum, float32. Peaks are arguments + outputs - aliased
 + temporaries of the compiled step, the lowest of the compiler options that
@@ -81,8 +81,8 @@ def network(name: str, form: str) -> Layer:
 def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, Any]:
     """The step, and the shapes of its state and batch."""
     model = network(name, form)
-    policy = {"flax": "keep", "in place": "named", "segments": "segments"}[form]
-    step = fnet.make_step(memory.POLICIES[policy].apply(image_loss(model)), OPTIMIZER)
+    policy = {"flax": "none", "in place": "norms", "segments": "segments"}[form]
+    step = fnet.make_step(memory.REMAT_POLICIES[policy].apply(image_loss(model)), OPTIMIZER)
     state = jax.eval_shape(
         functools.partial(fnet.TrainState.create, model, OPTIMIZER), jax.random.key(0)
     )
@@ -98,7 +98,7 @@ def peak(name: str, form: str, batch: int, size: int, target: Target | None) -> 
     candidates = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     if target:
         candidates = (target.compiler_options,)
-    return min(memory.foresee(lowered, options, target).total for options in candidates)
+    return min(memory.estimate_peak(lowered, options, target).total for options in candidates)
 
 
 def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--budget", default="8GiB")
     options = parser.parse_args()
-    budget = memory.read_bytes(options.budget)
+    budget = memory.parse_bytes(options.budget)
     target = describe(options.target) if options.target else None
     what = f"batch {options.batch} at {options.size}" + (f", {target.name}" if target else "")
     rows, claims = [], []

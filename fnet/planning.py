@@ -10,7 +10,7 @@ from jax import Array
 from fnet.autodiff import mean, microbatches
 from fnet.memory.peak import tree_bytes
 from fnet.memory.plan import Candidate, Plan, plan
-from fnet.memory.policy import POLICIES
+from fnet.memory.policy import REMAT_POLICIES
 from fnet.memory.target import Target, on
 from fnet.state import TrainState
 from fnet.step import TrainStep, jit_step
@@ -38,7 +38,7 @@ def plan_step(
       state: the state, or its shapes (``jax.eval_shape``).
       batch: a batch, or its shapes.
       budget: bytes, or as ``4GiB``, ``4GB``, ``4096MiB``; None for no limit.
-      policies: keys of `fnet.memory.POLICIES` to choose from; all by default.
+      policies: keys of `fnet.memory.REMAT_POLICIES` to choose from; all by default.
       splits: numbers of microbatches to choose from. By default the powers of two
         that divide the batch where there is a budget and all its arrays share their leading
         axis, else 1. Where the state has
@@ -62,7 +62,7 @@ def plan_step(
         rows = sizes.pop()[0] if shared and budget is not None else 1
         splits = [2**i for i in range(rows.bit_length()) if rows % 2**i == 0]
     splits = tuple(splits)
-    variant(step, "keep", max(splits, default=1))  # a mode that cannot be split is told at once
+    variant(step, "none", max(splits, default=1))  # a mode that cannot be split is told at once
 
     def build(policy: str, split: int) -> jax.stages.Traced:
         args: tuple[Any, Any] = (state, batch)
@@ -86,7 +86,7 @@ def variant(step: jax.stages.Wrapped, policy: str, split: int = 1) -> jax.stages
 
     Args:
       step: from `fnet.make_step`.
-      policy: a key of `fnet.memory.POLICIES`.
+      policy: a key of `fnet.memory.REMAT_POLICIES`.
       split: how many microbatches; 1 leaves the step's mode as it is.
 
     Returns:
@@ -97,8 +97,8 @@ def variant(step: jax.stages.Wrapped, policy: str, split: int = 1) -> jax.stages
       ValueError: for an unknown policy, a split below 1, or microbatches in another mode than
         ``mean``.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"variant: expected a policy of {list(POLICIES)}, got {policy!r}")
+    if policy not in REMAT_POLICIES:
+        raise ValueError(f"variant: expected a policy of {list(REMAT_POLICIES)}, got {policy!r}")
     if split < 1:
         raise ValueError(f"variant: split must be at least 1, got {split}")
     plain: TrainStep = step.__wrapped__  # type: ignore[attr-defined]
@@ -107,4 +107,6 @@ def variant(step: jax.stages.Wrapped, policy: str, split: int = 1) -> jax.stages
         if mode is not mean:
             raise ValueError(f"variant: only the mode mean can be split, got {mode}")
         mode = microbatches(split)
-    return jit_step(dataclasses.replace(plain, loss=POLICIES[policy].apply(plain.loss), mode=mode))
+    return jit_step(
+        dataclasses.replace(plain, loss=REMAT_POLICIES[policy].apply(plain.loss), mode=mode)
+    )

@@ -12,7 +12,7 @@ from jax import Array
 from fnet.autodiff import Loss, mean
 from fnet.autodiff.update import Mode, UpdateMode, update_of
 from fnet.memory.donation import Donation, donation
-from fnet.memory.peak import Peak, compile_smallest, peak, tree_bytes
+from fnet.memory.peak import Peak, compile_min_memory, peak, tree_bytes
 from fnet.state import TrainState
 
 Metrics = dict[str, Array]
@@ -202,7 +202,7 @@ def compile_step(
     """
     lowered = step.lower(state, batch)
     if compiler_options is None:
-        compiled, options = compile_smallest(lowered)
+        compiled, options = compile_min_memory(lowered)
     else:
         options = dict(compiler_options)
         compiled = lowered.compile(compiler_options=options)

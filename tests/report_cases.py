@@ -131,7 +131,7 @@ MEMORY = {
         "temporaries": 2**20,
         "total": 2**21,
     },
-    "policy": "keep",
+    "policy": "none",
     "microbatches": 1,
     "kept": [
         {"layer": "stage0/conv", "bytes": 3 * 2**18, "arrays": 2},

@@ -15,7 +15,7 @@ import fnet
 from fnet import layers, repeat, serial
 from fnet.autodiff import accumulate_grad, mean, microbatches
 from fnet.layer import stateless
-from fnet.memory import compile_smallest, peak, tree_bytes
+from fnet.memory import compile_min_memory, peak, tree_bytes
 
 forms = pytest.mark.parametrize("unroll", [False, True])
 
@@ -231,7 +231,7 @@ def lowering_of_convolutions(mode):
 
 def test_in_line_parts_do_not_hold_each_other_s_activations():
     def temporaries(mode):
-        return peak(compile_smallest(lowering_of_convolutions(mode)())[0]).temporaries
+        return peak(compile_min_memory(lowering_of_convolutions(mode)())[0]).temporaries
 
     assert temporaries(microbatches(4, unroll=True)) <= 0.35 * temporaries(mean)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fnet.memory import in_words, read_bytes
+from fnet.memory import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,28 +20,28 @@ from fnet.memory import in_words, read_bytes
     ],
 )
 def test_amounts_are_read(text, bytes_):
-    assert read_bytes(text) == bytes_
+    assert parse_bytes(text) == bytes_
 
 
 @pytest.mark.parametrize("text", ["4", "4G", "four GiB", "", "-1GB", "0GB", 0, True, "GB", "1e3MB"])
 def test_anything_else_is_answered_with_what_is_allowed(text):
     with pytest.raises(ValueError, match=r"4GiB|at least one byte"):
-        read_bytes(text)
+        parse_bytes(text)
 
 
 def test_amounts_are_written():
-    assert in_words(1536) == "1.50 KiB"
-    assert in_words(12) == "12 bytes"
-    assert in_words(None) == "unknown"
-    assert in_words(5 * 2**40) == "5.00 TiB"
-    assert in_words(1023) == "1023 bytes"
-    assert in_words(2**20 - 1) == "1.00 MiB"
-    assert in_words(-(2**30) + 1) == "-1.00 GiB"
+    assert format_bytes(1536) == "1.50 KiB"
+    assert format_bytes(12) == "12 bytes"
+    assert format_bytes(None) == "unknown"
+    assert format_bytes(5 * 2**40) == "5.00 TiB"
+    assert format_bytes(1023) == "1023 bytes"
+    assert format_bytes(2**20 - 1) == "1.00 MiB"
+    assert format_bytes(-(2**30) + 1) == "-1.00 GiB"
 
 
 def test_amounts_beyond_a_double_are_exact_or_refused():
-    assert read_bytes(2**53 + 1) == 2**53 + 1
+    assert parse_bytes(2**53 + 1) == 2**53 + 1
     with pytest.raises(ValueError, match="not infinitely many"):
-        read_bytes("9" * 400 + "GB")
+        parse_bytes("9" * 400 + "GB")
     with pytest.raises(ValueError, match="not infinitely many"):
-        read_bytes(10**400)
+        parse_bytes(10**400)

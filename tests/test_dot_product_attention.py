@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from fnet.layers.dot_product_attention import dot_product_attention
 from fnet.memory import peak
 from fnet.memory.arithmetic import arithmetic
-from fnet.memory.peak import compile_smallest
+from fnet.memory.peak import compile_min_memory
 
 B, T, S, H, D = 2, 11, 7, 4, 8
 
@@ -237,7 +237,7 @@ def test_float16_is_taken():
 
 
 def temporaries(f, *args):
-    return peak(compile_smallest(jax.jit(f).lower(*args))[0]).temporaries
+    return peak(compile_min_memory(jax.jit(f).lower(*args))[0]).temporaries
 
 
 def of_gradient(f, t):

@@ -16,7 +16,7 @@ from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.norm import rms_norm_layer
 from fnet.memory import peak
-from fnet.memory.peak import compile_smallest
+from fnet.memory.peak import compile_min_memory
 
 WIDTH, HIDDEN = 6, 10
 
@@ -84,7 +84,7 @@ def temporaries_of_gradient(layer, blocks=6):
     params, _ = jax.eval_shape(net.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((4, 128, 64), jnp.float32)
     loss = lambda p, x: jnp.sin(net.apply(p, {}, x, train=True)[0]).sum()  # noqa: E731
-    return peak(compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))[0]).temporaries
+    return peak(compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))[0]).temporaries
 
 
 def test_the_compiled_gradient_of_a_stack_is_smaller_than_that_of_the_plain_form():

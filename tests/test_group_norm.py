@@ -146,7 +146,7 @@ def test_under_recompute_a_block_keeps_one_array(act):
         apply = fnet.recompute(lambda p, x: model.apply(p, {}, x, train=True)[0])
         gradient = jax.jit(jax.grad(lambda p, x: jnp.square(apply(p, x)).mean()))
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
-        compiled, _ = fnet.memory.compile_smallest(gradient.lower(params, x))
+        compiled, _ = fnet.memory.compile_min_memory(gradient.lower(params, x))
         return fnet.memory.peak(compiled).temporaries / (4 * np.prod(shape))
 
     assert (activations_kept(5) - activations_kept(3)) / 2 < 1.1

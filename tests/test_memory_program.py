@@ -61,7 +61,7 @@ def test_memory_tells_where_it_goes_without_training(workplace, capsys):
 
 @pytest.mark.slow
 def test_a_budget_is_planned_for_and_said(workplace, capsys):
-    fnet_command("memory", "deep.py", "--memory.policy", "keep", "--out", "free")
+    fnet_command("memory", "deep.py", "--memory.policy", "none", "--out", "free")
     plain = json.loads((workplace / "free" / "memory.json").read_text())["peak"]["total"]
     capsys.readouterr()
     budget = int(0.7 * plain)
@@ -110,8 +110,8 @@ def test_a_policy_can_be_named_without_a_budget(workplace):
 
 
 def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
-    assert exit_code("train", "deep.py", "--memory.policy", "named", "--out", "run") == 2
-    assert "memory.policy: named: the policy saves nothing" in capsys.readouterr().err
+    assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
+    assert "memory.policy: norms: the policy saves nothing" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -161,5 +161,5 @@ def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
     config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
     run = setup(config)
     found = planning.plan(run)
-    other = next(c for c in found.candidates if c.policy != "keep")
+    other = next(c for c in found.candidates if c.policy != "none")
     assert planning.choose(run, found._replace(chosen=other)).proof is None

@@ -128,7 +128,7 @@ def test_a_budget_is_for_each_device(workplace):
         on(Mesh(data=2), dataclasses.replace(CONFIG, memory=Memory(budget=budget)))
     )
     chosen = planned.plan.chosen
-    assert (chosen.policy, chosen.microbatches, chosen.peak.total) == ("keep", 1, need)
+    assert (chosen.policy, chosen.microbatches, chosen.peak.total) == ("none", 1, need)
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
 
 
@@ -186,7 +186,7 @@ def test_what_is_kept_is_told_where_each_device_has_one_example():
     model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # of one pixel at the end
     config = Config(data=Digits(batch_size=4), model=model)
     of_one, whole = (
-        sum(layer.bytes for layer in account.kept(on(mesh, config), "keep", 1))
+        sum(layer.bytes for layer in account.kept(on(mesh, config), "none", 1))
         for mesh in (Mesh(data=4), Mesh())
     )
     assert of_one == pytest.approx(whole / 4, rel=0.05)

@@ -11,7 +11,7 @@ NOTEBOOKS = Path(__file__).parent.parent / "docs" / "notebooks"
 SMALL = {  # in place of the cell with the tag "parameters"
     "in_place_nnx": "DEPTHS = [8]\nDEPTH, WIDTH = 1, 16\nEPOCHS, BATCH = 1, 64",
     "clipped_equinox": "WIDTH, DEPTH = 64, 2\nEPOCHS, BATCH = 2, 64\nCLIP = 1.0",
-    "planning_a_budget": "SIZE, BATCH = 8, 8\nWIDTHS, BLOCKS = (8,), 1\nSTEPS = 2\nSHARES = [0.8]\nPOLICIES = ['keep', 'segments']",
+    "planning_a_budget": "SIZE, BATCH = 8, 8\nWIDTHS, BLOCKS = (8,), 1\nSTEPS = 2\nSHARES = [0.8]\nPOLICIES = ['none', 'segments']",
 }
 LONG = {"planning_a_budget", "clipped_equinox"}  # run by make test-all
 

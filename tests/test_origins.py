@@ -27,7 +27,7 @@ def test_a_jitted_function_is_seen_through():
         with jax.named_scope("two"):
             return block(w, x).sum()
 
-    found = [r for r in residuals(loss, W, X) if not r.elsewhere]
+    found = [r for r in residuals(loss, W, X) if not r.alias_of]
     assert sorted((r.layer, r.operation) for r in found) == [
         ("one/inner", "cos"),
         ("one/inner", "sin"),
@@ -44,7 +44,7 @@ def test_a_function_of_jax_counts_as_made_where_it_was_called():
         return jax.nn.logsumexp(jnp.sin(x), axis=-1, keepdims=True)
 
     for f in (first, second):
-        found = [r for r in residuals(lambda x, f=f: f(x).sum(), X) if not r.elsewhere]
+        found = [r for r in residuals(lambda x, f=f: f(x).sum(), X) if not r.alias_of]
         assert found
         assert all(f"{f.__name__})" in r.source for r in found)
 
@@ -69,7 +69,7 @@ def test_branches_of_a_cond_and_devices_of_a_mesh_are_seen_through():
 
         return jax.shard_map(each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
 
-    kept = [r for r in residuals(on_devices, W, X) if not r.elsewhere]
+    kept = [r for r in residuals(on_devices, W, X) if not r.alias_of]
     assert [(r.layer, r.operation, r.shape) for r in kept] == [("each", "cos", (8, 16))]
 
 
@@ -83,7 +83,7 @@ def test_what_a_scan_only_carries_along_is_kept_once():
         return jax.lax.scan(step, (x, w), None, length=4)[0][0].sum()
 
     found = residuals(loss, W, X)
-    assert [r.elsewhere for r in found if r.shape == W.shape] == ["argument w"]
+    assert [r.alias_of for r in found if r.shape == W.shape] == ["argument w"]
     assert {r.layer for r in found if r.shape == (4, 8, 16)} == {"step"}
 
 
@@ -103,8 +103,8 @@ def test_flax_modules_name_their_layers():
     model = Net()
     variables = jax.eval_shape(model.init, jax.random.key(0), X)
     found = residuals(model.apply, variables, X)
-    assert [r.layer for r in found if not r.elsewhere] == ["Net/one", "Net/one", "Net/two"]
-    assert "argument variables['params']['head']['kernel']" in {r.elsewhere for r in found}
+    assert [r.layer for r in found if not r.alias_of] == ["Net/one", "Net/one", "Net/two"]
+    assert "argument variables['params']['head']['kernel']" in {r.alias_of for r in found}
 
 
 @jax.custom_vjp
@@ -132,7 +132,7 @@ def test_an_array_that_a_rule_saves_twice_counts_once_and_an_unread_one_not(tran
         with jax.named_scope("loss"):
             return transform(sine)(x).sum()
 
-    assert [(r.layer, r.operation, r.shape, r.elsewhere) for r in residuals(loss, X)] == [
+    assert [(r.layer, r.operation, r.shape, r.alias_of) for r in residuals(loss, X)] == [
         ("", "", (8, 16), "argument x"),
         ("loss/rule", "cos", (8, 16), ""),
     ]

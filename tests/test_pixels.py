@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fnet.losses.pixels import pixel_cross_entropy, pixel_predictions
-from fnet.memory import compile_smallest, peak
+from fnet.memory import compile_min_memory, peak
 
 S = jax.ShapeDtypeStruct
 CLASSES = 5
@@ -244,7 +244,7 @@ SHAPES = (S((IMAGES, 32, 32, MANY), jnp.float32), S((IMAGES, SIZE, SIZE), jnp.ui
 
 def temporaries(f, *shapes):
     """With the compiler options that need the least."""
-    return peak(compile_smallest(jax.jit(f).lower(*shapes))[0]).temporaries
+    return peak(compile_min_memory(jax.jit(f).lower(*shapes))[0]).temporaries
 
 
 def test_logits_of_all_pixels_never_exist():

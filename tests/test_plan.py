@@ -52,16 +52,16 @@ def step_and_peaks():
 
 def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
     _, plan, _ = step_and_peaks
-    assert plan.chosen.policy == "keep"
+    assert plan.chosen.policy == "none"
     assert plan.chosen.microbatches == 1
     assert [c.work.time for c in plan.candidates] == sorted(c.work.time for c in plan.candidates)
-    assert {c.policy for c in plan.candidates} == {"keep", "named", "products", "segments"}
+    assert {c.policy for c in plan.candidates} == {"none", "norms", "dots", "segments"}
 
 
 def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
     args, _, peaks = step_and_peaks
-    budget = (peaks["keep"] + peaks["segments"]) // 2
-    plan = fnet.plan_step(*args, budget, policies=("keep", "segments"), splits=(1,))
+    budget = (peaks["none"] + peaks["segments"]) // 2
+    plan = fnet.plan_step(*args, budget, policies=("none", "segments"), splits=(1,))
     assert plan.chosen.peak.total <= budget
     faster = [c for c in plan.candidates if c.work.time < plan.chosen.work.time]
     assert faster
@@ -71,15 +71,15 @@ def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
 @pytest.mark.slow
 def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
     args, _, peaks = step_and_peaks
-    plan = fnet.plan_step(*args, int(0.9 * peaks["keep"]))
-    assert (plan.chosen.policy, plan.chosen.microbatches) == ("keep", 2)
+    plan = fnet.plan_step(*args, int(0.9 * peaks["none"]))
+    assert (plan.chosen.policy, plan.chosen.microbatches) == ("none", 2)
     assert plan.smaller is None or plan.smaller.peak.total < plan.chosen.peak.total
 
 
 @pytest.mark.slow
 def test_what_was_planned_is_what_is_compiled(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
-    chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["keep"])).chosen
+    chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["none"])).chosen
     executable = fnet.compile_step(
         fnet.variant(step, chosen.policy, chosen.microbatches),
         state,
@@ -96,16 +96,16 @@ def test_batch_statistics_are_split_last():
         head=layers.dense(WIDTH, 10),
     )
     plan_step = functools.partial(
-        fnet.plan_step, *arguments(model), policies=("keep", "named"), splits=(1, 2)
+        fnet.plan_step, *arguments(model), policies=("none", "norms"), splits=(1, 2)
     )
     peaks = {c.policy: c.peak.total for c in plan_step().candidates}
-    plan = plan_step(int(0.95 * peaks["keep"]))
+    plan = plan_step(int(0.95 * peaks["none"]))
     assert plan.chosen.microbatches == 1
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
     # Parts of one example have no statistics: another policy may still do.
-    plan = plan_step(int(0.95 * peaks["keep"]), splits=(1, BATCH))
-    assert (plan.chosen.policy, plan.chosen.microbatches) == ("named", 1)
+    plan = plan_step(int(0.95 * peaks["none"]), splits=(1, BATCH))
+    assert (plan.chosen.policy, plan.chosen.microbatches) == ("norms", 1)
     with pytest.raises(BudgetError, match=r"the least is .* by named"):
         plan_step(int(0.95 * min(peaks.values())), splits=(1, BATCH))
 
@@ -118,16 +118,18 @@ def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
 
 def test_a_budget_that_nothing_fits_names_the_least_and_its_policy(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
-    budget, some = memory.tree_bytes(state) + 1, ("keep", "segments")
-    with pytest.raises(BudgetError, match=f"least is {memory.in_words(peaks['segments'])}, by seg"):
+    budget, some = memory.tree_bytes(state) + 1, ("none", "segments")
+    with pytest.raises(
+        BudgetError, match=f"least is {memory.format_bytes(peaks['segments'])}, by seg"
+    ):
         fnet.plan_step(step, state, batch, budget, policies=some, splits=(1,))
 
 
 def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
     args, _, peaks = step_and_peaks
-    policies = "keep", "segments"
-    plan = fnet.plan_step(*args, peaks["keep"], policies=policies, reserve=1, splits=(1,))
-    assert plan.chosen.peak.total < peaks["keep"]
+    policies = "none", "segments"
+    plan = fnet.plan_step(*args, peaks["none"], policies=policies, reserve=1, splits=(1,))
+    assert plan.chosen.peak.total < peaks["none"]
 
 
 def test_mistakes_are_answered(step_and_peaks):
@@ -137,7 +139,7 @@ def test_mistakes_are_answered(step_and_peaks):
     with pytest.raises(ValueError, match=r"for cpu.*got 'offload'"):
         fnet.plan_step(*args, policies=("offload",))
     with pytest.raises(ValueError, match=r"policy and microbatches >= 1, got .* \[\]"):
-        fnet.plan_step(*args, policies=("keep",), splits=())
+        fnet.plan_step(*args, policies=("none",), splits=())
     with pytest.raises(ValueError, match="4GiB"):
         fnet.plan_step(*args, "much")
 
@@ -150,7 +152,7 @@ def test_progress_is_told_of_every_candidate(step_and_peaks):
         told.append(candidate)
         threads.add(threading.get_ident())
 
-    plan = fnet.plan_step(*args, policies=("keep",), progress=progress)
+    plan = fnet.plan_step(*args, policies=("none",), progress=progress)
     assert sorted(map(str, told)) == sorted(map(str, plan.candidates))
     assert threads == {threading.get_ident()}
 
@@ -159,7 +161,7 @@ def test_progress_is_told_of_every_candidate(step_and_peaks):
 def test_a_batch_may_hold_a_number(step_and_peaks, budget):
     (step, state, batch), *_ = step_and_peaks
     batch = {"at": jax.ShapeDtypeStruct((), jnp.float32), **batch}
-    assert fnet.plan_step(step, state, batch, budget, policies=("keep",)).chosen.microbatches == 1
+    assert fnet.plan_step(step, state, batch, budget, policies=("none",)).chosen.microbatches == 1
 
 
 def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
@@ -167,7 +169,7 @@ def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
     with pytest.raises(ValueError, match=r"variant: expected a policy of .* got 'hope'"):
         fnet.variant(step, "hope", 1)
     with pytest.raises(ValueError, match="variant: split must be at least 1, got 0"):
-        fnet.variant(step, "keep", 0)
+        fnet.variant(step, "none", 0)
     clipped = fnet.make_step(step.__wrapped__.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
     with pytest.raises(ValueError, match="only the mode mean can be split"):
         fnet.plan_step(clipped, state, batch, splits=(1, 2))
@@ -184,7 +186,7 @@ def test_what_a_compiler_refuses_as_too_large_is_its_own_account(said, bytes_):
     def refuse(compiler_options):
         raise jax.errors.JaxRuntimeError(said)
 
-    found = memory.foresee(types.SimpleNamespace(compile=refuse), {})
+    found = memory.estimate_peak(types.SimpleNamespace(compile=refuse), {})
     assert (found.temporaries, found.total) == (bytes_, bytes_)
 
 
@@ -194,7 +196,7 @@ def test_any_other_error_of_a_compiler_is_not_an_account(said):
         raise jax.errors.JaxRuntimeError(said)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=said[:8]):
-        memory.foresee(types.SimpleNamespace(compile=refuse), {})
+        memory.estimate_peak(types.SimpleNamespace(compile=refuse), {})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_the_hosts_memory_serves_devices_that_have_their_own(platform, offloads)
 
 def test_a_plan_tells_what_a_tighter_budget_would_take():
     programs = {
-        "keep": lambda x: jnp.broadcast_to(x.sum(), (1000,)),
+        "none": lambda x: jnp.broadcast_to(x.sum(), (1000,)),
         "segments": lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=1000)[0],
     }
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -214,6 +216,6 @@ def test_a_plan_tells_what_a_tighter_budget_would_take():
     def found(*policies):
         return plan(lambda policy, split: jax.jit(programs[policy]).trace(x), policies=policies)
 
-    both = found("keep", "segments")
-    assert (both.chosen.policy, both.smaller.policy) == ("keep", "segments")
+    both = found("none", "segments")
+    assert (both.chosen.policy, both.smaller.policy) == ("none", "segments")
     assert found("segments").smaller is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fnet import layers
-from fnet.memory import compile_smallest, peak
+from fnet.memory import compile_min_memory, peak
 
 PATCHES = pytest.mark.parametrize(
     ("window", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 1, 0), (2, 2, 1), (1, 2, 0)]
@@ -94,7 +94,7 @@ def test_behind_a_convolution_neither_input_nor_maxima_are_kept(window, padding)
             return jnp.sin(pool(conv.apply(params, {}, x, train=True)[0])).sum()
 
         x = jax.ShapeDtypeStruct((4, 64, 64, 3), jnp.float32)
-        compiled, _ = compile_smallest(jax.jit(jax.grad(loss)).lower(params, x))
+        compiled, _ = compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))
         return peak(compiled).temporaries
 
     ours, theirs = (gradient(make(window, 2, padding)) for make in (of_layer, reduction))

@@ -266,7 +266,7 @@ MISTAKES = [
     (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a count of examples or auto, got none"),
     (("memory", "tiny.py", "--batch-size", "9" * 5000), "--batch-size: expected a count of examples or auto, got 999"),
     (("memory", "tiny.py", "--budget", "64MiB"), "has no room for the train state, which alone takes"),
-    (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, keep"),
+    (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, none"),
     (("train", "mode.json"), "mode.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got 'clip'"),
     (("train", "parts.json"), "grad.microbatches: 3 do not divide data.batch_size 64"),
     (("train", "tiny.py", "--grad.mode", "clip"), "--grad.mode: expected one of mean, microbatch, per_example, clipped, got clip"),

@@ -18,6 +18,7 @@ from train.config import (
     ResNet,
     ResNeXt,
     WiderResNet,
+    from_json,
     recipes,
     to_json,
 )
@@ -149,3 +150,11 @@ def test_all_nine_experiments_are_there():
         name for name in recipes.recipes() if name.startswith("imagenet_")
     }
     assert len(IMAGENET) == 9
+
+
+@pytest.mark.parametrize(
+    ("former", "policy"), [("keep", "none"), ("named", "norms"), ("products", "dots")]
+)
+def test_a_config_with_a_former_policy_name_still_loads(former, policy):
+    old = json.dumps({"memory": {"policy": former}})
+    assert from_json(old, "config.json").memory.policy == policy

@@ -93,7 +93,7 @@ def test_recompute_repeats_activation_functions_and_no_convolution():
     assert found.memory < 0.65
 
 
-@pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.recompute_in_segments])
+@pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.remat_in_segments])
 def test_words_and_switches_by_name_stay_as_they_are(wrap):
     model = serial(dense=layers.dense(4, 4), drop=layers.dropout(0.5))
     params, state = model.init(jax.random.key(0))

@@ -19,7 +19,7 @@ W = jax.ShapeDtypeStruct((16, 16), F32)
 
 
 def described(found):
-    return [(r.layer, r.operation, r.shape, r.dtype.name, r.elsewhere) for r in found]
+    return [(r.layer, r.operation, r.shape, r.dtype.name, r.alias_of) for r in found]
 
 
 def added(found):
@@ -90,12 +90,12 @@ def loss_of(layer, wrap=lambda f: f):
 
 def test_a_block_with_abn_keeps_one_activation_and_its_statistics():
     found = residuals(*loss_of(stack(3)), IMAGES)
-    kept = [r for r in found if not r.elsewhere]
+    kept = [r for r in found if not r.alias_of]
     for i in range(3):
         of_block = [r for r in kept if r.layer == f"{i}/abn"]
         assert sorted(r.shape for r in of_block) == [(4, 8, 8, 6), (6,), (6,), (6,)]
     assert len(kept) == 3 * 4
-    assert [r.elsewhere for r in found if r.elsewhere] == [
+    assert [r.alias_of for r in found if r.alias_of] == [
         "argument params['0']['abn']['beta']",
         "argument params['1']['abn']['beta']",
         "argument params['1']['conv']['kernel']",
@@ -109,7 +109,7 @@ def test_a_block_with_abn_keeps_one_activation_and_its_statistics():
 def test_recompute_keeps_what_the_layers_name(activation, without, with_):
     def activations(wrap):
         found = residuals(*loss_of(stack(4, activation), wrap), IMAGES)
-        return [r.layer for r in found if r.shape == IMAGES.shape and not r.elsewhere]
+        return [r.layer for r in found if r.shape == IMAGES.shape and not r.alias_of]
 
     # The last output goes into a sum, which keeps nothing of it.
     assert len(activations(fnet.recompute)) == 4 * with_
@@ -125,8 +125,8 @@ def test_a_checkpointed_block_keeps_its_input():
         return x.sum()
 
     found = residuals(loss, [W] * 3, X)
-    assert [r.layer for r in found if not r.elsewhere] == ["block0", "block1"]
-    assert [r.elsewhere for r in found if r.elsewhere] == [
+    assert [r.layer for r in found if not r.alias_of] == ["block0", "block1"]
+    assert [r.alias_of for r in found if r.alias_of] == [
         *(f"argument ws[{i}]" for i in range(3)),
         "argument x",
     ]
@@ -151,7 +151,7 @@ def test_a_policy_keeps_what_it_names_and_may_keep_it_on_the_host():
     *_, kept = residuals(loss, W, X, save)
     assert (kept.layer, kept.operation, kept.added) == ("inside", "dot_general", 8 * 16 * 4)
     *_, kept = residuals(loss, W, X, offload)
-    assert (kept.layer, kept.elsewhere, kept.added) == ("inside", "host memory", 0)
+    assert (kept.layer, kept.alias_of, kept.added) == ("inside", "host memory", 0)
 
 
 def test_of_a_scan_the_stack_of_all_iterations_is_kept():
@@ -163,7 +163,7 @@ def test_of_a_scan_the_stack_of_all_iterations_is_kept():
     assert {r.layer for r in stacked} == {"blocks/act"}
     assert all(r.bytes == 5 * 8 * 16 * 4 for r in stacked)
     kernels = [r for r in found if r.shape == (5, 16, 16)]
-    assert [r.elsewhere for r in kernels] == ["argument params['blocks']['dense']['kernel']"]
+    assert [r.alias_of for r in kernels] == ["argument params['blocks']['dense']['kernel']"]
 
 
 def test_a_reversible_stack_keeps_nothing_a_block():
@@ -185,7 +185,7 @@ def test_arguments_constants_and_outputs_are_kept_anyway():
         return (y * batch["x"] * scale).sum(), {"y": y.reshape(16, 8)}
 
     found = residuals(loss, {"w": X}, {"x": X}, scale=X, has_aux=True)
-    assert [r.elsewhere for r in found if r.elsewhere] == [
+    assert [r.alias_of for r in found if r.alias_of] == [
         "argument batch['x']",
         "argument scale",
         "constant",
@@ -206,9 +206,9 @@ def test_only_what_the_gradient_of_the_chosen_arguments_needs_is_kept():
     def loss(w, x):
         return jnp.sum(x @ w)
 
-    assert [r.elsewhere for r in residuals(loss, W, X)] == ["argument x"]
-    assert [r.elsewhere for r in residuals(loss, W, X, argnums=1)] == ["argument w"]
-    both = [r.elsewhere for r in residuals(loss, W, X, argnums=(0, -1))]
+    assert [r.alias_of for r in residuals(loss, W, X)] == ["argument x"]
+    assert [r.alias_of for r in residuals(loss, W, X, argnums=1)] == ["argument w"]
+    both = [r.alias_of for r in residuals(loss, W, X, argnums=(0, -1))]
     assert both == ["argument w", "argument x"]
 
 
@@ -230,7 +230,7 @@ def test_an_output_without_a_derivative_is_named():
     with pytest.raises(ValueError, match="returns no array to differentiate, but None"):
         residuals(lambda w: None, W)
     found = residuals(lambda w, x: (predict(w, x)["logits"], predict(w, x)), W, X, has_aux=True)
-    assert [r.elsewhere for r in found] == ["argument x"]
+    assert [r.alias_of for r in found] == ["argument x"]
 
 
 def test_a_loop_that_cannot_be_run_backwards_is_jaxs_own_error():
@@ -263,7 +263,7 @@ def test_keys_integers_and_flags_are_no_obstacle():
     counted = {"net": params, "step": jax.ShapeDtypeStruct((), jnp.int32), "key": jax.random.key(1)}
     found = residuals(loss, counted, batch, jax.random.key(2), "mean", train=True)
     assert {r.layer for r in found} >= {"act"}
-    assert not [r for r in found if "step" in r.elsewhere or "key" in r.elsewhere]
+    assert not [r for r in found if "step" in r.alias_of or "key" in r.alias_of]
 
 
 def test_shapes_and_arrays_tell_the_same():
@@ -282,7 +282,7 @@ def test_a_network_has_its_layers_in_forward_order():
     assert [r.layer for r in rows if r.layer in stages] == stages
     assert rows[0].layer == "bn1"
     assert sum(r.bytes for r in rows) == added(found)
-    assert sum(r.arrays for r in rows) == sum(not r.elsewhere for r in found)
+    assert sum(r.arrays for r in rows) == sum(not r.alias_of for r in found)
 
 
 def test_the_sum_is_what_a_simple_program_holds():

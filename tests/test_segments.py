@@ -10,8 +10,8 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
-from fnet.memory import arithmetic, compile_smallest, peak, recompute_in_segments, segments
-from fnet.memory.policy import POLICIES
+from fnet.memory import arithmetic, compile_min_memory, peak, remat_in_segments, segments
+from fnet.memory.policy import REMAT_POLICIES
 
 DEPTH, WIDTH, BATCH = 24, 64, 512
 ACTIVATION = BATCH * WIDTH * 4
@@ -38,7 +38,7 @@ def inputs():
 
 
 def temporaries(f):
-    compiled, _ = compile_smallest(jax.jit(jax.grad(f)).lower(*inputs()))
+    compiled, _ = compile_min_memory(jax.jit(jax.grad(f)).lower(*inputs()))
     return peak(compiled).temporaries / ACTIVATION
 
 
@@ -57,10 +57,10 @@ def plain(f):
     ids=["chain", "scan", "jit"],
 )
 @pytest.mark.parametrize(
-    "policy", ["segments", "products", pytest.param("named", marks=pytest.mark.slow)]
+    "policy", ["segments", "dots", pytest.param("norms", marks=pytest.mark.slow)]
 )
 def test_recomputing_changes_neither_values_nor_gradients(f, policy):
-    ours = jax.jit(jax.value_and_grad(POLICIES[policy].apply(f)))(*inputs())
+    ours = jax.jit(jax.value_and_grad(REMAT_POLICIES[policy].apply(f)))(*inputs())
     chex.assert_trees_all_close(ours, plain(f), rtol=1e-5)
 
 
@@ -70,13 +70,13 @@ def test_recomputing_changes_neither_values_nor_gradients(f, policy):
 def test_a_deep_network_keeps_about_the_root_of_what_it_kept(f):
     # 24 blocks of three arrays; two roots of 72 are 17, and the gradients are 3 more.
     assert temporaries(f) > 48
-    assert temporaries(recompute_in_segments(f)) < 22
+    assert temporaries(remat_in_segments(f)) < 22
 
 
 def test_a_loop_keeps_its_carry_and_recomputes_a_round():
     # One carry a round, and twice the kernels, each stack of which is as large as 3 activations.
     assert temporaries(scanned) > 3 * DEPTH
-    assert DEPTH < temporaries(recompute_in_segments(scanned)) < DEPTH + 12
+    assert DEPTH < temporaries(remat_in_segments(scanned)) < DEPTH + 12
 
 
 def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
@@ -108,7 +108,7 @@ def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
 
 def test_arithmetic_grows_by_less_than_one_forward_pass():
     # Of the three products a layer takes, one is done again, except in the last segment.
-    assert flops(chain) < flops(recompute_in_segments(chain)) < 4 / 3 * flops(chain)
+    assert flops(chain) < flops(remat_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_arithmetic_grows_by_less_than_one_forward_pass():
 )
 def test_keeping_products_repeats_none(f):
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
-    repeated = flops(POLICIES["products"].apply(f)) - flops(f)
+    repeated = flops(REMAT_POLICIES["dots"].apply(f)) - flops(f)
     assert 0 < repeated < 0.05 * products
-    assert temporaries(POLICIES["products"].apply(f)) < 0.75 * temporaries(f)
+    assert temporaries(REMAT_POLICIES["dots"].apply(f)) < 0.75 * temporaries(f)
 
 
 def test_model_state_keys_and_named_scopes_pass_through():
@@ -141,9 +141,9 @@ def test_model_state_keys_and_named_scopes_pass_through():
         return differentiated(params, state, x, jax.random.key(2))
 
     chex.assert_trees_all_close(
-        gradient(recompute_in_segments(loss)), gradient(loss), rtol=1e-4, atol=1e-6
+        gradient(remat_in_segments(loss)), gradient(loss), rtol=1e-4, atol=1e-6
     )
-    lowered = jax.jit(jax.grad(recompute_in_segments(loss), has_aux=True)).lower(
+    lowered = jax.jit(jax.grad(remat_in_segments(loss), has_aux=True)).lower(
         params, state, x, jax.random.key(3)
     )
     assert "blocks/2/body" in lowered.as_text(debug_info=True)
@@ -155,18 +155,18 @@ def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
         with jax.named_scope("outer"):
             return scanned(params, jax.jit(jnp.sin)(x))
 
-    text = jax.jit(recompute_in_segments(f)).lower(*inputs()).as_text(debug_info=True)
+    text = jax.jit(remat_in_segments(f)).lower(*inputs()).as_text(debug_info=True)
     assert "outer/sin" in text
     assert "outer/while" in text
 
 
 def test_functions_with_little_to_cut_give_what_they_gave():
     x = jnp.arange(3.0)
-    chex.assert_trees_all_equal(recompute_in_segments(lambda x: x)(x), x)
-    chex.assert_trees_all_equal(recompute_in_segments(lambda x: {"a": 2 * x})(x), {"a": 2 * x})
-    assert recompute_in_segments(lambda x, *, n: x.sum() + n)(x, n=1) == 4
+    chex.assert_trees_all_equal(remat_in_segments(lambda x: x)(x), x)
+    chex.assert_trees_all_equal(remat_in_segments(lambda x: {"a": 2 * x})(x), {"a": 2 * x})
+    assert remat_in_segments(lambda x, *, n: x.sum() + n)(x, n=1) == 4
     chex.assert_trees_all_equal(
-        jax.grad(recompute_in_segments(lambda x: jnp.sin(x[0])))(x)[1:], x[1:] * 0
+        jax.grad(remat_in_segments(lambda x: jnp.sin(x[0])))(x)[1:], x[1:] * 0
     )
 
 
@@ -180,14 +180,14 @@ def test_it_nests_in_other_transformations():
         gradients = jax.vmap(jax.grad(f), (None, 0))(params, x[:4, None])
         return gradients, jax.jvp(f, (params, x), tangents)
 
-    ours = transformed(recompute_in_segments(chain), params, x, tangents)
+    ours = transformed(remat_in_segments(chain), params, x, tangents)
     chex.assert_trees_all_close(ours, transformed(chain, params, x, tangents), rtol=1e-5)
 
 
 def test_offload_keeps_the_carries_of_a_loop_on_the_host():
     def kept(policy):
-        found = fnet.memory.residuals(POLICIES[policy].apply(scanned), *inputs())
-        return [(r.elsewhere, r.added) for r in found if r.shape == (DEPTH, BATCH, WIDTH)]
+        found = fnet.memory.residuals(REMAT_POLICIES[policy].apply(scanned), *inputs())
+        return [(r.alias_of, r.added) for r in found if r.shape == (DEPTH, BATCH, WIDTH)]
 
     assert kept("offload") == [("host memory", 0)]
     assert [where for where, _ in kept("segments")] == [""]

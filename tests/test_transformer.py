@@ -96,7 +96,7 @@ def transformer_activations(make, blocks, width):
     params, state = shapes(layer)
     x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
     f = lambda p, s, x: jnp.square(layer.apply(p, s, x, train=True)[0]).mean()  # noqa: E731
-    compiled, _ = fnet.memory.compile_smallest(jax.jit(jax.grad(f)).lower(params, state, x))
+    compiled, _ = fnet.memory.compile_min_memory(jax.jit(jax.grad(f)).lower(params, state, x))
     return fnet.memory.peak(compiled).temporaries / (8 * 128 * width * 4)
 
 

@@ -278,7 +278,7 @@ def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
     params, state = initial(net)
     x = jnp.ones((4, 6, 6, 8))
     f = fnet.recompute(lambda p, x: jnp.square(net.apply(p, state, x, train=True)[0]).sum())
-    kept = [r for r in fnet.memory.residuals(f, params, x) if not r.elsewhere]
+    kept = [r for r in fnet.memory.residuals(f, params, x) if not r.alias_of]
     assert [r.layer for r in kept if r.shape == x.shape] == ["bn0", "bn1", "bn2"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from vocabulary_cases import ALL_OPTIONS
 
 from fnet.losses import linear_cross_entropy
-from fnet.memory import compile_smallest, peak
+from fnet.memory import compile_min_memory, peak
 
 S = jax.ShapeDtypeStruct
 TOKENS, WIDTH, WORDS = 1024, 256, 32_768
@@ -25,7 +25,7 @@ def temporaries(f, words=WORDS):
     """Of value and gradients, with the compiler options that need the least."""
     x, _, labels = SHAPES
     lowered = value_and_gradients(f).lower(x, S((WIDTH, words), jnp.float32), labels)
-    return peak(compile_smallest(lowered)[0]).temporaries
+    return peak(compile_min_memory(lowered)[0]).temporaries
 
 
 def of_whole_logits(x, kernel, labels):

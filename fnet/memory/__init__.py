@@ -1,21 +1,21 @@
 """Where the memory goes: known from the compiled program, before it runs."""
 
 from fnet.memory.arithmetic import Arithmetic, arithmetic
-from fnet.memory.budget import in_words, read_bytes
+from fnet.memory.budget import format_bytes, parse_bytes
 from fnet.memory.donation import Donation, DonationError, donation
 from fnet.memory.largest import largest
 from fnet.memory.origins import Residual
-from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, compile_smallest, peak, tree_bytes
-from fnet.memory.plan import BudgetError, Candidate, Plan, foresee, plan
-from fnet.memory.policy import POLICIES, Policy
+from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, compile_min_memory, peak, tree_bytes
+from fnet.memory.plan import BudgetError, Candidate, Plan, estimate_peak, plan
+from fnet.memory.policy import REMAT_POLICIES, Policy
 from fnet.memory.recomputation import Recomputation, RecomputationError, recomputation
 from fnet.memory.residuals import LayerResiduals, by_layer, residuals
 from fnet.memory.schedule import Buffer, Timeline, timeline
-from fnet.memory.segments import recompute_in_segments
+from fnet.memory.segments import remat_in_segments
 
 __all__ = [
     "CANDIDATE_OPTIONS",
-    "POLICIES",
+    "REMAT_POLICIES",
     "Arithmetic",
     "BudgetError",
     "Buffer",
@@ -32,16 +32,16 @@ __all__ = [
     "Timeline",
     "arithmetic",
     "by_layer",
-    "compile_smallest",
+    "compile_min_memory",
     "donation",
-    "foresee",
-    "in_words",
+    "estimate_peak",
+    "format_bytes",
     "largest",
+    "parse_bytes",
     "peak",
     "plan",
-    "read_bytes",
     "recomputation",
-    "recompute_in_segments",
+    "remat_in_segments",
     "residuals",
     "timeline",
     "tree_bytes",

@@ -17,7 +17,7 @@ _UNITS = {
 }
 
 
-def read_bytes(text: str | int) -> int:
+def parse_bytes(text: str | int) -> int:
     """``"4GB" -> 4_000_000_000``, ``"4GiB"`` and ``"4096MiB" -> 4_294_967_296``; an int is bytes.
 
     Units are B, and K, M, G or T with B (powers of 1000) or iB (powers of 1024),
@@ -47,7 +47,7 @@ def read_bytes(text: str | int) -> int:
     return int(value)
 
 
-def in_words(n: int | None) -> str:
+def format_bytes(n: int | None) -> str:
     """``1536 -> "1.50 KiB"``; None is unknown.
 
     Args:

@@ -24,7 +24,7 @@ class Residual(NamedTuple):
       operation: the JAX primitive that made it, ``"dot_general"``.
       source: the line that made it, ``"model.py:12 (block)"``; empty where JAX
         does not know it.
-      elsewhere: why it takes no memory of its own on the device:
+      alias_of: why it takes no memory of its own on the device:
         ``"argument params['w']"``, ``"output [1]"``, ``"constant"``, ``"host memory"``;
         empty where it takes ``bytes``.
     """
@@ -35,12 +35,12 @@ class Residual(NamedTuple):
     bytes: int
     operation: str
     source: str
-    elsewhere: str
+    alias_of: str
 
     @property
     def added(self) -> int:
         """Bytes it takes beyond what exists anyway."""
-        return 0 if self.elsewhere else self.bytes
+        return 0 if self.alias_of else self.bytes
 
 
 class Traced(NamedTuple):
@@ -111,13 +111,13 @@ class Origins:
             bytes=leaf_bytes(atom.aval),
             operation="",
             source="",
-            elsewhere=self._outputs.get(self.identity(atom), ""),
+            alias_of=self._outputs.get(self.identity(atom), ""),
         )
         if origin not in level.producers:
             # Constants of inner functions, too, are inputs of theirs.
             name = self._inputs.get(origin, "constant")
             place = list(self._inputs).index(origin) if origin in self._inputs else 0
-            return (-1 if name == "constant" else -2, place), residual._replace(elsewhere=name)
+            return (-1 if name == "constant" else -2, place), residual._replace(alias_of=name)
         level, origin = self._innermost(level, origin)
         number, _ = level.producers[origin]
         eqn = level.jaxpr.eqns[number]
@@ -126,7 +126,7 @@ class Origins:
             layer="/".join(_scopes(level, eqn)),
             operation=eqn.primitive.name,
             source=jaxprs.source(eqn) if level.source is None else level.source,
-            elsewhere=residual.elsewhere or ("host memory" if space == "Host" else ""),
+            alias_of=residual.alias_of or ("host memory" if space == "Host" else ""),
         )
 
     def _original(self, level: _Level, atom: Any) -> tuple[_Level, Any]:

@@ -143,7 +143,7 @@ def platform(compiled: jax.stages.Compiled) -> str:
     return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
 
 
-def compile_smallest(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+def compile_min_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, Any]]:
     """Compiles with each of the default backend's candidate options; the one of lowest peak.
 
     Args:

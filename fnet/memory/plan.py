@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.memory.arithmetic import Arithmetic, arithmetic
-from fnet.memory.budget import in_words, read_bytes
+from fnet.memory.budget import format_bytes, parse_bytes
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.policy import policies_on
 from fnet.memory.target import Target
@@ -29,7 +29,7 @@ class Candidate(NamedTuple):
     """A way to train, compiled.
 
     Attributes:
-      policy: what the backward pass keeps; a key of `POLICIES`.
+      policy: what the backward pass keeps; a key of `REMAT_POLICIES`.
       microbatches: how many the batch is split into.
       work: arithmetic and bytes moved a step, by which candidates are ranked.
       peak: of the compiled step.
@@ -90,8 +90,8 @@ def plan(
     Args:
       build: the traced train step for a policy and a number of microbatches. A ValueError for
         more than the first number says that the batch cannot be split so far.
-      budget: bytes, or as `read_bytes` reads them; None for no limit.
-      policies: keys of `POLICIES`; all that work on the device by default.
+      budget: bytes, or as `parse_bytes` reads them; None for no limit.
+      policies: keys of `REMAT_POLICIES`; all that work on the device by default.
       microbatches: numbers to choose from, each a multiple of the one before.
       couples_batch: whether splitting the batch changes the result (batch
         statistics): it is then the last resort.
@@ -108,12 +108,12 @@ def plan(
         the message says what is the least, and by which policy.
       ValueError: for a budget that cannot be read, an unknown policy, or nothing to choose from.
     """
-    limit = None if budget is None else read_bytes(budget)
-    beside = f", and {in_words(reserve)} is taken beside it" if reserve else ""
+    limit = None if budget is None else parse_bytes(budget)
+    beside = f", and {format_bytes(reserve)} is taken beside it" if reserve else ""
     if limit is not None and limit < state_bytes + reserve:
         raise BudgetError(
-            f"a budget of {in_words(limit)} has no room for the train state, which alone takes "
-            f"{in_words(state_bytes)}{beside}"
+            f"a budget of {format_bytes(limit)} has no room for the train state, which alone takes "
+            f"{format_bytes(state_bytes)}{beside}"
         )
 
     def order(c: Candidate | _Way) -> tuple[bool, float]:
@@ -138,8 +138,8 @@ def plan(
     least = min(ranked, key=lambda c: c.peak.total)
     if not fits(least.peak.total):
         raise BudgetError(
-            f"no policy fits a budget of {in_words(limit)}: the least is "
-            f"{in_words(least.peak.total)}, by {least}{beside}"
+            f"no policy fits a budget of {format_bytes(limit)}: the least is "
+            f"{format_bytes(least.peak.total)}, by {least}{beside}"
         )
     if limit is None:  # of equally fast ones, the smallest
         chosen = min(ranked, key=lambda c: (order(c), c.peak.total))
@@ -232,7 +232,7 @@ def _compile(
     progress: Callable[[Candidate], None] | None,
 ) -> list[Candidate]:
     def one(way: _Way, chosen: Mapping[str, Any]) -> Candidate:
-        found = foresee(way.lowered, chosen, target)
+        found = estimate_peak(way.lowered, chosen, target)
         return Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
 
     # Compiling lets go of Python's lock.
@@ -245,7 +245,7 @@ def _compile(
     return candidates
 
 
-def foresee(
+def estimate_peak(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, Any], target: Target | None = None
 ) -> Peak:
     """The peak of a program, compiled only as far as that takes.

@@ -97,7 +97,7 @@ def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[La
         raise ValueError(f"by_layer: depth must be at least 1, or None for all, got {depth}")
     rows: dict[str, LayerResiduals] = {}
     for r in residuals:
-        if r.elsewhere:
+        if r.alias_of:
             continue
         line = r.source.rpartition("/")[2]  # no folder of this machine
         layer = "/".join(r.layer.split("/")[:depth]) or line or r.operation

@@ -19,7 +19,7 @@ _LARGE_LOOP = 0.2  # share of everything kept from which on a loop is recomputed
 _TRIALS = 200  # how many limits on a segment's size are tried
 
 
-def recompute_in_segments(
+def remat_in_segments(
     f: F, policy: CheckpointPolicy | None = None, *, loops_on_host: bool = False
 ) -> F:
     """``f``, whose backward pass keeps what passes between segments and recomputes each when due.

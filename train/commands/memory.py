@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fnet.memory import Candidate, in_words
+from fnet.memory import Candidate, format_bytes
 from fnet.memory.target import Target, describe, from_text
 from train import config as configs
 from train.arguments import MemoryArguments
@@ -44,10 +44,10 @@ def foresee(a: MemoryArguments, console: Console) -> None:
     with console.status("tracing") as status:
 
         def compiled(c: Candidate) -> None:
-            status.update(f"compiled {c}: {in_words(c.peak.total)}")
+            status.update(f"compiled {c}: {format_bytes(c.peak.total)}")
 
         def tried(size: int, peak: int) -> None:
-            status.update(f"looking for the largest batch: {size} takes {in_words(peak)}")
+            status.update(f"looking for the largest batch: {size} takes {format_bytes(peak)}")
 
         room = limit(run, target)
         if a.batch_size == "auto":
@@ -58,7 +58,7 @@ def foresee(a: MemoryArguments, console: Console) -> None:
             thriftiest = min(ways.candidates, key=lambda c: c.peak.temporaries)
             size = largest_batch(run, thriftiest, room, target=target, progress=tried)
             if size is None:
-                raise UserError(f"not even the smallest batch fits in {in_words(max(room, 0))}")
+                raise UserError(f"not even the smallest batch fits in {format_bytes(max(room, 0))}")
             say(f"largest batch that fits, by {thriftiest}: {size}")
             run = run.with_batch_size(size)
             if not run.config.memory.budget:  # of the ways at that size, the fastest that fits

@@ -18,7 +18,7 @@ Share = Annotated[float, Ge(0), Lt(1)]
 
 
 def _readable(amount: str) -> str:
-    memory.read_bytes(amount)
+    memory.parse_bytes(amount)
     return amount
 
 

@@ -1,9 +1,10 @@
 """How a network is trained, and what the run keeps."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Le, Lt
+from pydantic import BeforeValidator
 
 from train.config.section import (
     Amount,
@@ -169,11 +170,21 @@ class Tracking(Section):
     """To Weights & Biases; needs wandb, which has its own settings."""
 
 
+# An older run's config.json has these names.
+_FORMER_POLICIES = {"keep": "none", "named": "norms", "products": "dots"}
+
+
+def _renamed(policy: Any) -> Any:
+    return _FORMER_POLICIES.get(policy, policy) if isinstance(policy, str) else policy
+
+
 @dataclass(frozen=True)
 class Memory(Section):
     """What training may hold, and what it does to hold less."""
 
     budget: Amount | None = None
     """Most that training may hold on a device (4GiB, 4096MB); what follows is chosen to fit."""
-    policy: Literal["auto", "keep", "named", "products", "segments", "offload"] = "auto"
-    """What the backward pass keeps; auto is the fastest within the budget, without one: keep."""
+    policy: Annotated[
+        Literal["auto", "none", "norms", "dots", "segments", "offload"], BeforeValidator(_renamed)
+    ] = "auto"
+    """Remat policy; auto chooses the fastest that fits the budget, or none without a budget."""

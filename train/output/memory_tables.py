@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.table import Table
 
-from fnet.memory import Candidate, Plan, in_words
-from fnet.memory.policy import POLICIES
+from fnet.memory import Candidate, Plan, format_bytes
+from fnet.memory.policy import REMAT_POLICIES
 from train.run.account import Account
 
 
@@ -26,15 +26,15 @@ def step_table(account: Account) -> Table:
     t.add_column()
     t.add_column(justify="right", style="bold")
     t.add_row("parameters", f"{report.parameters:,}")
-    t.add_row("train state", in_words(report.state_bytes))
-    t.add_row("  of it renewed in place (aliased)", in_words(report.donation.aliased_bytes))
-    t.add_row("arguments (state and batch)", in_words(report.peak.arguments))
-    t.add_row("temporaries", in_words(report.peak.temporaries))
+    t.add_row("train state", format_bytes(report.state_bytes))
+    t.add_row("  of it renewed in place (aliased)", format_bytes(report.donation.aliased_bytes))
+    t.add_row("arguments (state and batch)", format_bytes(report.peak.arguments))
+    t.add_row("temporaries", format_bytes(report.peak.temporaries))
     if report.peak.workspace:
-        t.add_row("for convolutions (estimate)", in_words(report.peak.workspace))
-    t.add_row("peak", in_words(report.peak.total))
-    keeps = POLICIES[planned.policy].keeps
-    t.add_row("policy", f"{planned.policy}: keeps {keeps}")
+        t.add_row("for convolutions (estimate)", format_bytes(report.peak.workspace))
+    t.add_row("peak", format_bytes(report.peak.total))
+    saves = REMAT_POLICIES[planned.policy].saves
+    t.add_row("policy", f"{planned.policy}: saves {saves}")
     if planned.proof:
         t.add_row("  arithmetic, compiled", f"{planned.proof.arithmetic:.2f} of keeping all")
         t.add_row("  temporaries, compiled", f"{planned.proof.memory:.2f} of keeping all")
@@ -47,14 +47,14 @@ def kept_table(account: Account) -> Table:
     """What the backward pass keeps of each layer, forward from top to bottom."""
     total = sum(layer.bytes for layer in account.kept)
     most = max(layer.bytes for layer in account.kept)
-    t = _table(f"kept for the backward pass: {in_words(total)}")
+    t = _table(f"kept for the backward pass: {format_bytes(total)}")
     t.add_column("layer", overflow="fold")
     t.add_column("arrays", justify="right", no_wrap=True)
     t.add_column("bytes", justify="right", no_wrap=True)
     t.add_column("", no_wrap=True)
     for layer in account.kept:
         bar = "█" * round(20 * layer.bytes / most) if most else ""
-        t.add_row(layer.layer, str(layer.arrays), in_words(layer.bytes), bar)
+        t.add_row(layer.layer, str(layer.arrays), format_bytes(layer.bytes), bar)
     return t
 
 
@@ -68,14 +68,14 @@ def largest_table(account: Account) -> Table:
     for b in account.largest:
         shape = f"{b.dtype}[{','.join(map(str, b.shape))}]"
         of = (b.phase or b.kind) if b.kind == "temporary" else b.kind
-        t.add_row(b.layer or b.instruction, of, shape, in_words(b.bytes))
+        t.add_row(b.layer or b.instruction, of, shape, format_bytes(b.bytes))
     return t
 
 
 def plan_table(plan: Plan, reserve: int) -> Table:
     """Every candidate, the fastest first, with what it takes and whether that fits."""
     least_work = min(c.work.time for c in plan.candidates)
-    t = _table("ways to train" + (f" within {in_words(plan.budget)}" if plan.budget else ""))
+    t = _table("ways to train" + (f" within {format_bytes(plan.budget)}" if plan.budget else ""))
     # Folded where there is little room: of a number no digit is left out.
     t.add_column("policy", overflow="fold")
     for name in ("split", "peak", "GFLOP", "GB", "time"):
@@ -88,7 +88,7 @@ def plan_table(plan: Plan, reserve: int) -> Table:
         t.add_row(
             c.policy,
             str(c.microbatches),
-            in_words(c.peak.total),
+            format_bytes(c.peak.total),
             f"{c.work.flops / 1e9:,.1f}",
             f"{c.work.bytes / 1e9:,.1f}",
             f"{c.work.time / least_work:.2f}",
@@ -105,9 +105,9 @@ def plan_words(plan: Plan, reserve: int) -> str:
     """What was chosen and what less would take, in words."""
     lines = []
     if reserve and plan.budget:
-        lines.append(f"{in_words(reserve)} of the budget is left to the process itself.")
+        lines.append(f"{format_bytes(reserve)} of the budget is left to the process itself.")
     if plan.smaller:
-        need = in_words(plan.smaller.peak.total + (reserve if plan.budget else 0))
+        need = format_bytes(plan.smaller.peak.total + (reserve if plan.budget else 0))
         slower = plan.smaller.work.time / plan.chosen.work.time - 1
         lines.append(f"The next smaller one: {plan.smaller}, {need}, about {slower:.0%} more time.")
     return "\n".join(lines)

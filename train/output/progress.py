@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fnet.memory import in_words
+from fnet.memory import format_bytes
 
 
 def plain(console: Console) -> Callable[[str], None]:
@@ -67,7 +67,7 @@ class Screen:
             + [
                 f"{rate:,.0f} examples/s",
                 f"input wait {line['input_wait']:.1%}",
-                f"memory {in_words(seen)} (predicted {in_words(predicted)})",
+                f"memory {format_bytes(seen)} (predicted {format_bytes(predicted)})",
             ]
         )
         self._progress.update(self._task, completed=step, metrics=words)

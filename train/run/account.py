@@ -62,7 +62,7 @@ def kept(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
     Names are cut to as many parts as leave a table that can be read.
     """
     state = run.state_shapes
-    loss = memory.POLICIES[policy].apply(run.task.loss)
+    loss = memory.REMAT_POLICIES[policy].apply(run.task.loss)
 
     def objective(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
         losses, aux = loss(params, model_state, batch, key)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import fnet
 from fnet import TrainState
-from fnet.memory import in_words
+from fnet.memory import format_bytes
 from train.config import Config
 from train.data.class_names import check_classes, write_classes
 from train.data.unreadable import UnreadableFiles
@@ -314,10 +314,10 @@ def summary_lines(summary: dict[str, Any], folder: RunFolder) -> str:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     seen, predicted = summary["peak_bytes_seen"], summary["peak_bytes_predicted"]
     budget = summary["budget_bytes"]
-    of = f" of {in_words(budget)}" if budget else ""
+    of = f" of {format_bytes(budget)}" if budget else ""
     return (
         f"{metrics}  after {summary['steps']} steps, {summary['seconds']:.1f} s\n"
-        f"peak memory: predicted {in_words(predicted)}, seen {in_words(seen)}{of}\n"
+        f"peak memory: predicted {format_bytes(predicted)}, seen {format_bytes(seen)}{of}\n"
         f"curves: {folder.curves}\nmemory: {folder.memory_picture}\nsummary: {folder.summary}"
     )
 

@@ -26,7 +26,7 @@ class Planned(NamedTuple):
 
     Attributes:
       executable: the compiled step with its report.
-      policy: a key of `fnet.memory.POLICIES`.
+      policy: a key of `fnet.memory.REMAT_POLICIES`.
       microbatches: how many a batch is split into.
       plan: what it was chosen from; None where the config leaves no choice.
       proof: that the policy reached the compiled program, where it recomputes.
@@ -54,7 +54,7 @@ def compile_step(
     """
     wanted = run.config.memory
     if not wanted.budget:
-        policy = "keep" if wanted.policy == "auto" else wanted.policy
+        policy = "none" if wanted.policy == "auto" else wanted.policy
         split = (run.splits or (1,))[0]
         executable = _compile(run, policy, split, target)
         proof = _proof(run, policy, split, executable, target)
@@ -197,7 +197,7 @@ def largest_batch(
         sized = run.with_batch_size(microbatch * parts)
         step = fnet.variant(run.step, candidate.policy, candidate.microbatches)
         traced = step.trace(*_arguments(sized, target))
-        found = memory.foresee(traced.lower(), candidate.compiler_options, target).total
+        found = memory.estimate_peak(traced.lower(), candidate.compiler_options, target).total
         found += reserve(sized, target) - reserve(run, target)
         if progress:
             progress(microbatch * parts, found)
@@ -214,7 +214,7 @@ def largest_batch(
 def limit(run: Setup, target: Target | None = None) -> int | None:
     """Bytes that a compiled step may take: of the budget, or else of the target."""
     if run.config.memory.budget:
-        return memory.read_bytes(run.config.memory.budget) - reserve(run, target)
+        return memory.parse_bytes(run.config.memory.budget) - reserve(run, target)
     return target.usable if target else None
 
 
@@ -263,10 +263,10 @@ def _proof(
     run: Setup, policy: str, microbatches: int, executable: Executable, target: Target | None
 ) -> Recomputation | None:
     """Compares with the policy that keeps all, compiled in the same way."""
-    if policy == "keep":
+    if policy == "none":
         return None
     options = executable.report.compiler_options
-    plain = _compile(run, "keep", microbatches, target, options)
+    plain = _compile(run, "none", microbatches, target, options)
     try:
         return memory.recomputation(plain.compiled, executable.compiled)
     except memory.RecomputationError as error:

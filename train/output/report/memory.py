@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fnet.memory import in_words
-from fnet.memory.policy import POLICIES
+from fnet.memory import format_bytes
+from fnet.memory.policy import REMAT_POLICIES
 from train.output.report.charts import Line, chart
 from train.output.report.html import Html, element
 from train.output.report.runs import Memory, Run
@@ -70,7 +70,7 @@ def _predicted_and_seen(runs: Sequence[Run]) -> Html | None:
             "budget": s.budget_bytes,
         }
         name = f"{run.label}: " if len(runs) > 1 else ""
-        rows += [([name + n], b, in_words(b)) for n, b in amounts.items() if b is not None]
+        rows += [([name + n], b, format_bytes(b)) for n, b in amounts.items() if b is not None]
     if not rows:
         return None
     about = (
@@ -89,15 +89,15 @@ def _step(m: Memory, most_kept: int, most_alive: int) -> Html:
 def _kept(m: Memory, most: int) -> Html:
     if not m.kept:
         return element("p", "The backward pass keeps nothing that is not there anyway.")
-    rows = [((k.layer, f"{k.arrays:,}"), k.bytes, in_words(k.bytes)) for k in m.kept]
+    rows = [((k.layer, f"{k.arrays:,}"), k.bytes, format_bytes(k.bytes)) for k in m.kept]
     total = sum(k.bytes for k in m.kept)
     of = " of a microbatch" if m.microbatches > 1 else ""
-    caption = f"Kept for the backward pass{of}, {in_words(total)}: forward from top to bottom"
+    caption = f"Kept for the backward pass{of}, {format_bytes(total)}: forward from top to bottom"
     if len(rows) > _MOST_LAYERS:
         rest = m.kept[_MOST_LAYERS:]
         arrays, amount = sum(k.arrays for k in rest), sum(k.bytes for k in rest)
         rows[_MOST_LAYERS:] = [
-            ((f"{len(rest):,} more layers", f"{arrays:,}"), amount, in_words(amount))
+            ((f"{len(rest):,} more layers", f"{arrays:,}"), amount, format_bytes(amount))
         ]
         most = max(most, amount)
     return bars(["layer", "arrays", "bytes"], rows, most, caption)
@@ -126,8 +126,8 @@ def _timeline(m: Memory, most: int) -> Html:
         x=(first + last) / 2,
         y=alive,
         where=where,
-        words=[in_words(int(b)) for b in alive],
-        last=f"{in_words(int(alive.max()))} at most",
+        words=[format_bytes(int(b)) for b in alive],
+        last=f"{format_bytes(int(alive.max()))} at most",
     )
     assigned = m.peak.total - m.peak.workspace
     upward = axis(BYTES, 0, max(most, assigned))
@@ -143,7 +143,7 @@ def _timeline(m: Memory, most: int) -> Html:
         at=f"instruction {int(live.argmax()):,} of {len(live):,}",
         group=f"alive{len(live)}",
         area=True,
-        marks=[(f"assigned by the compiler: {in_words(assigned)}", assigned)],
+        marks=[(f"assigned by the compiler: {format_bytes(assigned)}", assigned)],
     )
 
 
@@ -158,7 +158,7 @@ def _largest(m: Memory) -> Html | None:
                 f"{b.dtype}[{','.join(map(str, b.shape))}]",
             ),
             b.bytes,
-            in_words(b.bytes),
+            format_bytes(b.bytes),
         )
         for b in m.largest_at_peak
     ]
@@ -178,12 +178,12 @@ def _sums(runs: Sequence[Run]) -> Html:
 
     rows = [
         ("parameters", of(lambda m: f"{m.parameters:,}")),
-        ("train state", of(lambda m: in_words(m.state_bytes))),
-        ("of it renewed in place", of(lambda m: in_words(m.peak.aliased))),
-        ("arguments (state and batch)", of(lambda m: in_words(m.peak.arguments))),
-        ("temporaries", of(lambda m: in_words(m.peak.temporaries))),
-        ("for convolutions (estimate)", of(lambda m: in_words(m.peak.workspace))),
-        ("peak of the train step", of(lambda m: in_words(m.peak.total))),
+        ("train state", of(lambda m: format_bytes(m.state_bytes))),
+        ("of it renewed in place", of(lambda m: format_bytes(m.peak.aliased))),
+        ("arguments (state and batch)", of(lambda m: format_bytes(m.peak.arguments))),
+        ("temporaries", of(lambda m: format_bytes(m.peak.temporaries))),
+        ("for convolutions (estimate)", of(lambda m: format_bytes(m.peak.workspace))),
+        ("peak of the train step", of(lambda m: format_bytes(m.peak.total))),
         ("policy", of(lambda m: _policy(m.policy))),
         ("microbatches", of(lambda m: f"{m.microbatches:,}")),
     ]
@@ -191,4 +191,4 @@ def _sums(runs: Sequence[Run]) -> Html:
 
 
 def _policy(name: str) -> str:
-    return f"{name}: keeps {POLICIES[name].keeps}" if name in POLICIES else name
+    return f"{name}: saves {REMAT_POLICIES[name].saves}" if name in REMAT_POLICIES else name

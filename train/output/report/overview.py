@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fnet.memory import in_words
+from fnet.memory import format_bytes
 from train.config import Clipped, DeepLab, Denoiser, LanguageModel
 from train.output.report.curves import Metric, known
 from train.output.report.html import Html, element, joined
@@ -170,8 +170,8 @@ def _peak(run: Run) -> Figure | None:
     if predicted is None:
         return None
     seen = run.summary.peak_bytes_seen if run.summary else None
-    beside = "predicted" if seen is None else f"predicted; seen {in_words(seen)}"
-    return Figure(in_words(predicted), beside)
+    beside = "predicted" if seen is None else f"predicted; seen {format_bytes(seen)}"
+    return Figure(format_bytes(predicted), beside)
 
 
 def _privacy(run: Run) -> Figure | None:

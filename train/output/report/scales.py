@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fnet.memory import in_words
+from fnet.memory import format_bytes
 
 Format = Callable[[float], str]
 
@@ -58,7 +58,7 @@ AMOUNT = Kind(number, from_zero=True)
 SCORE = Kind(number, logarithmic=True)
 SHARE = Kind(share, most=1.0)
 SHARE_OF_TIME = Kind(share, from_zero=True, most=1.0)
-BYTES = Kind(lambda value: in_words(round(value)), from_zero=True, unit=1024)
+BYTES = Kind(lambda value: format_bytes(round(value)), from_zero=True, unit=1024)
 
 
 class Axis(NamedTuple):
@@ -124,7 +124,7 @@ def _ticks(low: float, high: float, kind: Kind, most: int) -> list[tuple[float, 
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     values = [i * step for i in range(first, last + 1)]
     if kind.unit > 1:
-        name = in_words(unit).split()[1]
+        name = format_bytes(unit).split()[1]
         return [(v * unit, f"{v:.12g} {name}" if v else "0") for v in values]
     return [(v, _tick(v, kind, step)) for v in values]
 
