@@ -1,5 +1,6 @@
-"""Where numbers stopped being finite: the layer and the operation, found by computing again."""
+"""Find the layer and the operation that produced the first NaN or infinity."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,21 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import JaxprEqn
 
-from fnet import jaxprs
+from fnet.jaxpr import argument_names, called_jaxpr, evaluate, interpret, scopes, source_line
 
 
 class Nonfinite(NamedTuple):
-    """What made the first NaN or infinity that reached a result.
+    """The operation that produced the first NaN or infinity.
 
     Attributes:
-      layer: the named scopes it was made under, ``"stage0/block1/conv"``; of an argument,
-        its name, ``"params['stem']['kernel']"``.
-      operation: the JAX primitive, ``"log"``; ``"argument"`` where it was given.
-      backward: whether it was made on the way back; what is made on the way forward may be
-        a derivative as well, which is then needed on the way back.
-      source: the line that made it, ``"model.py:12 (block)"``; empty where JAX does not know.
+      layer: named scopes around the operation, ``"stage0/block1/conv"``. For an
+        argument its name, ``"params['stem']['kernel']"``.
+      operation: JAX primitive, ``"log"``; ``"argument"`` if an argument is not finite.
+      backward: whether the operation belongs to the backward pass. False does not exclude
+        a derivative: JAX computes some derivatives during the forward pass.
+      source: source line, ``"model.py:12 (block)"``; empty if JAX does not know it.
       value: ``"nan"`` or ``"inf"``.
     """
 
@@ -35,149 +36,149 @@ class Nonfinite(NamedTuple):
         if self.operation == "argument":
             return f"{self.layer} has {self.value}"
         layer = self.layer or "outside of every layer"
-        words = ("backward" if self.backward else "", self.operation, self.source)
-        return f"{layer} ({', '.join(filter(None, words))}) gives {self.value}"
+        details = ("backward" if self.backward else "", self.operation, self.source)
+        return f"{layer} ({', '.join(filter(None, details))}) gives {self.value}"
 
 
 def find_nonfinite(f: Callable[..., Any], *args: Any) -> Nonfinite | None:
-    """What makes the first NaN or infinity that reaches a result of ``f(*args)``.
+    """Find the operation that produced the first NaN or infinity in ``f(*args)``.
 
-    ``f`` is traced, and computed once more as one program that says of every array whether
-    all of it is finite. From the results that are not, the way goes back through what they
-    were made of to where everything that went in was still finite. An infinity that was
-    written down on purpose (a mask's) is not where it ends, but what made a NaN of it is.
+    The function runs once more, with a check of every intermediate array. The search
+    starts at the results that are not finite and goes back to an operation whose inputs
+    were all finite. An infinity that the code wrote as a constant, as attention masks do,
+    is not reported. The operation that turned it into a NaN is.
 
-    Loops (`jax.lax.scan`, `while_loop`) count as one operation; `jax.checkpoint` is without
-    effect, so that this takes the memory of a program that keeps everything.
+    A loop (`jax.lax.scan`, `jax.lax.while_loop`) counts as one operation. `jax.checkpoint`
+    has no effect here, so the check takes the memory of a backward pass without it.
 
     Args:
-      f: a function of arrays, such as ``jax.value_and_grad(loss)``.
-      *args: its arguments, trees of arrays.
+      f: a function of pytrees of arrays, such as ``jax.value_and_grad(loss)``.
+      *args: its arguments.
 
     Returns:
-      None if every result is finite.
+      The operation, or None if every result is finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.nonfinite import find_nonfinite
+      >>> def loss(w):
+      ...     with jax.named_scope("head"):
+      ...         return jnp.log(w).sum()
+      >>> origin = find_nonfinite(loss, jnp.asarray([1.0, -1.0]))
+      >>> origin.layer, origin.operation, origin.value
+      ('head', 'log', 'nan')
+      >>> print(find_nonfinite(loss, jnp.asarray([1.0, jnp.nan])))
+      w has nan
     """
     closed = jax.make_jaxpr(f)(*args)
     names = [
         name + jax.tree_util.keystr(path)
-        for name, arg in zip(jaxprs.argument_names(f, args), args, strict=True)
+        for name, arg in zip(argument_names(f, args), args, strict=True)
         for path, _ in jax.tree_util.tree_leaves_with_path(arg)
     ]
-    made: list[_Made] = []
+    arrays: list[_Array] = []
     results: list[int] = []
 
-    def flags(leaves: list[Any]) -> Array:
-        trail = _Trail(made, [])
-        given = [_Made(name, "argument", None, ()) for name in names]
-        inputs = [trail.add(how, a) for how, a in zip(given, leaves, strict=True)]
-        results.extend(trail.visit(closed, inputs, leaves)[0])
-        return jnp.stack(trail.flags)
+    def compute_flags(leaves: list[Any]) -> Array:
+        recorder = _Recorder(arrays, [])
+        inputs = [
+            recorder.add(_Array(name, "argument"), leaf)
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        outputs = interpret(closed, inputs, recorder.handle, recorder.add_constant)
+        results.extend(number for number, _ in outputs)
+        return jnp.stack(recorder.flags)
 
-    found = np.asarray(jax.jit(flags)(jax.tree.leaves(args)))
-    origins = {_origin(made, found, i) for i in results if found[i].any()}
+    flags = np.asarray(jax.jit(compute_flags)(jax.tree.leaves(args)))
+    origins = {_find_origin(arrays, flags, i) for i in results if flags[i].any()}
     if not origins:
         return None
     first = min(origins)
-    last = made[first]
-    value = "nan" if found[first, 0] else "inf"
-    source = "" if last.eqn is None else jaxprs.source(last.eqn)
-    return Nonfinite(last.layer, last.operation, last.backward, source, value)
+    array = arrays[first]
+    value = "nan" if flags[first, 0] else "inf"
+    source = "" if array.eqn is None else source_line(array.eqn)
+    return Nonfinite(array.layer, array.operation, array.backward, source, value)
 
 
-class _Made(NamedTuple):
-    """How an array came about: by an equation, or as an argument or a constant."""
+class _Array(NamedTuple):
+    """How an intermediate array was computed. `inputs` are the numbers of other arrays."""
 
     layer: str
     operation: str
-    eqn: Any
-    inputs: tuple[int, ...]
+    eqn: JaxprEqn | None = None
+    inputs: tuple[int, ...] = ()
     backward: bool = False
 
 
-class _Trail(NamedTuple):
-    """All arrays of a computation, in order: how they came about, and (any NaN, any infinity)."""
+_Numbered = tuple[int, Any]
+"""An array's number in `_Recorder.arrays`, and the array."""
 
-    made: list[_Made]
+
+class _Recorder(NamedTuple):
+    """All arrays of a computation in order, each with its flags ``[any NaN, any infinity]``."""
+
+    arrays: list[_Array]
     flags: list[Array]
 
-    def add(self, made: _Made, value: Any) -> int:
-        self.made.append(made)
-        known = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-        none = jnp.zeros((), bool)
-        self.flags.append(
-            jnp.stack([jnp.isnan(value).any(), jnp.isinf(value).any()])
-            if known
-            else jnp.stack([none, none])
-        )
-        return len(self.made) - 1
+    def add(self, array: _Array, value: Any) -> _Numbered:
+        self.arrays.append(array)
+        finite = jnp.zeros((), bool)
+        flags = [finite, finite]
+        if jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+            flags = [jnp.isnan(value).any(), jnp.isinf(value).any()]
+        self.flags.append(jnp.stack(flags))
+        return len(self.arrays) - 1, value
 
-    def visit(
+    def add_constant(self, value: Any) -> _Numbered:
+        return self.add(_Array("", "constant"), value)
+
+    def handle(
         self,
-        closed: ClosedJaxpr,
-        numbers: list[int],
-        values: list[Any],
-        scopes: tuple[str, ...] = (),
-        backward: bool = False,
-    ) -> tuple[list[int], list[Any]]:
-        """Runs a jaxpr; the numbers of its results, and the results."""
-        jaxpr = closed.jaxpr
-        constant = _Made("", "constant", None, ())
-        known = dict(zip(jaxpr.invars, zip(numbers, values, strict=True), strict=True))
-        known |= {
-            var: (self.add(constant, a), a)
-            for var, a in zip(jaxpr.constvars, closed.consts, strict=True)
-        }
-
-        def read(atom: Any) -> tuple[int, Any]:
-            if isinstance(atom, Literal):
-                return self.add(constant, atom.val), atom.val
-            found: tuple[int, Any] = known[atom]
-            return found
-
-        for eqn in jaxpr.eqns:
-            given = [read(atom) for atom in eqn.invars]
-            here = (*scopes, *jaxprs.scopes(eqn))
-            # Of what is called on the way back the call alone is marked, not what is inside.
-            back = backward or "transpose(" in str(eqn.source_info.name_stack)
-            numbers, values = [n for n, _ in given], [a for _, a in given]
-            if (inner := jaxprs.computed(eqn)) is not None:
-                numbers, values = self.visit(inner, numbers, values, here, back)
-            else:
-                values = jaxprs.run(jaxpr, eqn, values)
-                made = _Made("/".join(here), eqn.primitive.name, eqn, tuple(numbers), back)
-                numbers = [self.add(made, a) for a in values]
-            known |= zip(eqn.outvars, zip(numbers, values, strict=True), strict=True)
-        results = [read(atom) for atom in jaxpr.outvars]
-        return [n for n, _ in results], [a for _, a in results]
+        eqn: JaxprEqn,
+        inputs: list[_Numbered],
+        outer_scopes: tuple[str, ...] = (),
+        in_backward: bool = False,
+    ) -> list[_Numbered]:
+        """Evaluate an equation and record its outputs; a handler for `interpret`."""
+        layer = (*outer_scopes, *scopes(eqn))
+        # Of a call in the backward pass only the call itself is marked, not its equations.
+        backward = in_backward or "transpose(" in str(eqn.source_info.name_stack)
+        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+            handle = functools.partial(self.handle, outer_scopes=layer, in_backward=backward)
+            return interpret(inner, inputs, handle, self.add_constant)
+        numbers = tuple(number for number, _ in inputs)
+        array = _Array("/".join(layer), eqn.primitive.name, eqn, numbers, backward)
+        return [self.add(array, value) for value in evaluate(eqn, [a for _, a in inputs])]
 
 
-def _origin(made: list[_Made], flags: np.ndarray, number: int) -> int:
-    """The array behind this one that is not finite while all it was made of is."""
-    number = _last(made, flags[:, 0], number) if flags[number, 0] else number
-    infinite = (
-        _infinite(made, flags[:, 1], i) for i in (number, *made[number].inputs) if flags[i, 1]
+def _find_origin(arrays: list[_Array], flags: np.ndarray, number: int) -> int:
+    """Find the array behind ``number`` that is not finite although all its inputs are."""
+    nan, inf = flags.T
+    if nan[number]:
+        number = _first_nan(arrays, nan, number)
+    candidates = (
+        _first_infinity(arrays, inf, i) for i in (number, *arrays[number].inputs) if inf[i]
     )
-    return next((i for i in infinite if i is not None), number)
+    return next((i for i in candidates if i is not None), number)
 
 
-def _last(made: list[_Made], flagged: np.ndarray, number: int) -> int:
-    """The last array on the way back that is flagged."""
-    while (behind := next((i for i in made[number].inputs if flagged[i]), None)) is not None:
-        number = behind
+def _first_nan(arrays: list[_Array], nan: np.ndarray, number: int) -> int:
+    while (source := next((i for i in arrays[number].inputs if nan[i]), None)) is not None:
+        number = source
     return number
 
 
-def _infinite(made: list[_Made], flagged: np.ndarray, number: int) -> int | None:
-    """The array behind this one that became infinite; None where all were written as constants."""
-    seen: set[int] = set()
-    waiting = [number]
-    while waiting:
-        at = waiting.pop()
-        if at in seen:
+def _first_infinity(arrays: list[_Array], inf: np.ndarray, number: int) -> int | None:
+    """Find the operation that overflowed. None if every infinity is a constant."""
+    visited: set[int] = set()
+    stack = [number]
+    while stack:
+        current = stack.pop()
+        if current in visited:
             continue
-        seen.add(at)
-        behind = [i for i in made[at].inputs if flagged[i]]
-        if not behind and made[at].operation != "constant":
-            return at
-        waiting += reversed(behind)
+        visited.add(current)
+        sources = [i for i in arrays[current].inputs if inf[i]]
+        if not sources and arrays[current].operation != "constant":
+            return current
+        stack += reversed(sources)
     return None

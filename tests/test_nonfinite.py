@@ -1,4 +1,4 @@
-"""The layer and operation that made the first NaN or infinity, forward or backward."""
+"""`find_nonfinite`: the operation that produced the first NaN or infinity."""
 
 import jax
 import jax.numpy as jnp
@@ -27,34 +27,34 @@ def arguments():
     return params, state, jax.random.normal(jax.random.key(1), (4, 5, 5, 3))
 
 
-def found(params, state, x):
+def find_in_step(params, state, x):
     return find_nonfinite(jax.value_and_grad(loss), params, state, x)
 
 
-def test_nothing_is_found_where_all_is_finite():
-    assert found(*arguments()) is None
+def test_finite_results_give_none():
+    assert find_in_step(*arguments()) is None
 
 
-def test_a_parameter_that_is_not_finite_is_named():
+def test_names_a_parameter_that_is_not_finite():
     params, state, x = arguments()
     params["head"]["kernel"] = params["head"]["kernel"].at[1, 0].set(jnp.nan)
-    assert str(found(params, state, x)) == "params['head']['kernel'] has nan"
+    assert str(find_in_step(params, state, x)) == "params['head']['kernel'] has nan"
 
 
-def test_data_that_are_not_finite_are_named():
+def test_names_data_that_are_not_finite():
     params, state, x = arguments()
-    assert str(found(params, state, x.at[2, 0, 0, 1].set(jnp.inf))) == "x has inf"
+    assert str(find_in_step(params, state, x.at[2, 0, 0, 1].set(jnp.inf))) == "x has inf"
 
 
-def test_an_overflow_is_told_by_its_layer_and_not_by_the_nan_that_it_leads_to():
+def test_reports_the_overflow_and_not_the_nan_it_leads_to():
     params, state, x = arguments()
     params["conv"]["kernel"] = params["conv"]["kernel"] * 1e38
-    origin = found(params, state, x * 1e6)
+    origin = find_in_step(params, state, x * 1e6)
     assert (origin.layer, origin.operation) == ("model/conv", "conv_general_dilated")
     assert (origin.backward, origin.value) == (False, "inf")
 
 
-def test_a_derivative_that_is_not_finite_is_told_by_its_layer():
+def test_reports_the_layer_of_a_derivative():
     def f(w, x):
         with jax.named_scope("root"):
             y = jnp.sqrt(w)
@@ -67,7 +67,7 @@ def test_a_derivative_that_is_not_finite_is_told_by_its_layer():
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_what_overflows_on_the_way_back_is_told_by_its_layer(wrap):
+def test_reports_an_overflow_in_the_backward_pass(wrap):
     def f(w):
         with jax.named_scope("first"):
             y = wrap(lambda w: w * 1e30)(w)
@@ -80,7 +80,7 @@ def test_what_overflows_on_the_way_back_is_told_by_its_layer(wrap):
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f])
-def test_the_way_goes_through_calls(wrap):
+def test_searches_inside_of_calls(wrap):
     @wrap
     def inner(x):
         with jax.named_scope("inner"):
@@ -94,7 +94,7 @@ def test_the_way_goes_through_calls(wrap):
     assert (origin.layer, origin.operation, origin.value) == ("outer/inner", "log", "inf")
 
 
-def test_a_loop_is_one_operation():
+def test_a_loop_counts_as_one_operation():
     def f(x):
         def body(c, _):
             return c * x, None
@@ -106,7 +106,7 @@ def test_a_loop_is_one_operation():
     assert (origin.layer, origin.operation, origin.value) == ("loop", "scan", "inf")
 
 
-def test_infinities_of_a_mask_are_not_where_it_ends():
+def test_does_not_report_the_infinities_of_a_mask():
     def f(scores, mask):
         with jax.named_scope("attention"):
             masked = jnp.where(mask, scores, -jnp.inf)
@@ -119,7 +119,7 @@ def test_infinities_of_a_mask_are_not_where_it_ends():
 
 
 @pytest.mark.parametrize("over", [jax.nn.softmax, jax.nn.logsumexp])
-def test_behind_a_mask_what_overflowed_is_where_it_ends(over):
+def test_reports_an_overflow_before_a_mask(over):
     def f(q, keep):
         with jax.named_scope("scores"):
             scores = q * 1e30
@@ -131,7 +131,7 @@ def test_behind_a_mask_what_overflowed_is_where_it_ends(over):
     assert (origin.layer, origin.operation, origin.value) == ("scores", "mul", "inf")
 
 
-def test_integers_and_keys_may_be_among_the_arguments():
+def test_accepts_integers_and_keys_as_arguments():
     def f(x, i, key):
         return (x[i] / jax.random.uniform(key, (), minval=1)).sum()
 
@@ -139,6 +139,6 @@ def test_integers_and_keys_may_be_among_the_arguments():
     assert str(find_nonfinite(f, *args, jax.random.key(0))) == "x has nan"
 
 
-def test_any_number_of_arguments_are_told_apart():
+def test_numbers_variadic_arguments():
     origin = find_nonfinite(lambda *xs: sum(xs), jnp.ones(2), jnp.asarray([1.0, jnp.nan]))
     assert str(origin) == "xs[1] has nan"

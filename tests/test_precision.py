@@ -12,7 +12,7 @@ from program_cases import fnet_command
 
 import fnet
 from fnet import layers
-from fnet.jaxprs import every
+from fnet.jaxpr import find_equations
 from fnet.layer import stateless
 from fnet.layers.causal_conv import causal_conv
 from fnet.precision import add, broadcast_like
@@ -82,7 +82,7 @@ def test_activations_alone_are_narrow(kind, text):
     products = [
         {a.aval.dtype.name for a in eqn.invars}
         for name, rank_of_kernel in (("conv_general_dilated", 4), ("dot_general", 2))
-        for eqn in every(step, name)
+        for eqn in find_equations(step, name)
         if min(a.aval.ndim for a in eqn.invars) == rank_of_kernel
     ]
     assert len(products) > 5

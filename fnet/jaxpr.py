@@ -1,0 +1,328 @@
+"""Interpreting traced functions: evaluate, follow or rewrite a jaxpr one equation at a time.
+
+`interpret` is the loop that every interpreter in fnet shares. It follows JAX's guide
+"Writing custom Jaxpr interpreters in JAX" and runs on JAX 0.10, 0.11 and 0.12.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+CHECKPOINT = ("checkpoint", "remat2")
+"""Names of the primitive behind `jax.checkpoint`."""
+
+_CALLS = ("jit", "pjit", "closed_call")
+_CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
+_TRANSFORMED = re.compile(r"(?<!\w)(?:jvp|transpose|vmap|linearize|pmap)\(([^()]*)\)")
+_NOTE = "fnet interpreted the equation "
+
+T = TypeVar("T")
+
+
+def interpret(
+    closed: ClosedJaxpr,
+    args: Sequence[T],
+    handler: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    constant: Callable[[Any], T] | None = None,
+) -> list[T]:
+    """Interpret a jaxpr: call ``handler(eqn, inputs)`` for every equation, in order.
+
+    With `evaluate` as the handler this is ``jax.core.eval_jaxpr``. A handler may
+    evaluate some equations in another way, or compute something else than arrays
+    (shapes, flags, dependencies): values are opaque to the interpreter. It does not
+    enter inner jaxprs. A handler does so by calling `interpret` on `called_jaxpr` or on
+    the body of a `Scan`.
+
+    A value is dropped after its last use.
+
+    Args:
+      closed: the function, ``jax.make_jaxpr(f)(*args)``.
+      args: one value per argument of the jaxpr.
+      handler: takes an equation and one value per input of it, and returns one
+        value per output.
+      constant: maps a literal or a constant of the jaxpr to a value; by default
+        the array itself.
+
+    Returns:
+      One value per result of the jaxpr.
+
+    Raises:
+      Exception: whatever ``handler`` raises, with a note that names the equation,
+        its named scopes and its source line.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.jaxpr import evaluate, interpret
+      >>> closed = jax.make_jaxpr(lambda x: jnp.exp(x) + 1)(0.0)
+      >>> def print_and_evaluate(eqn, inputs):
+      ...     print(eqn.primitive.name)
+      ...     return evaluate(eqn, inputs)
+      >>> [y] = interpret(closed, [0.0], print_and_evaluate)
+      exp
+      add
+      >>> float(y)
+      2.0
+
+    References:
+      https://docs.jax.dev/en/latest/notebooks/Writing_custom_interpreters_in_Jax.html
+    """
+    jaxpr = closed.jaxpr
+    values: dict[Var, T] = dict(zip(jaxpr.invars, args, strict=True))
+
+    def value_of(raw: Any) -> T:
+        return raw if constant is None else constant(raw)
+
+    def read(atoms: Sequence[Any]) -> list[T]:
+        return [value_of(a.val) if isinstance(a, Literal) else values[a] for a in atoms]
+
+    values |= zip(jaxpr.constvars, map(value_of, closed.consts), strict=True)
+    last_use = _last_uses(jaxpr)
+    for number, eqn in enumerate(jaxpr.eqns):
+        inputs = read(eqn.invars)
+        for v in eqn.invars:
+            if not isinstance(v, Literal) and last_use[v] == number:
+                values.pop(v, None)
+        try:
+            outputs = handler(eqn, inputs)
+        except Exception as error:
+            _add_location(error, eqn)
+            raise
+        # A variable without a use is never read again.
+        values |= {v: a for v, a in zip(eqn.outvars, outputs, strict=True) if v in last_use}
+    return read(jaxpr.outvars)
+
+
+def evaluate(eqn: JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation, under its own named scopes: the default handler of `interpret`.
+
+    Args:
+      eqn: an equation of any jaxpr.
+      inputs: one array per input, literals included.
+
+    Returns:
+      One array per output.
+    """
+    given = {v: a for v, a in zip(eqn.invars, inputs, strict=True) if not isinstance(v, Literal)}
+    # Only a jaxpr carries the equation's named scopes and source line along.
+    jaxpr = _empty_jaxpr().replace(eqns=[eqn], invars=list(given), outvars=eqn.outvars)
+    outputs: list[Any] = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*given.values())
+    return outputs
+
+
+@functools.cache
+def _empty_jaxpr() -> Jaxpr:
+    jaxpr: Jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
+    return jaxpr
+
+
+def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
+    """Map each variable that is read to the number of the last equation that reads it."""
+    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.invars if not isinstance(v, Literal)}
+    results = [v for v in jaxpr.outvars if not isinstance(v, Literal)]
+    return last | dict.fromkeys(results, len(jaxpr.eqns))
+
+
+def _add_location(error: Exception, eqn: JaxprEqn) -> None:
+    if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return  # raised, and noted, within an inner jaxpr
+    layer, line = "/".join(scopes(eqn)), source_line(eqn)
+    where = f" in {layer}" * bool(layer) + f" at {line}" * bool(line)
+    error.add_note(f"{_NOTE}{eqn.primitive.name!r}{where}.")
+
+
+# Equations that contain jaxprs.
+
+
+def called_jaxpr(eqn: JaxprEqn, *, custom_derivatives: bool = False) -> ClosedJaxpr | None:
+    """Return the jaxpr that a `jax.jit` or `jax.checkpoint` equation calls, else None.
+
+    Args:
+      eqn: an equation.
+      custom_derivatives: whether to return also the function inside a `jax.custom_jvp` or
+        `jax.custom_vjp`. Evaluating it instead of the equation loses its derivative rule.
+    """
+    name = eqn.primitive.name
+    if name in CHECKPOINT:
+        return _closed(eqn.params["jaxpr"])
+    if name in _CALLS:
+        return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+    if custom_derivatives and name.startswith(_CUSTOM_DERIVATIVES):
+        return _closed(eqn.params["call_jaxpr"])
+    return None
+
+
+def call_like(eqn: JaxprEqn, f: Callable[..., T]) -> Callable[..., T]:
+    """Wrap ``f`` in the `jax.checkpoint` of ``eqn``, if the equation is one.
+
+    A handler uses it to replace the function that an equation calls.
+    """
+    if eqn.primitive.name not in CHECKPOINT:
+        return f
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    wrapped: Callable[..., T] = jax.checkpoint(f, prevent_cse=prevent_cse, policy=policy)
+    return wrapped
+
+
+class Scan(NamedTuple):
+    """The parts of a `jax.lax.scan` equation.
+
+    Attributes:
+      body: ``(consts, carry, xs) -> (carry, ys)``, flat, for one iteration.
+      num_consts: number of inputs that are the same in every iteration.
+      num_carry: number of inputs that pass from iteration to iteration.
+      run: ``(f, carry, xs) -> (carry, ys)``: the same loop with another body
+        ``f(carry, xs) -> (carry, ys)``.
+    """
+
+    body: ClosedJaxpr
+    num_consts: int
+    num_carry: int
+    run: Callable[[Callable[..., Any], Any, Any], tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "Scan":
+        """Take the equation of a scan apart."""
+        params = eqn.params
+        body, length = _closed(params["jaxpr"]), params["length"]
+
+        # The names of these counts in `eqn.params` differ between versions of JAX. Scanned
+        # arrays have one more axis outside of the body than inside.
+        def scanned(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+            return sum(o.aval.ndim > i.aval.ndim for o, i in zip(outer, inner, strict=True))
+
+        num_carry = len(eqn.outvars) - scanned(eqn.outvars, body.jaxpr.outvars)
+        num_consts = len(eqn.invars) - num_carry - scanned(eqn.invars, body.jaxpr.invars)
+
+        def run(f: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any, Any]:
+            return jax.lax.scan(f, carry, xs, length, params["reverse"], params["unroll"])
+
+        return cls(body, num_consts, num_carry, run)
+
+    def split(self, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Split one value per input of the equation into ``(consts, carry, xs)``."""
+        xs = self.num_consts + self.num_carry
+        return (
+            list(inputs[: self.num_consts]),
+            list(inputs[self.num_consts : xs]),
+            list(inputs[xs:]),
+        )
+
+
+def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
+    """Yield the jaxprs in an equation's parameters, but not the jaxprs inside those."""
+    if isinstance(value, JaxprEqn):
+        yield from inner_jaxprs(tuple(value.params.values()))
+    elif isinstance(value, ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, Jaxpr):
+        yield value
+    elif type(value) is tuple:
+        for item in value:
+            yield from inner_jaxprs(item)
+
+
+def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str) -> Iterator[JaxprEqn]:
+    """Yield all equations whose primitive's name starts with ``name``, inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith(name):
+            yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from find_equations(inner, name)
+
+
+def rewrite(closed: ClosedJaxpr, replace: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJaxpr:
+    """Replace equations one for one, inner jaxprs included. Derivative rules are not rewritten.
+
+    Args:
+      closed: a traced function.
+      replace: returns the equation that takes the given one's place: itself, or another
+        with the same inputs and outputs.
+    """
+    return ClosedJaxpr(_rewritten(closed.jaxpr, replace), closed.consts)
+
+
+def _rewritten(value: Any, replace: Callable[[JaxprEqn], JaxprEqn]) -> Any:
+    """Rewrite the jaxprs in ``value``; the value itself where nothing changes."""
+    if isinstance(value, JaxprEqn):
+        params = {name: _rewritten(param, replace) for name, param in value.params.items()}
+        unchanged = all(params[name] is param for name, param in value.params.items())
+        return replace(value if unchanged else value.replace(params=params))
+    if isinstance(value, Jaxpr):
+        eqns = [_rewritten(eqn, replace) for eqn in value.eqns]
+        unchanged = all(a is b for a, b in zip(eqns, value.eqns, strict=True))
+        return value if unchanged else value.replace(eqns=eqns)
+    if isinstance(value, ClosedJaxpr):
+        jaxpr = _rewritten(value.jaxpr, replace)
+        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+    if type(value) is tuple:
+        items = tuple(_rewritten(item, replace) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    return value
+
+
+# One equation: its arrays, named scopes and source line.
+
+
+def aval(atom: Any) -> Any:
+    """Return the abstract value (shape and dtype) of an equation's input or output."""
+    return atom.aval
+
+
+def nbytes(atom: Any) -> int:
+    """Return the bytes of an equation's input or output; 0 for keys and tokens."""
+    array = atom.aval
+    if not hasattr(array, "shape") or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return 0
+    size: int = math.prod(array.shape) * array.dtype.itemsize
+    return size
+
+
+def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Return the named scopes of an equation without transformations: "conv" for "jvp(conv)"."""
+    name, replaced = str(eqn.source_info.name_stack), 1
+    while replaced:
+        name, replaced = _TRANSFORMED.subn(r"\1", name)
+    return tuple(part for part in name.split("/") if part)
+
+
+@contextlib.contextmanager
+def in_scopes(eqn: JaxprEqn) -> Iterator[None]:
+    """Trace under the named scopes of an equation. For handlers that do not `evaluate` it."""
+    with contextlib.ExitStack() as stack:
+        for name in scopes(eqn):
+            stack.enter_context(jax.named_scope(name))
+        yield
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Return ``file:line (function)`` of the innermost frame outside of JAX, "" if unknown."""
+    line = source_info_util.summarize(eqn.source_info)
+    return "" if line == "unknown" else re.sub(r":(\d+):\d+ \(", r":\1 (", line)
+
+
+def argument_names(f: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """Return the names of the positional arguments in the signature of ``f``."""
+    try:
+        bound = inspect.signature(f).bind_partial(*args)
+    except (TypeError, ValueError):  # builtins have no signature
+        return [f"args[{i}]" for i in range(len(args))]
+    names: list[str] = []
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}[{i}]" for i in range(len(value))]
+        else:
+            names.append(name)
+    return names
+
+
+def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])

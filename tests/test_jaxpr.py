@@ -1,0 +1,181 @@
+"""`fnet.jaxpr`: the interpreter, and what it is built from."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from fnet.jaxpr import (
+    Scan,
+    call_like,
+    called_jaxpr,
+    evaluate,
+    find_equations,
+    in_scopes,
+    interpret,
+    rewrite,
+    scopes,
+)
+
+
+def function(x):
+    """Calls, a loop, several results, literals, a constant and an output that nobody reads."""
+    table = jnp.asarray([1.0, 2.0, 3.0])
+    low, _ = jnp.divmod(x, 2.0)
+    with jax.named_scope("layer"):
+        x = jax.jit(lambda a: jnp.sin(a) * table)(x)
+    x = jax.checkpoint(jnp.exp)(x)
+    carry, rows = jax.lax.scan(lambda c, row: (c + row, c * row), x[0], x)
+    return carry, rows + low, x, 3.0
+
+
+X = jnp.asarray([0.5, 1.5, -2.5])
+
+
+def test_evaluating_every_equation_gives_the_function():
+    closed = jax.make_jaxpr(function)(X)
+    expected = jax.tree.leaves(function(X))
+    for a, b in zip(interpret(closed, [X], evaluate), expected, strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_interpreting_under_jit_keeps_named_scopes():
+    def scaled(x):
+        with jax.named_scope("layer"):
+            return 2 * jnp.sin(x)
+
+    closed = jax.make_jaxpr(scaled)(X)
+    again = jax.make_jaxpr(lambda x: interpret(closed, [x], evaluate))(X)
+    assert [scopes(eqn) for eqn in again.eqns] == [("layer",), ("layer",)]
+
+
+def test_a_handler_replaces_equations_under_their_scopes():
+    def cosine(eqn, inputs):
+        if eqn.primitive.name != "sin":
+            return evaluate(eqn, inputs)
+        with in_scopes(eqn):
+            return [jnp.cos(*inputs)]
+
+    def sine(x):
+        with jax.named_scope("outer"), jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    closed = jax.make_jaxpr(sine)(X)
+    assert jnp.array_equal(interpret(closed, [X], cosine)[0], jnp.cos(X))
+    (eqn,) = jax.make_jaxpr(lambda x: interpret(closed, [x], cosine))(X).eqns
+    assert eqn.primitive.name == "cos"
+    assert scopes(eqn) == ("outer", "inner")
+
+
+def test_values_need_not_be_arrays():
+    """Which results depend on which argument; constants and literals depend on none."""
+
+    def depends(eqn, inputs):
+        return [frozenset().union(*inputs)] * len(eqn.outvars)
+
+    def f(x, y):
+        return x + 1, jnp.sin(x) * y, jnp.ones(3), y * jnp.arange(3.0), 2.0
+
+    closed = jax.make_jaxpr(f)(X, X)
+    args = [frozenset("x"), frozenset("y")]
+    found = interpret(closed, args, depends, constant=lambda _: frozenset())
+    assert list(map(set, found)) == [{"x"}, {"x", "y"}, set(), {"y"}, set()]
+
+
+def test_handlers_enter_calls_and_loops():
+    names = []
+
+    def record(eqn, inputs):
+        names.append(eqn.primitive.name)
+        inner = called_jaxpr(eqn)
+        if inner is not None:
+            return call_like(eqn, lambda *args: interpret(inner, args, record))(*inputs)
+        if eqn.primitive.name != "scan":
+            return evaluate(eqn, inputs)
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(inputs)
+
+        def body(carry, xs):
+            out = interpret(scan.body, [*consts, *carry, *xs], record)
+            return out[: scan.num_carry], out[scan.num_carry :]
+
+        carry, ys = scan.run(body, carry, xs)
+        return [*carry, *ys]
+
+    def f(x):
+        x = jax.jit(jnp.sin)(x)
+        x = jax.checkpoint(jnp.tanh)(x)
+        return jax.lax.scan(lambda c, row: (c * row, jnp.cos(c)), 1.0, x)
+
+    closed = jax.make_jaxpr(f)(X)
+    results = interpret(closed, [X], record)
+    assert {"sin", "tanh", "mul", "cos"} < set(names)
+    for a, b in zip(results, jax.tree.leaves(f(X)), strict=True):
+        assert jnp.array_equal(a, b)
+
+
+def test_values_are_dropped_after_their_last_use():
+    import weakref
+
+    class Value:
+        pass
+
+    alive = weakref.WeakSet()
+
+    def count(eqn, inputs):
+        outputs = [Value() for _ in eqn.outvars]
+        alive.update(outputs)
+        assert len(alive) <= 2  # the input, which `inputs` holds, and the output
+        del inputs
+        return outputs
+
+    closed = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(jnp.sin(jnp.cos(x)))))(X)
+    interpret(closed, [Value()], count)
+
+
+def test_errors_name_the_innermost_equation_its_scopes_and_its_line():
+    def fail(eqn, inputs):
+        inner = called_jaxpr(eqn)
+        if inner is not None:
+            return interpret(inner, inputs, fail)
+        raise ValueError("no rule")
+
+    def f(x):
+        with jax.named_scope("block"):
+            return jax.jit(lambda a: jnp.tanh(a))(x)
+
+    with pytest.raises(ValueError, match="no rule") as caught:
+        interpret(jax.make_jaxpr(f)(X), [X], fail)
+    (note,) = caught.value.__notes__
+    assert note.startswith("fnet interpreted the equation 'tanh'")
+    assert "test_jaxpr.py" in note
+
+
+def test_custom_derivatives_are_entered_only_on_request():
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defjvp(lambda primals, tangents: (f(*primals), 7 * tangents[0]))
+    (eqn,) = jax.make_jaxpr(f)(X).eqns
+    assert called_jaxpr(eqn) is None
+    assert called_jaxpr(eqn, custom_derivatives=True).jaxpr.eqns[0].primitive.name == "sin"
+
+
+def test_rewriting_reaches_inner_jaxprs_and_leaves_others_alone():
+    closed = jax.make_jaxpr(function)(X)
+    sines = list(find_equations(closed, "sin"))
+    (cosine,) = jax.make_jaxpr(jnp.cos)(X).eqns
+
+    def replace(eqn):
+        if eqn.primitive.name != "sin":
+            return eqn
+        return eqn.replace(primitive=cosine.primitive, params=cosine.params)
+
+    new = rewrite(closed, replace)
+    assert len(sines) == 1
+    assert not list(find_equations(new, "sin"))
+    assert len(list(find_equations(new, "cos"))) == 1
+    assert rewrite(new, replace).jaxpr is new.jaxpr
+    assert isinstance(new, ClosedJaxpr)
+    assert not jnp.array_equal(jaxpr_as_fun(new)(X)[2], jaxpr_as_fun(closed)(X)[2])
