@@ -278,8 +278,8 @@ def test_a_class_name_with_dollars_is_no_formula(tmp_path):
     names = ("$_$", "$\\no$")
     image = np.zeros((1, 8, 8, 3), np.uint8)
     mask = np.eye(8, dtype=np.uint8)[None]
-    plots.confusion(np.eye(2, dtype=int), names, "two", tmp_path / "confusion.png")
-    plots.grid(np.zeros((2, 1, 8, 8, 1)), names, "two", tmp_path / "grid.png")
+    plots.confusion_matrix(np.eye(2, dtype=int), names, "two", tmp_path / "confusion.png")
+    plots.image_grid(np.zeros((2, 1, 8, 8, 1)), names, "two", tmp_path / "grid.png")
     plots.segmentations(image, mask, mask, names, "two", tmp_path / "segmentations.png")
     assert len(list(tmp_path.iterdir())) == 3
 
@@ -289,7 +289,7 @@ def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monke
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     images = np.random.default_rng(0).uniform(size=(2, 3, 4, 5, channels)).astype(np.float32)
-    plots.grid(images, ("a", "b"), "grid", tmp_path / "grid.png")
+    plots.image_grid(images, ("a", "b"), "grid", tmp_path / "grid.png")
     (ax,) = figures[0].axes
     drawn = np.asarray(ax.images[0].get_array()) / 255
     assert drawn.shape == (2 * 6, 3 * 7, 3)

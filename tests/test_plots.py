@@ -5,7 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from train.output import plots
-from train.output.palette import painted
+from train.output.palette import overlay_labels
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def drawn(monkeypatch):
 
 def test_a_row_of_the_confusion_is_a_true_class_by_shares(drawn, tmp_path):
     matrix = np.array([[3, 1, 0], [0, 2, 0], [1, 0, 9]])
-    plots.confusion(matrix, ("cat", "dog", "$cow$"), "a title", tmp_path / "a.png")
+    plots.confusion_matrix(matrix, ("cat", "dog", "$cow$"), "a title", tmp_path / "a.png")
     (ax,) = drawn[0].axes
     shares = [[0.75, 0.25, 0], [0, 1, 0], [0.1, 0, 0.9]]
     np.testing.assert_allclose(ax.images[0].get_array(), shares)
@@ -38,7 +38,7 @@ def test_image_truth_and_prediction_stand_side_by_side_under_their_names(drawn, 
     plots.segmentations(images, truths, found, ("a", "b", "c"), "a title", tmp_path / "a.png")
     (ax,) = drawn[0].axes
     canvas = np.asarray(ax.images[0].get_array())
-    expected = images[0], painted(images[0], truths[0]), painted(images[0], found[0])
+    expected = images[0], overlay_labels(images[0], truths[0]), overlay_labels(images[0], found[0])
     assert [text.get_text() for text in ax.texts] == ["image", "truth", "prediction"]
     for text, picture in zip(ax.texts, expected, strict=True):
         middle, above = text.get_position()
@@ -49,7 +49,9 @@ def test_image_truth_and_prediction_stand_side_by_side_under_their_names(drawn, 
 
 def test_answers_that_are_wrong_are_red(drawn, tmp_path):
     images = np.zeros((3, 4, 4, 3), np.uint8)
-    plots.answers(images, ["cat", "dog", "cow"], [True, False, True], "", tmp_path / "a.png")
+    plots.classifications(
+        images, ["cat", "dog", "cow"], [True, False, True], "", tmp_path / "a.png"
+    )
     (ax,) = drawn[0].axes
     colours = {text.get_text(): text.get_color() for text in ax.texts}
     assert colours == {"cat": "black", "dog": "#cc3311", "cow": "black"}

@@ -24,7 +24,7 @@ from train.data import evaluation_batches
 from train.data.class_names import read_classes, write_classes
 from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
-from train.output.palette import voc_colours
+from train.output.palette import voc_colors
 from train.run.checkpoint import Checkpoints
 from train.run.run_folder import RunFolder
 from train.tasks import build, images
@@ -117,7 +117,7 @@ def test_masks_have_the_size_of_their_image_and_are_right(run_of, recipes, capsy
         assert (mask.mode, overlay.mode) == ("P", "RGB")
         labels = np.asarray(mask)
         colours = np.asarray(mask.convert("RGB"))
-        np.testing.assert_array_equal(colours, voc_colours()[labels])
+        np.testing.assert_array_equal(colours, voc_colors()[labels])
         truth = np.asarray(Image.open(recipes / "halves" / "masks" / f"{name}.png"))
         right.append((labels == truth)[truth < 255].mean())
         shares = {label["label"]: label["share"] for label in p["labels"]}

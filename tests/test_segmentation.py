@@ -17,7 +17,7 @@ from train.config.data import SegmentationFolder
 from train.config.vision import Body
 from train.data import evaluation_batches
 from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
-from train.output.palette import painted, voc_colours
+from train.output.palette import overlay_labels, voc_colors
 from train.tasks import build
 from train.tasks.segmentation import Views, logits_by_view, measuring
 
@@ -151,7 +151,7 @@ def test_scores_of_nothing_are_zero():
 
 def test_colours_are_those_of_voc():
     # VOClabelcolormap: background, aeroplane, bicycle, ..., tv/monitor; void.
-    colours = voc_colours()
+    colours = voc_colors()
     assert colours[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
     assert colours[20].tolist() == [0, 64, 128]
     assert colours[255].tolist() == [224, 224, 192]
@@ -160,7 +160,7 @@ def test_colours_are_those_of_voc():
 
 def test_labels_are_painted_over_the_image():
     image = np.full((1, 2, 3), 200, np.uint8)
-    found = painted(image, np.array([[1, 0]]), opacity=0.5)
+    found = overlay_labels(image, np.array([[1, 0]]), opacity=0.5)
     assert found.tolist() == [[[164, 100, 100], [100, 100, 100]]]
 
 

@@ -70,7 +70,9 @@ def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
     try:
         write_whole(written["evaluation"], as_json(as_dict))
         if found.confusion is not None:
-            plots.confusion(found.confusion, run.task.dataset.classes, title, folder.confusion)
+            plots.confusion_matrix(
+                found.confusion, run.task.dataset.classes, title, folder.confusion
+            )
             written["confusion"] = folder.confusion
         path = folder.examples
         if examples.draw(run, evaluate, network, path):

@@ -20,7 +20,7 @@ from train.data.decode import UnreadableError, decode
 from train.data.files import LOOKED_FOR, images_below
 from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
-from train.output.palette import painted, voc_colours
+from train.output.palette import overlay_labels, voc_colors
 from train.output.progress import plain, printable
 from train.run.checkpoint import Checkpoints
 from train.run.run_folder import RunFolder, as_json, write_whole
@@ -251,9 +251,9 @@ def _segmented(out: Path, paths: Sequence[str], classes: Sequence[str], top_k: i
         name.parent.mkdir(parents=True, exist_ok=True)
         mask, overlay = (name.with_name(f"{name.name}.{kind}.png") for kind in ("mask", "overlay"))
         picture = Image.fromarray(labels)
-        picture.putpalette(voc_colours().tobytes())
+        picture.putpalette(voc_colors().tobytes())
         picture.save(mask)
-        Image.fromarray(painted(decode(path), labels)).save(overlay)
+        Image.fromarray(overlay_labels(decode(path), labels)).save(overlay)
         shares = np.bincount(labels.ravel(), minlength=len(classes)) / labels.size
         largest = [i for i in np.argsort(-shares, kind="stable")[:top_k] if shares[i]]
         of = [(classes[i], float(shares[i])) for i in largest]

@@ -53,7 +53,7 @@ def draw(folder: RunFolder, config: Config, a: ImageArguments) -> Path:
     guidance = f"guidance {_guidance(section, a):g}"
     title = f"{config.name}: {a.sampler}, {_steps(section, a)} steps, {guidance}"
     try:
-        plots.grid(
+        plots.image_grid(
             np.asarray(drawn).reshape(len(names), a.count, *drawn.shape[1:]), names, title, path
         )
     except (OSError, ValueError, RuntimeError) as error:  # of LaTeX, which some formats take

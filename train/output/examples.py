@@ -83,7 +83,7 @@ def _answers(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bo
     title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; the surest"
     if wrong < len(found):
         title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; then the least sure"
-    plots.answers(images, words, [a.right for a in found], title, path)
+    plots.classifications(images, words, [a.right for a in found], title, path)
     return True
 
 

@@ -1,25 +1,25 @@
-"""Colours of labels, the same in every picture: those of PASCAL VOC."""
+"""Class colors of PASCAL VOC, used for every segmentation picture."""
 
 import numpy as np
 
 
-def voc_colours(n: int = 256) -> np.ndarray:
-    """A colour for each label, uint8 [n, 3]: 0 is black, 255 what VOC paints void.
+def voc_colors(n: int = 256) -> np.ndarray:
+    """Return the colors of labels 0 to n - 1 as uint8 [n, 3].
 
-    Bits 0, 3 and 6 of a label are the highest of red, bits 1, 4 and 7 of green, 2 and 5 of
-    blue, as VOClabelcolormap.m of the PASCAL VOC development kit has it (Everingham et al.).
+    Label 0 is black and label 255 is the color of VOC's void pixels.
 
-    Args:
-      n: of labels, at most 256.
+    References:
+      VOClabelcolormap.m of the PASCAL VOC development kit (Everingham et al. 2015). The bits
+      0, 3 and 6 of a label are the highest bits of red, 1, 4 and 7 of green, 2 and 5 of blue.
     """
     labels, channels = np.arange(n)[:, None], np.arange(3)
-    colours = np.zeros((n, 3), int)
+    colors = np.zeros((n, 3), int)
     for i in range(3):
-        colours |= (labels >> (3 * i + channels) & 1) << (7 - i)
-    return colours.astype(np.uint8)
+        colors |= (labels >> (3 * i + channels) & 1) << (7 - i)
+    return colors.astype(np.uint8)
 
 
-def painted(image: np.ndarray, labels: np.ndarray, opacity: float = 0.6) -> np.ndarray:
-    """The image uint8 [H, W, 3] with the colours of its labels [H, W] laid over it."""
-    mixed = (1 - opacity) * image + opacity * voc_colours()[labels]
-    return mixed.round().astype(np.uint8)
+def overlay_labels(image: np.ndarray, labels: np.ndarray, opacity: float = 0.6) -> np.ndarray:
+    """Blend an image, uint8 [H, W, 3], with the colors of its labels [H, W]."""
+    blended = (1 - opacity) * image + opacity * voc_colors()[labels]
+    return blended.round().astype(np.uint8)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from train.output.palette import painted, voc_colours
+from train.output.palette import overlay_labels, voc_colors
 from train.run.account import Account
 from train.run.metrics import noise_scale_course
 
@@ -98,7 +98,7 @@ def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
         ax.plot(*zip(*points, strict=True), **({"lw": 1.2} | style))
 
 
-def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
+def image_grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
     """Images [rows, columns, H, W, C] in [0, 1], a named row each, in the suffix's format or PNG.
 
     One channel is shown as ink on paper, of several the first three.
@@ -119,7 +119,7 @@ def grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> No
     figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
 
 
-def answers(
+def classifications(
     images: np.ndarray, words: Sequence[str], right: Sequence[bool], title: str, path: Path
 ) -> None:
     """Images with what is said of each above it, in red where that is wrong, as a PNG.
@@ -173,14 +173,14 @@ def segmentations(
     pictures = [
         picture
         for image, truth, found in zip(images, truths, predictions, strict=True)
-        for picture in (image, painted(image, truth), painted(image, found))
+        for picture in (image, overlay_labels(image, truth), overlay_labels(image, found))
     ]
     figure, ax, corners = _tiled(np.stack(pictures), 3, 0.1, title, inches=3.0)
     height, width = images.shape[1:3]
     for (x, y), name in zip(corners[:3], ("image", "truth", "prediction"), strict=True):
         ax.text(x + width / 2, y - 0.02 * height, name, ha="center", va="bottom", size=8)
     there = [i for i in np.union1d(truths, predictions) if i < len(classes)]
-    handles = [Patch(color=voc_colours()[i] / 255, label=_short(classes[i])) for i in there]
+    handles = [Patch(color=voc_colors()[i] / 255, label=_short(classes[i])) for i in there]
     legend = ax.legend(
         handles=handles,
         loc="upper center",
@@ -235,7 +235,7 @@ def _tiled(
     return figure, ax, corners
 
 
-def confusion(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
+def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
     """What was taken for what, as a PNG: each row, a true class, as shares of its examples.
 
     Cells are numbered, and classes named, as far as there is room.

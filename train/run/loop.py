@@ -266,7 +266,7 @@ def _conclude(
     tested, meter = ended.tested or programs.evaluate(ended.state), ended.meter
     if tested.confusion is not None:
         classes = run.task.dataset.classes
-        plots.confusion(tested.confusion, classes, f"{name}, step {step}", folder.confusion)
+        plots.confusion_matrix(tested.confusion, classes, f"{name}, step {step}", folder.confusion)
         examples.draw(run, programs.evaluate, ended.state, folder.examples)
     summary = {
         "metrics": {f"test/{name}": value for name, value in tested.metrics.items()},
