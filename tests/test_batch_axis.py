@@ -10,8 +10,7 @@ from example_losses import CASES, B, normal, rows, tokens
 
 import fnet
 from fnet import layers
-from fnet.autodiff.per_example.axis_rules import UNKNOWN, Along, Mixed
-from fnet.autodiff.per_example.batch_axis import follow
+from fnet.autodiff.per_example.batch_axis import UNKNOWN, BatchAxis, Mixed, find_batch_axes
 from fnet.losses.pixels import pixel_cross_entropy
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
@@ -21,14 +20,14 @@ W, X = normal(0, 8, 8), normal(1, B, 5, 8)
 
 def followed(f, *batch):
     closed = jax.make_jaxpr(f)(*batch)
-    return follow(closed, [True] * len(closed.jaxpr.invars), B).outputs[0]
+    return find_batch_axes(closed, [True] * len(closed.jaxpr.invars), B).outputs[0]
 
 
 def of_layer(layer, x=X, *, train=True):
     params, state = jax.eval_shape(layer.init, jax.random.key(0))
     closed = jax.make_jaxpr(lambda p, s, x: layer.apply(p, s, x, train=train)[0])(params, state, x)
     mine = [False] * (len(closed.jaxpr.invars) - 1)
-    return follow(closed, [*mine, True], B).outputs[0]
+    return find_batch_axes(closed, [*mine, True], B).outputs[0]
 
 
 def at_indices(x):
@@ -53,7 +52,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_row_an_example_stays_one(name):
-    assert followed(OPERATIONS[name], X) == Along(0)
+    assert followed(OPERATIONS[name], X) == BatchAxis(0)
 
 
 LOST = {
@@ -123,12 +122,12 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_what_goes_back_by_a_rule_of_fnet_has_a_row_an_example_too(name):
-    assert RULES[name]() == Along(0)
+    assert RULES[name]() == BatchAxis(0)
 
 
 def test_norms_of_merged_rows_in_a_loop_are_known():
     case = CASES["norms_of_merged_rows"]()
-    assert followed(lambda x: case.loss(case.params, x), *case.batch) == Along(0)
+    assert followed(lambda x: case.loss(case.params, x), *case.batch) == BatchAxis(0)
 
 
 def test_rules_inside_of_a_function_with_a_rule_are_not_gone_back_through():
@@ -148,7 +147,7 @@ def test_rules_inside_of_a_function_with_a_rule_are_not_gone_back_through():
         return refused(x)
 
     f.defvjp(lambda x: (f(x), x), lambda x, ct: (ct * jnp.cos(x),))
-    assert followed(f, X) == Along(0)
+    assert followed(f, X) == BatchAxis(0)
 
 
 def test_the_place_where_examples_meet_is_told():

@@ -151,13 +151,13 @@ REFUSED = {
         lambda: clipped_grad(lambda p, x: rows(shortened(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
-        "the loss mixes the examples.*reduce_sum, on the way back",
+        "the loss mixes the examples.*reduce_sum, in the backward pass",
     ),
     "a rule forwards": (
         lambda: clipped_grad(lambda p, x: rows(centred(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
-        "the loss mixes the examples.*reduce_sum, on the way back",
+        "the loss mixes the examples.*reduce_sum, in the backward pass",
     ),
     **{
         loss.__name__: (

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from fnet import jaxprs
 from fnet.autodiff.examples import by_example
-from fnet.autodiff.per_example.axis_rules import Along, State
+from fnet.autodiff.per_example.batch_axis import BatchAxis, State
 
 
 class Alone(NamedTuple):
@@ -69,9 +69,9 @@ def alone(
       states: which axis counts examples, of its operands and results.
     """
     given, out = states
-    if not all(isinstance(s, Along) for s in out):
+    if not all(isinstance(s, BatchAxis) for s in out):
         return None
-    if not all(s is None or isinstance(s, Along) for s in given):
+    if not all(s is None or isinstance(s, BatchAxis) for s in given):
         return None
     found = _equations(whole, one, path)
     if found is None:
@@ -81,12 +81,12 @@ def alone(
     pairs += zip(eqn.outvars, small.outvars, out, strict=True)
     for a, b, state in pairs:
         shape = list(jaxprs.aval(a).shape)
-        if isinstance(state, Along):
+        if isinstance(state, BatchAxis):
             shape[state.axis] //= size
         if tuple(shape) != jaxprs.aval(b).shape:
             return None
-    axes = [s.axis if isinstance(s, Along) else None for s in given]
-    return Alone(jaxpr, small, size, axes, [s.axis for s in out if isinstance(s, Along)])
+    axes = [s.axis if isinstance(s, BatchAxis) else None for s in given]
+    return Alone(jaxpr, small, size, axes, [s.axis for s in out if isinstance(s, BatchAxis)])
 
 
 _Found = tuple[tuple[Jaxpr, JaxprEqn], tuple[Jaxpr, JaxprEqn]]

@@ -19,11 +19,18 @@ from fnet.autodiff.examples import (
     is_key,
 )
 from fnet.autodiff.per_example.alone import Alone, alone
-from fnet.autodiff.per_example.axis_rules import UNKNOWN, Along, Mixed
-from fnet.autodiff.per_example.batch_axis import Followed, depends, follow, reached
+from fnet.autodiff.per_example.batch_axis import (
+    UNKNOWN,
+    BatchAxes,
+    BatchAxis,
+    Mixed,
+    depends_on,
+    find_batch_axes,
+    reachable,
+)
 from fnet.autodiff.per_example.chunks import Chunks
+from fnet.autodiff.per_example.ghost_norm import BiasAdd, Dot, Scale
 from fnet.autodiff.per_example.parameter_gradients import Made, Met, Products, Shares, Unused
-from fnet.autodiff.per_example.products import Dot, Scale, Shift
 from fnet.autodiff.per_example.taps import Path, Use, Uses, find_uses, tap, tapped
 
 _AT_ONCE = 16 * 2**20
@@ -167,7 +174,7 @@ class _Traced(NamedTuple):
 
     closed: ClosedJaxpr
     aux: Any
-    followed: Followed
+    followed: BatchAxes
     shapes: list[tuple[int, ...]]
     rows: int
 
@@ -175,8 +182,8 @@ class _Traced(NamedTuple):
     def proven(self) -> bool:
         """Whether each example is known to have a row of its own in every result, or no part."""
         losses, *aux = self.followed.outputs
-        return losses == Along(0) and all(
-            state is None or (state == Along(0) and shape[0] == self.rows)
+        return losses == BatchAxis(0) and all(
+            state is None or (state == BatchAxis(0) and shape[0] == self.rows)
             for state, shape in zip(aux, self.shapes, strict=True)
         )
 
@@ -190,12 +197,12 @@ def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Trace
         return_shape=True,
     )(*leaves, *batch)
     check_losses(name, out[0], rows)
-    followed = follow(closed, [False] * len(leaves) + [True] * len(batch), rows)
+    followed = find_batch_axes(closed, [False] * len(leaves) + [True] * len(batch), rows)
     mixed = followed.outputs[0]
     if mixed == UNKNOWN and any(map(is_key, batch)):
         # What random numbers are made of is not looked into; what they meet may mix all the same.
         data = [False] * len(leaves) + [not is_key(a) for a in batch]
-        mixed = follow(closed, data, rows).outputs[0]
+        mixed = find_batch_axes(closed, data, rows).outputs[0]
     if isinstance(mixed, Mixed):
         raise ValueError(
             f"{name}: {mixed.layer or 'the loss'} mixes the examples of a batch "
@@ -220,9 +227,9 @@ def _at_once(
         return None
     axes = []
     for use in uses.every:
-        given, (out, *_) = traced.followed.at.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
-        data = given[use.product.data] if use.product.data is not None else Along(0)
-        if not isinstance(data, Along) or not isinstance(out, Along):
+        given, (out, *_) = traced.followed.equations.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
+        data = given[use.product.data] if use.product.data is not None else BatchAxis(0)
+        if not isinstance(data, BatchAxis) or not isinstance(out, BatchAxis):
             return None
         if _differs_by_example(use, out.axis):
             return None
@@ -257,10 +264,10 @@ def _differs_by_example(use: Use, axis: int) -> bool:
     """Whether examples, along that axis of the result, meet different elements of the parameter."""
     product, elements = use.product, use.view.elements
     if isinstance(product, Dot):
-        if axis >= len(product.batch[1]):
+        if axis >= len(product.batch_dims[1]):
             return False
-        axis = product.batch[1][axis]
-    elif use.operand is not None or not isinstance(product, Shift | Scale):
+        axis = product.batch_dims[1][axis]
+    elif use.operand is not None or not isinstance(product, BiasAdd | Scale):
         return False
     axis += len(use.view.loops)
     return elements.shape[axis] > 1 and elements.strides[axis] != 0
@@ -290,7 +297,7 @@ def _alone(
     )(*leaves, *shapes)
     found = {}
     for path in {use.path for use in copied}:
-        states = traced.followed.at.get(path, ([UNKNOWN], [UNKNOWN]))
+        states = traced.followed.equations.get(path, ([UNKNOWN], [UNKNOWN]))
         if (equation := alone(traced.closed, one, path, e.size, states)) is None:
             return None
         found[path] = equation
@@ -323,13 +330,13 @@ def _one_by_one(
     closed = jax.make_jaxpr(one)(*leaves, *shapes)
     uses = find_uses(closed, len(leaves))
     # Where a parameter meets what all examples share, a tap would be as large as all copies of it.
-    of_data = reached(closed, [False] * len(leaves) + [True] * len(shapes))
-    shared = {use.view.param for use in uses.every if use.path not in of_data.at}
+    of_data = reachable(closed, [False] * len(leaves) + [True] * len(shapes))
+    shared = {use.view.param for use in uses.every if use.path not in of_data.equations}
     uses = uses._replace(other=uses.other | shared)
     at_once, in_chunks = _divided(uses, leaves, e.size, width)
     # Each example has its own of what follows from a parameter of which it has a copy, or a tap.
     own = {*at_once, *(use.view.param for use in uses.known)}
-    by_own = depends(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
+    by_own = depends_on(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
     same = [axis is None and o for axis, o in zip(axes, by_own, strict=True)]
     given = [0 if s else axis for s, axis in zip(same, axes, strict=True)]
     losses, aux, shares = _backward(closed, uses, leaves, e, at_once, given)

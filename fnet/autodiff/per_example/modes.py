@@ -10,7 +10,7 @@ from jax import Array
 
 from fnet.autodiff.accumulate import equal_parts
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
-from fnet.autodiff.per_example.batch_axis import depends
+from fnet.autodiff.per_example.batch_axis import depends_on
 from fnet.autodiff.per_example.clipped import Clipped, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import squared_norm
@@ -145,7 +145,7 @@ def check_state(
     closed, shapes = jax.make_jaxpr(
         lambda batch: each(params, batch, key)[1][1], return_shape=True
     )(batch)
-    of_batch = depends(closed, [True] * len(closed.in_avals))
+    of_batch = depends_on(closed, [True] * len(closed.in_avals))
     states = jax.tree_util.tree_leaves_with_path(shapes)
     made = [
         jax.tree_util.keystr(path)

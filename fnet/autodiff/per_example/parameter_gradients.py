@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.ghost_norm import Dot, Embedding
 from fnet.autodiff.per_example.taps import Use
 from fnet.precision import wide, widened
 
@@ -91,7 +92,7 @@ class Products(NamedTuple):
         """See `Shares`."""
         made = [
             jax.vmap(lambda g, m=m: m.of_parameter(g, self.param), 1)(
-                m.use.product.per_example(*m.sorted())
+                m.use.product.materialize(*m.sorted())
             )
             for m in self.met
         ]
@@ -119,7 +120,7 @@ class Products(NamedTuple):
             ]
             return Made(self._replace(met=met).each()).squared_norms()
 
-        return ghost_norm.in_parts(of, arrays, 4 * self.param.size)
+        return ghost_norm.map_in_chunks(of, arrays, 4 * self.param.size)
 
     def _aligned(self) -> list[tuple[Array, Array]] | None:
         """Factors of every use in the rows and columns of the first, if they have any."""
@@ -128,9 +129,9 @@ class Products(NamedTuple):
         matrices, factors = [], []
         for m in self.met:
             product: Any = m.use.product
-            if not hasattr(product, "factors") or not hasattr(product, "matrix"):
+            if not isinstance(product, Dot | Embedding):
                 return None
-            matrices.append(product.matrix(m.use.view.elements))
+            matrices.append(product.as_matrix(m.use.view.elements))
             factors.append(product.factors(*m.sorted()))
         aligned = []
         for matrix, (u, v) in zip(matrices, factors, strict=True):
@@ -147,7 +148,8 @@ class Products(NamedTuple):
         if self._is_small():
             return Made(self.each()).total(scales)
         made = [
-            m.of_parameter(m.use.product.total(*m.sorted(), scales), self.param) for m in self.met
+            m.of_parameter(m.use.product.weighted_sum(*m.sorted(), scales), self.param)
+            for m in self.met
         ]
         return jax.tree.reduce(jnp.add, made)
 
@@ -217,4 +219,4 @@ def _sum_of_squares(factors: Sequence[tuple[Array, Array]]) -> Array:
         for i in range(len(factors))
         for j in range(i)
     ]
-    return ghost_norm.at_least_0(jax.tree.reduce(jnp.add, squares + mixed))
+    return ghost_norm.nonnegative(jax.tree.reduce(jnp.add, squares + mixed))

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet import jaxprs
 from fnet.autodiff.per_example.alone import Alone
-from fnet.autodiff.per_example.products import Product, Shift, product
+from fnet.autodiff.per_example.ghost_norm import BiasAdd, LinearEquation, linear_equation
 from fnet.autodiff.per_example.views import View
 from fnet.backward_pass import is_params_first
 
@@ -34,7 +34,7 @@ class Use(NamedTuple):
 
     path: Path
     view: View
-    product: Product
+    product: LinearEquation
     loops: tuple[int, ...]
     out: jax.ShapeDtypeStruct
     operand: int | None = None
@@ -122,8 +122,8 @@ class _Search:
             view: Any = views[operand]
             if changed := view.through(eqn):
                 return list(changed)
-            found = product(eqn, operand)
-            if found and not (found.once and view.repeats):
+            found = linear_equation(eqn, operand)
+            if found and not (found.requires_unique_elements and view.repeats):
                 self.uses.append(Use(path, view, found, loops, _shape(eqn.outvars[0])))
             else:
                 self._give_copies(eqn, views, path, loops)
@@ -140,7 +140,7 @@ class _Search:
             self.lose(views)
         for k, (view, operand) in enumerate(zip(views, eqn.invars, strict=True)):
             if view:
-                use = Use(path, view, Shift(()), loops, _shape(operand), k)
+                use = Use(path, view, BiasAdd(()), loops, _shape(operand), k)
                 self.uses.append(use)
 
     def _scan(
