@@ -1,5 +1,6 @@
 """The ways in which the program begins and ends."""
 
+import dataclasses
 import errno
 import re
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
-from train import cli
+from train import arguments, cli
 
 COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs")
 
@@ -23,10 +24,34 @@ def test_the_commands_are_listed(words, code, capsys):
     assert tuple(re.findall(r"^  fnet (\w+)", said, re.MULTILINE)) == COMMANDS
 
 
+OPTIONS = {
+    "train": (arguments.TrainArguments,),
+    "eval": (arguments.EvalArguments,),
+    "predict": (arguments.PredictArguments,),
+    "memory": (arguments.MemoryArguments,),
+    "sample": (arguments.TextArguments, arguments.ImageArguments),
+    "import": (arguments.ImportArguments,),
+    "export": (arguments.ExportArguments,),
+    "report": (arguments.ReportArguments,),
+    "configs": (arguments.ConfigsArguments,),
+}
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_says_how_it_is_called(command, capsys):
+def test_help_of_a_command_explains_each_of_its_options(command, capsys):
     assert exit_code(command, "--help") == 0
-    assert capsys.readouterr().out.startswith(f"usage: fnet {command}")
+    output = capsys.readouterr().out
+    assert output.startswith(f"usage: fnet {command}")
+    for kind in OPTIONS[command]:
+        for field in dataclasses.fields(kind):
+            assert f"--{field.name.replace('_', '-')}" in output
+
+
+def test_help_with_a_config_lists_its_fields_and_their_values(capsys):
+    assert exit_code("train", "digits", "--help") == 0
+    output = capsys.readouterr().out
+    assert re.search(r"--train.epochs FLOAT[^-]*\(default: 60.0\)", output)
+    assert re.search(r"--data.source \{digits,image_folder,[^}]*text_file\}", output)
 
 
 @pytest.mark.parametrize(

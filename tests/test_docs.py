@@ -83,14 +83,16 @@ def test_every_command_of_a_document_can_be_read():
         try:
             if what in OF_A_RECIPE and words[0] in recipes.recipes():
                 if "--help" not in words:
-                    defaults = OF_A_RECIPE[what](recipes.load(words[0]))
-                    given = arguments.read(defaults, options, program)
-                    steps, warmup = given.config.train.steps, given.config.optim.warmup_steps
+                    recipe = recipes.load(words[0])
+                    _, config = arguments.read_with_config(
+                        OF_A_RECIPE[what], recipe, options, program
+                    )
+                    steps, warmup = config.train.steps, config.optim.warmup_steps
                     assert steps is None or warmup <= steps, f"warmup_steps {warmup}"
                 read.add(what)
             elif what in READ or what == "sample":
                 text = arguments.TextArguments if "--prompt" in words else arguments.ImageArguments
-                arguments.read_options(READ.get(what, text), options, program)
+                arguments.read(READ.get(what, text), options, program)
                 read.add(what)
         except Exception as error:
             raise AssertionError(f"{page}: {' '.join(command)}: {error}") from error

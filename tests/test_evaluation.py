@@ -325,7 +325,7 @@ MISTAKES = [
     ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
     ("halves", ("--scales", "inf"), "--scales: expected a finite number, got inf"),
     ("halves", ("--scales", "0.1"), "--scales: 0.1 leaves images of 2 pixels; at least 8 are needed"),
-    ("halves", ("--scale", "1"), "unknown field --scale (did you mean --scales?)"),
+    ("halves", ("--scale", "1"), "unknown option --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),
     ("halves", (), "no checkpoint in runs/halves: the run has not saved one yet"),
 ]  # fmt: skip

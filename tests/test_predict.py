@@ -260,12 +260,12 @@ def test_images_of_channels_that_no_file_has_are_refused():
 
 
 MISTAKES = [
-    (("colours",), "say which images: fnet predict RUN IMAGE"),
-    (("colours", "--top-k", "2"), "say which images: fnet predict RUN IMAGE"),
+    (("colours",), "missing IMAGE; usage: fnet predict RUN IMAGE"),
+    (("colours", "--top-k", "2"), "missing IMAGE; usage: fnet predict RUN IMAGE"),
     (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
     (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
-    (("colours", "colours", "--topk", "1"), "unknown field --topk (did you mean --top-k?)"),
-    (("colours", "--json", "colours"), "--json: expected no value, it is a switch, got colours"),
+    (("colours", "colours", "--topk", "1"), "unknown option --topk (did you mean --top-k?)"),
+    (("colours", "--json", "colours"), "--json: expected no value, got colours"),
     (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "empty"), "no image in empty; looked for files *.jpg"),

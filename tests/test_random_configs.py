@@ -19,7 +19,7 @@ from PIL import Image
 from program_cases import fnet_command
 from pydantic import TypeAdapter, ValidationError
 
-from train.config import Config, kinds
+from train.config import Config, variants
 
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 LEFT_OUT = {
@@ -51,7 +51,7 @@ def values(hint):
     }[hint]
 
 
-VARIANTS = {kind for f in fields(Config) for kind in kinds(f.name).values()}
+VARIANTS = {kind for f in fields(Config) for kind in variants(f.name).values()}
 
 
 def allowed(hint):
@@ -104,12 +104,12 @@ def configs(draw):
     wrong = draw(st.integers(0, 2)) == 0
     made = {"train": {"steps": 2, "log_every": 1}}
     for f in fields(Config):
-        if variants := kinds(f.name):
-            names = set(variants) - LEFT_OUT.get(f.name, set())
+        if sections_by_name := variants(f.name):
+            names = set(sections_by_name) - LEFT_OUT.get(f.name, set())
             if f.name == "model" and not wrong:
                 names &= OF_TEXT if made["data"]["source"] == "text_file" else names - OF_TEXT
             name = draw(st.sampled_from(sorted(names)))
-            made[f.name] = draw(sections(variants[name], wrong)) | SMALL.get(name, {})
+            made[f.name] = draw(sections(sections_by_name[name], wrong)) | SMALL.get(name, {})
         elif f.name not in ("name", "tracking") and draw(st.booleans()):
             section = draw(sections(typing.get_type_hints(Config)[f.name], wrong))
             made[f.name] = section | made.get(f.name, {})
@@ -120,7 +120,9 @@ def configs(draw):
 
 def test_no_integer_is_larger_than_an_array_may_be():
     hints = typing.get_type_hints(Config)
-    for kind in {*VARIANTS, *(hints[f.name] for f in fields(Config) if not kinds(f.name))} - {str}:
+    for kind in {*VARIANTS, *(hints[f.name] for f in fields(Config) if not variants(f.name))} - {
+        str
+    }:
         adapter = TypeAdapter(kind)
         for name in (f.name for f in fields(kind)):
             for value in (2**32, *([2**32] * n for n in (1, 2, 3, 4))):

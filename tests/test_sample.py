@@ -256,8 +256,8 @@ MISTAKES = [
     (("text", "--top-p", "0"), "--top-p: expected greater than 0, got 0.0"),
     (("text", "--top-p", "1.5"), "--top-p: expected less than or equal to 1, got 1.5"),
     (("text", "--seed", "-1"), "--seed: expected greater than or equal to 0, got -1"),
-    (("text", "--promt", "to"), "unknown field --promt (did you mean --prompt?)"),
-    (("text", "--labels", "3"), "unknown field --labels"),
+    (("text", "--promt", "to"), "unknown option --promt (did you mean --prompt?)"),
+    (("text", "--labels", "3"), "unknown option --labels"),
     (("text", "to be"), "unexpected to be"),
     (("images", "--steps", "21"), "--steps: the run's schedule has 20, got 21"),
     (("images", "--steps", "0"), "--steps: expected greater than or equal to 1, got 0"),
@@ -266,7 +266,7 @@ MISTAKES = [
     (("images", "--guidance", "-1"), "--guidance: expected greater than or equal to 0, got -1.0"),
     (("images", "--guidance", "inf"), "--guidance: expected a finite number, got inf"),
     (("images", "--sampler", "euler"), "--sampler: expected one of dpm_solver, ddim, ddpm, got euler"),
-    (("images", "--prompt", "to"), "unknown field --prompt"),
+    (("images", "--prompt", "to"), "unknown option --prompt"),
     (("images", "--out", "nowhere/a.png"), "cannot write nowhere/a.png"),
     (("images", "--out", "a.docx"), "cannot write a.docx"),
     (("images", "--out", "images"), "cannot write images: "),
@@ -292,7 +292,7 @@ def test_a_run_that_generates_nothing_is_refused(capsys):
 @pytest.mark.parametrize("words", [(), ("--prompt", "to")])
 def test_a_missing_run_is_refused(words, capsys):
     assert exit_code("sample", *words) == 2
-    said_in_one_line(capsys, "say what first: fnet sample RUN")
+    said_in_one_line(capsys, "missing RUN; usage: fnet sample RUN")
     assert exit_code("sample", "nowhere", *words) == 2
     said_in_one_line(capsys, "no run in nowhere: it has no config.json")
 

@@ -221,10 +221,10 @@ IMPORTING = [
     (("good.safetensors", "--data.classes", "7"), "weights for other classes: classifier.fc.bias is (10,), in the network (7,); --new-classifier leaves"),
     (("good.safetensors", "--model.name", "preact_resnet"), "weights of another network"),
     (("vision.safetensors",), "--model.norm batch takes them as they are; --trained-with batch moves"),
-    (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch or None, got group"),
-    (("good.safetensors", "--new-clasifier"), "unknown field --new-clasifier (did you mean --new-classifier?)"),
+    (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch, got group"),
+    (("good.safetensors", "--new-clasifier"), "unknown option --new-clasifier (did you mean --new-classifier?)"),
     (("good.safetensors", "--out", "tiny.py"), "cannot write to tiny.py"),
-    ((), "say what first: fnet import CONFIG WEIGHTS"),
+    ((), "missing WEIGHTS; usage: fnet import CONFIG WEIGHTS"),
 ]  # fmt: skip
 
 
@@ -251,7 +251,7 @@ EXPORTING = [
     (("trained", "--out", "weights.pth"), "--out: expected a file that ends in .safetensors, got weights.pth"),
     (("trained", "--out", "no/w.safetensors"), "cannot write no/w.safetensors: No such file or directory"),
     (("nowhere",), "no run in nowhere"),
-    ((), "say what first: fnet export RUN"),
+    ((), "missing RUN; usage: fnet export RUN"),
 ]  # fmt: skip
 
 

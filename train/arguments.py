@@ -1,12 +1,23 @@
-"""Overrides from the command line, read by tyro; each mistake is one line."""
+"""Options of every command, parsed by tyro. A mistake is reported in one line."""
 
 import contextlib
+import inspect
 import io
 import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 from annotated_types import Ge, Gt, Le
@@ -17,205 +28,255 @@ from train.config import Config
 from train.config.section import Count, CountOrZero, Positive, Seed
 from train.errors import UserError, nearest
 
+# Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
+# keeps line breaks within a field's text and does not break long lines of the command's.
+
+
+def _default(text: str) -> Any:
+    """Say in --help what the default does."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: {text})")
+
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Trains a network."""
+    """Train a network.
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
-    """Fields of the config."""
-    out: str | None = None
-    """The run's folder; runs/NAME by default, a resumed config.json's own."""
+    CONFIG is a recipe (see `fnet configs`), a recipe file or a run folder.
+
+    Every field of the config is a flag: `fnet train CONFIG --help` lists them.
+    """
+
+    out: Annotated[str | None, _default("runs/NAME, or the run to resume")] = None
+    """Run folder."""
     resume: bool = False
-    """Continue the run in that folder."""
-    profile: Annotated[int, Ge(0)] = 0
-    """Trace so many steps for TensorBoard's profiler and Perfetto, from the sixth on."""
+    """Continue the run in the run folder."""
+    profile: Annotated[int, Ge(0), _default("none")] = 0
+    """Number of steps to trace for TensorBoard and Perfetto, starting at step 6."""
     distributed: bool = False
-    """Train together with other processes; SLURM, Open MPI, Kubernetes or Cloud TPU tell which."""
-    coordinator: str | None = None
-    """Without such a cluster: host:port of the first process."""
-    processes: int | None = None
-    """Without such a cluster: how many there are."""
-    process: int | None = None
-    """Without such a cluster: which of them this one is, from 0."""
+    """Train with the other processes of this SLURM, Open MPI, Kubernetes or Cloud TPU job."""
+    coordinator: Annotated[str | None, _default("from the cluster")] = None
+    """Address of process 0, as host:port."""
+    processes: Annotated[int | None, _default("from the cluster")] = None
+    """Number of processes."""
+    process: Annotated[int | None, _default("from the cluster")] = None
+    """Index of this process, from 0."""
 
 
 @dataclass(frozen=True)
 class MemoryArguments:
-    """Says what training would take, without training."""
+    """Predict how much memory training takes, without training.
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
-    """Fields of the config."""
-    budget: str | None = None
-    """Most that training may hold, 4GiB, 4GB or 4096MiB; memory.budget by another name."""
-    target: str | None = None
-    """A device that need not be there (h100, a100, v5e, ...), or a GPU's description in a file."""
-    batch_size: str | None = None
-    """data.batch_size by another name; auto is the largest that fits."""
-    out: str | None = None
-    """Folder for memory.json and memory.png; runs/NAME-memory by default."""
+    CONFIG is a recipe (see `fnet configs`), a recipe file or a run folder.
+
+    Every field of the config is a flag: `fnet memory CONFIG --help` lists them.
+    """
+
+    budget: Annotated[str | None, _default("memory.budget of the config")] = None
+    """Memory limit per device, such as 4GiB, 4GB or 4096MiB."""
+    target: Annotated[str | None, _default("this machine")] = None
+    """Device to compile for: h100, a100, v5e, ..., or a file that describes a GPU."""
+    batch_size: Annotated[str | None, _default("data.batch_size of the config")] = None
+    """Batch size, or auto for the largest that fits."""
+    out: Annotated[str | None, _default("runs/NAME-memory")] = None
+    """Folder for memory.json and memory.png."""
 
 
 @dataclass(frozen=True)
 class ImportArguments:
-    """Makes a run that begins with weights from elsewhere."""
+    """Start a run from pretrained weights.
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
-    """Fields of the config."""
-    out: str | None = None
-    """The run's folder; runs/NAME by default."""
+    CONFIG is a recipe (see `fnet configs`), a recipe file or a run folder.
+
+    WEIGHTS is a torch checkpoint or a safetensors file.
+
+    Every config field is a flag: `fnet import CONFIG WEIGHTS --help` lists them.
+    """
+
+    out: Annotated[str | None, _default("runs/NAME")] = None
+    """Run folder."""
     new_classifier: bool = False
-    """Leave what makes the logits at its initial values, for other classes."""
-    trained_with: Literal["abn", "batch"] | None = None
-    """The norm of the weights, where the network has the other and is to have them changed."""
+    """Initialize the classifier layer instead of loading it, to train on other classes."""
+    trained_with: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = (
+        None
+    )
+    """Norm of the pretrained network; the weights are converted if this network has another."""
 
 
 @dataclass(frozen=True)
 class CheckpointArguments:
-    """Which checkpoint of a run is taken."""
+    """Choose a checkpoint of a run."""
 
     __pydantic_config__ = ConfigDict(allow_inf_nan=False)
 
     best: bool = False
-    """Take the best checkpoint that was kept, not the newest."""
+    """Use the best saved checkpoint instead of the newest."""
 
 
 @dataclass(frozen=True)
 class ExportArguments(CheckpointArguments):
-    """Writes a run's weights as safetensors."""
+    """Write the weights of a run as safetensors.
 
-    out: str | None = None
-    """The file; weights.safetensors in the run's folder by default."""
+    RUN is a run folder.
+    """
+
+    out: Annotated[str | None, _default("weights.safetensors in the run folder")] = None
+    """Output file."""
     names: Literal["reference", "torchvision"] = "reference"
-    """What arrays are called: as in mapillary/inplace_abn, or, of a ResNet, in torchvision."""
-    for_norm: Literal["abn", "batch"] | None = None
-    """The norm that will use the weights, to change them for it if the network has the other."""
+    """Array names: as in mapillary/inplace_abn, or as in torchvision (ResNets only)."""
+    for_norm: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = None
+    """Norm of the network that will load the weights; they are converted to it."""
 
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Shows runs as a page."""
+    """Write an HTML page about one or several runs.
 
-    out: str | None = None
-    """The page; report.html in the run's folder by default, of several runs in this one."""
+    RUN is a run folder.
+    """
+
+    out: Annotated[str | None, _default("report.html in the run folder, or here for several")] = (
+        None
+    )
+    """Output file."""
 
 
 @dataclass(frozen=True)
 class EvalArguments(CheckpointArguments):
-    """Measures a trained network on its test examples."""
+    """Evaluate a run on its test examples.
 
-    crops: Literal[1, 2, 10] | None = None
-    """Of images of a folder: the middle; 2: that and its mirror image; 10: the corners too."""
-    border: CountOrZero | None = None
-    """Pixels of its mirror image around an image of a folder of which ten crops are made."""
-    image_size: Count | None = None
-    """Height and width of what the network sees, where it was trained on another."""
-    resize: Count | None = None
-    """Shorter side of images of a folder, or of Hugging Face's, before they are cut."""
-    scales: tuple[Positive, ...] = ()
-    """Sizes at which each image is segmented, 1 as in training; probabilities are averaged."""
+    RUN is a run folder.
+    """
+
+    crops: Annotated[Literal[1, 2, 10] | None, _default("data.crops of the run")] = None
+    """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
+    border: Annotated[CountOrZero | None, _default("data.border of the run")] = None
+    """Pixels of reflected border that are added to each image before ten-crop."""
+    image_size: Annotated[Count | None, _default("data.image_size of the run")] = None
+    """Height and width of the network's input."""
+    resize: Annotated[Count | None, _default("data.resize of the run")] = None
+    """Shorter side of each image before it is cropped."""
+    scales: Annotated[tuple[Positive, ...], _default("1")] = ()
+    """Segmentation: scales for test-time augmentation; 1 is the scale of training."""
     flip: bool = False
-    """Segment the mirror image as well; probabilities are averaged."""
+    """Segmentation: average with the predictions for the horizontal flip."""
 
 
 @dataclass(frozen=True)
 class PredictArguments(CheckpointArguments):
-    """Says what is in images."""
+    """Predict the labels of images, or of their pixels.
+
+    RUN is a run folder. IMAGE is an image file.
+    """
 
     top_k: Count = 5
-    """Labels of each image, the likeliest first; of a segmented one, the largest."""
+    """Number of labels to report per image: the most probable, or the largest by area."""
     json: bool = False
     """Print the predictions as JSON instead of a table."""
-    out: str | None = None
-    """Folder for predictions.json and masks; predictions in the run's folder by default."""
+    out: Annotated[str | None, _default("predictions in the run folder")] = None
+    """Folder for predictions.json and masks."""
 
 
 @dataclass(frozen=True)
 class TextArguments(CheckpointArguments):
-    """Continues a text with a trained model."""
+    """Continue a text with a language model.
 
-    prompt: str = "\n"
-    """What is continued."""
+    RUN is the run folder of a language model.
+    """
+
+    prompt: Annotated[str, _default("a line break")] = "\n"
+    """Text to continue."""
     length: Count = 500
-    """Tokens to add."""
+    """Number of tokens to generate."""
     temperature: Annotated[float, Ge(0)] = 0.8
-    """Below 1: likelier tokens, 0: the likeliest; 1: as the model says."""
-    top_k: Count | None = None
-    """Draw from the k likeliest tokens alone."""
-    top_p: Annotated[float, Gt(0), Le(1)] | None = None
-    """Draw from the fewest tokens that have at least this probability together."""
+    """Sampling temperature; 0 is greedy."""
+    top_k: Annotated[Count | None, _default("all")] = None
+    """Sample only from the k most probable tokens."""
+    top_p: Annotated[Annotated[float, Gt(0), Le(1)] | None, _default("1")] = None
+    """Nucleus (top-p) threshold."""
     seed: Seed = 0
-    """Of what is drawn."""
+    """Random seed."""
 
 
 @dataclass(frozen=True)
 class ImageArguments(CheckpointArguments):
-    """Draws images with a trained model."""
+    """Draw images with a diffusion model.
 
-    labels: tuple[str, ...] = ()
-    """Classes to draw, a row each; all by default."""
+    RUN is the run folder of a denoiser.
+    """
+
+    labels: Annotated[tuple[str, ...], _default("all")] = ()
+    """Classes to draw, one row each."""
     count: Count = 10
-    """Images of each."""
-    guidance: Annotated[float, Ge(0)] | None = None
-    """Above 1: more typical of their label, less varied; 1: as the model says; 0: of any. 1.5 by
-    default, or 1 of a run that was never trained without a label."""
+    """Number of images per class."""
+    guidance: Annotated[
+        Annotated[float, Ge(0)] | None, _default("1.5, or 1 without label_dropout in training")
+    ] = None
+    """Classifier-free guidance scale; 0 ignores the label, 1 is no guidance."""
     sampler: Literal["dpm_solver", "ddim", "ddpm"] = "dpm_solver"
-    """How noise is taken out."""
-    steps: Count | None = None
-    """Steps to take, at most those of the run's schedule; 50 by default, or all if fewer."""
+    """Diffusion sampler."""
+    steps: Annotated[Count | None, _default("50, or model.steps if fewer")] = None
+    """Number of sampling steps, at most model.steps."""
     seed: Seed = 0
-    """Of what is drawn."""
-    out: str | None = None
-    """The picture; samples.png in the run's folder by default."""
+    """Random seed."""
+    out: Annotated[str | None, _default("samples.png in the run folder")] = None
+    """Output image."""
 
 
-T = TypeVar("T", TrainArguments, MemoryArguments, ImportArguments)
+@dataclass(frozen=True)
+class ConfigsArguments:
+    """List the recipes that come with fnet."""
+
+
 A = TypeVar("A")
 
 
-def read(defaults: T, given: Sequence[str], prog: str) -> T:
-    """``defaults`` with what the command line overrides.
+@dataclass(frozen=True)
+class _WithConfig(Generic[A]):
+    """Options of a command and the fields of its config, as flags of one command line."""
+
+    options: Annotated[A, tyro.conf.arg(name=""), tyro.conf.DisallowNone]
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+def read(kind: type[A], flags: Sequence[str], prog: str) -> A:
+    """Parse the options of a command.
 
     Args:
-      defaults: the arguments' values where nothing is given.
-      given: ``["--section.field", "value", ...]``.
-      prog: the command, for ``--help``.
-
-    Raises:
-      UserError: for an unknown field, or a value of a wrong type or out of range.
-      SystemExit: with 0, after ``--help``.
-    """
-    asks_help = bool({"-h", "--help"} & set(given))
-    defaults = replace(defaults, config=_with_variants(defaults.config, given))
-    try:
-        arguments = _parse(defaults, given, prog, console_outputs=asks_help)
-    except SystemExit:
-        if asks_help:
-            raise
-        raise UserError(_first_mistake(defaults, given, prog)) from None
-    arguments = replace(arguments, config=configs.check(arguments.config, "command line"))
-    return _in_range(type(defaults), arguments)
-
-
-def read_options(kind: type[A], given: Sequence[str], prog: str) -> A:
-    """The options of a command that is given no config.
+      kind: class of the options, such as `EvalArguments`; each field has a default.
+      flags: ``["--top-k", "3", ...]``.
+      prog: command with its positional arguments, for ``--help``.
 
     Raises:
       UserError: for an unknown option, or a value of a wrong type or out of range.
-      SystemExit: with 0, after ``--help``.
+      SystemExit: with code 0, after ``--help``.
     """
-    asks_help = bool({"-h", "--help"} & set(given))
-    try:
-        options = _parse(kind(), given, prog, console_outputs=asks_help)
-    except SystemExit:
-        if asks_help:
-            raise
-        raise UserError(_first_mistake(kind(), given, prog)) from None
-    return _in_range(kind, options)
+    return _in_range(kind, _parse(kind, kind(), flags, prog))
+
+
+def read_with_config(
+    kind: type[A], config: Config, flags: Sequence[str], prog: str
+) -> tuple[A, Config]:
+    """Parse the options of a command and the overrides of its config.
+
+    Args:
+      kind: class of the options, such as `TrainArguments`; each field has a default.
+      config: config to override.
+      flags: ``["--section.field", "value", ...]``.
+      prog: command with its positional arguments, for ``--help``.
+
+    Raises:
+      UserError: for an unknown option or field, or a value of a wrong type or out of range.
+      SystemExit: with code 0, after ``--help``.
+    """
+    defaults = _WithConfig(kind(), _switch_variants(config, flags))
+    summary = (inspect.getdoc(kind) or "").partition("\n")[0]
+    parsed = _parse(_WithConfig[kind], defaults, flags, prog, summary)  # type: ignore[valid-type]
+    config = configs.check(parsed.config, "command line")
+    return _in_range(kind, parsed.options), config
 
 
 def _in_range(kind: type[A], options: A) -> A:
-    """The options, once the range of each has been checked, which tyro does not."""
+    """Check the range of each option, which tyro does not."""
     try:
         return TypeAdapter(kind).validate_python(options.__dict__)
     except ValidationError as error:
@@ -225,34 +286,78 @@ def _in_range(kind: type[A], options: A) -> A:
         raise UserError(f"{flag}: expected {expected}, got {first['input']!r}") from None
 
 
-def _with_variants(config: Config, given: Sequence[str]) -> Config:
-    """The config with the sections that ``given`` names a kind of: ``--grad.mode clipped``.
-
-    A section of another kind begins with its own defaults.
-    """
-    for flag, values in _split(given):
+def _switch_variants(config: Config, flags: Sequence[str]) -> Config:
+    """Replace a section by the defaults of another variant: ``--grad.mode clipped``."""
+    for flag, values in _split(flags):
         section, _, name = (flag or "").removeprefix("--").replace("-", "_").partition(".")
-        kinds = configs.kinds(section)
-        if not kinds or name != fields(getattr(config, section))[0].name or len(values) != 1:
+        variants = configs.variants(section)
+        if not variants or name != fields(getattr(config, section))[0].name or len(values) != 1:
             continue
-        if values[0] not in kinds:
-            raise UserError(f"{flag}: expected one of {', '.join(kinds)}, got {values[0]}")
-        if not isinstance(getattr(config, section), kinds[values[0]]):
-            config = replace(config, **{section: kinds[values[0]]()})
+        if values[0] not in variants:
+            raise UserError(f"{flag}: expected one of {', '.join(variants)}, got {values[0]}")
+        if not isinstance(getattr(config, section), variants[values[0]]):
+            config = replace(config, **{section: variants[values[0]]()})
     return config
 
 
-def _parse(defaults: A, given: Sequence[str], prog: str, *, console_outputs: bool) -> A:
-    # Some of what tyro says of a mistake comes in spite of console_outputs=False.
-    silence = contextlib.nullcontext() if console_outputs else _silence()
-    with silence:
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _variant_tag(
+    field: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Show all variants for a field that names its section's: ``--data.source {digits,...}``."""
+    names = get_args(field.type) if field.type_origin is Literal else ()
+    for section in configs.VARIANTS:
+        tags = tuple(configs.variants(section))
+        if len(names) == 1 and names[0] in tags:
+            return tyro.constructors.PrimitiveConstructorSpec(
+                nargs=1,
+                metavar=f"{{{','.join(tags)}}}",
+                instance_from_str=lambda words: words[0],
+                is_instance=tags.__contains__,
+                str_from_instance=lambda value: [value],
+                choices=tags,
+            )
+    return None
+
+
+def _parse(
+    kind: Any, defaults: Any, flags: Sequence[str], prog: str, description: str | None = None
+) -> Any:
+    help_requested = bool({"-h", "--help"} & set(flags))
+    try:
+        return _tyro(kind, defaults, flags, prog, description, quiet=not help_requested)
+    except SystemExit:
+        if help_requested:
+            raise
+        raise UserError(_first_mistake(kind, defaults, flags, prog)) from None
+
+
+def _tyro(
+    kind: Any,
+    defaults: Any,
+    flags: Sequence[str],
+    prog: str,
+    description: str | None = None,
+    *,
+    quiet: bool,
+) -> Any:
+    markers: list[Any] = [tyro.conf.AvoidSubcommands]
+    if not isinstance(defaults, _WithConfig):
+        markers.append(tyro.conf.DisallowNone)
+    # Tyro prints some errors even with console_outputs=False.
+    with _silence() if quiet else contextlib.nullcontext():
         return tyro.cli(
-            type(defaults),
+            kind,
             prog=prog,
-            args=list(given),
+            description=description,
+            args=list(flags),
             default=defaults,
-            config=(tyro.conf.AvoidSubcommands,),
-            console_outputs=console_outputs,
+            config=markers,
+            console_outputs=not quiet,
+            registry=_REGISTRY,
         )
 
 
@@ -263,70 +368,67 @@ def _silence() -> Iterator[None]:
         yield
 
 
-def _first_mistake(defaults: Any, given: Sequence[str], prog: str) -> str:
-    """Why tyro refuses ``given``: its own answer fills a screen."""
-    known = _flags(defaults)
-    for flag, values in _split(given):
+def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) -> str:
+    """Describe the first flag that tyro refuses in one line; its own message fills a screen."""
+    known = _flag_types(defaults)
+    for flag, values in _split(flags):
         if flag is None:
-            return f"unexpected {' '.join(values)}; fields are given as --section.field VALUE"
+            return f"unexpected {' '.join(values)}; see {prog} --help"
         name = flag.removeprefix("--").replace("-", "_")
         if name not in known:
-            flags = ["--" + k.replace("_", "-") for k in known]
+            names = ["--" + k.replace("_", "-") for k in known]
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
-            return f"unknown field {flag}{nearest(meant, flags)}; see {prog} --help"
+            return f"unknown option {flag}{nearest(meant, names)}; see {prog} --help"
         try:
-            _parse(defaults, [flag, *values], prog, console_outputs=False)
+            _tyro(kind, defaults, [flag, *values], prog, quiet=True)
         except SystemExit:
-            expected = _in_words(known[name])
             got = " ".join(values) if values else "nothing"
+            expected = _describe(known[name], none_allowed="." in name)
             return f"{flag}: expected {expected}, got {got}"
-    return f"cannot read {' '.join(given)}; see {prog} --help"
+    return f"cannot read {' '.join(flags)}; see {prog} --help"
 
 
-def _split(given: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+def _split(words: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
     """``["--a", "1", "2", "--b=3"]`` -> ``("--a", ["1", "2"]), ("--b", ["3"])``."""
     flag: str | None = None
     values: list[str] = []
-    for token in [*given, "--"]:
-        if not token.startswith("--"):
-            values.append(token)
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            values.append(word)
             continue
         if flag is not None or values:
             yield flag, values
-        flag, _, value = token.partition("=")
+        flag, _, value = word.partition("=")
         values = [value] if value else []
 
 
-def _flags(defaults: Any, prefix: str = "") -> dict[str, Any]:
-    """{dotted name: type} of every argument, through the sections that the defaults have."""
-    flags: dict[str, Any] = {}
+def _flag_types(defaults: Any, prefix: str = "") -> dict[str, Any]:
+    """{dotted name: type} of every flag, through the sections of the defaults."""
+    flag_types: dict[str, Any] = {}
     hints = get_type_hints(type(defaults))
     for f in fields(defaults):
         value = getattr(defaults, f.name)
-        if isinstance(value, Config):
-            flags |= _flags(value)
+        if isinstance(defaults, _WithConfig):
+            flag_types |= _flag_types(value)
         elif is_dataclass(value):
-            flags |= _flags(value, f"{prefix}{f.name}.")
+            flag_types |= _flag_types(value, f"{prefix}{f.name}.")
         else:
-            flags[prefix + f.name] = hints[f.name]
+            flag_types[prefix + f.name] = hints[f.name]
             if hints[f.name] is bool:
-                flags[f"{prefix}no_{f.name}"] = bool
-    return flags
+                flag_types[f"{prefix}no_{f.name}"] = bool
+    return flag_types
 
 
-def _in_words(kind: Any) -> str:
-    """``float | None -> "a float or None"``; for a Literal, its values."""
+def _describe(kind: Any, *, none_allowed: bool = True) -> str:
+    """``float | None -> "a number or None"``; the values of a Literal."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) in (types.UnionType, Union):
-        return " or ".join(_in_words(k) for k in get_args(kind))
+        kinds = [k for k in get_args(kind) if none_allowed or k is not type(None)]
+        return " or ".join(map(_describe, kinds))
     if get_origin(kind) is tuple:
         first, *rest = get_args(kind)
         times = "one or more" if rest == [...] else f"{len(rest) + 1}"
-        return f"{_in_words(first)}, {times} times"
-    return {
-        int: "an integer",
-        float: "a number",
-        bool: "no value, it is a switch",
-        str: "a text",
-    }.get(kind, "None" if kind is type(None) else str(kind))
+        return f"{_describe(first)}, {times} times"
+    names = {int: "an integer", float: "a number", str: "text", type(None): "None"}
+    return names.get(kind, "no value" if kind is bool else str(kind))

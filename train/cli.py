@@ -111,13 +111,14 @@ def _train(argv: list[str]) -> None:
     from train import arguments
     from train.config import recipes
 
-    given = _positional(argv, "fnet train CONFIG [--out DIR] [--resume] [--section.field VALUE]")
-    defaults = arguments.TrainArguments(recipes.load(given))
-    a = arguments.read(defaults, argv[1:], f"fnet train {given}")
-    out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{a.config.name}")
+    (given,), flags = _positional(argv, "fnet train CONFIG", arguments.TrainArguments)
+    a, config = arguments.read_with_config(
+        arguments.TrainArguments, recipes.load(given), flags, f"fnet train {given}"
+    )
+    out = Path(a.out or (_run_of(given) if a.resume else None) or f"runs/{config.name}")
 
     together = a.distributed or any(x is not None for x in (a.coordinator, a.processes, a.process))
-    mesh = a.config.mesh
+    mesh = config.mesh
     _prepare_jax(mesh, (a.processes or mesh.data * mesh.fsdp) if together else 1)
     first = True
     if together:
@@ -128,14 +129,14 @@ def _train(argv: list[str]) -> None:
 
     from train.run.loop import train
 
-    train(a.config, out, resume=a.resume, console=Console(quiet=not first), profile=a.profile)
+    train(config, out, resume=a.resume, console=Console(quiet=not first), profile=a.profile)
 
 
 def _eval(argv: list[str]) -> None:
-    given = _positional(argv, "fnet eval RUN [--crops 10] [--scales 0.7 1 1.2] [--flip]")
     from train import arguments
 
-    a = arguments.read_options(arguments.EvalArguments, argv[1:], f"fnet eval {given}")
+    (given,), flags = _positional(argv, "fnet eval RUN", arguments.EvalArguments)
+    a = arguments.read(arguments.EvalArguments, flags, f"fnet eval {given}")
     folder = _run_folder(given)
     folder.read_config()  # answered at once if there is none
 
@@ -148,17 +149,14 @@ def _eval(argv: list[str]) -> None:
 
 
 def _predict(argv: list[str]) -> None:
-    usage = "fnet predict RUN IMAGE... [--top-k 5] [--json] [--out DIR]"
-    given = _positional(argv, usage)
-    images = list(itertools.takewhile(_is_value, argv[1:]))
     from train import arguments
 
-    options = argv[1 + len(images) :]
-    a = arguments.read_options(arguments.PredictArguments, options, f"fnet predict {given}")
+    (given, *images), flags = _positional(
+        argv, "fnet predict RUN IMAGE...", arguments.PredictArguments
+    )
+    a = arguments.read(arguments.PredictArguments, flags, f"fnet predict {given} IMAGE...")
     folder = _run_folder(given)
     config = folder.read_config()
-    if not images:
-        raise UserError(f"say which images: {usage}")
 
     _prepare_jax()
     from rich.console import Console
@@ -182,13 +180,14 @@ def _memory(argv: list[str]) -> None:
     from train import arguments
     from train.config import recipes
 
-    given = _positional(argv, "fnet memory CONFIG [--budget 4GiB] [--section.field VALUE]")
-    defaults = arguments.MemoryArguments(recipes.load(given))
-    a = arguments.read(defaults, argv[1:], f"fnet memory {given}")
+    (given,), flags = _positional(argv, "fnet memory CONFIG", arguments.MemoryArguments)
+    a, config = arguments.read_with_config(
+        arguments.MemoryArguments, recipes.load(given), flags, f"fnet memory {given}"
+    )
 
     if a.target:  # before XLA starts: its own warnings are not about this machine
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    _prepare_jax(a.config.mesh)
+    _prepare_jax(config.mesh)
     if a.target:
         import jax
 
@@ -198,13 +197,16 @@ def _memory(argv: list[str]) -> None:
 
     from train.commands.memory import foresee
 
-    foresee(a, Console())
+    foresee(config, a, Console())
 
 
 def _sample(argv: list[str]) -> None:
-    given = _positional(argv, "fnet sample RUN [--prompt TEXT] [--length 500] [--labels 3 5]")
     from train import arguments
     from train.config import Denoiser, LanguageModel
+
+    (given,), flags = _positional(
+        argv, "fnet sample RUN", arguments.TextArguments, arguments.ImageArguments
+    )
 
     folder = _run_folder(given)
     config = folder.read_config()
@@ -215,7 +217,7 @@ def _sample(argv: list[str]) -> None:
         )
     prog = f"fnet sample {given}"
     if isinstance(config.model, LanguageModel):
-        text = arguments.read_options(arguments.TextArguments, argv[1:], prog)
+        text = arguments.read(arguments.TextArguments, flags, prog)
         _prepare_jax()
         from train.commands.sample_text import continued
 
@@ -223,7 +225,7 @@ def _sample(argv: list[str]) -> None:
             print(piece, end="", flush=True)
         print()
         return
-    images = arguments.read_options(arguments.ImageArguments, argv[1:], prog)
+    images = arguments.read(arguments.ImageArguments, flags, prog)
     _prepare_jax()
     from train.commands.sample_images import draw
     from train.output.progress import printable
@@ -232,14 +234,16 @@ def _sample(argv: list[str]) -> None:
 
 
 def _import(argv: list[str]) -> None:
-    usage = "fnet import CONFIG WEIGHTS [--out DIR] [--new-classifier] [--section.field VALUE]"
-    given, weights = _positional(argv, usage), _positional(argv[1:], usage)
     from train import arguments
     from train.config import recipes
 
-    defaults = arguments.ImportArguments(recipes.load(given))
-    a = arguments.read(defaults, argv[2:], f"fnet import {given} {weights}")
-    out = Path(a.out or f"runs/{a.config.name}")
+    (given, weights), flags = _positional(
+        argv, "fnet import CONFIG WEIGHTS", arguments.ImportArguments
+    )
+    a, config = arguments.read_with_config(
+        arguments.ImportArguments, recipes.load(given), flags, f"fnet import {given} {weights}"
+    )
+    out = Path(a.out or f"runs/{config.name}")
 
     _prepare_jax()
     from rich.console import Console
@@ -249,7 +253,7 @@ def _import(argv: list[str]) -> None:
     from train.run.run_folder import quote
 
     report = import_weights(
-        a.config,
+        config,
         Path(weights),
         out,
         new_classifier=a.new_classifier,
@@ -262,11 +266,10 @@ def _import(argv: list[str]) -> None:
 
 
 def _export(argv: list[str]) -> None:
-    usage = "fnet export RUN [--out FILE.safetensors] [--names reference|torchvision]"
-    given = _positional(argv, usage)
     from train import arguments
 
-    a = arguments.read_options(arguments.ExportArguments, argv[1:], f"fnet export {given}")
+    (given,), flags = _positional(argv, "fnet export RUN", arguments.ExportArguments)
+    a = arguments.read(arguments.ExportArguments, flags, f"fnet export {given}")
     folder = _run_folder(given)
 
     _prepare_jax()
@@ -277,12 +280,10 @@ def _export(argv: list[str]) -> None:
 
 
 def _report(argv: list[str]) -> None:
-    _positional(argv, "fnet report RUN [RUN...] [--out FILE.html]")
-    runs = list(itertools.takewhile(_is_value, argv))
     from train import arguments
 
-    prog = f"fnet report {' '.join(runs)}"
-    a = arguments.read_options(arguments.ReportArguments, argv[len(runs) :], prog)
+    runs, flags = _positional(argv, "fnet report RUN...", arguments.ReportArguments)
+    a = arguments.read(arguments.ReportArguments, flags, f"fnet report {' '.join(runs)}")
     from rich.console import Console
 
     from train.output.report import report
@@ -294,27 +295,42 @@ def _report(argv: list[str]) -> None:
 def _configs(argv: list[str]) -> None:
     from train.config.recipes import recipes
 
-    if argv and argv[0] in ("-h", "--help"):
-        _positional(argv, "fnet configs")
     if argv:
-        raise UserError(f"fnet configs takes nothing, got {' '.join(argv)}")
+        from train import arguments
+
+        arguments.read(arguments.ConfigsArguments, argv, "fnet configs")
     known = recipes()
     width = max(map(len, known))
     for name, line in known.items():
         print(f"{name:{width}}  {line}")
 
 
-def _is_value(word: str) -> bool:
-    return word != "-h" and not word.startswith("--")
+def _positional(argv: list[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
+    """Split a command line into the positional arguments that ``usage`` names, and flags.
 
+    Args:
+      argv: the command line after the command's name.
+      usage: ``"fnet predict RUN IMAGE..."``; dots allow one or more.
+      options: classes of the command's options, for ``--help`` without positional arguments.
 
-def _positional(argv: list[str], usage: str) -> str:
-    if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
-        raise UserError(f"say what first: {usage}")
-    if argv[0] in ("-h", "--help"):
-        print(f"usage: {usage}")
-        raise SystemExit(0)
-    return argv[0]
+    Raises:
+      UserError: for too few or too many positional arguments.
+      SystemExit: with code 0, after ``--help``.
+    """
+    names = usage.split()[2:]
+    values = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if len(values) < len(names) and {"-h", "--help"} & set(argv):
+        from train import arguments
+
+        for kind in options[:-1]:
+            with contextlib.suppress(SystemExit):
+                arguments.read(kind, ["--help"], usage)
+        arguments.read(options[-1], ["--help"], usage)
+    if len(values) < len(names):
+        raise UserError(f"missing {names[len(values)].removesuffix('...')}; usage: {usage}")
+    if len(values) > len(names) and not usage.endswith("..."):
+        raise UserError(f"unexpected {values[len(names)]}; usage: {usage}")
+    return values, argv[len(values) :]
 
 
 def _run_of(given: str) -> str | None:

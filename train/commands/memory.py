@@ -22,14 +22,14 @@ from train.run.run_folder import as_json, write_whole
 from train.run.setup import setup
 
 
-def foresee(a: MemoryArguments, console: Console) -> None:
+def foresee(config: Config, a: MemoryArguments, console: Console) -> None:
     """Prints where the memory would go, and leaves it as data and as a picture.
 
     Raises:
       UserError: for a budget that nothing fits, an unknown target, a missing compiler.
     """
     target = None if a.target is None else _target(a.target)
-    config, say = a.config, plain(console)
+    say = plain(console)
     if a.budget is not None:
         config = _changed(config, "memory", budget=a.budget)
     if a.batch_size not in (None, "auto"):

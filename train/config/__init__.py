@@ -59,7 +59,7 @@ _Model = (
     | Denoiser
 )
 _Grad = Mean | Microbatch | PerExample | Clipped
-_VARIANTS = {"data": get_args(_Data), "model": get_args(_Model), "grad": get_args(_Grad)}
+VARIANTS = {"data": get_args(_Data), "model": get_args(_Model), "grad": get_args(_Grad)}
 """What a section can be, where it can be several."""
 
 
@@ -99,11 +99,11 @@ class Config(Section):
 _ADAPTER = TypeAdapter(Config)
 
 
-def kinds(section: str) -> dict[str, type]:
+def variants(section: str) -> dict[str, type]:
     """``{"mean": Mean, ...}``: what a section can be, by its first field; else {}."""
     return {
         get_args(next(iter(kind.__annotations__.values())))[0]: kind
-        for kind in _VARIANTS.get(section, ())
+        for kind in VARIANTS.get(section, ())
     }
 
 
@@ -169,7 +169,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 def _first_mistake(error: ErrorDetails) -> str:
     loc = [str(part) for part in error["loc"]]
     here = Config()
-    if len(loc) > 1 and (kind := kinds(loc[0]).get(loc[1])):
+    if len(loc) > 1 and (kind := variants(loc[0]).get(loc[1])):
         here = Config(**{loc[0]: kind()})
         del loc[1]  # a union's tag, between the section and what is below it
     name = ".".join(loc)
@@ -178,7 +178,7 @@ def _first_mistake(error: ErrorDetails) -> str:
         return f"unknown field {name}{nearest(name, known)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = error["ctx"]
-        tag, allowed = context["discriminator"].strip("'"), ", ".join(map(repr, kinds(name)))
+        tag, allowed = context["discriminator"].strip("'"), ", ".join(map(repr, variants(name)))
         got = repr(context["tag"]) if "tag" in context else "nothing"
         return f"{name}.{tag}: expected one of {allowed}, got {got}"
     if error["type"] == "value_error":
