@@ -17,7 +17,7 @@ from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import beside, markdown
-from fnet.losses.pixels import pixel_cross_entropy
+from fnet.losses.segmentation import pixel_cross_entropy
 
 GRID, SIDE = 64, 512
 CASES = ((8, 21), (2, 150))

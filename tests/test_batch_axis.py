@@ -11,7 +11,7 @@ from example_losses import CASES, B, normal, rows, tokens
 import fnet
 from fnet import layers
 from fnet.autodiff.per_example.batch_axis import UNKNOWN, BatchAxis, Mixed, find_batch_axes
-from fnet.losses.pixels import pixel_cross_entropy
+from fnet.losses.segmentation import pixel_cross_entropy
 
 as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
 

@@ -1,4 +1,4 @@
-"""The denoising transformer: patches, conditions, contexts, and what it learns."""
+"""The diffusion transformer: patches, conditions, contexts, and a training run."""
 
 import functools
 
@@ -19,7 +19,7 @@ SHAPE, WIDTH, CLASSES = (4, 6, 2), 8, 3
 
 
 @functools.cache
-def _made(image_shape, width, heads, blocks, num_classes, **options):
+def _build(image_shape, width, heads, blocks, num_classes, **options):
     block = layers.Block(layers.attention(width, heads), layers.feed_forward(width, 16))
     model = models.denoiser(
         image_shape=image_shape,
@@ -31,106 +31,106 @@ def _made(image_shape, width, heads, blocks, num_classes, **options):
     return model, *jax.jit(model.init)(jax.random.key(0))
 
 
-def made(*, image_shape=SHAPE, width=WIDTH, heads=2, blocks=1, num_classes=CLASSES, **options):
-    """A denoiser as it is at first, with a dict of its own."""
-    made = _made(image_shape, width, heads, blocks, num_classes, **options)
-    return made[0], *jax.tree.map(lambda a: a, made[1:])
+def build(*, image_shape=SHAPE, width=WIDTH, heads=2, blocks=1, num_classes=CLASSES, **options):
+    """A new denoiser; the returned dicts may be changed."""
+    model, *variables = _build(image_shape, width, heads, blocks, num_classes, **options)
+    return model, *jax.tree.map(lambda a: a, variables)
 
 
-def lively(*, context="lagged", blocks=2, **options):
-    """A denoiser with every parameter and context away from 0, as after some training."""
-    model, params, state = made(context=context, blocks=blocks, **options)
+def build_randomized(*, context="lagged", blocks=2, **options):
+    """A denoiser with random parameters and contexts, as after some training."""
+    model, params, state = build(context=context, blocks=blocks, **options)
     draw = np.random.default_rng(7).normal
-    moved = jax.tree.map(lambda a: a + np.float32(draw(0, 0.4, a.shape)), (params, state))
-    return model, *moved
+    randomized = jax.tree.map(lambda a: a + np.float32(draw(0, 0.4, a.shape)), (params, state))
+    return model, *randomized
 
 
-def applied(model, params, state, x, *, train=False, **conditions):
+def run(model, params, state, x, *, train=False, **condition):
     """The denoiser's prediction and state, compiled."""
-    return _compiled(model, train)(params, state, x, conditions)
+    return _compiled(model, train)(params, state, x, condition)
 
 
 @functools.cache
 def _compiled(model, train):
-    return jax.jit(lambda p, s, x, conditions: model.apply(p, s, x, **conditions, train=train))
+    return jax.jit(lambda p, s, x, condition: model.apply(p, s, x, **condition, train=train))
 
 
 def images(n=3, shape=SHAPE, seed=1):
     return jax.random.normal(jax.random.key(seed), (n, *shape))
 
 
-def told(n=3):
-    return {"time": 10 * jnp.arange(n), "label": jnp.arange(n) % CLASSES}
+def conditions(n=3):
+    return {"timestep": 10 * jnp.arange(n), "label": jnp.arange(n) % CLASSES}
 
 
 def patches_of(image, patch):
-    """Each patch of an image [H, W, C], by the corner it begins at."""
-    height, across, _ = image.shape
+    """The patches of an image [H, W, C], by their top left corner."""
+    height, width, _ = image.shape
     return {
         (i, j): image[i : i + patch, j : j + patch]
         for i in range(0, height, patch)
-        for j in range(0, across, patch)
+        for j in range(0, width, patch)
     }
 
 
 @pytest.mark.parametrize(("shape", "patch"), [(SHAPE, 1), (SHAPE, 2), ((8, 8, 1), 4)])
-def test_it_gives_an_image_for_an_image_and_begins_with_zeros(shape, patch):
-    model, params, state = made(image_shape=shape, patch=patch)
-    assert params["places"].shape == (shape[0] * shape[1] // patch**2, WIDTH)
-    y, _ = applied(model, params, state, images(shape=shape), **told(), train=True)
+def test_new_denoiser_predicts_zeros_of_the_image_shape(shape, patch):
+    model, params, state = build(image_shape=shape, patch=patch)
+    assert params["pos_embedding"].shape == (shape[0] * shape[1] // patch**2, WIDTH)
+    y, _ = run(model, params, state, images(shape=shape), **conditions(), train=True)
     chex.assert_trees_all_equal(y, jnp.zeros((3, *shape)))
     assert y.dtype == jnp.float32
 
 
 @pytest.mark.parametrize(("shape", "patch"), [((4, 6, 3), 1), ((4, 6, 3), 2), ((8, 4, 1), 4)])
-def test_every_pixel_ends_where_it_began(shape, patch):
+def test_patches_return_to_their_pixels(shape, patch):
     """With identities for its dense layers, a new denoiser is the layer norm of each patch."""
-    numbers = patch * patch * shape[-1]
-    model, params, state = made(image_shape=shape, patch=patch, width=numbers, heads=1)
-    params["patches"]["kernel"] = params["output"]["kernel"] = jnp.eye(numbers)
-    params["places"] = jnp.zeros_like(params["places"])
+    patch_size = patch * patch * shape[-1]
+    model, params, state = build(image_shape=shape, patch=patch, width=patch_size, heads=1)
+    params["patches"]["kernel"] = params["output"]["kernel"] = jnp.eye(patch_size)
+    params["pos_embedding"] = jnp.zeros_like(params["pos_embedding"])
     x = images(shape=shape)
-    y, _ = applied(model, params, state, x, **told())
+    y, _ = run(model, params, state, x, **conditions())
     for image, out in zip(np.asarray(x), np.asarray(y), strict=True):
         for corner, given in patches_of(image, patch).items():
             expected = (given - given.mean()) / np.sqrt(given.var() + 1e-6)
             np.testing.assert_allclose(patches_of(out, patch)[corner], expected, atol=1e-5)
 
 
-def test_a_new_block_tells_no_patch_of_another_and_a_trained_one_does():
-    def reached(params):
+def test_new_block_does_not_mix_patches_and_a_trained_one_does():
+    def influences(params):
         def last_pixel(x):
-            y, _ = applied(model, params, state, x[None], **told(1))
+            y, _ = run(model, params, state, x[None], **conditions(1))
             return y[0, -1, -1, 0]
 
         return jnp.abs(jax.grad(last_pixel)(images()[0])).max(-1) > 1e-9
 
-    model, params, state = made(patch=2)
+    model, params, state = build(patch=2)
     params["output"]["kernel"] = jax.random.normal(jax.random.key(1), (WIDTH, 8))
     own = np.zeros(SHAPE[:2], bool)
     own[2:, 4:] = True
-    np.testing.assert_array_equal(reached(params), own)
-    _, trained, _ = lively(patch=2, context=None, blocks=1)
-    assert reached(trained).all()
+    np.testing.assert_array_equal(influences(params), own)
+    _, randomized, _ = build_randomized(patch=2, context=None, blocks=1)
+    assert influences(randomized).all()
 
 
-def test_patches_know_their_places():
-    model, params, state = lively(patch=2)
+def test_position_embedding_tells_equal_patches_apart():
+    model, params, state = build_randomized(patch=2)
     same = jnp.broadcast_to(images(shape=(2, 2, 2))[:1], (1, 2, 2, 2))
-    y, _ = applied(model, params, state, jnp.tile(same, (1, 2, 3, 1)), **told(1))
+    y, _ = run(model, params, state, jnp.tile(same, (1, 2, 3, 1)), **conditions(1))
     first, second = y[0, :2, :2], y[0, 2:, 4:]
     assert jnp.abs(first - second).max() > 1e-2
 
 
-def test_time_label_and_no_label_each_make_a_difference_of_their_own():
-    model, params, state = lively()
+def test_prediction_depends_on_timestep_and_label():
+    model, params, state = build_randomized()
     x = jnp.broadcast_to(images(1), (5, *SHAPE))
-    y, _ = applied(
+    y, _ = run(
         model,
         params,
         state,
         x,
-        time=jnp.array([5, 5, 5, 6, 5]),
+        timestep=jnp.array([5, 5, 5, 6, 5]),
         label=jnp.array([0, 1, CLASSES, 0, 0]),
     )
     for other in y[1:4]:
@@ -138,59 +138,61 @@ def test_time_label_and_no_label_each_make_a_difference_of_their_own():
     chex.assert_trees_all_close(y[4], y[0], atol=1e-5)
 
 
-def test_without_classes_there_is_no_label():
-    model, params, state = lively(num_classes=0)
+def test_denoiser_without_classes_takes_no_label():
+    model, params, state = build_randomized(num_classes=0)
     assert "label" not in params
-    y, _ = applied(model, params, state, images(), time=jnp.arange(3))
+    y, _ = run(model, params, state, images(), timestep=jnp.arange(3))
     chex.assert_shape(y, (3, *SHAPE))
     assert jnp.abs(y).max() > 0.1
 
 
-def test_no_image_depends_on_another():
-    model, params, state = lively()
-    y, _ = applied(model, params, state, images(), **told(), train=True)
-    alone, _ = applied(model, params, state, images()[:1], **told(1), train=True)
+def test_images_do_not_depend_on_each_other():
+    model, params, state = build_randomized()
+    y, _ = run(model, params, state, images(), **conditions(), train=True)
+    alone, _ = run(model, params, state, images()[:1], **conditions(1), train=True)
     chex.assert_trees_all_close(alone, y[:1], atol=1e-5)
 
 
-def test_the_state_that_is_trained_on_is_what_sampling_reads():
-    model, params, state = lively()
-    trained, renewed = applied(model, params, state, images(), **told(), train=True)
-    sampled, kept = applied(model, params, state, images(), **told())
+def test_sampling_reads_the_context_that_training_updates():
+    model, params, state = build_randomized()
+    trained, updated = run(model, params, state, images(), **conditions(), train=True)
+    sampled, kept = run(model, params, state, images(), **conditions())
     chex.assert_trees_all_close(sampled, trained, atol=1e-6)
     chex.assert_trees_all_equal(kept, state)
-    before, after = (s["blocks"]["1"]["context"] for s in (state, renewed))
+    before, after = (s["blocks"]["1"]["context"] for s in (state, updated))
     assert jnp.abs(after - before).max() > 1e-3
-    afterwards, _ = applied(model, params, renewed, images(), **told())
+    afterwards, _ = run(model, params, updated, images(), **conditions())
     assert jnp.abs(afterwards - sampled).max() > 1e-4
 
 
-def test_without_contexts_there_is_no_state():
-    assert made()[2] == {}
+def test_without_context_state_is_empty():
+    assert build()[2] == {}
 
 
-def test_dropout_is_of_training_alone():
-    model, params, state = lively(dropout=0.5, blocks=1)
-    sampled, _ = applied(model, params, state, images(), **told())
-    plain, _ = applied(lively(blocks=1)[0], params, state, images(), **told())
+def test_dropout_applies_only_in_training():
+    model, params, state = build_randomized(dropout=0.5, blocks=1)
+    sampled, _ = run(model, params, state, images(), **conditions())
+    plain, _ = run(build_randomized(blocks=1)[0], params, state, images(), **conditions())
     chex.assert_trees_all_close(sampled, plain, atol=1e-5)
     trained, again = (
-        applied(model, params, state, images(), **told(), key=jax.random.key(i), train=True)[0]
+        run(model, params, state, images(), **conditions(), key=jax.random.key(i), train=True)[0]
         for i in range(2)
     )
     assert jnp.abs(trained - again).max() > 1e-2
 
 
-def test_it_computes_in_the_dtype_of_its_images():
-    model, params, state = lively()
-    y, renewed = applied(model, params, state, images().astype(jnp.bfloat16), **told(), train=True)
+def test_computes_in_the_dtype_of_the_images():
+    model, params, state = build_randomized()
+    y, updated = run(
+        model, params, state, images().astype(jnp.bfloat16), **conditions(), train=True
+    )
     assert y.dtype == jnp.bfloat16
-    full, _ = applied(model, params, state, images(), **told(), train=True)
+    full, _ = run(model, params, state, images(), **conditions(), train=True)
     assert jnp.abs(y - full).max() < 0.1 * jnp.abs(full).max()
-    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(renewed))
+    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(updated))
 
 
-def test_sinusoids_are_of_frequencies_from_1_to_a_ten_thousandth():
+def test_sinusoids_have_frequencies_from_1_to_a_ten_thousandth():
     # Frequencies 10,000^(-i / 2) of i = 0, 1; the last of an odd width is 0.
     expected = [np.cos(3), np.cos(0.03), np.sin(3), np.sin(0.03)]
     chex.assert_trees_all_close(sinusoids(jnp.array([3]), 4)[0], np.array(expected), atol=1e-6)
@@ -198,9 +200,9 @@ def test_sinusoids_are_of_frequencies_from_1_to_a_ten_thousandth():
     assert sinusoids(jnp.array([3]), 5)[0, 4] == 0
 
 
-def test_it_learns_to_draw_the_image_that_a_label_asks_for():
-    """Two images, one a label: after some steps, what is drawn is the one that was asked for."""
-    model, params, state = made(
+def test_learns_to_generate_the_image_of_each_label():
+    """Train on two images with a label each, then sample both labels."""
+    model, params, state = build(
         image_shape=(2, 2, 1), width=16, blocks=1, num_classes=2, context="lagged"
     )
     examples = jnp.array([[1.0, -1, -1, 1], [-1, 1, 1, -1]]).reshape(2, 2, 2, 1)
@@ -209,15 +211,15 @@ def test_it_learns_to_draw_the_image_that_a_label_asks_for():
     optimizer = optax.adam(1e-2)
 
     def loss(params, state, key):
-        each, state = diffusion.denoising_losses(
-            lambda x, t: model.apply(params, state, x, time=t, label=label, train=True),
+        losses, state = diffusion.denoising_losses(
+            lambda x, t: model.apply(params, state, x, timestep=t, label=label, train=True),
             examples[label],
             key,
             schedule,
             predicts="v",
             has_aux=True,
         )
-        return each.mean(), state
+        return losses.mean(), state
 
     def step(carry, i):
         params, state, moments = carry
@@ -227,64 +229,70 @@ def test_it_learns_to_draw_the_image_that_a_label_asks_for():
         return (optax.apply_updates(params, change), state, moments), value
 
     @jax.jit
-    def trained(params, state):
+    def train(params, state):
         carry = (params, state, optimizer.init(params))
         (params, state, _), losses = jax.lax.scan(step, carry, jnp.arange(200))
         return params, state, losses
 
-    params, state, losses = trained(params, state)
+    params, state, losses = train(params, state)
     assert losses[-20:].mean() < 0.2 * losses[:5].mean()
 
     @jax.jit
-    def drawn(params, state, noise):
+    def sample(params, state, noise):
         def denoise(x, t):
-            return model.apply(params, state, x, time=t, label=label, train=False)[0]
+            return model.apply(params, state, x, timestep=t, label=label, train=False)[0]
 
         return diffusion.dpm_solver(denoise, schedule, noise, 10, predicts="v")
 
-    error = drawn(params, state, images(32, (2, 2, 1), seed=9)) - examples[label]
+    error = sample(params, state, images(32, (2, 2, 1), seed=9)) - examples[label]
     assert jnp.abs(error).mean() < 0.2
     assert jnp.abs(error).max() < 1
 
 
 @pytest.mark.parametrize("patch", [0, 3])
-def test_a_patch_that_does_not_divide_the_image_is_refused(patch):
+def test_rejects_patch_that_does_not_divide_the_image(patch):
     with pytest.raises(ValueError, match=rf"got patch={patch} and an image of 4 x 6"):
-        made(patch=patch)
+        build(patch=patch)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"x": jnp.zeros((3, 6, 4, 2))}, r"expected images \(4, 6, 2\), got \(6, 4, 2\)"),
-        ({"x": jnp.zeros(SHAPE)}, r"expected images \(4, 6, 2\), got \(6, 2\)"),
-        ({"label": None}, "made for 3 classes, got no label"),
+        ({"x": jnp.zeros((3, 6, 4, 2))}, r"images must have shape \(4, 6, 2\), got \(6, 4, 2\)"),
+        ({"x": jnp.zeros(SHAPE)}, r"images must have shape \(4, 6, 2\), got \(6, 2\)"),
+        ({"label": None}, "num_classes is 3, but got no label"),
         ({"label": jnp.zeros((3,))}, "must be integers, got float32"),
-        ({"label": jnp.zeros((2,), jnp.int32)}, r"are 3 images, but label has shape \(2,\)"),
-        ({"time": jnp.zeros(())}, r"are 3 images, but time has shape \(\)"),
+        (
+            {"label": jnp.zeros((2,), jnp.int32)},
+            r"label must have one entry per image, \(3,\), got shape \(2,\)",
+        ),
+        (
+            {"timestep": jnp.zeros(())},
+            r"timestep must have one entry per image, \(3,\), got shape \(\)",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(given, message):
-    model, params, state = made()
-    arguments = {"x": images()} | told() | given
+def test_rejects_wrong_shapes_and_labels(given, message):
+    model, params, state = build()
+    arguments = {"x": images()} | conditions() | given
     with pytest.raises((ValueError, TypeError), match=message):
-        applied(model, params, state, arguments.pop("x"), **arguments)
+        run(model, params, state, arguments.pop("x"), **arguments)
 
 
-def test_a_label_given_in_vain_is_refused():
-    model, params, state = made(num_classes=0)
-    with pytest.raises(ValueError, match="made for 0 classes, got labels"):
-        applied(model, params, state, images(), **told())
+def test_rejects_label_without_classes():
+    model, params, state = build(num_classes=0)
+    with pytest.raises(ValueError, match="num_classes is 0, but got labels"):
+        run(model, params, state, images(), **conditions())
 
 
 @pytest.mark.parametrize("heads", [3, 0])
-def test_heads_that_do_not_divide_the_width_are_refused(heads):
+def test_rejects_heads_that_do_not_divide_the_width(heads):
     with pytest.raises(ValueError, match=rf"heads.*{heads}"):
-        made(heads=heads)
+        build(heads=heads)
 
 
-def test_images_on_explicit_axes_stay_where_they_are():
-    model, params, state = lively(patch=2)
+def test_gradient_has_the_explicit_sharding_of_the_images():
+    model, params, state = build_randomized(patch=2)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
 
     def on_devices(shape, dtype):
@@ -292,7 +300,7 @@ def test_images_on_explicit_axes_stay_where_they_are():
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def loss(params, x, label):
-        y, _ = model.apply(params, state, x, time=jnp.ones_like(label), label=label, train=True)
+        y, _ = model.apply(params, state, x, timestep=jnp.ones_like(label), label=label, train=True)
         return jnp.square(y).sum()
 
     x, label = on_devices((4, *SHAPE), jnp.float32), on_devices((4,), jnp.int32)

@@ -1,3 +1,5 @@
+"""Networks by name: parameter counts, shapes, strides, and their formulas in numpy."""
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -6,28 +8,28 @@ import pytest
 from layer_cases import count, initial, shapes
 
 from fnet import layers, models
-from fnet.models import norm_activation
+from fnet.models import blocks
 
 
-# Torchvision 0.20's numbers of parameters.
+# Parameter counts of torchvision 0.20.
 @pytest.mark.parametrize(
     ("depth", "parameters"),
     [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)],
 )
-def test_residual_networks_have_as_many_parameters_as_torchvisions(depth, parameters):
+def test_resnets_have_torchvisions_parameter_counts(depth, parameters):
     params, _ = shapes(models.get(f"resnet{depth}", num_classes=1000))
     assert count(params) == parameters
 
 
 @pytest.mark.parametrize("depth", [18, 50])
-def test_group_norm_changes_no_number_of_parameters_and_needs_no_state(depth):
+def test_group_norm_has_the_same_parameter_count_and_no_state(depth):
     params, _ = shapes(models.get(f"resnet{depth}", num_classes=1000))
     grouped, state = shapes(models.get(f"resnet{depth}", num_classes=1000, norm="group"))
     assert count(grouped) == count(params)
     assert state == {}
 
 
-def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
+def test_with_group_norm_logits_do_not_depend_on_other_images():
     model = models.get("resnet18", num_classes=3, norm="group", stem="small")
     x = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
     other = x * np.asarray([-3.0, 1.0], np.float32)[:, None, None, None]
@@ -40,7 +42,7 @@ def test_with_group_norm_an_image_is_what_it_is_beside_any_other():
 
 
 @pytest.mark.parametrize("name", ["resnet9", "preact_resnet"])
-def test_networks_with_widths_that_32_does_not_divide_take_group_norm(name):
+def test_group_norm_accepts_widths_not_divisible_by_32(name):
     model = models.get(name, num_classes=3, norm="group")
     params, state = shapes(model)
     x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
@@ -50,8 +52,8 @@ def test_networks_with_widths_that_32_does_not_divide_take_group_norm(name):
 
 
 @pytest.mark.parametrize(("channels", "groups"), [(24, 8), (64, 32), (16, 16)])
-def test_groups_are_the_most_of_32_that_divide_the_channels(channels, groups):
-    layer = norm_activation.group(channels, activation="identity", activation_param=0.01)
+def test_number_of_groups_is_gcd_of_32_and_channels(channels, groups):
+    layer = blocks.group_norm_activation(channels, activation="identity", activation_param=0.01)
     params, _ = layer.init(jax.random.key(0))
     x = np.random.default_rng(0).normal(2, 3, size=(2, 5, 5, channels)).astype(np.float32)
     y, _ = layer.apply(params, {}, x, train=True)
@@ -61,14 +63,14 @@ def test_groups_are_the_most_of_32_that_divide_the_channels(channels, groups):
     chex.assert_trees_all_close(y, expected, atol=1e-5)
 
 
-def test_the_norm_of_a_residual_network_is_in_place_unless_another_is_asked_for():
+def test_resnet_uses_in_place_norm_by_default():
     params, state = shapes(models.get("resnet18", num_classes=3))
     assert set(params["layer1"]["0"]["bn1"]) == {"gamma", "beta"}
     assert set(params["layer2"]["0"]["downsample"]) == {"0", "1"}
     assert set(state["bn1"]) == {"running_mean", "running_var"}
 
 
-def test_a_reversible_network_is_about_as_large_as_a_resnet50():
+def test_default_revnet_is_about_as_large_as_resnet50():
     params, _ = shapes(models.get("revnet", num_classes=1000))
     assert count(params) == pytest.approx(25_557_032, rel=0.05)
 
@@ -89,7 +91,7 @@ def test_a_reversible_network_is_about_as_large_as_a_resnet50():
         models.get("mlp", num_classes=7, in_shape=(32, 32, 3)),
     ],
 )
-def test_networks_map_images_to_logits_and_keep_their_states_form(model):
+def test_networks_map_images_to_logits_and_preserve_state_structure(model):
     params, state = shapes(model)
     x = jax.ShapeDtypeStruct((2, 32, 32, 3), jnp.float32)
     logits, after = jax.eval_shape(
@@ -99,7 +101,7 @@ def test_networks_map_images_to_logits_and_keep_their_states_form(model):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
 
 
-def test_a_resnet9_has_the_sources_convolutions():
+def test_resnet9_has_the_convolutions_of_its_source():
     params, _ = shapes(models.get("resnet9", num_classes=10))
     kernels = sorted(p.shape for p in jax.tree.leaves(params) if p.ndim == 4)
     widths = [(24, 128), (128, 128), (128, 128), (128, 256), (256, 512), (512, 512), (512, 512)]
@@ -108,16 +110,16 @@ def test_a_resnet9_has_the_sources_convolutions():
     params, state = initial(small)
     x = jnp.ones((2, 9, 9, 1))
     assert small.apply(params, state, x, train=False)[0].shape == (2, 3)
-    with pytest.raises(ValueError, match="widths of 3 stages, got"):
+    with pytest.raises(ValueError, match="widths must have 3 numbers"):
         models.resnet9(num_classes=3, widths=(4, 8))
     with pytest.raises(ValueError, match="window 2 is larger than the image 1 x 1"):
         jax.eval_shape(lambda p: small.apply(p, state, x[:, :4, :4], train=False), params)
 
 
-def test_strides_are_torchvisions():
+def test_strides_match_torchvision():
     pool = layers.max_pool(3, stride=2, padding=1)
-    of_stem = jax.ShapeDtypeStruct((1, 112, 112, 64), jnp.float32)
-    pooled, _ = jax.eval_shape(lambda x: pool.apply({}, {}, x, train=True), of_stem)
+    stem_output = jax.ShapeDtypeStruct((1, 112, 112, 64), jnp.float32)
+    pooled, _ = jax.eval_shape(lambda x: pool.apply({}, {}, x, train=True), stem_output)
     assert pooled.shape == (1, 56, 56, 64)
     model = models.get("resnet50", num_classes=7)
     params, state = shapes(model)
@@ -131,10 +133,10 @@ def test_strides_are_torchvisions():
 
 
 @pytest.mark.slow
-def test_a_reversible_network_equals_itself_without_reversal():
+def test_revnet_gradients_match_without_reversal():
     options = {"num_classes": 3, "widths": (8, 16), "blocks": (1, 2), "small_images": True}
     restored = models.get("revnet", **options)
-    kept = models.get("revnet", restore=False, **options)
+    saved = models.get("revnet", restore=False, **options)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (4, 8, 8, 3))
 
@@ -142,15 +144,15 @@ def test_a_reversible_network_equals_itself_without_reversal():
         f = lambda p: jnp.sin(model.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
         return jax.jit(jax.grad(f))(params)
 
-    chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(gradient(restored), gradient(saved), rtol=1e-6, atol=1e-7)
 
 
-def test_a_network_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"expected one of .*preact_resnet.*, got 'resnet1'"):
+def test_get_rejects_unknown_name_and_lists_known_ones():
+    with pytest.raises(ValueError, match=r"must be one of .*preact_resnet.*, got 'resnet1'"):
         models.get("resnet1")
 
 
-def test_wrong_sizes_are_refused():
+def test_rejects_wrong_sizes():
     with pytest.raises(ValueError, match=r"depth must be one of \[18, 34, 50, 101, 152\], got 20"):
         models.resnet(20, num_classes=3)
     with pytest.raises(
@@ -163,7 +165,7 @@ def test_wrong_sizes_are_refused():
         models.preact_resnet(num_classes=3, widths=())
 
 
-def test_the_first_stage_may_halve_the_image_and_the_stem_have_its_own_width():
+def test_preact_resnet_first_stride_and_stem_width():
     model = models.preact_resnet(
         num_classes=3, in_channels=3, widths=(4, 8), blocks_per_stage=1, stem_width=6,
         first_stride=2,
@@ -177,25 +179,25 @@ def test_the_first_stage_may_halve_the_image_and_the_stem_have_its_own_width():
     assert "[2,32,32,4]" not in text
 
 
-def same(x, kernel, stride=1, padding="SAME"):
+def conv(x, kernel, stride=1, padding="SAME"):
     layout = ("NHWC", "HWIO", "NHWC")
     y = jax.lax.conv_general_dilated(x, kernel, (stride,) * 2, padding, dimension_numbers=layout)
     return np.asarray(y)
 
 
-def normed(p, s, x, *, size=lambda gamma: gamma):
+def batch_norm_relu(p, s, x, *, size=lambda gamma: gamma):
     y = (x - s["running_mean"]) / np.sqrt(s["running_var"] + 1e-5) * size(p["gamma"]) + p["beta"]
     return np.maximum(y, 0)
 
 
 def patches(x):
-    """[N, H, W, C] -> [N, H // 2, 2, W // 2, 2, C]; what is left over is not seen."""
+    """[N, H, W, C] -> [N, H // 2, 2, W // 2, 2, C], without an odd last row or column."""
     n, h, w, c = (side // 2 if i in (1, 2) else side for i, side in enumerate(x.shape))
     return x[:, : 2 * h, : 2 * w].reshape(n, h, 2, w, 2, c)
 
 
-def evaluated(network, x):
-    """What it makes of images, and its arrays."""
+def evaluate(network, x):
+    """Initialize a network; return its output in evaluation, params and state."""
     params, state = jax.tree.map(np.float64, initial(network))
     y = jax.jit(lambda p, s, x: network.apply(p, s, x, train=False)[0])(params, state, x)
     return y, params, state
@@ -205,59 +207,61 @@ def images(size):
     return np.random.default_rng(1).normal(size=(2, size, size, 3))
 
 
-def test_a_preact_resnet_is_its_formula(float64):
+def test_preact_resnet_matches_its_formula(float64):
     network = models.preact_resnet(
         num_classes=5, in_channels=3, widths=(4, 6), norm="batch", activation="relu"
     )
     x = images(6)
-    y, p, s = evaluated(network, x)
-    x = same(x, p["stem"]["kernel"])
+    y, p, s = evaluate(network, x)
+    x = conv(x, p["stem"]["kernel"])
     for i, j in np.ndindex(2, 2):
         q, t = p[f"stage{i}"][f"block{j}"], s[f"stage{i}"][f"block{j}"]["body"]
         stride = 2 if (i, j) == (1, 0) else 1
-        h = same(normed(q["body"]["abn1"], t["abn1"], x), q["body"]["conv1"]["kernel"], stride)
-        h = same(normed(q["body"]["abn2"], t["abn2"], h), q["body"]["conv2"]["kernel"])
-        x = h + (same(x, q["shortcut"]["kernel"], stride) if stride == 2 else x)
-    x = normed(p["abn"], s["abn"], x).mean((1, 2))
+        h = conv(
+            batch_norm_relu(q["body"]["abn1"], t["abn1"], x), q["body"]["conv1"]["kernel"], stride
+        )
+        h = conv(batch_norm_relu(q["body"]["abn2"], t["abn2"], h), q["body"]["conv2"]["kernel"])
+        x = h + (conv(x, q["shortcut"]["kernel"], stride) if stride == 2 else x)
+    x = batch_norm_relu(p["abn"], s["abn"], x).mean((1, 2))
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], rtol=1e-9)
 
 
-def test_a_resnet9_is_its_formula(float64):
+def test_resnet9_matches_its_formula(float64):
     network = models.resnet9(num_classes=5, widths=(4, 6, 8), norm="batch", activation="relu")
     x = images(18)
-    y, p, s = evaluated(network, x)
+    y, p, s = evaluate(network, x)
 
     def block(p, s, x, *, pooled=False, padding="SAME"):
-        x = same(x, p["conv"]["kernel"], padding=padding)
-        return normed(p["abn"], s["abn"], patches(x).max((2, 4)) if pooled else x)
+        x = conv(x, p["conv"]["kernel"], padding=padding)
+        return batch_norm_relu(p["abn"], s["abn"], patches(x).max((2, 4)) if pooled else x)
 
-    def and_residual(p, s, x):
+    def with_residual_block(p, s, x):
         x = block(p["reduce"], s["reduce"], x, pooled=True)
         p, s = p["residual"]["body"], s["residual"]["body"]
         return x + block(p["conv2"], s["conv2"], block(p["conv1"], s["conv1"], x))
 
     x = block(p["stem"], s["stem"], x, padding="VALID")
-    x = and_residual(p["stage0"], s["stage0"], x)
+    x = with_residual_block(p["stage0"], s["stage0"], x)
     x = block(p["stage1"], s["stage1"], x, pooled=True)
-    x = and_residual(p["stage2"], s["stage2"], x)
+    x = with_residual_block(p["stage2"], s["stage2"], x)
     assert x.shape == (2, 2, 2, 8)
     chex.assert_trees_all_close(y, x.max((1, 2)) @ p["head"]["kernel"] / 8, rtol=1e-9)
 
 
-def test_a_reversible_network_is_its_formula(float64):
+def test_revnet_matches_its_formula(float64):
     network = models.revnet(
         num_classes=5, in_channels=3, widths=(4, 8), blocks=(1, 2), bottleneck=False,
         small_images=True, activation="relu",
     )  # fmt: skip
     x = images(6)
-    y, p, s = evaluated(network, x)
+    y, p, s = evaluate(network, x)
 
     def abn(p, s, x):
-        return normed(p, s, x, size=lambda gamma: np.abs(gamma) + 1e-5)
+        return batch_norm_relu(p, s, x, size=lambda gamma: np.abs(gamma) + 1e-5)
 
     def half(p, s, x):
         for i in "12":
-            x = same(abn(p[f"abn{i}"], s[f"abn{i}"], x), p[f"conv{i}"]["kernel"])
+            x = conv(abn(p[f"abn{i}"], s[f"abn{i}"], x), p[f"conv{i}"]["kernel"])
         return x
 
     def stage(p, s, x):
@@ -267,8 +271,8 @@ def test_a_reversible_network_is_its_formula(float64):
             b = b + half(p[i]["g"], s[i]["g"], a)
         return np.concatenate([a, b], -1)
 
-    x = stage(p["stage0"], s["stage0"], same(x, p["stem"]["kernel"]))
+    x = stage(p["stage0"], s["stage0"], conv(x, p["stem"]["kernel"]))
     x = patches(abn(p["down1"]["abn"], s["down1"]["abn"], x)).mean((2, 4))
-    x = stage(p["stage1"], s["stage1"], same(x, p["down1"]["conv"]["kernel"]))
+    x = stage(p["stage1"], s["stage1"], conv(x, p["down1"]["conv"]["kernel"]))
     x = abn(p["abn"], s["abn"], x).mean((1, 2))
     chex.assert_trees_all_close(y, x @ p["head"]["kernel"] + p["head"]["bias"], atol=1e-3)

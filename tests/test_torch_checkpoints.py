@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch_cases import drawn, in_torch, keys_and_shapes, preact, shapes
 
-from fnet.interop import norm_weights
+from fnet.interop import norm_conversion
 from fnet.interop.torch import fill, from_torch, to_torch
 
 
@@ -17,11 +17,11 @@ def test_a_gamma_that_in_place_norm_cannot_have_is_never_changed_in_silence():
     gamma = np.asarray([0.5, -0.5, 1e-6], np.float32)
     arrays = {"mod2.block1.bn1.gamma": gamma, "bn_out.gamma": np.abs(gamma) + 1}
     with pytest.raises(ValueError, match=r"2 gammas of 1 norms are below eps 1e-05 \(the least is -0.5; mod2.block1.bn1.gamma has 2\)"):  # fmt: skip
-        norm_weights.change(arrays, "batch", "abn")
+        norm_conversion.change(arrays, "batch", "abn")
     with pytest.raises(ValueError, match="'abn' or 'batch', not for 'batch' in 'group'"):
-        norm_weights.change(arrays, "batch", "group")
-    moved = norm_weights.change({"bn_out.gamma": np.abs(gamma) + 1}, "batch", "abn")
-    chex.assert_trees_all_close(norm_weights.change(moved, "abn", "batch"), {"bn_out.gamma": np.abs(gamma) + 1}, rtol=1e-7)  # fmt: skip
+        norm_conversion.change(arrays, "batch", "group")
+    moved = norm_conversion.change({"bn_out.gamma": np.abs(gamma) + 1}, "batch", "abn")
+    chex.assert_trees_all_close(norm_conversion.change(moved, "abn", "batch"), {"bn_out.gamma": np.abs(gamma) + 1}, rtol=1e-7)  # fmt: skip
     assert gamma.tolist() == np.asarray([0.5, -0.5, 1e-6], np.float32).tolist()
 
 

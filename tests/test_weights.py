@@ -46,7 +46,7 @@ def place(workplace, monkeypatch):
     (workplace / "resnet.py").write_text(RESNET)
     (workplace / "small.py").write_text(SMALL)
     depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
-    for module in ("fnet.models.resnet", "fnet.interop.torch_names"):
+    for module in ("fnet.models.resnet", "fnet.interop.torch_keys"):
         name = "DEPTHS" if module.endswith("resnet") else "RESNETS"
         monkeypatch.setattr(sys.modules[module], name, depths)
     return workplace

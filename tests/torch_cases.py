@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from fnet import models
-from fnet.interop import torch_names
+from fnet.interop import torch_keys
 from fnet.interop.torch import fill
 
 
@@ -26,7 +26,7 @@ def in_torch(network, names):
     for path, leaf in jax.tree_util.tree_flatten_with_path(shapes(network))[0]:
         name = ".".join(step.key for step in path[1:])
         order = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[leaf.ndim]
-        found[torch_names.torch_key(name, names)] = tuple(leaf.shape[i] for i in order)
+        found[torch_keys.torch_key(name, names)] = tuple(leaf.shape[i] for i in order)
     return found
 
 

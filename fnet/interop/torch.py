@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 
 from fnet import models
-from fnet.interop import norm_weights, torch_names
-from fnet.interop.torch_names import NAMES
+from fnet.interop import norm_conversion, torch_keys
+from fnet.interop.torch_keys import NAMES
 from fnet.layer import Layer, Params, State
 
 Arrays = dict[str, np.ndarray]
@@ -27,7 +27,7 @@ class Report(NamedTuple):
     """What became of the arrays of a state dict.
 
     Attributes:
-      names: whose they are, one of `torch_names.NAMES`.
+      names: whose they are, one of `torch_keys.NAMES`.
       read: ``{key in torch: name here}``, of every array that was taken.
       left: keys that were not used; counters of batches last.
       initial: names here of arrays that stayed as they were.
@@ -149,7 +149,7 @@ def fill(
         num_batches_tracked                   not needed
 
     A norm's gamma goes over as it is, where the norm is the one it was trained with; between
-    in-place and plain batch norm it is changed as `norm_weights.change` says.
+    in-place and plain batch norm it is changed as `norm_conversion.change` says.
 
     Args:
       params, state: of the network: arrays, or shapes (``jax.eval_shape``). What is not read
@@ -175,8 +175,8 @@ def fill(
     names, part, expected = _expected(here, given)
     spare: set[str] = set()
     if new_classifier or part:
-        expected = {k: n for k, n in expected.items() if not torch_names.is_classifier(n)}
-        spare = {k for k in given if torch_names.is_classifier(k)} - expected.keys()
+        expected = {k: n for k, n in expected.items() if not torch_keys.is_classifier(n)}
+        spare = {k for k in given if torch_keys.is_classifier(k)} - expected.keys()
     _compare({k: _torch_shape(here[n].shape) for k, n in expected.items()}, given, spare)
     if part and not new_classifier:
         others = sorted({name.partition(".")[0] for name in here} - {"body"})
@@ -199,7 +199,7 @@ def fill(
             "weights were trained with plain batch norm, give trained_with='batch'",
         )
     trained_with = trained_with or norm
-    arrays = norm_weights.change(arrays, trained_with, norm)
+    arrays = norm_conversion.change(arrays, trained_with, norm)
     if trained_with != norm:
         notes += (f"weights of norm {trained_with!r} were changed for norm {norm!r}",)
     initial = tuple(name for name in here if name not in arrays)
@@ -234,7 +234,7 @@ def to_torch(
       names: ``"reference"``: as in mapillary/inplace_abn; ``"torchvision"``, of ResNets.
       norm: of the network.
       for_norm: the norm that will use the weights, ``"abn"`` or ``"batch"``, if another;
-        what changes is said at `norm_weights.change`.
+        what changes is said at `norm_conversion.change`.
 
     Returns:
       numpy arrays by their keys in torch, in torch's layouts.
@@ -244,13 +244,13 @@ def to_torch(
         torch, or gammas that the norm cannot have.
     """
     arrays = {name: np.asarray(leaf) for name, leaf in (_flat(params) | _flat(state)).items()}
-    known = torch_names.namings(arrays)
+    known = torch_keys.namings(arrays)
     if names not in known:
         why = "" if names not in NAMES else "; torchvision's names are for ResNets"
         raise ValueError(f"to_torch: names must be one of {known}, got {names!r}{why}")
-    arrays = norm_weights.change(arrays, norm, for_norm or norm)
+    arrays = norm_conversion.change(arrays, norm, for_norm or norm)
     found = {
-        torch_names.torch_key(name, names): np.array(_to_layout(name, a), order="C")
+        torch_keys.torch_key(name, names): np.array(_to_layout(name, a), order="C")
         for name, a in arrays.items()
     }
     assert len(found) == len(arrays)
@@ -318,7 +318,7 @@ def _arrays(state_dict: Mapping[str, Any]) -> tuple[Arrays, tuple[str, ...]]:
 
 
 def _classes(given: Arrays) -> int | None:
-    weights = (a for k, a in given.items() if torch_names.is_classifier(k) and a.ndim > 1)
+    weights = (a for k, a in given.items() if torch_keys.is_classifier(k) and a.ndim > 1)
     return next((a.shape[0] for a in weights), None)
 
 
@@ -328,8 +328,8 @@ def _expected(here: Iterable[str], given: Iterable[str]) -> tuple[str, str, dict
     ``part`` is ``"body."`` where keys are of a body alone.
     """
     choices = []
-    for names in torch_names.namings(here):
-        keys = {torch_names.torch_key(name, names): name for name in here}
+    for names in torch_keys.namings(here):
+        keys = {torch_keys.torch_key(name, names): name for name in here}
         for part in ("", "body."):
             of_part = {k.removeprefix(part): n for k, n in keys.items() if k.startswith(part)}
             choices.append((names, part, of_part))
@@ -352,13 +352,13 @@ def _compare(expected: dict[str, tuple[int, ...]], given: Arrays, spare: set[str
             break
     if problem is None:
         return
-    theirs, ours = torch_names.recognise(given), torch_names.recognise(expected)
+    theirs, ours = torch_keys.recognise(given), torch_keys.recognise(expected)
     stems = ["conv3.weight" in keys or "mod1.conv3.weight" in keys for keys in (given, expected)]
     what = "weights of another network"
     if theirs != ours:
         hint = f"the weights look like {theirs}" if theirs else "the weights are of none known here"
         hint += f", the network is {ours}" if ours else ""
-    elif torch_names.is_classifier(key):
+    elif torch_keys.is_classifier(key):
         what = "weights for other classes"
         hint = "new_classifier=True leaves the classifier at its initial values"
     elif stems[0] != stems[1]:

@@ -1,4 +1,4 @@
-"""DeepLabV3: a label for every pixel, from the features of a dilated network."""
+"""DeepLabV3: semantic segmentation from the features of a dilated network."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,7 @@ from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children
-from fnet.models import norm_activation
-from fnet.models.norm_activation import NormActivation
-from fnet.models.residual_blocks import convolution
+from fnet.models.blocks import NormActivation, convolution, resolve_norm
 from fnet.precision import add, widened
 
 
@@ -27,34 +25,44 @@ def deeplab(
     pooling_size: tuple[int, int] | None = None,
     interpolate: bool = True,
 ) -> Layer:
-    """A segmentation network: a body, the DeepLabV3 head, a 1x1 convolution to logits.
+    """DeepLabV3 segmentation network: a backbone, an ASPP head and a 1x1 convolution to logits.
 
     Chen, Papandreou, Schroff, Adam, "Rethinking Atrous Convolution for Semantic Image
-    Segmentation", 2017, as mapillary/inplace_abn has it.
+    Segmentation", 2017, in the layout of mapillary/inplace_abn.
 
     Args:
-      body: images -> features, or a tuple of them, of which the last is taken; see
-        ``num_classes=None`` of the networks of this room.
-      n_in: channels of those features.
-      num_classes: how many labels.
+      body: backbone that maps images to features, or to a tuple of features, of which the last
+        are used. Build one with ``num_classes=None``, as in `fnet.models.resnet`.
+      n_in: channels of the features.
+      num_classes: number of classes per pixel.
       activation, activation_param, norm: as for `fnet.models.resnet`.
-      hidden, dilations, pooling_size: as for `head`.
-      interpolate: whether logits are interpolated linearly to the size of the images. Without
-        it they stay as large as the features, for `fnet.losses.pixel_cross_entropy` and
-        `fnet.losses.pixel_predictions`, which interpolate a few rows at a time.
+      hidden, dilations, pooling_size: as for `aspp`.
+      interpolate: whether to upsample the logits to the size of the images, bilinearly. Without
+        upsampling, pass the logits to `fnet.losses.pixel_cross_entropy` or
+        `fnet.losses.pixel_predictions`, which upsample a few rows at a time.
 
     Returns:
       A layer on NHWC images: [N, H, W, C] -> logits [N, H, W, num_classes], or
-      [N, h, w, num_classes] in the size of the features. Its parts are ``body``, ``head``,
-      ``cls``.
+      [N, h, w, num_classes] without upsampling. Its children are ``body``, ``head`` and ``cls``.
 
     Raises:
       ValueError: for an unknown norm.
+
+    Example:
+      >>> import fnet, jax
+      >>> body = fnet.models.resnet(18, num_classes=None, dilation=(1, 1, 2, 4))
+      >>> model = fnet.models.deeplab(body, 512, num_classes=21, hidden=32, interpolate=False)
+      >>> def logits(key, images):
+      ...     params, state = model.init(key)
+      ...     return model.apply(params, state, images, train=False)[0]
+      >>> images = jax.ShapeDtypeStruct((2, 64, 64, 3), "float32")
+      >>> jax.eval_shape(logits, jax.random.key(0), images).shape  # output stride 8
+      (2, 8, 8, 21)
     """
-    normed = norm_activation.find("deeplab", norm, activation, activation_param)
+    norm = resolve_norm("deeplab", norm, activation, activation_param)
     children = {
         "body": body,
-        "head": head(n_in, hidden, normed, dilations=dilations, pooling_size=pooling_size),
+        "head": aspp(n_in, hidden, norm, dilations=dilations, pooling_size=pooling_size),
         "cls": layers.conv(hidden, num_classes, 1),
     }
 
@@ -73,7 +81,7 @@ def deeplab(
     return Layer(lambda key: init_children(children, key), apply)
 
 
-def head(
+def aspp(
     n_in: int,
     hidden: int,
     norm: NormActivation,
@@ -81,23 +89,24 @@ def head(
     dilations: Sequence[int] = (12, 24, 36),
     pooling_size: tuple[int, int] | None = None,
 ) -> Layer:
-    """Atrous spatial pyramid pooling: four convolutions and the image's mean, summed.
+    """Atrous spatial pyramid pooling: parallel convolutions plus a pooled branch, summed.
 
     Args:
       n_in: channels of the features.
-      hidden: of each branch and of the output.
-      norm: of the branches, of the mean, and of their sum.
-      dilations: of the three 3x3 convolutions; the fourth is 1x1.
-      pooling_size: height and width, in features, of the mean in evaluation, so that it is
-        taken over about as much of a large image as in training; None: over all of it.
+      hidden: channels of each branch and of the output.
+      norm: norm after the branches, after the pooled branch and after their sum.
+      dilations: dilations of the 3x3 convolutions. One 1x1 convolution is added to them.
+      pooling_size: height and width of the average pooling window in evaluation, in features.
+        Set it to the size of the features in training if you evaluate on larger images.
+        None: global average pooling.
 
     Returns:
       A layer [N, H, W, n_in] -> [N, H, W, hidden].
     """
     branches = [convolution(n_in, hidden, 1)]
-    branches += [convolution(n_in, hidden, 3, dilation=spread) for spread in dilations]
+    branches += [convolution(n_in, hidden, 3, dilation=rate) for rate in dilations]
     children = {
-        "map_convs": _beside(branches),
+        "map_convs": _concatenated(branches),
         "map_bn": norm(hidden * len(branches)),
         "global_pooling_conv": convolution(n_in, hidden, 1),
         "global_pooling_bn": norm(hidden),
@@ -109,43 +118,44 @@ def head(
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        def of(name: str, x: Array, state: State) -> tuple[Array, State]:
+        def child(name: str, x: Array, state: State) -> tuple[Array, State]:
             return apply_child(children, name, params, state, x, key=key, train=train)
 
         y, pooled = x, x.mean((1, 2), keepdims=True)
         if not train and pooling_size is not None:
-            pooled = _mean_around(x, pooling_size)
+            pooled = _sliding_mean(x, pooling_size)
         for name in ("map_convs", "map_bn", "red_conv"):
-            y, state = of(name, y, state)
+            y, state = child(name, y, state)
         for name in ("global_pooling_conv", "global_pooling_bn", "pool_red_conv"):
-            pooled, state = of(name, pooled, state)
-        return of("red_bn", add(y, pooled), state)
+            pooled, state = child(name, pooled, state)
+        return child("red_bn", add(y, pooled), state)
 
     return Layer(lambda key: init_children(children, key), apply)
 
 
-def _beside(branches: Sequence[Layer]) -> Layer:
-    """What each of several layers makes of the same input, channels after channels."""
+def _concatenated(branches: Sequence[Layer]) -> Layer:
+    """Apply each branch to the same input and concatenate the outputs over channels."""
     children = {str(i): branch for i, branch in enumerate(branches)}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        made = []
+        outputs = []
         for name in children:
             y, state = apply_child(children, name, params, state, x, key=key, train=train)
-            made.append(y)
-        return jnp.concatenate(made, -1), state
+            outputs.append(y)
+        return jnp.concatenate(outputs, -1), state
 
     return Layer(lambda key: init_children(children, key), apply)
 
 
-def _mean_around(x: Array, size: tuple[int, int]) -> Array:
-    """The mean of ``size`` around each position; at a border, that of the nearest whole window."""
+def _sliding_mean(x: Array, size: tuple[int, int]) -> Array:
+    """Average over a window around each position, with edge padding after the pooling."""
     window = tuple(min(w, n) for w, n in zip(size, x.shape[1:3], strict=True))
     sums = widened(x)
-    for along in ((1, window[0], 1, 1), (1, 1, window[1], 1)):  # rows, then columns: fewer sums
-        sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, along, (1, 1, 1, 1), "VALID")
+    # Summing rows and then columns takes fewer additions than summing the whole window.
+    for dimensions in ((1, window[0], 1, 1), (1, 1, window[1], 1)):
+        sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, dimensions, (1, 1, 1, 1), "VALID")
     mean = (sums / (window[0] * window[1])).astype(x.dtype)
     before = [(w - 1) // 2 for w in window]
     pads = [(b, w - 1 - b) for b, w in zip(before, window, strict=True)]

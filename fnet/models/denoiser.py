@@ -1,4 +1,4 @@
-"""A denoising transformer: patches of a noisy image, told the time and what to draw."""
+"""Diffusion transformer (DiT): a denoiser of images, conditioned on timestep and label."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from fnet.precision import add, multiply
 
 
 class Denoiser(NamedTuple):
-    """A layer on noisy images that is also told the time, and the label.
+    """A layer on noisy images, conditioned on timestep and label.
 
     Attributes:
-      init: as of `fnet.Layer`.
-      apply: ``apply(params, state, x, *, time, label=None, key=None, train) -> (y,
-        state)``: x and y [B, H, W, C]; time [B], in steps of the schedule; label [B]
-        int32, ``num_classes`` where nothing is said.
+      init: ``init(key) -> (params, state)``, as for `fnet.Layer`.
+      apply: ``apply(params, state, x, *, timestep, label=None, key=None, train) -> (y,
+        state)``. ``x`` and ``y`` are [B, H, W, C], ``timestep`` [B] is a step of the schedule,
+        and ``label`` int32 [B] is ``num_classes`` for an unconditional prediction.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -45,43 +45,56 @@ def denoiser(
     context_rate: float = RATE,
     dropout: float = 0.0,
 ) -> Denoiser:
-    """Blocks over an image's patches, each norm scaled and shifted by time and label.
+    """Diffusion transformer: blocks over patches, with norms modulated by timestep and label.
 
-    Peebles, Xie 2023, "Scalable Diffusion Models with Transformers" (DiT): patches
-    become tokens by a dense layer, with a learned vector for each place; the condition
-    is ``mlp(sinusoids(time)) + E[label]``; each block and the last layer begin by
-    predicting 0.
+    Peebles, Xie 2023, "Scalable Diffusion Models with Transformers" (DiT). A dense layer turns
+    patches into tokens, and a learned position embedding is added. The condition is
+    ``mlp(sinusoids(timestep)) + E[label]``; it scales and shifts each norm. Each block and the
+    output layer are initialized to predict 0.
 
     Args:
       image_shape: (H, W, C).
-      width: D.
-      blocks: their mixers must not be causal: patches have no order.
-      num_classes: labels there are; one more says nothing (for guidance). 0: no labels.
-      patch: side of a patch; divides H and W.
-      norm: as for `fnet.layers.stack`, as all below.
-      context: see there.
-      context_rate: see there.
-      dropout: see there.
+      width: D, the size of a token.
+      blocks: blocks as for `fnet.layers.stack`. Mixers must not be causal, because patches have
+        no order.
+      num_classes: number of labels. The denoiser embeds one more, for unconditional predictions
+        (`fnet.diffusion.guided`). 0: no labels.
+      patch: side of a patch; must divide H and W.
+      norm, context, context_rate, dropout: as for `fnet.layers.stack`.
 
     Returns:
-      A layer on images [B, H, W, C] that is also told the time, and the label.
+      A layer on images [B, H, W, C], conditioned on timestep and label.
 
     Raises:
-      ValueError: if ``patch`` does not divide the image's sides; when applied, for
-        another shape, if a label is missing or given in vain, or for a time or label
-        that is not one per image.
+      ValueError: if ``patch`` does not divide the image's sides. When applied, for another image
+        shape, a missing or unexpected label, or timesteps or labels that are not one per image.
+
+    Example:
+      >>> import fnet, jax
+      >>> block = fnet.layers.Block(fnet.layers.attention(32, 2), fnet.layers.feed_forward(32, 64))
+      >>> model = fnet.models.denoiser(
+      ...     image_shape=(8, 8, 1), width=32, blocks=[block], num_classes=10, patch=2
+      ... )
+      >>> def predict(key, images, t, label):
+      ...     params, state = model.init(key)
+      ...     return model.apply(params, state, images, timestep=t, label=label, train=False)[0]
+      >>> t = label = jax.ShapeDtypeStruct((5,), "int32")
+      >>> images = jax.ShapeDtypeStruct((5, 8, 8, 1), "float32")
+      >>> jax.eval_shape(predict, jax.random.key(0), images, t, label).shape
+      (5, 8, 8, 1)
     """
-    height, across, channels = image_shape
-    if patch < 1 or height % patch or across % patch:
+    image_height, image_width, channels = image_shape
+    if patch < 1 or image_height % patch or image_width % patch:
         raise ValueError(
             f"denoiser: patch must divide height and width, got patch={patch} and an image of "
-            f"{height} x {across}"
+            f"{image_height} x {image_width}"
         )
-    rows, columns, numbers = height // patch, across // patch, patch * patch * channels
+    rows, columns = image_height // patch, image_width // patch
+    patch_size = patch * patch * channels
     zeros = jax.nn.initializers.zeros
     children = {
-        "patches": dense(numbers, width),
-        "time": serial(
+        "patches": dense(patch_size, width),
+        "timestep": serial(
             expand=dense(width, width), act=activation("silu"), contract=dense(width, width)
         ),
         "blocks": stack(
@@ -94,16 +107,16 @@ def denoiser(
             dropout=dropout,
         ),
         "modulation": dense(width, 2 * width, kernel_init=zeros),
-        "output": dense(width, numbers, kernel_init=zeros),
+        "output": dense(width, patch_size, kernel_init=zeros),
     }
     if num_classes:
         children["label"] = embedding(num_classes + 1, width)
 
     def init(key: Array) -> tuple[Params, State]:
-        of_children, of_places = jax.random.split(key)
-        params, state = init_children(children, of_children)
-        places = jax.random.normal(of_places, (rows * columns, width), jnp.float32)
-        params["places"] = 0.02 * places
+        children_key, pos_key = jax.random.split(key)
+        params, state = init_children(children, children_key)
+        pos_embedding = jax.random.normal(pos_key, (rows * columns, width), jnp.float32)
+        params["pos_embedding"] = 0.02 * pos_embedding
         return params, state
 
     def apply(
@@ -111,41 +124,42 @@ def denoiser(
         state: State,
         x: Float[Array, "b h w c"],
         *,
-        time: Float[Array, " b"] | Int[Array, " b"],
+        timestep: Float[Array, " b"] | Int[Array, " b"],
         label: Int[Array, " b"] | None = None,
         key: Array | None = None,
         train: bool,
     ) -> tuple[Float[Array, "b h w c"], State]:
-        if x.shape[1:] != (height, across, channels):
+        if x.shape[1:] != (image_height, image_width, channels):
             raise ValueError(
-                f"denoiser: expected images {(height, across, channels)}, got {x.shape[1:]}"
+                f"denoiser: images must have shape {(image_height, image_width, channels)}, "
+                f"got {x.shape[1:]}"
             )
         if bool(num_classes) != (label is not None):
             raise ValueError(
-                f"denoiser: made for {num_classes} classes, got "
+                f"denoiser: num_classes is {num_classes}, but got "
                 f"{'no label' if label is None else 'labels'}"
             )
-        for name, given in (("time", time), ("label", label)):
+        for name, given in (("timestep", timestep), ("label", label)):
             if given is not None and given.shape != x.shape[:1]:
                 raise ValueError(
-                    f"denoiser: there are {x.shape[0]} images, but {name} has shape {given.shape}; "
-                    "give one per image"
+                    f"denoiser: {name} must have one entry per image, {x.shape[:1]}, "
+                    f"got shape {given.shape}"
                 )
 
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=key, train=train)[0]
 
-        condition = child("time", sinusoids(time, width).astype(x.dtype))
+        condition = child("timestep", sinusoids(timestep, width).astype(x.dtype))
         if label is not None:
             condition = condition + child("label", label).astype(x.dtype)
 
         b = x.shape[0]
-        # One axis at a time: a sharding is followed through no other reshape.
-        tokens = x.reshape(b, rows, patch, across, channels)
+        # One axis at a time: XLA propagates a sharding through no other reshape.
+        tokens = x.reshape(b, rows, patch, image_width, channels)
         tokens = tokens.reshape(b, rows, patch, columns, patch, channels).swapaxes(2, 3)
         tokens = tokens.reshape(b, rows * columns, patch, patch, channels)
-        tokens = child("patches", tokens.reshape(b, rows * columns, numbers))
-        tokens = add(tokens, params["places"][None])
+        tokens = child("patches", tokens.reshape(b, rows * columns, patch_size))
+        tokens = add(tokens, params["pos_embedding"][None])
         tokens, state = apply_child(
             children, "blocks", params, state, tokens, key=key, train=train, condition=condition
         )
@@ -153,22 +167,25 @@ def denoiser(
         y = child("output", add(multiply(layer_norm(tokens, None, None), 1 + scale), shift))
         y = y.reshape(b, rows * columns, patch, patch, channels)
         y = y.reshape(b, rows, columns, patch, patch, channels).swapaxes(2, 3)
-        return y.reshape(b, rows, patch, across, channels).reshape(x.shape), state
+        return y.reshape(b, rows, patch, image_width, channels).reshape(x.shape), state
 
     return Denoiser(init, apply)
 
 
-def sinusoids(time: Array, width: int) -> Float[Array, "b d"]:
-    """Cosines and sines of the time at frequencies from 1 down to nearly 1 / 10,000, float32.
+def sinusoids(timestep: Array, width: int) -> Float[Array, "b d"]:
+    """Sinusoidal embedding of timesteps, with frequencies from 1 down to nearly 1 / 10,000.
 
-    Vaswani et al. 2017, as diffusion models take them (Ho et al. 2020).
+    Vaswani et al. 2017, in the form of diffusion models (Ho et al. 2020).
 
     Args:
-      time: [B], in steps.
-      width: D; the last number is 0 if it is odd.
+      timestep: [B].
+      width: D. If it is odd, the last entry is 0.
+
+    Returns:
+      float32 [B, D]: cosines, then sines.
     """
     half = width // 2
     frequency = jnp.exp(-math.log(10_000) * jnp.arange(half, dtype=jnp.float32) / max(half, 1))
-    angle = time.astype(jnp.float32)[:, None] * frequency[None]
-    both = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
-    return jnp.pad(both, ((0, 0), (0, width - 2 * half)))
+    angle = timestep.astype(jnp.float32)[:, None] * frequency[None]
+    embedded = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+    return jnp.pad(embedded, ((0, 0), (0, width - 2 * half)))

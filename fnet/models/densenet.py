@@ -1,4 +1,4 @@
-"""Dense networks: each layer reads what all layers before it in its stage have made."""
+"""DenseNets: each layer reads the outputs of all earlier layers of its stage."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,8 @@ from jax import Array
 
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children, serial
-from fnet.models import norm_activation
 from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
-from fnet.models.norm_activation import NormActivation
-from fnet.models.residual_blocks import convolution
+from fnet.models.blocks import NormActivation, convolution, resolve_norm
 
 DEPTHS = {
     121: (6, 12, 24, 16),
@@ -18,7 +16,7 @@ DEPTHS = {
     201: (6, 12, 48, 32),
     264: (6, 12, 64, 48),
 }
-"""Layers a stage, by depth (Huang et al. 2017, table 1)."""
+"""Layers per stage, by depth (Huang et al. 2017, table 1)."""
 _BOTTLENECK = 4
 
 
@@ -35,61 +33,68 @@ def densenet(
     growth: int = 32,
     compression: float = 0.5,
 ) -> Layer:
-    """A dense network for images.
+    """DenseNet-BC for images.
 
     Huang, Liu, van der Maaten, Weinberger, "Densely Connected Convolutional Networks",
-    CVPR 2017 (DenseNet-BC), as mapillary/inplace_abn has it: norms come before the
-    convolutions, none after the stem.
+    CVPR 2017, in the layout of mapillary/inplace_abn: norms come before the convolutions, and
+    none follows the stem.
 
     Args:
       depth: 121, 169, 201 or 264.
-      num_classes: length of the logits; None: the four stages' outputs instead, the last
-        one normed and activated.
+      num_classes: number of logits. None returns the features of the four stages instead; the
+        last ones are normalized and activated.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
-      dilation: of the 3x3 convolutions of each stage; before a stage that is dilated,
-        nothing is pooled (before the first one the stem's maximum stays).
-      growth: channels that each layer adds; twice as many come from the stem.
-      compression: share of the channels that goes on to the next stage.
+      dilation: dilation of the 3x3 convolutions, per stage. There is no pooling before a dilated
+        stage, except that the stem's pooling stays.
+      growth: channels that each layer adds. The stem has twice as many.
+      compression: fraction of the channels that a transition passes to the next stage.
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes], or a tuple of
-      four features. Names follow mapillary/inplace_abn's: ``mod1`` to ``mod5``, ``tra2``
+      four features. Parameter names follow mapillary/inplace_abn: ``mod1`` to ``mod5``, ``tra2``
       to ``tra4``, ``bn_out``, ``classifier``.
 
     Raises:
-      ValueError: for another depth, norm, stem or number of dilations, or an activation that
-        is unknown or that the norm does not take.
+      ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations, or
+        an activation that the norm does not support.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.densenet(121, num_classes=10, growth=8)
+      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
+      >>> params["classifier"]["fc"]["kernel"].shape
+      (256, 10)
     """
-    counts = stage_blocks("densenet", DEPTHS, depth)
+    layers_per_stage = stage_blocks("densenet", DEPTHS, depth)
     dilations = stage_dilations("densenet", dilation, 4)
-    normed = norm_activation.find("densenet", norm, activation, activation_param)
+    norm = resolve_norm("densenet", norm, activation, activation_param)
     n_in = 2 * growth
-    children = {"mod1": serial(**input_stem(stem, in_channels, n_in, normed, last_norm=False))}
-    for i, (count, spread) in enumerate(zip(counts, dilations, strict=True)):
+    children = {"mod1": serial(**input_stem(stem, in_channels, n_in, norm, last_norm=False))}
+    for i, (num_layers, rate) in enumerate(zip(layers_per_stage, dilations, strict=True)):
         if i:
             n_out = int(n_in * compression)
-            transition = {"bn": normed(n_in), "conv": convolution(n_in, n_out, 1)}
-            if spread == 1:
+            transition = {"bn": norm(n_in), "conv": convolution(n_in, n_out, 1)}
+            if rate == 1:
                 transition["pool"] = layers.avg_pool(2)
             children[f"tra{i + 1}"] = serial(**transition)
             n_in = n_out
-        children[f"mod{i + 2}"] = dense_stage(n_in, growth, count, normed, dilation=spread)
-        n_in += growth * count
-    children["bn_out"] = normed(n_in)
+        children[f"mod{i + 2}"] = dense_stage(n_in, growth, num_layers, norm, dilation=rate)
+        n_in += growth * num_layers
+    children["bn_out"] = norm(n_in)
     features = ("mod2", "mod3", "mod4", "bn_out")
     return backbone(children, features, classifier(n_in, num_classes))
 
 
 def dense_stage(
-    n_in: int, growth: int, count: int, norm: NormActivation, *, dilation: int = 1
+    n_in: int, growth: int, num_layers: int, norm: NormActivation, *, dilation: int = 1
 ) -> Layer:
-    """``count`` layers, each of which reads the input and what all before it have made.
+    """Layers that each read the stage's input and the outputs of all earlier layers.
 
-    A layer is norm, 1x1 convolution to 4 ``growth`` channels, norm, 3x3 convolution to
-    ``growth``. [N, H, W, n_in] -> [N, H, W, n_in + count * growth].
+    Each layer is a norm, a 1x1 convolution to 4 ``growth`` channels, a norm and a 3x3
+    convolution to ``growth`` channels. [N, H, W, n_in] -> [N, H, W, n_in + num_layers * growth].
     """
     children, inner = {}, _BOTTLENECK * growth
-    for i in range(count):
+    for i in range(num_layers):
         n = n_in + i * growth
         children[str(i)] = serial(
             convs1=serial(bn=norm(n), conv=convolution(n, inner, 1)),
@@ -99,11 +104,11 @@ def dense_stage(
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        made = [x]
+        outputs = [x]
         for name in children:
-            y = jnp.concatenate(made, -1)
+            y = jnp.concatenate(outputs, -1)
             y, state = apply_child(children, name, params, state, y, key=key, train=train)
-            made.append(y)
-        return jnp.concatenate(made, -1), state
+            outputs.append(y)
+        return jnp.concatenate(outputs, -1), state
 
     return Layer(lambda key: init_children(children, key), apply)

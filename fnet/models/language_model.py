@@ -1,4 +1,4 @@
-"""Language models: tokens, blocks along time, and a head over the vocabulary."""
+"""Language models: an embedding, a stack of blocks, and a head over the vocabulary."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,18 +17,18 @@ from fnet.losses import linear_cross_entropy
 
 
 class LanguageModel(NamedTuple):
-    """A layer from tokens [B, T] to logits [B, T, V], and what needs no logits.
+    """A layer from tokens [B, T] to logits [B, T, V], with a fused loss and decoding.
 
     Attributes:
-      init: as of `fnet.Layer`.
+      init: ``init(key) -> (params, state)``, as for `fnet.Layer`.
       apply: ``apply(params, state, tokens, *, key=None, train, mask=None) -> (logits
         [B, T, V], state)``.
-      decode: ``extend`` gives the logits [B, V] after the last of its tokens [B, t];
-        None where a mixer cannot be decoded.
+      decode: incremental decoding, or None if a mixer does not support it. Its ``extend``
+        returns the logits [B, V] after the last of its tokens [B, t].
       losses: ``losses(params, state, tokens, labels, *, key=None, train, mask=None,
-        smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of each label
-        [B, T], without the logits (`fnet.linear_cross_entropy`); 0 where the mask is False,
-        whatever tokens and labels are there, such as -100.
+        smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of the labels
+        [B, T] without materializing logits (`fnet.linear_cross_entropy`). Losses are 0 where the
+        mask is False; tokens and labels there may have any value, such as -100.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -48,27 +48,42 @@ def language_model(
     dropout: float = 0.0,
     dtype: DTypeLike = jnp.float32,
 ) -> LanguageModel:
-    """``logits = norm(stack(E[tokens])) E^T``: the head shares the embedding's table.
+    """Language model ``logits = norm(stack(E[tokens])) E^T``, with a tied embedding.
 
-    Positions are the mixers' affair: rotary angles in attention, order itself in a
-    recurrence. Of mixers that are causal, so is the whole.
+    The mixers encode positions: attention by rotary angles, recurrences by their order. The
+    model is causal if all mixers are.
 
     Args:
-      vocabulary: V.
-      width: D.
-      blocks: at least one; see `fnet.layers.stack`.
-      norm: before each mixer, each feed-forward and the head.
-      context: how blocks pass on the attention context; None: not at all.
-      context_rate: weight of what was just seen in a context.
-      dropout: rate, on each branch.
-      dtype: of activations; parameters, contexts and losses are float32.
+      vocabulary: V, the number of tokens.
+      width: D, the size of an activation vector.
+      blocks: at least one block; see `fnet.layers.stack`.
+      norm: norm before each mixer, each feed-forward layer and the head.
+      context: how blocks pass on the attention context. None: no attention context.
+      context_rate: weight of the current batch in the running context.
+      dropout: dropout rate on each residual branch.
+      dtype: dtype of activations. Parameters, contexts and losses are float32.
 
     Returns:
-      A language model with params ``{"embedding", "blocks", "norm"}`` and, with
-      contexts, state ``{"blocks"}``.
+      A language model with params ``{"embedding", "blocks", "norm"}`` and, with an attention
+      context, state ``{"blocks"}``.
 
     Raises:
-      ValueError: for sizes below 1, or as `fnet.layers.stack`.
+      ValueError: for sizes below 1, and as `fnet.layers.stack`.
+
+    Example:
+      >>> import fnet, jax
+      >>> mixer = fnet.layers.attention(32, 2, causal=True, rotary=10_000.0)
+      >>> block = fnet.layers.Block(mixer, fnet.layers.feed_forward(32, 64))
+      >>> model = fnet.models.language_model(vocabulary=256, width=32, blocks=[block])
+      >>> def outputs(key, tokens):
+      ...     params, state = model.init(key)
+      ...     logits, _ = model.apply(params, state, tokens, train=False)
+      ...     losses, _ = model.losses(params, state, tokens[:, :-1], tokens[:, 1:], train=True)
+      ...     return logits, losses
+      >>> tokens = jax.ShapeDtypeStruct((2, 8), "int32")
+      >>> logits, losses = jax.eval_shape(outputs, jax.random.key(0), tokens)
+      >>> logits.shape, losses.shape
+      ((2, 8, 256), (2, 7))
     """
     children = {
         "embedding": embedding(vocabulary, width, dtype=dtype),
@@ -86,15 +101,15 @@ def language_model(
     def features(
         params: Params, state: State, tokens: Array, key: Array | None, train: bool, mask: Any
     ) -> tuple[Float[Array, "b t d"], State]:
-        if mask is not None:  # padding may be any number, and NaN times 0 would be NaN
+        if mask is not None:  # Padding may have any index, and NaN times 0 is NaN.
             tokens = jnp.where(mask, tokens, 0)
         x, _ = apply_child(children, "embedding", params, {}, tokens, key=key, train=train)
         x, state = apply_child(
             children, "blocks", params, state, x, key=key, train=train, mask=mask
         )
-        return normed(params, x), state
+        return final_norm(params, x), state
 
-    def normed(params: Params, x: Array) -> Array:
+    def final_norm(params: Params, x: Array) -> Array:
         return apply_child(children, "norm", params, {}, x, key=None, train=False)[0]
 
     def head(params: Params, x: Array) -> Array:
@@ -127,29 +142,29 @@ def language_model(
         x, state = features(params, state, tokens, key, train, mask)
         table = params["embedding"]["embedding"]
         with jax.named_scope("head"):
-            each = linear_cross_entropy(
+            losses = linear_cross_entropy(
                 x, table, labels, mask=mask, smoothing=smoothing, vocab_axis=0
             )
-        return each, state
+        return losses, state
 
     def init(key: Array) -> tuple[Params, State]:
         return init_children(children, key)
 
-    of_blocks = children["blocks"].decode
-    if of_blocks is None:
+    decode_blocks = children["blocks"].decode
+    if decode_blocks is None:
         return LanguageModel(init, apply, None, losses)
 
     def start(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
-        return of_blocks.start(batch, length, dtype)
+        return decode_blocks.start(batch, length, dtype)
 
     def extend(
         params: Params, state: State, cache: Any, tokens: Int[Array, "b t"], position: Array
     ) -> tuple[Float[Array, "b v"], Any]:
         x, _ = apply_child(children, "embedding", params, {}, tokens, key=None, train=False)
         with jax.named_scope("blocks"):
-            x, cache = of_blocks.extend(
+            x, cache = decode_blocks.extend(
                 params["blocks"], state.get("blocks", {}), cache, x, position
             )
-        return head(params, normed(params, x[:, -1])), cache
+        return head(params, final_norm(params, x[:, -1])), cache
 
     return LanguageModel(init, apply, Decode(start, extend), losses)

@@ -1,4 +1,4 @@
-"""A multilayer perceptron over whole examples."""
+"""Multilayer perceptron on flattened examples."""
 
 import math
 from collections.abc import Sequence
@@ -14,19 +14,27 @@ def mlp(
     hidden: Sequence[int] = (256, 256),
     activation: str = "relu",
 ) -> Layer:
-    """Dense layers on flattened examples.
+    """Multilayer perceptron on flattened examples.
 
     Args:
-      num_classes: length of the logits.
+      num_classes: number of logits.
       in_shape: shape of one example.
-      hidden: sizes of the layers between, possibly none.
-      activation: between each two layers; see `fnet.layers.activation`.
+      hidden: sizes of the hidden layers; may be empty.
+      activation: activation after each hidden layer; see `fnet.layers.activation`.
 
     Returns:
       A layer: [N, *in_shape] -> [N, num_classes].
 
     Raises:
       ValueError: for a size below 1, or an unknown activation.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.mlp(num_classes=10, in_shape=(28, 28), hidden=[64])
+      >>> params, state = model.init(jax.random.key(0))
+      >>> logits, _ = model.apply(params, state, jax.numpy.ones((3, 28, 28)), train=False)
+      >>> logits.shape
+      (3, 10)
     """
     sizes = [math.prod(in_shape), *hidden, num_classes]
     return serial(

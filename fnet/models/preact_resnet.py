@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from fnet import layers
 from fnet.layer import Layer, residual, serial
-from fnet.models import norm_activation
-from fnet.models.norm_activation import NormActivation
+from fnet.models.blocks import NormActivation, resolve_norm
 
 
 def preact_resnet(
@@ -20,38 +19,45 @@ def preact_resnet(
     activation: str = "leaky_relu",
     activation_param: float = 0.01,
 ) -> Layer:
-    """A residual network with pre-activation blocks and in-place activated batch norm.
+    """Pre-activation ResNet for small images, with in-place activated batch norm.
 
     He, Zhang, Ren, Sun, "Identity Mappings in Deep Residual Networks", ECCV
-    2016: every block is ``x + conv(abn(conv(abn(x))))``, so that the sum itself
-    is never activated and each ABN's output is the one array kept of it. The
-    first block of every stage but the first halves height and width.
+    2016. Every block is ``x + conv(abn(conv(abn(x))))``. The sum is not activated, so the only
+    residual of each ABN is its output. The first block of every stage but the first halves
+    height and width.
 
     Args:
-      num_classes: length of the logits.
-      in_channels: channels of the images.
-      widths: channels of each stage.
-      blocks_per_stage: residual blocks of each stage.
-      stem_width: channels of the first convolution; those of the first stage by default.
-      first_stride: 2: the first stage halves height and width too, which makes the network
-        several times cheaper for its width.
+      num_classes: number of logits.
+      in_channels: image channels.
+      widths: channels per stage.
+      blocks_per_stage: residual blocks per stage.
+      stem_width: channels of the first convolution. None: those of the first stage.
+      first_stride: stride of the first stage. With 2 the network is several times cheaper for
+        its width.
       norm: as for `fnet.models.resnet`.
-      activation: of every norm; see `fnet.abn`.
-      activation_param: its slope or alpha.
+      activation: activation after each norm; see `fnet.abn`.
+      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].
 
     Raises:
-      ValueError: for another norm, or if there is no stage or no block.
+      ValueError: for an unknown norm, or if there is no stage or no block.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.preact_resnet(num_classes=10, widths=[8, 16])
+      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sorted(params)
+      ['abn', 'head', 'stage0', 'stage1', 'stem']
     """
     if not widths or blocks_per_stage < 1:
         raise ValueError(
-            f"preact_resnet: needs a stage and a block in it, got widths={tuple(widths)}, "
-            f"blocks_per_stage={blocks_per_stage}"
+            "preact_resnet: needs at least one stage and one block per stage, got "
+            f"widths={tuple(widths)}, blocks_per_stage={blocks_per_stage}"
         )
 
-    abn = norm_activation.find("preact_resnet", norm, activation, activation_param)
+    abn = resolve_norm("preact_resnet", norm, activation, activation_param)
 
     def block(n_in: int, n_out: int, stride: int) -> Layer:
         body = serial(

@@ -1,15 +1,13 @@
-"""ResNeXt: residual networks of grouped convolutions, activated before each one."""
+"""ResNeXt: ResNets with grouped convolutions and pre-activation blocks."""
 
 from collections.abc import Sequence
 
 from fnet.layer import Layer, serial
-from fnet.models import norm_activation
 from fnet.models.backbone import backbone, classifier, input_stem, stage_blocks, stage_dilations
-from fnet.models.norm_activation import NormActivation
-from fnet.models.residual_blocks import pre_activation
+from fnet.models.blocks import NormActivation, pre_activation, resolve_norm
 
 DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks a stage, by depth."""
+"""Blocks per stage, by depth."""
 
 
 def resnext(
@@ -25,46 +23,53 @@ def resnext(
     groups: int = 64,
     base_channels: Sequence[int] = (128, 128, 256),
 ) -> Layer:
-    """A ResNeXt for images.
+    """ResNeXt for images.
 
     Xie, Girshick, Dollar, Tu, He, "Aggregated Residual Transformations for Deep Neural
-    Networks", CVPR 2017, with pre-activation blocks, as mapillary/inplace_abn has it.
+    Networks", CVPR 2017, with the pre-activation blocks of mapillary/inplace_abn.
 
     Args:
       depth: 50, 101 or 152.
-      num_classes: length of the logits; None: the four stages' outputs instead, the last
-        one normed and activated.
+      num_classes: number of logits. None returns the features of the four stages instead; the
+        last ones are normalized and activated.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
-      dilation: of the 3x3 convolutions of each stage; a stage that is dilated has no stride
-        (the maximum before the first one stays).
-      groups: of each 3x3 convolution.
-      base_channels: of the three convolutions of the first stage's blocks; twice as many
-        in each further stage.
+      dilation: dilation of the 3x3 convolutions, per stage. A dilated stage has no stride. The
+        stem's pooling stays.
+      groups: groups of each 3x3 convolution.
+      base_channels: output channels of the three convolutions of a block in the first stage.
+        They double in each later stage.
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes], or a tuple of
-      four features. Names follow mapillary/inplace_abn's: ``mod1`` to ``mod5``,
+      four features. Parameter names follow mapillary/inplace_abn: ``mod1`` to ``mod5``,
       ``bn_out``, ``classifier``.
 
     Raises:
-      ValueError: for another depth, norm, stem or number of dilations, groups that do
-        not divide the channels, or an activation that is unknown or that the norm does not take.
+      ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations,
+        groups that do not divide the channels, or an activation that the norm does not support.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.resnext(50, num_classes=10, groups=32)
+      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sorted(params)
+      ['bn_out', 'classifier', 'mod1', 'mod2', 'mod3', 'mod4', 'mod5']
     """
-    counts = stage_blocks("resnext", DEPTHS, depth)
+    blocks_per_stage = stage_blocks("resnext", DEPTHS, depth)
     dilations = stage_dilations("resnext", dilation, 4)
-    normed = norm_activation.find("resnext", norm, activation, activation_param)
-    children = {"mod1": serial(**input_stem(stem, in_channels, 64, normed, last_norm=False))}
+    norm = resolve_norm("resnext", norm, activation, activation_param)
+    children = {"mod1": serial(**input_stem(stem, in_channels, 64, norm, last_norm=False))}
     n_in = 64
-    for i, (count, spread) in enumerate(zip(counts, dilations, strict=True)):
+    for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         channels = [c * 2**i for c in base_channels]
         blocks = {}
-        for j in range(count):
-            stride = 2 if i and not j and spread == 1 else 1
+        for j in range(num_blocks):
+            stride = 2 if i and not j and rate == 1 else 1
             blocks[f"block{j + 1}"] = pre_activation(
-                n_in, channels, normed, stride=stride, dilation=spread, groups=groups
+                n_in, channels, norm, stride=stride, dilation=rate, groups=groups
             )
             n_in = channels[-1]
         children[f"mod{i + 2}"] = serial(**blocks)
-    children["bn_out"] = normed(n_in)
+    children["bn_out"] = norm(n_in)
     features = ("mod2", "mod3", "mod4", "bn_out")
     return backbone(children, features, classifier(n_in, num_classes))

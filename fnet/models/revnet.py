@@ -1,4 +1,4 @@
-"""Reversible residual networks: within a stage, nothing is kept per block."""
+"""Reversible residual networks: within a stage, no activations are saved per block."""
 
 import functools
 from collections.abc import Sequence
@@ -19,45 +19,52 @@ def revnet(
     small_images: bool = False,
     restore: bool = True,
 ) -> Layer:
-    """A reversible residual network for images.
+    """Reversible residual network (RevNet) for images.
 
-    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017:
-    stages of coupled pre-activation blocks on either half of the channels
-    (`fnet.reversible`); between stages, what is not reversible: norm, 2x2 mean, 1x1
+    Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. Each stage
+    couples pre-activation blocks on the two halves of the channels (`fnet.reversible`). The
+    transitions between stages are not reversible: a norm, 2x2 average pooling and a 1x1
     convolution.
 
     Args:
-      num_classes: length of the logits.
-      in_channels: channels of the images.
-      widths: channels of each stage, both halves together, even. The defaults make
-        about as many parameters as a ResNet-50 has (24.7 million).
-      blocks: coupled blocks of each stage; each is worth two residual blocks.
-      bottleneck: True: 1x1, 3x3 and 1x1 convolutions, narrow by half between.
+      num_classes: number of logits.
+      in_channels: image channels.
+      widths: channels per stage, for both halves together. They must be even. The defaults give
+        24.7 million parameters, about as many as a ResNet-50.
+      blocks: coupled blocks per stage. Each corresponds to two residual blocks.
+      bottleneck: True: 1x1, 3x3 and 1x1 convolutions with half the channels in between.
         False: two 3x3 convolutions.
-      activation: of every norm.
-      activation_param: its slope or alpha.
-      small_images: True: the stem is a 3x3 convolution of stride 1, for images of
-        about 32 x 32. False: 7x7 of stride 2 and a 2x2 mean.
+      activation: activation after each norm.
+      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      small_images: True: the stem is a 3x3 convolution with stride 1, for images of
+        about 32 x 32. False: a 7x7 convolution with stride 2 and 2x2 average pooling.
       restore: as for `fnet.reversible`.
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].
 
     Raises:
-      ValueError: if ``widths`` and ``blocks`` differ in length or a width is odd.
+      ValueError: if ``widths`` and ``blocks`` differ in length, or a width is odd.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.revnet(num_classes=10, widths=[16, 32], blocks=[1, 1])
+      >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sorted(params)
+      ['abn', 'down1', 'head', 'stage0', 'stage1', 'stem']
     """
     if len(widths) != len(blocks) or not widths or any(w % 2 for w in widths):
         raise ValueError(
-            "revnet: needs as many even widths as stages, got "
+            "revnet: widths and blocks need one entry per stage, and widths must be even, got "
             f"widths={tuple(widths)}, blocks={tuple(blocks)}"
         )
 
     abn = functools.partial(layers.abn, activation=activation, activation_param=activation_param)
 
     def half(channels: int) -> Layer:
-        narrow = channels // 2 if bottleneck else channels
+        inner = channels // 2 if bottleneck else channels
         windows = (1, 3, 1) if bottleneck else (3, 3)
-        sizes = [channels, *[narrow] * (len(windows) - 1), channels]
+        sizes = [channels, *[inner] * (len(windows) - 1), channels]
         parts = {}
         for i, window in enumerate(windows):
             parts[f"abn{i + 1}"] = abn(sizes[i])
@@ -73,7 +80,7 @@ def revnet(
             widen=layers.conv(widths[0] // 4, widths[0], 1, bias=False),
         )
     stages: dict[str, Layer] = {}
-    for i, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+    for i, (width, num_blocks) in enumerate(zip(widths, blocks, strict=True)):
         if i:
             stages[f"down{i}"] = serial(
                 abn=abn(widths[i - 1]),
@@ -81,7 +88,7 @@ def revnet(
                 conv=layers.conv(widths[i - 1], width, 1, bias=False),
             )
         pair = (half(width // 2), half(width // 2))
-        stages[f"stage{i}"] = layers.reversible([pair] * count, restore=restore)
+        stages[f"stage{i}"] = layers.reversible([pair] * num_blocks, restore=restore)
     return serial(
         stem=stem,
         **stages,

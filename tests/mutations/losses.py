@@ -3,12 +3,12 @@
 from tests.mutations.mutation import changes
 
 _LOGITS = "fnet/losses/classification.py"
-_FUSED = "fnet/losses/vocabulary.py"
-_TESTS = "tests/test_vocabulary.py"
+_FUSED = "fnet/losses/linear_cross_entropy.py"
+_TESTS = "tests/test_linear_cross_entropy.py"
 
 SMOOTHED = changes(
     _LOGITS,
-    "tests/test_classification.py",
+    "tests/test_cross_entropy.py",
     "cross_entropy or smoothing",
     [
         ("labels are smoothed too much", "+ smoothing * evenly", "+ 2 * smoothing * evenly"),

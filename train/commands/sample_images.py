@@ -89,7 +89,7 @@ def samples(
     @jax.jit
     def run(params: Any, state: Any, labels: Array, key: Array) -> Array:
         def denoise(x: Array, t: Array, label: Array) -> Array:
-            return model.apply(params, state, x, time=t, label=label, train=False)[0]
+            return model.apply(params, state, x, timestep=t, label=label, train=False)[0]
 
         first, later = jax.random.split(key)
         x = jax.random.normal(first, (len(labels), *shape))

@@ -63,7 +63,7 @@ def build(config: Config) -> Task:
 
         def denoise(x: Array, t: Array) -> tuple[Array, Any]:
             x = x.astype(config.train.precision)
-            return model.apply(params, state, x, time=t, label=label, key=dropout, train=train)
+            return model.apply(params, state, x, timestep=t, label=label, key=dropout, train=train)
 
         return diffusion.denoising_losses(
             denoise,

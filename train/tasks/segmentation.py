@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import fnet
-from fnet.losses.pixels import pixel_cross_entropy, pixel_predictions
+from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from train.config import Config, DeepLab, SegmentationFolder
 from train.data import Dataset, batch_of, segmentation_folder
 from train.errors import UserError

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from vocabulary_cases import ALL_OPTIONS
+from linear_cross_entropy_cases import ALL_OPTIONS
 
 from fnet.losses import linear_cross_entropy
 from fnet.memory import compile_min_memory, peak

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from fnet.losses.pixels import pixel_cross_entropy, pixel_predictions
+from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from fnet.memory import compile_min_memory, peak
 
 S = jax.ShapeDtypeStruct

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from vocabulary_cases import arrays, from_whole_logits, with_gradients
+from linear_cross_entropy_cases import arrays, from_whole_logits, with_gradients
 
 from fnet.backward_pass import recompute
 from fnet.losses import linear_cross_entropy

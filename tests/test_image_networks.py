@@ -1,4 +1,4 @@
-"""Residual, wide and dense networks: their sizes, their blocks, their features."""
+"""Networks for large images: parameter counts, feature sizes, and blocks against numpy."""
 
 import functools
 
@@ -12,19 +12,19 @@ from layer_cases import count, initial, shapes
 import fnet
 from fnet import layers, models
 from fnet.models.backbone import input_stem
-from fnet.models.deeplab import head
+from fnet.models.blocks import post_activation, pre_activation
+from fnet.models.deeplab import aspp
 from fnet.models.densenet import dense_stage
-from fnet.models.residual_blocks import post_activation, pre_activation
 
 
-def output(model, size=64, *, train=True):
+def output_shapes(model, size=64, *, train=True):
     x = jax.ShapeDtypeStruct((2, size, size, 3), jnp.float32)
     apply = functools.partial(model.apply, train=train)
     y, _ = jax.eval_shape(lambda p, s, x: apply(p, s, x, key=jax.random.key(0)), *shapes(model), x)
     return y
 
 
-# Counted from the reference's own models, 1,000 classes.
+# Parameter counts of the models of mapillary/inplace_abn, 1,000 classes.
 @pytest.mark.parametrize(
     ("name", "parameters", "strides", "channels"),
     [
@@ -41,12 +41,12 @@ def output(model, size=64, *, train=True):
         ),
     ],
 )
-def test_networks_are_as_large_as_the_references_and_give_features(
+def test_parameter_counts_and_feature_shapes_match_the_reference(
     name, parameters, strides, channels
 ):
     model = models.get(name, num_classes=1000)
     assert count(shapes(model)[0]) == parameters
-    features = output(models.get(name, num_classes=None))
+    features = output_shapes(models.get(name, num_classes=None))
     assert [f.shape for f in features] == [
         (2, 64 // s, 64 // s, c) for s, c in zip(strides, channels, strict=True)
     ]
@@ -65,27 +65,27 @@ def test_networks_are_as_large_as_the_references_and_give_features(
         ("wider_resnet16_a2", {"dilated": True}, (2, 4, 8, 8, 8, 8)),
     ],
 )
-def test_dilation_and_stems_decide_the_size_of_features(name, options, strides):
-    features = output(models.get(name, num_classes=None, **options))
+def test_dilation_and_stem_determine_feature_sizes(name, options, strides):
+    features = output_shapes(models.get(name, num_classes=None, **options))
     assert [64 // f.shape[1] for f in features] == list(strides)
 
 
-def test_norms_change_no_name_of_a_kernel():
+def test_kernel_names_do_not_depend_on_the_norm():
     def kernels(norm):
         params, _ = shapes(models.get("resnext50", num_classes=7, norm=norm))
         leaves = jax.tree.leaves_with_path(params)
         return [(path, a.shape) for path, a in leaves if path[-1].key == "kernel"]
 
-    own = kernels("abn")
-    assert own == kernels("batch") == kernels("group")
-    assert own == kernels(lambda channels, **_: layers.rms_norm(channels))
+    kernels_of_abn = kernels("abn")
+    assert kernels_of_abn == kernels("batch") == kernels("group")
+    assert kernels_of_abn == kernels(lambda channels, **_: layers.rms_norm(channels))
 
 
 def bn(channels, **options):
     return layers.batch_norm(channels, **{"activation": "relu"} | options)
 
 
-def convolved(x, kernel, *, stride=1, dilation=1, groups=1):
+def conv(x, kernel, *, stride=1, dilation=1, groups=1):
     """A convolution, as a sum over its window of slices times matrices."""
     kh, kw, _, n_out = kernel.shape
     reach = dilation * (kh // 2)
@@ -101,13 +101,13 @@ def convolved(x, kernel, *, stride=1, dilation=1, groups=1):
     return y
 
 
-def normed(p, s, x, *, relu=True):
+def batch_norm(p, s, x, *, relu=True):
     y = (x - s["running_mean"]) / np.sqrt(s["running_var"] + 1e-5) * p["gamma"] + p["beta"]
     return np.maximum(y, 0) if relu else y
 
 
-def lively(layer, x):
-    """A layer with every array drawn, its output in evaluation, and its arrays in numpy."""
+def evaluate_randomized(layer, x):
+    """Randomize all arrays of a layer; return its output in evaluation, params and state."""
     draw = np.random.default_rng(3).normal
     params, state = (
         jax.tree.map(lambda a: a + 0.3 * draw(size=a.shape), tree) for tree in initial(layer)
@@ -122,21 +122,21 @@ def image(channels, size=6):
 
 
 @pytest.mark.parametrize(("channels", "stride"), [((4, 4), 1), ((4, 6), 2), ((2, 4, 8), 2)])
-def test_a_post_activation_block_is_activated_behind_the_sum(channels, stride, float64):
+def test_post_activation_block_matches_its_formula(channels, stride, float64):
     act = layers.activation("relu")
     layer = post_activation(4, channels, bn, act, stride=stride, dilation=2)
     x = image(4)
-    y, p, s = lively(layer, x)
+    y, p, s = evaluate_randomized(layer, x)
     windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
     body = x
     for i, window in enumerate(windows, start=1):
         step = stride if i == (1 if len(channels) == 2 else 2) else 1
         spread = 2 if window == 3 else 1
-        body = convolved(body, p[f"conv{i}"]["kernel"], stride=step, dilation=spread)
-        body = normed(p[f"bn{i}"], s[f"bn{i}"], body, relu=i < len(windows))
+        body = conv(body, p[f"conv{i}"]["kernel"], stride=step, dilation=spread)
+        body = batch_norm(p[f"bn{i}"], s[f"bn{i}"], body, relu=i < len(windows))
     if stride > 1:
         pd, sd = p["downsample"], s["downsample"]
-        x = normed(pd["1"], sd["1"], convolved(x, pd["0"]["kernel"], stride=stride), relu=False)
+        x = batch_norm(pd["1"], sd["1"], conv(x, pd["0"]["kernel"], stride=stride), relu=False)
     else:
         assert "downsample" not in p
     chex.assert_trees_all_close(y, np.maximum(x + body, 0), rtol=1e-9, atol=1e-9)
@@ -145,48 +145,50 @@ def test_a_post_activation_block_is_activated_behind_the_sum(channels, stride, f
 @pytest.mark.parametrize(
     ("channels", "stride", "groups"), [((4, 4), 1, 1), ((4, 6), 2, 1), ((4, 4, 8), 2, 2)]
 )
-def test_a_pre_activation_block_sums_what_was_never_activated(channels, stride, groups, float64):
+def test_pre_activation_block_matches_its_formula(channels, stride, groups, float64):
     layer = pre_activation(4, channels, bn, stride=stride, groups=groups)
     x = image(4)
-    y, p, s = lively(layer, x)
-    activated = body = normed(p["bn1"], s["bn1"], x)
+    y, p, s = evaluate_randomized(layer, x)
+    activated = body = batch_norm(p["bn1"], s["bn1"], x)
     for i in range(1, len(channels) + 1):
         if i > 1:
-            body = normed(p["convs"][f"bn{i}"], s["convs"][f"bn{i}"], body)
-        body = convolved(
+            body = batch_norm(p["convs"][f"bn{i}"], s["convs"][f"bn{i}"], body)
+        body = conv(
             body,
             p["convs"][f"conv{i}"]["kernel"],
             stride=stride if i == 1 else 1,
             groups=groups if i == 2 and len(channels) == 3 else 1,
         )
     if stride > 1:
-        x = convolved(activated, p["proj_conv"]["kernel"], stride=stride)
+        x = conv(activated, p["proj_conv"]["kernel"], stride=stride)
     else:
         assert "proj_conv" not in p
     chex.assert_trees_all_close(y, x + body, rtol=1e-9, atol=1e-9)
 
 
-def test_each_dense_layer_reads_all_before_it(float64):
+def test_dense_stage_matches_its_formula(float64):
     x = image(4)
-    y, p, s = lively(dense_stage(4, 2, 3, bn, dilation=2), x)
+    y, p, s = evaluate_randomized(dense_stage(4, 2, 3, bn, dilation=2), x)
     for i in range(3):
-        narrow, wide = ((p[str(i)][c], s[str(i)][c]) for c in ("convs1", "convs3"))
-        made = convolved(normed(narrow[0]["bn"], narrow[1]["bn"], x), narrow[0]["conv"]["kernel"])
-        made = normed(wide[0]["bn"], wide[1]["bn"], made)
-        made = convolved(made, wide[0]["conv"]["kernel"], dilation=2)
-        x = np.concatenate([x, made], -1)
+        bottleneck, growth = ((p[str(i)][c], s[str(i)][c]) for c in ("convs1", "convs3"))
+        y_i = conv(
+            batch_norm(bottleneck[0]["bn"], bottleneck[1]["bn"], x), bottleneck[0]["conv"]["kernel"]
+        )
+        y_i = batch_norm(growth[0]["bn"], growth[1]["bn"], y_i)
+        y_i = conv(y_i, growth[0]["conv"]["kernel"], dilation=2)
+        x = np.concatenate([x, y_i], -1)
     chex.assert_trees_all_close(y, x, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("pooling_size", [None, (2, 3), (40, 40)])
-def test_the_segmentation_head_sums_branches_and_the_mean_around(pooling_size, float64):
-    layer = head(4, 3, bn, dilations=(1, 2), pooling_size=pooling_size)
+def test_aspp_matches_its_formula(pooling_size, float64):
+    layer = aspp(4, 3, bn, dilations=(1, 2), pooling_size=pooling_size)
     x = image(4, size=5)
-    y, p, s = lively(layer, x)
+    y, p, s = evaluate_randomized(layer, x)
     branches = [
-        convolved(x, p["map_convs"][str(i)]["kernel"], dilation=d) for i, d in enumerate((1, 1, 2))
+        conv(x, p["map_convs"][str(i)]["kernel"], dilation=d) for i, d in enumerate((1, 1, 2))
     ]
-    whole = normed(p["map_bn"], s["map_bn"], np.concatenate(branches, -1))
+    whole = batch_norm(p["map_bn"], s["map_bn"], np.concatenate(branches, -1))
     mean = np.broadcast_to(x.mean((1, 2), keepdims=True), x.shape)
     if pooling_size == (2, 3):
         inside = np.stack(
@@ -197,17 +199,19 @@ def test_the_segmentation_head_sums_branches_and_the_mean_around(pooling_size, f
             1,
         )
         mean = np.pad(inside, ((0, 0), (0, 1), (1, 1), (0, 0)), mode="edge")
-    pooled = convolved(mean, p["global_pooling_conv"]["kernel"])
-    pooled = normed(p["global_pooling_bn"], s["global_pooling_bn"], pooled)
-    total = convolved(whole, p["red_conv"]["kernel"])
-    total = total + convolved(pooled, p["pool_red_conv"]["kernel"])
-    chex.assert_trees_all_close(y, normed(p["red_bn"], s["red_bn"], total), rtol=1e-9, atol=1e-9)
+    pooled = conv(mean, p["global_pooling_conv"]["kernel"])
+    pooled = batch_norm(p["global_pooling_bn"], s["global_pooling_bn"], pooled)
+    total = conv(whole, p["red_conv"]["kernel"])
+    total = total + conv(pooled, p["pool_red_conv"]["kernel"])
+    chex.assert_trees_all_close(
+        y, batch_norm(p["red_bn"], s["red_bn"], total), rtol=1e-9, atol=1e-9
+    )
 
 
-def test_a_segmentation_network_labels_every_pixel():
+def test_deeplab_returns_logits_for_every_pixel():
     body = models.get("resnet18", num_classes=None, dilation=(1, 1, 2, 4))
     model = models.deeplab(body, 512, num_classes=5, hidden=8)
-    assert output(model).shape == (2, 64, 64, 5)
+    assert output_shapes(model).shape == (2, 64, 64, 5)
     assert set(shapes(model)[0]) == {"body", "head", "cls"}
 
 
@@ -220,14 +224,14 @@ def test_dropout_with_shared_axes_drops_whole_channels(shared_axes):
 
 
 @pytest.mark.parametrize("shared_axes", [(1, 4), (-5,)])
-def test_dropout_refuses_shared_axes_that_are_none(shared_axes):
+def test_dropout_rejects_axes_out_of_range(shared_axes):
     layer = layers.dropout(0.5, shared_axes=shared_axes)
     with pytest.raises(ValueError, match=r"not all axes of x \(2, 3, 3, 8\)"):
         layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
 
 
 @pytest.mark.parametrize(("kind", "convolutions"), [("7x7", 1), ("3x3", 3), ("small", 1)])
-def test_stems_have_a_norm_behind_each_convolution_but_the_last(kind, convolutions):
+def test_stem_has_a_norm_after_each_convolution_but_the_last(kind, convolutions):
     parts = input_stem(kind, 3, 8, bn, last_norm=False)
     assert sum(name.startswith("conv") for name in parts) == convolutions
     assert sum(name.startswith("bn") for name in parts) == convolutions - 1
@@ -235,7 +239,7 @@ def test_stems_have_a_norm_behind_each_convolution_but_the_last(kind, convolutio
     assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)
 
 
-def test_plain_batch_norm_is_its_formula_with_gammas_of_any_sign(float64):
+def test_batch_norm_matches_its_formula_for_gammas_of_any_sign(float64):
     x = image(3)
     gamma, beta = np.array([1.5, -0.7, 0.0]), np.array([0.1, 0.2, 0.3])
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
@@ -261,7 +265,7 @@ def test_plain_batch_norm_is_its_formula_with_gammas_of_any_sign(float64):
     chex.assert_trees_all_close(after["running_var"], 0.9 + 0.1 * var * n / (n - 1), rtol=1e-6)
 
 
-def test_plain_batch_norm_refuses_parameters_narrower_than_float32():
+def test_batch_norm_rejects_parameters_narrower_than_float32():
     layer = layers.batch_norm(3)
     params, state = initial(layer)
     params["gamma"] = params["gamma"].astype(jnp.float16)
@@ -269,7 +273,7 @@ def test_plain_batch_norm_refuses_parameters_narrower_than_float32():
         layer.apply(params, state, jnp.ones((4, 3)), train=True)
 
 
-def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
+def test_batch_norm_under_recompute_saves_one_array_per_block():
     blocks = {}
     for i in range(3):
         blocks[f"conv{i}"] = layers.conv(8, 8)
@@ -278,8 +282,8 @@ def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
     params, state = initial(net)
     x = jnp.ones((4, 6, 6, 8))
     f = fnet.recompute(lambda p, x: jnp.square(net.apply(p, state, x, train=True)[0]).sum())
-    kept = [r for r in fnet.memory.residuals(f, params, x) if not r.alias_of]
-    assert [r.layer for r in kept if r.shape == x.shape] == ["bn0", "bn1", "bn2"]
+    saved = [r for r in fnet.memory.residuals(f, params, x) if not r.alias_of]
+    assert [r.layer for r in saved if r.shape == x.shape] == ["bn0", "bn1", "bn2"]
 
 
 @pytest.mark.parametrize(
@@ -288,13 +292,13 @@ def test_under_recompute_plain_batch_norm_keeps_one_array_a_block():
         (lambda: models.resnext(18, num_classes=3), r"resnext: depth must be one of \[50, 101"),
         (lambda: models.densenet(100, num_classes=3), r"densenet: depth must be one of \[121"),
         (lambda: models.wider_resnet(50, num_classes=3), r"wider_resnet: depth must be one of"),
-        (lambda: models.wider_resnet(16, num_classes=3, dilated=True), "give a2=True"),
+        (lambda: models.wider_resnet(16, num_classes=3, dilated=True), "needs a2=True"),
         (lambda: models.resnet(18, num_classes=3, stem="5x5"), r"stem must be one of .* got '5x5'"),
         (lambda: models.resnet(18, num_classes=3, dilation=(1, 2)), r"4 numbers .* got \(1, 2\)"),
         (lambda: models.resnext(50, num_classes=3, groups=3), "groups must divide"),
         (lambda: models.resnext(50, num_classes=3, norm="sync"), "resnext: norm must be one of"),
     ],
 )
-def test_networks_that_cannot_be_are_refused(make, message):
+def test_rejects_invalid_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -6,7 +6,7 @@ import pytest
 from torch_cases import in_torch, keys_and_shapes
 
 from fnet import models
-from fnet.interop import torch_names
+from fnet.interop import torch_keys
 
 pytestmark = pytest.mark.slow
 
@@ -73,9 +73,9 @@ def test_a_network_is_recognised_by_its_names(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
     of_reference = keys_and_shapes(name.split()[0], **options)
     known = name.split()[0].removesuffix("_a2")
-    assert torch_names.recognise(of_reference) == known
+    assert torch_keys.recognise(of_reference) == known
     in_parts = [f"body.{key}" for key in of_reference]
-    assert torch_names.recognise(in_parts) == f"deeplab on {known}"
+    assert torch_keys.recognise(in_parts) == f"deeplab on {known}"
     if name in TORCHVISION:
-        assert torch_names.recognise(keys_and_shapes(name, "torchvision")) == name
-    assert torch_names.recognise([key for key in of_reference if "mod3" not in key]) is None
+        assert torch_keys.recognise(keys_and_shapes(name, "torchvision")) == name
+    assert torch_keys.recognise([key for key in of_reference if "mod3" not in key]) is None

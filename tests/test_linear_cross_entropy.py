@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from vocabulary_cases import (
+from linear_cross_entropy_cases import (
     ALL_OPTIONS,
     D,
     V,
