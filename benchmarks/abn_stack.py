@@ -72,7 +72,7 @@ def reversible_stack(
 
 def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) -> tuple[Loss, Any]:
     """With flax linen; as `plain_stack`, but for params, which are flax's own tree."""
-    act = activations.find(activation).forward
+    act = activations.get(activation).forward
 
     class Stack(nn.Module):
         @nn.compact
@@ -125,7 +125,7 @@ def _of_layer(
 
 
 def _plain_block(activation: str) -> Block:
-    act = activations.find(activation).forward
+    act = activations.get(activation).forward
 
     def block(p: dict[str, Array], x: Array) -> Array:
         x = convolution(x, p["kernel"])

@@ -1,13 +1,16 @@
-"""Activations by name: their parameters, and those that are added to the table."""
+"""Activations by name: formulas, default parameters, and activations added by a user."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from layer_cases import initial
 
-from fnet import layers
+from fnet import layers, models
+from fnet.interop import linen as fnet_linen
+from fnet.interop import nnx as fnet_nnx
 from fnet.layers.activations import ACTIVATIONS, Activation
 
 X = jnp.linspace(-3, 3, 12).reshape(3, 4)
@@ -19,7 +22,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_without_a_parameter_an_activation_has_its_own(name):
+def test_activation_and_mlp_use_the_default_parameter(name):
     expected = DEFAULTS[name](X)
     chex.assert_trees_all_close(layers.activation(name).apply({}, {}, X, train=True)[0], expected)
     eye = {"kernel": jnp.eye(4), "bias": jnp.zeros(4)}
@@ -28,8 +31,40 @@ def test_without_a_parameter_an_activation_has_its_own(name):
     chex.assert_trees_all_close(y, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("norm", [layers.abn, layers.batch_norm])
+def test_norm_layers_use_the_default_parameter(norm, name):
+    params, state = initial(norm(4))
+    z, _ = norm(4, activation="identity").apply(params, state, X, train=True)
+    y, _ = norm(4, activation=name).apply(params, state, X, train=True)
+    chex.assert_trees_all_close(y, DEFAULTS[name](z), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_flax_modules_use_the_default_parameter(name):
+    def outputs(activation):
+        linen = fnet_linen.InPlaceABN(use_running_average=False, activation=activation)
+        variables = linen.init(jax.random.key(0), X)
+        y, _ = linen.apply(variables, X, mutable=["batch_stats"])
+        module = fnet_nnx.InPlaceABN(4, activation=activation, rngs=nnx.Rngs(0))
+        return y, module(X, use_running_average=False)
+
+    expected = jax.tree.map(DEFAULTS[name], outputs("identity"))
+    chex.assert_trees_all_close(outputs(name), expected, rtol=1e-6)
+
+
+def test_networks_use_the_default_parameter():
+    def network(**options):
+        net = models.get("preact_resnet", num_classes=2, widths=(4,), blocks_per_stage=1, **options)
+        params, state = jax.jit(net.init)(jax.random.key(0))
+        return net.apply(params, state, jnp.ones((2, 4, 4, 3)), train=False)[0]
+
+    expected = network(activation="elu", activation_param=1.0)
+    chex.assert_trees_all_equal(network(activation="elu"), expected)
+
+
 @pytest.mark.parametrize("gated", [True, False])
-def test_the_alpha_of_a_feed_forward_is_1(gated):
+def test_feed_forward_uses_alpha_1(gated):
     layer = layers.feed_forward(4, 4, activation="elu", gated=gated)
     up = jnp.concatenate([jnp.eye(4)] * (1 + gated), axis=1)
     params = {"expand": {"kernel": up}, "contract": {"kernel": jnp.eye(4)}}
@@ -38,21 +73,21 @@ def test_the_alpha_of_a_feed_forward_is_1(gated):
 
 
 @pytest.mark.parametrize("parameter", ["slope", "beta"])
-def test_an_added_activation_without_an_inverse_takes_any_parameter(parameter, monkeypatch):
+def test_a_custom_activation_without_inverse_takes_any_parameter(parameter, monkeypatch):
     swish = Activation(lambda z, beta: z * jax.nn.sigmoid(beta * z), parameter=parameter)
     monkeypatch.setitem(ACTIVATIONS, "swish", swish)
     layer = layers.abn(4, activation="swish", activation_param=-1.5)
     params, state = initial(layer)
     y, _ = layer.apply(params, state, X, train=True)
-    plain = layers.abn(4, activation="identity")
-    z, _ = plain.apply(params, state, X, train=True)
+    identity = layers.abn(4, activation="identity")
+    z, _ = identity.apply(params, state, X, train=True)
     chex.assert_trees_all_close(y, z * jax.nn.sigmoid(-1.5 * z), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("parameter", "instead"), [("slope", "relu"), ("alpha", "silu"), ("beta", "silu")]
 )
-def test_an_added_activation_is_inverted_with_a_parameter_above_0_alone(
+def test_a_custom_activation_with_inverse_needs_a_positive_parameter(
     parameter, instead, monkeypatch
 ):
     scaled = Activation(lambda z, b: b * z, lambda y, b: (y / b, jnp.full_like(y, b)), parameter)
@@ -76,7 +111,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_an_activation_is_its_formula(name):
+def test_activations_match_their_formulas(name):
     z = np.linspace(-3, 3, 24, dtype=np.float32)
     y, _ = layers.activation(name, 0.3).apply({}, {}, jnp.asarray(z), train=True)
     chex.assert_trees_all_close(y, FORMULAS[name](z).astype(np.float32), rtol=1e-5, atol=1e-6)

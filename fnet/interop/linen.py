@@ -56,7 +56,8 @@ class InPlaceABN(nn.Module):
         in ``init`` and with running statistics, where the axes need not exist.
       activation: ``identity``, ``leaky_relu``, ``elu`` or ``softplus`` in place;
         or ``relu``, ``gelu``, ``silu``, ``tanh``, ``sigmoid``; see `fnet.abn`.
-      activation_param: slope of ``leaky_relu``, alpha of ``elu``; > 0.
+      activation_param: slope of ``leaky_relu``, 0.01 by default, or alpha of ``elu``,
+        1 by default; > 0.
 
     Raises:
       ValueError: at construction, for an activation that is unknown or cannot be
@@ -78,7 +79,7 @@ class InPlaceABN(nn.Module):
     scale_init: Initializer = nn.initializers.ones
     axis_name: AxisName = None
     activation: str = "leaky_relu"
-    activation_param: float = 0.01
+    activation_param: float | None = None
 
     def __post_init__(self) -> None:
         activations.check_parameter("InPlaceABN", self.activation, self.activation_param)

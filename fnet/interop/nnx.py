@@ -56,7 +56,8 @@ class InPlaceABN(nnx.Module):
         with running statistics, where the axes need not exist.
       activation: ``identity``, ``leaky_relu``, ``elu`` or ``softplus`` in place;
         or ``relu``, ``gelu``, ``silu``, ``tanh``, ``sigmoid``; see `fnet.abn`.
-      activation_param: slope of ``leaky_relu``, alpha of ``elu``; > 0.
+      activation_param: slope of ``leaky_relu``, 0.01 by default, or alpha of ``elu``,
+        1 by default; > 0.
       rngs: random keys, of which ``params`` is used.
       bias_metadata: metadata of the variable ``bias``, such as its sharding.
       scale_metadata: likewise of ``scale``.
@@ -85,12 +86,12 @@ class InPlaceABN(nnx.Module):
         scale_init: Initializer = nnx.initializers.ones,
         axis_name: AxisName = None,
         activation: str = "leaky_relu",
-        activation_param: float = 0.01,
+        activation_param: float | None = None,
         rngs: nnx.Rngs,
         bias_metadata: Mapping[str, Any] = MappingProxyType({}),
         scale_metadata: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        activations.check_parameter("InPlaceABN", activation, activation_param)
+        param = activations.check_parameter("InPlaceABN", activation, activation_param)
         shape = (num_features,)
         self.mean = nnx.BatchStat(jnp.zeros(shape, jnp.float32))
         self.var = nnx.BatchStat(jnp.ones(shape, jnp.float32))
@@ -109,7 +110,7 @@ class InPlaceABN(nnx.Module):
         self.dtype = dtype
         self.axis_name = axis_name
         self.activation = activation
-        self.activation_param = activation_param
+        self.activation_param = param
 
     def __call__(
         self,

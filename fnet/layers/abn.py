@@ -33,7 +33,7 @@ def abn(
     *,
     train: bool,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     eps: float = 1e-5,
     decay: ArrayLike | None = 0.9,
     axis: int = -1,
@@ -113,7 +113,7 @@ def abn(
         ``beta``, an empty batch, one sample a channel in training, an unknown
         activation, or a slope or alpha that cannot be inverted.
     """
-    activations.check_parameter("abn", activation, activation_param)
+    activation_param = activations.check_parameter("abn", activation, activation_param)
     _check_arrays(x, axis, mask, gamma=gamma, beta=beta)
     _check_arrays(x, axis, mask, running_mean=running_mean, running_var=running_var)
     axis %= x.ndim
@@ -126,7 +126,7 @@ def abn(
             "decay=1 - 1 / count, or use layers.abn(decay=None), which keeps the count"
         )
 
-    act = activations.find(activation)
+    act = activations.get(activation)
     # With running statistics nothing is summed over devices, and the axes need not exist.
     axes = None if frozen else axis_name
     spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
@@ -150,7 +150,7 @@ def abn_layer(
     channels: int,
     *,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     eps: float = 1e-5,
     decay: float | None = 0.9,
     affine: bool = True,
@@ -178,7 +178,7 @@ def abn_layer(
       TypeError: when applied, as `fnet.abn`.
     """
     check_sizes("abn", channels=channels)
-    activations.check_parameter("abn", activation, activation_param)
+    activation_param = activations.check_parameter("abn", activation, activation_param)
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -333,7 +333,7 @@ def _normalize_fwd(
         mean, var = statistics
     inv = jax.lax.rsqrt(var + spec.eps)
     z = (w - spec.spread(mean, w)) * spec.spread(inv * g, w) + spec.spread(beta, w)
-    y = activations.find(spec.activation).forward(z, spec.param).astype(x.dtype)
+    y = activations.get(spec.activation).forward(z, spec.param).astype(x.dtype)
     y, inv = keep(_real_rows(mask, y)), keep(inv)
     return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
 
@@ -342,15 +342,15 @@ def _normalize_bwd(
     spec: _Spec, residuals: tuple[Any, ...], cotangents: tuple[Array, ...]
 ) -> tuple[Any, ...]:
     y, inv, g, beta, mask, n = residuals
-    activation = activations.find(spec.activation)
+    activation = activations.get(spec.activation)
     inverse = activation.inverse
     assert inverse is not None
     # Not before its turn: what follows from y alone is as large as y.
     y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
     z, slope = inverse(widened(y), spec.param)
-    if activation.least is not None and y.dtype.itemsize < 4:
+    if activation.min_output is not None and y.dtype.itemsize < 4:
         # As far as y tells it in its own dtype, not where it would have saturated in a wider one.
-        least = jnp.asarray(activation.least(spec.param, y.dtype), z.dtype)
+        least = jnp.asarray(activation.min_output(spec.param, y.dtype), z.dtype)
         z = jnp.maximum(z, inverse(least, spec.param)[0])
     dz = _real_rows(mask, widened(dy) * slope)
     xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))

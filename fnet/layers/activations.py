@@ -1,4 +1,4 @@
-"""Activation functions by name, and the inverses of those that have a stable one."""
+"""Activation functions by name, with stable inverses for those that have one."""
 
 import functools
 from collections.abc import Callable
@@ -13,38 +13,40 @@ from fnet.layer import Layer, stateless
 
 
 class Activation(NamedTuple):
-    """An activation, elementwise, with an optional parameter.
+    """An elementwise activation with an optional parameter.
 
     Attributes:
       forward: ``(z, param) -> y``.
-      inverse: ``(y, param) -> (z, dy/dz)``, both from the output alone, or None
-        where no stable inverse exists.
-      parameter: what the parameter is called, or None where there is none; an
-        inverse exists only where the parameter is positive.
-      least: ``(param, dtype) -> y``: the least output of that dtype that tells z; None where
-        there is no such floor.
+      inverse: ``(y, param) -> (z, dy/dz)``, both computed from the output alone. None if
+        there is no stable inverse.
+      parameter: Name of the parameter, or None if there is none. The inverse exists only
+        for a positive parameter.
+      default: Value of the parameter if the user gives none.
+      min_output: ``(param, dtype) -> y``, the smallest output in that dtype that still
+        determines z. None if every output does.
     """
 
     forward: Callable[[Array, float], Array]
     inverse: Callable[[Array, float], tuple[Array, Array]] | None = None
     parameter: str | None = None
-    least: Callable[[float, Any], float] | None = None
+    default: float = 1.0
+    min_output: Callable[[float, Any], float] | None = None
 
 
 def _invert_leaky_relu(y: Array, slope: float) -> tuple[Array, Array]:
-    # By its sign bit, not by y < 0: a small negative z may have underflowed to -0.0.
+    # The sign bit, not y < 0: a small negative z may have underflowed to -0.0.
     negative = jnp.signbit(y)
     return jnp.where(negative, y / slope, y), jnp.where(negative, slope, 1.0).astype(y.dtype)
 
 
 def _invert_elu(y: Array, alpha: float) -> tuple[Array, Array]:
-    # A saturated output rounds to -alpha, whose logarithm is infinite: stop one
-    # rounding step before. There dy/dz is 0; a norm's gradient still reads z.
-    below = jnp.maximum(jnp.minimum(y, 0) / alpha, _least_elu(1, y.dtype))
+    # A saturated output rounds to -alpha, whose logarithm is infinite. Stop one rounding
+    # step above it. There dy/dz is 0, but the gradient of a norm still reads z.
+    below = jnp.maximum(jnp.minimum(y, 0) / alpha, _min_elu(1, y.dtype))
     return jnp.where(y > 0, y, jnp.log1p(below)), jnp.where(y > 0, 1.0, y + alpha).astype(y.dtype)
 
 
-def _least_elu(alpha: float, dtype: Any) -> float:
+def _min_elu(alpha: float, dtype: Any) -> float:
     return -alpha * (1 - float(jnp.finfo(dtype).epsneg))
 
 
@@ -56,12 +58,12 @@ def _invert_softplus(y: Array, _: float) -> tuple[Array, Array]:
 
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(lambda z, _: z, lambda y, _: (y, jnp.ones_like(y))),
-    "leaky_relu": Activation(jax.nn.leaky_relu, _invert_leaky_relu, "slope"),
-    "elu": Activation(jax.nn.elu, _invert_elu, "alpha", _least_elu),
+    "leaky_relu": Activation(jax.nn.leaky_relu, _invert_leaky_relu, "slope", 0.01),
+    "elu": Activation(jax.nn.elu, _invert_elu, "alpha", 1.0, _min_elu),
     "softplus": Activation(
         lambda z, _: jax.nn.softplus(z),
         _invert_softplus,
-        least=lambda _, dtype: float(jnp.finfo(dtype).smallest_subnormal),
+        min_output=lambda _, dtype: float(jnp.finfo(dtype).smallest_subnormal),
     ),
     "relu": Activation(lambda z, _: jax.nn.relu(z)),
     "gelu": Activation(lambda z, _: jax.nn.gelu(z)),
@@ -69,66 +71,100 @@ ACTIVATIONS: dict[str, Activation] = {
     "tanh": Activation(lambda z, _: jnp.tanh(z)),
     "sigmoid": Activation(lambda z, _: jax.nn.sigmoid(z)),
 }
+"""The activations that layers know by name."""
 
 
-def find(name: str) -> Activation:
-    """The activation of that name.
+def get(name: str) -> Activation:
+    """Look up an activation.
+
+    Args:
+      name: a key of `ACTIVATIONS`.
+
+    Returns:
+      An `Activation`.
 
     Raises:
-      ValueError: if there is none; the message lists those there are.
+      ValueError: if the name is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.layers import activations
+      >>> elu = activations.get("elu")
+      >>> z, slope = elu.inverse(elu.forward(jnp.array([-1.0, 2.0]), 1.0), 1.0)
+      >>> [round(float(a), 4) for a in z], [round(float(a), 4) for a in slope]
+      ([-1.0, 2.0], [0.3679, 1.0])
     """
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: expected one of {sorted(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]
 
 
-def invertible(name: str, param: float) -> bool:
-    """Whether the activation of that name has an inverse with that parameter."""
-    act = find(name)
-    return act.inverse is not None and (act.parameter is None or param > 0)
+def parameter_of(name: str, param: float | None) -> float:
+    """Return ``param``, or the default of the activation if ``param`` is None.
 
-
-def check_parameter(where: str, name: str, param: float) -> None:
-    """Refuses a parameter with which the activation of that name has no inverse.
-
-    Raises:
-      ValueError: if ``name`` is unknown, or has an inverse and a parameter that is not > 0.
-    """
-    act = find(name)
-    if act.inverse and not invertible(name, param):
-        instead = "relu" if act.parameter == "slope" else "silu"
-        raise ValueError(
-            f"{where}: {act.parameter} must be > 0 to be inverted, got {param}; "
-            f'use activation="{instead}", which recomputes instead'
-        )
-
-
-def default(name: str) -> float:
-    """The parameter where none is given: 1 for an alpha, 0.01 for a slope.
-
-    Raises:
-      ValueError: if ``name`` is unknown.
-    """
-    return 1.0 if find(name).parameter == "alpha" else 0.01
-
-
-def activation(name: str, param: float | None = None) -> Layer:
-    """A layer that applies an activation elementwise: no params, no state.
+    The default is 0.01 for the slope of ``leaky_relu`` and 1 for the alpha of ``elu``.
+    Activations without a parameter ignore it.
 
     Args:
-      name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
-        ``gelu`` (tanh form), ``silu``, ``tanh`` or ``sigmoid``.
-      param: slope of ``leaky_relu``, 0.01 by default; alpha of ``elu``, 1 by default;
-        otherwise unused.
+      name: a key of `ACTIVATIONS`.
+      param: the value given by the user, or None.
 
     Returns:
-      A layer, ``x`` [...], floating -> [...], in the input's dtype.
+      The value to pass to ``forward`` and ``inverse``.
 
     Raises:
       ValueError: if the name is unknown.
     """
-    act = find(name)
-    param = default(name) if param is None else param
+    return get(name).default if param is None else param
+
+
+def invertible(name: str, param: float) -> bool:
+    """Whether the activation has an inverse for this parameter."""
+    act = get(name)
+    return act.inverse is not None and (act.parameter is None or param > 0)
+
+
+def check_parameter(where: str, name: str, param: float | None) -> float:
+    """Return `parameter_of` the activation, if its inverse exists for this parameter.
+
+    Raises:
+      ValueError: if the name is unknown, or the activation has an inverse but not for
+        this parameter.
+    """
+    act, param = get(name), parameter_of(name, param)
+    if act.inverse and not invertible(name, param):
+        instead = "relu" if act.parameter == "slope" else "silu"
+        raise ValueError(
+            f"{where}: {act.parameter} must be > 0 to be inverted, got {param}; "
+            f'use activation="{instead}", which needs no inverse'
+        )
+    return param
+
+
+def activation(name: str, param: float | None = None) -> Layer:
+    """Apply an activation elementwise.
+
+    Args:
+      name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
+        ``gelu`` (tanh approximation), ``silu``, ``tanh`` or ``sigmoid``.
+      param: slope of ``leaky_relu`` (0.01 by default) or alpha of ``elu`` (1 by default).
+        Other activations ignore it.
+
+    Returns:
+      A layer without params or state. It maps x [...], floating, to [...] in the dtype of x.
+
+    Raises:
+      ValueError: if the name is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> relu = layers.activation("relu")
+      >>> y, _ = relu.apply({}, {}, jnp.array([-1.0, 2.0]), train=False)
+      >>> y.tolist()
+      [0.0, 2.0]
+    """
+    act, param = get(name), parameter_of(name, param)
     if invertible(name, param):
         return stateless(lambda x: in_place(x, name, param))
     return stateless(lambda x: act.forward(x, param))
@@ -136,12 +172,12 @@ def activation(name: str, param: float | None = None) -> Layer:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def in_place(z: Array, name: str, param: float) -> Array:
-    """An activation that has an inverse; its derivative is taken from its output.
+    """Apply an invertible activation whose derivative is computed from its output.
 
-    Where the next layer keeps the output anyway, nothing is kept for this one
-    (under `fnet.recompute`, which keeps the output and no derivative).
+    If the next layer saves the output anyway, this saves nothing of its own. Under
+    `fnet.recompute` the output is saved.
     """
-    return keep(find(name).forward(z, param))
+    return keep(get(name).forward(z, param))
 
 
 @in_place.defjvp
@@ -149,6 +185,6 @@ def _in_place_jvp(
     name: str, param: float, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     y = in_place(primals[0], name, param)
-    inverse = find(name).inverse
+    inverse = get(name).inverse
     assert inverse is not None
     return y, tangents[0] * inverse(y, param)[1]

@@ -70,7 +70,7 @@ def batch_norm_layer(
     channels: int,
     *,
     activation: str = "identity",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     eps: float = 1e-5,
     decay: float = 0.9,
     axis_name: AxisName = None,
@@ -93,7 +93,8 @@ def batch_norm_layer(
       TypeError: when applied, as `batch_norm`.
     """
     check_sizes("batch_norm", channels=channels)
-    act = activations.find(activation)
+    act = activations.get(activation)
+    param = activations.parameter_of(activation, activation_param)
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -115,6 +116,6 @@ def batch_norm_layer(
             axis_name=axis_name,
         )
         # Not in place: the normalised x is kept already.
-        return act.forward(y, activation_param), {"running_mean": mean, "running_var": var}
+        return act.forward(y, param), {"running_mean": mean, "running_var": var}
 
     return Layer(init, apply)

@@ -44,7 +44,7 @@ def feed_forward(
         not in [0, 1); when applied in training with dropout and without a key.
     """
     check_sizes("feed_forward", width=width, hidden=hidden)
-    act, param = activations.find(activation).forward, activations.default(activation)
+    act, param = activations.get(activation).forward, activations.parameter_of(activation, None)
     children = {
         "expand": dense(width, hidden * (2 if gated else 1), bias=bias),
         "contract": dense(hidden, width, bias=bias),

@@ -14,7 +14,9 @@ NormActivation = Callable[..., Layer]
 """``(channels, *, activation, activation_param) -> Layer``: a norm followed by an activation."""
 
 
-def group_norm_activation(channels: int, *, activation: str, activation_param: float) -> Layer:
+def group_norm_activation(
+    channels: int, *, activation: str, activation_param: float | None
+) -> Layer:
     """Group norm (Wu, He 2018) with gcd(32, channels) groups, followed by the activation."""
     return serial(
         norm=layers.group_norm(channels, math.gcd(32, channels)),
@@ -31,7 +33,7 @@ NORMS: dict[str, NormActivation] = {
 
 
 def resolve_norm(
-    network: str, norm: str | NormActivation, activation: str, activation_param: float
+    network: str, norm: str | NormActivation, activation: str, activation_param: float | None
 ) -> NormActivation:
     """Look up a norm by name and set its default activation.
 
@@ -42,7 +44,8 @@ def resolve_norm(
         statistics are per example. Or a callable ``(channels, *, activation,
         activation_param) -> Layer``.
       activation: default activation after the norm.
-      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1).
 
     Returns:
       ``(channels) -> Layer``. Pass ``activation="identity"`` for the norm alone.

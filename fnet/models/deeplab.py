@@ -18,7 +18,7 @@ def deeplab(
     *,
     num_classes: int,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     norm: str | NormActivation = "abn",
     hidden: int = 256,
     dilations: Sequence[int] = (12, 24, 36),

@@ -26,7 +26,7 @@ def densenet(
     num_classes: int | None,
     in_channels: int = 3,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     norm: str | NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),

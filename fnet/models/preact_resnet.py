@@ -17,7 +17,7 @@ def preact_resnet(
     first_stride: int = 1,
     norm: str | NormActivation = "abn",
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
 ) -> Layer:
     """Pre-activation ResNet for small images, with in-place activated batch norm.
 
@@ -36,7 +36,8 @@ def preact_resnet(
         its width.
       norm: as for `fnet.models.resnet`.
       activation: activation after each norm; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1).
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes].

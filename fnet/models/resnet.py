@@ -23,7 +23,7 @@ def resnet(
     num_classes: int | None,
     in_channels: int = 3,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     norm: str | NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
@@ -39,7 +39,8 @@ def resnet(
       num_classes: number of logits. None returns the features of the four stages instead.
       in_channels: image channels.
       activation: activation after each sum and after each norm but a block's last.
-      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1).
       norm: ``"abn"``: in-place activated batch norm (`fnet.abn`). ``"batch"``: plain batch norm.
         ``"group"``: group norm with at most 32 groups. Or a callable ``(channels, *, activation,
         activation_param) -> Layer``.

@@ -15,7 +15,7 @@ def resnet9(
     widths: tuple[int, int, int] = (128, 256, 512),
     norm: str | NormActivation = "abn",
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
 ) -> Layer:
     """ResNet-9: eight convolutions and a classifier, with in-place activated batch norm.
 
@@ -35,7 +35,8 @@ def resnet9(
       widths: channels per stage.
       norm: as for `fnet.models.resnet`.
       activation: activation after each norm; see `fnet.abn`.
-      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1).
 
     Returns:
       A layer on NHWC images of at least 9 x 9: [N, H, W, in_channels] -> [N, num_classes].

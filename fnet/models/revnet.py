@@ -15,7 +15,7 @@ def revnet(
     blocks: Sequence[int] = (2, 2, 3, 2),
     bottleneck: bool = True,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     small_images: bool = False,
     restore: bool = True,
 ) -> Layer:
@@ -35,7 +35,8 @@ def revnet(
       bottleneck: True: 1x1, 3x3 and 1x1 convolutions with half the channels in between.
         False: two 3x3 convolutions.
       activation: activation after each norm.
-      activation_param: negative slope of ``leaky_relu`` or alpha of ``elu``.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1).
       small_images: True: the stem is a 3x3 convolution with stride 1, for images of
         about 32 x 32. False: a 7x7 convolution with stride 2 and 2x2 average pooling.
       restore: as for `fnet.reversible`.

@@ -28,7 +28,7 @@ def wider_resnet(
     num_classes: int | None,
     in_channels: int = 3,
     activation: str = "leaky_relu",
-    activation_param: float = 0.01,
+    activation_param: float | None = None,
     norm: str | NormActivation = "abn",
     a2: bool = False,
     dilated: bool = False,

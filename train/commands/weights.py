@@ -12,6 +12,7 @@ from rich.table import Table
 import fnet
 from fnet import TrainState
 from fnet.interop import torch as interop
+from fnet.layers import activations
 from train.arguments import ExportArguments
 from train.commands import weight_files
 from train.config import Config, Denoiser, LanguageModel
@@ -150,6 +151,10 @@ def _check_network(config: Config) -> None:
 def _described(config: Config) -> dict[str, str]:
     """The network and its options, as text."""
     model = options(config.model)
+    if "activation_param" in model:
+        param = model.pop("activation_param")
+        if activations.get(model["activation"]).parameter:
+            model["activation_param"] = activations.parameter_of(model["activation"], param)
     form = f"{model.pop('depth', '')}{'_a2' if model.pop('a2', False) else ''}"
     return {"network": f"{config.model.name}{form}"} | {k: str(v) for k, v in model.items()}
 

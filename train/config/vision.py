@@ -36,8 +36,8 @@ class PreactResNet(Section):
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
@@ -58,8 +58,8 @@ class ResNet9(Section):
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
         """The network for images [H, W, C]."""
@@ -76,8 +76,8 @@ class ResNet(Section):
     """Layers."""
     activation: Activation = "leaky_relu"
     """After every norm but a block's last, and after every sum."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     stem: Stem = "7x7"
@@ -100,8 +100,8 @@ class ResNeXt(Section):
     """Layers."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     stem: Stem = "7x7"
@@ -126,8 +126,8 @@ class WiderResNet(Section):
     """Layers."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     a2: bool = False
@@ -152,8 +152,8 @@ class DenseNet(Section):
     """Layers."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     stem: Stem = "7x7"
@@ -184,8 +184,8 @@ class RevNet(Section):
     """Whether a block is three convolutions, narrow between, or two of full width."""
     activation: Activation = "leaky_relu"
     """Activation in every in-place activated batch norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     small_images: bool = True
     """Whether the stem keeps the image's size; if not, it quarters height and width."""
 
@@ -239,8 +239,8 @@ class DeepLab(Section):
     """The network that makes the features, an eighth of the image's size."""
     activation: Activation = "leaky_relu"
     """After every norm."""
-    activation_param: float = 0.01
-    """Slope of leaky_relu or alpha of elu, above 0; others have none."""
+    activation_param: float | None = None
+    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
     norm: Norm = "abn"
     """In place; plain batch norm; or group norm, by which no example depends on another."""
     stem: Literal["7x7", "3x3"] = "7x7"
