@@ -1,4 +1,8 @@
-"""fnet trains bigger networks in the same memory, as pure functions over JAX."""
+"""fnet trains bigger networks in the same memory, as pure functions over JAX.
+
+The names in ``__all__`` are what most users need. Everything else stays importable from its
+module, such as ``fnet.step.plan_step`` or ``fnet.layers.group_norm``.
+"""
 
 from fnet import autodiff, diffusion, interop, layers, losses, memory, models, optim
 from fnet.autodiff import (
@@ -11,27 +15,29 @@ from fnet.autodiff import (
     vjps,
 )
 from fnet.backward_pass import params_first, recompute
-from fnet.generate import generate, sample_token, stream
-from fnet.layer import Decode, Layer, repeat, residual, serial
+from fnet.generate import generate
+from fnet.generate import sample_token as sample_token
+from fnet.generate import stream as stream
+from fnet.layer import Decode as Decode
+from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
 from fnet.layers.attention_context import apply_context, update_context
-from fnet.layers.dot_product_attention import dot_product_attention
-from fnet.layers.group_norm import group_norm
-from fnet.layers.mamba import selective_scan
-from fnet.layers.mamba2 import state_space_dual
+from fnet.layers.dot_product_attention import dot_product_attention as dot_product_attention
+from fnet.layers.group_norm import group_norm as group_norm
+from fnet.layers.mamba import selective_scan as selective_scan
+from fnet.layers.mamba2 import state_space_dual as state_space_dual
 from fnet.layers.norm import layer_norm, rms_norm
-from fnet.layers.recurrence import linear_recurrence
+from fnet.layers.recurrence import linear_recurrence as linear_recurrence
 from fnet.layers.reversible import reversible
 from fnet.losses import linear_cross_entropy
-from fnet.planning import plan_step, variant
 from fnet.state import TrainState
 from fnet.step import compile_step, make_step
+from fnet.step import plan_step as plan_step
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Aux",
-    "Decode",
     "Layer",
     "TrainState",
     "abn",
@@ -41,16 +47,13 @@ __all__ = [
     "clipped_grad",
     "compile_step",
     "diffusion",
-    "dot_product_attention",
     "generate",
-    "group_norm",
     "interop",
     "jacobian",
     "jvps",
     "layer_norm",
     "layers",
     "linear_cross_entropy",
-    "linear_recurrence",
     "losses",
     "make_step",
     "memory",
@@ -58,18 +61,12 @@ __all__ = [
     "optim",
     "params_first",
     "per_example_grad",
-    "plan_step",
     "recompute",
     "repeat",
     "residual",
     "reversible",
     "rms_norm",
-    "sample_token",
-    "selective_scan",
     "serial",
-    "state_space_dual",
-    "stream",
     "update_context",
-    "variant",
     "vjps",
 ]

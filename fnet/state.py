@@ -1,6 +1,6 @@
-"""Everything a training run carries from step to step."""
+"""Train state: everything a training run carries from step to step."""
 
-from typing import Any
+from typing import Any, overload
 
 import flax.struct
 import jax
@@ -13,16 +13,16 @@ from fnet.layer import Layer
 
 @flax.struct.dataclass
 class TrainState:
-    """The donated argument of a train step. No buffer stands in it twice.
+    """The donated argument of a train step. No buffer occurs in it twice.
 
     Attributes:
-      step: steps taken, int32 [].
-      params: trained arrays.
-      model_state: arrays that the forward pass renews (running statistics).
-      opt_state: the optimizer's.
-      ema: exponential moving average of ``params`` for evaluation, or None.
-      key: typed key []; the randomness of step i is ``fold_in(key, i)``, so that
-        it is the same after a resume.
+      step: Number of steps taken, int32 [].
+      params: Trained arrays.
+      model_state: Arrays that the forward pass updates (running statistics).
+      opt_state: State of the optimizer.
+      ema: Exponential moving average of ``params`` for evaluation, or None.
+      key: Typed random key []. The randomness of step i is ``fold_in(key, i)``, so it is the
+        same after a resume.
     """
 
     step: Array
@@ -32,47 +32,104 @@ class TrainState:
     ema: Any
     key: Array
 
+    @overload
     @classmethod
     def create(
         cls, model: Layer, optimizer: optax.GradientTransformation, key: Array, *, ema: bool = False
-    ) -> "TrainState":
-        """A fresh state; ``key`` (typed, []) seeds both the initial values and all later steps.
+    ) -> "TrainState": ...
 
-        It holds the very arrays that ``model.init`` gives, and a step deletes those of the state
-        it is given: an ``init`` that gives arrays from elsewhere should copy them.
+    @overload
+    @classmethod
+    def create(
+        cls,
+        *,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        key: Array,
+        model_state: Any = None,
+        ema: bool = False,
+    ) -> "TrainState": ...
+
+    @classmethod
+    def create(
+        cls,
+        model: Layer | None = None,
+        optimizer: optax.GradientTransformation | None = None,
+        key: Array | None = None,
+        *,
+        params: Any = None,
+        model_state: Any = None,
+        ema: bool = False,
+    ) -> "TrainState":
+        """Create a fresh state, from a `fnet.Layer` or from the parameters of any library.
+
+        The state holds the very arrays given as ``params`` and ``model_state``, or returned by
+        ``model.init``. A step donates them, so pass copies of arrays you still need.
+
+        Args:
+          model: A layer whose ``init`` makes parameters and model state.
+          optimizer: An optax gradient transformation.
+          key: Typed random key []; seeds ``model.init`` and the randomness of all steps.
+          params: Tree of parameters, in place of ``model``.
+          model_state: Tree of arrays that the forward pass updates (batch statistics), if any.
+          ema: Whether to keep a moving average of the parameters.
+
+        Returns:
+          The state at step 0.
+
+        Raises:
+          TypeError: If not exactly one of ``model`` and ``params`` is given, ``model_state`` comes
+            with a model, or ``optimizer`` or ``key`` is missing.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, fnet
+          >>> params = {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}
+          >>> state = fnet.TrainState.create(
+          ...     params=params, optimizer=optax.adam(1e-3), key=jax.random.key(0)
+          ... )
+          >>> int(state.step), jax.tree.map(jnp.shape, state.params)
+          (0, {'bias': (2,), 'kernel': (3, 2)})
         """
+        if (model is None) == (params is None):
+            raise TypeError("TrainState.create: give either a model or params.")
+        if optimizer is None or key is None:
+            missing = "optimizer" if optimizer is None else "key"
+            raise TypeError(f"TrainState.create: {missing} is missing.")
         init_key, key = jax.random.split(key)
-        params, model_state = model.init(init_key)
+        if model is not None:
+            if model_state is not None:
+                raise TypeError("TrainState.create: model_state comes with params, not a model.")
+            params, model_state = model.init(init_key)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            model_state=model_state,
+            model_state={} if model_state is None else model_state,
             opt_state=optimizer.init(params),
             ema=params if ema else None,
             key=key,
         )
-        return _each_once(state)
+        return _without_shared_buffers(state)
 
     @property
     def evaluation_params(self) -> Any:
-        """The averaged parameters where they are kept, else the parameters."""
+        """Parameters to evaluate: the moving average if there is one, else ``params``."""
         return self.params if self.ema is None else self.ema
 
 
-def _each_once(state: TrainState) -> TrainState:
-    """The state as arrays, with copies where one stands again, which could not be donated.
+def _without_shared_buffers(state: TrainState) -> TrainState:
+    """Return the state as arrays, copying every buffer that occurs a second time.
 
-    An average begins as the parameters; some optimizers keep the first parameters. Some
-    parameters begin as a plain number.
+    A buffer can be donated once only. The average starts as the parameters, some optimizers keep
+    the initial parameters, and some parameters start as plain numbers.
     """
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, Array):
             return jnp.array(leaf)
-        again = id(leaf) in seen
+        shared = id(leaf) in seen
         seen.add(id(leaf))
-        return jnp.copy(leaf) if again else leaf
+        return jnp.copy(leaf) if shared else leaf
 
     owned: TrainState = jax.tree.map(own, state)
     return owned

@@ -1,113 +1,112 @@
-"""One train step: a pure function of state and batch, jitted, its state donated."""
+"""Train steps: one immutable spec, jitted once with the state donated, compiled within a budget."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fnet.autodiff import Loss, mean
-from fnet.autodiff.update import Mode, UpdateMode, update_of
+from fnet.autodiff.accumulate import as_mode
+from fnet.autodiff.mean import Gradient, Loss, mean
+from fnet.autodiff.update import Mode
+from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_min_memory, peak, tree_bytes
+from fnet.memory.plan import Candidate, Plan, plan
+from fnet.memory.target import Target, on
 from fnet.state import TrainState
 
 Metrics = dict[str, Array]
 
 
-def make_step(
-    loss: Loss,
-    optimizer: optax.GradientTransformation,
-    mode: Mode = mean,
-    *,
-    ema_decay: float | None = None,
-    state_sharding: Any = None,
-    guard: bool = False,
-) -> jax.stages.Wrapped:
-    """A jitted ``step(state, batch) -> (state, metrics)`` that owns its state.
-
-    The state is donated: the new one takes its buffers, and the old one must not
-    be used again. Randomness of step i is ``fold_in(state.key, i)``.
-
-    Args:
-      loss: ``loss(params, model_state, batch, key) -> (losses [batch], Aux)``.
-      optimizer: an optax gradient transformation.
-      mode: what is made of the losses; see `fnet.autodiff`.
-      ema_decay: weight of the old average in ``state.ema``, in [0, 1); required exactly
-        when the state keeps one.
-      state_sharding: a state's tree of `jax.sharding.Sharding`: where the new state lies,
-        for a state that is spread over devices. By default XLA decides.
-      guard: True: where the loss or the gradient's norm is not finite, everything but
-        ``step`` stays as it was, and the metric ``skipped`` is 1, else 0. All of the
-        gradient then exists before any of it is applied.
-
-    Returns:
-      The step; ``metrics`` are scalars: what the mode reports, and ``grad_norm``.
-
-    Raises:
-      ValueError: for a guard of a mode that applies the gradient before all of it is known, or
-        that adds noise (a step left out tells of its examples, and no noise covers that), or
-        an ``ema_decay`` out of range; when called with a state whose ``ema`` does not match
-        ``ema_decay``.
-      TypeError: when called, for a loss that returns anything but ``(losses, Aux)``, or a batch
-        that is no dict.
-    """
-    if ema_decay is not None and not 0 <= ema_decay < 1:
-        raise ValueError(f"make_step: ema_decay must be in [0, 1), got {ema_decay}")
-    if guard and not getattr(mode, "whole_gradient", not isinstance(mode, UpdateMode)):
-        raise ValueError(
-            f"make_step: a guard needs the whole gradient before the update, which {mode} never has"
-        )
-    noise: float = getattr(mode, "noise_multiplier", 0.0)
-    if guard and noise:
-        raise ValueError(
-            "make_step: a step that a guard leaves out tells of its examples, which noise is to "
-            "hide; private modes leave out single examples instead"
-        )
-    return jit_step(TrainStep(loss, optimizer, mode, ema_decay, state_sharding, guard))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrainStep:
-    """The pure function behind a step, ``make_step(...).__wrapped__``.
+class Step:
+    """A train step ``step(state, batch) -> (state, metrics)``; made by `make_step`.
 
-    ``jit_step(dataclasses.replace(...))`` is the same step with another loss or mode.
+    The spec is immutable: `replace` returns another step. It is jitted once, when it is first
+    called, traced or lowered, and donates its state.
 
     Attributes:
-      loss: as `make_step` takes it.
-      optimizer: likewise.
-      mode: likewise.
-      ema_decay: likewise.
-      state_sharding: likewise.
-      guard: likewise.
+      loss: ``loss(params, model_state, batch, key) -> losses [batch]``, or ``(losses, Aux)``.
+      optimizer: An optax gradient transformation.
+      mode: How losses become an update; see `fnet.autodiff`.
+      ema_decay: Decay of the moving average of the parameters, or None.
+      state_sharding: Tree of `jax.sharding.Sharding` for the new state, or None.
+      skip_nonfinite: Whether steps with a non-finite loss or gradient change nothing.
+      remat: Remat policy of the loss, a key of `fnet.memory.REMAT_POLICIES`.
     """
 
     loss: Loss
     optimizer: optax.GradientTransformation
-    mode: Mode = mean
+    mode: Mode
     ema_decay: float | None = None
     state_sharding: Any = None
-    guard: bool = False
+    skip_nonfinite: bool = False
+    remat: str = "none"
 
-    # What the compiled program is called.
-    __name__ = "step"
+    def __post_init__(self) -> None:
+        """Reject settings that contradict each other.
 
-    def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """The next state, and metrics []."""
+        Raises:
+          ValueError: As `make_step`.
+        """
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}.")
+        if self.remat not in REMAT_POLICIES:
+            raise ValueError(
+                f"make_step: remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}."
+            )
+        if self.skip_nonfinite and not self.mode.whole_gradient:
+            raise ValueError(
+                "make_step: skip_nonfinite needs the whole gradient before the update, "
+                f"which {self.mode} never has."
+            )
+        if self.skip_nonfinite and self.mode.noise_multiplier:
+            raise ValueError(
+                "make_step: skip_nonfinite is not private, because a skipped step reveals its "
+                "examples; private modes leave out single examples instead."
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Number of equal parts the batch is taken in, one after the other."""
+        return self.mode.microbatches
+
+    def replace(self, *, microbatches: int | None = None, **changes: Any) -> "Step":
+        """Return the same step with other settings.
+
+        Args:
+          microbatches: Number of microbatches, a divisor of the batch size.
+          **changes: Any other field of the step.
+
+        Returns:
+          A new step; the old one is unchanged.
+
+        Raises:
+          ValueError: As `make_step`.
+        """
+        mode = as_mode(changes.pop("mode", self.mode))
+        if microbatches is not None:
+            mode = mode.split(microbatches)
+        return dataclasses.replace(self, mode=mode, **changes)
+
+    def apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
+        """Take one step without jit or donation: the pure function behind ``__call__``."""
         if (state.ema is None) != (self.ema_decay is None):
             raise ValueError(
                 f"make_step: ema_decay={self.ema_decay}, but the state "
                 f"{'has no' if state.ema is None else 'has an'} average; "
-                "TrainState.create(ema=True) and make_step(ema_decay=...) go together"
+                "TrainState.create(ema=True) and make_step(ema_decay=...) go together."
             )
         if not isinstance(batch, Mapping):
             raise TypeError(
-                f"make_step: expected a batch of named arrays, a dict, got a {type(batch).__name__}"
+                f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}."
             )
-        update = update_of(self.mode, self.loss, self.optimizer)
+        update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), self.optimizer)
         key = jax.random.fold_in(state.key, state.step)
         params, opt_state, model_state, metrics = update(
             state.params, state.opt_state, state.model_state, batch, key
@@ -121,7 +120,7 @@ class TrainStep:
             "opt_state": opt_state,
             "ema": ema,
         }
-        if self.guard:
+        if self.skip_nonfinite:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             old = {name: getattr(state, name) for name in new}
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -131,24 +130,102 @@ class TrainStep:
             new_state = jax.lax.with_sharding_constraint(new_state, self.state_sharding)
         return new_state, metrics
 
+    @functools.cached_property
+    def jitted(self) -> jax.stages.Wrapped:
+        """The jitted step."""
 
-def jit_step(step: TrainStep) -> jax.stages.Wrapped:
-    """The step jitted, its state donated; ``__wrapped__`` gives ``step`` back."""
-    # A leaf that is overwritten without being read still gives its buffer.
-    return jax.jit(step, donate_argnums=0, keep_unused=True)
+        def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
+            return self.apply(state, batch)
+
+        # jit drops arguments that are never read, and with them their donation.
+        return jax.jit(step, donate_argnums=0, keep_unused=True)
+
+    def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
+        """Take one step; ``state`` is donated."""
+        return cast(tuple[TrainState, Metrics], self.jitted(state, batch))
+
+    def trace(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Traced:
+        """Trace the step for these arguments or their shapes; see ``jax.jit(f).trace``."""
+        return self.jitted.trace(state, batch)
+
+    def lower(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Lowered:
+        """Lower the step for these arguments or their shapes; see ``jax.jit(f).lower``."""
+        return self.jitted.lower(state, batch)
+
+
+def make_step(
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    mode: Mode | Callable[[Loss], Gradient] = mean,
+    *,
+    ema_decay: float | None = None,
+    state_sharding: Any = None,
+    skip_nonfinite: bool = False,
+    remat: str = "none",
+    microbatches: int | None = None,
+) -> Step:
+    """Make a jitted train step ``step(state, batch) -> (state, metrics)`` that donates its state.
+
+    The new state reuses the buffers of the old one, which must not be used again. The randomness
+    of step i is ``fold_in(state.key, i)``.
+
+    Args:
+      loss: ``loss(params, model_state, batch, key) -> losses [batch]``, or ``(losses, Aux)`` for
+        a loss with model state or metrics.
+      optimizer: An optax gradient transformation.
+      mode: How losses become an update: `fnet.autodiff.mean`, `fnet.autodiff.clipped`, ..., or a
+        function ``loss -> gradient``.
+      ema_decay: Decay of the moving average ``state.ema``, in [0, 1). Required exactly when the
+        state has one.
+      state_sharding: Tree of `jax.sharding.Sharding` with the structure of the state: where the
+        new state lies. By default XLA decides.
+      skip_nonfinite: If the loss or the gradient's norm is not finite, change nothing but
+        ``state.step``, and report the metric ``skipped`` as 1, otherwise 0. The whole gradient
+        then exists before any of it is applied.
+      remat: Remat policy (gradient checkpointing) of the loss, a key of
+        `fnet.memory.REMAT_POLICIES`.
+      microbatches: Gradient accumulation: take the batch in this many equal parts, one after the
+        other. By default as the mode says, which is 1 for `fnet.autodiff.mean`.
+
+    Returns:
+      The step. Its metrics are scalars: ``loss``, ``grad_norm``, the means of the loss's metrics,
+      and those of the mode.
+
+    Raises:
+      ValueError: If ``ema_decay`` is out of range, the remat policy is unknown, the mode cannot
+        be split, or ``skip_nonfinite`` is set for a mode that has no whole gradient or adds
+        noise. When called: if ``state.ema`` does not match ``ema_decay``.
+      TypeError: If ``mode`` is no mode. When called: if the loss returns anything but losses or
+        ``(losses, Aux)``, or the batch is no dict.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return (batch["x"] @ params["w"] - batch["y"]) ** 2
+      >>> optimizer = optax.sgd(0.1)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.zeros(3)}, optimizer=optimizer, key=jax.random.key(0)
+      ... )
+      >>> step = fnet.make_step(loss, optimizer, microbatches=2)
+      >>> state, metrics = step(state, {"x": jnp.ones((4, 3)), "y": jnp.ones(4)})
+      >>> sorted(metrics), int(state.step)
+      (['grad_norm', 'loss'], 1)
+    """
+    mode = as_mode(mode)
+    if microbatches is not None:
+        mode = mode.split(microbatches)
+    return Step(loss, optimizer, mode, ema_decay, state_sharding, skip_nonfinite, remat)
 
 
 class Report(NamedTuple):
-    """What a compiled step costs, known before it runs; all in bytes but ``parameters``.
-
-    Of a step that several devices share, the bytes are those of each.
+    """Cost of a compiled step, known before it runs. On several devices, bytes are per device.
 
     Attributes:
-      parameters: how many numbers are trained.
-      state_bytes: the whole state's.
-      peak: arguments, outputs, aliased, temporaries and their peak.
-      donation: the proof that the state is renewed in place.
-      compiler_options: those given, or found to need the least memory.
+      parameters: Number of trained parameters.
+      state_bytes: Bytes of the whole state.
+      peak: Bytes of arguments, outputs, aliased buffers and temporaries, and their peak.
+      donation: Proof that the state is updated in place.
+      compiler_options: XLA options the step was compiled with.
     """
 
     parameters: int
@@ -158,7 +235,7 @@ class Report(NamedTuple):
     compiler_options: dict[str, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain nested dicts."""
+        """Return the report as plain nested dicts."""
         return self._asdict() | {
             "peak": self.peak.as_dict(),
             "donation": self.donation._asdict(),
@@ -166,53 +243,177 @@ class Report(NamedTuple):
 
 
 class Executable(NamedTuple):
-    """A compiled step and what it costs."""
+    """A compiled step and its cost; call it like the step.
+
+    Attributes:
+      compiled: The compiled program.
+      report: Its memory, known before it runs.
+      step: The step that was compiled. With a budget, its ``remat`` and ``microbatches`` are the
+        chosen ones.
+    """
 
     compiled: jax.stages.Compiled
     report: Report
+    step: Any
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        """The next state, in the buffers of ``state``, and the step's metrics."""
-        after: tuple[TrainState, Metrics] = self.compiled(state, batch)
-        return after
+        """Take one step in the buffers of ``state``."""
+        return cast(tuple[TrainState, Metrics], self.compiled(state, batch))
 
 
 def compile_step(
-    step: jax.stages.Wrapped,
+    step: Step | jax.stages.Wrapped,
     state: TrainState,
     batch: dict[str, Array],
     *,
+    budget: int | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Executable:
-    """Compiles a step ahead of time, once; the result both runs and reports its memory.
+    """Compile a step ahead of time and prove that it updates the state in place.
+
+    Nothing runs, so shapes are enough. With a budget, remat policy and microbatches are chosen:
+    the fastest estimated combination whose peak fits, as `plan_step` finds it.
 
     Args:
-      step: from `make_step`.
-      state: the state, or its shapes (``jax.eval_shape``).
-      batch: a batch, or its shapes.
-      compiler_options: to compile with. By default each of the backend's
-        candidates is tried, and the smallest program kept.
+      step: A step of `make_step`. Without a budget, any jitted function of state and batch.
+      state: The state, or its shapes (``jax.eval_shape``).
+      batch: A batch, or its shapes.
+      budget: Most bytes the compiled step may take on a device, as ``4GiB``, ``4GB`` or a number.
+      compiler_options: XLA options to compile with. By default each of the backend's candidates
+        is compiled, and the program with the smallest peak is returned.
 
     Returns:
-      An executable ``(state, batch) -> (state, metrics)`` with ``.report``.
+      An executable ``(state, batch) -> (state, metrics)`` with ``.report``, ``.compiled`` and
+      ``.step``. With a budget, ``report.peak.total <= budget``.
 
     Raises:
-      DonationError: if a leaf of the state is not renewed in place; the message
-        names it, its shape and dtype in and out, and the reason.
+      DonationError: If a leaf of the state is not updated in place. The message names the leaf,
+        its shape and dtype before and after, and the reason.
+      BudgetError: If nothing fits the budget.
+      ValueError: If the budget cannot be read, or comes with ``compiler_options``.
+      TypeError: If a budget is given for a step that is not from `make_step`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
+      >>> optimizer = optax.adam(1e-3)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.ones((64, 64))}, optimizer=optimizer, key=jax.random.key(0)
+      ... )
+      >>> batch = {"x": jnp.ones((32, 64))}
+      >>> step = fnet.compile_step(fnet.make_step(loss, optimizer), state, batch, budget="1MiB")
+      >>> step.report.peak.total <= 2**20, step.report.parameters
+      (True, 4096)
+      >>> state, metrics = step(state, batch)
     """
+    if budget is not None:
+        if compiler_options is not None:
+            raise ValueError("compile_step: a budget chooses the compiler options; give only one.")
+        chosen = plan_step(step, state, batch, budget).chosen
+        step = step.replace(remat=chosen.policy, microbatches=chosen.microbatches)
+        compiler_options = chosen.compiler_options
     lowered = step.lower(state, batch)
     if compiler_options is None:
         compiled, options = compile_min_memory(lowered)
     else:
         options = dict(compiler_options)
         compiled = lowered.compile(compiler_options=options)
-    return Executable(
-        compiled,
-        Report(
-            parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-            state_bytes=tree_bytes(state),
-            peak=peak(compiled),
-            donation=donation(compiled),
-            compiler_options=options,
-        ),
+    report = Report(
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        state_bytes=tree_bytes(state),
+        peak=peak(compiled),
+        donation=donation(compiled),
+        compiler_options=options,
     )
+    if budget is not None and report.peak.total > parse_bytes(budget):
+        raise BudgetError(
+            f"compile_step: planned within {format_bytes(parse_bytes(budget))}, but the final "
+            f"program needs {format_bytes(report.peak.total)}."
+        )
+    return Executable(compiled, report, step)
+
+
+def plan_step(
+    step: Step | jax.stages.Wrapped,
+    state: TrainState,
+    batch: dict[str, Array],
+    budget: int | str | None = None,
+    *,
+    policies: Sequence[str] | None = None,
+    microbatch_choices: Iterable[int] | None = None,
+    reserve: int = 0,
+    target: Target | None = None,
+    progress: Callable[[Candidate], None] | None = None,
+) -> Plan:
+    """Find the fastest way to take a train step within a budget, without running one.
+
+    `compile_step` with a budget is the short form. Here you see all candidates, restrict the
+    choice, or plan for another device. Apply the result with ``step.replace(remat=chosen.policy,
+    microbatches=chosen.microbatches)`` and
+    ``compile_step(..., compiler_options=chosen.compiler_options)``.
+
+    Args:
+      step: A step of `make_step`.
+      state: The state, or its shapes (``jax.eval_shape``).
+      batch: A batch, or its shapes.
+      budget: Bytes, or text as ``4GiB``, ``4GB``, ``4096MiB``. None for no limit.
+      policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default all that work on
+        the device.
+      microbatch_choices: Numbers of microbatches to choose from. By default, with a budget, the
+        step's own number and its multiples by powers of two that divide the batch. If the model
+        has state, which splitting the batch changes, they are the last resort. Numbers that
+        leave too few examples for the network are dropped.
+      reserve: Bytes of the budget that are needed outside of the compiled step.
+      target: A device to plan for. By default this machine's.
+      progress: Called with each candidate after it is compiled.
+
+    Returns:
+      The plan: ``chosen``, and all candidates that were compiled.
+
+    Raises:
+      BudgetError: If the budget is below the state's size, or nothing fits.
+      ValueError: If the budget cannot be read, a policy is unknown, there is nothing to choose
+        from, or the mode cannot be split.
+      TypeError: If the step is not from `make_step`.
+    """
+    if not isinstance(step, Step):
+        raise TypeError(
+            "plan_step: a plan changes remat policy and microbatches, so it needs a step of "
+            f"fnet.make_step, got {type(step).__name__}; use fnet.memory.plan for other functions."
+        )
+    if microbatch_choices is None:
+        microbatch_choices = _microbatch_choices(step, batch) if budget is not None else (
+            step.microbatches,
+        )  # fmt: skip
+    if policies is None and not step.mode.whole_gradient:
+        policies = (step.remat,)
+    choices = tuple(microbatch_choices)
+    step.replace(microbatches=max(choices, default=1))  # rejects a mode that cannot be split
+
+    def build(policy: str, microbatches: int) -> jax.stages.Traced:
+        args: tuple[Any, Any] = (state, batch)
+        candidate = step.replace(remat=policy, microbatches=microbatches)
+        return candidate.trace(*(on(target, args) if target else args))
+
+    return plan(
+        build,
+        budget,
+        policies=policies,
+        microbatches=choices,
+        couples_batch=bool(jax.tree.leaves(state.model_state)),
+        state_bytes=tree_bytes(state),
+        reserve=reserve,
+        target=target,
+        progress=progress,
+    )
+
+
+def _microbatch_choices(step: Step, batch: Any) -> list[int]:
+    """The step's number of microbatches, times the powers of two that divide the batch."""
+    sizes: set[Any] = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
+    if not step.mode.splittable or len(sizes) != 1 or () in sizes:  # scalars cannot be split
+        return [step.microbatches]
+    (rows,) = sizes.pop()
+    choices = (step.microbatches * 2**i for i in range(rows.bit_length()))
+    return [n for n in choices if rows % n == 0] or [step.microbatches]

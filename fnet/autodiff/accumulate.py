@@ -1,8 +1,9 @@
 """Gradient accumulation: a batch in equal parts, one after the other, into one accumulator."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +13,68 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from fnet import jaxprs
 from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
+from fnet.autodiff.update import GradientFunction, Mode
 from fnet.mesh import equally_varying
 from fnet.precision import wide
 
 
-def microbatches(n: int, *, unroll: bool | None = None) -> Callable[[Loss], Gradient]:
-    """The gradient mode that takes a batch in ``n`` parts; see `accumulate_grad`.
+@dataclasses.dataclass(frozen=True)
+class Mean(Mode):
+    """The gradient of the mean loss, accumulated over microbatches.
 
-    ``make_step(loss, optimizer, mode=microbatches(8))`` trains as ``make_step(loss,
-    optimizer)`` does, with the activations of an eighth of the batch.
+    Attributes:
+      microbatches: Number of parts, >= 1.
+      unroll: As for `accumulate_grad`.
+    """
+
+    microbatches: int = 1
+    unroll: bool | None = None
+    splittable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Reject a number of microbatches below 1."""
+        _check_microbatches(self.microbatches)
+
+    def __call__(self, loss: Loss) -> Gradient:
+        """Return the gradient function of a loss."""
+        return accumulate_grad(loss, self.microbatches, unroll=self.unroll)
+
+
+def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
+    """Gradient mode that accumulates over ``n`` microbatches; see `accumulate_grad`.
+
+    ``make_step(loss, optimizer, mode=microbatches(8))`` equals ``make_step(loss, optimizer,
+    microbatches=8)``.
 
     Args:
-      n: how many parts, >= 1, a divisor of the batch size.
-      unroll: as for `accumulate_grad`.
+      n: Number of microbatches, >= 1, a divisor of the batch size.
+      unroll: As for `accumulate_grad`.
 
     Returns:
       A mode for `fnet.make_step`.
 
     Raises:
-      ValueError: if ``n < 1``; when called, as `accumulate_grad`.
+      ValueError: If ``n < 1``; when called, as `accumulate_grad`.
     """
-    _at_least_one(n)
-    return functools.partial(accumulate_grad, microbatches=n, unroll=unroll)
+    return Mean(n, unroll)
+
+
+def as_mode(mode: Mode | Callable[[Loss], Gradient]) -> Mode:
+    """Return a `Mode` for a mode, for `mean`, or for a function ``loss -> gradient``.
+
+    Raises:
+      TypeError: If ``mode`` is neither.
+    """
+    if isinstance(mode, Mode):
+        return mode
+    if mode is mean:
+        return Mean()
+    if not callable(mode):
+        raise TypeError(
+            "make_step: mode must be fnet.autodiff.mean, a mode of fnet.autodiff or a function "
+            f"loss -> gradient, got {type(mode).__name__}."
+        )
+    return GradientFunction(mode)
 
 
 def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None) -> Gradient:
@@ -87,7 +128,7 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
         ``loss`` does not give one loss per example.
       TypeError: when called, for parameters or losses that have no gradient.
     """
-    _at_least_one(microbatches)
+    _check_microbatches(microbatches)
     if microbatches == 1:
         return mean(loss)
     objective = mean_loss(loss)
@@ -110,7 +151,7 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
     return gradient
 
 
-def _at_least_one(microbatches: int) -> None:
+def _check_microbatches(microbatches: int) -> None:
     if microbatches < 1:
         raise ValueError(f"accumulate_grad: microbatches must be at least 1, got {microbatches}")
 

@@ -7,7 +7,7 @@ Limited Resources" (LOMO), ACL 2024, for SGD; here for any elementwise rule.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import Array
 from fnet.autodiff.elementwise import layerwise_update
 from fnet.autodiff.layerwise import REST, LayerwiseUpdate
 from fnet.autodiff.mean import Aux, Loss, mean
-from fnet.autodiff.update import Update, squared_norm
+from fnet.autodiff.update import Mode, Update, squared_norm
 from fnet.autodiff.updating_scan import Owned, Stack, UpdatedStack
 
 
@@ -68,7 +68,7 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerInBackward:
+class OptimizerInBackward(Mode):
     """The mode that `optimizer_in_backward` gives.
 
     Attributes:
@@ -76,6 +76,7 @@ class OptimizerInBackward:
     """
 
     paths: tuple[str, ...]
+    whole_gradient: ClassVar[bool] = False
 
     def __call__(self, loss: Loss) -> NoReturn:
         """Refuses to be a gradient mode."""

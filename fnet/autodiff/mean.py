@@ -12,19 +12,31 @@ from fnet.precision import wide
 
 
 class Aux(NamedTuple):
-    """What a loss returns beside the losses.
+    """Second return value of a loss that has model state or metrics.
+
+    A loss without either returns its losses alone.
 
     Attributes:
-      model_state: the renewed model state.
-      metrics: name -> one value per example, [batch].
+      model_state: Updated model state (running statistics), with the structure of the old one.
+      metrics: Name -> one value per example, [batch].
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     error = batch["x"] * params["w"] - batch["y"]
+      ...     return error**2, fnet.Aux(model_state, {"absolute_error": abs(error)})
+      >>> batch = {"x": jnp.ones(4), "y": jnp.zeros(4)}
+      >>> losses, aux = loss({"w": jnp.float32(2)}, {}, batch, None)
+      >>> losses.shape, sorted(aux.metrics)
+      ((4,), ['absolute_error'])
     """
 
     model_state: Any
     metrics: dict[str, Array]
 
 
-Loss = Callable[[Any, Any, dict[str, Array], Array], tuple[Array, Aux]]
-"""``loss(params, model_state, batch, key) -> (losses [batch], Aux)``."""
+Loss = Callable[[Any, Any, dict[str, Array], Array], Array | tuple[Array, Aux]]
+"""``loss(params, model_state, batch, key) -> losses [batch]``, or ``(losses, Aux)``."""
 
 Gradient = Callable[[Any, Any, dict[str, Array], Array], tuple[Any, Any, dict[str, Array]]]
 """``gradient(params, model_state, batch, key) -> (grads, model_state, mean metrics)``."""
@@ -35,22 +47,25 @@ Objective = Callable[
 """``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``."""
 
 
-def losses_and_aux(result: Any) -> tuple[Array, Aux]:
-    """What a `Loss` returned, once it is known to be that.
+def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
+    """Split the result of a `Loss` call into losses and `Aux`.
 
     Args:
-      result: of a call of a loss.
+      result: ``losses`` or ``(losses, Aux)``.
+      model_state: The model state given to the loss; plain losses leave it unchanged.
 
     Returns:
       ``(losses, aux)``.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: If ``result`` is anything else.
     """
+    if isinstance(result, Array):
+        return result, Aux(model_state, {})
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Aux)):
         raise TypeError(
-            "loss: expected (losses [batch], fnet.Aux(model_state, metrics)), got "
-            f"{jax.tree.structure(result)}; without metrics fnet.Aux(model_state, {{}})"
+            "loss: expected losses [batch] or (losses [batch], fnet.Aux(model_state, metrics)), "
+            f"got {jax.tree.structure(result)}."
         )
     return result
 
@@ -119,7 +134,7 @@ def mean_loss(loss: Loss) -> Objective:
     def objective(
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        losses, aux = losses_and_aux(loss(params, model_state, batch, key))
+        losses, aux = losses_and_aux(loss(params, model_state, batch, key), model_state)
         if losses.ndim != 1:
             raise ValueError(
                 f"mean: expected one loss per example, shape [batch], got {losses.shape}; "

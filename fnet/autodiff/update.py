@@ -1,7 +1,8 @@
-"""What a mode makes of a loss and an optimizer in the end: one update of the parameters."""
+"""Gradient modes: from a loss and an optimizer to one update of the parameters."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +21,66 @@ Update = Callable[
 The metrics are scalars, among them ``grad_norm``."""
 
 
-@runtime_checkable
-class UpdateMode(Protocol):
-    """A mode that calls the optimizer itself, as it must where it never has the whole gradient.
+class Mode:
+    """How a train step turns per-example losses into an update of the parameters.
 
-    One that has it says so by an attribute ``whole_gradient``, True; its metrics then have
-    ``loss`` and ``grad_norm``, and its steps can be guarded.
+    Subclasses are frozen dataclasses. They declare their capabilities as fields and define
+    either ``__call__``, which gives the gradient, or ``update``.
+
+    Attributes:
+      microbatches: Number of equal parts a batch is taken in, one after the other.
+      noise_multiplier: Standard deviation of the noise on the sum of clipped gradients, in
+        units of the clip; 0 for modes that are not private.
+      whole_gradient: Whether all of the gradient exists before any of it is applied.
+      splittable: Whether ``microbatches`` may be changed.
     """
 
+    microbatches: int = 1
+    noise_multiplier: float = 0.0
+    whole_gradient: ClassVar[bool] = True
+    splittable: ClassVar[bool] = False
+
+    def __call__(self, loss: Loss) -> Gradient:
+        """Return the gradient function of a loss.
+
+        Raises:
+          TypeError: If the mode has no gradient to give.
+        """
+        raise TypeError(f"{type(self).__name__}: this mode updates without giving a gradient.")
+
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
-        """What is to be done with a batch."""
+        """Return the update function of a loss and an optimizer."""
+        return gradient_then_optimizer(self(loss), optimizer)
+
+    def split(self, microbatches: int) -> "Mode":
+        """Return the same mode with another number of microbatches.
+
+        Raises:
+          ValueError: If the number is below 1 or the mode cannot be split.
+        """
+        if microbatches == self.microbatches:
+            return self
+        if not self.splittable:
+            raise ValueError(
+                f"make_step: mode {self} cannot be split into microbatches, got {microbatches}."
+            )
+        split: Mode = dataclasses.replace(cast(Any, self), microbatches=microbatches)
+        return split
 
 
-Mode = Callable[[Loss], Gradient] | UpdateMode
-"""What is made of the losses: their gradient, or the update itself."""
+@dataclasses.dataclass(frozen=True)
+class GradientFunction(Mode):
+    """A mode made from a plain function.
 
+    Attributes:
+      function: ``loss -> gradient``; see `fnet.autodiff.Gradient`.
+    """
 
-def update_of(mode: Mode, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
-    """The update that a mode leads to: its own, or the optimizer's after the whole gradient."""
-    if isinstance(mode, UpdateMode):
-        return mode.update(loss, optimizer)
-    return gradient_then_optimizer(mode(loss), optimizer)
+    function: Callable[[Loss], Gradient]
+
+    def __call__(self, loss: Loss) -> Gradient:
+        """Return the gradient function of a loss."""
+        return self.function(loss)
 
 
 def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransformation) -> Update:

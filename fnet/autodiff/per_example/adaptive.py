@@ -21,7 +21,7 @@ from fnet.autodiff.per_example.modes import (
     share_above,
     summary,
 )
-from fnet.autodiff.update import Update, gradient_then_optimizer
+from fnet.autodiff.update import Mode, Update, gradient_then_optimizer
 
 
 class AdaptiveState(NamedTuple):
@@ -56,7 +56,7 @@ def adapted_clip(
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveClipping:
+class AdaptiveClipping(Mode):
     """The gradient mode of private training whose bound follows a quantile of the norms.
 
     As `fnet.autodiff.clipped`, and after each step, with m examples expected a batch,
@@ -86,7 +86,7 @@ class AdaptiveClipping:
         bound; by default a twentieth of ``expected_batch_size``.
       expected_batch_size: as in `clipped`.
       microbatches: likewise.
-      whole_gradient: True, see `fnet.autodiff.update.UpdateMode`.
+      splittable: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
       ValueError: for values outside of these, and for too little noise on the count
@@ -101,7 +101,7 @@ class AdaptiveClipping:
     count_noise: float | None = None
     expected_batch_size: float | None = None
     microbatches: int = 1
-    whole_gradient: ClassVar[bool] = True
+    splittable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuses what makes no sense, before anything is traced."""

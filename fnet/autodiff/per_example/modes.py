@@ -1,8 +1,9 @@
 """Gradient modes of train steps that look at every example's gradient."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.batch_axis import depends_on
 from fnet.autodiff.per_example.clipped import Clipped, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
-from fnet.autodiff.update import squared_norm
+from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import wide
 
 
@@ -25,7 +26,7 @@ def clipped(
     per_layer: bool = False,
     automatic: float | None = None,
     microbatches: int = 1,
-) -> Callable[[Loss], Gradient]:
+) -> "ClippedMode":
     """The gradient mode of private training: clipped, noised, averaged.
 
         (sum_b s_b g_b + noise_multiplier * clip * N(0, 1)) / expected_batch_size
@@ -55,39 +56,63 @@ def clipped(
         expected size that is not above 0, and less than one microbatch; when called
         with noise, for a model state that is made of the examples.
     """
-    check_private("clipped", noise_multiplier, expected_batch_size, microbatches)
-    if noise_multiplier and not clip < float("inf"):
-        raise ValueError(
-            f"clipped: noise is in units of the clip, which must be finite, got {clip}"
-        )
-    bounded = functools.partial(
-        clipped_grad, clip=clip, per_layer=per_layer, automatic=automatic, has_aux=True
+    return ClippedMode(
+        clip, noise_multiplier, expected_batch_size, per_layer, automatic, microbatches
     )
-    bounded(_no_loss)  # refuses a bound at once
-    noise = noise_multiplier * clip if noise_multiplier else 0.0  # 0 times infinity is nan
 
-    def mode(loss: Loss) -> Gradient:
+
+@dataclasses.dataclass(frozen=True)
+class ClippedMode(Mode):
+    """The mode that `clipped` returns; its fields are the arguments of `clipped`."""
+
+    clip: float
+    noise_multiplier: float = 0.0
+    expected_batch_size: float | None = None
+    per_layer: bool = False
+    automatic: float | None = None
+    microbatches: int = 1
+    splittable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Reject values out of range before anything is traced."""
+        check_private(
+            "clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches
+        )
+        if self.noise_multiplier and not self.clip < float("inf"):
+            raise ValueError(
+                f"clipped: noise is in units of the clip, which must be finite, got {self.clip}"
+            )
+        self._clipped_grad(_no_loss)  # checks clip, per_layer and automatic
+
+    def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, Clipped]]:
+        return clipped_grad(
+            loss, self.clip, per_layer=self.per_layer, automatic=self.automatic, has_aux=True
+        )
+
+    def __call__(self, loss: Loss) -> Gradient:
+        """Return the gradient function of a loss."""
+        # 0 times an infinite clip is nan.
+        noise = self.noise_multiplier * self.clip if self.noise_multiplier else 0.0
+
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             each = per_example_loss(loss, model_state, params)
             sums, info, counts, noise_key = clipped_sum(
-                "clipped", bounded(each), params, model_state, batch, key, microbatches
-            )
-            if noise_multiplier:
+                "clipped", self._clipped_grad(each), params, model_state, batch, key,
+                self.microbatches,
+            )  # fmt: skip
+            if self.noise_multiplier:
                 check_state("clipped", each, params, batch, key)
-            grads = noised_mean(sums, noise, expected_batch_size, counts, noise_key)
+            grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)
             metrics, state = summary(info, counts, model_state)
-            metrics |= {"clipped": share_above(clip, info, counts)}
+            metrics |= {"clipped": share_above(self.clip, info, counts)}
             return as_those(grads, params), state, metrics
 
         return gradient
 
-    mode.noise_multiplier = noise_multiplier  # type: ignore[attr-defined]  # for `make_step`
-    return mode
 
-
-def per_example() -> Callable[[Loss], Gradient]:
+def per_example() -> "PerExampleMode":
     """The gradient mode that measures noise: the mean gradient, and the norms of all examples'.
 
     ``weight`` 0 in a batch is padding; every other example counts as one, whatever its weight,
@@ -100,7 +125,16 @@ def per_example() -> Callable[[Loss], Gradient]:
       ``nonfinite``, how many examples were left out.
     """
 
-    def mode(loss: Loss) -> Gradient:
+    return PerExampleMode()
+
+
+@dataclasses.dataclass(frozen=True)
+class PerExampleMode(Mode):
+    """The mode that `per_example` returns."""
+
+    def __call__(self, loss: Loss) -> Gradient:
+        """Return the gradient function of a loss."""
+
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
@@ -115,8 +149,6 @@ def per_example() -> Callable[[Loss], Gradient]:
             return as_those(grads, params), state, metrics | scale._asdict()
 
         return gradient
-
-    return mode
 
 
 def check_private(
@@ -168,7 +200,7 @@ def per_example_loss(loss: Loss, model_state: Any, like: Any) -> Callable[..., A
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
         params = as_those(params, like)
-        losses, aux = losses_and_aux(loss(params, model_state, batch, key))
+        losses, aux = losses_and_aux(loss(params, model_state, batch, key), model_state)
         return losses, (aux.metrics, aux.model_state)
 
     return function
