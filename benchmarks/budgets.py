@@ -93,7 +93,7 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
     planned = time.perf_counter() - began
     c = plan.chosen
     executable = fnet.compile_step(
-        fnet.variant(step, c.policy, c.microbatches),
+        step.replace(remat=c.policy, microbatches=c.microbatches),
         state_shapes,
         shapes,
         compiler_options=c.compiler_options,

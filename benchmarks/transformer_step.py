@@ -174,13 +174,13 @@ def main() -> None:
             lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
         )
         for policy in s.policies if context is None else s.policies[:2]:
-            step = fnet.variant(fnet.make_step(loss, OPTIMIZER), policy, 1)
+            step = fnet.make_step(loss, OPTIMIZER, remat=policy)
             name = f"fnet, {policy}" + (f", {context} context" if context else "")
             made[name] = programs(step.lower(*put((state, batch))), target)
     arguments = jax.eval_shape(functools.partial(for_flax, s))
     for name, block in ((FLAX, LinenBlock), (REMAT, nn.remat(LinenBlock))):
-        step = flax_step(LinenModel(s, block))
-        made[name] = programs(step.lower(*put((arguments, batch))), target)
+        lowered = flax_step(LinenModel(s, block)).lower(*put((arguments, batch)))
+        made[name] = programs(lowered, target)
 
     def fresh(name: str) -> Any:
         """State as the program takes it; each step renews it in place."""

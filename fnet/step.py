@@ -311,7 +311,7 @@ def compile_step(
         if compiler_options is not None:
             raise ValueError("compile_step: a budget chooses the compiler options; give only one.")
         chosen = plan_step(step, state, batch, budget).chosen
-        step = step.replace(remat=chosen.policy, microbatches=chosen.microbatches)
+        step = cast(Step, step).replace(remat=chosen.policy, microbatches=chosen.microbatches)
         compiler_options = chosen.compiler_options
     lowered = step.lower(state, batch)
     if compiler_options is None:

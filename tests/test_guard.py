@@ -48,7 +48,7 @@ def arrays(state):
 
 @pytest.fixture(scope="module")
 def step():
-    return fnet.make_step(loss, OPTIMIZER, ema_decay=0.9, guard=True)
+    return fnet.make_step(loss, OPTIMIZER, ema_decay=0.9, skip_nonfinite=True)
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
@@ -74,17 +74,19 @@ def test_a_guarded_state_is_renewed_in_place(step):
 
 def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
     mode = fnet.autodiff.optimizer_in_backward("blocks")
-    with pytest.raises(ValueError, match="a guard needs the whole gradient before the update"):
-        fnet.make_step(loss, OPTIMIZER, mode, guard=True)
+    with pytest.raises(
+        ValueError, match="skip_nonfinite needs the whole gradient before the update"
+    ):
+        fnet.make_step(loss, OPTIMIZER, mode, skip_nonfinite=True)
 
 
 @pytest.mark.parametrize("mode", [fnet.autodiff.clipped, fnet.autodiff.AdaptiveClipping])
 def test_a_mode_that_adds_noise_has_no_guard(mode):
     # A batch of examples that are all left out would leave the parameters exactly as they were.
-    fnet.make_step(loss, OPTIMIZER, mode(1.0), guard=True)
+    fnet.make_step(loss, OPTIMIZER, mode(1.0), skip_nonfinite=True)
     noised = mode(1.0, noise_multiplier=1.0, expected_batch_size=32)
-    with pytest.raises(ValueError, match="tells of its examples"):
-        fnet.make_step(loss, OPTIMIZER, noised, guard=True)
+    with pytest.raises(ValueError, match="a skipped step reveals its examples"):
+        fnet.make_step(loss, OPTIMIZER, noised, skip_nonfinite=True)
 
 
 def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
@@ -100,7 +102,7 @@ def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
     def created():
         return fnet.TrainState.create(net, optimizer, jax.random.key(0))
 
-    step, before = fnet.make_step(loss, optimizer, mode, guard=True), arrays(created())
+    step, before = fnet.make_step(loss, optimizer, mode, skip_nonfinite=True), arrays(created())
     nothing = jnp.nan * batch_of(1)["image"]
     state, metrics = step(created(), batch_of(1) | {"image": nothing})
     assert metrics["skipped"] == 1

@@ -279,12 +279,25 @@ def test_the_mode_bounds_as_the_function_does(how):
 @pytest.mark.parametrize(
     "mode", [autodiff.mean, autodiff.microbatches(2), autodiff.per_example(), autodiff.clipped(1.0)]
 )
-@pytest.mark.parametrize("returned", [lambda losses: losses, lambda losses: (losses, {})])
-def test_a_loss_that_gives_no_aux_is_told_what_to_give(mode, returned):
-    def loss(params, model_state, batch, key):
-        return returned(batch["x"] @ params)
+def test_a_loss_may_return_plain_losses(mode):
+    def with_aux(params, model_state, batch, key):
+        return batch["x"] @ params, fnet.Aux(model_state, {})
 
-    with pytest.raises(TypeError, match=r"expected \(losses \[batch\], fnet.Aux\(model_state"):
+    def plain(params, model_state, batch, key):
+        return batch["x"] @ params
+
+    args = jnp.ones(4), {"count": jnp.zeros(())}, batch(), jax.random.key(0)
+    chex.assert_trees_all_equal(mode(plain)(*args), mode(with_aux)(*args))
+
+
+@pytest.mark.parametrize("mode", [autodiff.mean, autodiff.clipped(1.0)])
+def test_rejects_a_loss_that_returns_a_dict_of_metrics(mode):
+    def loss(params, model_state, batch, key):
+        return batch["x"] @ params, {}
+
+    with pytest.raises(
+        TypeError, match=r"expected losses \[batch\] or \(losses \[batch\], fnet.Aux"
+    ):
         mode(loss)(jnp.ones(4), {}, batch(), jax.random.key(0))
 
 

@@ -61,7 +61,7 @@ def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
 def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
     args, _, peaks = step_and_peaks
     budget = (peaks["none"] + peaks["segments"]) // 2
-    plan = fnet.plan_step(*args, budget, policies=("none", "segments"), splits=(1,))
+    plan = fnet.plan_step(*args, budget, policies=("none", "segments"), microbatch_choices=(1,))
     assert plan.chosen.peak.total <= budget
     faster = [c for c in plan.candidates if c.work.time < plan.chosen.work.time]
     assert faster
@@ -81,7 +81,7 @@ def test_what_was_planned_is_what_is_compiled(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
     chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["none"])).chosen
     executable = fnet.compile_step(
-        fnet.variant(step, chosen.policy, chosen.microbatches),
+        step.replace(remat=chosen.policy, microbatches=chosen.microbatches),
         state,
         batch,
         compiler_options=chosen.compiler_options,
@@ -96,7 +96,7 @@ def test_batch_statistics_are_split_last():
         head=layers.dense(WIDTH, 10),
     )
     plan_step = functools.partial(
-        fnet.plan_step, *arguments(model), policies=("none", "norms"), splits=(1, 2)
+        fnet.plan_step, *arguments(model), policies=("none", "norms"), microbatch_choices=(1, 2)
     )
     peaks = {c.policy: c.peak.total for c in plan_step().candidates}
     plan = plan_step(int(0.95 * peaks["none"]))
@@ -104,10 +104,10 @@ def test_batch_statistics_are_split_last():
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
     # Parts of one example have no statistics: another policy may still do.
-    plan = plan_step(int(0.95 * peaks["none"]), splits=(1, BATCH))
+    plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
     assert (plan.chosen.policy, plan.chosen.microbatches) == ("norms", 1)
     with pytest.raises(BudgetError, match=r"the least is .* by named"):
-        plan_step(int(0.95 * min(peaks.values())), splits=(1, BATCH))
+        plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
 
 def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
@@ -122,13 +122,15 @@ def test_a_budget_that_nothing_fits_names_the_least_and_its_policy(step_and_peak
     with pytest.raises(
         BudgetError, match=f"least is {memory.format_bytes(peaks['segments'])}, by seg"
     ):
-        fnet.plan_step(step, state, batch, budget, policies=some, splits=(1,))
+        fnet.plan_step(step, state, batch, budget, policies=some, microbatch_choices=(1,))
 
 
 def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
     args, _, peaks = step_and_peaks
     policies = "none", "segments"
-    plan = fnet.plan_step(*args, peaks["none"], policies=policies, reserve=1, splits=(1,))
+    plan = fnet.plan_step(
+        *args, peaks["none"], policies=policies, reserve=1, microbatch_choices=(1,)
+    )
     assert plan.chosen.peak.total < peaks["none"]
 
 
@@ -139,7 +141,7 @@ def test_mistakes_are_answered(step_and_peaks):
     with pytest.raises(ValueError, match=r"for cpu.*got 'offload'"):
         fnet.plan_step(*args, policies=("offload",))
     with pytest.raises(ValueError, match=r"policy and microbatches >= 1, got .* \[\]"):
-        fnet.plan_step(*args, policies=("none",), splits=())
+        fnet.plan_step(*args, policies=("none",), microbatch_choices=())
     with pytest.raises(ValueError, match="4GiB"):
         fnet.plan_step(*args, "much")
 
@@ -164,15 +166,43 @@ def test_a_batch_may_hold_a_number(step_and_peaks, budget):
     assert fnet.plan_step(step, state, batch, budget, policies=("none",)).chosen.microbatches == 1
 
 
-def test_a_variant_that_is_not_one_is_refused(step_and_peaks):
+def test_rejects_an_unknown_remat_policy_and_impossible_microbatches(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
-    with pytest.raises(ValueError, match=r"variant: expected a policy of .* got 'hope'"):
-        fnet.variant(step, "hope", 1)
-    with pytest.raises(ValueError, match="variant: split must be at least 1, got 0"):
-        fnet.variant(step, "none", 0)
-    clipped = fnet.make_step(step.__wrapped__.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
-    with pytest.raises(ValueError, match="only the mode mean can be split"):
-        fnet.plan_step(clipped, state, batch, splits=(1, 2))
+    with pytest.raises(ValueError, match=r"remat must be one of \['none', .* got 'hope'"):
+        step.replace(remat="hope")
+    with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
+        step.replace(microbatches=0)
+    per_example = fnet.make_step(step.loss, optax.sgd(0.1), fnet.autodiff.per_example())
+    with pytest.raises(ValueError, match=r"mode PerExampleMode\(\) cannot be split"):
+        fnet.plan_step(per_example, state, batch, microbatch_choices=(1, 2))
+
+
+def test_rejects_a_plan_of_a_jitted_function(step_and_peaks):
+    (step, state, batch), *_ = step_and_peaks
+    with pytest.raises(TypeError, match=r"needs a step of fnet.make_step, got PjitFunction"):
+        fnet.compile_step(jax.jit(step.apply, donate_argnums=0), state, batch, budget="1GiB")
+
+
+def test_compile_step_keeps_to_its_budget(step_and_peaks):
+    (step, state, batch), _, peaks = step_and_peaks
+    budget = int(0.9 * peaks["none"])
+    executable = fnet.compile_step(step, state, batch, budget=budget)
+    assert executable.report.peak.total <= budget
+    assert (executable.step.remat, executable.step.microbatches) != ("none", 1)
+    with pytest.raises(ValueError, match="a budget chooses the compiler options"):
+        fnet.compile_step(step, state, batch, budget=budget, compiler_options={})
+
+
+def test_a_private_step_fits_a_budget_by_microbatches(step_and_peaks):
+    (step, state, batch), *_ = step_and_peaks
+    private = fnet.make_step(step.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))
+    state = jax.eval_shape(
+        lambda s: fnet.TrainState.create(params=s.params, optimizer=optax.sgd(0.1), key=s.key),
+        state,
+    )
+    whole = fnet.plan_step(private, state, batch, policies=("none",)).chosen.peak.total
+    plan = fnet.plan_step(private, state, batch, int(0.9 * whole), policies=("none",))
+    assert plan.chosen.microbatches > 1
 
 
 @pytest.mark.parametrize(

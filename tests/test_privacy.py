@@ -278,12 +278,12 @@ def test_a_per_example_run_measures_the_noise_scale(workplace):
     assert summary["privacy"] is None
 
 
-def test_a_plan_splits_batches_in_the_plain_mode_only(workplace):
-    splits = {}
+def test_a_plan_chooses_microbatches_in_the_plain_mode_only(workplace):
+    choices = {}
     for grad in ("Mean()", "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"):
         write_other(workplace, grad)
-        splits[grad] = setup(recipes.load("other.py")).splits
-    assert list(splits.values()) == [None, (4,), (1,), (1,)]
+        choices[grad] = setup(recipes.load("other.py")).microbatch_choices
+    assert list(choices.values()) == [None, (4,), (1,), (2,)]
 
 
 def test_the_noise_scale_is_a_ratio_of_averages_that_forget():

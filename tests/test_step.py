@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import chex
@@ -6,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import fnet
 from fnet import layers, losses, models, serial
@@ -13,7 +13,6 @@ from fnet.autodiff import mean
 from fnet.autodiff.mean import weighted_mean
 from fnet.autodiff.update import gradient_then_optimizer
 from fnet.memory import DonationError, tree_bytes
-from fnet.step import TrainStep, jit_step
 
 
 def classifier():
@@ -143,7 +142,7 @@ def test_a_loss_that_already_averages_is_refused():
 def test_a_batch_without_names_is_refused():
     model, optimizer = classifier(), optax.sgd(0.1)
     step = fnet.make_step(loss_of(model), optimizer)
-    with pytest.raises(TypeError, match="a batch of named arrays, a dict, got a tuple"):
+    with pytest.raises(TypeError, match="the batch must be a dict of arrays, got a tuple"):
         step(created(model, optimizer), tuple(batch_of(6).values()))
 
 
@@ -178,7 +177,9 @@ def test_a_guard_looks_at_the_loss_and_at_the_gradient(losses_of):
 
     model = fnet.Layer(lambda key: ({"w": jnp.zeros(())}, {}), None)
     state = fnet.TrainState.create(model, optax.sgd(1.0), jax.random.key(0))
-    after, metrics = fnet.make_step(loss, optax.sgd(1.0), guard=True)(state, {"x": jnp.ones(2)})
+    after, metrics = fnet.make_step(loss, optax.sgd(1.0), skip_nonfinite=True)(
+        state, {"x": jnp.ones(2)}
+    )
     finite = [bool(jnp.isfinite(metrics[name])) for name in ("loss", "grad_norm")]
     assert sorted(finite) == [False, True]
     assert metrics["skipped"] == 1
@@ -240,9 +241,7 @@ def test_an_optimizer_may_keep_the_first_parameters():
 def test_the_executable_takes_the_buffers_of_its_state():
     model, optimizer = classifier(), optax.sgd(0.1, momentum=0.9)
     state = created(model, optimizer)
-    expected, _ = jax.jit(fnet.make_step(loss_of(model), optimizer).__wrapped__)(
-        copy(state), batch_of(6)
-    )
+    expected, _ = jax.jit(fnet.make_step(loss_of(model), optimizer).apply)(copy(state), batch_of(6))
     execute = fnet.compile_step(fnet.make_step(loss_of(model), optimizer), state, batch_of(6))
     kernel = state.params["head"]["kernel"].unsafe_buffer_pointer()
     after, _ = execute(state, batch_of(6))
@@ -272,12 +271,10 @@ def test_compiler_options_are_those_given():
     assert execute.report.compiler_options == options
 
 
-def test_a_step_can_be_taken_apart_and_made_anew():
+def test_replace_returns_a_step_with_another_mode():
     model, optimizer = classifier(), optax.sgd(0.1)
     step = fnet.make_step(loss_of(model), optimizer)
-    plain = step.__wrapped__
-    assert isinstance(plain, TrainStep)
-    assert plain.optimizer is optimizer
+    assert step.optimizer is optimizer
 
     def twice(loss):
         def gradient(*args):
@@ -288,12 +285,12 @@ def test_a_step_can_be_taken_apart_and_made_anew():
 
     state = created(model, optimizer)
     _, metrics = step(copy(state), batch_of(6))
-    _, doubled = jit_step(dataclasses.replace(plain, mode=twice))(copy(state), batch_of(6))
+    _, doubled = step.replace(mode=twice)(copy(state), batch_of(6))
     chex.assert_trees_all_close(doubled["grad_norm"], 2 * metrics["grad_norm"], rtol=1e-6)
 
 
 def test_a_mode_may_make_the_update_itself():
-    class Halving:
+    class Halving(fnet.autodiff.Mode):
         def update(self, loss, optimizer):
             def update(params, opt_state, model_state, batch, key):
                 return jax.tree.map(lambda p: p / 2, params), opt_state, model_state, {}
@@ -334,3 +331,80 @@ def test_the_norm_of_float16_gradients_is_float32():
 
 def test_weights_of_float16_that_are_all_0_give_0():
     assert weighted_mean(jnp.ones(3, jnp.float16), jnp.zeros(3, jnp.float16)) == 0
+
+
+def test_a_state_of_params_equals_the_state_of_the_model_that_made_them():
+    model, optimizer = classifier(), optax.adam(0.1)
+    key = jax.random.key(7)
+    expected = fnet.TrainState.create(model, optimizer, jax.random.clone(key), ema=True)
+    params, model_state = model.init(jax.random.split(jax.random.clone(key))[0])
+    got = fnet.TrainState.create(
+        params=params, model_state=model_state, optimizer=optimizer, key=key, ema=True
+    )
+    chex.assert_trees_all_equal(got, expected)
+
+
+def test_parameters_of_another_library_are_trained():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)))
+
+    def loss(params, model_state, batch, key):
+        return (nnx.merge(graph, params)(batch["x"])[:, 0] - batch["y"]) ** 2
+
+    optimizer = optax.sgd(0.1)
+    state = fnet.TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(0))
+    batch = {"x": jnp.eye(3), "y": jnp.ones(3)}
+    step = fnet.compile_step(fnet.make_step(loss, optimizer), state, batch)
+    assert step.report.parameters == 4
+    state, first = step(state, batch)
+    _, second = step(state, batch)
+    assert second["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either a model or params"),
+        ({"model": 1, "params": 1}, "give either a model or params"),
+        ({"params": {}, "key": 1}, "optimizer is missing"),
+        ({"params": {}, "optimizer": 1}, "key is missing"),
+    ],
+)
+def test_rejects_a_state_without_what_it_needs(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        fnet.TrainState.create(**arguments)
+
+
+def test_rejects_a_model_state_next_to_a_model():
+    with pytest.raises(TypeError, match="model_state comes with params"):
+        fnet.TrainState.create(classifier(), optax.sgd(0.1), jax.random.key(0), model_state={})
+
+
+def test_microbatches_of_make_step_are_those_of_the_mode():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    by_mode = fnet.make_step(loss_of(model), optimizer, fnet.autodiff.microbatches(2))
+    by_argument = fnet.make_step(loss_of(model), optimizer, microbatches=2)
+    assert by_mode.microbatches == by_argument.microbatches == 2
+    state = created(model, optimizer)
+    expected, _ = by_mode(copy(state), batch_of(6))
+    got, _ = by_argument(state, batch_of(6))
+    chex.assert_trees_all_equal(got.params, expected.params)
+
+
+def test_remat_changes_no_value():
+    model, optimizer = classifier(), optax.sgd(0.1)
+    state = created(model, optimizer)
+    expected, _ = fnet.make_step(loss_of(model), optimizer)(copy(state), batch_of(6))
+    got, _ = fnet.make_step(loss_of(model), optimizer, remat="segments")(state, batch_of(6))
+    chex.assert_trees_all_close(got.params, expected.params, rtol=1e-5, atol=1e-7)
+
+
+def test_rejects_a_mode_that_is_no_function():
+    with pytest.raises(TypeError, match=r"mode must be .* got str"):
+        fnet.make_step(loss_of(classifier()), optax.sgd(0.1), "clipped")

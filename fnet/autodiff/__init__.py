@@ -1,47 +1,43 @@
-"""What is made of one loss per example: gradient modes, and gradients of single examples."""
+"""Gradient modes of a train step, per-example gradients and batched derivatives.
 
-from fnet.autodiff.accumulate import accumulate_grad, microbatches
-from fnet.autodiff.batched import jvps, vjps
+Modes turn one loss per example into an update: `mean`, `microbatches` (gradient accumulation),
+`clipped` and `AdaptiveClipping` (private training, DP-SGD), `per_example` (gradient noise scale),
+`optimizer_in_backward` (fused optimizer). The functions behind them work on their own.
+"""
+
+from fnet.autodiff.accumulate import accumulate_grad as accumulate_grad
+from fnet.autodiff.accumulate import microbatches
+from fnet.autodiff.batched import jvps as jvps
+from fnet.autodiff.batched import vjps as vjps
 from fnet.autodiff.in_backward import optimizer_in_backward
-from fnet.autodiff.jacobian import hvps, jacobian
-from fnet.autodiff.mean import Aux, Gradient, Loss, mean, weighted_mean
-from fnet.autodiff.per_example.adaptive import AdaptiveClipping, adapted_clip
-from fnet.autodiff.per_example.clipped import Clipped, clipped_grad, routes
-from fnet.autodiff.per_example.gradients import (
-    NoiseScale,
-    influence,
-    noise_scale,
-    per_example_grad,
-    per_example_norms,
-)
+from fnet.autodiff.jacobian import hvps
+from fnet.autodiff.jacobian import jacobian as jacobian
+from fnet.autodiff.mean import Aux as Aux
+from fnet.autodiff.mean import Gradient as Gradient
+from fnet.autodiff.mean import Loss as Loss
+from fnet.autodiff.mean import mean
+from fnet.autodiff.mean import weighted_mean as weighted_mean
+from fnet.autodiff.per_example.adaptive import AdaptiveClipping
+from fnet.autodiff.per_example.adaptive import adapted_clip as adapted_clip
+from fnet.autodiff.per_example.clipped import Clipped as Clipped
+from fnet.autodiff.per_example.clipped import clipped_grad as clipped_grad
+from fnet.autodiff.per_example.clipped import routes as routes
+from fnet.autodiff.per_example.gradients import NoiseScale as NoiseScale
+from fnet.autodiff.per_example.gradients import influence, noise_scale, per_example_norms
+from fnet.autodiff.per_example.gradients import per_example_grad as per_example_grad
 from fnet.autodiff.per_example.modes import clipped, per_example
-from fnet.autodiff.update import Mode, Update
+from fnet.autodiff.update import Mode as Mode
+from fnet.autodiff.update import Update as Update
 
 __all__ = [
     "AdaptiveClipping",
-    "Aux",
-    "Clipped",
-    "Gradient",
-    "Loss",
-    "Mode",
-    "NoiseScale",
-    "Update",
-    "accumulate_grad",
-    "adapted_clip",
     "clipped",
-    "clipped_grad",
     "hvps",
     "influence",
-    "jacobian",
-    "jvps",
     "mean",
     "microbatches",
     "noise_scale",
     "optimizer_in_backward",
     "per_example",
-    "per_example_grad",
     "per_example_norms",
-    "routes",
-    "vjps",
-    "weighted_mean",
 ]

@@ -119,7 +119,7 @@ def _update(
 
     def handing_over(
         trained: tuple[Any, list[Owned]], model_state: Any, batch: dict[str, Array], key: Array
-    ) -> tuple[Array, Aux]:
+    ) -> Array | tuple[Array, Aux]:
         params, owned = trained
         for stack, own in zip(stacks, owned, strict=True):
             shared = {n: old[n] for n in rule.shared(stack.number)}

@@ -12,7 +12,7 @@ from fnet import TrainState, memory
 from fnet.memory import Candidate, Plan, Recomputation
 from fnet.memory.policy import policies_on
 from fnet.memory.target import Target, on
-from fnet.step import Executable
+from fnet.step import Executable, plan_step
 from train.data import READ_AHEAD
 from train.errors import UserError
 from train.run.process_memory import BESIDE_THE_PROGRAM, HOLES
@@ -55,10 +55,10 @@ def compile_step(
     wanted = run.config.memory
     if not wanted.budget:
         policy = "none" if wanted.policy == "auto" else wanted.policy
-        split = (run.splits or (1,))[0]
-        executable = _compile(run, policy, split, target)
-        proof = _proof(run, policy, split, executable, target)
-        return Planned(executable, policy, split * run.parts, None, proof)
+        microbatches = run.step.microbatches
+        executable = _compile(run, policy, microbatches, target)
+        proof = _proof(run, policy, microbatches, executable, target)
+        return Planned(executable, policy, microbatches, None, proof)
     return choose(run, plan(run, target=target, progress=progress), target=target)
 
 
@@ -89,7 +89,7 @@ class StepBySize:
             self._by_kind[kind] = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
-                self._planned.microbatches // self._run.parts,
+                self._planned.microbatches,
                 None,
                 self._planned.executable.report.compiler_options,
             )
@@ -132,7 +132,7 @@ def check(run: Setup) -> None:
             f"expected one of auto, {', '.join(here)}"
         )
     rows = jax.tree.leaves(run.batch_shapes)[0].shape[0]
-    microbatches = (run.splits or (1,))[0] * run.parts
+    microbatches = run.step.microbatches
     if rows % (microbatches * run.devices):
         on = f" on {run.devices} devices" if run.devices > 1 else ""
         raise UserError(
@@ -145,7 +145,7 @@ def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
     c = found.chosen
     executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
     proof = _proof(run, c.policy, c.microbatches, executable, target)
-    return Planned(executable, c.policy, c.microbatches * run.parts, found, proof)
+    return Planned(executable, c.policy, c.microbatches, found, proof)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -156,13 +156,13 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
     """
     wanted = run.config.memory
     try:
-        return fnet.plan_step(
+        return plan_step(
             run.step,
             run.state_shapes,
             run.batch_shapes,
             wanted.budget,
             policies=None if wanted.policy == "auto" else (wanted.policy,),
-            splits=_splits(run),
+            microbatch_choices=_microbatch_choices(run),
             reserve=reserve(run, target),
             target=target,
             progress=progress,
@@ -191,11 +191,11 @@ def largest_batch(
     Returns:
       How many examples; None where not even the fewest that the network takes fit.
     """
-    parts = candidate.microbatches * run.parts * run.devices
+    parts = candidate.microbatches * run.devices
 
     def peak(microbatch: int) -> int:
         sized = run.with_batch_size(microbatch * parts)
-        step = fnet.variant(run.step, candidate.policy, candidate.microbatches)
+        step = run.step.replace(remat=candidate.policy, microbatches=candidate.microbatches)
         traced = step.trace(*_arguments(sized, target))
         found = memory.estimate_peak(traced.lower(), candidate.compiler_options, target).total
         found += reserve(sized, target) - reserve(run, target)
@@ -228,10 +228,11 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     return BESIDE_THE_PROGRAM + holes + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
 
 
-def _splits(run: Setup) -> tuple[int, ...] | None:
+def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
     """Numbers of microbatches to choose from, each of which every device has its share of."""
-    if run.splits or run.devices == 1 or not run.config.memory.budget:
-        return run.splits
+    choices = run.microbatch_choices
+    if choices or run.devices == 1 or not run.config.memory.budget:
+        return choices
     share = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
     return tuple(2**i for i in range(share.bit_length()) if share % 2**i == 0)
 
@@ -251,7 +252,7 @@ def _compile(
     if compiler_options is None and target:
         compiler_options = target.compiler_options
     try:
-        step = fnet.variant(run.step, policy, microbatches)
+        step = run.step.replace(remat=policy, microbatches=microbatches)
         return fnet.compile_step(step, *_arguments(run, target), compiler_options=compiler_options)
     except memory.DonationError:
         raise

@@ -13,6 +13,7 @@ from jax import Array
 
 import fnet
 from fnet import TrainState, autodiff, optim
+from fnet.step import Step
 from train import data
 from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
 from train.data import Dataset, buckets, poisson
@@ -36,7 +37,7 @@ class Setup(NamedTuple):
       steps_per_epoch: of one pass over the training examples, not rounded.
       schedule: step -> learning rate.
       init: ``key -> TrainState``.
-      step: the jitted train step, with the whole batch at once.
+      step: the train step; its remat policy is the planner's to choose.
       state_shapes: of the train state.
       batch_shapes: of a training batch.
       privacy: what noise and sampling promise; None without noise.
@@ -49,7 +50,7 @@ class Setup(NamedTuple):
     steps_per_epoch: float
     schedule: optax.Schedule
     init: Callable[[Array], TrainState]
-    step: jax.stages.Wrapped
+    step: Step
     state_shapes: TrainState
     batch_shapes: Any
     privacy: Privacy | None
@@ -58,10 +59,8 @@ class Setup(NamedTuple):
     def on(self, layout: Layout) -> "Setup":
         """The same run, its state and batches placed on devices."""
         state_shapes = layout.state(self.state_shapes)
-        plain: fnet.step.TrainStep = self.step.__wrapped__  # type: ignore[attr-defined]
-        step = dataclasses.replace(plain, state_sharding=shardings(state_shapes))
         return self._replace(
-            step=fnet.step.jit_step(step),
+            step=self.step.replace(state_sharding=shardings(state_shapes)),
             state_shapes=state_shapes,
             batch_shapes=layout.batch(self.batch_shapes),
             layout=layout,
@@ -78,18 +77,10 @@ class Setup(NamedTuple):
         return self.config.data.crops if isinstance(self.config.data, ImageFolder) else 1
 
     @property
-    def splits(self) -> tuple[int, ...] | None:
-        """The numbers of microbatches that `fnet.variant` may make; None for any."""
-        grad = self.config.grad
-        if isinstance(grad, Microbatch):
-            return (grad.microbatches,)
-        return (1,) if isinstance(grad, PerExample | Clipped) else None
-
-    @property
-    def parts(self) -> int:
-        """The number of microbatches that the step's mode makes by itself."""
-        grad = self.config.grad
-        return grad.microbatches if isinstance(grad, Clipped) else 1
+    def microbatch_choices(self) -> tuple[int, ...] | None:
+        """Numbers of microbatches a memory plan may choose from; None for any."""
+        fixed = isinstance(self.config.grad, Microbatch | PerExample | Clipped)
+        return (self.step.microbatches,) if fixed else None
 
     def training_batches(self) -> grain.DatasetIterator:
         """Endless batches; their position is saved with ``get_state``."""
@@ -177,7 +168,7 @@ def setup(config: Config) -> Setup:
 
     # What noise promises is reckoned for steps that are taken whatever their examples are.
     guard = config.guard.skip and privacy is None
-    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, guard=guard)
+    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=guard)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     if o.classifier_learning_rate and not any(
         jax.tree.leaves(optim.in_classifier(state_shapes.params))
@@ -258,11 +249,8 @@ def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
 
 def _mode(
     config: Config, privacy: Privacy | None, optimizer: optax.GradientTransformation
-) -> tuple[autodiff.Mode, optax.GradientTransformation]:
-    """What the config makes of the losses, and the optimizer with what the mode keeps in it.
-
-    Microbatches of the mean are left to `fnet.variant`.
-    """
+) -> tuple[Any, optax.GradientTransformation]:
+    """The gradient mode of a config, and the optimizer with the state that the mode adds."""
     grad = config.grad
     mixed = isinstance(config.data, ImageFolder) and config.data.mixup > 0
     if isinstance(grad, PerExample | Clipped) and mixed:
@@ -272,6 +260,8 @@ def _mode(
         )
     if isinstance(grad, PerExample):
         return autodiff.per_example(), optimizer
+    if isinstance(grad, Microbatch):
+        return autodiff.microbatches(grad.microbatches), optimizer
     if not isinstance(grad, Clipped):
         return autodiff.mean, optimizer
     noise = privacy.noise_multiplier if privacy else 0.0

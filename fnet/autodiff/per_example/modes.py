@@ -75,9 +75,7 @@ class ClippedMode(Mode):
 
     def __post_init__(self) -> None:
         """Reject values out of range before anything is traced."""
-        check_private(
-            "clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches
-        )
+        check_private("clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches)
         if self.noise_multiplier and not self.clip < float("inf"):
             raise ValueError(
                 f"clipped: noise is in units of the clip, which must be finite, got {self.clip}"
@@ -124,7 +122,6 @@ def per_example() -> "PerExampleMode":
       scale ``grad_var / grad_sq`` in examples (`fnet.autodiff.noise_scale`);
       ``nonfinite``, how many examples were left out.
     """
-
     return PerExampleMode()
 
 
