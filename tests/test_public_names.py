@@ -79,7 +79,14 @@ def public():
     names = {}
     for room in ROOMS:
         module = importlib.import_module(room)
-        names |= {f"{room}.{name}": getattr(module, name) for name in module.__all__}
+        listed = {name: getattr(module, name) for name in module.__all__}
+        unlisted = {
+            name: value
+            for name, value in vars(module).items()
+            if inspect.isfunction(value) or (inspect.isclass(value) and value.__module__ != room)
+            if not name.startswith("_") and value.__module__.startswith("fnet")
+        }
+        names |= {f"{room}.{name}": value for name, value in (listed | unlisted).items()}
     for file in FILES:
         module = importlib.import_module(file)
         names |= {
