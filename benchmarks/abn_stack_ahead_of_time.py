@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from benchmarks import abn_stack
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
-from fnet.memory import arithmetic, peak
-from fnet.memory.devices import TARGETS
-from fnet.memory.target import Target, compile_for, describe
+from fnet.memory import estimate_cost, peak
+from fnet.memory.target import TARGETS, Target, compile_for, describe
 
 BLOCKS = 16
 IMAGES = jax.ShapeDtypeStruct(abn_stack.IMAGES, jnp.float32)
@@ -110,7 +109,7 @@ def claims(target: str, sizes: dict[str, tuple[int, float]]) -> Iterator[Claim]:
 def _flops(stack: abn_stack.Stack) -> float:
     """Of the gradient as it is written, recomputation included."""
     loss, params = stack(BLOCKS)
-    return arithmetic(jax.make_jaxpr(jax.grad(loss))(params, IMAGES)).flops
+    return estimate_cost(jax.make_jaxpr(jax.grad(loss))(params, IMAGES)).flops
 
 
 def _temporaries(target: Target, stack: abn_stack.Stack, blocks: int) -> int:

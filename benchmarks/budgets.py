@@ -135,7 +135,7 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
 def candidates(plan: Plan) -> list[str]:
     """What was compiled, for whoever wonders."""
     return [
-        f"{c}, {format_bytes(c.peak.total)}, {c.work.flops / 1e9:.0f} GFLOP"
+        f"{c}, {format_bytes(c.peak.total)}, {c.cost.flops / 1e9:.0f} GFLOP"
         for c in plan.candidates
     ]
 

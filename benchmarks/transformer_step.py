@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     s = parser.parse_args(namespace=Sizes())
     target = fnet.memory.target.describe(s.target) if s.target else None
-    put = functools.partial(fnet.memory.target.on, target) if target else lambda x: x
+    put = functools.partial(fnet.memory.target.shapes_on, target) if target else lambda x: x
 
     tokens = jax.random.randint(jax.random.key(1), (s.batch, s.tokens + 1), 0, s.vocabulary)
     batch = {"tokens": tokens}

@@ -30,7 +30,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
 from benchmarks.networks import image_loss
 from fnet import Layer, memory, models
-from fnet.memory.target import Target, describe, on
+from fnet.memory.target import Target, describe, shapes_on
 
 NAMES = (
     "resnet18",
@@ -94,7 +94,7 @@ def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, A
 def peak(name: str, form: str, batch: int, size: int, target: Target | None) -> int:
     """Bytes, with the best of the compiler's options; no code is made."""
     step, *shapes = train_step(name, form, batch, size)
-    lowered = step.lower(*(on(target, shapes) if target else shapes))
+    lowered = step.lower(*(shapes_on(target, shapes) if target else shapes))
     candidates = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     if target:
         candidates = (target.compiler_options,)

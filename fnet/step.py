@@ -15,9 +15,10 @@ from fnet.autodiff.mean import Gradient, Loss, mean
 from fnet.autodiff.update import Mode
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation
-from fnet.memory.peak import Peak, compile_min_memory, peak, tree_bytes
+from fnet.memory.peak import Peak, compile_min_memory, peak
 from fnet.memory.plan import Candidate, Plan, plan
-from fnet.memory.target import Target, on
+from fnet.memory.sizes import tree_bytes
+from fnet.memory.target import Target, shapes_on
 from fnet.state import TrainState
 
 Metrics = dict[str, Array]
@@ -394,7 +395,7 @@ def plan_step(
     def build(policy: str, microbatches: int) -> jax.stages.Traced:
         args: tuple[Any, Any] = (state, batch)
         candidate = step.replace(remat=policy, microbatches=microbatches)
-        return candidate.trace(*(on(target, args) if target else args))
+        return candidate.trace(*(shapes_on(target, args) if target else args))
 
     return plan(
         build,

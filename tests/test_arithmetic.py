@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import fnet
-from fnet.memory import Arithmetic, arithmetic
+from fnet.memory import Cost, estimate_cost
 
 
 def count(f, *shapes):
-    return arithmetic(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)))
+    return estimate_cost(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)))
 
 
 def test_a_matrix_product_is_two_operations_a_multiply_add():
-    assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == Arithmetic(
+    assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == Cost(
         flops=2 * 3 * 5 * 7, bytes=4 * (15 + 35 + 21)
     )
 
@@ -59,7 +59,7 @@ def test_it_agrees_with_the_compiler_about_a_resnet():
     traced = jax.jit(jax.grad(loss)).trace(*args)
     # XLA leaves out where a window sees only padding.
     compilers = traced.lower().cost_analysis()["flops"]
-    assert abs(arithmetic(traced.jaxpr).flops / compilers - 1) < 0.1
+    assert abs(estimate_cost(traced.jaxpr).flops / compilers - 1) < 0.1
 
 
 def strided(x, kernel):
@@ -68,7 +68,7 @@ def strided(x, kernel):
 
 
 def test_what_is_elementwise_reads_nothing_and_a_convolution_both():
-    assert count(jnp.sin, (8,)) == Arithmetic(flops=8, bytes=32)
+    assert count(jnp.sin, (8,)) == Cost(flops=8, bytes=32)
     x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
     assert count(strided, x, kernel).bytes == 4 * sum(map(np.prod, (x, kernel, y)))
 
@@ -85,7 +85,7 @@ def test_the_zeros_between_what_a_stride_left_out_are_not_multiplied():
 
 
 def test_twenty_operations_take_as_long_as_a_byte():
-    assert Arithmetic(flops=40, bytes=3).time == 5
+    assert Cost(flops=40, bytes=3).time == 5
 
 
 def test_a_loop_counts_every_round_and_a_branch_the_largest():

@@ -2,7 +2,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from fnet.memory import largest
+from fnet.memory import largest_size
 
 
 @hypothesis.given(
@@ -16,7 +16,7 @@ def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent,
     def peak(n):
         return int(fixed + each * n + bent * n**0.5)
 
-    found = largest(peak, fixed + room, start)
+    found = largest_size(peak, fixed + room, start)
     fits = [n for n in range(1, room // each + 2) if peak(n) <= fixed + room]
     if not fits:
         assert found is None
@@ -26,7 +26,7 @@ def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent,
 
 def test_it_does_not_begin_at_nothing():
     with pytest.raises(ValueError, match="start must be at least 1, got 0"):
-        largest(lambda n: n, 10, 0)
+        largest_size(lambda n: n, 10, 0)
 
 
 def test_it_asks_few_times_where_memory_is_linear():
@@ -36,5 +36,5 @@ def test_it_asks_few_times_where_memory_is_linear():
         asked.append(n)
         return 1000 + 37 * n
 
-    assert largest(peak, 100_000, 16) == pytest.approx(2675, rel=0.02)
+    assert largest_size(peak, 100_000, 16) == pytest.approx(2675, rel=0.02)
     assert len(asked) < 12

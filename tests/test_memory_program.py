@@ -143,7 +143,7 @@ def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_of_a_large_plan_no_digit_is_left_out(width):
-    work = memory.Arithmetic(12_345_600_000_000, 1_234_500_000_000)
+    work = memory.Cost(12_345_600_000_000, 1_234_500_000_000)
     way = memory.Candidate("segments", 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
     console = Console(width=width)
     with console.capture() as capture:
@@ -156,8 +156,8 @@ def test_of_a_large_plan_no_digit_is_left_out(width):
 
 @pytest.mark.slow
 def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
-    refuse = Mock(side_effect=memory.RecomputationError("saves nothing"))
-    monkeypatch.setattr(planning.memory, "recomputation", refuse)
+    refuse = Mock(side_effect=memory.RematError("saves nothing"))
+    monkeypatch.setattr(planning.memory, "check_remat", refuse)
     config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
     run = setup(config)
     found = planning.plan(run)

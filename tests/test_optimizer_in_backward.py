@@ -18,7 +18,7 @@ from fnet.autodiff.elementwise import layerwise_update
 from fnet.autodiff.in_backward import optimizer_in_backward
 from fnet.autodiff.layerwise import REST
 from fnet.memory import peak, tree_bytes
-from fnet.memory.schedule import layer_of
+from fnet.memory.timeline import layer_of
 
 
 def full_block():

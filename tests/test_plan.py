@@ -11,7 +11,7 @@ import fnet
 from fnet import layers, memory
 from fnet.memory import BudgetError
 from fnet.memory.plan import plan
-from fnet.memory.policy import policies_on
+from fnet.memory.remat import policies_for
 
 WIDTH, DEPTH, BATCH = 32, 16, 512
 
@@ -54,7 +54,7 @@ def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
     _, plan, _ = step_and_peaks
     assert plan.chosen.policy == "none"
     assert plan.chosen.microbatches == 1
-    assert [c.work.time for c in plan.candidates] == sorted(c.work.time for c in plan.candidates)
+    assert [c.cost.time for c in plan.candidates] == sorted(c.cost.time for c in plan.candidates)
     assert {c.policy for c in plan.candidates} == {"none", "norms", "dots", "segments"}
 
 
@@ -63,7 +63,7 @@ def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
     budget = (peaks["none"] + peaks["segments"]) // 2
     plan = fnet.plan_step(*args, budget, policies=("none", "segments"), microbatch_choices=(1,))
     assert plan.chosen.peak.total <= budget
-    faster = [c for c in plan.candidates if c.work.time < plan.chosen.work.time]
+    faster = [c for c in plan.candidates if c.cost.time < plan.chosen.cost.time]
     assert faster
     assert all(c.peak.total > budget for c in faster)
 
@@ -106,7 +106,7 @@ def test_batch_statistics_are_split_last():
     # Parts of one example have no statistics: another policy may still do.
     plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
     assert (plan.chosen.policy, plan.chosen.microbatches) == ("norms", 1)
-    with pytest.raises(BudgetError, match=r"the least is .* by named"):
+    with pytest.raises(BudgetError, match=r"the least is .* by norms"):
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
 
@@ -233,7 +233,7 @@ def test_any_other_error_of_a_compiler_is_not_an_account(said):
     ("platform", "offloads"), [("cpu", False), ("cuda", True), ("rocm", True), ("tpu", True)]
 )
 def test_the_hosts_memory_serves_devices_that_have_their_own(platform, offloads):
-    assert ("offload" in policies_on(platform)) == offloads
+    assert ("offload" in policies_for(platform)) == offloads
 
 
 def test_a_plan_tells_what_a_tighter_budget_would_take():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fnet.memory.hlo import arrays
-from fnet.memory.schedule import layer_of, timeline
+from fnet.memory.timeline import layer_of, timeline
 
 
 def program(text, *, arguments, outputs=0, aliased=0):

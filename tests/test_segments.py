@@ -10,8 +10,8 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
-from fnet.memory import arithmetic, compile_min_memory, peak, remat_in_segments, segments
-from fnet.memory.policy import REMAT_POLICIES
+from fnet.memory import compile_min_memory, estimate_cost, peak, remat, remat_in_segments
+from fnet.memory.remat import REMAT_POLICIES
 
 DEPTH, WIDTH, BATCH = 24, 64, 512
 ACTIVATION = BATCH * WIDTH * 4
@@ -43,7 +43,7 @@ def temporaries(f):
 
 
 def flops(f):
-    return arithmetic(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
+    return estimate_cost(jax.make_jaxpr(jax.grad(f))(*inputs())).flops
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
 
     subsets = (itertools.combinations(range(1, blocks + 1), n) for n in range(blocks + 1))
     best = min(map(needed, itertools.chain(*subsets)))
-    cuts = segments._cuts(jaxpr, set())
+    cuts = remat._cuts(jaxpr, set())
     of_block = len(jaxpr.eqns[:-3]) // blocks
     assert all(cut % of_block == 0 for cut in cuts[:-1])
     assert needed([cut // of_block for cut in cuts[1:-1]]) == best

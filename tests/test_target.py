@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import topologies
 
 from fnet.memory import donation, peak, target
-from fnet.memory.devices import TARGETS, Gpu, Tpu
+from fnet.memory.target import TARGETS, Gpu, Tpu
 
 GPUS = [name for name, known in TARGETS.items() if isinstance(known, Gpu)]
 TPUS = [name for name, known in TARGETS.items() if isinstance(known, Tpu)]
@@ -162,7 +162,7 @@ def test_what_is_missing_of_cuda_is_named_with_its_extra_before_anything_is_comp
 
 def test_shapes_are_placed_on_the_target_with_their_dtypes():
     tree = {"x": jnp.ones((2, 3), jnp.bfloat16), "key": jax.random.key(0)}
-    placed = target.on(here(), tree)
+    placed = target.shapes_on(here(), tree)
     assert placed["x"].dtype == jnp.bfloat16
     assert all(s.sharding.device_set == {jax.local_devices()[1]} for s in placed.values())
 

@@ -1,48 +1,43 @@
-"""Where the memory goes: known from the compiled program, before it runs."""
+"""Memory of a training step, known from the traced or compiled program before it runs."""
 
-from fnet.memory.arithmetic import Arithmetic, arithmetic
-from fnet.memory.budget import format_bytes, parse_bytes
-from fnet.memory.donation import Donation, DonationError, donation
-from fnet.memory.largest import largest
-from fnet.memory.origins import Residual
-from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, compile_min_memory, peak, tree_bytes
-from fnet.memory.plan import BudgetError, Candidate, Plan, estimate_peak, plan
-from fnet.memory.policy import REMAT_POLICIES, Policy
-from fnet.memory.recomputation import Recomputation, RecomputationError, recomputation
-from fnet.memory.residuals import LayerResiduals, by_layer, residuals
-from fnet.memory.schedule import Buffer, Timeline, timeline
-from fnet.memory.segments import remat_in_segments
+from fnet.memory.donation import Donation as Donation
+from fnet.memory.donation import DonationError, donation
+from fnet.memory.peak import CANDIDATE_OPTIONS as CANDIDATE_OPTIONS
+from fnet.memory.peak import Peak as Peak
+from fnet.memory.peak import compile_min_memory, peak
+from fnet.memory.plan import BudgetError, plan
+from fnet.memory.plan import Candidate as Candidate
+from fnet.memory.plan import Cost as Cost
+from fnet.memory.plan import Plan as Plan
+from fnet.memory.plan import estimate_cost as estimate_cost
+from fnet.memory.plan import estimate_peak as estimate_peak
+from fnet.memory.plan import largest_size as largest_size
+from fnet.memory.remat import REMAT_POLICIES
+from fnet.memory.remat import Policy as Policy
+from fnet.memory.remat import RematError as RematError
+from fnet.memory.remat import RematReport as RematReport
+from fnet.memory.remat import check_remat as check_remat
+from fnet.memory.remat import remat_in_segments as remat_in_segments
+from fnet.memory.residuals import LayerResiduals as LayerResiduals
+from fnet.memory.residuals import Residual as Residual
+from fnet.memory.residuals import by_layer as by_layer
+from fnet.memory.residuals import residuals
+from fnet.memory.sizes import format_bytes, parse_bytes
+from fnet.memory.sizes import tree_bytes as tree_bytes
+from fnet.memory.timeline import Buffer as Buffer
+from fnet.memory.timeline import Timeline as Timeline
+from fnet.memory.timeline import timeline
 
 __all__ = [
-    "CANDIDATE_OPTIONS",
     "REMAT_POLICIES",
-    "Arithmetic",
     "BudgetError",
-    "Buffer",
-    "Candidate",
-    "Donation",
     "DonationError",
-    "LayerResiduals",
-    "Peak",
-    "Plan",
-    "Policy",
-    "Recomputation",
-    "RecomputationError",
-    "Residual",
-    "Timeline",
-    "arithmetic",
-    "by_layer",
     "compile_min_memory",
     "donation",
-    "estimate_peak",
     "format_bytes",
-    "largest",
     "parse_bytes",
     "peak",
     "plan",
-    "recomputation",
-    "remat_in_segments",
     "residuals",
     "timeline",
-    "tree_bytes",
 ]

@@ -1,13 +1,12 @@
 """Peak bytes at compile time, and the compiler options that make the savings real."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 
 from fnet.memory import hlo
-from fnet.memory.schedule import Buffer, Timeline, timeline
+from fnet.memory.timeline import Buffer, Timeline, timeline
 
 # XLA's CPU compiler drops the barriers behind jax.checkpoint and then merges the
 # recomputation with the original; without that pass recomputation is kept.
@@ -69,7 +68,7 @@ class Peak(_Parts):
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """What is alive at each instruction; see `fnet.memory.schedule.timeline`.
+        """What is alive at each instruction; see `fnet.memory.timeline.timeline`.
 
         Raises:
           ValueError: for numbers alone, without their program.
@@ -88,7 +87,7 @@ class Peak(_Parts):
         """Bytes alive at each instruction, in the order they are scheduled.
 
         Its maximum is what of ``assigned`` is in use at once: see
-        `fnet.memory.schedule.timeline` for what it leaves out.
+        `fnet.memory.timeline.timeline` for what it leaves out.
         """
         return self.timeline.live_bytes
 
@@ -156,21 +155,3 @@ def compile_min_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled
     candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
     return min(compiled, key=lambda c: peak(c[0]).total)
-
-
-def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array, a typed key, or the shape of either, on each device that shares it."""
-    sharding = getattr(leaf, "sharding", None)
-    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
-    size: int = math.prod(shape) * leaf.dtype.itemsize
-    return size
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a tree of arrays or of their shapes.
-
-    Args:
-      tree: any pytree of arrays, typed keys, or their shapes; of a sharded array, the bytes on
-        each device.
-    """
-    return sum(map(leaf_bytes, jax.tree.leaves(tree)))

@@ -5,17 +5,155 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from fnet.memory.arithmetic import Arithmetic, arithmetic
-from fnet.memory.budget import format_bytes, parse_bytes
+from fnet import jaxprs
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
-from fnet.memory.policy import policies_on
+from fnet.memory.remat import policies_for
+from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target
+
+
+class Cost(NamedTuple):
+    """What a program computes and moves.
+
+    Attributes:
+      flops: floating-point operations: 2 a multiply-add of matrix products and
+        convolutions, 1 an element of every other result.
+      bytes: read and written: operands and results of matrix products and
+        convolutions, results alone of everything else, which is taken to be fused
+        with what reads it.
+    """
+
+    flops: int
+    bytes: int
+
+    @property
+    def time(self) -> float:
+        """A relative time: `FLOPS_PER_BYTE` operations take as long as moving one byte."""
+        return self.flops / FLOPS_PER_BYTE + self.bytes
+
+
+FLOPS_PER_BYTE = 20.0
+"""The balance of arithmetic and bandwidth that candidates are ranked by: an H100's in float32."""
+
+
+def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
+    """Counts a program's work as traced, so before any compiler, the same for every device.
+
+    A ``scan`` counts as often as it goes round, a ``while`` loop once, of a
+    ``cond`` the largest branch. Recomputation under `jax.checkpoint` counts.
+
+    Args:
+      program: ``jitted.trace(...).jaxpr`` or ``jax.make_jaxpr(f)(...)``.
+
+    Returns:
+      Operations and bytes of one run.
+    """
+    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    total = Cost(0, 0)
+    for equation in jaxpr.eqns:
+        work = _of_equation(equation)
+        total = Cost(total.flops + work.flops, total.bytes + work.bytes)
+    return total
+
+
+def _of_equation(equation: JaxprEqn) -> Cost:
+    # A scatter's or a reduction's own little program is what it does to two numbers.
+    combines = equation.primitive.name.startswith(("scatter", "reduce", "select_and"))
+    inner = [] if combines else [estimate_cost(j) for j in _programs(equation.params.values())]
+    if equation.primitive.name == "cond":
+        return max(inner)
+    if inner:
+        rounds = equation.params["length"] if equation.primitive.name == "scan" else 1
+        return Cost(
+            rounds * sum(work.flops for work in inner), rounds * sum(work.bytes for work in inner)
+        )
+    given, made = (sum(map(jaxprs.nbytes, a)) for a in (equation.invars, equation.outvars))
+    elements = sum(math.prod(_shape(v)) for v in equation.outvars)
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        shape = _shape(equation.invars[0])
+        return Cost(2 * elements * math.prod(shape[i] for i in contracted), given + made)
+    if equation.primitive.name == "conv_general_dilated":
+        return Cost(2 * elements * _window(equation), given + made)
+    return Cost(elements, made)
+
+
+def _window(convolution: JaxprEqn) -> int:
+    """Multiply-adds an element of a convolution's result takes, dilated zeros left out."""
+    kernel = _shape(convolution.invars[1])
+    out_channels = kernel[convolution.params["dimension_numbers"].rhs_spec[0]]
+    # A gradient with respect to the input of a strided convolution dilates its
+    # argument: most of what the window sees there is zero.
+    zeros = math.prod(convolution.params["lhs_dilation"])
+    work: int = max(math.prod(kernel) // out_channels // zeros, 1)
+    return work
+
+
+def _programs(values: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
+    for value in values:
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _programs(value)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
+_TOLERANCE = 0.02
+
+
+def largest_size(peak: Callable[[int], int], limit: int, start: int) -> int | None:
+    """The largest ``n`` with ``peak(n) <= limit``, to within 2 % of it.
+
+    ``peak`` is assumed to grow with ``n``, about linearly: each probe is where the
+    line through the two nearest measurements meets the limit.
+
+    Args:
+      peak: bytes at size n, for example of a step compiled for a batch of n.
+      limit: bytes.
+      start: a size to begin with, >= 1.
+
+    Returns:
+      The size, or None where not even 1 fits.
+
+    Raises:
+      ValueError: if ``start < 1``, from where doubling leads nowhere.
+    """
+    if start < 1:
+        raise ValueError(f"largest: start must be at least 1, got {start}")
+    fitting: tuple[int, int] | None = None
+    too_large: tuple[int, int] | None = None
+    n = start
+    while True:
+        bytes_ = peak(n)
+        if bytes_ <= limit:
+            fitting = (n, bytes_)
+        else:
+            too_large = (n, bytes_)
+        if too_large is None:
+            n *= 2
+        elif fitting is None:
+            if n == 1:
+                return None
+            n //= 2
+        else:
+            (low, least), (high, most) = fitting, too_large
+            if high - low <= max(1, _TOLERANCE * low):
+                return low
+            meets = low + (high - low) * (limit - least) / (most - least)
+            # A little above the line, then a little below: the bracket closes from both sides.
+            aim = meets * (1 + _TOLERANCE / 4) if n == low else meets * (1 - _TOLERANCE / 4)
+            n = min(max(int(aim), low + 1), high - 1)
+
 
 Build = Callable[[str, int], jax.stages.Traced]
 """``build(policy, microbatches) -> jitted.trace(...)`` of the train step that they make."""
@@ -31,14 +169,14 @@ class Candidate(NamedTuple):
     Attributes:
       policy: what the backward pass keeps; a key of `REMAT_POLICIES`.
       microbatches: how many the batch is split into.
-      work: arithmetic and bytes moved a step, by which candidates are ranked.
+      cost: FLOPs and bytes moved per step, by which candidates are ranked.
       peak: of the compiled step.
       compiler_options: it was compiled with.
     """
 
     policy: str
     microbatches: int
-    work: Arithmetic
+    cost: Cost
     peak: Peak
     compiler_options: dict[str, Any]
 
@@ -117,16 +255,17 @@ def plan(
         )
 
     def order(c: Candidate | _Way) -> tuple[bool, float]:
-        return couples_batch and c.microbatches > 1, c.work.time
+        return couples_batch and c.microbatches > 1, c.cost.time
 
     def fits(peak_: int) -> bool:
         return limit is None or peak_ + reserve <= limit
 
     platform = _platform(target)
-    names = tuple(policies_on(platform) if policies is None else policies)
-    if unknown := [n for n in names if n not in policies_on(platform)]:
+    names = tuple(policies_for(platform) if policies is None else policies)
+    if unknown := [n for n in names if n not in policies_for(platform)]:
         raise ValueError(
-            f"plan: expected policies for {platform} of {policies_on(platform)}, got {unknown[0]!r}"
+            f"plan: expected policies for {platform} of {policies_for(platform)}, "
+            f"got {unknown[0]!r}"
         )
     splits = sorted(set(microbatches))
     if not names or not splits or splits[0] < 1:
@@ -159,7 +298,7 @@ class _Way(NamedTuple):
     policy: str
     microbatches: int
     lowered: jax.stages.Lowered
-    work: Arithmetic
+    cost: Cost
 
 
 def _search(
@@ -174,7 +313,7 @@ def _search(
 
     def trace(policy: str, split: int) -> _Way:
         traced = build(policy, split)
-        return _Way(policy, split, traced.lower(), arithmetic(traced.jaxpr))
+        return _Way(policy, split, traced.lower(), estimate_cost(traced.jaxpr))
 
     def further(policy: str, split: int) -> list[_Way]:
         try:
@@ -233,7 +372,7 @@ def _compile(
 ) -> list[Candidate]:
     def one(way: _Way, chosen: Mapping[str, Any]) -> Candidate:
         found = estimate_peak(way.lowered, chosen, target)
-        return Candidate(way.policy, way.microbatches, way.work, found, dict(chosen))
+        return Candidate(way.policy, way.microbatches, way.cost, found, dict(chosen))
 
     # Compiling lets go of Python's lock.
     candidates = []

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from fnet.memory import Candidate, Plan, format_bytes
-from fnet.memory.policy import REMAT_POLICIES
+from fnet.memory.remat import REMAT_POLICIES
 from train.run.account import Account
 
 
@@ -36,8 +36,10 @@ def step_table(account: Account) -> Table:
     saves = REMAT_POLICIES[planned.policy].saves
     t.add_row("policy", f"{planned.policy}: saves {saves}")
     if planned.proof:
-        t.add_row("  arithmetic, compiled", f"{planned.proof.arithmetic:.2f} of keeping all")
-        t.add_row("  temporaries, compiled", f"{planned.proof.memory:.2f} of keeping all")
+        t.add_row("  arithmetic, compiled", f"{planned.proof.flops_ratio:.2f} of keeping all")
+        t.add_row(
+            "  temporaries, compiled", f"{planned.proof.temporaries_ratio:.2f} of keeping all"
+        )
     if planned.microbatches > 1:
         t.add_row("microbatches", str(planned.microbatches))
     return t
@@ -74,7 +76,7 @@ def largest_table(account: Account) -> Table:
 
 def plan_table(plan: Plan, reserve: int) -> Table:
     """Every candidate, the fastest first, with what it takes and whether that fits."""
-    least_work = min(c.work.time for c in plan.candidates)
+    least_work = min(c.cost.time for c in plan.candidates)
     t = _table("ways to train" + (f" within {format_bytes(plan.budget)}" if plan.budget else ""))
     # Folded where there is little room: of a number no digit is left out.
     t.add_column("policy", overflow="fold")
@@ -89,9 +91,9 @@ def plan_table(plan: Plan, reserve: int) -> Table:
             c.policy,
             str(c.microbatches),
             format_bytes(c.peak.total),
-            f"{c.work.flops / 1e9:,.1f}",
-            f"{c.work.bytes / 1e9:,.1f}",
-            f"{c.work.time / least_work:.2f}",
+            f"{c.cost.flops / 1e9:,.1f}",
+            f"{c.cost.bytes / 1e9:,.1f}",
+            f"{c.cost.time / least_work:.2f}",
             _scheduling(c),
             mark,
             style="bold" if c is plan.chosen else "" if fits else "dim",
@@ -108,7 +110,7 @@ def plan_words(plan: Plan, reserve: int) -> str:
         lines.append(f"{format_bytes(reserve)} of the budget is left to the process itself.")
     if plan.smaller:
         need = format_bytes(plan.smaller.peak.total + (reserve if plan.budget else 0))
-        slower = plan.smaller.work.time / plan.chosen.work.time - 1
+        slower = plan.smaller.cost.time / plan.chosen.cost.time - 1
         lines.append(f"The next smaller one: {plan.smaller}, {need}, about {slower:.0%} more time.")
     return "\n".join(lines)
 

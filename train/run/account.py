@@ -39,7 +39,7 @@ class Account(NamedTuple):
         return planned.executable.report.as_dict() | {
             "policy": planned.policy,
             "microbatches": planned.microbatches,
-            "recomputation": planned.proof._asdict() if planned.proof else None,
+            "remat": planned.proof._asdict() if planned.proof else None,
             "plan": _plan(planned.plan) if planned.plan else None,
             "kept": [layer._asdict() for layer in self.kept],
             "largest_at_peak": [buffer._asdict() for buffer in self.largest],
@@ -89,7 +89,7 @@ def _plan(plan: Plan) -> dict[str, Any]:
     def candidate(c: memory.Candidate | None) -> dict[str, Any] | None:
         if c is None:
             return None
-        return c._asdict() | {"work": c.work._asdict(), "peak": c.peak.as_dict()}
+        return c._asdict() | {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
 
     return {
         "budget": plan.budget,

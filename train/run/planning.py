@@ -9,9 +9,9 @@ import numpy as np
 
 import fnet
 from fnet import TrainState, memory
-from fnet.memory import Candidate, Plan, Recomputation
-from fnet.memory.policy import policies_on
-from fnet.memory.target import Target, on
+from fnet.memory import Candidate, Plan, RematReport
+from fnet.memory.remat import policies_for
+from fnet.memory.target import Target, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import READ_AHEAD
 from train.errors import UserError
@@ -36,7 +36,7 @@ class Planned(NamedTuple):
     policy: str
     microbatches: int
     plan: Plan | None
-    proof: Recomputation | None
+    proof: RematReport | None
 
 
 def compile_step(
@@ -125,7 +125,7 @@ def check(run: Setup) -> None:
       UserError: for a policy that this device does not have, or a batch that cannot be split.
     """
     wanted = run.config.memory
-    here = policies_on(jax.default_backend())
+    here = policies_for(jax.default_backend())
     if wanted.policy not in ("auto", *here):
         raise UserError(
             f"memory.policy: {wanted.policy} does not work on {jax.default_backend()}: "
@@ -205,7 +205,7 @@ def largest_batch(
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
-        found = memory.largest(peak, limit, start)
+        found = memory.largest_size(peak, limit, start)
     except ValueError:  # fewer examples than the network's norms take; twice as many do not fit
         return None
     return None if found is None else found * parts
@@ -239,7 +239,7 @@ def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
 
 def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:
     shapes = (run.state_shapes, run.batch_shapes)
-    return on(target, shapes) if target else shapes
+    return shapes_on(target, shapes) if target else shapes
 
 
 def _compile(
@@ -262,15 +262,15 @@ def _compile(
 
 def _proof(
     run: Setup, policy: str, microbatches: int, executable: Executable, target: Target | None
-) -> Recomputation | None:
+) -> RematReport | None:
     """Compares with the policy that keeps all, compiled in the same way."""
     if policy == "none":
         return None
     options = executable.report.compiler_options
     plain = _compile(run, "none", microbatches, target, options)
     try:
-        return memory.recomputation(plain.compiled, executable.compiled)
-    except memory.RecomputationError as error:
+        return memory.check_remat(plain.compiled, executable.compiled)
+    except memory.RematError as error:
         if run.config.memory.policy == "auto":  # it was chosen because it fits
             return None
         raise UserError(f"memory.policy: {policy}: {error}") from error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fnet.memory import format_bytes
-from fnet.memory.policy import REMAT_POLICIES
+from fnet.memory.remat import REMAT_POLICIES
 from train.output.report.charts import Line, chart
 from train.output.report.html import Html, element
 from train.output.report.runs import Memory, Run

@@ -2,15 +2,18 @@
 
 import functools
 import itertools
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet import jaxprs
-from fnet.backward_pass import bind_switches
+from fnet.backward_pass import bind_switches, recompute
+from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 
 F = TypeVar("F", bound=Callable[..., Any])
 CheckpointPolicy = Callable[..., Any]
@@ -247,3 +250,183 @@ def _passing_bytes(jaxpr: Jaxpr) -> list[int]:
         total += change
         passing.append(total)
     return passing
+
+
+class Policy(NamedTuple):
+    """A way to spend arithmetic for memory.
+
+    Attributes:
+      saves: residuals that the backward pass reads, as a phrase.
+      apply: a function of arrays -> one with the same values and gradients.
+      platforms: where it works; empty means everywhere.
+    """
+
+    saves: str
+    apply: Callable[[Any], Any]
+    platforms: tuple[str, ...] = ()
+
+
+_keep_products = functools.partial(remat_in_segments, policy=jax.checkpoint_policies.dots_saveable)
+_offload = functools.partial(remat_in_segments, loops_on_host=True)
+
+REMAT_POLICIES: dict[str, Policy] = {
+    "none": Policy("all residuals", lambda f: f),
+    "norms": Policy("the arrays that fnet's norms name", recompute),
+    "dots": Policy("results of matrix products and convolutions", _keep_products),
+    "segments": Policy("arrays that pass between segments", remat_in_segments),
+    "offload": Policy("as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
+}
+"""By name, from the least arithmetic to the most."""
+
+
+def policies_for(platform: str) -> list[str]:
+    """Names of the policies that work there; ``platform`` is that of a `jax.Device`."""
+    family = "gpu" if platform in ("cuda", "rocm") else platform
+    return [name for name, p in REMAT_POLICIES.items() if not p.platforms or family in p.platforms]
+
+
+# What a compiler moves about by itself; a policy that works saves far more.
+_LEAST_SAVING = 0.01
+
+
+class RematReport(NamedTuple):
+    """What a policy changed in a program, as its compiler counts it.
+
+    Attributes:
+      flops_before, flops_after: see `flops`.
+      bytes_before, bytes_after: read and written by the program's operations; None
+        where the compiler does not count them (GPUs).
+      temporaries_before, temporaries_after: bytes held beside arguments and outputs.
+    """
+
+    flops_before: int
+    flops_after: int
+    bytes_before: int | None
+    bytes_after: int | None
+    temporaries_before: int
+    temporaries_after: int
+
+    @property
+    def flops_ratio(self) -> float:
+        """``flops_after / flops_before``: 1.33 where a whole forward pass is repeated."""
+        return self.flops_after / max(self.flops_before, 1)
+
+    @property
+    def temporaries_ratio(self) -> float:
+        """``temporaries_after / temporaries_before``."""
+        return self.temporaries_after / max(self.temporaries_before, 1)
+
+
+class RematError(ValueError):
+    """A policy that was asked for and saves nothing in the compiled program."""
+
+
+def check_remat(plain: jax.stages.Compiled, recomputed: jax.stages.Compiled) -> RematReport:
+    """Checks that a recomputation policy reached the compiled program.
+
+    It may not: a compiler that finds the same operation twice merges the two, and keeps
+    the result between them as if nobody had asked to recompute it. JAX puts a
+    barrier between them, which the CPU compiler of jax 0.10 drops by default.
+
+    Args:
+      plain: the program without the policy: ``jax.jit(f).lower(...).compile(...)``.
+      recomputed: the same with it (`jax.checkpoint`, `fnet.recompute`). Compile both
+        with the same options, which save memory of their own.
+
+    Returns:
+      Cost and bytes of both.
+
+    Raises:
+      RematError: if the second holds not even 1% less beside its arguments
+        and outputs. The message gives both figures, and the reason: merged again
+        (the arithmetic is the same), or recomputed and all held again.
+    """
+    found = RematReport(
+        flops_before=flops(plain),
+        flops_after=flops(recomputed),
+        bytes_before=_moved(plain),
+        bytes_after=_moved(recomputed),
+        temporaries_before=peak(plain).temporaries,
+        temporaries_after=peak(recomputed).temporaries,
+    )
+    if found.temporaries_after >= (1 - _LEAST_SAVING) * found.temporaries_before:
+        raise RematError(_explain(found, platform(recomputed)))
+    return found
+
+
+def flops(compiled: jax.stages.Compiled) -> int:
+    """Floating-point operations of a compiled program, of each loop those of one iteration.
+
+    They are the compiler's own count. GPU compilers give none: there it is that of
+    convolutions and matrix products, two operations a product, read from the
+    program's text, padding included. Compare programs of one backend only.
+
+    Args:
+      compiled: ``jax.jit(f).lower(...).compile()``.
+    """
+    counted = _counted(compiled, "flops")
+    return _products(compiled.as_text() or "") if counted is None else counted
+
+
+def _moved(compiled: jax.stages.Compiled) -> int | None:
+    return _counted(compiled, "bytes accessed")
+
+
+def _counted(compiled: jax.stages.Compiled, what: str) -> int | None:
+    """One of the compiler's own figures; XLA's GPU compiler gives none."""
+    figures: dict[str, Any] = compiled.cost_analysis() or {}
+    return int(figures[what]) if what in figures else None
+
+
+def _explain(found: RematReport, backend: str) -> str:
+    message = (
+        f"the policy saves nothing: temporaries {found.temporaries_before:,} bytes "
+        f"before, {found.temporaries_after:,} after, arithmetic times {found.flops_ratio:.3f}; "
+    )
+    if backend == "cpu":
+        message += (
+            "the CPU compiler of jax 0.10 drops the barriers behind jax.checkpoint (in its pass "
+            "cse_barrier_expander) and merges what is computed twice: compile with "
+            f"compiler_options={CANDIDATE_OPTIONS['cpu'][0]}, as fnet.compile_step does; "
+            "if that was done: "
+        )
+    if found.flops_ratio > 1 + _LEAST_SAVING:
+        return message + "what is recomputed together is held together: wrap parts, a block each"
+    return message + (
+        "nothing was kept before that the policy drops, or prevent_cse=False let the "
+        "recomputation be merged"
+    )
+
+
+# %name = f32[4,16]{1,0} dot(%a, %b), attributes; of a tuple, the first part's shape.
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%([\w.-]+) = \(?\w+\[([\d,]*)\][^=]*? ([\w-]+)\(([^()]*)\)(.*)$", re.MULTILINE
+)
+_LABELS = re.compile(r"dim_labels=\w+_(\w+)->\w+")
+_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:][\[{]([\d,\"]*)[\]}]")
+
+
+def _products(text: str) -> int:
+    """Operations of the convolutions and matrix products in a program's text.
+
+    A convolution with kernel k takes 2 |out| |k| / (its output channels), its two
+    transposes as much; a product takes 2 |out| (length of what is contracted).
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for name, dims, operation, given, attributes in _INSTRUCTION.findall(text):
+        out = shapes[name] = tuple(int(d) for d in dims.split(",") if d)
+        if operation not in ("dot", "convolution", "custom-call"):
+            continue
+        operands = [shapes.get(o, ()) for o in re.findall(r"%([\w.-]+)", given)]
+        if labels := _LABELS.search(attributes):
+            image, kernel = out, operands[1]
+            if "convBackwardInput" in attributes:
+                image = operands[0]
+            elif "convBackwardFilter" in attributes:
+                image, kernel = operands[1], out
+            total += 2 * math.prod(image) * math.prod(kernel) // kernel[labels[1].index("o")]
+        elif contracted := _CONTRACTED.search(attributes):
+            axes = [int(axis) for axis in re.findall(r"\d+", contracted[1])]
+            total += 2 * math.prod(out) * math.prod(operands[0][axis] for axis in axes)
+    return total

@@ -1,8 +1,12 @@
 """Amounts of memory as people write and read them."""
 
+import math
 import re
 import sys
 from fractions import Fraction
+from typing import Any
+
+import jax
 
 _UNITS = {
     "B": 1,
@@ -63,3 +67,21 @@ def format_bytes(n: int | None) -> str:
             return f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of an array, a typed key, or the shape of either, on each device that shares it."""
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
+    size: int = math.prod(shape) * leaf.dtype.itemsize
+    return size
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves of a tree of arrays or of their shapes.
+
+    Args:
+      tree: any pytree of arrays, typed keys, or their shapes; of a sharded array, the bytes on
+        each device.
+    """
+    return sum(map(leaf_bytes, jax.tree.leaves(tree)))
