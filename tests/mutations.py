@@ -1,0 +1,268 @@
+"""Mutation testing: change one operator of a core function at a time; a test must fail.
+
+    python -m tests.mutations                               all mutants: hours
+    python -m tests.mutations --only "norm.py" --sample 40
+    python -m tests.mutations --list
+
+A mutant is addressed by file, function, operator and a running number, as in
+``fnet/layers/norm.py::_backward: drop factor 2``. The tests of each file first run on the
+unchanged copy and must pass. The exit code is 1 if a mutant survives that is not in `EQUIVALENT`.
+"""
+
+import argparse
+import ast
+import compileall
+import contextlib
+import copy
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from py_compile import PycInvalidationMode
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("fnet", "train", "tests", "configs", "pyproject.toml")
+TIME_LIMIT = 900
+"""Seconds after which a test run is stopped."""
+
+TARGETS = {
+    "fnet/layers/abn.py": "tests/test_abn.py tests/test_abn_transforms.py tests/test_abn_devices.py",
+    "fnet/layers/activations.py": "tests/test_activations.py tests/test_abn.py",
+    "fnet/layers/attention_context.py": "tests/test_attention_context.py tests/test_stack.py",
+    "fnet/layers/dynamic_tanh.py": "tests/test_feed_forward.py",
+    "fnet/layers/fold.py": "tests/test_fold.py",
+    "fnet/layers/group_norm.py": "tests/test_group_norm.py",
+    "fnet/layers/norm.py": "tests/test_norm.py",
+    "fnet/layers/pooling.py": "tests/test_pooling.py",
+    "fnet/layers/reversible.py": "tests/test_reversible.py",
+    "fnet/losses/linear_cross_entropy.py": "tests/test_linear_cross_entropy.py",
+    "fnet/diffusion/schedules.py": "tests/test_diffusion_schedules.py",
+    "fnet/diffusion/targets.py": "tests/test_diffusion_targets.py",
+    "fnet/diffusion/samplers.py": "tests/test_samplers.py",
+    "fnet/autodiff/accumulate.py": "tests/test_accumulate.py tests/test_step.py",
+    "fnet/autodiff/mean.py": "tests/test_step.py",
+    "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
+    "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_refused.py",
+    "fnet/autodiff/per_example/ghost_norm.py": "tests/test_clipped.py",
+    "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
+    "fnet/step.py": "tests/test_step.py tests/test_guard.py",
+}
+"""File -> the tests that must notice a mutant of any of its functions."""
+
+EQUIVALENT: dict[str, str] = {}
+"""Address -> why no test can notice this mutant."""
+
+_SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """One changed operator.
+
+    Attributes:
+      address: File, function, operator and running number.
+      file: Path from the root of the repository.
+      before: Source of the changed expression.
+      after: Its replacement.
+      text: The whole file with the change.
+    """
+
+    address: str
+    file: str
+    before: str
+    after: str
+    text: str
+
+
+def mutants(file: str, source: str) -> list[Mutant]:
+    """All mutants of the functions in a file, in the order of its lines."""
+    lines = source.encode().splitlines(keepends=True)
+    starts = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
+    numbers: Counter[tuple[str, str]] = Counter()
+    found = []
+    for function, node in _expressions(ast.parse(source)):
+        for operator, new in _changed(node):
+            numbers[function, operator] += 1
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            whole, after = source.encode(), ast.unparse(new)
+            text = (whole[:begin] + f"({after})".encode() + whole[end:]).decode()
+            address = f"{file}::{function}: {operator} {numbers[function, operator]}"
+            found.append(Mutant(address, file, whole[begin:end].decode(), after, text))
+    return found
+
+
+def _expressions(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Every expression in a function's body, with the function's qualified name.
+
+    Errors and their messages are left alone: only what a function computes is changed.
+    """
+
+    def visit(node: ast.AST, name: str) -> Iterator[tuple[str, ast.expr]]:
+        if isinstance(node, ast.Raise | ast.JoinedStr | ast.Assert):
+            return
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inner = f"{name}.{node.name}" if name else node.name
+            for child in node.body:
+                yield from visit(child, inner)
+            return
+        if name and isinstance(node, ast.expr):
+            yield name, node
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "type_comment"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from visit(child, name)
+
+    yield from visit(tree, "")
+
+
+def _changed(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Each way to change the outermost operator of an expression, with the operator's name."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
+        yield f"swap {type(node.op).__name__}", _with(node, op=_SWAPS[type(node.op)]())
+        term = "term" if isinstance(node.op, ast.Add | ast.Sub) else "factor"
+        yield f"drop {term}", node.left
+        if isinstance(node.op, ast.Add | ast.Mult):
+            yield f"drop first {term}", node.right
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPS:
+        new = _SWAPS[type(node.ops[0])]()
+        yield f"swap {type(node.ops[0]).__name__}", _with(node, ops=[new, *node.ops[1:]])
+    elif isinstance(node, ast.BoolOp):
+        yield f"swap {type(node.op).__name__}", _with(node, op=_SWAPS[type(node.op)]())
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+        yield f"drop {type(node.op).__name__}", node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield "change number", ast.Constant(node.value * 2 if node.value else 1)
+
+
+def _with(node: ast.expr, **changes: object) -> ast.expr:
+    new = copy.copy(node)
+    for name, value in changes.items():
+        setattr(new, name, value)
+    return new
+
+
+def copied(root: Path) -> Path:
+    """A copy of what the tests need."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, root / name)
+    # By time and size, two changes within a second could look the same.
+    compileall.compile_dir(
+        root / "fnet", quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH
+    )
+    return root
+
+
+def run_tests(root: Path, tests: str) -> tuple[int | None, str]:
+    """Pytest's exit code and output, from a fresh process; None after `TIME_LIMIT` seconds."""
+    log = root / "pytest.txt"
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_pytest, args=(root, tests, log)
+    )
+    process.start()
+    process.join(TIME_LIMIT)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None, f"no end after {TIME_LIMIT} s"
+    return process.exitcode, log.read_text()
+
+
+def _pytest(root: Path, tests: str, log: Path) -> None:
+    os.chdir(root)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(root))
+    # One failing example is enough; hypothesis would look for the smallest.
+    phases = hypothesis.Phase.explicit, hypothesis.Phase.generate
+    hypothesis.settings.register_profile("first", phases=phases, database=None)
+    hypothesis.settings.load_profile("first")
+    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        options = ["-x", "-q", "--tb=no", "--hypothesis-seed=0", "-p", "no:cacheprovider"]
+        code = pytest.main([*tests.split(), "-m", "", *options])
+    os._exit(code)  # without waiting for JAX's threads
+
+
+def outcome(root: Path, mutant: Mutant) -> tuple[bool, str]:
+    """Whether a test failed with the mutant in place, and which one."""
+    place = root / mutant.file
+    before = place.read_text()
+    place.write_text(mutant.text)
+    try:
+        code, log = run_tests(root, TARGETS[mutant.file])
+    finally:
+        place.write_text(before)
+    if code == pytest.ExitCode.OK:
+        return mutant.address in EQUIVALENT, EQUIVALENT.get(mutant.address, "SURVIVED")
+    failed = re.search(r"^(?:FAILED|ERROR) \S*?::(.*?)(?: - .*)?$", log, re.MULTILINE)
+    return True, failed[1] if failed else f"pytest's exit code is {code}"
+
+
+def main() -> int:
+    """Run the program; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--only", metavar="PATTERN", default="", help="regex on addresses")
+    parser.add_argument("--sample", type=int, metavar="N", help="draw N of the mutants")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draw")
+    parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    every = [m for file in TARGETS for m in mutants(file, (ROOT / file).read_text())]
+    chosen = [m for m in every if re.search(args.only, m.address)]
+    if args.sample is not None and args.sample < len(chosen):
+        drawn = set(random.Random(args.seed).sample(range(len(chosen)), args.sample))
+        chosen = [m for i, m in enumerate(chosen) if i in drawn]
+    if args.list:
+        for m in chosen:
+            console.print(escape(f"{m.address}: {m.before} -> {m.after}"), soft_wrap=True)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutations-", ignore_cleanup_errors=True) as folder:
+        # As in tests/conftest.py, which the preloaded modules come before.
+        os.environ |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_COMPILATION_CACHE_DIR": str(Path(folder) / "compiled"),
+        }
+        multiprocessing.set_forkserver_preload(["chex", "flax.linen", "jax", "optax", "pytest"])
+        root = copied(Path(folder) / "copy")
+        for tests in dict.fromkeys(TARGETS[m.file] for m in chosen):
+            code, log = run_tests(root, tests)
+            if code != pytest.ExitCode.OK:
+                console.print(escape(f"{tests} must pass without a mutant:\n{log}"))
+                return 1
+        survivors = 0
+        for m in track(chosen, "mutants", console=console, disable=not console.is_terminal):
+            caught, reason = outcome(root, m)
+            survivors += not caught
+            change = " ".join(f"{m.before} -> {m.after}".split())
+            console.print(escape(f"{m.address}: {change}: {reason}"), soft_wrap=True)
+    console.print(f"{len(chosen) - survivors} of {len(chosen)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
