@@ -239,34 +239,40 @@ def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str) -> Iterator[JaxprEqn]:
             yield from find_equations(inner, name)
 
 
-def rewrite(closed: ClosedJaxpr, replace: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJaxpr:
+def rewrite(
+    closed: ClosedJaxpr,
+    replace: Callable[[JaxprEqn], JaxprEqn],
+    enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
+) -> ClosedJaxpr:
     """Replace equations one for one, inner jaxprs included. Derivative rules are not rewritten.
 
     Args:
       closed: a traced function.
       replace: returns the equation that takes the given one's place: itself, or another
         with the same inputs and outputs.
+      enter: whether to rewrite the jaxprs inside an equation.
     """
-    return ClosedJaxpr(_rewritten(closed.jaxpr, replace), closed.consts)
 
+    def rewritten(value: Any) -> Any:
+        if isinstance(value, JaxprEqn):
+            params = dict(value.params)
+            if enter(value):
+                params = {name: rewritten(param) for name, param in params.items()}
+            unchanged = all(params[name] is param for name, param in value.params.items())
+            return replace(value if unchanged else value.replace(params=params))
+        if isinstance(value, Jaxpr):
+            eqns = [rewritten(eqn) for eqn in value.eqns]
+            unchanged = all(a is b for a, b in zip(eqns, value.eqns, strict=True))
+            return value if unchanged else value.replace(eqns=eqns)
+        if isinstance(value, ClosedJaxpr):
+            jaxpr = rewritten(value.jaxpr)
+            return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+        if type(value) is tuple:
+            items = tuple(map(rewritten, value))
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        return value
 
-def _rewritten(value: Any, replace: Callable[[JaxprEqn], JaxprEqn]) -> Any:
-    """Rewrite the jaxprs in ``value``; the value itself where nothing changes."""
-    if isinstance(value, JaxprEqn):
-        params = {name: _rewritten(param, replace) for name, param in value.params.items()}
-        unchanged = all(params[name] is param for name, param in value.params.items())
-        return replace(value if unchanged else value.replace(params=params))
-    if isinstance(value, Jaxpr):
-        eqns = [_rewritten(eqn, replace) for eqn in value.eqns]
-        unchanged = all(a is b for a, b in zip(eqns, value.eqns, strict=True))
-        return value if unchanged else value.replace(eqns=eqns)
-    if isinstance(value, ClosedJaxpr):
-        jaxpr = _rewritten(value.jaxpr, replace)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-    if type(value) is tuple:
-        items = tuple(_rewritten(item, replace) for item in value)
-        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
-    return value
+    return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
 
 
 # One equation: its arrays, named scopes and source line.

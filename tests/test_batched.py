@@ -1,4 +1,4 @@
-"""N tangents or cotangents at one point give what one pass for each gives."""
+"""`jvps` and `vjps` equal N calls of `jax.jvp` and `jax.vjp`."""
 
 import functools
 
@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
-from lane_cases import (
+from batched_cases import (
     WIDTHS,
     double,
-    lane,
-    lanes_of,
     network,
     normal,
+    one_of,
     pack,
     params_of,
     square,
     stack,
+    tangents_of,
 )
+from jax.sharding import PartitionSpec
 
 from fnet.autodiff.batched import jvps, vjps
 
 
-# The goldens are those of Rust's tests of Enzyme's batch mode (rust-lang/rust pull request 137880).
+# Golden values from Rust's tests of Enzyme's batch mode (rust-lang/rust pull request 137880).
 @pytest.mark.parametrize("width", WIDTHS)
 def test_four_tangents_of_a_square(width):
     out, tangents = jvps(square, (3.0,), (jnp.asarray([1.0, 2, 3, 0]),), width=width)
@@ -36,7 +36,7 @@ def test_four_tangents_of_a_square(width):
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("seed", [1.0, np.ones(4, np.float32)], ids=["one seed", "four seeds"])
-def test_reverse_adds_to_its_accumulators_and_takes_their_buffers(seed, width):
+def test_vjps_adds_to_accumulators_and_donates_them(seed, width):
     zeros = jnp.zeros(4)
     out, (once,) = vjps(square, (3.0,), seed, into=(zeros,), width=width)
     assert float(out) == 9.0
@@ -48,7 +48,7 @@ def test_reverse_adds_to_its_accumulators_and_takes_their_buffers(seed, width):
 
 
 @pytest.mark.parametrize(
-    ("form", "sizes", "batch", "n", "width"),
+    ("layout", "sizes", "batch", "n", "width"),
     [
         ("stacked", (3, 4, 2), 2, 5, 2),
         ("packed", (4, 1), 3, 6, 3),
@@ -56,12 +56,12 @@ def test_reverse_adds_to_its_accumulators_and_takes_their_buffers(seed, width):
         ("stacked", (1, 1), 1, 1, 9),
     ],
 )
-def test_jvps_and_vjps_equal_single_passes(form, sizes, batch, n, width):
+def test_jvps_and_vjps_equal_single_calls(layout, sizes, batch, n, width):
     params, x = params_of(sizes), normal(30, batch, sizes[0])
     f = lambda params: network(params, x)  # noqa: E731
     shapes = jax.eval_shape(f, params)
-    tangents, cotangents = lanes_of(params, n), lanes_of(shapes, n, 80)
-    into = lanes_of(params, n, 110)
+    tangents, cotangents = tangents_of(params, n), tangents_of(shapes, n, 80)
+    into = tangents_of(params, n, 110)
 
     @jax.jit
     def single(tangent, cotangent, into):
@@ -72,17 +72,19 @@ def test_jvps_and_vjps_equal_single_passes(form, sizes, batch, n, width):
         )  # fmt: skip
 
     (out, *_), *_ = singles = [
-        single(*(lane(tree, i) for tree in (tangents, cotangents, into))) for i in range(n)
+        single(*(one_of(tree, i) for tree in (tangents, cotangents, into))) for i in range(n)
     ]
-    expected_out, expected, added = (stack(each) for each in list(zip(*singles, strict=True))[1:])
+    expected_out, expected, added = (
+        stack(results) for results in list(zip(*singles, strict=True))[1:]
+    )
 
-    def give(tree, like):
-        if form == "separate":
-            return [lane(tree, i) for i in range(n)]
-        return pack(tree, like) if form == "packed" else tree
+    def to_layout(tree, like):
+        if layout == "separate":
+            return [one_of(tree, i) for i in range(n)]
+        return pack(tree, like) if layout == "packed" else tree
 
-    def get(tree, like):
-        if form == "separate":
+    def from_layout(tree, like):
+        if layout == "separate":
             return stack(tree)
         return jax.tree.map(lambda a, p: np.asarray(a).reshape(n, *p.shape), tree, like)
 
@@ -95,15 +97,15 @@ def test_jvps_and_vjps_equal_single_passes(form, sizes, batch, n, width):
         )
 
     (got_out, got), (again, (grads,)), (_, (sums,)) = batched(
-        give(tangents, params), give(cotangents, shapes), give(into, params)
+        to_layout(tangents, params), to_layout(cotangents, shapes), to_layout(into, params)
     )
     chex.assert_trees_all_close((got_out, again), (out, out), atol=1e-5)
-    chex.assert_trees_all_close(get(got, shapes), expected_out, atol=1e-5)
-    chex.assert_trees_all_close(get(grads, params), expected, atol=1e-5)
-    chex.assert_trees_all_close(get(sums, params), added, atol=1e-5)
+    chex.assert_trees_all_close(from_layout(got, shapes), expected_out, atol=1e-5)
+    chex.assert_trees_all_close(from_layout(grads, params), expected, atol=1e-5)
+    chex.assert_trees_all_close(from_layout(sums, params), added, atol=1e-5)
 
 
-def test_primal_is_evaluated_once():
+def test_function_is_evaluated_once():
     calls = []
 
     def f(x):
@@ -137,12 +139,12 @@ def output(params, x):
 def evaluated_eagerly():
     """Parameters, x, tangents of the parameters, and what they give without ``jit``."""
     params, x = params_of([3, 4, 2]), normal(30, 5, 3)
-    tangents = lanes_of(params, 3)
+    tangents = tangents_of(params, 3)
     return params, x, tangents, jvps(output, (params, x), (tangents, None), primal=False)
 
 
 @pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_under_jit_and_vmap_they_are_what_they_are_without(width):
+def test_results_are_the_same_under_jit_and_vmap(width):
     params, x, tangents, expected = evaluated_eagerly()
 
     def plain(params, x):
@@ -156,7 +158,7 @@ def test_under_jit_and_vmap_they_are_what_they_are_without(width):
 
 
 @pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_they_are_differentiated_as_single_passes_are(width):
+def test_jvps_and_vjps_can_be_differentiated(width):
     params, x, tangents, _ = evaluated_eagerly()
 
     def energy(x, width):
@@ -181,7 +183,7 @@ def test_they_are_differentiated_as_single_passes_are(width):
 
 
 @pytest.mark.parametrize("width", [1, 2, "auto"])
-def test_gradients_in_bfloat16_stay_in_it(width):
+def test_bfloat16_gradients_stay_bfloat16(width):
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), evaluated_eagerly()[:2])
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), half)
     gradients = jax.jit(lambda p, c: vjps(output, p, c, width=width, primal=False))
@@ -192,7 +194,7 @@ def test_gradients_in_bfloat16_stay_in_it(width):
     chex.assert_trees_all_close(grads, expected, rtol=0.05, atol=0.05)
 
 
-def test_through_checkpoint_scan_and_convolutions_they_equal_single_passes():
+def test_checkpoint_scan_and_convolutions_equal_single_calls():
     @jax.checkpoint
     def block(h, w):
         return jax.nn.relu(h @ w)
@@ -207,10 +209,10 @@ def test_through_checkpoint_scan_and_convolutions_they_equal_single_passes():
         return y.sum((1, 2))
 
     p = {"x": normal(0, 4, 8), "w": normal(1, 3, 8, 8), "k": normal(2, 3, 3, 2, 5)}
-    t, c = lanes_of(p, 5), normal(90, 5, 1, 5)
+    t, c = tangents_of(p, 5), normal(90, 5, 1, 5)
 
     @jax.jit
-    def each(p, t, c):
+    def single(p, t, c):
         return (
             jax.vmap(lambda t: jax.jvp(f, (p,), (t,))[1])(t),
             (jax.vmap(lambda c: jax.vjp(f, p)[1](c)[0])(c),),
@@ -225,10 +227,10 @@ def test_through_checkpoint_scan_and_convolutions_they_equal_single_passes():
 
     for width in (2, "auto"):
         got = batched(p, t, c, width)
-        chex.assert_trees_all_close(got, each(p, t, c), rtol=1e-4, atol=1e-3)
+        chex.assert_trees_all_close(got, single(p, t, c), rtol=1e-4, atol=1e-3)
 
 
-def test_custom_rules_are_kept_and_forward_mode_of_a_custom_vjp_is_jax_s_error():
+def test_custom_derivatives_apply_and_jvps_rejects_custom_vjp():
     @jax.custom_vjp
     def f(x):
         return x**2
@@ -250,13 +252,15 @@ def test_custom_rules_are_kept_and_forward_mode_of_a_custom_vjp_is_jax_s_error()
 
 
 @pytest.mark.parametrize("width", [2, 3, "auto"])
-def test_inside_shard_map_tangents_are_those_of_the_whole_batch(width):
+def test_jvps_inside_shard_map_equals_the_whole_batch(width):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x, t = normal(0, 3, 2), normal(1, 8, 3), normal(2, 5, 8, 3)
     f = lambda x: jnp.sin(x @ w)  # noqa: E731
-    spec, lanes = PartitionSpec("d"), PartitionSpec(None, "d")
+    spec, batched = PartitionSpec("d"), PartitionSpec(None, "d")
     local = lambda x, t: jvps(f, (x,), (t,), width=width, primal=False)  # noqa: E731
-    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, lanes), out_specs=lanes))(x, t)
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(spec, batched), out_specs=batched))(
+        x, t
+    )
     expected = jax.jit(lambda x, t: jvps(f, (x,), (t,), primal=False))(x, t)
     chex.assert_trees_all_close(jax.device_get(got), expected, atol=1e-5)
 
@@ -268,18 +272,18 @@ X = jnp.ones((2, 3))
     ("call", "message"),
     [
         (lambda: jvps(double, (X,), (X[None], X[None])), "expected 1 tangents, .* got 2"),
-        (lambda: jvps(double, (X,), jnp.ones((4, 2))), "follows the output: a reverse activity"),
-        (lambda: jvps(double, (X,), (jnp.ones((4, 2)),)), "follows the output: a reverse activity"),
+        (lambda: jvps(double, (X,), jnp.ones((4, 2))), "shapes of the output, .*: use vjps"),
+        (lambda: jvps(double, (X,), (jnp.ones((4, 2)),)), "shapes of the output, .*: use vjps"),
         (
             lambda: vjps(double, (X,), (jnp.ones((4, 2, 3)),)),
-            "follows the arguments: a forward activity in reverse mode",
+            "shapes of the arguments, .*: use jvps",
         ),
         (lambda: jvps(double, (X,), (X[None],), width=0), "width must be at least 1, got 0"),
         (
             lambda: vjps(double, (X,), jnp.ones((4, 2)), width=-2),
             "width must be at least 1, got -2",
         ),
-        (lambda: vjps(square, (3.0,), 1.0), "needs into=, which says how many"),
+        (lambda: vjps(square, (3.0,), 1.0), "needs into=, which determines N"),
         (
             lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(None, None)),
             "expected 1 accumulators",
@@ -287,7 +291,7 @@ X = jnp.ones((2, 3))
         (lambda: vjps(double, (X,), jnp.ones((4, 2)), argnums=1), "argnums 1 of a function of 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, message):
+def test_rejects_shapes_that_do_not_fit(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -307,10 +311,10 @@ def test_what_does_not_fit_is_refused(call, message):
         ),
         (
             lambda: jvps(double, X, (X[None],)),
-            r"primals must be a tuple of arguments.*\(x,\) for one",
+            r"primals must be a tuple with one entry per argument.*\(x,\) for one",
         ),
     ],
 )
-def test_what_has_no_derivative_is_refused(call, message):
+def test_rejects_what_has_no_derivative(call, message):
     with pytest.raises(TypeError, match=message):
         call()

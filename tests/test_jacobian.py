@@ -1,20 +1,20 @@
-"""Jacobians and products with Hessians are those of JAX, at any width and either way."""
+"""`jacobian` and `hvps` equal JAX at any width, forward and reverse."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from lane_cases import double, normal, square
+from batched_cases import double, normal, square
 
 import fnet
-from fnet.autodiff.jacobian import hvps, jacobian
+from fnet.autodiff.batched import hvps, jacobian
 
 
 @pytest.mark.parametrize(
     ("mode", "n_in", "n_out", "width"),
     [("forward", 5, 3, 2), ("reverse", 1, 4, 3), ("auto", 4, 2, "auto")],
 )
-def test_a_jacobian_is_that_of_jax(mode, n_in, n_out, width):
+def test_jacobian_equals_jax(mode, n_in, n_out, width):
     w, x, y = normal(0, n_out, n_in), normal(1, n_in), normal(2, 2, n_out)
 
     def f(x, y):
@@ -29,23 +29,23 @@ def test_a_jacobian_is_that_of_jax(mode, n_in, n_out, width):
     chex.assert_trees_all_close(*both({"a": x, "s": jnp.asarray(1.5)}, y), atol=1e-5)
 
 
-def test_a_jacobian_goes_the_way_with_fewer_lanes():
+def test_jacobian_chooses_the_cheaper_mode():
     def program(n_in, n_out):
         f = jacobian(lambda x: normal(0, n_out, n_in) @ jnp.sin(x), width=3)
         return str(jax.make_jaxpr(f)(jnp.ones(n_in)))
 
-    # 6 lanes are two chunks of 3; the other way would take 90 / 3.
+    # 6 tangents or cotangents are two chunks of 3. The other mode would take 90 / 3.
     assert "length=2" in program(6, 90)
     assert "length=2" in program(90, 6)
 
 
-def test_a_jacobian_of_what_has_no_forward_mode_goes_in_reverse():
+def test_jacobian_uses_reverse_mode_for_custom_vjp():
     norm = lambda x: fnet.layer_norm(x, None, None)  # noqa: E731
     x = normal(0, 4)
     chex.assert_trees_all_close(jacobian(norm)(x), jax.jacrev(norm)(x), atol=1e-6)
 
 
-def test_gradients_beside_hvps_are_float0_where_there_is_none():
+def test_hvps_gives_float0_for_integers():
     p, t = {"w": normal(0, 3), "n": 7}, {"w": normal(1, 3), "n": 0}
     (grad,), (products,) = hvps(lambda p: p["n"] * (p["w"] ** 3).sum(), (p,), ((t, t),))
     chex.assert_trees_all_close(grad["w"], 21 * p["w"] ** 2)
@@ -54,7 +54,7 @@ def test_gradients_beside_hvps_are_float0_where_there_is_none():
 
 
 @pytest.mark.parametrize(("n", "width"), [(5, 2), (1, 6), (4, "auto")])
-def test_hvps_are_products_with_the_hessian(n, width):
+def test_hvps_equal_products_with_the_hessian(n, width):
     f = lambda x, y: (jnp.sin(x) ** 2 @ y) + (x**3).sum()  # noqa: E731
 
     @jax.jit
@@ -73,7 +73,7 @@ def test_hvps_are_products_with_the_hessian(n, width):
 
 
 @pytest.mark.parametrize("primal", [True, False])
-def test_hvps_of_separate_tangents_are_separate_products_of_each_argument(primal):
+def test_hvps_of_separate_tangents_are_separate_per_argument(primal):
     f = lambda p, q, y: (jnp.sin(p["a"]) ** 2 @ y) + (p["b"] * q**3).sum()  # noqa: E731
     p, q, y = {"a": normal(0, 4), "b": normal(1, 3)}, normal(2, 3), normal(3, 4)
     ts = [{"a": normal(4 + i, 4), "b": normal(7 + i, 3)} for i in range(3)]
@@ -83,8 +83,8 @@ def test_hvps_of_separate_tangents_are_separate_products_of_each_argument(primal
     def both(p, q, y, ts, us):
         grad = jax.grad(f, (0, 1))
         one = lambda t, u: jax.jvp(lambda p, q: grad(p, q, y), (p, q), (t, u))[1]  # noqa: E731
-        lanes = [one(t, u) for t, u in zip(ts, us, strict=True)]
-        expected = ([t for t, _ in lanes], [u for _, u in lanes], None)
+        products = [one(t, u) for t, u in zip(ts, us, strict=True)]
+        expected = ([t for t, _ in products], [u for _, u in products], None)
         expected = ((*grad(p, q, y), None), expected) if primal else expected
         found = hvps(f, (p, q, y), (ts, us, None), width=2, primal=primal)
         return jax.tree.map(jnp.asarray, found), expected
@@ -109,40 +109,44 @@ X = jnp.ones((2, 3))
         (lambda: hvps(double, (X,), (X[None],)), r"function to a scalar, got shape \(2,\)"),
         (
             lambda: hvps(jnp.sum, (X,), (X[None],) * 2),
-            "expected 1 tangents, one an argument, got 2",
+            "expected 1 tangents, one per argument, got 2",
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, message):
+def test_rejects_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_primals_and_tangents_of_hvps_are_tuples():
-    with pytest.raises(TypeError, match="hvps: primals must be a tuple of arguments, got Array"):
+def test_hvps_rejects_primals_or_tangents_that_are_no_tuples():
+    with pytest.raises(
+        TypeError, match="hvps: primals must be a tuple with one entry per argument, got Array"
+    ):
         hvps(jnp.sum, X, (X[None],))
-    with pytest.raises(TypeError, match="hvps: tangents must be a tuple of arguments, got dict"):
+    with pytest.raises(
+        TypeError, match="hvps: tangents must be a tuple with one entry per argument, got dict"
+    ):
         hvps(jnp.sum, (X,), {"x": X[None]})
 
 
-def test_an_integer_has_no_jacobian():
+def test_jacobian_rejects_integers():
     with pytest.raises(TypeError, match="expected a real floating argument, got int32"):
         jacobian(square)(3)
 
 
-def test_a_jacobian_of_what_is_not_there_or_not_real_is_refused():
+def test_jacobian_rejects_bad_argnums_and_complex_outputs():
     with pytest.raises(ValueError, match="argnums 1 of a function of 1 arguments"):
         jacobian(jnp.sin, argnums=1)(jnp.ones(2))
     with pytest.raises(TypeError, match="output"):
         jacobian(lambda x: x.astype(jnp.complex64))(jnp.ones(2))
 
 
-def test_arguments_may_be_counted_from_the_last():
+def test_argnums_may_be_negative():
     f = lambda x, y: jnp.sin(x) * y.sum()  # noqa: E731
     x, y = normal(0, 3), normal(1, 2)
     chex.assert_trees_all_close(jacobian(f, -1)(x, y), jax.jacrev(f, 1)(x, y), atol=1e-6)
 
 
-def test_a_jacobian_of_nothing_is_empty():
+def test_jacobian_of_an_empty_array_is_empty():
     found = jacobian(lambda x: x.sum() * jnp.ones(2))(jnp.ones((0, 3)))
     chex.assert_shape(found, (2, 0, 3))

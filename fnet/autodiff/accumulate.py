@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from fnet import jaxprs
 from fnet.autodiff.examples import check_params
 from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.autodiff.update import GradientFunction, Mode
+from fnet.jaxpr import find_equations, rewrite
 from fnet.mesh import equally_varying
 from fnet.precision import wide
 
@@ -244,36 +244,21 @@ def _after(sums: Any, params: Any) -> Any:
 
 
 def _with_explicit_strides(f: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """``f`` for arguments of these shapes, where every slice says its strides.
+    """Return ``f`` for arguments of these shapes, with strides in every slice.
 
     JAX 0.10 fails to add the cotangent of a slice without strides to a reference.
     """
+
+    def with_strides(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name != "slice" or eqn.params["strides"] is not None:
+            return eqn
+        strides = (1,) * len(eqn.params["start_indices"])
+        new: JaxprEqn = eqn.replace(params=eqn.params | {"strides": strides})
+        return new
+
     closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
-    call = jaxpr_as_fun(_explicit_strides(closed))
+    call = jaxpr_as_fun(rewrite(closed, with_strides))
     return lambda *args: jax.tree.unflatten(jax.tree.structure(out), call(*jax.tree.leaves(args)))
-
-
-def _explicit_strides(value: Any) -> Any:
-    """A jaxpr, or what is found in an equation's parameters, with all strides written out."""
-    if isinstance(value, Jaxpr):
-        eqns = [_explicit_strides_of(eqn) for eqn in value.eqns]
-        unchanged = all(a is b for a, b in zip(eqns, value.eqns, strict=True))
-        return value if unchanged else value.replace(eqns=eqns)
-    if isinstance(value, ClosedJaxpr):
-        jaxpr = _explicit_strides(value.jaxpr)
-        return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-    if type(value) is tuple:
-        new = tuple(map(_explicit_strides, value))
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    return value
-
-
-def _explicit_strides_of(eqn: JaxprEqn) -> JaxprEqn:
-    params = {name: _explicit_strides(value) for name, value in eqn.params.items()}
-    if eqn.primitive.name == "slice" and params["strides"] is None:
-        params["strides"] = (1,) * len(params["start_indices"])
-    unchanged = all(params[name] is value for name, value in eqn.params.items())
-    return eqn if unchanged else eqn.replace(params=params)
 
 
 def _is_slow_in_loops_on_cpu(
@@ -292,9 +277,9 @@ def _is_slow_in_loops_on_cpu(
     return any(not is_in_fast_layout(eqn) for eqn in convolutions(gradient))
 
 
-def convolutions(value: Any) -> Iterator[JaxprEqn]:
-    """All convolutions in a jaxpr and those within it."""
-    return jaxprs.every(value, "conv_general_dilated")
+def convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """Yield all convolutions of a jaxpr, inner jaxprs included."""
+    return find_equations(jaxpr, "conv_general_dilated")
 
 
 def is_in_fast_layout(eqn: JaxprEqn) -> bool:

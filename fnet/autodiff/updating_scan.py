@@ -10,9 +10,9 @@ import jax.extend
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.autodiff.batched.tangents import is_differentiable
 from fnet.autodiff.equations import ELEMENTWISE, Equations, Variable, equations_of
 from fnet.autodiff.layerwise import LayerwiseUpdate
-from fnet.autodiff.shadows import differentiable
 from fnet.autodiff.update import squared_norm
 
 Body = Callable[..., tuple[Any, Any]]
@@ -213,8 +213,10 @@ def _forward(
     ) -> tuple[Any, Any, Callable[..., Any]]:
         def run(params: Any, closed: list[Array], x: Any) -> tuple[tuple[Any, Any], Any]:
             x, outputs = body(params, inputs, x, *closed)
-            floating = jax.tree.map(lambda a: a if differentiable(a) else None, outputs)
-            return (x, floating), jax.tree.map(lambda a: None if differentiable(a) else a, outputs)
+            floating = jax.tree.map(lambda a: a if is_differentiable(a) else None, outputs)
+            return (x, floating), jax.tree.map(
+                lambda a: None if is_differentiable(a) else a, outputs
+            )
 
         (x, floating), vjp, others = jax.vjp(run, params, closed, x, has_aux=True)
         outputs = jax.tree.map(

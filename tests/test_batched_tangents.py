@@ -1,11 +1,11 @@
-"""Lanes come stacked, packed or separate, and go back as they came."""
+"""Tangents may be stacked, packed or separate; results have the same layout."""
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lane_cases import WIDTHS, double, square
+from batched_cases import WIDTHS, double, square
 
 from fnet.autodiff.batched import jvps, vjps
 
@@ -27,7 +27,7 @@ def times_m(x):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_identity_tangents_are_the_columns_and_packed_ones_lie_end_to_end(width):
+def test_unit_tangents_give_columns_stacked_or_packed(width):
     x = jnp.ones(4)
     stacked = jvps(times_m, (x,), (jnp.eye(4),), width=width, primal=False)
     packed = jvps(times_m, (x,), (jnp.eye(4).reshape(16),), width=width, primal=False)
@@ -38,14 +38,14 @@ def test_identity_tangents_are_the_columns_and_packed_ones_lie_end_to_end(width)
 
 
 @pytest.mark.parametrize("seed", [1.0, [1.0, 1.0]], ids=["one seed", "two seeds"])
-def test_separate_accumulators_come_back_separate(seed):
+def test_separate_accumulators_give_separate_results(seed):
     zeros = [jnp.zeros(()), jnp.ones(())]
     (grads,) = vjps(square, (3.0,), seed, into=(zeros,), primal=False)
     assert [float(g) for g in grads] == [6.0, 7.0]
     assert all(z.is_deleted() for z in zeros)
 
 
-def test_integers_and_keys_inside_a_tree_are_constants():
+def test_integers_and_keys_inside_a_tree_are_constant():
     def f(p):
         return {"y": p["x"] * p["n"] + jax.random.normal(p["key"]), "n": p["n"]}
 
@@ -61,7 +61,7 @@ def test_integers_and_keys_inside_a_tree_are_constants():
     assert grads["n"].dtype == jax.dtypes.float0
 
 
-def test_mixed_forms_come_back_stacked():
+def test_mixed_layouts_give_stacked_results():
     f = lambda x, y: x * y  # noqa: E731
     x, y = jnp.ones(2), jnp.full(2, 2.0)
     got = jvps(f, (x, y), (jnp.eye(2).reshape(4), jnp.eye(2)), primal=False)
@@ -70,12 +70,12 @@ def test_mixed_forms_come_back_stacked():
     chex.assert_trees_all_close(got, 3.0 * jnp.eye(2))
 
 
-def test_a_list_of_one_array_has_separate_lanes_too():
+def test_a_list_of_one_array_can_have_separate_tangents():
     got = jvps(lambda x: [2.0 * x[0]], ([jnp.ones(3)],), ([[jnp.ones(3)]],), primal=False)
     chex.assert_trees_all_close(got, ([jnp.full(3, 2.0)],))
 
 
-def test_packed_lanes_of_an_array_without_elements_are_as_long_as_all_of_them():
+def test_packed_tangents_of_an_empty_array():
     got = jvps(jnp.sin, (jnp.ones((4, 0)),), (jnp.ones((12, 0)),), primal=False)
     assert got.shape == (12, 0)
 
@@ -90,12 +90,12 @@ X = jnp.ones((2, 3))
             lambda: jvps(jnp.add, (1.0, 2.0), (jnp.ones(2), jnp.ones(3))),
             "argument 0 has 2, argument 1 has 3",
         ),
-        (lambda: jvps(double, (X,), (jnp.ones((0, 2, 3)),)), "at least 1 lane, got N = 0"),
-        (lambda: jvps(double, (X,), ([],)), "N must be at least 1"),
+        (lambda: jvps(double, (X,), (jnp.ones((0, 2, 3)),)), "N must be at least 1, got 0"),
+        (lambda: jvps(double, (X,), ([],)), "at least one tree, got an empty list"),
         (lambda: jvps(double, (X,), (None,)), "at least one argument, got None for all"),
         (lambda: jvps(double, (X,), (jnp.ones((4, 3, 2)),)), r"\(N, 2, 3\) stacked or \(N \* 2, 3"),
         (lambda: jvps(double, (X,), (jnp.ones((5, 3)),)), r"got \(5, 3\)"),
-        (lambda: jvps(double, (X,), ([X, X[:1]],)), r"lane 1: expected shape \(2, 3\), got \(1, 3"),
+        (lambda: jvps(double, (X,), ([X, X[:1]],)), r"tree 1: expected shape \(2, 3\), got \(1, 3"),
         (
             lambda: vjps(double, (X,), jnp.ones((4, 2)), into=(jnp.ones((3, 2, 3)),)),
             "into, argument 0 has 3, the cotangents has 4",
@@ -110,7 +110,7 @@ X = jnp.ones((2, 3))
         ),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(call, message):
+def test_rejects_shapes_that_do_not_fit(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -129,6 +129,6 @@ def test_shapes_that_do_not_fit_are_refused(call, message):
         ),
     ],
 )
-def test_another_dtype_is_refused(call, message):
+def test_rejects_another_dtype(call, message):
     with pytest.raises(TypeError, match=message):
         call()

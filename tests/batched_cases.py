@@ -1,4 +1,4 @@
-"""Networks, tangents and cotangents that the tests of batched passes share."""
+"""Networks, tangents and cotangents for the tests of `fnet.autodiff.batched`."""
 
 import itertools
 
@@ -36,15 +36,15 @@ def params_of(sizes, seed=0):
     }
 
 
-def lanes_of(tree, n, seed=50):
-    """``n`` arrays of random numbers for each leaf, stacked."""
+def tangents_of(tree, n, seed=50):
+    """N random tangents of a tree, stacked."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(
         structure, [normal(seed + i, n, *jnp.shape(a)) for i, a in enumerate(leaves)]
     )
 
 
-def lane(tree, i):
+def one_of(tree, i):
     return jax.tree.map(lambda a: jnp.asarray(np.asarray(a)[i]), tree)
 
 
@@ -53,5 +53,5 @@ def stack(trees):
 
 
 def pack(tree, like):
-    """The lanes of each leaf end to end on its leading axis."""
+    """Concatenate the tangents of each leaf along its leading axis."""
     return jax.tree.map(lambda a, p: a.reshape(-1, *p.shape[1:]) if p.ndim else a, tree, like)
