@@ -1,4 +1,4 @@
-"""Arrays, the formula on whole logits, and gradients that the tests of vocabulary losses share."""
+"""Arrays, and a reference on materialized logits, for the tests of `linear_cross_entropy`."""
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +8,16 @@ D, V = 5, 37
 ALL_OPTIONS = {"smoothing": 0.2, "z_loss": 0.03, "soft_cap": 2.0}
 
 
-def arrays(*tokens, dtype=jnp.float64, width=D, words=V, seed=0):
-    """x, kernel, bias, labels, and weights that make one number of the losses."""
+def arrays(*tokens, dtype=jnp.float64, width=D, vocabulary=V, seed=0):
+    """x, kernel, bias, labels, and weights for a weighted sum of the losses."""
     rng = np.random.default_rng(seed)
-    shapes = ((*tokens, width), (width, words), (words,), tokens)
+    shapes = ((*tokens, width), (width, vocabulary), (vocabulary,), tokens)
     x, kernel, bias, weights = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
-    return x, kernel, bias, jnp.asarray(rng.integers(0, words, tokens)), weights
+    return x, kernel, bias, jnp.asarray(rng.integers(0, vocabulary, tokens)), weights
 
 
-def whole_logits(x, kernel, bias=None, *, soft_cap=None):
-    """In float32 or wider, of the numbers given."""
+def full_logits(x, kernel, bias=None, *, soft_cap=None):
+    """Logits in float32 or wider."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
     z = x.astype(wide) @ kernel.astype(wide)
     if bias is not None:
@@ -25,19 +25,19 @@ def whole_logits(x, kernel, bias=None, *, soft_cap=None):
     return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
 
 
-def from_whole_logits(
+def reference_losses(
     x, kernel, labels, *, bias=None, mask=None, smoothing=0.0, z_loss=0.0, soft_cap=None
 ):
-    """The docstring's formula, written down."""
-    z = whole_logits(x, kernel, bias, soft_cap=soft_cap)
+    """The formula of the docstring."""
+    z = full_logits(x, kernel, bias, soft_cap=soft_cap)
     lse = jax.nn.logsumexp(z, -1)
     picked = jnp.take_along_axis(z, labels[..., None], -1)[..., 0]
     got = lse - (1 - smoothing) * picked - smoothing * z.mean(-1) + z_loss * lse**2
     return got if mask is None else jnp.where(mask, got, 0)
 
 
-def with_gradients(f, labels, weights, **options):
-    """Losses and the gradients by x, kernel and bias of their weighted sum; compiled."""
+def value_and_gradients(f, labels, weights, **options):
+    """Compiled losses, and gradients of their weighted sum by x, kernel and bias."""
 
     @jax.jit
     def both(x, kernel, bias):

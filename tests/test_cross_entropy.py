@@ -19,7 +19,7 @@ def test_cross_entropy_is_in_nats_and_float32():
     chex.assert_trees_all_close(got, -np.log([0.7, 0.1]), atol=2e-2)
 
 
-def test_label_smoothing_is_optaxs_and_makes_no_matrix_of_all_classes():
+def test_label_smoothing_matches_optax_without_a_class_by_class_matrix():
     classes = 29
     logits = np.random.default_rng(0).normal(size=(4, classes)).astype(np.float32)
     labels = np.asarray([0, 1, 2, 28])
@@ -31,51 +31,51 @@ def test_label_smoothing_is_optaxs_and_makes_no_matrix_of_all_classes():
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0, float("nan")])
-def test_cross_entropy_refuses_a_smoothing_that_is_no_share(smoothing):
+def test_cross_entropy_rejects_smoothing_out_of_range(smoothing):
     with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\), got"):
         losses.cross_entropy(jnp.ones((4, 3)), jnp.ones(4, int), smoothing=smoothing)
 
 
-def test_accuracy_is_1_where_the_largest_logit_is_the_labels():
+def test_accuracy_is_1_if_the_largest_logit_is_the_labels():
     logits = jnp.asarray([[[0, 2, 1], [3, 2, 1]]], jnp.bfloat16)
     got = losses.accuracy(logits, jnp.asarray([[1, 2]], jnp.uint8))
     chex.assert_type(got, jnp.float32)
     chex.assert_trees_all_equal(got, jnp.asarray([[1.0, 0.0]]))
 
 
-def test_cross_entropy_names_the_shape_of_labels_it_expected():
+def test_cross_entropy_error_shows_the_expected_label_shape():
     with pytest.raises(ValueError, match=r"shape \(4,\), got \(4, 1\)"):
         losses.cross_entropy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_label_outside_the_classes_gives_nan(smoothing):
+def test_label_out_of_range_gives_nan(smoothing):
     logits, labels = jnp.ones((4, 3)), jnp.asarray([-1, 2, 3, -100])
     got = losses.cross_entropy(logits, labels, smoothing=smoothing)
     assert jnp.isnan(got).tolist() == [True, False, True, True]
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
-def test_a_label_that_int32_does_not_hold_gives_nan_too(dtype):
+def test_label_beyond_int32_gives_nan(dtype):
     got = losses.cross_entropy(jnp.ones((2, 3)), np.asarray([2**32 + 1, 1], dtype))
     assert jnp.isnan(got).tolist() == [True, False]
 
 
 @pytest.mark.usefixtures("float64")
-def test_of_float64_logits_the_losses_are_float64():
+def test_losses_of_float64_logits_are_float64():
     logits = jnp.log(jnp.asarray([[0.7, 0.2, 0.1]], jnp.float64))
     got = losses.cross_entropy(logits, jnp.asarray([0]))
     chex.assert_type(got, jnp.float64)
     chex.assert_trees_all_close(got, -np.log([0.7]), rtol=1e-14)
 
 
-def test_accuracy_names_the_shape_of_labels_it_expected():
+def test_accuracy_error_shows_the_expected_label_shape():
     with pytest.raises(ValueError, match=r"accuracy: .* shape \(4,\), got \(4, 1\)"):
         losses.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
 
 
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.accuracy])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
-def test_labels_that_are_not_integers_are_refused(loss, dtype):
-    with pytest.raises(TypeError, match="labels must be integers"):
+def test_rejects_labels_that_are_not_integers(loss, dtype):
+    with pytest.raises(TypeError, match="labels must be integer class indices"):
         loss(jnp.ones((4, 3)), jnp.ones(4, dtype))

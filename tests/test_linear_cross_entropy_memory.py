@@ -1,4 +1,4 @@
-"""What the compiled program takes: chunks of the logits, and nothing of their size or the kernel's."""
+"""Compiled memory of `linear_cross_entropy`: chunks of logits, and no copy of the kernel."""
 
 import functools
 
@@ -12,8 +12,12 @@ from fnet.losses import linear_cross_entropy
 from fnet.memory import compile_min_memory, peak
 
 S = jax.ShapeDtypeStruct
-TOKENS, WIDTH, WORDS = 1024, 256, 32_768
-SHAPES = (S((TOKENS, WIDTH), jnp.float32), S((WIDTH, WORDS), jnp.float32), S((TOKENS,), jnp.int32))
+TOKENS, WIDTH, VOCABULARY = 1024, 256, 32_768
+SHAPES = (
+    S((TOKENS, WIDTH), jnp.float32),
+    S((WIDTH, VOCABULARY), jnp.float32),
+    S((TOKENS,), jnp.int32),
+)
 
 
 def value_and_gradients(f, argnums=(0, 1)):
@@ -21,26 +25,26 @@ def value_and_gradients(f, argnums=(0, 1)):
 
 
 @functools.cache
-def temporaries(f, words=WORDS):
-    """Of value and gradients, with the compiler options that need the least."""
+def temporaries(f, vocabulary=VOCABULARY):
+    """Temporaries of value and gradients, with the compiler options that need the least."""
     x, _, labels = SHAPES
-    lowered = value_and_gradients(f).lower(x, S((WIDTH, words), jnp.float32), labels)
+    lowered = value_and_gradients(f).lower(x, S((WIDTH, vocabulary), jnp.float32), labels)
     return peak(compile_min_memory(lowered)[0]).temporaries
 
 
-def of_whole_logits(x, kernel, labels):
+def optax_losses(x, kernel, labels):
     return optax.softmax_cross_entropy_with_integer_labels(x @ kernel, labels)
 
 
-def test_temporaries_are_a_small_part_of_those_of_whole_logits():
-    assert temporaries(linear_cross_entropy) <= 0.03 * temporaries(of_whole_logits)
+def test_temporaries_are_at_most_3_percent_of_optax():
+    assert temporaries(linear_cross_entropy) <= 0.03 * temporaries(optax_losses)
 
 
-def test_four_times_the_words_take_the_same_bytes():
-    assert temporaries(linear_cross_entropy, 4 * WORDS) == temporaries(linear_cross_entropy)
+def test_temporaries_do_not_depend_on_the_vocabulary():
+    assert temporaries(linear_cross_entropy, 4 * VOCABULARY) == temporaries(linear_cross_entropy)
 
 
-def test_options_take_next_to_nothing():
+def test_options_add_at_most_1_percent_of_temporaries():
     f = functools.partial(linear_cross_entropy, **ALL_OPTIONS)
     assert temporaries(f) <= 1.01 * temporaries(linear_cross_entropy)
 
@@ -48,13 +52,13 @@ def test_options_take_next_to_nothing():
 CHUNK_OF_LOGITS = 4 * TOKENS * 1024
 x_, kernel_, labels_ = SHAPES
 OTHER_CALLS = {
-    "losses alone": (jax.jit(linear_cross_entropy), SHAPES),
-    "a gradient of x alone": (value_and_gradients(linear_cross_entropy, argnums=0), SHAPES),
-    "words that are no multiple of the chunk": (
+    "losses only": (jax.jit(linear_cross_entropy), SHAPES),
+    "gradient by x only": (value_and_gradients(linear_cross_entropy, argnums=0), SHAPES),
+    "vocabulary not divisible by the chunk": (
         value_and_gradients(linear_cross_entropy),
         (x_, S((WIDTH, 50_257), jnp.float32), labels_),
     ),
-    "two dimensions of tokens": (
+    "batch and sequence": (
         value_and_gradients(linear_cross_entropy),
         (S((8, 128, WIDTH), jnp.float32), kernel_, S((8, 128), jnp.int32)),
     ),
@@ -62,19 +66,19 @@ OTHER_CALLS = {
         value_and_gradients(linear_cross_entropy),
         (S((TOKENS, WIDTH), jnp.bfloat16), kernel_, labels_),
     ),
-    "an embedding's matrix": (
+    "embedding table": (
         value_and_gradients(functools.partial(linear_cross_entropy, vocab_axis=0)),
-        (x_, S((WORDS, WIDTH), jnp.float32), labels_),
+        (x_, S((VOCABULARY, WIDTH), jnp.float32), labels_),
     ),
 }
 
 
 @pytest.mark.parametrize(("jitted", "shapes"), OTHER_CALLS.values(), ids=OTHER_CALLS)
-def test_nothing_of_the_logits_or_the_kernels_size_is_made(jitted, shapes):
+def test_neither_logits_nor_a_copy_of_the_kernel_are_materialized(jitted, shapes):
     assert peak(jitted.lower(*shapes).compile()).temporaries <= 2.5 * CHUNK_OF_LOGITS
 
 
-def test_a_second_derivative_forward_over_reverse_stays_chunked():
+def test_forward_over_reverse_stays_chunked():
     gradients = jax.grad(lambda *a: linear_cross_entropy(*a).mean(), argnums=(0, 1))
 
     @jax.jit
@@ -85,7 +89,7 @@ def test_a_second_derivative_forward_over_reverse_stays_chunked():
     assert peak(compiled).temporaries <= 5 * CHUNK_OF_LOGITS
 
 
-def test_temporaries_follow_the_chunk():
+def test_temporaries_grow_with_the_chunk():
     small, large = (
         temporaries(functools.partial(linear_cross_entropy, chunk=c)) for c in (256, 4096)
     )

@@ -1,4 +1,4 @@
-"""A sum over an axis that is too long to be looked at whole: chunk by chunk."""
+"""Loop over an axis in chunks, for reductions that are too large to materialize at once."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,10 +10,10 @@ Carry = TypeVar("Carry")
 Start = Array | int
 
 
-def over_chunks(
+def fori_chunks(
     body: Callable[[Start, int, Carry], Carry], carry: Carry, length: int, chunk: int
 ) -> Carry:
-    """``carry = body(start, size, carry)`` chunk by chunk; the last has what is left."""
+    """Run ``carry = body(start, size, carry)`` for each chunk; the last one may be smaller."""
     whole, rest = divmod(length, chunk)
     carry = jax.lax.fori_loop(0, whole, lambda i, c: body(i * chunk, chunk, c), carry)
     return body(whole * chunk, rest, carry) if rest else carry

@@ -1,4 +1,4 @@
-"""Cross-entropy and accuracy of logits that are there: one number per example."""
+"""Cross-entropy and accuracy from logits, per example."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from fnet.precision import as_int32, widened
 def cross_entropy(
     logits: Float[Array, "... k"], labels: Int[Array, "..."], *, smoothing: float = 0.0
 ) -> Float[Array, "..."]:
-    """``-log softmax(logits)[label]`` in nats, one per example.
+    """Cross-entropy ``-log softmax(logits)[label]`` in nats, per example.
 
     Args:
-      logits: unnormalised log-probabilities of K classes [..., K], any floating dtype.
-      labels: class indices, integers [...]. One outside [0, K) gives NaN.
-      smoothing: probability mass spread evenly over all classes (Szegedy et al.
-        2016), in [0, 1)::
+      logits: unnormalized log-probabilities of K classes [..., K], any floating dtype.
+      labels: class indices [...], integers. A label outside [0, K) gives NaN.
+      smoothing: label smoothing in [0, 1): probability mass spread evenly over all classes
+        (Szegedy et al. 2016)::
 
             loss = -(1 - smoothing) log p[label] - smoothing mean(log p)
 
@@ -26,9 +26,15 @@ def cross_entropy(
       Losses [...], float32 (float64 for float64).
 
     Raises:
-      ValueError: if ``labels`` do not match ``logits`` without its last axis, or for a
-        smoothing out of its range.
+      ValueError: if the shape of ``labels`` is not ``logits.shape[:-1]``, or ``smoothing`` is
+        out of range.
       TypeError: if ``labels`` are not integers.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+      >>> print(fnet.losses.cross_entropy(logits, jnp.array([0, 2])).round(3))
+      [0.693 0.223]
     """
     if not 0 <= smoothing < 1:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
@@ -36,15 +42,15 @@ def cross_entropy(
     logits = widened(logits)
     labels = as_int32(labels)
     losses: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-    losses = jnp.where(labels < 0, jnp.nan, losses)  # an index would count from the end
+    losses = jnp.where(labels < 0, jnp.nan, losses)  # A negative index counts from the end.
     if not smoothing:
         return losses
-    evenly = jax.nn.logsumexp(logits, -1) - logits.mean(-1)
-    return (1 - smoothing) * losses + smoothing * evenly
+    uniform = jax.nn.logsumexp(logits, -1) - logits.mean(-1)
+    return (1 - smoothing) * losses + smoothing * uniform
 
 
 def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
-    """1.0 where the largest logit is the label's, else 0.0; one per example.
+    """Top-1 accuracy: 1.0 if the largest logit is the label's, else 0.0, per example.
 
     Args:
       logits: [..., K], floating.
@@ -54,8 +60,14 @@ def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[
       float32 [...].
 
     Raises:
-      ValueError: if ``labels`` do not match ``logits`` without its last axis.
+      ValueError: if the shape of ``labels`` is not ``logits.shape[:-1]``.
       TypeError: if ``labels`` are not integers.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> logits = jnp.array([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]])
+      >>> fnet.losses.accuracy(logits, jnp.array([0, 1])).tolist()
+      [1.0, 0.0]
     """
     _check_labels("accuracy", logits, labels)
     return (logits.argmax(-1) == labels).astype(jnp.float32)
@@ -65,4 +77,4 @@ def _check_labels(where: str, logits: Array, labels: Array) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"{where}: labels must have shape {logits.shape[:-1]}, got {labels.shape}")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integers, indices of classes, got {labels.dtype}")
+        raise TypeError(f"{where}: labels must be integer class indices, got {labels.dtype}")

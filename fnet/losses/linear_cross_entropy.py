@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, fused with the linear layer: logits never exist whole."""
+"""Linear layer and cross-entropy over a large vocabulary, without materializing logits."""
 
 import functools
 import numbers
@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from fnet.backward_pass import keep
-from fnet.losses.chunks import Start, over_chunks
+from fnet.losses.chunks import Start, fori_chunks
 from fnet.mesh import equally_varying
 from fnet.precision import as_int32, wide
 
 _CHUNK = 1024
-"""What ``chunk=None`` means: of 256 to 4,096 words the fastest on CPU, or within 5% of it, for 64
-to 4,096 tokens."""
+"""Default chunk of the vocabulary. Of 256 to 4,096 it is the fastest on CPU, or within 5% of the
+fastest, for batches of 64 to 4,096 tokens."""
 
 
 def linear_cross_entropy(
@@ -34,78 +34,86 @@ def linear_cross_entropy(
     vocab_axis: int = 1,
     chunk: int | None = None,
 ) -> Float[Array, "..."]:
-    """Cross-entropy of ``x kernel + bias`` against labels; the logits never exist whole.
+    """Cross-entropy of ``x kernel + bias`` without materializing the logits.
 
-    For each token, with W the kernel, V words, y the label, a the smoothing, w
-    the z-loss's weight and c the soft cap::
+    For each token, with W the kernel, y the label, a the smoothing, w the weight of the z-loss
+    and c the soft cap::
 
         z    = x W + bias;  z = c tanh(z / c)
         loss = logsumexp(z) - (1 - a) z[y] - a mean(z) + w logsumexp(z)^2
 
-    A pass over the vocabulary, chunk by chunk, finds the logsumexp (Milakov,
-    Gimelshein 2018, "Online normalizer calculation for softmax"). Only that is
-    kept: the backward pass makes each chunk's logits again and writes the
-    chunk's part of the kernel's gradient into its place, as the kernels of
-    Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models",
-    do. Between arguments and results lie about ::
+    The forward pass computes the logsumexp over chunks of the vocabulary (Milakov,
+    Gimelshein 2018, "Online normalizer calculation for softmax") and saves nothing else. The
+    backward pass rematerializes the logits of one chunk at a time and writes the chunk's slice of
+    the kernel's gradient in place, as the kernels of Wijmans et al. 2024, "Cut Your Losses in
+    Large-Vocabulary Language Models", do. On CPU the temporaries are about ::
 
         (tokens + D) * chunk + tokens * D
 
-    numbers of float32, whatever V is (on CPU; up to half as many again on a GPU).
-    The price is a fourth matrix product beside three, made good in part by the way
-    of the logits through memory. Value and gradients by x and kernel, 1,024 tokens,
-    float32, against optax on ``x @ kernel``:
+    float32 numbers, independent of V. On a GPU they are up to 1.5 times as large. The cost is one
+    more matrix product besides the usual three. It is partly offset by the memory bandwidth that
+    full logits would need.
 
-    =====  =======  =====================  =====================  =========
-    D      V        temporaries, CPU       H100 (compiled for)    time, CPU
-    =====  =======  =====================  =====================  =========
-    256    32,768   6.3 of 268 MB: 0.023   9.5 of 268 MB: 0.035   1.0
-    256    131,072  6.3 of 1,074 MB        9.5 of 1,074 MB        1.0
-    768    32,768   10.5 of 268 MB: 0.039  7.4 of 268 MB: 0.027   1.2
-    =====  =======  =====================  =====================  =========
+    The table compares value and gradients by x and kernel, for 1,024 tokens in float32, with
+    optax on ``x @ kernel``. Memory is fnet vs. baseline, times are relative to the baseline:
+
+    =====  =======  =======================  =======================  =========
+    D      V        temporaries, CPU         compiled for H100        time, CPU
+    =====  =======  =======================  =======================  =========
+    256    32,768   6.3 vs. 268 MB: 0.023    9.5 vs. 268 MB: 0.035    1.0
+    256    131,072  6.3 vs. 1,074 MB         9.5 vs. 1,074 MB         1.0
+    768    32,768   10.5 vs. 268 MB: 0.039   7.4 vs. 268 MB: 0.027    1.2
+    =====  =======  =======================  =======================  =========
+
+    Second derivatives are correct. Forward over reverse stays chunked; reverse over reverse
+    saves the logits of every chunk.
+
+    If tokens are sharded under ``jax.jit``, each device computes the logits of its own tokens,
+    and the kernel's gradient is summed over devices chunk by chunk. Inside ``jax.shard_map``,
+    with the whole kernel on each device, it is summed once. With ``check_vma=False`` this
+    sum happens only if you differentiate outside of the mapped function.
+
+    Nothing the size of the kernel is copied, with one exception: XLA's CPU compiler converts a
+    whole bfloat16 kernel to float32 before slicing it. Use a float32 kernel there; ``x`` may be
+    bfloat16.
 
     Args:
-      x: [..., D], rank >= 1; float16, bfloat16, float32 or float64. Products are
-        of numbers in its dtype, sums in float32 (float64 for float64).
-      kernel: [D, V], any floating dtype; cast to that of ``x`` a chunk at a time.
-      labels: [...], integers: each token's word. One outside [0, V) gives NaN.
-      bias: [V]; None: 0. Where it is -inf, the word has no probability, and
-        with ``smoothing`` a loss is infinite.
-      mask: [...], True for a real token. Others have loss 0 and give no
-        gradient, whatever their ``x``, NaN included, and their label, such as
-        -100: divide the losses' sum by ``mask.sum()``.
-      smoothing: probability mass spread evenly over all words (Szegedy et al.
-        2016), in [0, 1).
-      z_loss: weight of logsumexp^2, which keeps logits from drifting (Chowdhery
-        et al. 2022, "PaLM": 1e-4), >= 0.
-      soft_cap: bound of the logits' magnitude (Gemma Team 2024, "Gemma 2": 30),
-        > 0; None: no bound.
-      vocab_axis: the kernel's axis of words; 0 for an embedding's matrix [V, D],
-        whose ``.T`` would be a copy.
-      chunk: words at a time, >= 1; None: 1,024. Under ``jax.vmap`` each example
-        has its own chunk of logits.
+      x: [..., D], rank >= 1; float16, bfloat16, float32 or float64. Products are in this
+        dtype, sums in float32 (float64 for float64).
+      kernel: [D, V], any floating dtype. It is cast to the dtype of ``x`` one chunk at a time.
+      labels: token indices [...], integers. A label outside [0, V) gives NaN.
+      bias: [V], or None. Entries of -inf exclude a token from the vocabulary; with ``smoothing``
+        they make the loss infinite.
+      mask: [...], True for a real token. Padding has loss 0 and no gradient, even if its ``x`` is
+        NaN or its label is -100. For the mean, divide the sum by ``mask.sum()``.
+      smoothing: label smoothing in [0, 1): probability mass spread evenly over the vocabulary
+        (Szegedy et al. 2016).
+      z_loss: weight of logsumexp^2, >= 0, which keeps logits from drifting (Chowdhery et al. 2022,
+        "PaLM": 1e-4).
+      soft_cap: bound on the magnitude of the logits, > 0 (Gemma Team 2024, "Gemma 2": 30), or
+        None for no bound.
+      vocab_axis: axis of the vocabulary in ``kernel``. Use 0 for an embedding table [V, D], because
+        its ``.T`` would be a copy.
+      chunk: vocabulary entries per chunk, >= 1; None: 1,024. Under ``jax.vmap`` each example
+        has a chunk of logits of its own.
 
     Returns:
       Losses [...] in nats, float32 (float64 for float64).
 
     Raises:
-      TypeError: if x, kernel or bias are not floating, or labels not integers;
-        from JAX in forward mode (``jax.jvp``), which a gradient of this allows
-        and this itself does not.
-      ValueError: for shapes that do not fit, a number out of its range, or a
-        kernel or bias explicitly sharded over its words.
+      TypeError: if x, kernel or bias are not floating, or labels not integers. From JAX in
+        forward mode (``jax.jvp``), which is supported for the gradient but not for the loss
+        itself.
+      ValueError: for shapes that do not match, a number out of range, or a kernel or bias that
+        is explicitly sharded over the vocabulary.
 
-    Guarantees:
-      * Second derivatives are right. Forward over reverse stays chunked;
-        reverse over reverse keeps the logits of every chunk.
-      * Under ``jax.jit`` with sharded tokens each device has its own tokens'
-        logits only, and the kernel's gradient is summed over devices chunk by
-        chunk; inside ``jax.shard_map``, with the whole kernel on each device,
-        once. With ``check_vma=False`` that sum is made where the gradient is
-        taken outside of the mapped function; taken inside, it is one device's.
-      * Nothing the size of the kernel is copied, with one exception: XLA's CPU
-        compiler slices a bfloat16 kernel by way of a whole one in float32. Give
-        it a float32 kernel there; ``x`` may be bfloat16.
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> x, kernel = jnp.ones((4, 16)), jnp.ones((16, 1000))
+      >>> labels = jnp.array([1, 2, 3, -100])
+      >>> losses = fnet.linear_cross_entropy(x, kernel, labels, mask=labels >= 0, chunk=256)
+      >>> print(losses.round(2))  # log(1000), and 0 for padding
+      [6.91 6.91 6.91 0.  ]
     """
     _check_arrays(x, kernel, labels, bias, mask, vocab_axis)
     _check_numbers(smoothing, z_loss, soft_cap, chunk)
@@ -118,10 +126,10 @@ def linear_cross_entropy(
     if mask is not None:
         x, labels = jnp.where(mask[..., None], x, 0), jnp.where(mask, labels, 0)
 
-    logsumexp, picked, mean = _compiled_statistics(
+    logsumexp, label_logit, mean = _compiled_statistics(
         spec, *equally_varying((x, kernel, bias, labels))
     )
-    losses = logsumexp - (1 - smoothing) * picked
+    losses = logsumexp - (1 - smoothing) * label_logit
     if mean is not None:
         losses -= smoothing * mean
     if z_loss:
@@ -138,35 +146,34 @@ def _check_arrays(
     mask: Array | None,
     vocab_axis: int,
 ) -> None:
-    """Refuses arrays that do not fit each other."""
+    """Check dtypes and shapes."""
     where = "linear_cross_entropy"
     for name, a in (("x", x), ("kernel", kernel), ("bias", bias)):
         if a is not None and not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"{where}: {name} must be floating, got {a.dtype}")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integers, indices of words, got {labels.dtype}")
+        raise TypeError(f"{where}: labels must be integer token indices, got {labels.dtype}")
     if vocab_axis not in (0, 1):
         raise ValueError(f"{where}: vocab_axis must be 0 or 1, got {vocab_axis}")
     if x.ndim < 1:
         raise ValueError(f"{where}: x must have rank >= 1, got shape {x.shape}")
     d = x.shape[-1]
     if kernel.ndim != 2 or kernel.shape[1 - vocab_axis] != d:
-        wanted = f"({d}, V)" if vocab_axis else f"(V, {d})"
+        expected = f"({d}, V)" if vocab_axis else f"(V, {d})"
         raise ValueError(
-            f"{where}: with x {x.shape} and vocab_axis={vocab_axis} kernel must have shape "
-            f"{wanted}, got {kernel.shape}"
+            f"{where}: with x {x.shape} and vocab_axis={vocab_axis}, kernel must have shape "
+            f"{expected}, got {kernel.shape}"
         )
     if 0 in kernel.shape:
-        raise ValueError(f"{where}: kernel must have a word and a feature, got {kernel.shape}")
+        raise ValueError(f"{where}: kernel must not be empty, got {kernel.shape}")
     if labels.shape != x.shape[:-1]:
         raise ValueError(
-            f"{where}: labels must have shape {x.shape[:-1]}, that of x {x.shape} without its "
-            f"last axis, got {labels.shape}"
+            f"{where}: labels must have shape {x.shape[:-1]} for x {x.shape}, got {labels.shape}"
         )
     vocabulary = kernel.shape[vocab_axis]
     if bias is not None and bias.shape != (vocabulary,):
         raise ValueError(
-            f"{where}: bias must have shape ({vocabulary},), the words of kernel {kernel.shape}, "
+            f"{where}: bias must have shape ({vocabulary},) for kernel {kernel.shape}, "
             f"got {bias.shape}"
         )
     if mask is not None and (mask.dtype != bool or mask.shape != labels.shape):
@@ -176,7 +183,7 @@ def _check_arrays(
     for name, a, axis in (("kernel", kernel, vocab_axis), ("bias", bias, 0)):
         if a is not None and (devices := jax.typeof(a).sharding.spec[axis]) is not None:
             raise ValueError(
-                f"{where}: {name} must not be sharded over its words, got {devices!r} on axis "
+                f"{where}: {name} must not be sharded over the vocabulary, got {devices!r} on axis "
                 f"{axis} of {a.shape}; use jax.sharding.reshard"
             )
 
@@ -192,46 +199,44 @@ def _check_numbers(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"{where}: soft_cap must be > 0, or None for no cap, got {soft_cap}")
     if chunk is not None and not (isinstance(chunk, numbers.Integral) and chunk >= 1):
-        raise ValueError(
-            f"{where}: chunk must be an integer >= 1, words at a time, or None, got {chunk}"
-        )
+        raise ValueError(f"{where}: chunk must be an integer >= 1, or None, got {chunk}")
 
 
 class _Statistics(NamedTuple):
-    """Of each token's logits [..., V]; all [...].
+    """Reductions of the logits [..., V] over the vocabulary; all [...].
 
     Attributes:
-      logsumexp: over the vocabulary.
-      picked: the label's logit, 0 where there is no such word.
-      mean: over the vocabulary; None where nobody asked.
+      logsumexp: logsumexp of the logits.
+      label_logit: logit of the label, 0 if the label is out of range.
+      mean: mean of the logits, or None without smoothing.
     """
 
     logsumexp: Array
-    picked: Array
+    label_logit: Array
     mean: Array | None
 
 
 class _Spec(NamedTuple):
-    """What is static, and what it makes of the arrays."""
+    """Static arguments of the custom derivative, and the logits of one chunk."""
 
     chunk: int
     vocab_axis: int
     soft_cap: float | None
-    mean: bool
+    with_mean: bool
 
-    def words(self, kernel: Array, start: Start, size: int, dtype: DTypeLike) -> Array:
-        """The kernel's part of one chunk."""
-        part = jax.lax.dynamic_slice_in_dim(kernel, start, size, self.vocab_axis)
-        return part.astype(dtype)
+    def slice_kernel(self, kernel: Array, start: Start, size: int, dtype: DTypeLike) -> Array:
+        """The kernel's slice of one chunk."""
+        kernel = jax.lax.dynamic_slice_in_dim(kernel, start, size, self.vocab_axis)
+        return kernel.astype(dtype)
 
     def logits(
-        self, x: Array, words: Array, bias: Array | None, start: Start
+        self, x: Array, kernel: Array, bias: Array | None, start: Start
     ) -> tuple[Array, Array | None]:
-        """One chunk's logits [..., C], and their derivative by what is below the soft cap."""
-        z = _sums(x, words, (x.ndim - 1,), (1 - self.vocab_axis,))
+        """Logits [..., C] of one chunk, and the derivative of the soft cap."""
+        z = _contract(x, kernel, (x.ndim - 1,), (1 - self.vocab_axis,))
         if bias is not None:
-            part = jax.lax.dynamic_slice_in_dim(bias, start, z.shape[-1])
-            z += jnp.expand_dims(part.astype(z.dtype), range(x.ndim - 1))
+            bias = jax.lax.dynamic_slice_in_dim(bias, start, z.shape[-1])
+            z += jnp.expand_dims(bias.astype(z.dtype), range(x.ndim - 1))
         if self.soft_cap is None:
             return z, None
         capped = jnp.tanh(z / self.soft_cap)
@@ -252,23 +257,23 @@ def _statistics_fwd(
     vocabulary = kernel.shape[spec.vocab_axis]
 
     def body(start: Start, size: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        top, total, picked, summed = carry
-        z, _ = spec.logits(x, spec.words(kernel, start, size, x.dtype), bias, start)
-        higher = jnp.maximum(top, z.max(-1))
-        total = total * jnp.exp(top - higher) + jnp.exp(z - higher[..., None]).sum(-1)
+        top, total, label_logit, logit_sum = carry
+        z, _ = spec.logits(x, spec.slice_kernel(kernel, start, size, x.dtype), bias, start)
+        new_top = jnp.maximum(top, z.max(-1))
+        total = total * jnp.exp(top - new_top) + jnp.exp(z - new_top[..., None]).sum(-1)
         column = jnp.clip(labels - start, 0, size - 1)
-        found = jnp.take_along_axis(z, column[..., None], -1, mode="promise_in_bounds")[..., 0]
-        picked = jnp.where(column == labels - start, found, picked)
-        return higher, total, picked, summed + z.sum(-1) if spec.mean else None
+        picked = jnp.take_along_axis(z, column[..., None], -1, mode="promise_in_bounds")[..., 0]
+        label_logit = jnp.where(column == labels - start, picked, label_logit)
+        return new_top, total, label_logit, logit_sum + z.sum(-1) if spec.with_mean else None
 
     zero = jnp.zeros_like(x[..., 0], wide(x))
-    # A number, so that a first chunk of words at -inf leaves no inf - inf.
+    # Finite, because a first chunk with a bias of -inf would give inf - inf.
     lowest = jnp.full_like(zero, jnp.finfo(zero.dtype).min)
-    carry = (lowest, zero, zero, zero if spec.mean else None)
-    top, total, picked, summed = over_chunks(body, carry, vocabulary, spec.chunk)
+    carry = (lowest, zero, zero, zero if spec.with_mean else None)
+    top, total, label_logit, logit_sum = fori_chunks(body, carry, vocabulary, spec.chunk)
     logsumexp = keep(top + jnp.log(total))
-    mean = None if summed is None else summed / vocabulary
-    return _Statistics(logsumexp, picked, mean), (x, kernel, bias, labels, logsumexp)
+    mean = None if logit_sum is None else logit_sum / vocabulary
+    return _Statistics(logsumexp, label_logit, mean), (x, kernel, bias, labels, logsumexp)
 
 
 def _statistics_bwd(
@@ -280,39 +285,42 @@ def _statistics_bwd(
 
     def body(start: Start, size: int, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         dx, dkernel, dbias = carry
-        words = spec.words(kernel, start, size, x.dtype)
-        z, slope = spec.logits(x, words, bias, start)
+        kernel_slice = spec.slice_kernel(kernel, start, size, x.dtype)
+        z, slope = spec.logits(x, kernel_slice, bias, start)
         dz = jnp.exp(z - logsumexp[..., None]) * cotangents.logsumexp[..., None]
         columns = jnp.expand_dims(jnp.arange(size), range(labels.ndim))
-        dz += jnp.where((labels - start)[..., None] == columns, cotangents.picked[..., None], 0)
+        is_label = (labels - start)[..., None] == columns
+        dz += jnp.where(is_label, cotangents.label_logit[..., None], 0)
         if cotangents.mean is not None:
             dz += cotangents.mean[..., None] / vocabulary
         if slope is not None:
             dz *= slope
         if dbias is not None:
-            part = dz.sum(tokens).astype(bias.dtype)
-            dbias = jax.lax.dynamic_update_slice_in_dim(dbias, part, start, 0)
+            dbias_slice = dz.sum(tokens).astype(bias.dtype)
+            dbias = jax.lax.dynamic_update_slice_in_dim(dbias, dbias_slice, start, 0)
 
         dz = dz.astype(x.dtype)
-        dx += _sums(dz, words, (x.ndim - 1,), (spec.vocab_axis,), like=x)
+        dx += _contract(dz, kernel_slice, (x.ndim - 1,), (spec.vocab_axis,), like=x)
         a, b = (x, dz) if spec.vocab_axis else (dz, x)
-        part = _sums(a, b, tokens, tokens, like=kernel).astype(kernel.dtype)
-        dkernel = jax.lax.dynamic_update_slice_in_dim(dkernel, part, start, spec.vocab_axis)
+        dkernel_slice = _contract(a, b, tokens, tokens, like=kernel).astype(kernel.dtype)
+        dkernel = jax.lax.dynamic_update_slice_in_dim(
+            dkernel, dkernel_slice, start, spec.vocab_axis
+        )
         return dx, dkernel, dbias
 
-    dbias = None if bias is None else _zeros_beside(bias)
-    carry = (jnp.zeros_like(x, wide(x)), _zeros_beside(kernel), dbias)
-    dx, dkernel, dbias = over_chunks(body, carry, vocabulary, spec.chunk)
+    dbias = None if bias is None else _zeros_on_mesh_of(bias)
+    carry = (jnp.zeros_like(x, wide(x)), _zeros_on_mesh_of(kernel), dbias)
+    dx, dkernel, dbias = fori_chunks(body, carry, vocabulary, spec.chunk)
     return dx.astype(x.dtype), dkernel, dbias, None
 
 
 _statistics.defvjp(_statistics_fwd, _statistics_bwd)
 
-# Called outside of jax.jit, a loop would be compiled anew each time.
+# Outside of jax.jit, a loop would be recompiled at each call.
 _compiled_statistics = jax.jit(_statistics, static_argnums=0, inline=True)
 
 
-def _sums(
+def _contract(
     a: Array,
     b: Array,
     a_axes: tuple[int, ...],
@@ -320,7 +328,7 @@ def _sums(
     *,
     like: Array | None = None,
 ) -> Array:
-    """Products summed over the given axes in float32 or wider; on devices, laid out as ``like``."""
+    """Contract the given axes in float32 or wider; the result has the sharding of ``like``."""
     return jax.lax.dot_general(
         a,
         b,
@@ -330,14 +338,14 @@ def _sums(
     )
 
 
-def _zeros_beside(a: Array) -> Array:
-    """Zeros on the mesh of ``a``, where chunks of its gradient lie; jax 0.11's own are on none."""
+def _zeros_on_mesh_of(a: Array) -> Array:
+    """Zeros on the mesh of ``a``; ``jnp.zeros_like`` of jax 0.11 has no mesh."""
     return jnp.where(True, jnp.zeros_like(a), a)
 
 
 def _is_sharded(a: Array) -> bool:
-    """Whether dimensions of ``a`` may lie on several devices, and should stay as they are.
+    """Whether dimensions of ``a`` may be sharded, so that they must not be reshaped.
 
-    Where they do not, a single dimension of tokens saves XLA a transposed copy of x.
+    Otherwise, flattening the tokens to one dimension saves XLA a transposed copy of x.
     """
     return any(t != AxisType.Manual for t in jax.typeof(a).sharding.mesh.axis_types)
