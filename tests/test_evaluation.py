@@ -256,10 +256,10 @@ def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, m
     ]
     drawn = {}
 
-    def answers(images, words, right, title, path):
+    def classifications(images, words, right, title, path):
         drawn.update(images=images, words=words, right=right, title=title)
 
-    monkeypatch.setattr(examples.plots, "answers", answers)
+    monkeypatch.setattr(examples.plots, "classifications", classifications)
     monkeypatch.setattr(examples, "_ANSWERS", 12)
     assert examples.draw(run, evaluate, state, tmp_path / "a.png")
     wrong = sorted((e for e in everything if not e[0]), key=lambda e: -e[1])

@@ -1,11 +1,15 @@
-"""What is drawn where: of pictures whose parts could change places unseen."""
+"""Pictures of a run: panels and tiles stand where their labels say."""
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from train.output import plots
+from train.output import curves, plots
+from train.output.curves import MOST_POINTS, read_curves, thin
+from train.output.formats import duration, number, percent
 from train.output.palette import overlay_labels
+from train.output.tables import Cell, Table, to_rich
 
 
 @pytest.fixture
@@ -16,29 +20,33 @@ def drawn(monkeypatch):
     return figures
 
 
-def test_a_row_of_the_confusion_is_a_true_class_by_shares(drawn, tmp_path):
+def test_a_row_of_the_confusion_matrix_is_a_true_class_in_shares(drawn, tmp_path):
     matrix = np.array([[3, 1, 0], [0, 2, 0], [1, 0, 9]])
     plots.confusion_matrix(matrix, ("cat", "dog", "$cow$"), "a title", tmp_path / "a.png")
     (ax,) = drawn[0].axes
     shares = [[0.75, 0.25, 0], [0, 1, 0], [0.1, 0, 0.9]]
     np.testing.assert_allclose(ax.images[0].get_array(), shares)
-    told = {text.get_position(): text.get_text() for text in ax.texts}
-    assert told == {(0, 0): "75%", (1, 0): "25%", (1, 1): "100%", (0, 2): "10%", (2, 2): "90%"}
+    texts = {text.get_position(): text.get_text() for text in ax.texts}
+    assert texts == {(0, 0): "75%", (1, 0): "25%", (1, 1): "100%", (0, 2): "10%", (2, 2): "90%"}
     for labels in (ax.get_yticklabels(), ax.get_xticklabels()):
         assert [label.get_text() for label in labels] == ["cat", "dog", "$cow$"]
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("true", "predicted")
-    assert ax.get_title() == "a title: 87.50% right"
+    assert ax.get_title() == "a title: 87.50% correct"
 
 
-def test_image_truth_and_prediction_stand_side_by_side_under_their_names(drawn, tmp_path):
+def test_image_mask_and_prediction_stand_side_by_side_under_their_names(drawn, tmp_path):
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (2, 8, 6, 3), np.uint8)
-    truths, found = generator.integers(0, 3, (2, 2, 8, 6))
-    truths[0, 0, 0] = 255
-    plots.segmentations(images, truths, found, ("a", "b", "c"), "a title", tmp_path / "a.png")
+    masks, predictions = generator.integers(0, 3, (2, 2, 8, 6))
+    masks[0, 0, 0] = 255
+    plots.segmentations(images, masks, predictions, ("a", "b", "c"), "a title", tmp_path / "a.png")
     (ax,) = drawn[0].axes
     canvas = np.asarray(ax.images[0].get_array())
-    expected = images[0], overlay_labels(images[0], truths[0]), overlay_labels(images[0], found[0])
+    expected = (
+        images[0],
+        overlay_labels(images[0], masks[0]),
+        overlay_labels(images[0], predictions[0]),
+    )
     assert [text.get_text() for text in ax.texts] == ["image", "truth", "prediction"]
     for text, picture in zip(ax.texts, expected, strict=True):
         middle, above = text.get_position()
@@ -47,11 +55,108 @@ def test_image_truth_and_prediction_stand_side_by_side_under_their_names(drawn, 
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["a", "b", "c"]
 
 
-def test_answers_that_are_wrong_are_red(drawn, tmp_path):
+def test_captions_of_wrong_predictions_are_red(drawn, tmp_path):
     images = np.zeros((3, 4, 4, 3), np.uint8)
-    plots.classifications(
-        images, ["cat", "dog", "cow"], [True, False, True], "", tmp_path / "a.png"
-    )
+    captions = ["cat", "dog", "cow"]
+    plots.classifications(images, captions, [True, False, True], "", tmp_path / "a.png")
     (ax,) = drawn[0].axes
-    colours = {text.get_text(): text.get_color() for text in ax.texts}
-    assert colours == {"cat": "black", "dog": "#cc3311", "cow": "black"}
+    colors = {text.get_text(): text.get_color() for text in ax.texts}
+    assert colors == {"cat": "black", "dog": "#cc3311", "cow": "black"}
+
+
+def test_curves_have_a_panel_for_each_metric_with_train_and_test_by_step(drawn, tmp_path):
+    lines = [
+        {"step": 10, "train/loss": 2.0, "train/learning_rate": 0.1, "train/grad_norm": 1.0},
+        {"step": 20, "train/loss": 1.0, "train/learning_rate": 0.1, "test/loss": 0.5},
+    ]
+    curves.save(lines, "$a$ title", tmp_path / "a.png")
+    loss, rate = drawn[0].axes
+    assert (loss.get_title("left"), rate.get_title("left")) == ("loss", "learning rate")
+    points = {line.get_label(): line.get_xydata().tolist() for line in loss.lines}
+    assert points == {"train 1": [[10, 2.0], [20, 1.0]], "test 0.5": [[20, 0.5]]}
+    assert rate.get_ylim()[0] == 0
+    assert loss.get_xlim() == (0, 20)
+
+
+def test_a_run_without_lines_has_an_empty_picture(tmp_path):
+    curves.save([], "nothing", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([0.1, 2.0], "log"), ([1.0, 2.0], "linear"), ([0.0, 2.0], "linear"), ([-1.0, 20], "linear")],
+)
+def test_losses_that_span_a_factor_of_ten_get_a_log_axis(values, scale, drawn, tmp_path):
+    lines = [{"step": i, "train/loss": value} for i, value in enumerate(values)]
+    curves.save(lines, "", tmp_path / "a.png")
+    assert drawn[0].axes[0].get_yscale() == scale
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0.0, -1.0, 1e-320, 1e30, 1e99, -1e99],
+        [5.0, 5.0 + 1e-12],
+        [0.0, 0.0],
+        [1e15, 1e15 + 1],
+        [1e-9, 1e9],
+        [1.0],
+        [3.0, 4.0, 1e400, float("nan"), True, "7", None, 10**400],
+    ],
+)
+@pytest.mark.parametrize("name", ["train/loss", "train/accuracy", "examples_per_second"])
+def test_extreme_values_lie_inside_their_panel(name, values, tmp_path):
+    lines = [{"step": i, name: value} for i, value in enumerate(values)]
+    (metric,) = curves.metrics_of([read_curves(lines)])
+    ax = Figure().subplots()
+    curves.draw(ax, metric, curves.XAxis("step", 0, len(lines) - 1))
+    ax.figure.savefig(tmp_path / "a.svg")
+    low, high = ax.get_ylim()
+    points = ax.lines[0].get_xydata()
+    assert len(points) == sum(type(v) in (int, float) and abs(v) < 1e100 for v in values)
+    assert ((low <= points[:, 1]) & (points[:, 1] <= high)).all()
+    labels = [t.get_text() for t in ax.get_yticklabels()]
+    assert len(labels) <= 12
+
+
+@pytest.mark.parametrize("count", [1, 5, MOST_POINTS, MOST_POINTS + 1, 12_345])
+def test_thinned_curves_keep_mean_and_extremes(count):
+    x = np.cumsum(np.random.default_rng(0).integers(1, 9, count)).astype(float)
+    y = np.random.default_rng(1).normal(size=count)
+    thinned = thin(x, y, MOST_POINTS)
+    assert len(thinned.x) <= MOST_POINTS
+    assert len(thinned.x) == count or count > MOST_POINTS
+    assert (thinned.low.min(), thinned.high.max()) == (y.min(), y.max())
+    assert ((thinned.low <= thinned.mean) & (thinned.mean <= thinned.high)).all()
+    assert (np.diff(thinned.x) > 0).all()
+    if count > MOST_POINTS:
+        edges = np.linspace(x[0], x[-1], MOST_POINTS + 1)[:2]
+        first = (x >= edges[0]) & (x < edges[1])
+        np.testing.assert_allclose(thinned.mean[0], y[first].mean())
+        np.testing.assert_allclose(thinned.x[0], x[first].mean())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.10123, "0.1012"), (12345.6, "12,346"), (1.8656e-6, "1.866e-6"), (0, "0"), (-5, "-5")],
+)
+def test_numbers_have_four_digits(value, text):
+    assert number(value) == text
+
+
+def test_shares_and_times_have_their_units():
+    assert percent(0.97188) == "97.19%"
+    assert [duration(s) for s in (1.25, 75, 7384)] == ["1.2 s", "1 min 15 s", "2 h 3 min"]
+
+
+def test_a_table_reads_the_same_in_the_terminal():
+    rows = [["[bold]a", "float32[8]", Cell("1", "note")], ["b", None, "2"]]
+    table = Table("A title", ["name", "array", "count"], rows, texts=2, bars=[1.0, 0.5])
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(to_rich(table))
+    printed = capture.get()
+    for text in ("A title", "count", "[bold]a", "float32[8]", "█" * 12):
+        assert text in printed
+    assert "│ b       │ -          │     2 │ ██████       │" in printed

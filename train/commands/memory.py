@@ -13,7 +13,7 @@ from train.arguments import MemoryArguments
 from train.config import Config, Mesh
 from train.errors import UserError
 from train.output import plots
-from train.output.memory_tables import plan_table, plan_words, tables
+from train.output.memory_tables import memory_tables, plan_summary, plan_table
 from train.output.progress import plain
 from train.run.account import account
 from train.run.mesh import layout
@@ -66,9 +66,9 @@ def foresee(config: Config, a: MemoryArguments, console: Console) -> None:
         ways = plan(run, target=target, progress=compiled)
         status.update(f"compiling {ways.chosen}")
         costs = account(run, choose(run, ways, target=target))
-        console.print(*tables(costs), sep="\n")
+        console.print(*memory_tables(costs), sep="\n")
         console.print(plan_table(ways, reserve(run, target)))
-        say(plan_words(ways, reserve(run, target)))
+        say(plan_summary(ways, reserve(run, target)))
         if target:
             say(_NOT_COUNTED)
         if room is not None and a.batch_size != "auto":

@@ -1,123 +1,208 @@
-"""Tables of where the memory goes, for a terminal."""
+"""Where a train step's memory goes: the contents of memory.json, as tables."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from rich.console import RenderableType
-from rich.table import Table
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from rich import table as rich_table
 
-from fnet.memory import Candidate, Plan, format_bytes
-from fnet.memory.remat import REMAT_POLICIES
+from fnet.memory import REMAT_POLICIES, Candidate, Plan, format_bytes
+from train.output.tables import Table, to_rich
 from train.run.account import Account
 
-
-def tables(account: Account) -> Iterator[RenderableType]:
-    """What there is to see of a compiled step: its sums, what it keeps, what is largest."""
-    yield step_table(account)
-    if account.kept:
-        yield kept_table(account)
-    if account.largest:
-        yield largest_table(account)
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+_MOST_LAYERS = 40
 
 
-def step_table(account: Account) -> Table:
-    """The compiled step's memory in sums."""
-    planned, report = account.planned, account.planned.executable.report
-    t = _table("memory of the compiled step", header=False)
-    t.add_column()
-    t.add_column(justify="right", style="bold")
-    t.add_row("parameters", f"{report.parameters:,}")
-    t.add_row("train state", format_bytes(report.state_bytes))
-    t.add_row("  of it renewed in place (aliased)", format_bytes(report.donation.aliased_bytes))
-    t.add_row("arguments (state and batch)", format_bytes(report.peak.arguments))
-    t.add_row("temporaries", format_bytes(report.peak.temporaries))
-    if report.peak.workspace:
-        t.add_row("for convolutions (estimate)", format_bytes(report.peak.workspace))
-    t.add_row("peak", format_bytes(report.peak.total))
-    saves = REMAT_POLICIES[planned.policy].saves
-    t.add_row("policy", f"{planned.policy}: saves {saves}")
-    if planned.proof:
-        t.add_row("  arithmetic, compiled", f"{planned.proof.flops_ratio:.2f} of keeping all")
-        t.add_row(
-            "  temporaries, compiled", f"{planned.proof.temporaries_ratio:.2f} of keeping all"
-        )
-    if planned.microbatches > 1:
-        t.add_row("microbatches", str(planned.microbatches))
-    return t
+class _Stored(BaseModel):
+    """A part of memory.json."""
+
+    model_config = ConfigDict(frozen=True)
 
 
-def kept_table(account: Account) -> Table:
-    """What the backward pass keeps of each layer, forward from top to bottom."""
-    total = sum(layer.bytes for layer in account.kept)
-    most = max(layer.bytes for layer in account.kept)
-    t = _table(f"kept for the backward pass: {format_bytes(total)}")
-    t.add_column("layer", overflow="fold")
-    t.add_column("arrays", justify="right", no_wrap=True)
-    t.add_column("bytes", justify="right", no_wrap=True)
-    t.add_column("", no_wrap=True)
-    for layer in account.kept:
-        bar = "█" * round(20 * layer.bytes / most) if most else ""
-        t.add_row(layer.layer, str(layer.arrays), format_bytes(layer.bytes), bar)
-    return t
+class StoredPeak(_Stored):
+    """Bytes of a compiled step, see `fnet.memory.Peak`."""
+
+    arguments: Count
+    outputs: Count
+    aliased: Count
+    temporaries: Count
+    total: Count
+    workspace: Count = 0
 
 
-def largest_table(account: Account) -> Table:
-    """The largest buffers alive when the compiled step holds most."""
-    t = _table("largest at the peak")
-    t.add_column("layer", overflow="fold")
-    t.add_column("of", no_wrap=True)
-    t.add_column("array", no_wrap=True)
-    t.add_column("bytes", justify="right", no_wrap=True)
-    for b in account.largest:
-        shape = f"{b.dtype}[{','.join(map(str, b.shape))}]"
-        of = (b.phase or b.kind) if b.kind == "temporary" else b.kind
-        t.add_row(b.layer or b.instruction, of, shape, format_bytes(b.bytes))
-    return t
+class StoredResiduals(_Stored):
+    """Arrays that one layer saves for the backward pass."""
+
+    layer: str
+    bytes: Count
+    arrays: Count
 
 
-def plan_table(plan: Plan, reserve: int) -> Table:
-    """Every candidate, the fastest first, with what it takes and whether that fits."""
-    least_work = min(c.cost.time for c in plan.candidates)
-    t = _table("ways to train" + (f" within {format_bytes(plan.budget)}" if plan.budget else ""))
-    # Folded where there is little room: of a number no digit is left out.
-    t.add_column("policy", overflow="fold")
-    for name in ("split", "peak", "GFLOP", "GB", "time"):
+class StoredBuffer(_Stored):
+    """A buffer that is alive at the peak, see `fnet.memory.Buffer`."""
+
+    bytes: Count
+    shape: tuple[Count, ...]
+    dtype: str
+    kind: str
+    layer: str
+    phase: str
+    instruction: str
+
+
+class StoredRemat(_Stored):
+    """Effect of a remat policy, see `fnet.memory.RematReport`."""
+
+    flops_before: Count
+    flops_after: Count
+    temporaries_before: Count
+    temporaries_after: Count
+
+
+class StoredMemory(_Stored):
+    """Contents of memory.json, as far as people look at them."""
+
+    parameters: Count
+    state_bytes: Count
+    peak: StoredPeak
+    policy: str
+    microbatches: Count
+    residuals: tuple[StoredResiduals, ...] = Field(
+        validation_alias=AliasChoices("residuals", "kept")
+    )
+    remat: StoredRemat | None = Field(None, validation_alias=AliasChoices("remat", "recomputation"))
+    largest_at_peak: tuple[StoredBuffer, ...] = ()
+    live_bytes: tuple[Count, ...] | None = None
+
+    @classmethod
+    def of(cls, account: Account) -> "StoredMemory":
+        """Return what memory.json holds of a compiled step."""
+        return cls.model_validate(account.as_dict())
+
+
+def memory_tables(account: Account) -> Iterator[rich_table.Table]:
+    """Render the memory of a compiled step for the terminal: sums, residuals, largest buffers."""
+    memory = StoredMemory.of(account)
+    sums = list(step_sums(memory).items())
+    yield to_rich(Table("Memory of the compiled train step", ("", ""), sums))
+    for table in (residuals_table(memory), largest_table(memory)):
+        if table.rows:
+            yield to_rich(table)
+
+
+def step_sums(memory: StoredMemory) -> dict[str, str]:
+    """Return the memory of a compiled step in sums, by name."""
+    peak, policy = memory.peak, memory.policy
+    saves = f": saves {REMAT_POLICIES[policy].saves}" if policy in REMAT_POLICIES else ""
+    sums = {
+        "parameters": f"{memory.parameters:,}",
+        "train state": format_bytes(memory.state_bytes),
+        "train state updated in place (aliased)": format_bytes(peak.aliased),
+        "arguments (state and batch)": format_bytes(peak.arguments),
+        "temporaries": format_bytes(peak.temporaries),
+    }
+    if peak.workspace:
+        sums["convolution workspace (estimate)"] = format_bytes(peak.workspace)
+    sums["peak of the train step"] = format_bytes(peak.total)
+    sums["remat policy"] = f"{policy}{saves}"
+    if remat := memory.remat:
+        flops = remat.flops_after / max(remat.flops_before, 1)
+        temporaries = remat.temporaries_after / max(remat.temporaries_before, 1)
+        sums["FLOPs, compiled"] = f"{flops:.2f} times those without remat"
+        sums["temporaries, compiled"] = f"{temporaries:.2f} times those without remat"
+    sums["microbatches"] = f"{memory.microbatches:,}"
+    return sums
+
+
+def residuals_table(memory: StoredMemory, longest: int = 0) -> Table:
+    """Return what each layer saves for the backward pass, in forward order.
+
+    Args:
+      memory: Memory of a compiled step.
+      longest: Bytes of a full bar, if they are more than those of the largest row.
+    """
+    rows = [(r.layer, r.arrays, r.bytes) for r in memory.residuals]
+    total = sum(size for _, _, size in rows)
+    if rest := rows[_MOST_LAYERS:]:
+        _, arrays, sizes = zip(*rest, strict=True)
+        rows[_MOST_LAYERS:] = [(f"{len(rest):,} more layers", sum(arrays), sum(sizes))]
+    longest = max([longest, 1, *(size for _, _, size in rows)])
+    part = " of one microbatch" if memory.microbatches > 1 else ""
+    return Table(
+        f"Residuals{part} saved for the backward pass, in forward order: {format_bytes(total)}",
+        ("layer", "arrays", "bytes"),
+        [(layer, f"{arrays:,}", format_bytes(size)) for layer, arrays, size in rows],
+        bars=[size / longest for _, _, size in rows],
+    )
+
+
+def largest_table(memory: StoredMemory) -> Table:
+    """Return the largest buffers that are alive at the peak of the compiled step."""
+    buffers = memory.largest_at_peak
+    longest = max([1, *(b.bytes for b in buffers)])
+    return Table(
+        "Largest buffers at the peak",
+        ("layer", "kind", "array", "bytes"),
+        [
+            (
+                b.layer or b.instruction,
+                (b.phase or b.kind) if b.kind == "temporary" else b.kind,
+                f"{b.dtype}[{','.join(map(str, b.shape))}]",
+                format_bytes(b.bytes),
+            )
+            for b in buffers
+        ],
+        texts=3,
+        bars=[b.bytes / longest for b in buffers],
+    )
+
+
+def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
+    """Render every candidate of a plan for the terminal, the fastest first.
+
+    Args:
+      plan: Candidates, and which one is chosen.
+      reserve: Bytes that the process takes outside of the compiled step.
+    """
+    fastest = min(c.cost.time for c in plan.candidates)
+    within = f" within {format_bytes(plan.budget)}" if plan.budget else ""
+    t = rich_table.Table(title=f"Ways to train{within}", title_justify="left")
+    # Columns fold in a narrow terminal, so that no digit is cut off.
+    t.add_column("remat", overflow="fold")
+    for name in ("micro-\nbatches", "peak", "GFLOP", "GB", "time"):
         t.add_column(name, justify="right", overflow="fold")
-    t.add_column("scheduled", overflow="fold")
+    t.add_column("schedule", overflow="fold")
     t.add_column("", overflow="fold")
     for c in plan.candidates:
         fits = plan.budget is None or c.peak.total + reserve <= plan.budget
-        mark = "chosen" if c is plan.chosen else "" if fits else "too large"
         t.add_row(
             c.policy,
             str(c.microbatches),
             format_bytes(c.peak.total),
             f"{c.cost.flops / 1e9:,.1f}",
             f"{c.cost.bytes / 1e9:,.1f}",
-            f"{c.cost.time / least_work:.2f}",
-            _scheduling(c),
-            mark,
+            f"{c.cost.time / fastest:.2f}",
+            _schedule(c),
+            "chosen" if c is plan.chosen else "" if fits else "too large",
             style="bold" if c is plan.chosen else "" if fits else "dim",
         )
-    t.caption = "split: microbatches; GFLOP, GB: a step's arithmetic and traffic; time: by both"
+    t.caption = "GFLOP, GB: compute and memory traffic per step. Time: estimate from both."
     t.caption_justify = "left"
     return t
 
 
-def plan_words(plan: Plan, reserve: int) -> str:
-    """What was chosen and what less would take, in words."""
+def plan_summary(plan: Plan, reserve: int) -> str:
+    """Describe what a plan leaves to the process and its next smaller candidate."""
     lines = []
     if reserve and plan.budget:
-        lines.append(f"{format_bytes(reserve)} of the budget is left to the process itself.")
+        lines.append(f"{format_bytes(reserve)} of the budget is reserved for the process itself.")
     if plan.smaller:
         need = format_bytes(plan.smaller.peak.total + (reserve if plan.budget else 0))
         slower = plan.smaller.cost.time / plan.chosen.cost.time - 1
-        lines.append(f"The next smaller one: {plan.smaller}, {need}, about {slower:.0%} more time.")
+        lines.append(f"Next smaller: {plan.smaller}, {need}, about {slower:.0%} slower.")
     return "\n".join(lines)
 
 
-def _scheduling(c: Candidate) -> str:
-    return "for memory" if "xla_cpu_scheduler_type" in c.compiler_options else "as usual"
-
-
-def _table(title: str, *, header: bool = True) -> Table:
-    return Table(title=title, title_justify="left", show_header=header)
+def _schedule(c: Candidate) -> str:
+    return "min memory" if "xla_cpu_scheduler_type" in c.compiler_options else "default"

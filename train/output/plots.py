@@ -1,188 +1,104 @@
-"""Pictures of a run: its curves, its memory, what it makes of examples."""
+"""Pictures of a run: images with what the network makes of them, and its memory."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from fnet.memory import format_bytes
+from train.output.curves import COLORS, round_ticks, style
+from train.output.memory_tables import StoredMemory
 from train.output.palette import overlay_labels, voc_colors
 from train.run.account import Account
-from train.run.metrics import noise_scale_course
 
-
-def curves(lines: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Loss, accuracy and learning rate over the steps, training and test, as a PNG.
-
-    Where they were measured, epsilon spent and the gradient noise scale as well: as far
-    as the estimate of |G|^2 is above 0.
-
-    Args:
-      lines: of metrics.jsonl: ``{"step": ..., "train/loss": ..., "test/loss": ...}``.
-      title: above the picture.
-      path: where it is written.
-    """
-    panels: list[Callable[[Axes, Lines], None]] = [_loss, _learning_rate]
-    for name in ("mean_iou", "pixel_accuracy", "accuracy"):
-        if any(f"{split}/{name}" in line for line in lines for split in ("train", "test")):
-            panels.insert(1, functools.partial(_share, name=name))
-    if any("privacy/epsilon" in line for line in lines):
-        panels.append(_epsilon)
-    if any("train/noise_scale" in line for line in lines):
-        panels.append(_noise_scale)
-    figure = Figure(figsize=(4 * len(panels), 3.8), layout="constrained")
-    figure.suptitle(title)
-    for ax, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        panel(ax, lines)
-        ax.set_xlabel("step")
-        ax.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-
-
-Lines = Sequence[dict[str, Any]]
-
-_TEST = {"marker": "o", "ms": 3}
-
-
-def _loss(ax: Axes, lines: Lines) -> None:
-    for split, style in (("train", {}), ("test", _TEST)):
-        last = [line[key] for line in lines if (key := f"{split}/loss") in line][-1:]
-        label = f"{split} {last[0]:.3f}" if last else None
-        _plot(ax, lines, f"{split}/loss", label=label, **style)
-    ax.set_ylabel("loss")
-    losses = [line[k] for line in lines for k in ("train/loss", "test/loss") if k in line]
-    if min(losses, default=0) > 0 and max(losses) > 10 * min(losses):
-        ax.set_yscale("log")
-    ax.legend(frameon=False)
-
-
-def _share(ax: Axes, lines: Lines, name: str) -> None:
-    for split, style in (("train", {}), ("test", _TEST)):
-        last = [line[key] for line in lines if (key := f"{split}/{name}") in line][-1:]
-        if last:
-            _plot(ax, lines, f"{split}/{name}", label=f"{split} {last[0]:.2%}", **style)
-    ax.set_ylabel(name.replace("_", " ").replace("iou", "IoU"))
-    ax.legend(frameon=False)
-
-
-def _learning_rate(ax: Axes, lines: Lines) -> None:
-    _plot(ax, lines, "train/learning_rate")
-    ax.set_ylabel("learning rate")
-
-
-def _epsilon(ax: Axes, lines: Lines) -> None:
-    _plot(ax, lines, "privacy/epsilon")
-    ax.set_ylabel("epsilon spent")
-    ax.set_ylim(bottom=0)
-
-
-def _noise_scale(ax: Axes, lines: Lines) -> None:
-    _plot(ax, lines, "train/noise_scale", label="between two lines", ls="", marker=".", alpha=0.4)
-    course = noise_scale_course(lines)
-    if course:
-        step, last = course[-1]
-        label = f"averaged, {last:,.0f} at step {step}"
-        ax.plot(*zip(*course, strict=True), lw=1.2, label=label)
-    ax.set_ylabel("simple noise scale, examples")
-    ax.set_yscale("log")
-    ax.legend(frameon=False, loc="upper left")
-
-
-def _plot(ax: Axes, lines: Lines, key: str, **style: Any) -> None:
-    points = [(line["step"], line[key]) for line in lines if key in line]
-    if points:
-        ax.plot(*zip(*points, strict=True), **({"lw": 1.2} | style))
+_MOST_POINTS = 400
+"""Points of the curve of live bytes."""
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def image_grid(images: np.ndarray, names: Sequence[str], title: str, path: Path) -> None:
-    """Images [rows, columns, H, W, C] in [0, 1], a named row each, in the suffix's format or PNG.
+    """Save rows of images, in the format of the path's suffix or as PNG.
 
-    One channel is shown as ink on paper, of several the first three.
+    Args:
+      images: Images in [0, 1], [rows, columns, H, W, C]. One channel is drawn dark on white.
+        Of three or more channels the first three are shown.
+      names: Name of each row.
+      title: Title of the picture.
+      path: Path of the file.
     """
     rows, columns, h, w, c = images.shape
-    # A pixel of paper around each.
-    framed = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
-    whole = framed.swapaxes(1, 2).reshape(rows * (h + 2), columns * (w + 2), c)
+    padded = np.pad(images, ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)))
+    canvas = padded.swapaxes(1, 2).reshape(rows * (h + 2), columns * (w + 2), c)
     figure = Figure(figsize=(1 + 0.6 * columns, 1 + 0.6 * rows), layout="constrained")
     ax = figure.subplots()
-    ax.imshow(_rgb(whole))
+    ax.imshow(_rgb(canvas))
     ax.set_yticks((np.arange(rows) + 0.5) * (h + 2) - 0.5, names, parse_math=False)
     ax.set_xticks([])
     ax.set_title(title, fontsize=9)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
-    # By itself matplotlib would write photo.png where photo is asked for.
+    # Without a format, matplotlib would add a suffix to a path that has none.
     figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")
 
 
 def classifications(
-    images: np.ndarray, words: Sequence[str], right: Sequence[bool], title: str, path: Path
+    images: np.ndarray, captions: Sequence[str], correct: Sequence[bool], title: str, path: Path
 ) -> None:
-    """Images with what is said of each above it, in red where that is wrong, as a PNG.
+    """Save images with their predicted classes as a PNG; wrong ones are captioned in red.
 
     Args:
-      images: [N, H, W, C], uint8, or floating and shown as far as it is in [0, 1]; one channel
-        is shown as ink on paper.
-      words: of each.
-      right: likewise.
-      title: above the picture.
-      path: where it is written.
+      images: [N, H, W, C], uint8, or floating point in [0, 1]. One channel is drawn dark on white.
+      captions: Caption of each image.
+      correct: Whether each prediction is correct.
+      title: Title of the picture.
+      path: Path of the PNG.
     """
-    columns = min(len(images), 6)
-    above = 0.3  # of an image's height, for two lines of words
-    figure, ax, corners = _tiled(_rgb(images), columns, above, title, inches=1.7)
+    room = 0.3  # of an image's height, for two lines of text
+    figure, ax, corners = _tile(_rgb(images), min(len(images), 6), room, title, inches=1.7)
     height, width = images.shape[1:3]
-    for (x, y), text, is_right in zip(corners, words, right, strict=True):
-        ink = "black" if is_right else "#cc3311"
-        ax.text(
-            x + width / 2,
-            y - 0.03 * height,
-            text,
-            ha="center",
-            va="bottom",
-            size=7,
-            color=ink,
-            parse_math=False,
-        )
+    for (x, y), text, is_correct in zip(corners, captions, correct, strict=True):
+        color = "black" if is_correct else "#cc3311"
+        place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 7, "parse_math": False}
+        ax.text(x + width / 2, y - 0.03 * height, text, color=color, **place)
     figure.savefig(path, dpi=110)
 
 
 def segmentations(
     images: np.ndarray,
-    truths: np.ndarray,
+    masks: np.ndarray,
     predictions: np.ndarray,
     classes: Sequence[str],
     title: str,
     path: Path,
 ) -> None:
-    """Images, what is there and what is seen, side by side, with a legend, as a PNG.
+    """Save images, true masks and predicted masks side by side with a legend, as a PNG.
 
     Args:
       images: uint8 [N, H, W, 3].
-      truths: [N, H, W], labels; those beyond the classes are painted as void.
-      predictions: likewise.
-      classes: names; the legend has those that are there or seen.
-      title: above the picture.
-      path: where it is written.
+      masks: True labels, [N, H, W]. Labels beyond the classes are drawn as void.
+      predictions: Predicted labels, [N, H, W].
+      classes: Names. The legend shows those that occur in a mask or in a prediction.
+      title: Title of the picture.
+      path: Path of the PNG.
     """
-    truths = np.where(truths < len(classes), truths, 255)
-    pictures = [
-        picture
-        for image, truth, found in zip(images, truths, predictions, strict=True)
-        for picture in (image, overlay_labels(image, truth), overlay_labels(image, found))
+    masks = np.where(masks < len(classes), masks, 255)
+    tiles = [
+        tile
+        for image, mask, prediction in zip(images, masks, predictions, strict=True)
+        for tile in (image, overlay_labels(image, mask), overlay_labels(image, prediction))
     ]
-    figure, ax, corners = _tiled(np.stack(pictures), 3, 0.1, title, inches=3.0)
+    figure, ax, corners = _tile(np.stack(tiles), 3, 0.1, title, inches=3.0)
     height, width = images.shape[1:3]
     for (x, y), name in zip(corners[:3], ("image", "truth", "prediction"), strict=True):
         ax.text(x + width / 2, y - 0.02 * height, name, ha="center", va="bottom", size=8)
-    there = [i for i in np.union1d(truths, predictions) if i < len(classes)]
-    handles = [Patch(color=voc_colors()[i] / 255, label=_short(classes[i])) for i in there]
+    labels = [i for i in np.union1d(masks, predictions) if i < len(classes)]
     legend = ax.legend(
-        handles=handles,
+        handles=[Patch(color=voc_colors()[i] / 255, label=_shorten(classes[i])) for i in labels],
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
         ncols=4,
@@ -194,8 +110,101 @@ def segmentations(
     figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
+def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
+    """Save a confusion matrix as a PNG; each row is a true class in shares of its examples.
+
+    Up to 50 classes are named, and the cells of up to 20 classes are numbered.
+
+    Args:
+      matrix: Counts, [true, predicted].
+      classes: Names of the classes.
+      title: Title of the picture. The accuracy is added.
+      path: Path of the PNG.
+    """
+    n = len(matrix)
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    side = min(3 + 0.4 * n, 14)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    ax = figure.subplots()
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    accuracy = np.trace(matrix) / max(matrix.sum(), 1)
+    ax.set_title(f"{title}: {accuracy:.2%} correct", fontsize=10)
+    ax.set_ylabel("true")
+    ax.set_xlabel("predicted")
+    if n <= 50:
+        # Class names may contain dollar signs, which are no formula.
+        ax.set_yticks(range(n), classes, parse_math=False)
+        slanted: dict[str, Any] = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+        ax.set_xticks(range(n), classes, parse_math=False, **slanted)
+        ax.tick_params(labelsize=8)
+    if n <= 20:
+        for i, j in zip(*np.nonzero(matrix), strict=True):
+            color = "white" if shares[i, j] > 0.5 else "black"
+            ax.text(j, i, f"{shares[i, j]:.0%}", ha="center", va="center", color=color, size=6)
+    figure.savefig(path, dpi=110)
+
+
+def memory(account: Account, title: str, path: Path) -> None:
+    """Save memory.png: residuals by layer, and live bytes while the compiled step runs.
+
+    Args:
+      account: Memory of a compiled train step.
+      title: Title of the picture.
+      path: Path of the PNG.
+    """
+    stored = StoredMemory.of(account)
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    by_layer, over_time = figure.subplots(1, 2)
+    names = [_shorten(r.layer) for r in stored.residuals]
+    sizes = [r.bytes for r in stored.residuals]
+    unit = _bytes_axis(by_layer, max(sizes, default=0))
+    by_layer.bar(range(len(sizes)), np.array(sizes) / unit, color=COLORS[0])
+    by_layer.set_xticks(range(len(sizes)), names, rotation=60, ha="right", parse_math=False)
+    by_layer.tick_params("x", labelsize=7)
+    by_layer.set_title("residuals saved for the backward pass, in forward order", fontsize=10)
+    draw_live_bytes(over_time, stored)
+    over_time.set_title("live bytes while the compiled step runs", fontsize=10)
+    over_time.set_xlabel("instruction, in the order of the schedule")
+    over_time.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=110)
+
+
+def draw_live_bytes(ax: Axes, stored: StoredMemory, highest: int = 0) -> None:
+    """Draw the bytes that are alive at each instruction, and the peak that XLA assigned.
+
+    Args:
+      ax: Axes to draw into.
+      stored: Memory of a compiled step.
+      highest: Bytes at the top of the axis, if they are more than the step's own.
+    """
+    assigned = stored.peak.total - stored.peak.workspace
+    live = np.array(stored.live_bytes or (0,), np.float64)
+    unit = _bytes_axis(ax, max(highest, assigned, live.max()))
+    if stored.live_bytes:
+        # Each point is the most of the instructions that it stands for.
+        first = np.unique(np.linspace(0, len(live), _MOST_POINTS, endpoint=False).astype(int))
+        most = np.maximum.reduceat(live, first) / unit
+        ax.fill_between(first, most, step="post", color=COLORS[0], alpha=0.3, lw=0)
+        ax.step(first, most, where="post", color=COLORS[0], lw=1.2)
+    label = f"peak assigned by XLA: {format_bytes(assigned)}"
+    ax.axhline(assigned / unit, color=COLORS[1], lw=1, ls="--", label=label)
+    ax.set_xlim(0, max(len(live) - 1, 1))
+    ax.xaxis.set_major_locator(round_ticks())
+
+
+def _bytes_axis(ax: Axes, highest: float) -> int:
+    """Let an axis reach from 0 to a number of bytes, and return the unit to draw in."""
+    power = min(int(np.log2(max(highest, 1)) // 10), len(_UNITS) - 1)
+    ax.set_ylim(0, 1.05 * max(highest, 1) / 1024**power)
+    ax.yaxis.set_major_locator(round_ticks())
+    ax.yaxis.set_major_formatter(ticker.StrMethodFormatter(f"{{x:g}} {_UNITS[power]}"))
+    style(ax)
+    return 1024**power
+
+
 def _rgb(images: np.ndarray) -> np.ndarray:
-    """Images as bytes of red, green and blue: the first three channels, or ink on paper."""
+    """Return images as uint8 RGB: the first three channels, or one channel dark on white."""
     if images.dtype != np.uint8:
         images = (255 * np.clip(images, 0, 1)).round().astype(np.uint8)
     if images.shape[-1] >= 3:
@@ -203,110 +212,37 @@ def _rgb(images: np.ndarray) -> np.ndarray:
     return np.repeat(255 - images.mean(-1, keepdims=True).astype(np.uint8), 3, -1)
 
 
-def _tiled(
-    images: np.ndarray, columns: int, above: float, title: str, *, inches: float
+def _tile(
+    images: np.ndarray, columns: int, room: float, title: str, *, inches: float
 ) -> tuple[Figure, Axes, list[tuple[float, float]]]:
-    """Images in rows on white, with room above each; as one picture, which is drawn at once.
+    """Draw images in rows on white as one picture, which is faster than one axes per image.
 
     Args:
       images: uint8 [N, H, W, 3].
-      columns: of each row.
-      above: the room, of an image's height.
-      title: above all.
-      inches: of a column.
+      columns: Images per row.
+      room: Room above each image, as a share of its height.
+      title: Title of the picture.
+      inches: Width of a column.
 
     Returns:
       The figure, its axes, and x and y of each image's upper left corner in them.
     """
     n, height, width, _ = images.shape
-    rows, room, beside = -(-n // columns), max(round(above * height), 1), max(width // 16, 1)
-    whole = np.full((rows * (height + room), columns * (width + beside), 3), 255, np.uint8)
+    rows, above, gap = -(-n // columns), max(round(room * height), 1), max(width // 16, 1)
+    canvas = np.full((rows * (height + above), columns * (width + gap), 3), 255, np.uint8)
     corners = []
     for i, image in enumerate(images):
-        y, x = i // columns * (height + room) + room, i % columns * (width + beside)
-        whole[y : y + height, x : x + width] = image
-        corners.append((x - 0.5, y - 0.5))  # a pixel's place is that of its middle
-    across = inches * columns
-    figure = Figure(figsize=(across, across * whole.shape[0] / whole.shape[1] + 0.4))
+        y, x = i // columns * (height + above) + above, i % columns * (width + gap)
+        canvas[y : y + height, x : x + width] = image
+        corners.append((x - 0.5, y - 0.5))  # imshow places a pixel's center at its index
+    total = inches * columns
+    figure = Figure(figsize=(total, total * canvas.shape[0] / canvas.shape[1] + 0.4))
     ax = figure.add_axes((0, 0, 1, 1 - 0.4 / figure.get_figheight()))
-    ax.imshow(whole, interpolation="nearest")
+    ax.imshow(canvas, interpolation="nearest")
     ax.set_title(title, fontsize=10)
     ax.axis("off")
     return figure, ax, corners
 
 
-def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, path: Path) -> None:
-    """What was taken for what, as a PNG: each row, a true class, as shares of its examples.
-
-    Cells are numbered, and classes named, as far as there is room.
-
-    Args:
-      matrix: [true, predicted], counts.
-      classes: their names.
-      title: above the picture, with the share that is right.
-      path: where it is written.
-    """
-    n = len(matrix)
-    counts = matrix.sum(1, keepdims=True)
-    shares = matrix / np.maximum(counts, 1)
-    side = min(3 + 0.4 * n, 14)
-    figure = Figure(figsize=(side, side), layout="constrained")
-    ax = figure.subplots()
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    right = np.trace(matrix) / max(matrix.sum(), 1)
-    ax.set_title(f"{title}: {right:.2%} right", fontsize=10)
-    ax.set_ylabel("true")
-    ax.set_xlabel("predicted")
-    if n <= 50:
-        ax.set_yticks(range(n), classes, parse_math=False)  # a name with dollars is no formula
-        ax.set_xticks(
-            range(n), classes, rotation=60, ha="right", rotation_mode="anchor", parse_math=False
-        )
-        ax.tick_params(labelsize=8)
-    if n <= 20:
-        for i, j in np.ndindex(n, n):
-            if matrix[i, j]:
-                ink = "white" if shares[i, j] > 0.5 else "black"
-                ax.text(j, i, f"{shares[i, j]:.0%}", ha="center", va="center", color=ink, size=6)
-    figure.savefig(path, dpi=110)
-
-
-def memory(account: Account, title: str, path: Path) -> None:
-    """What is kept by layer, and the bytes alive while the compiled step runs, as a PNG.
-
-    Args:
-      account: of a compiled train step.
-      title: above the picture.
-      path: where it is written.
-    """
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    figure.suptitle(title)
-    by_layer, over_time = figure.subplots(1, 2)
-    sizes = [layer.bytes / 2**20 for layer in account.kept]
-    by_layer.bar(range(len(sizes)), sizes, color="#4477aa")
-    by_layer.set_xticks(
-        range(len(sizes)), [_short(r.layer) for r in account.kept], rotation=60, ha="right"
-    )
-    by_layer.tick_params("x", labelsize=7)
-    by_layer.set_title("kept for the backward pass, forward from left to right", fontsize=10)
-    by_layer.set_ylabel("MiB")
-    assigned = account.planned.executable.report.peak.assigned
-    if account.timeline:
-        live = [b / 2**20 for b in account.timeline.live_bytes]
-        over_time.fill_between(range(len(live)), live, step="post", color="#4477aa", alpha=0.7)
-        over_time.axvline(account.timeline.peak_index, color="#cc3311", lw=1)
-    over_time.axhline(
-        assigned / 2**20, color="#cc3311", lw=1, ls="--", label="peak, as the compiler assigned it"
-    )
-    over_time.set_title("alive while the compiled step runs", fontsize=10)
-    over_time.set_xlabel("instruction, in the order of the schedule")
-    over_time.set_ylabel("MiB")
-    over_time.set_ylim(bottom=0)
-    over_time.legend(frameon=False, loc="lower right")
-    for ax in (by_layer, over_time):
-        ax.grid(alpha=0.3, axis="y")
-    figure.savefig(path, dpi=110)
-
-
-def _short(name: str, most: int = 32) -> str:
+def _shorten(name: str, most: int = 32) -> str:
     return name if len(name) <= most else "…" + name[-most + 1 :]

@@ -19,8 +19,8 @@ from fnet.memory import format_bytes
 from train.config import Config
 from train.data.class_names import check_classes, write_classes
 from train.data.unreadable import UnreadableFiles
-from train.output import examples, plots
-from train.output.memory_tables import plan_table, plan_words, tables
+from train.output import curves, examples, plots
+from train.output.memory_tables import memory_tables, plan_summary, plan_table
 from train.output.progress import Screen, plain
 from train.run import distributed, tracking
 from train.run.account import Account, account
@@ -121,8 +121,8 @@ def _show_costs(run: Setup, costs: Account, folder: RunFolder, console: Console)
     say, plan = plain(console), costs.planned.plan
     if plan:
         console.print(plan_table(plan, reserve(run)))
-        say(plan_words(plan, reserve(run)))
-    console.print(*tables(costs), sep="\n")
+        say(plan_summary(plan, reserve(run)))
+    console.print(*memory_tables(costs), sep="\n")
     write_whole(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{run.config.name}: memory of a train step", folder.memory_picture)
     if run.privacy:
@@ -255,7 +255,7 @@ def _conclude(
     planned, step = programs.costs.planned, ended.step
     report, name = planned.executable.report, run.config.name
     lines = read_metrics(folder.metrics)
-    plots.curves(lines, f"{name}: {report.parameters:,} parameters, {step} steps", folder.curves)
+    curves.save(lines, f"{name}: {report.parameters:,} parameters, {step} steps", folder.curves)
     if step < run.steps:
         why = ended.interrupted or "another process was interrupted"
         say(

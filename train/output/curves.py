@@ -1,0 +1,347 @@
+"""Curves of metrics: the same panels for curves.png and for the report's page."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from train.output.formats import number, percent
+from train.run.metrics import noise_scale_course
+
+COLORS = (
+    *("#1f6fb4", "#c2410c", "#15803d", "#9333a8"),
+    *("#856a00", "#0e7c86", "#be185d", "#57534e"),
+)
+"""Colors of runs. The report's style sheet has the same, and lighter ones for dark mode."""
+DASHES = ("solid", "dashed", "dotted")
+"""Line styles of runs, once the colors are used up."""
+MOST_POINTS = 300
+"""Points of a curve, more than a chart has pixels on a phone."""
+
+SCORES = ("loss", "accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5")
+"""Metrics that say how well a network does."""
+
+_TOO_LARGE = 1e100
+"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
+_PARTS = ("train", "test", "averaged")
+_HIDDEN = frozenset({"step", "epoch", "seconds", "skipped"})
+
+
+class Scale(NamedTuple):
+    """How a metric's values are written and drawn.
+
+    Attributes:
+      text: Function that writes a value.
+      from_zero: Whether the axis begins at 0.
+      log: Whether values that span more than a factor of ten get a log axis.
+    """
+
+    text: Callable[[float], str] = number
+    from_zero: bool = False
+    log: bool = False
+
+
+_SCORE, _AMOUNT, _SHARE = Scale(log=True), Scale(from_zero=True), Scale(percent)
+_KNOWN = {
+    "loss": ("loss", _SCORE),
+    "accuracy": ("accuracy", _SHARE),
+    "mean_iou": ("mean IoU", _SHARE),
+    "pixel_accuracy": ("pixel accuracy", _SHARE),
+    "class_accuracy": ("class accuracy", _SHARE),
+    "top5": ("top-5 accuracy", _SHARE),
+    "learning_rate": ("learning rate", _AMOUNT),
+    "grad_norm": ("gradient norm", _SCORE),
+    "noise_scale": ("gradient noise scale", _SCORE),
+    "privacy/epsilon": ("epsilon", _AMOUNT),
+    "clipped": ("share of gradients clipped", _SHARE),
+    "nonfinite": ("non-finite gradients per step", _AMOUNT),
+    "examples_per_second": ("examples per second", _AMOUNT),
+    "input_wait": ("input wait", Scale(percent, from_zero=True)),
+    "unreadable_files": ("unreadable files", _AMOUNT),
+}
+"""Title and scale of metrics, in the order of their panels. Others follow by name."""
+
+_ON_PICTURE = (
+    *("loss", "accuracy", "pixel_accuracy", "mean_iou"),
+    *("learning_rate", "privacy/epsilon", "noise_scale"),
+)
+
+
+class Curve(NamedTuple):
+    """A metric over one run, where it was logged and is finite.
+
+    Attributes:
+      steps: Steps, float64 [N], in rising order.
+      epochs: Epochs, float64 [N]; nan if the line has none.
+      values: Values, float64 [N].
+      dropped: Number of values that were not finite.
+    """
+
+    steps: np.ndarray
+    epochs: np.ndarray
+    values: np.ndarray
+    dropped: int = 0
+
+
+class Metric(NamedTuple):
+    """A metric over all runs.
+
+    Attributes:
+      name: Name in metrics.jsonl without its part, such as ``"loss"``.
+      title: Name for people.
+      scale: How values are written and drawn.
+      curves: Curves by index of the run and part: train, test, averaged or empty.
+    """
+
+    name: str
+    title: str
+    scale: Scale
+    curves: dict[tuple[int, str], Curve]
+
+    @property
+    def parts(self) -> list[str]:
+        """Parts that occur in any run."""
+        return list(dict.fromkeys(part for _, part in self.curves))
+
+    def label(self, part: str) -> str:
+        """Name a part, unless it goes without saying, as for the learning rate."""
+        return part if len(self.parts) > 1 or self.name in SCORES else ""
+
+    @property
+    def constant(self) -> float | None:
+        """Value of a metric that was logged repeatedly and never changed, else None."""
+        first = next(iter(self.curves.values())).values
+        same = all((curve.values == first[0]).all() for curve in self.curves.values())
+        return float(first[0]) if same and len(first) > 1 else None
+
+    @property
+    def log(self) -> bool:
+        """Whether the panel has a log axis."""
+        values = np.concatenate([curve.values for curve in self.curves.values()])
+        return bool(self.scale.log and values.min() > 0 and values.max() > 10 * values.min())
+
+
+class XAxis(NamedTuple):
+    """The horizontal axis that all panels share.
+
+    Attributes:
+      name: ``"step"`` or ``"epoch"``.
+      low: First value.
+      high: Last value.
+    """
+
+    name: str
+    low: float
+    high: float
+
+    def of(self, curve: Curve) -> np.ndarray:
+        """Return where a curve's values lie on the axis."""
+        return curve.steps if self.name == "step" else curve.epochs
+
+    def text(self, x: float) -> str:
+        """Write a place on the axis: ``"step 1,200"``."""
+        return f"step {x:,.0f}" if self.name == "step" else f"epoch {x:.4g}"
+
+
+def finite(value: Any) -> float:
+    """Return a number from JSON as a float, and anything else as nan."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    if not abs(value) < _TOO_LARGE:
+        return math.nan
+    return float(value) if abs(value) > 1 / _TOO_LARGE else 0.0
+
+
+def read_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return the curves of a run by name: its metrics, and its noise scale averaged over steps.
+
+    Args:
+      lines: Lines of metrics.jsonl in the order of their steps.
+    """
+    names = dict.fromkeys(k for line in lines for k, v in line.items() if type(v) in (int, float))
+    curves = {}
+    for name in names:
+        logged = [line for line in lines if type(line.get(name)) in (int, float)]
+        steps, epochs, values = (
+            np.array([finite(line.get(key)) for line in logged]) for key in ("step", "epoch", name)
+        )
+        good = ~np.isnan(values)
+        curves[name] = Curve(steps[good], epochs[good], values[good], int((~good).sum()))
+    sq, var = (curves.get(f"train/{name}") for name in ("grad_sq", "grad_var"))
+    if sq and var and np.array_equal(sq.steps, var.steps):
+        pairs = zip(sq.steps.tolist(), sq.values.tolist(), var.values.tolist(), strict=True)
+        means = noise_scale_course(
+            [{"step": s, "train/grad_sq": a, "train/grad_var": b} for s, a, b in pairs]
+        )
+        if means:
+            steps, values = np.array(means, np.float64).T
+            epochs = np.interp(steps, sq.steps, sq.epochs)
+            curves["averaged/noise_scale"] = Curve(steps, epochs, values)
+    return curves
+
+
+def metrics_of(runs: Sequence[Mapping[str, Curve]]) -> list[Metric]:
+    """Return the metrics that any of several runs has, in the order of their panels."""
+    metrics: dict[str, dict[tuple[int, str], Curve]] = {}
+    for run, curves in enumerate(runs):
+        for key in sorted(curves, key=lambda key: _rank(_split(key)[1], _PARTS)):
+            name, part = _split(key)
+            if len(curves[key].values) and name not in _HIDDEN:
+                metrics.setdefault(name, {})[run, part] = curves[key]
+    names = sorted(metrics, key=lambda name: (_rank(name, tuple(_KNOWN)), name))
+    return [Metric(name, *describe(name), metrics[name]) for name in names]
+
+
+def describe(name: str) -> tuple[str, Scale]:
+    """Return title and scale of a metric."""
+    return _KNOWN.get(name, (name.replace("_", " "), _SCORE))
+
+
+def _split(key: str) -> tuple[str, str]:
+    """``"train/loss" -> ("loss", "train")``."""
+    part, _, name = key.partition("/")
+    return (name, part) if part in _PARTS and name else (key, "")
+
+
+def _rank(name: str, known: Sequence[str]) -> int:
+    return known.index(name) if name in known else len(known)
+
+
+class Thinned(NamedTuple):
+    """A curve with so few points that each can be seen.
+
+    Attributes:
+      x: Mean place of the values behind each point, [M].
+      mean: Mean of these values, [M].
+      low: Least of them, [M].
+      high: Greatest of them, [M].
+    """
+
+    x: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
+    """Average a curve over equal parts of its range; a curve of few points stays as it is.
+
+    Args:
+      x: Places, [N], in rising order.
+      y: Values, [N].
+      most: Most points to return, at least 1.
+    """
+    if len(x) <= most or x[-1] <= x[0]:
+        return Thinned(x, y, y, y)
+    part = np.minimum((x - x[0]) / (x[-1] - x[0]) * most, most - 1).astype(int)
+    first = np.flatnonzero(np.diff(part, prepend=-1))
+    count = np.diff(first, append=len(x))
+    return Thinned(
+        np.add.reduceat(x, first) / count,
+        np.add.reduceat(y, first) / count,
+        np.minimum.reduceat(y, first),
+        np.maximum.reduceat(y, first),
+    )
+
+
+def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = MOST_POINTS) -> None:
+    """Draw a metric of one or several runs, with a band from least to greatest if thinned.
+
+    Lines of run i have the gid ``run{i}-{part}``.
+
+    Args:
+      ax: Axes to draw into.
+      metric: The metric.
+      x_axis: The horizontal axis.
+      runs: Number of runs. The lines of one run are colored by part, else by run.
+      points: Most points of a curve.
+    """
+    if metric.log:
+        ax.set_yscale("log")
+    several, parts = runs > 1, metric.parts
+    for (run, part), curve in metric.curves.items():
+        faint = len(parts) > 1 and part == parts[0] and (several or "averaged" in parts)
+        index = run if several else int(part in _PARTS[1:])
+        color = COLORS[index % len(COLORS)]
+        thinned = thin(x_axis.of(curve), curve.values, points)
+        if len(thinned.x) < len(curve.values):
+            band: dict[str, Any] = {"alpha": 0.2, "lw": 0, "clip_on": False, "gid": f"run{run}"}
+            ax.fill_between(thinned.x, thinned.low, thinned.high, color=color, **band)
+        dots = len(thinned.x) == 1 or (part == "test" and len(thinned.x) <= 40)
+        ax.plot(
+            thinned.x,
+            thinned.mean,
+            color=color,
+            ls=DASHES[index // len(COLORS) % len(DASHES)],
+            lw=1 if faint else 1.5,
+            alpha=0.6 if faint else 1,
+            marker="o" if dots else "",
+            ms=4,
+            clip_on=False,
+            gid=f"run{run}-{part}",
+            label=f"{metric.label(part)} {metric.scale.text(curve.values[-1])}".strip(),
+        )
+    _scale(ax, metric)
+    margin = 0 if x_axis.high > x_axis.low else 0.5
+    ax.set_xlim(x_axis.low - margin, x_axis.high + margin)
+    ax.xaxis.set_major_locator(round_ticks())
+    style(ax)
+
+
+def _scale(ax: Axes, metric: Metric) -> None:
+    low = min(curve.values.min() for curve in metric.curves.values())
+    high = max(curve.values.max() for curve in metric.curves.values())
+    if metric.log:
+        subs = (1, 2, 5) if high < 200 * low else (1,)
+        ax.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=6))
+        ax.yaxis.set_minor_locator(ticker.NullLocator())
+        ax.yaxis.set_major_formatter(lambda value, _: number(value))
+        return
+    ax.yaxis.set_major_locator(round_ticks())
+    if metric.scale.text is percent:
+        ax.yaxis.set_major_formatter(ticker.PercentFormatter(1))
+        if high <= 1:
+            ax.set_ylim(top=min(ax.get_ylim()[1], 1))
+    bottom = ax.get_ylim()[0]
+    if low >= 0 and (metric.scale.from_zero or bottom < 0):
+        ax.set_ylim(bottom=0)
+
+
+def style(ax: Axes) -> None:
+    """Leave a panel with horizontal grid lines and without a frame."""
+    ax.grid(axis="y", color="#d8dbdf", lw=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color("#d8dbdf")
+    ax.tick_params(length=0)
+
+
+def round_ticks() -> ticker.Locator:
+    """Return a locator of about five ticks that are multiples of 1, 2, 2.5 or 5."""
+    return ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+
+
+def save(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Write curves.png: loss, scores, learning rate and the like over the steps of a run.
+
+    Args:
+      lines: Lines of metrics.jsonl.
+      title: Title of the picture.
+      path: Path of the PNG.
+    """
+    metrics = [m for m in metrics_of([read_curves(lines)]) if m.name in _ON_PICTURE]
+    steps = np.concatenate([c.steps for m in metrics for c in m.curves.values()] or [np.zeros(1)])
+    figure = Figure(figsize=(4 * max(len(metrics), 1), 3.8), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    for i, metric in enumerate(metrics):
+        ax = figure.add_subplot(1, len(metrics), i + 1)
+        draw(ax, metric, XAxis("step", 0.0, steps.max()))
+        ax.set_title(metric.title, fontsize=10, loc="left")
+        ax.set_xlabel("step")
+        ax.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,64 @@
+"""Tables as data, so that the terminal and the report's page show the same rows."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rich import table as rich_table
+from rich.text import Text
+
+MISSING = "-"
+"""Text of a cell whose value is not known."""
+
+
+class Cell(NamedTuple):
+    """A cell with more than its text.
+
+    Attributes:
+      text: Text of the cell.
+      note: Smaller text below it.
+      strong: Whether the text is bold.
+      run: Index of the run that the cell names. The page puts its line in front.
+    """
+
+    text: str
+    note: str = ""
+    strong: bool = False
+    run: int | None = None
+
+
+class Table(NamedTuple):
+    """A table.
+
+    Attributes:
+      title: Caption above the table.
+      columns: Heads of the columns. All are empty for a table without a head.
+      rows: Cells of each row. None is shown as `MISSING`.
+      texts: Number of leading columns that hold text. The others hold numbers.
+      bars: Length of each row's bar between 0 and 1. Empty for a table without bars.
+    """
+
+    title: str
+    columns: Sequence[str | Cell]
+    rows: Sequence[Sequence[str | Cell | None]]
+    texts: int = 1
+    bars: Sequence[float] = ()
+
+
+def to_rich(table: Table) -> rich_table.Table:
+    """Render a table for the terminal."""
+    show_header = any(_text(column).plain for column in table.columns)
+    rich = rich_table.Table(title=table.title, title_justify="left", show_header=show_header)
+    for i, column in enumerate(table.columns):
+        numeric: dict[str, Any] = {"justify": "right", "no_wrap": True}
+        rich.add_column(_text(column), **({"overflow": "fold"} if i < table.texts else numeric))
+    if table.bars:
+        rich.add_column("", no_wrap=True)
+    for i, row in enumerate(table.rows):
+        bar = ["█" * round(12 * table.bars[i])] if table.bars else []
+        rich.add_row(*map(_text, row), *bar)
+    return rich
+
+
+def _text(cell: str | Cell | None) -> Text:
+    """Return a cell's text, in which rich looks for no markup."""
+    return Text(MISSING if cell is None else cell.text if isinstance(cell, Cell) else cell)
