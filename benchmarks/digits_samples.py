@@ -105,7 +105,7 @@ def judged(
 ) -> list[tuple[dict[str, str], Judged]]:
     """A row for each case, of a run of the recipe digits_diffusion, and what it is made of."""
     config = run.read_config()
-    held_out = operator.attrgetter("source", "test_share", "split_seed")
+    held_out = operator.attrgetter("source", "test_fraction", "split_seed")
     if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out other digits: one saw the tests")
     network = network_of(config)

@@ -46,7 +46,7 @@ PARTS: dict[str, Any] = {
     "area": (0.08, 1.0),
     "padding": 4,
     "flip": True,
-    "jitter": 0.0,
+    "color_jitter": 0.0,
     "lighting": 0.0,
     "cutout": 0,
     "fill": (124, 116, 104),
@@ -73,7 +73,7 @@ def cases(root: Path) -> dict[str, tuple[TrainingImages, np.ndarray]]:
     chosen: dict[str, tuple[Path, int, dict[str, Any]]] = {
         "32 x 32, moved and mirrored": (small, 32, {"crop": "reflected"}),
         "500 x 375 to 224 x 224": (large, 224, {}),
-        "the same with jitter and lighting": (large, 224, {"jitter": 0.4, "lighting": 0.1}),
+        "the same with jitter and lighting": (large, 224, {"color_jitter": 0.4, "lighting": 0.1}),
     }
     return {
         name: (TrainingImages(**PARTS | {"root": os.fsencode(at), "size": size} | more), files[at])

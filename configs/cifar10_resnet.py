@@ -27,7 +27,7 @@ def config() -> Config:
             mean=(0.4914, 0.4822, 0.4465),
             std=(0.2470, 0.2435, 0.2616),
             crops=2,
-            keep=True,
+            cache=True,
         ),
         model=ResNet9(widths=(64, 256, 256)),
         optim=Optim(

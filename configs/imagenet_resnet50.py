@@ -17,7 +17,12 @@ def config() -> Config:
     return Config(
         name="imagenet_resnet50",
         data=ImageFolder(
-            path="imagenet", batch_size=512, image_size=224, resize=256, jitter=0.4, lighting=0.1
+            path="imagenet",
+            batch_size=512,
+            image_size=224,
+            resize=256,
+            color_jitter=0.4,
+            lighting=0.1,
         ),
         model=ResNet(depth=50),
         optim=Optim(

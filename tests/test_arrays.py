@@ -59,7 +59,7 @@ def test_val_is_tested_on_before_test_and_another_part_where_it_is_said(tmp_path
     for n, part in enumerate(("test", "val", "dev"), 5):
         named |= {f"x_{part}": pixels(n), f"y_{part}": numbers(n)}
     path = written(tmp_path / "data.npz", **named)
-    held_out = {name: len(load(path, held_out=name).test["id"]) for name in (None, "test", "dev")}
+    held_out = {name: len(load(path, test_split=name).test["id"]) for name in (None, "test", "dev")}
     assert held_out == {None: 6, "test": 5, "dev": 7}
 
 
@@ -70,7 +70,7 @@ def test_a_folder_holds_a_file_a_part(tmp_path, part):
     chex.assert_trees_all_equal(held_out(load(tmp_path))[0], pixels(6, seed=1))
     (tmp_path / f"{part}.npz").rename(tmp_path / "other.npz")
     assert len(load(tmp_path).test["id"]) == 6  # a fifth of those to train on
-    chex.assert_trees_all_equal(held_out(load(tmp_path, held_out="other"))[0], pixels(6, seed=1))
+    chex.assert_trees_all_equal(held_out(load(tmp_path, test_split="other"))[0], pixels(6, seed=1))
 
 
 def test_arrays_can_be_named(tmp_path):
@@ -148,12 +148,12 @@ def test_labels_are_integers_in_a_row_or_a_column_or_one_hot(tmp_path, kind):
 def test_a_share_of_every_class_is_held_out_by_a_seed(tmp_path):
     y = np.repeat([0, 1, 2], [20, 40, 60])
     path = written(tmp_path / "data.npz", x=pixels(120), y=y)
-    data = load(path, test_share=0.25)
+    data = load(path, test_fraction=0.25)
     assert np.bincount(data.test["label"]).tolist() == [5, 10, 15]
     every = np.concatenate([data.train["id"], data.test["id"]])
     assert sorted(every) == list(range(120))
     assert (y[every] == np.concatenate([data.train["label"], data.test["label"]])).all()
-    again, other = load(path, test_share=0.25), load(path, test_share=0.25, split_seed=1)
+    again, other = load(path, test_fraction=0.25), load(path, test_fraction=0.25, split_seed=1)
     chex.assert_trees_all_equal(again.test, data.test)
     assert {*other.test["id"]} != {*data.test["id"]}
 
@@ -163,8 +163,8 @@ def test_what_is_held_out_is_what_digits_hold_out(tmp_path):
 
     given = load_digits()
     x = (given.images / 16).astype(np.float32)
-    data = load(written(tmp_path / "data.npz", x=x, y=given.target), test_share=0.2)
-    expected = digits.load(Digits(test_share=0.2)).test["image"]
+    data = load(written(tmp_path / "data.npz", x=x, y=given.target), test_fraction=0.2)
+    expected = digits.load(Digits(test_fraction=0.2)).test["image"]
     order = np.lexsort(expected.reshape(len(expected), -1).T)
     found = held_out(data)[0]
     chex.assert_trees_all_equal(found[np.lexsort(found.reshape(len(found), -1).T)], expected[order])

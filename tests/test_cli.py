@@ -1,8 +1,12 @@
 """The ways in which the program begins and ends."""
 
+import ast
 import dataclasses
 import errno
+import inspect
+import itertools
 import re
+import textwrap
 from unittest.mock import Mock
 
 import jax
@@ -12,6 +16,18 @@ import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train import arguments, cli
+from train.config import (
+    VARIANTS,
+    Checkpoint,
+    Config,
+    Memory,
+    Mesh,
+    Nonfinite,
+    Optim,
+    Tracking,
+    Train,
+    variants,
+)
 
 COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs")
 
@@ -52,6 +68,27 @@ def test_help_with_a_config_lists_its_fields_and_their_values(capsys):
     output = capsys.readouterr().out
     assert re.search(r"--train.epochs FLOAT[^-]*\(default: 60.0\)", output)
     assert re.search(r"--data.source \{digits,image_folder,[^}]*text_file\}", output)
+
+
+def field_help(kind, name):
+    """The docstring below a field, in the class that declares it."""
+    for base in kind.__mro__[:-1]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for field, text in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and field.target.id == name:
+                return text.value.value
+    raise LookupError(name)
+
+
+SECTIONS = [Config, *(kind for name in VARIANTS for kind in variants(name).values())]
+SECTIONS += [Optim, Train, Nonfinite, Memory, Mesh, Checkpoint, Tracking]
+
+
+@pytest.mark.parametrize("kind", [*SECTIONS, *itertools.chain(*OPTIONS.values())])
+def test_every_field_has_one_line_of_help(kind):
+    helptexts = {f.name: field_help(kind, f.name) for f in dataclasses.fields(kind)}
+    for name, text in helptexts.items():
+        assert re.fullmatch(r"[A-Z][^\n]{5,89}[.]", text or ""), (name, text)
 
 
 @pytest.mark.parametrize(

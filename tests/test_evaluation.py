@@ -33,7 +33,7 @@ begun = pytest.fixture(vision_cases.begun)
 pytestmark = pytest.mark.slow
 
 MODEL = Mlp(hidden=(8,))
-DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="centre")
+DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="center")
 
 
 def task_of(config):

@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypat
         return fnet.Layer(inner.init, apply)
 
     monkeypatch.setattr(PreactResNet, "build", with_bad_layer)
-    few = "--data.test-share", 0.9, "--train.steps", 12, "--train.eval-every", 12
+    few = "--data.test-fraction", 0.9, "--train.steps", 12, "--train.eval-every", 12
     fnet_command("train", "tiny.py", *few, "--out", "r")
     (bad,) = map(json.loads, (workplace / "r" / "bad_steps.jsonl").read_text().splitlines())
     assert "bad_layer" in bad["origin"]
@@ -120,7 +120,7 @@ def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "StepBySize", Spoiling)
-        few = "--guard.max-bad-steps", 2, "--checkpoint.every", 2
+        few = "--nonfinite.max-skipped", 2, "--checkpoint.every", 2
         assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
     error = capsys.readouterr().err
     assert "params['head']['bias'] has inf" in error

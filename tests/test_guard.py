@@ -135,7 +135,7 @@ def lines(path):
 @pytest.mark.slow
 def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
     spoilt([5])
-    few = "--data.test-share", 0.9, "--train.steps", 24, "--train.eval-every", 24
+    few = "--data.test-fraction", 0.9, "--train.steps", 24, "--train.eval-every", 24
     fnet_command("train", "tiny.py", *few, "--train.log-every", 8, "--out", "r")
     printed = capsys.readouterr().out
     bad = lines(workplace / "r" / "bad_steps.jsonl")
@@ -153,9 +153,9 @@ def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
 def test_without_a_guard_nothing_is_saved_behind_a_loss_that_is_not_finite(
     workplace, spoilt, capsys
 ):
-    fnet_command("train", "tiny.py", "--guard.no-skip", "--train.steps", 4, "--out", "r")
+    fnet_command("train", "tiny.py", "--nonfinite.no-skip", "--train.steps", 4, "--out", "r")
     spoilt(range(1437))
-    words = "train", "tiny.py", "--out", "r", "--resume", "--guard.no-skip"
+    words = "train", "tiny.py", "--out", "r", "--resume", "--nonfinite.no-skip"
     assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
     error = capsys.readouterr().err
     assert "the loss is nan at step 5; the last checkpoint is from before" in error
@@ -166,7 +166,7 @@ def test_without_a_guard_nothing_is_saved_behind_a_loss_that_is_not_finite(
 def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, spoilt, capsys):
     fnet_command("train", "tiny.py", "--train.steps", 4, "--out", "r")
     spoilt(range(1437))
-    words = "train", "tiny.py", "--out", "r", "--resume", "--guard.max-bad-steps", 3
+    words = "train", "tiny.py", "--out", "r", "--resume", "--nonfinite.max-skipped", 3
     assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
     error = capsys.readouterr().err
     assert "4 steps in a row, up to 8, had a loss or gradient that is not finite" in error
@@ -177,14 +177,14 @@ def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, sp
 
 @pytest.mark.slow
 def test_a_diverging_run_names_the_layer(workplace, capsys):
-    words = "train", "tiny.py", "--optim.learning-rate", 1e30, "--guard.max-bad-steps", 2
+    words = "train", "tiny.py", "--optim.learning-rate", 1e30, "--nonfinite.max-skipped", 2
     assert exit_code(*words, "--train.steps", 30, "--out", "r") == 1
     assert "block0" in capsys.readouterr().err
 
 
 def test_without_a_guard_a_loss_that_is_not_finite_ends_the_run(workplace, spoilt, capsys):
     spoilt(range(1437))
-    assert exit_code("train", "tiny.py", "--guard.no-skip", "--out", "r") == 1
+    assert exit_code("train", "tiny.py", "--nonfinite.no-skip", "--out", "r") == 1
     assert "the loss is nan at step 1" in capsys.readouterr().err
 
 
@@ -204,9 +204,9 @@ def test_a_batch_says_which_examples_it_is_made_of():
 
 def test_steps_in_a_row_are_counted_anew_behind_a_good_one(tmp_path, monkeypatch):
     monkeypatch.setattr(Guard, "_find", lambda self, taken, state: "somewhere")
-    section, dataset = types.SimpleNamespace(max_bad_steps=2), types.SimpleNamespace(name=str)
+    section, dataset = types.SimpleNamespace(max_skipped=2), types.SimpleNamespace(name=str)
     run = types.SimpleNamespace(
-        config=types.SimpleNamespace(guard=section), task=types.SimpleNamespace(dataset=dataset)
+        config=types.SimpleNamespace(nonfinite=section), task=types.SimpleNamespace(dataset=dataset)
     )
     said = []
     guard = Guard(run, tmp_path / "bad_steps.jsonl", said.append)

@@ -108,7 +108,7 @@ def hub(monkeypatch):
     return there
 
 
-SMALL = {"image_size": 8, "batch_size": 4, "crop": "centre", "flip": False, "resize": 8}
+SMALL = {"image_size": 8, "batch_size": 4, "crop": "center", "flip": False, "resize": 8}
 
 
 def load(path="animals", **options):
@@ -156,15 +156,15 @@ def test_of_what_was_saved_to_disk_there_is_one_version(hub, tmp_path, field):
 
 def test_validation_is_tested_on_before_test_and_another_split_where_it_is_said(hub):
     hub["animals"] |= {"validation": split(7), "more": split(8)}
-    held_out = {name: len(load(held_out=name).test["id"]) for name in (None, "test", "more")}
+    held_out = {name: len(load(test_split=name).test["id"]) for name in (None, "test", "more")}
     assert held_out == {None: 7, "test": 6, "more": 8}
 
 
 def test_a_share_of_every_class_is_held_out_where_there_is_one_split(hub):
     hub["one"] = {"train": split(30)}
-    data = load("one", test_share=0.2)
+    data = load("one", test_fraction=0.2)
     assert np.bincount(data.test["label"]).tolist() == [2, 2, 2]
-    chex.assert_trees_all_equal(load("one", test_share=0.2).test, data.test)
+    chex.assert_trees_all_equal(load("one", test_fraction=0.2).test, data.test)
     found = {}
     for batch in [*seen(data, 12)[0], *evaluation_batches(data, 6)]:
         for image, label, id in zip(batch["image"], batch["label"], batch["id"], strict=True):
@@ -187,7 +187,7 @@ def test_columns_are_found_by_their_feature_or_named(hub):
     assert load("other", image="picture", label="kind").train["label"].tolist() == kinds
 
 
-EVERYTHING = {"crop": "resized", "flip": True, "jitter": 0.4, "lighting": 0.1, "cutout": 3}
+EVERYTHING = {"crop": "resized", "flip": True, "color_jitter": 0.4, "lighting": 0.1, "cutout": 3}
 
 
 def test_batches_go_on_where_they_stopped(hub):
@@ -197,7 +197,7 @@ def test_batches_go_on_where_they_stopped(hub):
     chex.assert_trees_all_equal(seen(data, 3, after=position)[0], [next(batches) for _ in range(3)])
 
 
-@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "centre"])
+@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "center"])
 def test_augmentation_is_that_of_image_folders(hub, tmp_path, crop):
     rng = np.random.default_rng(0)
     class_folders(tmp_path, train=12, test=6, classes=CLASSES)
@@ -276,8 +276,8 @@ def test_without_the_package_it_is_said_what_to_install(monkeypatch):
 MISTAKES = [
     (lambda sets: sets.clear(), {}, "data.path: datasets cannot load animals: no such data set on the hub: animals"),
     (lambda sets: sets["animals"].pop("train"), {}, "data.path: animals has no split train; there are test"),
-    (None, {"held_out": "tests"}, "data.held_out: no split tests in animals to test on (did you mean test?); there are test"),
-    (None, {"held_out": "train"}, "data.held_out: no split train in animals to test on; there are test"),
+    (None, {"test_split": "tests"}, "data.test_split: no split tests in animals to test on (did you mean test?); there are test"),
+    (None, {"test_split": "train"}, "data.test_split: no split train in animals to test on; there are test"),
     (None, {"image": "img"}, "data.image: no column img in animals (did you mean image?); there are image, label"),
     (None, {"image": "label"}, "data.image: the column label is of ClassLabel"),
     (None, {"label": "lable"}, "data.label: no column lable in animals (did you mean label?)"),
@@ -286,14 +286,14 @@ MISTAKES = [
     (lambda sets: sets["animals"]["train"].features.update(label=Value("int64")), {}, "data.label: no column in animals is of class labels; name one; there are image, label"),
     (lambda sets: sets["animals"]["train"].features.update(fine=ClassLabel([])), {}, "data.label: label, fine in animals could all be meant; name one; there are image, label, fine"),
     (lambda sets: sets["animals"]["train"].features.update(image=Value("int64")), {}, "data.image: no column in animals is of images; name one"),
-    (lambda sets: sets["animals"]["test"].features.pop("label"), {}, "data.held_out: the split test has no column label; there are image"),
-    (lambda sets: sets["animals"]["test"].features["label"].names.reverse(), {}, "data.held_out: label of the split test is ClassLabel(names=['cat', 'bear', 'ape']), and ClassLabel(names=['ape', 'bear', 'cat']) of train"),
+    (lambda sets: sets["animals"]["test"].features.pop("label"), {}, "data.test_split: the split test has no column label; there are image"),
+    (lambda sets: sets["animals"]["test"].features["label"].names.reverse(), {}, "data.test_split: label of the split test is ClassLabel(names=['cat', 'bear', 'ape']), and ClassLabel(names=['ape', 'bear', 'cat']) of train"),
     (lambda sets: sets["animals"]["test"].columns["label"].__setitem__(2, -1), {}, "data.label: label of test in animals has -1 at 2; labels are integers from 0"),
     (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, 5), {}, "data.label: label in animals has label 5, but the names of 3 classes"),
     (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, None), {}, "data.label: label of train in animals is object; labels are integers"),
     (lambda sets: sets["animals"]["train"].columns.update(label=[1] * 12), {}, "data.label: label of train in animals has one class only, 1"),
     (lambda sets: sets["animals"].update(test=split(0)), {}, "data.label: label of test in animals is empty"),
-    (lambda sets: sets["animals"].pop("test"), {"test_share": 0.1}, "data.test_share: 0.1 does not work: "),
+    (lambda sets: sets["animals"].pop("test"), {"test_fraction": 0.1}, "data.test_fraction: 0.1 does not work: "),
 ]  # fmt: skip
 
 

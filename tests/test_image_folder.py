@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 
 def load(path, **options):
-    defaults = {"image_size": 8, "batch_size": 4, "crop": "centre", "flip": False, "resize": 8}
+    defaults = {"image_size": 8, "batch_size": 4, "crop": "center", "flip": False, "resize": 8}
     return image_folder.load(ImageFolder(path=str(path), **defaults | options))
 
 
@@ -66,10 +66,10 @@ def test_images_are_tested_on_in_val_or_else_in_test_or_where_it_is_said(folder)
     class_folders(folder / "other", train=2, test=4)
     (folder / "other" / "val").rename(folder / "test")
     assert len(load(folder).test["id"]) == 6
-    assert len(load(folder, held_out="test").test["id"]) == 4
+    assert len(load(folder, test_split="test").test["id"]) == 4
     (folder / "val").rename(folder / "kept")
     assert len(load(folder).test["id"]) == 4
-    assert len(load(folder, held_out="kept").test["id"]) == 6
+    assert len(load(folder, test_split="kept").test["id"]) == 6
 
 
 def test_batches_have_the_images_of_their_ids(folder):
@@ -122,14 +122,14 @@ def test_with_a_border_the_corners_look_over_the_edge(folder):
 EVERYTHING = {
     "crop": "resized",
     "flip": True,
-    "jitter": 0.4,
+    "color_jitter": 0.4,
     "lighting": 0.1,
     "cutout": 3,
     "mixup": 0.2,
 }
 
 
-@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "centre"])
+@pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "center"])
 def test_every_augmentation_leaves_shapes_and_dtypes(folder, crop):
     batch = seen(load(folder, **EVERYTHING | {"crop": crop}), 1)[0][0]
     chex.assert_tree_shape_prefix(batch, (4,))
@@ -180,7 +180,7 @@ def test_batches_go_on_where_they_stopped_with_other_processes_too(folder):
 def test_what_is_kept_is_what_is_read(folder, options):
     (folder / "train" / "cat" / "004.png").write_bytes(b"")
     options |= EVERYTHING | {"crop": "reflected"}
-    read, kept = load(folder, **options), load(folder, keep=True, **options)
+    read, kept = load(folder, **options), load(folder, cache=True, **options)
     chex.assert_trees_all_equal(seen(kept)[0], seen(read)[0])
     expected = list(evaluation_batches(read, 4))
     chex.assert_trees_all_equal(list(evaluation_batches(kept, 4)), expected)
@@ -192,7 +192,9 @@ def test_what_is_kept_is_what_is_read(folder, options):
 
 
 def test_resized_crops_are_not_kept(folder):
-    assert "data.keep: resized crops are decoded anew" in refused(folder, keep=True, crop="resized")
+    assert "data.cache: resized crops are decoded anew" in refused(
+        folder, cache=True, crop="resized"
+    )
 
 
 def test_another_seed_makes_other_batches(folder):
@@ -243,10 +245,10 @@ def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path
     assert f"no folder {tmp_path / 'val'} or {tmp_path / 'test'} to test on" in message
     assert message.endswith("there are train")
     (tmp_path / "valid").mkdir()
-    message = refused(tmp_path, held_out="vald")
-    assert message == f"data.held_out: no folder {tmp_path / 'vald'} (did you mean valid?)"
-    message = refused(tmp_path, held_out="train")
-    assert message == f"data.held_out: {tmp_path / 'train'} is trained on; name another folder"
+    message = refused(tmp_path, test_split="vald")
+    assert message == f"data.test_split: no folder {tmp_path / 'vald'} (did you mean valid?)"
+    message = refused(tmp_path, test_split="train")
+    assert message == f"data.test_split: {tmp_path / 'train'} is trained on; name another folder"
 
 
 def test_images_that_lie_in_no_class_are_said(tmp_path):
@@ -322,7 +324,7 @@ def test_the_program_ends_with_one_line_where_there_are_no_images(tmp_path, monk
     assert exit_code("train", "recipe.py") == 2
     said_in_one_line(capsys, "data.path: images does not exist")
     assert exit_code("train", "recipe.py", "--data.crop", "square") == 2
-    assert "centre" in capsys.readouterr().err
+    assert "center" in capsys.readouterr().err
 
 
 def test_a_test_image_is_explained_at_the_size_that_it_is_read_at(folder):
@@ -339,27 +341,27 @@ def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
 
 def test_training_images_are_made_as_the_config_says():
     config = ImageFolder(
-        image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, jitter=0.2,
+        image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, color_jitter=0.2,
         lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8),
     )  # fmt: skip
     assert TrainingImages.of(config, b"root") == TrainingImages(
         root=b"root", size=16, crop="reflected", area=(0.25, 1.0), padding=3, flip=False,
-        jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
+        color_jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
     )  # fmt: skip
 
 
 PLAIN = {
-    "root": b"", "size": 8, "crop": "centre", "area": (1.0, 1.0), "padding": 2, "flip": False,
-    "jitter": 0.0, "lighting": 0.0, "cutout": 0, "fill": (1, 2, 3),
+    "root": b"", "size": 8, "crop": "center", "area": (1.0, 1.0), "padding": 2, "flip": False,
+    "color_jitter": 0.0, "lighting": 0.0, "cutout": 0, "fill": (1, 2, 3),
 }  # fmt: skip
 
 
 EACH = {
-    "centre": ({}, lambda image, drawn: image),
+    "center": ({}, lambda image, drawn: image),
     "padded": ({"crop": "padded"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=False)),
     "reflected": ({"crop": "reflected"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=True)),
     "flip": ({"flip": True}, lambda image, drawn: mirrored(image, drawn["flip"])),
-    "jitter": ({"jitter": 0.4}, coloured),
+    "color_jitter": ({"color_jitter": 0.4}, coloured),
     "lighting": ({"lighting": 0.1}, coloured),
     "cutout": ({"cutout": 3}, lambda image, drawn: cutout(image, drawn["cutout"], 3, np.array([1, 2, 3]))),
 }  # fmt: skip
@@ -373,7 +375,7 @@ def test_each_augmentation_is_done_to_the_images_where_it_is_asked_for(name):
     given = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
     found = images.augmented(given.copy(), drawn)
     chex.assert_trees_all_equal(found, expected(given.copy(), drawn))
-    assert (found != given).any() == (name != "centre")
+    assert (found != given).any() == (name != "center")
 
 
 def test_images_are_mixed_as_much_as_the_config_says(tmp_path, monkeypatch):

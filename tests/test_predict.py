@@ -265,7 +265,7 @@ MISTAKES = [
     (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
     (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
     (("colours", "colours", "--topk", "1"), "unknown option --topk (did you mean --top-k?)"),
-    (("colours", "--json", "colours"), "--json: expected no value, got colours"),
+    (("colours", "--json", "colours"), "missing IMAGE; usage: fnet predict RUN IMAGE..."),
     (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "empty"), "no image in empty; looked for files *.jpg"),

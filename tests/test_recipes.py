@@ -139,7 +139,7 @@ def test_a_recipe_for_imagenet_is_the_experiment_of_its_source(name):
     )
     data = config.data
     assert (data.batch_size, data.image_size, data.resize) == (batch_size, 224, 256)
-    assert (data.crop, data.flip, data.jitter, data.lighting) == ("resized", True, 0.4, 0.1)
+    assert (data.crop, data.flip, data.color_jitter, data.lighting) == ("resized", True, 0.4, 0.1)
     assert config.train.epochs == 90
     told = " ".join((recipes.FOLDER / f"imagenet_{name}.py").read_text().split())
     assert all(figure in told for figure in published)

@@ -14,7 +14,7 @@ from program_cases import exit_code, said_in_one_line
 
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
-from train.config.vision import Body
+from train.config.vision import Backbone
 from train.data import evaluation_batches
 from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.output.palette import overlay_labels, voc_colors
@@ -180,9 +180,9 @@ def test_data_of_another_kind_are_refused(sections, message, recipes, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("body", get_args(Body))
-def test_every_body_makes_logits_of_an_eighth_of_the_image(body):
-    model = DeepLab(body=body, pooling_size=(2, 2)).build((64, 64, 3), 5)
+@pytest.mark.parametrize("backbone", get_args(Backbone))
+def test_every_backbone_gives_logits_at_an_eighth_of_the_resolution(backbone):
+    model = DeepLab(backbone=backbone, pooling_size=(2, 2)).build((64, 64, 3), 5)
     params, state = jax.eval_shape(model.init, jax.random.key(0))
     images = jax.ShapeDtypeStruct((2, 64, 64, 3), jnp.float32)
     for train in (True, False):
@@ -191,13 +191,13 @@ def test_every_body_makes_logits_of_an_eighth_of_the_image(body):
         assert logits.shape == (2, 8, 8, 5)
 
 
-def test_a_body_may_have_the_stem_of_the_weights_that_it_begins_with():
+def test_a_backbone_can_have_the_stem_of_its_pretrained_weights():
     def stem(**options):
         model = DeepLab(**options).build((64, 64, 3), 5)
         params, _ = jax.eval_shape(model.init, jax.random.key(0))
         return {name for name in params["body"] if name.startswith("conv")}
 
-    assert stem(body="resnet18") == {"conv1"}
-    assert stem(body="resnet18", stem="3x3") == {"conv1", "conv2", "conv3"}
-    with pytest.raises(ValueError, match="stem: wider_resnet16_a2 has one of its own"):
-        stem(body="wider_resnet16_a2", stem="3x3")
+    assert stem(backbone="resnet18") == {"conv1"}
+    assert stem(backbone="resnet18", stem="3x3") == {"conv1", "conv2", "conv3"}
+    with pytest.raises(ValueError, match="stem: wider_resnet16_a2 has its own stem"):
+        stem(backbone="wider_resnet16_a2", stem="3x3")

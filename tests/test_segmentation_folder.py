@@ -121,7 +121,7 @@ def test_whole_test_images_are_fitted_and_the_rest_is_not_counted(folder):
 
 
 def test_colours_change_images_and_not_what_surrounds_them(folder):
-    options = {"scale": (0.5, 0.5), "jitter": 0.4, "lighting": 0.1}
+    options = {"scale": (0.5, 0.5), "color_jitter": 0.4, "lighting": 0.1}
     plain, changed = (seen(load(folder, **o), 1)[0][0] for o in ({"scale": (0.5, 0.5)}, options))
     chex.assert_trees_all_equal(plain["mask"], changed["mask"])
     outside = plain["mask"] == 255
@@ -130,7 +130,7 @@ def test_colours_change_images_and_not_what_surrounds_them(folder):
 
 
 def test_the_batches_are_the_same_with_processes_and_after_a_stop(folder):
-    options = {"flip": True, "jitter": 0.2}
+    options = {"flip": True, "color_jitter": 0.2}
     here, _ = seen(load(folder, **options), 6)
     there, batches = seen(load(folder, workers=2, **options), 3)
     chex.assert_trees_all_equal(there, here[:3])
@@ -143,20 +143,20 @@ def test_images_without_a_split_are_split_by_a_seed(tmp_path):
         write_pair(tmp_path, f"sub/{i}", labels_of(24 + i, 40))
     sizes = {}
     for seed in (0, 0, 1):
-        data = load(tmp_path, test_share=0.3, split_seed=seed)
+        data = load(tmp_path, test_fraction=0.3, split_seed=seed)
         assert (len(data.train["id"]), len(data.test["id"])) == (7, 3)
         heights = [(m[:, 0] != 255).sum() for b in evaluation_batches(data, 3) for m in b["mask"]]
         assert sizes.setdefault(seed, heights) == heights
     assert sizes[0] != sizes[1]
-    assert "leaves none to test on" in refused(tmp_path, test_share=0.01)
-    assert "leaves none to train on" in refused(tmp_path, test_share=0.99)
+    assert "leaves none to test on" in refused(tmp_path, test_fraction=0.01)
+    assert "leaves none to train on" in refused(tmp_path, test_fraction=0.99)
 
 
 def test_images_without_a_split_are_tested_on_no_folder(tmp_path):
     for i in range(4):
         write_pair(tmp_path, f"{i}", labels_of(24, 40))
-    assert refused(tmp_path, held_out="val").startswith(
-        f"data.held_out: {tmp_path} itself holds images/ and masks/, of which data.test_share"
+    assert refused(tmp_path, test_split="val").startswith(
+        f"data.test_split: {tmp_path} itself holds images/ and masks/, and data.test_fraction"
     )
 
 

@@ -86,14 +86,14 @@ def test_what_may_change_on_resume_are_fields():
 
 
 def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_path):
-    config, folder = Config(data=ImageFolder(crop="centre")), RunFolder(tmp_path)
+    config, folder = Config(data=ImageFolder(crop="center")), RunFolder(tmp_path)
     folder.write_config(config)
-    data = dataclasses.replace(config.data, workers=2, keep=True, max_bad_fraction=0.1)
+    data = dataclasses.replace(config.data, workers=2, cache=True, max_bad_fraction=0.1)
     other = dataclasses.replace(config, data=data)
     folder.resume(other)
     assert folder.read_config() == other
     cropped = dataclasses.replace(config, data=dataclasses.replace(data, crop="padded"))
-    with pytest.raises(UserError, match=r"run \(data.crop is centre there and padded here\)"):
+    with pytest.raises(UserError, match=r"run \(data.crop is center there and padded here\)"):
         folder.resume(cropped)
     assert folder.read_config() == other
 

@@ -76,7 +76,7 @@ def test_a_seed_draws_which_part_is_held_out(text):
 def documents(tmp_path, lengths):
     path = tmp_path / "documents.txt"
     path.write_text("|".join(chr(97 + i % 26) * n for i, n in enumerate(lengths)))
-    return TextFile(path=str(path), context=64, separator="|", test_share=0.25, batch_size=4)
+    return TextFile(path=str(path), context=64, separator="|", test_fraction=0.25, batch_size=4)
 
 
 LENGTHS = [3, 10, 17, 30, 40, 64, 65, 70, 130, 200, 5, 9, 33, 90, 12, 60]

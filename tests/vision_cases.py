@@ -34,7 +34,7 @@ from train.config import Config, ImageFolder, Optim, PreactResNet, Train
 def config():
     return Config(
         name="colours",
-        data=ImageFolder(path="colours", image_size=8, batch_size=20, crop="centre"),
+        data=ImageFolder(path="colours", image_size=8, batch_size=20, crop="center"),
         model=PreactResNet(widths=(4,), blocks_per_stage=1),
         optim=Optim(learning_rate=0.1),
         train=Train(steps=20, log_every=20, eval_every=20),

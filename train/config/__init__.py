@@ -1,4 +1,4 @@
-"""What a run is made of: frozen dataclasses, every field with its meaning and unit."""
+"""Config of a run: frozen dataclasses. The docstrings of their fields are the --help texts."""
 
 import json
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -7,6 +7,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+import fnet
 from train.config.data import (
     ArrayFile,
     Digits,
@@ -21,11 +22,11 @@ from train.config.section import Section
 from train.config.training import (
     Checkpoint,
     Clipped,
-    Guard,
     Mean,
     Memory,
     Mesh,
     Microbatch,
+    Nonfinite,
     Optim,
     PerExample,
     Tracking,
@@ -60,47 +61,64 @@ _Model = (
 )
 _Grad = Mean | Microbatch | PerExample | Clipped
 VARIANTS = {"data": get_args(_Data), "model": get_args(_Model), "grad": get_args(_Grad)}
-"""What a section can be, where it can be several."""
+"""Sections that have several variants, with the class of each variant."""
 
 
 @dataclass(frozen=True)
 class Config(Section):
-    """A whole run."""
+    """Config of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] = "run"
-    """Names the run's folder where none is given."""
+    """Name of the run; its folder is runs/NAME by default."""
     data: Annotated[_Data, Field(discriminator="source")] = field(default_factory=Digits)
-    """Training and test examples."""
+    """Data source."""
     model: Annotated[_Model, Field(discriminator="name")] = field(default_factory=PreactResNet)
-    """The network."""
+    """Network."""
     optim: Optim = field(default_factory=Optim)
-    """The optimizer."""
+    """Optimizer and learning rate schedule."""
     grad: Annotated[_Grad, Field(discriminator="mode")] = field(default_factory=Mean)
-    """What is made of the examples' losses."""
+    """Gradient mode."""
     train: Train = field(default_factory=Train)
-    """The length of the run."""
-    guard: Guard = field(default_factory=Guard)
-    """What is done about a step that is not finite."""
+    """Length, precision and random seed of the run."""
+    nonfinite: Nonfinite = field(default_factory=Nonfinite)
+    """Steps whose loss or gradient is NaN or infinite."""
     memory: Memory = field(default_factory=Memory)
-    """What training may hold."""
+    """Memory budget and rematerialization (gradient checkpointing)."""
     mesh: Mesh = field(default_factory=Mesh)
-    """The devices that train together."""
+    """Device mesh; on CPU, each core can be a device."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """What is kept on disk."""
+    """Checkpoints of the train state."""
     tracking: Tracking = field(default_factory=Tracking)
-    """Where metrics go besides."""
+    """Experiment trackers, in addition to metrics.jsonl."""
 
     @property
     def is_private(self) -> bool:
-        """Whether noise is added to gradients, and batches are sampled for it."""
+        """Whether training is differentially private: noise and Poisson sampling."""
         return isinstance(self.grad, Clipped) and self.grad.is_private
 
 
 _ADAPTER = TypeAdapter(Config)
 
 
+_RENAMED_SECTIONS = {"guard": "nonfinite"}
+_RENAMED_FIELDS = {
+    "data": {
+        "held_out": "test_split",
+        "test_share": "test_fraction",
+        "jitter": "color_jitter",
+        "keep": "cache",
+    },
+    "model": {"body": "backbone"},
+    "nonfinite": {"max_bad_steps": "max_skipped"},
+}
+_RENAMED_VALUES = {
+    ("data", "crop"): {"centre": "center"},
+    ("memory", "policy"): {"keep": "none", "named": "norms", "products": "dots"},
+}
+
+
 def variants(section: str) -> dict[str, type]:
-    """``{"mean": Mean, ...}``: what a section can be, by its first field; else {}."""
+    """``{"mean": Mean, ...}``: variants of a section by their name, or {} if it has one form."""
     return {
         get_args(next(iter(kind.__annotations__.values())))[0]: kind
         for kind in VARIANTS.get(section, ())
@@ -108,54 +126,94 @@ def variants(section: str) -> dict[str, type]:
 
 
 def to_json(config: Config) -> str:
-    """The config as JSON that `from_json` reads back to an equal one."""
-    # By Python: pydantic writes nan and infinity as null, which comes back as None.
-    plain = _ADAPTER.dump_python(config, warnings=False)
-    # What is no JSON is of a wrong type, which `from_json` tells, or a path.
+    """Write a config as JSON, which `from_json` reads back as an equal config.
+
+    The key ``fnet_version`` holds the version of fnet that wrote it.
+    """
+    # Converted by Python, because pydantic writes nan and infinity as null.
+    plain = {"fnet_version": fnet.__version__} | _ADAPTER.dump_python(config, warnings=False)
+    # Values that JSON lacks are paths, or of a wrong type, which `from_json` reports.
     return json.dumps(plain, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def from_json(text: str | bytes, where: str) -> Config:
-    """Reads and checks a config.
+    """Read and check a config.
+
+    Field names of earlier versions of fnet are accepted.
 
     Args:
-      text: JSON, as `to_json` writes it; keys that are left out take their defaults.
-      where: what is read, for the message.
+      text: JSON, as `to_json` writes it. Missing fields take their defaults.
+      where: source of the text, for the error.
 
     Raises:
-      UserError: naming the first field that is unknown, of a wrong type or out
-        of range, its value, and what is allowed.
+      UserError: for an unknown field, a wrong type or a value out of range. The error names the
+        first such field, its value, the allowed values and, if it differs, the version of fnet
+        that wrote the config.
     """
+    text, version = _update_names(text)
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
-        raise UserError(f"{where}: {_first_mistake(error.errors()[0])}") from None
+        written = f" (written by fnet {version}, this is {fnet.__version__})"
+        raise UserError(
+            f"{where}: {_first_mistake(error.errors()[0])}"
+            f"{written if version not in (None, fnet.__version__) else ''}"
+        ) from None
+
+
+def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
+    """Replace the names of earlier versions of fnet in a config's JSON.
+
+    Returns:
+      The JSON, and the version of fnet that wrote it, if it names one. Text that is not the JSON
+      of an object is returned as it is.
+    """
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        return text, None
+    if not isinstance(plain, dict):
+        return text, None
+    version = plain.pop("fnet_version") if isinstance(plain.get("fnet_version"), str) else None
+    plain = _rename_keys(plain, _RENAMED_SECTIONS)
+    for name, section in plain.items():
+        if isinstance(section, dict):
+            plain[name] = _rename_keys(section, _RENAMED_FIELDS.get(name, {}))
+    for (name, key), values in _RENAMED_VALUES.items():
+        section = plain.get(name)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = values.get(section[key], section[key])
+    return json.dumps(plain, ensure_ascii=False), version
+
+
+def _rename_keys(plain: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Rename keys, except those whose new name is already there."""
+    return {key if names.get(key) in plain else names.get(key, key): v for key, v in plain.items()}
 
 
 def check(config: Config, where: str) -> Config:
-    """The same config, once every field's type and range have been checked.
+    """Check the type and range of every field; return an equal config.
 
     Raises:
-      UserError: as `from_json`; and for a class of someone's own, of which JSON would keep the
-        fields alone.
+      UserError: as `from_json`; and for a subclass of a section, whose own attributes JSON loses.
     """
     checked = from_json(to_json(config), where)
-    for here, there in zip(_classes(config), _classes(checked), strict=True):
-        if here is not there:
+    for given, expected in zip(_classes(config), _classes(checked), strict=True):
+        if given is not expected:
             raise UserError(
-                f"{where}: expected {there.__name__}, got {here.__name__}; a config is kept as "
-                "JSON, and what a class of one's own adds would be lost"
+                f"{where}: expected {expected.__name__}, got {given.__name__}; a config is saved "
+                "as JSON, which cannot hold a subclass"
             )
     return checked
 
 
 def _classes(config: Config) -> list[type]:
-    """Of the whole, and of each section."""
+    """Class of the config and of each section."""
     return [type(config), *(type(getattr(config, f.name)) for f in fields(config))]
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """``{"optim.learning_rate": 0.1, ...}``: every field by its dotted name."""
+    """``{"optim.learning_rate": 0.1, ...}``: all fields by their dotted names."""
     flat: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -168,13 +226,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _first_mistake(error: ErrorDetails) -> str:
     loc = [str(part) for part in error["loc"]]
-    here = Config()
+    default = Config()
     if len(loc) > 1 and (kind := variants(loc[0]).get(loc[1])):
-        here = Config(**{loc[0]: kind()})
-        del loc[1]  # a union's tag, between the section and what is below it
+        default = Config(**{loc[0]: kind()})
+        del loc[1]  # the variant's name, which pydantic inserts after the section
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
-        known = flatten(here) if len(loc) > 1 else [f.name for f in fields(here)]
+        known = flatten(default) if len(loc) > 1 else [f.name for f in fields(default)]
         return f"unknown field {name}{nearest(name, known)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = error["ctx"]
@@ -186,6 +244,6 @@ def _first_mistake(error: ErrorDetails) -> str:
     message = error["msg"].removeprefix("Input should be ")
     if error["type"] == "json_invalid" or not name:
         return f"not a config: {error['msg']}"
-    if message == error["msg"]:  # a sentence of its own
+    if message == error["msg"]:  # the message is a full sentence
         return f"{name}: {message[0].lower()}{message[1:]}, got {error['input']!r}"
     return f"{name}: expected {message}, got {error['input']!r}"

@@ -1,246 +1,246 @@
-"""Where examples come from."""
+"""Data sources and their options."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
-from train.config.section import Count, CountOrZero, NonNegative, Positive, Section, Seed, Share
+from train.config.section import Count, CountOrZero, Fraction, NonNegative, Positive, Section, Seed
 
 
 @dataclass(frozen=True)
 class Digits(Section):
-    """Scikit-learn's bundled handwritten digits: 1,797 grey images of 8 x 8 pixels."""
+    """Scikit-learn's handwritten digits: 1,797 grayscale images of 8 x 8 pixels, no download."""
 
     source: Literal["digits"] = "digits"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     batch_size: Count = 64
-    """Examples a training step."""
-    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Share of the images that is held out for testing, the same of every class."""
+    """Batch size."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing."""
     split_seed: Seed = 0
-    """Which images are held out."""
+    """Random seed of the train/test split."""
     max_shift: Annotated[int, Ge(0), Lt(8)] = 1
-    """Training images are moved by up to that many pixels in each direction."""
+    """Random shift of training images, in pixels per direction."""
 
 
 @dataclass(frozen=True)
 class Synthetic(Section):
-    """Random images with random labels, for measuring: there is nothing to learn."""
+    """Random images with random labels, for measurements."""
 
     source: Literal["synthetic"] = "synthetic"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     batch_size: Count = 32
-    """Examples a training step."""
+    """Batch size."""
     image_size: Count = 224
-    """Height and width."""
+    """Image height and width."""
     channels: Count = 3
-    """Of each image."""
+    """Channels of each image."""
     classes: Count = 1000
-    """How many labels there are."""
+    """Number of classes."""
     examples: Count = 256
-    """Training images; a quarter as many are held out."""
+    """Number of training images; there are a quarter as many test images."""
 
 
 @dataclass(frozen=True)
 class ImageFolder(Section):
-    """Images in one folder a class, as torchvision's ImageFolder reads them."""
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
     source: Literal["image_folder"] = "image_folder"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     path: str = "."
-    """The folder that holds train/ and val/ or test/, each with a folder a class."""
-    held_out: Annotated[str, MinLen(1)] | None = None
-    """The folder in it to test on; without it, val, or else test."""
+    """Folder that holds train/ and val/ or test/, each with one folder per class."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Folder of the test images; None is val, or test if there is no val."""
     batch_size: Count = 64
-    """Examples a training step."""
+    """Batch size."""
     image_size: Count = 224
-    """Height and width of what the network sees."""
-    crop: Literal["resized", "padded", "reflected", "centre"] = "resized"
-    """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
+    """Height and width of the network's input."""
+    crop: Literal["resized", "padded", "reflected", "center"] = "resized"
+    """Training crop: random resized, random with zero or reflection padding, or center."""
     min_area: Annotated[float, Gt(0), Le(1)] = 0.08
-    """Smallest share of the image that a resized crop takes."""
+    """Smallest area of a random resized crop, as a fraction of the image."""
     padding: CountOrZero = 4
-    """Pixels by which padded and reflected crops are moved at most."""
+    """Padding of padded and reflected crops, in pixels per side."""
     flip: bool = True
-    """Mirror each training image with probability 1/2."""
-    jitter: Share = 0.0
-    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    """Flip each training image horizontally with probability 1/2."""
+    color_jitter: Fraction = 0.0
+    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
     lighting: NonNegative = 0.0
-    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
+    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
     cutout: CountOrZero = 0
-    """Side of a square that is cut out of training images, in pixels."""
+    """Side of the square that cutout removes from training images, in pixels; 0 is none."""
     mixup: NonNegative = 0.0
-    """Mix pairs of training images, shares from Beta(mixup, mixup); 0: none are mixed."""
+    """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""
     resize: Count | None = None
-    """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
+    """Shorter side of test images before the center crop; None is 8/7 of image_size."""
     crops: Literal[1, 2, 10] = 1
-    """Of a test image: the middle; 2: that and its mirror image; 10: the corners too."""
+    """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
     border: CountOrZero = 0
-    """Pixels of its mirror image around a test image of which ten crops are made."""
-    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
-    """Of each colour, 0 to 1; by default over ImageNet."""
+    """Pixels of reflected border that are added to each test image before ten-crop."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each colour, that images are divided by."""
+    """Standard deviation of each color channel, which images are divided by."""
     workers: CountOrZero = 0
-    """Processes that decode; 0: a thread of this one does."""
-    keep: bool = False
-    """Keep what is decoded in memory: each file is read once. Not with resized crops."""
-    max_bad_fraction: Share = 0.01
-    """Share of the files that may be unreadable; they are named and left out."""
+    """Number of processes that decode images; 0 decodes in a thread of this process."""
+    cache: bool = False
+    """Keep decoded images in memory and read each file once; not with resized crops."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
 
     @property
     def shorter_side(self) -> int:
-        """Of test images, from the middle of which the network's are cut."""
+        """Shorter side of test images before the center crop."""
         return self.resize or round(self.image_size * 8 / 7)
 
 
 @dataclass(frozen=True)
 class ArrayFile(Section):
-    """Images and labels as arrays in an .npz file, as Keras and MedMNIST have them."""
+    """Images and labels as arrays in an .npz file, as Keras and MedMNIST store them."""
 
     source: Literal["arrays"] = "arrays"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     path: str = "data.npz"
-    """An .npz file, or a folder with train.npz and, to test on, val.npz or test.npz."""
+    """An .npz file, or a folder with train.npz and optionally val.npz or test.npz."""
     images: Annotated[tuple[str, ...], MaxLen(2)] = ()
-    """Arrays of images to train and to test on; without them, those with usual names."""
+    """Names of the training and test image arrays; found by common names if empty."""
     labels: Annotated[tuple[str, ...], MaxLen(2)] = ()
-    """Arrays of their labels; without them, those with usual names."""
+    """Names of the training and test label arrays; found by common names if empty."""
     class_names: str | None = None
-    """Array of the names of labels 0, 1, ...; without it, one with a usual name, if there is."""
-    held_out: Annotated[str, MinLen(1)] | None = None
-    """The part to test on; without it, val, or else test, or else test_share of the images."""
-    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Share of the images that is held out where no part is, the same of every class."""
+    """Name of the array of class names; None looks for a common name."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is val or test, or test_fraction of train if there is neither."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test split."""
     split_seed: Seed = 0
-    """Which images are held out then."""
+    """Random seed of that split."""
     axes: Literal["channels_last", "channels_first"] | None = None
-    """Of images with channels: [N, H, W, C] or [N, C, H, W]; without it, last unless in doubt."""
+    """Layout of 4-D images: [N, H, W, C] or [N, C, H, W]; None infers it where it can."""
     batch_size: Count = 64
-    """Examples a training step."""
-    crop: Literal["padded", "reflected", "centre"] = "centre"
-    """Of training images: moved over zeros, moved over their mirror image, or not moved."""
+    """Batch size."""
+    crop: Literal["padded", "reflected", "center"] = "center"
+    """Training crop: random with zero padding, random with reflection padding, or none."""
     padding: CountOrZero = 4
-    """Pixels by which padded and reflected crops are moved at most."""
+    """Padding of padded and reflected crops, in pixels per side."""
     flip: bool = False
-    """Mirror each training image with probability 1/2."""
+    """Flip each training image horizontally with probability 1/2."""
     mean: Annotated[tuple[float, ...], MinLen(1)] = (0.0,)
-    """Of each channel, or one of all; of bytes 0 to 1, of floating images as they are."""
+    """Mean of each channel, or one for all; uint8 images are scaled to 0 to 1 first."""
     std: Annotated[tuple[Positive, ...], MinLen(1)] = (1.0,)
-    """Standard deviation of each channel, or one of all, that images are divided by."""
+    """Standard deviation of each channel, or one for all, which images are divided by."""
 
 
 @dataclass(frozen=True)
 class HuggingFace(Section):
-    """Images of a data set that the package datasets loads, from the hub or from a folder."""
+    """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
     source: Literal["huggingface"] = "huggingface"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     path: str = "."
-    """Its name on the hub (ylecun/mnist), a folder of images, or what save_to_disk wrote."""
+    """Name on the hub (ylecun/mnist), folder of images, or folder from save_to_disk."""
     subset: Annotated[str, MinLen(1)] | None = None
-    """Its configuration, where it has several."""
+    """Configuration of the data set, if it has several."""
     revision: Annotated[str, MinLen(1)] | None = None
-    """Its version on the hub: a commit, a branch or a tag; without it, the newest."""
+    """Revision on the hub: commit, branch or tag; None is the newest."""
     image: Annotated[str, MinLen(1)] | None = None
-    """The column of images; without it, the only one."""
+    """Name of the image column; None is the only one."""
     label: Annotated[str, MinLen(1)] | None = None
-    """The column of labels; without it, the only one of class labels."""
-    held_out: Annotated[str, MinLen(1)] | None = None
-    """The split to test on; without it, validation, val or test, or else test_share of train."""
-    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Share of the images that is held out where no split is, the same of every class."""
+    """Name of the label column; None is the only column of class labels."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Split to test on; None is validation, val or test, or test_fraction of train."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test split."""
     split_seed: Seed = 0
-    """Which images are held out then."""
+    """Random seed of that split."""
     batch_size: Count = 64
-    """Examples a training step."""
+    """Batch size."""
     image_size: Count = 224
-    """Height and width of what the network sees."""
-    crop: Literal["resized", "padded", "reflected", "centre"] = "resized"
-    """Of training images: a random part, or the middle, moved over zeros, its mirror, or not."""
+    """Height and width of the network's input."""
+    crop: Literal["resized", "padded", "reflected", "center"] = "resized"
+    """Training crop: random resized, random with zero or reflection padding, or center."""
     min_area: Annotated[float, Gt(0), Le(1)] = 0.08
-    """Smallest share of the image that a resized crop takes."""
+    """Smallest area of a random resized crop, as a fraction of the image."""
     padding: CountOrZero = 4
-    """Pixels by which padded and reflected crops are moved at most."""
+    """Padding of padded and reflected crops, in pixels per side."""
     flip: bool = True
-    """Mirror each training image with probability 1/2."""
-    jitter: Share = 0.0
-    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    """Flip each training image horizontally with probability 1/2."""
+    color_jitter: Fraction = 0.0
+    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
     lighting: NonNegative = 0.0
-    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
+    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
     cutout: CountOrZero = 0
-    """Side of a square that is cut out of training images, in pixels."""
+    """Side of the square that cutout removes from training images, in pixels; 0 is none."""
     resize: Count | None = None
-    """Shorter side of test images before the middle is cut; without it, 8/7 of image_size."""
-    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
-    """Of each colour, 0 to 1; by default over ImageNet."""
+    """Shorter side of test images before the center crop; None is 8/7 of image_size."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each colour, that images are divided by."""
-    max_bad_fraction: Share = 0.01
-    """Share of the images that may be unreadable; they are named and left out."""
+    """Standard deviation of each color channel, which images are divided by."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable images to tolerate; they are reported and skipped."""
 
     @property
     def shorter_side(self) -> int:
-        """Of test images, from the middle of which the network's are cut."""
+        """Shorter side of test images before the center crop."""
         return self.resize or round(self.image_size * 8 / 7)
 
 
 @dataclass(frozen=True)
 class SegmentationFolder(Section):
-    """Images, each with a mask: an image of the same size whose values are labels."""
+    """Images with segmentation masks: images of the same size whose values are labels."""
 
     source: Literal["segmentation_folder"] = "segmentation_folder"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     path: str = "."
-    """Holds images/ and masks/, or train/ and val/ or test/, each with both."""
-    held_out: Annotated[str, MinLen(1)] | None = None
-    """The folder in it to test on; without it, val, or else test."""
-    test_share: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Share of the images that is held out, where path itself holds images/ and masks/."""
+    """Folder with images/ and masks/, or with train/ and val/ or test/ that hold both."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Folder of the test images; None is val, or test if there is no val."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of images held out for testing if path itself holds images/ and masks/."""
     split_seed: Seed = 0
-    """Which images are held out then."""
+    """Random seed of that split."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
-    """How many labels there are, from 0; without it, the lines of classes.txt in path."""
+    """Number of classes; None counts the lines of classes.txt in path."""
     batch_size: Count = 16
-    """Examples a training step."""
+    """Batch size."""
     image_size: Count = 512
-    """Height and width of what the network sees; test images are fitted into it."""
+    """Height and width of the network's input; test images are resized to fit into it."""
     scale: tuple[Positive, Positive] = (0.5, 2.0)
-    """Smallest and largest of training images; 1 is as they are tested."""
+    """Smallest and largest random scale of training images; 1 is the scale of test images."""
     flip: bool = True
-    """Mirror each training image with probability 1/2."""
-    jitter: Share = 0.0
-    """By how much saturation, brightness and contrast of training images vary; 0.4 is usual."""
+    """Flip each training image horizontally with probability 1/2."""
+    color_jitter: Fraction = 0.0
+    """Strength of saturation, brightness and contrast jitter in training; 0.4 is common."""
     lighting: NonNegative = 0.0
-    """Standard deviation of noise along the main colours of training images; 0.1 is usual."""
-    mean: tuple[Share, Share, Share] = (0.485, 0.456, 0.406)
-    """Of each colour, 0 to 1; by default over ImageNet."""
+    """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
+    mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)
+    """Mean of each color channel, 0 to 1, subtracted from images."""
     std: tuple[Positive, Positive, Positive] = (0.229, 0.224, 0.225)
-    """Standard deviation of each colour, that images are divided by."""
+    """Standard deviation of each color channel, which images are divided by."""
     workers: CountOrZero = 0
-    """Processes that decode; 0: a thread of this one does."""
-    max_bad_fraction: Share = 0.01
-    """Share of the files that may be unreadable; they are named and left out."""
+    """Number of processes that decode images; 0 decodes in a thread of this process."""
+    max_bad_fraction: Fraction = 0.01
+    """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
 
 
 @dataclass(frozen=True)
 class TextFile(Section):
-    """A text, to be continued: each token is learned from those before it."""
+    """A text file for a language model."""
 
     source: Literal["text_file"] = "text_file"
-    """Where the examples come from."""
+    """Data source; add --help to see the fields of another one."""
     path: str | None = None
-    """A text file; without one, the sources of Python's standard library on this machine."""
+    """Text file; None reads the sources of Python's standard library."""
     tokenizer: str | None = None
-    """A tokenizer.json of the tokenizers library; without one, tokens are bytes."""
+    """A tokenizer.json of Hugging Face's tokenizers library; None uses bytes as tokens."""
     batch_size: Count = 12
-    """Rows a training step."""
+    """Batch size, in rows."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 64
-    """Tokens of a row."""
+    """Context length: tokens per row."""
     separator: Annotated[str, MinLen(1)] | None = None
-    """What stands between documents; then no row crosses from one to the next."""
-    test_share: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """Share of the text, or of its documents, that is held out for testing."""
+    """Text between documents; rows then do not cross document boundaries."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the text, or of its documents, that is held out for testing."""
     split_seed: Seed | None = None
-    """Which part is held out, drawn; without it, the last."""
+    """Random seed of the held-out part; None holds out the end."""

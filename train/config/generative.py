@@ -1,4 +1,4 @@
-"""Networks that generate: text, images out of noise."""
+"""Generative networks: language models and diffusion models."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -7,52 +7,52 @@ from annotated_types import Ge, Le, Lt, MinLen
 
 from fnet import layers, models
 from fnet.layer import Layer
-from train.config.section import Count, CountOrZero, Positive, Section, Share
+from train.config.section import Count, CountOrZero, Fraction, Positive, Section
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 
 
 @dataclass(frozen=True)
 class LanguageModel(Section):
-    """Blocks along time that tell the next token: a transformer, a state-space model, or both."""
+    """Language model: a transformer, a state-space model, or a hybrid of both."""
 
     name: Literal["language_model"] = "language_model"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)
-    """What mixes positions in each block, in turn from the first block to the last."""
+    """Token mixer of each block, repeated cyclically from the first block to the last."""
     blocks: Count = 4
-    """How many."""
+    """Number of blocks."""
     width: Count = 128
-    """Features of a position."""
+    """Model width: features per token."""
     hidden: CountOrZero | None = None
-    """Width of each block's feed-forward (SwiGLU); 8/3 of width by default, 0 for none."""
+    """Width of the feed-forward layers (SwiGLU); None is 8/3 of width, 0 is no feed-forward."""
     heads: Count = 4
-    """Of attention and rg_lru; divides width."""
+    """Number of heads of attention and rg_lru; must divide width."""
     groups: Count | None = None
-    """Heads of keys and values in attention, fewer than heads; as many by default."""
+    """Number of key-value heads (grouped-query attention); None is one per head."""
     window: Count | None = None
-    """Positions that attention sees, the own one included; all before by default."""
+    """Sliding-window size of attention, in tokens; None attends to all previous tokens."""
     expand: Positive = 2.0
-    """Inner width of state-space mixers, in widths."""
+    """Inner width of mamba, mamba2 and rg_lru, as a multiple of width."""
     norm: Literal["rms", "layer", "dynamic_tanh"] = "rms"
-    """Before each mixer, each feed-forward and the head."""
+    """Norm before each mixer, each feed-forward and the head."""
     attention_context: Literal["none", "lagged", "current"] = "none"
-    """Whether blocks tell the next which features moved together: a step before, or in this one."""
+    """Attention context between blocks: none, from the previous step, or from this one."""
     context_rate: Annotated[float, Ge(0), Le(1)] = 0.01
-    """Weight of what was just seen in an attention context."""
-    dropout: Share = 0.0
-    """Of each branch, in training."""
+    """Update rate of the attention context."""
+    dropout: Fraction = 0.0
+    """Dropout rate of each residual branch."""
 
     def build(self, vocabulary: int, dtype: str = "float32") -> models.LanguageModel:
-        """The network for that many tokens, with activations of a dtype."""
+        """Build the network for a vocabulary size and a dtype of activations."""
         hidden = _hidden(self.width, self.hidden)
         feed_forward = layers.feed_forward(self.width, hidden) if hidden else None
-        made = {name: self._mixer(name) for name in self.mixers}
-        turns = [self.mixers[i % len(self.mixers)] for i in range(self.blocks)]
+        mixers = {name: self._mixer(name) for name in self.mixers}
+        names = [self.mixers[i % len(self.mixers)] for i in range(self.blocks)]
         return models.language_model(
             vocabulary=vocabulary,
             width=self.width,
-            blocks=[layers.Block(made[turn], feed_forward) for turn in turns],
+            blocks=[layers.Block(mixers[name], feed_forward) for name in names],
             norm=self.norm,
             context=None if self.attention_context == "none" else self.attention_context,
             context_rate=self.context_rate,
@@ -73,50 +73,50 @@ class LanguageModel(Section):
             )
         if name == "rg_lru":
             return layers.rg_lru(self.width, expand=self.expand, heads=self.heads)
-        of_state_space = layers.mamba if name == "mamba" else layers.mamba2
-        return of_state_space(self.width, expand=self.expand)
+        state_space = layers.mamba if name == "mamba" else layers.mamba2
+        return state_space(self.width, expand=self.expand)
 
 
 @dataclass(frozen=True)
 class Denoiser(Section):
-    """A diffusion model: a transformer that takes noise out of images, by label.
+    """Class-conditional diffusion model: a transformer on image patches.
 
-    It sees images from -1 to 1, whatever data.mean and data.std are.
+    Images are scaled to -1 to 1; data.mean and data.std are not used.
     """
 
     name: Literal["denoiser"] = "denoiser"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     patch: Count = 1
-    """Side of the patches that an image is cut into, in pixels; divides height and width."""
+    """Patch size in pixels; must divide height and width."""
     blocks: Count = 4
-    """How many."""
+    """Number of blocks."""
     width: Count = 128
-    """Features of a patch."""
+    """Model width: features per patch."""
     hidden: CountOrZero | None = None
-    """Width of each block's feed-forward (SwiGLU); 8/3 of width by default, 0 for none."""
+    """Width of the feed-forward layers (SwiGLU); None is 8/3 of width, 0 is no feed-forward."""
     heads: Count = 4
-    """Of attention; divides width."""
+    """Number of attention heads; must divide width."""
     norm: Literal["rms", "layer", "dynamic_tanh"] = "rms"
-    """Before each mixer and each feed-forward."""
+    """Norm before each attention and each feed-forward."""
     attention_context: Literal["none", "lagged", "current"] = "none"
-    """Whether blocks tell the next which features moved together: a step before, or in this one."""
+    """Attention context between blocks: none, from the previous step, or from this one."""
     context_rate: Annotated[float, Ge(0), Le(1)] = 0.01
-    """Weight of what was just seen in an attention context."""
-    dropout: Share = 0.0
-    """Of each branch, in training."""
+    """Update rate of the attention context."""
+    dropout: Fraction = 0.0
+    """Dropout rate of each residual branch."""
     schedule: Literal["cosine", "linear", "karras"] = "cosine"
-    """How noise grows with the steps."""
+    """Noise schedule."""
     steps: Annotated[int, Ge(2), Lt(2**31)] = 1000
-    """Of the schedule; sampling may take fewer."""
+    """Number of steps of the noise schedule; sampling can use fewer."""
     predicts: Literal["eps", "x0", "v"] = "v"
-    """What the network gives: the noise, the image, or alpha noise - sigma image."""
+    """Prediction target: the noise, the image, or v = alpha noise - sigma image."""
     weighting: Literal["uniform", "min_snr"] = "min_snr"
-    """Of steps in the loss; Min-SNR (gamma 5) keeps steps of little noise from ruling it."""
-    label_dropout: Share = 0.1
-    """Share of examples trained without their label, for guidance."""
+    """Loss weighting over noise levels: uniform, or Min-SNR with gamma 5."""
+    label_dropout: Fraction = 0.1
+    """Fraction of examples trained without their label, for classifier-free guidance."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> models.Denoiser:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         attention = layers.attention(self.width, self.heads, bias=False)
         hidden = _hidden(self.width, self.hidden)
         feed_forward = layers.feed_forward(self.width, hidden) if hidden else None
@@ -134,5 +134,5 @@ class Denoiser(Section):
 
 
 def _hidden(width: int, hidden: int | None) -> int:
-    """SwiGLU's usual width, 8/3 of the model's, in whole vectors of 8."""
+    """Width of SwiGLU: 8/3 of the model width by default, rounded to a multiple of 8."""
     return 8 * max(round(width / 3), 1) if hidden is None else hidden

@@ -1,4 +1,4 @@
-"""What fields and sections of a config are made of."""
+"""Types of config fields, and the base class of config sections."""
 
 from dataclasses import fields
 from typing import Annotated, Any
@@ -14,24 +14,24 @@ EvenCount = Annotated[int, Ge(2), Lt(2**31), MultipleOf(2)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 NonNegative = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0), Lt(1)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 
 
-def _readable(amount: str) -> str:
-    memory.parse_bytes(amount)
-    return amount
+def _check_bytes(text: str) -> str:
+    memory.parse_bytes(text)
+    return text
 
 
-Amount = Annotated[str, AfterValidator(_readable)]
-"""Of memory: 4GiB, 4GB, 4096MiB."""
+Bytes = Annotated[str, AfterValidator(_check_bytes)]
+"""Bytes of memory with a unit: 4GiB, 4GB, 4096MiB."""
 
 
 class Section:
-    """A section of a config: no unknown key, no conversion, no nan or infinity."""
+    """Base class of config sections: no unknown fields, no type conversion, no nan or infinity."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def options(model: Any) -> dict[str, Any]:
-    """The fields of a model's section but its name: options of the function that builds it."""
+    """Fields of a model section without its name, as options of the function that builds it."""
     return {f.name: getattr(model, f.name) for f in fields(model) if f.name != "name"}

@@ -1,190 +1,178 @@
-"""How a network is trained, and what the run keeps."""
+"""Optimizer, gradient mode, length, memory, devices and outputs of a run."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Gt, Le, Lt
-from pydantic import BeforeValidator
 
 from train.config.section import (
-    Amount,
+    Bytes,
     Count,
     CountOrZero,
+    Fraction,
     NonNegative,
     Positive,
     Section,
     Seed,
-    Share,
 )
 
-MOST_EPSILON = 1000.0
+MAX_EPSILON = 1000.0
 
 
 @dataclass(frozen=True)
 class Optim(Section):
-    """The optimizer and its learning rate."""
+    """Optimizer and learning rate schedule."""
 
     name: Literal["sgd", "adam", "adamw", "lion", "adafactor"] = "sgd"
-    """The update rule."""
+    """Optimizer."""
     learning_rate: Positive = 0.1
-    """Its highest value."""
+    """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear", "step", "multistep", "exponential"] = "cosine"
-    """How the learning rate falls: not at all, to 0 at the end of the run, or by decay_rate."""
+    """Learning rate schedule; cosine and linear end at 0."""
     decay_epochs: tuple[Positive, ...] = (30.0,)
-    """When it is multiplied: every so many epochs (step, exponential), or at each (multistep)."""
+    """Epochs per decay (step, exponential), or epochs of each decay (multistep)."""
     decay_rate: Annotated[float, Gt(0), Lt(1)] = 0.1
-    """By what step, multistep and exponential multiply the learning rate."""
+    """Learning rate factor per decay (step, multistep, exponential)."""
     warmup_steps: CountOrZero = 0
-    """Steps over which the learning rate first rises from 0."""
-    momentum: Share = 0.9
-    """Of sgd."""
+    """Steps of linear learning rate warmup from 0."""
+    momentum: Fraction = 0.9
+    """Momentum of sgd."""
     nesterov: bool = False
-    """Whether sgd's momentum looks ahead (Nesterov)."""
+    """Use Nesterov momentum (sgd)."""
     classifier_learning_rate: Positive | None = None
-    """Highest learning rate of the layer that makes logits; that of the others by default."""
+    """Peak learning rate of the classifier layer; None is that of all other layers."""
     weight_decay: NonNegative = 0.0
-    """On kernels only, never on biases or norms."""
+    """Weight decay of kernels; biases and norms have none."""
     clip_norm: Positive | None = None
-    """Largest global norm of the gradient."""
-    label_smoothing: Share = 0.0
-    """Probability spread evenly over all classes in the training loss."""
+    """Clip the gradient to this global norm; None does not clip."""
+    label_smoothing: Fraction = 0.0
+    """Label smoothing of the training loss."""
     ema_decay: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Weight of the old average of the parameters; the average is what is evaluated."""
+    """Decay of the parameters' moving average (EMA), which is evaluated; None has no EMA."""
 
 
 @dataclass(frozen=True)
 class Mean(Section):
-    """One gradient of the examples' mean loss."""
+    """Gradient of the mean loss; a memory budget may split the batch into microbatches."""
 
     mode: Literal["mean"] = "mean"
-    """What is made of the examples' losses; a memory budget may split its batches."""
+    """Gradient mode; add --help to see the fields of another one."""
 
 
 @dataclass(frozen=True)
 class Microbatch(Section):
-    """The same gradient, summed over parts of the batch."""
+    """Gradient of the mean loss, accumulated over microbatches."""
 
     mode: Literal["microbatch"] = "microbatch"
-    """What is made of the examples' losses."""
+    """Gradient mode; add --help to see the fields of another one."""
     microbatches: Count = 2
-    """Parts that a batch is split into, one after the other."""
+    """Number of microbatches that each batch is split into."""
 
 
 @dataclass(frozen=True)
 class PerExample(Section):
-    """The mean gradient, and how the examples' gradients differ: the gradient noise scale."""
+    """Gradient of the mean loss, and the gradient noise scale from per-example gradients."""
 
     mode: Literal["per_example"] = "per_example"
-    """What is made of the examples' losses."""
+    """Gradient mode; add --help to see the fields of another one."""
 
 
 @dataclass(frozen=True)
 class Clipped(Section):
-    """Each example's gradient scaled to a norm; with noise, differentially private training."""
+    """Per-example gradient clipping; with noise, differentially private training (DP-SGD)."""
 
     mode: Literal["clipped"] = "clipped"
-    """What is made of the examples' losses."""
+    """Gradient mode; add --help to see the fields of another one."""
     clip: Positive = 1.0
-    """Largest norm of one example's gradient."""
+    """Clipping norm of per-example gradients."""
     per_layer: bool = False
-    """Whether each parameter array's part is clipped by itself, to an equal share of clip."""
+    """Clip the gradient of each parameter array separately, to an equal share of clip."""
     quantile: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Share of examples that clip is adapted to, step by step, to leave as they are."""
+    """Adaptive clipping: fraction of examples to leave unclipped; None keeps clip constant."""
     automatic: Positive | None = None
-    """Multiplies each gradient by clip / (its norm + this), instead of clipping longer ones."""
+    """Automatic clipping: scale each gradient by clip / (norm + this value); None clips."""
     microbatches: Count = 1
-    """Parts that a batch is split into, one after the other."""
-    epsilon: Annotated[float, Gt(0), Le(MOST_EPSILON)] | None = None
-    """Privacy that the whole run may spend; the noise follows from it. Needs delta."""
+    """Number of microbatches that each batch is split into."""
+    epsilon: Annotated[float, Gt(0), Le(MAX_EPSILON)] | None = None
+    """Privacy budget of the whole run, which sets the noise; needs delta."""
     delta: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Chance that is left out of the promise of epsilon; less than 1 / training examples."""
+    """Privacy delta; choose less than 1 / number of training examples."""
     noise_multiplier: Positive | None = None
-    """Standard deviation of the noise, in clips; instead of epsilon. Needs delta."""
+    """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
     accountant: Literal["pld", "rdp"] = "pld"
-    """How epsilon is reckoned: privacy loss distributions, or Renyi differential privacy."""
+    """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
 
     @property
     def is_private(self) -> bool:
-        """Whether noise is added, and batches are sampled for it."""
+        """Whether training is differentially private: noise and Poisson sampling."""
         return self.epsilon is not None or self.noise_multiplier is not None
 
 
 @dataclass(frozen=True)
 class Train(Section):
-    """The length of the run, and what it reports on the way."""
+    """Length, precision and random seed of the run."""
 
     epochs: Positive = 10.0
     """Passes over the training examples."""
     steps: Count | None = None
-    """Training steps; overrides epochs."""
+    """Number of training steps; overrides epochs."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Of activations and their gradients; parameters, optimizer and losses stay float32."""
+    """Dtype of activations and their gradients; parameters and optimizer stay float32."""
     seed: Seed = 0
-    """Of initial values, order of examples, augmentation and dropout."""
+    """Random seed of initialization, data order, augmentation and dropout."""
     log_every: Count = 10
-    """Steps between two lines of metrics."""
+    """Steps between lines of metrics."""
     eval_every: Count | None = None
-    """Steps between two evaluations; once an epoch by default."""
+    """Steps between evaluations; None evaluates once per epoch."""
 
 
 @dataclass(frozen=True)
 class Mesh(Section):
-    """The devices that train together; of a CPU, its cores."""
+    """Device mesh; on CPU, each core can be a device."""
 
     data: Count = 1
-    """Groups of devices; each group holds the whole state."""
+    """Size of the data-parallel axis: number of replicas of the train state."""
     fsdp: Count = 1
-    """Devices of a group, over which parameters and optimizer state are spread."""
+    """Size of the FSDP axis: number of devices that share one replica."""
 
 
 @dataclass(frozen=True)
 class Checkpoint(Section):
-    """What is kept of the state on disk."""
+    """Checkpoints of the train state."""
 
     every: Count = 500
-    """Steps between two checkpoints; the last step always makes one."""
+    """Steps between checkpoints; the last step is always saved."""
     keep: Count = 2
-    """How many of the newest are kept."""
+    """Number of newest checkpoints to keep."""
     best: bool = True
-    """Keep the best as well: of highest test mean IoU, or accuracy, or of lowest loss."""
+    """Also keep the best checkpoint by test mean IoU, accuracy or loss."""
 
 
 @dataclass(frozen=True)
-class Guard(Section):
-    """What is done about a step whose loss or gradient is not finite."""
+class Nonfinite(Section):
+    """Steps whose loss or gradient is NaN or infinite."""
 
     skip: bool = True
-    """Leave it out, and say which layer and examples it comes from; if not, the run ends, as it
-    always does in private training."""
-    max_bad_steps: Count = 10
-    """Steps left out in a row, after which the run ends."""
+    """Skip the update and report layer and examples; otherwise, or with privacy, the run ends."""
+    max_skipped: Count = 10
+    """Consecutive skipped steps after which the run ends."""
 
 
 @dataclass(frozen=True)
 class Tracking(Section):
-    """Where metrics go beside metrics.jsonl."""
+    """Experiment trackers, in addition to metrics.jsonl."""
 
     tensorboard: bool = False
-    """Into the run's folder, for TensorBoard; needs tensorboardX."""
+    """Write TensorBoard event files to the run folder; needs tensorboardX."""
     wandb: bool = False
-    """To Weights & Biases; needs wandb, which has its own settings."""
-
-
-# An older run's config.json has these names.
-_FORMER_POLICIES = {"keep": "none", "named": "norms", "products": "dots"}
-
-
-def _renamed(policy: Any) -> Any:
-    return _FORMER_POLICIES.get(policy, policy) if isinstance(policy, str) else policy
+    """Log to Weights & Biases; needs wandb, which has its own settings."""
 
 
 @dataclass(frozen=True)
 class Memory(Section):
-    """What training may hold, and what it does to hold less."""
+    """Memory budget and rematerialization (gradient checkpointing)."""
 
-    budget: Amount | None = None
-    """Most that training may hold on a device (4GiB, 4096MB); what follows is chosen to fit."""
-    policy: Annotated[
-        Literal["auto", "none", "norms", "dots", "segments", "offload"], BeforeValidator(_renamed)
-    ] = "auto"
-    """Remat policy; auto chooses the fastest that fits the budget, or none without a budget."""
+    budget: Bytes | None = None
+    """Memory limit per device, such as 4GiB; the program picks policy and microbatches to fit."""
+    policy: Literal["auto", "none", "norms", "dots", "segments", "offload"] = "auto"
+    """Remat policy; auto is the fastest that fits the budget, or none without a budget."""

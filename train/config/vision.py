@@ -1,4 +1,4 @@
-"""Networks for images: a label each, or one for every pixel."""
+"""Networks for image classification and semantic segmentation."""
 
 import functools
 from dataclasses import dataclass
@@ -20,27 +20,27 @@ Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
 
 @dataclass(frozen=True)
 class PreactResNet(Section):
-    """A pre-activation residual network (He et al. 2016) for small images."""
+    """Pre-activation ResNet for small images (He et al. 2016)."""
 
     name: Literal["preact_resnet"] = "preact_resnet"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
-    """Channels of each stage; each stage after the first halves the image."""
+    """Channels of each stage; each stage after the first halves the resolution."""
     blocks_per_stage: Count = 2
-    """Residual blocks of each stage."""
+    """Residual blocks per stage."""
     stem_width: Count | None = None
-    """Channels of the first convolution; those of the first stage by default."""
+    """Channels of the first convolution; None is the first stage's width."""
     first_stride: Literal[1, 2] = 1
-    """2: the first stage halves the image as well, which makes the network much cheaper."""
+    """Stride of the first stage; 2 makes the network much cheaper."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.preact_resnet(
             num_classes=num_classes, in_channels=image_shape[-1], **options(self)
         )
@@ -48,95 +48,95 @@ class PreactResNet(Section):
 
 @dataclass(frozen=True)
 class ResNet9(Section):
-    """A shallow residual network that learns small images in few epochs (Page 2018)."""
+    """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
 
     name: Literal["resnet9"] = "resnet9"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     widths: tuple[Count, Count, Count] = (128, 256, 512)
-    """Channels of the three stages, each of which halves the image."""
+    """Channels of the three stages; each halves the resolution."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.resnet9(num_classes=num_classes, in_channels=image_shape[-1], **options(self))
 
 
 @dataclass(frozen=True)
 class ResNet(Section):
-    """A residual network (He et al. 2015)."""
+    """ResNet (He et al. 2015)."""
 
     name: Literal["resnet"] = "resnet"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     depth: Literal[18, 34, 50, 101, 152] = 50
-    """Layers."""
+    """Number of layers."""
     activation: Activation = "leaky_relu"
-    """After every norm but a block's last, and after every sum."""
+    """Activation after every norm but a block's last, and after every residual sum."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Stem = "7x7"
-    """The first convolution, or three of 3x3; small, one of 3x3, keeps the image's size."""
+    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
     dilation: Dilation = (1, 1, 1, 1)
-    """Of each stage; one that is dilated has no stride."""
+    """Dilation of each stage; dilated stages have no stride."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.resnet(num_classes=num_classes, in_channels=image_shape[-1], **options(self))
 
 
 @dataclass(frozen=True)
 class ResNeXt(Section):
-    """A residual network of grouped convolutions (Xie et al. 2017), pre-activation."""
+    """ResNeXt with pre-activation (Xie et al. 2017)."""
 
     name: Literal["resnext"] = "resnext"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     depth: Literal[50, 101, 152] = 50
-    """Layers."""
+    """Number of layers."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Stem = "7x7"
-    """The first convolution, or three of 3x3; small, one of 3x3, keeps the image's size."""
+    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
     dilation: Dilation = (1, 1, 1, 1)
-    """Of each stage; one that is dilated has no stride."""
+    """Dilation of each stage; dilated stages have no stride."""
     groups: Count = 64
-    """Of each 3x3 convolution; divides 128."""
+    """Groups of each 3x3 convolution; must divide 128."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.resnext(num_classes=num_classes, in_channels=image_shape[-1], **options(self))
 
 
 @dataclass(frozen=True)
 class WiderResNet(Section):
-    """A residual network of few, wide blocks (Wu et al. 2016), pre-activation."""
+    """Wider ResNet with pre-activation (Wu et al. 2016)."""
 
     name: Literal["wider_resnet"] = "wider_resnet"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     depth: Literal[16, 20, 38] = 38
-    """Layers."""
+    """Number of layers."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     a2: bool = False
-    """The form with strides in place of maxima, and dropout in its last two stages."""
+    """Use the A2 variant: strides instead of max pooling, dropout in the last two stages."""
     dilated: bool = False
-    """Of a2: dilated in place of the last two strides."""
+    """Dilate the last two stages instead of striding them (A2 only)."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.wider_resnet(
             num_classes=num_classes, in_channels=image_shape[-1], **options(self)
         )
@@ -144,27 +144,27 @@ class WiderResNet(Section):
 
 @dataclass(frozen=True)
 class DenseNet(Section):
-    """A dense network (Huang et al. 2017)."""
+    """DenseNet (Huang et al. 2017)."""
 
     name: Literal["densenet"] = "densenet"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     depth: Literal[121, 169, 201, 264] = 121
-    """Layers."""
+    """Number of layers."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Stem = "7x7"
-    """The first convolution, or three of 3x3; small, one of 3x3, keeps the image's size."""
+    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
     dilation: Dilation = (1, 1, 1, 1)
-    """Of each stage; before one that is dilated nothing is pooled."""
+    """Dilation of each stage; there is no pooling before a dilated stage."""
     growth: Count = 32
-    """Channels that each layer adds."""
+    """Growth rate: channels that each layer adds."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.densenet(
             num_classes=num_classes, in_channels=image_shape[-1], **options(self)
         )
@@ -172,45 +172,45 @@ class DenseNet(Section):
 
 @dataclass(frozen=True)
 class RevNet(Section):
-    """A reversible residual network: within a stage, nothing is kept per block."""
+    """RevNet: its backward pass recomputes activations and saves none per block."""
 
     name: Literal["revnet"] = "revnet"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
-    """Channels of each stage, both halves together; each stage after the first halves the image."""
+    """Channels of each stage; each stage after the first halves the resolution."""
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
-    """Coupled blocks of each stage; each is worth two residual blocks."""
+    """Reversible blocks per stage; each is worth two residual blocks."""
     bottleneck: bool = False
-    """Whether a block is three convolutions, narrow between, or two of full width."""
+    """Use bottleneck blocks of three convolutions instead of two."""
     activation: Activation = "leaky_relu"
-    """Activation in every in-place activated batch norm."""
+    """Activation of every in-place activated batch norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     small_images: bool = True
-    """Whether the stem keeps the image's size; if not, it quarters height and width."""
+    """Use a stem at full resolution; otherwise it divides height and width by 4."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         return models.revnet(num_classes=num_classes, in_channels=image_shape[-1], **options(self))
 
 
 @dataclass(frozen=True)
 class Mlp(Section):
-    """A multilayer perceptron on flattened images."""
+    """Multilayer perceptron on flattened images."""
 
     name: Literal["mlp"] = "mlp"
-    """The family of networks."""
+    """Network; add --help to see the fields of another one."""
     hidden: tuple[Count, ...] = (256, 256)
-    """Sizes of the hidden layers."""
+    """Widths of the hidden layers."""
     activation: Literal["relu", "leaky_relu", "elu", "softplus", "gelu", "silu", "tanh"] = "relu"
     """Activation between layers."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images of that shape."""
+        """Build the network for images of a shape."""
         return models.mlp(num_classes=num_classes, in_shape=image_shape, **options(self))
 
 
-Body = Literal[
+Backbone = Literal[
     "resnet18",
     "resnet34",
     "resnet50",
@@ -231,48 +231,50 @@ Body = Literal[
 
 @dataclass(frozen=True)
 class DeepLab(Section):
-    """A segmentation network: DeepLabV3 (Chen et al. 2017) on a dilated body."""
+    """DeepLabV3 for semantic segmentation (Chen et al. 2017)."""
 
     name: Literal["deeplab"] = "deeplab"
-    """The family of networks."""
-    body: Body = "resnet50"
-    """The network that makes the features, an eighth of the image's size."""
+    """Network; add --help to see the fields of another one."""
+    backbone: Backbone = "resnet50"
+    """Backbone, whose features have an eighth of the image's resolution."""
     activation: Activation = "leaky_relu"
-    """After every norm."""
+    """Activation after every norm."""
     activation_param: float | None = None
-    """Slope of leaky_relu (0.01 by default) or alpha of elu (1 by default), above 0."""
+    """Slope of leaky_relu (None is 0.01) or alpha of elu (None is 1), above 0."""
     norm: Norm = "abn"
-    """In place; plain batch norm; or group norm, by which no example depends on another."""
+    """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Literal["7x7", "3x3"] = "7x7"
-    """What of the body meets the image; wider networks have one of their own."""
+    """Stem of the backbone: a 7x7 convolution or three 3x3; wider ResNets have their own."""
     hidden: Count = 256
-    """Channels of each branch of the head."""
+    """Channels of each branch of the head (ASPP)."""
     dilations: Annotated[tuple[Count, ...], MinLen(1)] = (12, 24, 36)
-    """Of the head's 3x3 convolutions, in features."""
+    """Dilations of the head's 3x3 convolutions."""
     pooling_size: tuple[Count, Count] | None = None
-    """Features over which the head's mean is taken in evaluation; the whole image by default."""
+    """Window of the head's average pooling in evaluation; None is the whole image."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
-        wider = self.body.startswith("wider")
+        wider = self.backbone.startswith("wider")
         if wider and self.stem != "7x7":
-            raise ValueError(f"stem: {self.body} has one of its own; leave model.stem out")
-        thin = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4), "stem": self.stem}
+            raise ValueError(f"stem: {self.backbone} has its own stem; leave model.stem out")
+        dilated = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4), "stem": self.stem}
         channels = image_shape[-1]
-        body = models.get(self.body, num_classes=None, in_channels=channels, **common, **thin)
+        backbone = models.get(
+            self.backbone, num_classes=None, in_channels=channels, **common, **dilated
+        )
         image = jax.ShapeDtypeStruct((1, 64, 64, channels), np.float32)
-        params, state = jax.eval_shape(body.init, jax.random.key(0))
+        params, state = jax.eval_shape(backbone.init, jax.random.key(0))
         features, _ = jax.eval_shape(
-            functools.partial(body.apply, train=False), params, state, image
+            functools.partial(backbone.apply, train=False), params, state, image
         )
         return models.deeplab(
-            body,
+            backbone,
             features[-1].shape[-1],
             num_classes=num_classes,
             hidden=self.hidden,
             dilations=self.dilations,
             pooling_size=self.pooling_size,
-            interpolate=False,  # the task's loss does
+            interpolate=False,  # the loss upsamples the logits
             **common,
         )

@@ -53,7 +53,7 @@ def load(config: ArrayFile) -> Dataset:
     if offset:
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
     else:
-        ids = split_by_class(labels[0], config.test_share, config.split_seed)
+        ids = split_by_class(labels[0], config.test_fraction, config.split_seed)
         labels = [labels[0][which] for which in ids]
     train, test = (
         {"id": which.astype(np.int32), "label": label}
@@ -66,7 +66,7 @@ def load(config: ArrayFile) -> Dataset:
         area=(1.0, 1.0),
         padding=config.padding,
         flip=config.flip,
-        jitter=0.0,
+        color_jitter=0.0,
         lighting=0.0,
         cutout=0,
         fill=(),

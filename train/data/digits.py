@@ -23,7 +23,7 @@ def load(config: Digits) -> Dataset:
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
-    train, test = split_by_class(labels, config.test_share, config.split_seed)
+    train, test = split_by_class(labels, config.test_fraction, config.split_seed)
 
     def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
         return batch | {"image": shifted(batch["image"], config.max_shift, generator)}

@@ -59,17 +59,17 @@ def held_out_folder(root: Path, name: str | None) -> str:
     """
     there = folders_in(root)
     if name == "train":
-        raise UserError(f"data.held_out: {root / name} is trained on; name another folder")
+        raise UserError(f"data.test_split: {root / name} is trained on; name another folder")
     if name is not None:
         if name not in there:
-            raise UserError(f"data.held_out: no folder {root / name}{nearest(name, there)}")
+            raise UserError(f"data.test_split: no folder {root / name}{nearest(name, there)}")
         return name
     for usual in ("val", "test"):
         if usual in there:
             return usual
     raise UserError(
         f"data.path: no folder {root / 'val'} or {root / 'test'} to test on; "
-        f"data.held_out names another{_there(there)}"
+        f"data.test_split names another{_there(there)}"
     )
 
 

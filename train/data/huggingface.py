@@ -53,7 +53,7 @@ def load(config: HuggingFace) -> Dataset:
     classes = class_names(labels, named, f"data.label: {label} in {config.path}")
     places = [np.arange(len(part)) for part in labels]
     if len(parts) == 1:
-        places = [*split_by_class(labels[0], config.test_share, config.split_seed)]
+        places = [*split_by_class(labels[0], config.test_fraction, config.split_seed)]
         labels = [labels[0][which] for which in places]
         names, parts = names * 2, parts * 2
     files = [
@@ -183,11 +183,11 @@ def _parts(config: HuggingFace, there: list[str]) -> list[str]:
         raise UserError(
             f"data.path: {config.path} has no split {_TRAINING}{there_are(there, 'splits')}"
         )
-    name = config.held_out
+    name = config.test_split
     if name is not None and (name not in there or name == _TRAINING):
         others = [split for split in there if split != _TRAINING]
         raise UserError(
-            f"data.held_out: no split {name} in {config.path} to test on{nearest(name, others)}"
+            f"data.test_split: no split {name} in {config.path} to test on{nearest(name, others)}"
             f"{there_are(others, 'others')}"
         )
     name = name or next((split for split in _HELD_OUT if split in there), None)
@@ -225,13 +225,13 @@ def _compare(name: str, features: Mapping[str, Any], wanted: Mapping[str, Any]) 
     for column, feature in wanted.items():
         if column not in features:
             raise UserError(
-                f"data.held_out: the split {name} has no column {column}"
+                f"data.test_split: the split {name} has no column {column}"
                 f"{there_are(list(features), 'columns')}"
             )
         kinds = [(type(f), getattr(f, "names", None)) for f in (features[column], feature)]
         if kinds[0] != kinds[1]:
             raise UserError(
-                f"data.held_out: {column} of the split {name} is {features[column]}, and "
+                f"data.test_split: {column} of the split {name} is {features[column]}, and "
                 f"{feature} of {_TRAINING}"
             )
 

@@ -25,7 +25,7 @@ from train.errors import UserError
 if TYPE_CHECKING:  # it imports JAX, which processes that decode images do without
     from train.config import HuggingFace, ImageFolder
 
-Crop = Literal["resized", "padded", "reflected", "centre"]
+Crop = Literal["resized", "padded", "reflected", "center"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainingImages:
       area: smallest and largest share of the image that a resized crop takes.
       padding: pixels of the border.
       flip: mirror each image with probability 1/2.
-      jitter: strength of the colour jitter.
+      color_jitter: strength of the colour color_jitter.
       lighting: standard deviation of the lighting.
       cutout: side of the square that is cut out.
       fill: mean colour, which stands for what is cut out or cannot be read.
@@ -55,7 +55,7 @@ class TrainingImages:
     area: tuple[float, float]
     padding: int
     flip: bool
-    jitter: float
+    color_jitter: float
     lighting: float
     cutout: int
     fill: tuple[int, ...]
@@ -70,7 +70,7 @@ class TrainingImages:
             area=(config.min_area, 1.0),
             padding=config.padding,
             flip=config.flip,
-            jitter=config.jitter,
+            color_jitter=config.color_jitter,
             lighting=config.lighting,
             cutout=config.cutout,
             fill=in_bytes(config.mean),
@@ -81,12 +81,12 @@ class TrainingImages:
         drawn: Arrays = {}
         if self.crop == "resized":
             drawn["crop"] = generator.random((n, RESIZED_CROP_DRAWS))
-        elif self.crop != "centre":
+        elif self.crop != "center":
             drawn["move"] = generator.integers(0, 2 * self.padding + 1, (n, 2))
         if self.flip:
             drawn["flip"] = generator.random(n) < 0.5
-        if self.jitter or self.lighting:
-            drawn |= draw_colours(n, self.jitter, self.lighting, generator)
+        if self.color_jitter or self.lighting:
+            drawn |= draw_colours(n, self.color_jitter, self.lighting, generator)
         if self.cutout:
             drawn["cutout"] = generator.random((n, 2))
         return drawn

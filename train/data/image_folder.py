@@ -37,9 +37,9 @@ def load(config: ImageFolder) -> Dataset:
         crops do not go together.
     """
     check_cut(config)
-    if config.keep and config.crop == "resized":
+    if config.cache and config.crop == "resized":
         raise UserError(
-            "data.keep: resized crops are decoded anew each time; give data.crop padded, "
+            "data.cache: resized crops are decoded anew each time; give data.crop padded, "
             "reflected or centre"
         )
     if config.border and config.crops != 10:
@@ -49,7 +49,7 @@ def load(config: ImageFolder) -> Dataset:
         )
     root = Path(config.path)
     train = training_folder(root, "train/ and val/ or test/, each with a folder a class")
-    held_out = root / held_out_folder(root, config.held_out)
+    held_out = root / held_out_folder(root, config.test_split)
     classes = folders_in(train)
     _compare(train, classes, held_out, folders_in(held_out))
     files, labels = zip(*(_files(folder, classes) for folder in (train, held_out)), strict=True)
@@ -70,13 +70,13 @@ def load(config: ImageFolder) -> Dataset:
     evaluation = EvaluationImages(folder, *sizes, config.crops, training.fill, config.border)
     workers = Workers(config.workers)
 
-    if config.keep:
+    if config.cache:
         whole = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
         kept = KeptImages(whole, paths[:at], workers), KeptImages(evaluation, paths[at:], workers)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         drawn = training.draw(size(rows), generator)
-        if config.keep:
+        if config.cache:
             made = kept[0](rows["id"])
             made["image"] = training.augmented(made["image"], drawn)
         else:
@@ -84,7 +84,7 @@ def load(config: ImageFolder) -> Dataset:
         return mixed(rows | made, config.mixup, generator) if config.mixup else rows | made
 
     def prepare(rows: Arrays) -> Arrays:
-        if config.keep:
+        if config.cache:
             return rows | kept[1](rows["id"] - at)
         return rows | workers(evaluation, {"path": paths[rows["id"]]})
 

@@ -55,7 +55,7 @@ def split_by_class(labels: np.ndarray, share: float, seed: int) -> tuple[np.ndar
             np.arange(len(labels)), test_size=share, stratify=labels, random_state=seed
         )
     except ValueError as error:
-        raise UserError(f"data.test_share: {share} does not work: {error}") from error
+        raise UserError(f"data.test_fraction: {share} does not work: {error}") from error
     return train, test
 
 

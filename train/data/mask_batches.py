@@ -69,7 +69,7 @@ class TrainingMasks:
       classes: how many labels there are.
       scale: smallest and largest; 1 is that of evaluation.
       flip: mirror each image with probability 1/2.
-      jitter: strength of the colour jitter.
+      color_jitter: strength of the colour color_jitter.
       lighting: standard deviation of the lighting.
       fill: mean colour, where there is no image.
     """
@@ -79,7 +79,7 @@ class TrainingMasks:
     classes: int
     scale: tuple[float, float]
     flip: bool
-    jitter: float
+    color_jitter: float
     lighting: float
     fill: tuple[int, ...]
 
@@ -88,8 +88,8 @@ class TrainingMasks:
         drawn: Arrays = {"place": generator.random((n, 3))}
         if self.flip:
             drawn["flip"] = generator.random(n) < 0.5
-        if self.jitter or self.lighting:
-            drawn |= draw_colours(n, self.jitter, self.lighting, generator)
+        if self.color_jitter or self.lighting:
+            drawn |= draw_colours(n, self.color_jitter, self.lighting, generator)
         return drawn
 
     def __call__(self, rows: Arrays) -> Arrays:

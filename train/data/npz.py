@@ -51,7 +51,7 @@ def parts_of(config: ArrayFile) -> list[Part]:
         test = _test_part(config, root, there)
         if test is None and any(held_out):
             raise UserError(
-                f"data.held_out: {root} holds neither val.npz nor test.npz; name the file with "
+                f"data.test_split: {root} holds neither val.npz nor test.npz; name the file with "
                 f"{' and '.join(filter(None, held_out))}{there_are(there, 'files')}"
             )
         parts += [_part(root / f"{test}.npz", ("", test), held_out)] if test else []
@@ -63,7 +63,7 @@ def parts_of(config: ArrayFile) -> list[Part]:
             parts.append(_part(root, (test or _HELD_OUT[-1],), held_out))
     if len(parts) == 2 and parts[0][:2] == parts[1][:2]:
         raise UserError(
-            f"data.held_out: {parts[0].images} in {parts[0].path} would be trained on and tested "
+            f"data.test_split: {parts[0].images} in {parts[0].path} would be trained on and tested "
             "on; name other images for one of them"
         )
     return parts
@@ -110,10 +110,10 @@ def read(path: Path, name: str) -> np.ndarray:
 
 def _test_part(config: ArrayFile, root: Path, there: Collection[str]) -> str | None:
     """The part to test on: the one that is named, else val or test, else none."""
-    name = config.held_out
+    name = config.test_split
     if name is not None and name not in there:
         raise UserError(
-            f"data.held_out: no part {name} in {root}{nearest(name, there)}"
+            f"data.test_split: no part {name} in {root}{nearest(name, there)}"
             f"{there_are(sorted(there), 'parts')}"
         )
     return name or next((part for part in _HELD_OUT if part in there), None)

@@ -49,7 +49,7 @@ def load(config: SegmentationFolder) -> Dataset:
         classes=len(names),
         scale=config.scale,
         flip=config.flip,
-        jitter=config.jitter,
+        color_jitter=config.color_jitter,
         lighting=config.lighting,
         fill=fill,
     )
@@ -91,17 +91,17 @@ def load(config: SegmentationFolder) -> Dataset:
 def _splits(root: Path, config: SegmentationFolder) -> tuple[list[Pair], list[Pair]]:
     """Pairs to train and to test on, paths relative to the root."""
     if _holds_pairs(root):
-        if config.held_out is not None:
+        if config.test_split is not None:
             raise UserError(
-                f"data.held_out: {root} itself holds images/ and masks/, of which data.test_share "
-                "is held out; put what is to be trained on into train/"
+                f"data.test_split: {root} itself holds images/ and masks/, and data.test_fraction "
+                "of them is held out; move the training images into train/"
             )
         pairs = _pairs(root, "")
         order = np.random.default_rng(config.split_seed).permutation(len(pairs))
-        held_out = round(config.test_share * len(pairs))
+        held_out = round(config.test_fraction * len(pairs))
         if not 0 < held_out < len(pairs):
             raise UserError(
-                f"data.test_share: {config.test_share} of {len(pairs)} images leaves none to "
+                f"data.test_fraction: {config.test_fraction} of {len(pairs)} images leaves none to "
                 f"{'train' if held_out else 'test'} on"
             )
         test = set(order[:held_out].tolist())
@@ -110,7 +110,7 @@ def _splits(root: Path, config: SegmentationFolder) -> tuple[list[Pair], list[Pa
             split[i in test].append(pair)
         return split
     training_folder(root, "images/ and masks/, or train/ and val/ or test/, each with both")
-    held_out_name = held_out_folder(root, config.held_out)
+    held_out_name = held_out_folder(root, config.test_split)
     for name in ("train", held_out_name):
         if not _holds_pairs(root / name):
             missing = [n for n in ("images", "masks") if not (root / name / n).is_dir()]

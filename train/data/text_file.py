@@ -104,7 +104,7 @@ def _split(documents: list[range], config: TextFile) -> tuple[list[range], list[
     """Spans to train and to test on: whole documents, or the one text's parts."""
     generator = None if config.split_seed is None else np.random.default_rng(config.split_seed)
     n = len(documents) if config.separator else sum(map(len, documents))
-    held_out = round(config.test_share * n)
+    held_out = round(config.test_fraction * n)
     if config.separator:
         order = np.arange(n) if generator is None else generator.permutation(n)
         chosen = [documents[i] for i in order]

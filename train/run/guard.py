@@ -58,7 +58,7 @@ class Guard:
           wait: whether the last step is waited for.
 
         Raises:
-          TrainingError: after more than ``guard.max_bad_steps`` in a row.
+          TrainingError: after more than ``nonfinite.max_skipped`` in a row.
         """
         while len(self._taken) > (0 if wait else 1):
             taken = self._taken.popleft()
@@ -67,11 +67,11 @@ class Guard:
                 continue
             self.in_a_row += 1
             self._note(taken, state)
-            most = self._run.config.guard.max_bad_steps
+            most = self._run.config.nonfinite.max_skipped
             if self.in_a_row > most:
                 raise TrainingError(
                     f"{self.in_a_row} steps in a row, up to {taken.step}, had a loss or gradient "
-                    f"that is not finite (guard.max_bad_steps {most}): {self._origin}; they were "
+                    f"that is not finite (nonfinite.max_skipped {most}): {self._origin}; they were "
                     f"left out, their examples are in {self._path}; the last checkpoint is from "
                     "before; a lower optim.learning_rate or optim.clip_norm may help"
                 )

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from train.config import Clipped
-from train.config.training import MOST_EPSILON
+from train.config.training import MAX_EPSILON
 from train.errors import UserError
 from train.run.process_memory import give_free_memory_back
 
@@ -112,10 +112,10 @@ def privacy_of(grad: Clipped, *, batch_size: int, examples: int, steps: int) -> 
     if grad.noise_multiplier is not None:
         noise = grad.noise_multiplier
         spent = Privacy(noise, probability, grad.delta, "rdp").epsilon(steps)
-        if spent > MOST_EPSILON:
+        if spent > MAX_EPSILON:
             raise UserError(
                 f"grad.noise_multiplier: {noise:g} keeps nothing private: {steps} steps spend "
-                f"epsilon {spent:.3g}, and above {MOST_EPSILON:g} it is not reckoned"
+                f"epsilon {spent:.3g}, and above {MAX_EPSILON:g} it is not reckoned"
             )
     else:
         assert grad.epsilon is not None

@@ -167,8 +167,8 @@ def setup(config: Config) -> Setup:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
     # What noise promises is reckoned for steps that are taken whatever their examples are.
-    guard = config.guard.skip and privacy is None
-    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=guard)
+    skip = config.nonfinite.skip and privacy is None
+    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=skip)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     if o.classifier_learning_rate and not any(
         jax.tree.leaves(optim.in_classifier(state_shapes.params))
