@@ -196,7 +196,7 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
         calls[name] = functools.partial(programs[name], params, x)
         if layer.decode is None:
             continue
-        cache = layer.decode.start(batch, t + 1, x.dtype)
+        cache = layer.decode.init_cache(batch, t + 1, x.dtype)
         tokens[name] = stepping(one_more(layer.decode, params, t), cache, x[:, :1])
     seconds, a_token = interleaved(calls, rounds), interleaved(tokens, rounds)
     base = seconds["attention"]

@@ -195,7 +195,7 @@ class _Sampling(NamedTuple):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read(model: Any, length: int, params: Any, state: Any, prompt: Array) -> tuple[Array, Any]:
     """The logits after the prompt, and the cache with room for ``length`` tokens more."""
-    cache = model.decode.start(prompt.shape[0], prompt.shape[1] + length)
+    cache = model.decode.init_cache(prompt.shape[0], prompt.shape[1] + length)
     read: tuple[Array, Any] = model.decode.extend(
         params, state, cache, prompt, jnp.zeros((), jnp.int32)
     )

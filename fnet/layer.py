@@ -1,4 +1,4 @@
-"""A layer is a pair of pure functions; combinators make layers from layers."""
+"""`Layer`, a pair of pure functions, and combinators: serial, residual, repeat."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,36 +15,59 @@ State = dict[str, Any]
 
 
 class Decode(NamedTuple):
-    """How a layer along time goes on from where it stopped, a few positions at a time.
+    """Incremental evaluation of a layer over the sequence, with a cache.
 
     Attributes:
-      start: ``start(batch, length, dtype) -> cache``: an empty past with room for
-        ``length`` positions; a pytree of arrays, of ``dtype`` where they hold
-        activations, ``{}`` for a layer without memory.
-      extend: ``extend(params, state, cache, x, position) -> (y, cache)``: what
-        ``apply(..., train=False)`` gives at the next t positions. ``x`` and ``y`` are
-        [B, t, D], t >= 1: a whole prompt, or one token; ``position``, int32 [], is how many
-        came before. State is read and never renewed.
+      init_cache: ``init_cache(batch, length, dtype) -> cache``. The cache is a pytree of
+        arrays with room for ``length`` positions; activations in it have ``dtype``. It is
+        ``{}`` for a layer without memory.
+      extend: ``extend(params, state, cache, x, position) -> (y, cache)``. It evaluates the
+        next t positions as ``apply(..., train=False)`` does on the whole sequence. ``x``
+        and ``y`` are [B, t, D] with t >= 1, a whole prompt or one token. ``position``,
+        int32 [], is the number of positions before them. The state is only read.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.causal_conv(3)
+      >>> params, _ = layer.init(jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (1, 6, 3))
+      >>> whole, _ = layer.apply(params, {}, x, train=False)
+      >>> cache = layer.decode.init_cache(1, 6, jnp.float32)
+      >>> first, cache = layer.decode.extend(params, {}, cache, x[:, :4], jnp.int32(0))
+      >>> last, cache = layer.decode.extend(params, {}, cache, x[:, 4:], jnp.int32(4))
+      >>> bool(jnp.allclose(jnp.concatenate([first, last], axis=1), whole))
+      True
     """
 
-    start: Callable[[int, int, DTypeLike], Any]
+    init_cache: Callable[[int, int, DTypeLike], Any]
     extend: Callable[[Params, State, Any, Array, Array], tuple[Array, Any]]
 
 
 class Layer(NamedTuple):
-    """A pure layer: how to make its arrays, and how to use them.
+    """A layer as a pair of pure functions, like ``(init, update)`` in optax.
 
     Attributes:
-      init: ``init(key) -> (params, state)``. ``key`` is a typed key
-        (``jax.random.key``). ``params`` are trained, ``state`` is not (running
-        statistics). Both are nested dicts of arrays, with nothing static in
-        them; a layer without either gives ``{}``. Sizes are arguments of the
-        layer, so ``jax.eval_shape(layer.init, key)`` needs no data.
-      apply: ``apply(params, state, x, *, key=None, train) -> (y, state)``.
-        ``train`` is a Python bool; ``key`` feeds layers that draw (dropout).
-        Layers along time [B, T, D] also take ``mask`` [B, T], True for a real token.
-      decode: of layers along time that can go on from where they stopped; None
-        for others.
+      init: ``init(key) -> (params, state)``. ``key`` is a typed key (``jax.random.key``).
+        ``params`` are trained; ``state``, such as running statistics, is not. Both are
+        nested dicts of arrays, or ``{}``. Sizes are arguments of the function that builds
+        the layer, so ``jax.eval_shape(layer.init, key)`` needs no data.
+      apply: ``apply(params, state, x, *, key=None, train) -> (y, state)``. ``train`` is a
+        Python bool. ``key`` is needed by random layers such as dropout. Layers over the
+        sequence [B, T, D] also take ``mask`` [B, T], True for a real token.
+      decode: A `Decode` for layers that can be evaluated incrementally, otherwise None.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> def init(key):
+      ...     return {"scale": jnp.ones(3)}, {}
+      >>> def apply(params, state, x, *, key=None, train):
+      ...     return x * params["scale"][None], state
+      >>> layer = fnet.Layer(init, apply)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, state = layer.apply(params, state, jnp.ones((2, 3)), train=True)
+      >>> y.shape
+      (2, 3)
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -53,7 +76,7 @@ class Layer(NamedTuple):
 
 
 def stateless(f: Callable[[Array], Array]) -> Layer:
-    """A layer without parameters or state that applies ``f`` to its input."""
+    """Build a layer without params or state that applies ``f`` to its input."""
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -69,7 +92,15 @@ def stateless(f: Callable[[Array], Array]) -> Layer:
 
 
 def init_children(children: dict[str, Layer], key: Array) -> tuple[Params, State]:
-    """Params and state of named layers, one independent key each; empty ones are left out."""
+    """Initialize layers by name, each with its own key.
+
+    Args:
+      children: layers by name.
+      key: a typed key.
+
+    Returns:
+      ``(params, state)``: dicts with one entry per child, without empty entries.
+    """
     params: Params = {}
     state: State = {}
     for i, (name, layer) in enumerate(children.items()):
@@ -90,12 +121,23 @@ def apply_child(
     train: bool,
     **inputs: Any,
 ) -> tuple[Array, State]:
-    """Applies ``children[name]``; returns its output and ``state`` with that child's part renewed.
+    """Apply ``children[name]`` to ``x`` and update its entry of the state.
 
-    ``inputs`` are further arguments of the child's ``apply``.
+    The child runs under ``jax.named_scope(name)``, so its operations carry its path in the
+    compiled program, in profiles and in memory reports.
 
-    The child runs under ``jax.named_scope(name)``, so that its operations carry
-    its path into the compiled program.
+    Args:
+      children: layers by name, as for `init_children`.
+      name: which of them.
+      params: of all children.
+      state: of all children.
+      x: input of the child [...], of any dtype.
+      key: key of the parent; each child derives its own from it.
+      train: as for `Layer`.
+      **inputs: further arguments of the child's ``apply``.
+
+    Returns:
+      ``(y, state)``: the child's output [...], and the state of all children.
     """
     child_key = None if key is None else jax.random.fold_in(key, list(children).index(name))
     with jax.named_scope(name):
@@ -106,21 +148,32 @@ def apply_child(
 
 
 def serial(*layers: Layer, **named: Layer) -> Layer:
-    """Layers applied one after the other.
+    """Compose layers in order.
 
     Args:
-      *layers: named ``"0"``, ``"1"``, ... in ``params`` and ``state``.
-      **named: further layers under names of their own, after ``layers``.
+      *layers: layers with the names ``"0"``, ``"1"``, ... in ``params`` and ``state``.
+      **named: further layers with names, applied after ``layers``.
 
     Returns:
-      A layer with ``params = {name: params of that layer}``, the same for ``state``.
+      A layer with ``params = {name: params of that layer}`` and ``state`` likewise.
 
     Raises:
-      ValueError: if a name is that of one of ``layers``.
+      ValueError: if a keyword equals the number of an unnamed layer.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> from fnet import layers
+      >>> net = fnet.serial(hidden=layers.dense(3, 8), act=layers.activation("relu"))
+      >>> params, state = net.init(jax.random.key(0))
+      >>> jax.tree.map(jnp.shape, params)
+      {'hidden': {'bias': (8,), 'kernel': (3, 8)}}
+      >>> y, state = net.apply(params, state, jnp.ones((2, 3)), train=True)
+      >>> y.shape
+      (2, 8)
     """
     numbered = {str(i): layer for i, layer in enumerate(layers)}
     if both := sorted(numbered.keys() & named.keys()):
-        raise ValueError(f"serial: {both} are the names of layers that are given without one")
+        raise ValueError(f"serial: the names {both} belong to unnamed layers; choose other names")
     children = numbered | named
 
     def apply(
@@ -134,17 +187,27 @@ def serial(*layers: Layer, **named: Layer) -> Layer:
 
 
 def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
-    """``y = shortcut(x) + body(x)`` (He et al. 2016); the shortcut is the identity by default.
+    """Add a shortcut to a layer: ``y = shortcut(x) + body(x)`` (He et al. 2016).
 
     Args:
       body: a layer.
-      shortcut: a layer that gives what ``body`` gives in shape; None: the identity.
+      shortcut: a layer whose output has the shape of the body's output; None: identity.
 
     Returns:
-      A layer with params and state ``{"body": ..., "shortcut": ...}``, without what is empty.
+      A layer with params and state ``{"body": ..., "shortcut": ...}``, without empty entries.
 
     Raises:
-      ValueError: if the two branches give different shapes.
+      ValueError: if the outputs of body and shortcut differ in shape.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> from fnet import layers
+      >>> block = fnet.residual(layers.dense(4, 4))
+      >>> params, state = block.init(jax.random.key(0))
+      >>> x = jnp.ones((2, 4))
+      >>> y, _ = block.apply(params, state, x, train=True)
+      >>> bool(jnp.allclose(y, x + x @ params["body"]["kernel"]))
+      True
     """
     children = {"body": body, "shortcut": shortcut or stateless(lambda x: x)}
 
@@ -164,24 +227,36 @@ def residual(body: Layer, shortcut: Layer | None = None) -> Layer:
 
 
 def repeat(layer: Layer, n: int) -> Layer:
-    """``n`` copies of ``layer`` in a row, compiled once: a scan over stacked parameters.
+    """Apply ``n`` copies of a layer in order, as a ``lax.scan`` over stacked parameters.
 
-    Every leaf of ``params`` and ``state`` gains a leading axis of length ``n``.
-    Copies differ in their initial values and keys, not in their code. On CPU a
-    convolution inside a scan is many times slower than outside: there, write
-    ``serial(*[layer] * n)``, which unrolls. The copies can be trained without their
-    gradients ever existing together: `fnet.autodiff.optimizer_in_backward`.
+    The layer is compiled once. The copies differ in parameters, state and keys. To train
+    them without materializing all their gradients at once, use
+    `fnet.autodiff.optimizer_in_backward`.
+
+    On CPU a convolution inside a scan is many times slower than outside. There, write
+    ``serial(*[layer] * n)``, which unrolls.
 
     Args:
-      layer: one that gives what it takes in shape and dtype.
-      n: how many copies, >= 1.
+      layer: a layer whose output has the shape and dtype of its input.
+      n: number of copies, >= 1.
 
     Returns:
-      A layer with the params and state of ``layer``, every leaf [n, ...].
+      A layer with the params and state of ``layer``, each leaf stacked to [n, ...].
 
     Raises:
       ValueError: if ``n < 1``.
-      TypeError: from JAX, when applied, if ``layer`` gives another shape or dtype than it takes.
+      TypeError: from JAX, when applied, if the layer changes the shape or dtype of its input.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> from fnet import layers
+      >>> tower = fnet.repeat(layers.dense(4, 4), 3)
+      >>> params, state = tower.init(jax.random.key(0))
+      >>> jax.tree.map(jnp.shape, params)
+      {'bias': (3, 4), 'kernel': (3, 4, 4)}
+      >>> y, _ = tower.apply(params, state, jnp.ones((2, 4)), train=True)
+      >>> y.shape
+      (2, 4)
     """
     check_sizes("repeat", n=n)
 
@@ -193,33 +268,38 @@ def repeat(layer: Layer, n: int) -> Layer:
     ) -> tuple[Array, State]:
         keys = None if key is None else jax.random.split(key, n)
 
-        def copy(p: Params, inputs: tuple[State, Array | None], x: Array) -> tuple[Array, State]:
-            s, k = inputs
+        def apply_copy(
+            p: Params, state_and_key: tuple[State, Array | None], x: Array
+        ) -> tuple[Array, State]:
+            s, k = state_and_key
             return layer.apply(p, s, x, key=k, train=train)
 
         if isinstance(params, UpdatedStack):
-            return params.scan(copy, (state, keys), x)
-        return jax.lax.scan(lambda x, pi: copy(*pi, x), x, (params, (state, keys)), length=n)
+            return params.scan(apply_copy, (state, keys), x)
+        return jax.lax.scan(lambda x, pi: apply_copy(*pi, x), x, (params, (state, keys)), length=n)
 
     return Layer(init, apply)
 
 
 def check_sizes(where: str, **sizes: int) -> None:
-    """Refuses sizes below 1.
+    """Raise ValueError if a size is below 1.
 
     Args:
-      where: whose they are, for the message.
-      **sizes: by name.
-
-    Raises:
-      ValueError: naming the first of them.
+      where: name of the calling function, for the message.
+      **sizes: sizes by name.
     """
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{where}: {name} must be at least 1, got {size}")
 
 
-def check_floating(where: str, x: Array) -> None:
-    """Refuses integers: cast to them, a kernel of small numbers is 0."""
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        raise TypeError(f"{where}: x must be floating, got {x.dtype}")
+def check_floating(where: str, **arrays: Array | None) -> None:
+    """Raise TypeError unless all arrays are floating; small parameters cast to integers are 0.
+
+    Args:
+      where: name of the calling function, for the message.
+      **arrays: arrays by name; None is skipped.
+    """
+    for name, array in arrays.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{where}: {name} must be floating, got {array.dtype}")

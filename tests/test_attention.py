@@ -126,7 +126,7 @@ def extended(layer, params, x, splits, length, dtype=np.float32):
     extend = jax.jit(layer.decode.extend)
     found = []
     for parts in splits:
-        cache, position, outputs = layer.decode.start(B, length, dtype), 0, []
+        cache, position, outputs = layer.decode.init_cache(B, length, dtype), 0, []
         for t in parts:
             y, cache = extend(params, {}, cache, x[:, position : position + t], jnp.int32(position))
             outputs.append(y)
@@ -144,7 +144,7 @@ def test_extending_by_parts_equals_the_whole(name):
     layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
     params, _ = initial(layer)
     x, length = inputs(), T if name == "plain" else T + 6
-    empty = layer.decode.start(B, length, np.float32)
+    empty = layer.decode.init_cache(B, length, np.float32)
     at_once = whole(layer, params, x)
     splits = [1] * 11, [6, 1, 1, 3]
     for y, cache in extended(layer, params, x, splits, length):
@@ -183,7 +183,7 @@ def test_a_nan_in_the_past_is_not_hidden():
 def generation(layer, length, steps):
     """``steps`` tokens in one compiled scan, the cache donated."""
     params, _ = jax.eval_shape(layer.init, jax.random.key(0))
-    cache = jax.eval_shape(functools.partial(layer.decode.start, 1, length, jnp.float32))
+    cache = jax.eval_shape(functools.partial(layer.decode.init_cache, 1, length, jnp.float32))
     x = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
 
     def run(params, cache, x):
@@ -223,7 +223,7 @@ def test_more_positions_than_a_cache_has_room_for_are_refused():
     with pytest.raises(ValueError, match="11 positions do not fit into a cache for 5"):
         extended(layer, initial(layer)[0], inputs(), [[11]], 5)
     with pytest.raises(ValueError, match="length of at least 1, got 0"):
-        layer.decode.start(1, 0, np.float32)
+        layer.decode.init_cache(1, 0, np.float32)
 
 
 def scans(jaxpr):
@@ -284,7 +284,7 @@ def test_inside_shard_map_each_device_goes_on_with_its_own_examples(window):
     every, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("data")
 
     def read(params, x):
-        cache = layer.decode.start(len(x), T, x.dtype)
+        cache = layer.decode.init_cache(len(x), T, x.dtype)
         return layer.decode.extend(params, {}, cache, x, jnp.int32(0))[0]
 
     f = jax.jit(jax.shard_map(read, mesh=mesh, in_specs=(every, rows), out_specs=rows))

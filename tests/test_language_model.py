@@ -103,7 +103,7 @@ def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers):
     whole, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
     extend = jax.jit(model.decode.extend)
     for prompt in (1, 5, T):
-        cache = model.decode.start(2, T, jnp.float32)
+        cache = model.decode.init_cache(2, T, jnp.float32)
         logits, cache = extend(params, state, cache, tokens()[:, :prompt], jnp.int32(0))
         chex.assert_trees_all_close(logits, whole[:, prompt - 1], atol=2e-5)
         for i in range(prompt, T):

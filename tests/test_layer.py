@@ -1,3 +1,5 @@
+"""Layer, its combinators, and what holds for all layers."""
+
 import functools
 
 import chex
@@ -30,8 +32,8 @@ def test_serial_composes_in_order_and_names_children():
     chex.assert_trees_all_close(y, hidden @ params["head"]["kernel"])
 
 
-def test_serial_refuses_a_name_that_a_nameless_layer_has():
-    with pytest.raises(ValueError, match=r"serial: \['0'\] are the names of layers"):
+def test_serial_rejects_a_name_that_numbers_an_unnamed_layer():
+    with pytest.raises(ValueError, match=r"serial: the names \['0'\] belong to unnamed layers"):
         serial(layers.dense(3, 4), **{"0": layers.dense(4, 2)})
 
 
@@ -62,23 +64,23 @@ def test_init_needs_no_data():
     ],
 )
 @pytest.mark.usefixtures("float64")
-def test_parameters_and_state_are_float32_where_jax_would_make_float64(layer):
-    made = jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0)))
-    assert {leaf.dtype for leaf in made} == {jnp.dtype("float32")}
+def test_params_and_state_are_float32_even_with_x64_enabled(layer):
+    leaves = jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0)))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
 
 
-def test_children_start_from_independent_keys():
+def test_children_are_initialized_with_different_keys():
     params, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(jax.random.key(0))
     assert not jnp.allclose(params["0"]["kernel"], params["1"]["kernel"])
 
 
-def test_adding_a_layer_keeps_the_initial_values_of_those_before_it():
+def test_appending_a_layer_keeps_initial_values_of_earlier_layers():
     short, _ = serial(layers.dense(4, 4)).init(jax.random.key(0))
     long, _ = serial(layers.dense(4, 4), layers.dense(4, 4)).init(jax.random.key(0))
     chex.assert_trees_all_equal(short["0"], long["0"])
 
 
-def test_serial_gives_each_child_a_key_of_its_own():
+def test_serial_gives_each_child_its_own_key():
     twice, _ = serial(noise(), noise()).apply(
         {}, {}, jnp.zeros(4), key=jax.random.key(2), train=True
     )
@@ -86,7 +88,7 @@ def test_serial_gives_each_child_a_key_of_its_own():
     assert not jnp.allclose(twice, 2 * first)
 
 
-def test_serial_threads_state_of_every_child():
+def test_serial_updates_the_state_of_every_child():
     layer = serial(a=layers.abn(2), b=layers.abn(2))
     params, state = layer.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (8, 2)) + 3.0
@@ -98,7 +100,7 @@ def test_serial_threads_state_of_every_child():
     chex.assert_trees_all_equal(after, frozen)
 
 
-def test_residual_adds_its_input_or_what_its_shortcut_makes_of_it():
+def test_residual_adds_its_input_or_its_shortcut():
     x = jnp.ones((2, 3))
     layer = residual(layers.dense(3, 3))
     params, state = layer.init(jax.random.key(0))
@@ -111,14 +113,14 @@ def test_residual_adds_its_input_or_what_its_shortcut_makes_of_it():
     chex.assert_trees_all_close(y, x @ kernels, atol=1e-6)
 
 
-def test_residual_with_unequal_branches_names_both_shapes():
+def test_residual_rejects_branches_of_different_shapes():
     layer = residual(layers.dense(3, 4))
     params, state = layer.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"body gives \(2, 4\), shortcut gives \(2, 3\)"):
         layer.apply(params, state, jnp.ones((2, 3)), train=True)
 
 
-def test_repeat_equals_its_copies_in_a_row():
+def test_repeat_matches_a_loop_over_copies():
     block = serial(layers.dense(3, 3), layers.abn(3))
     layer = repeat(block, 4)
     params, state = layer.init(jax.random.key(0))
@@ -126,7 +128,7 @@ def test_repeat_equals_its_copies_in_a_row():
     x = jax.random.normal(jax.random.key(1), (5, 3))
 
     @jax.jit
-    def in_a_row(params, state, x):
+    def loop_over_copies(params, state, x):
         states = []
         for i in range(4):
             p, s = jax.tree.map(lambda a, i=i: a[i], (params, state))
@@ -135,21 +137,21 @@ def test_repeat_equals_its_copies_in_a_row():
         return x, jax.tree.map(lambda *s: jnp.stack(s), *states)
 
     got = jax.jit(functools.partial(layer.apply, train=True))(params, state, x)
-    chex.assert_trees_all_close(got, in_a_row(params, state, x), atol=1e-6)
+    chex.assert_trees_all_close(got, loop_over_copies(params, state, x), atol=1e-6)
 
 
-def test_repeat_gives_each_copy_a_key_of_its_own():
+def test_repeat_gives_each_copy_its_own_key():
     y, _ = repeat(noise(), 2).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
     y1, _ = repeat(noise(), 1).apply({}, {}, jnp.zeros(4), key=jax.random.key(2), train=True)
     assert not jnp.allclose(y, 2 * y1)
 
 
-def test_repeat_needs_a_copy():
+def test_repeat_rejects_zero_copies():
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         repeat(layers.dense(2, 2), 0)
 
 
-def test_names_of_layers_reach_the_compiled_program():
+def test_layer_names_appear_in_the_compiled_program():
     layer = serial(stem=layers.dense(3, 3), head=stateless(jnp.sin))
     params, state = layer.init(jax.random.key(0))
     f = jax.jit(lambda p, x: layer.apply(p, state, x, train=True)[0])
@@ -174,7 +176,7 @@ def integers(*shape):
     ],
     ids=["causal_conv", "unembed", "dropout", "rotary", "add_noise", "denoised"],
 )  # fmt: skip
-def test_integers_are_refused_where_a_small_number_would_become_0(call):
+def test_rejects_integer_inputs(call):
     with pytest.raises(TypeError, match="floating, got int32"):
         call()
 
@@ -190,8 +192,7 @@ def test_integers_are_refused_where_a_small_number_would_become_0(call):
     ],
     ids=["avg_pool", "causal_conv", "mamba", "mamba2", "rg_lru"],
 )
-def test_examples_on_explicit_axes_stay_where_they_are(layer, shape):
-    """What `jax.make_mesh` makes: the sharding is a part of each array's type."""
+def test_explicit_sharding_over_examples_is_kept(layer, shape):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     params, state = layer.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), shape)
@@ -216,12 +217,12 @@ def test_examples_on_explicit_axes_stay_where_they_are(layer, shape):
         (layers.dynamic_tanh, "d"),
     ],
 )
-def test_a_norm_of_nothing_is_refused(norm, name):
+def test_norms_reject_zero_channels(norm, name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         norm(0)
 
 
-def test_mistakes_in_plain_batch_norm_bear_its_name():
+def test_batch_norm_errors_name_batch_norm():
     layer = layers.batch_norm(2)
     params, state = layer.init(jax.random.key(0))
     state["running_mean"] = jnp.zeros(3)
@@ -229,24 +230,24 @@ def test_mistakes_in_plain_batch_norm_bear_its_name():
         layer.apply(params, state, jnp.ones((4, 2)), train=True)
 
 
-def test_copies_of_repeat_begin_with_values_of_their_own():
+def test_copies_of_repeat_have_different_initial_values():
     params, _ = repeat(layers.dense(3, 3), 2).init(jax.random.key(0))
     first, second = params["kernel"]
     assert jnp.abs(first - second).min() > 0
 
 
-def test_blocks_of_a_stack_begin_with_values_of_their_own():
+def test_blocks_of_a_stack_have_different_initial_values():
     params, _ = layers.stack(4, [layers.Block(layers.dense(4, 4))] * 2).init(jax.random.key(0))
     first, second = (params[i]["mixer"]["kernel"] for i in "01")
     assert jnp.abs(first - second).min() > 0
 
 
-def test_each_branch_of_each_block_drops_by_a_mask_of_its_own():
+def test_each_branch_of_each_block_draws_its_own_dropout_mask():
     ones = stateless(jnp.ones_like)
     stack = layers.stack(16, [layers.Block(ones, ones)] * 2, dropout=0.5)
     params, _ = stack.init(jax.random.key(0))
     y, _ = stack.apply(params, {}, jnp.zeros((4, 16, 16)), key=jax.random.key(1), train=True)
-    # Four independent masks of 0 or 2, added up: 0 or 8 in one place of sixteen each.
+    # The sum of four independent masks of 0 or 2 is binomial.
     values, counts = np.unique(y, return_counts=True)
     assert values.tolist() == [0, 2, 4, 6, 8]
     np.testing.assert_allclose(counts / y.size, np.array([1, 4, 6, 4, 1]) / 16, atol=0.06)

@@ -1,4 +1,4 @@
-"""The layers around the scans: `mamba`, `mamba2`, `rg_lru`."""
+"""Recurrent layers: `mamba`, `mamba2`, `rg_lru`, `causal_conv`."""
 
 import functools
 
@@ -56,23 +56,23 @@ def extended(name, params, cache, x, position):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_split_into_prompt_and_tokens_gives_what_apply_gives(name):
+def test_decoding_a_prompt_then_tokens_matches_apply(name):
     params, x = initial(name), inputs()
     expected = applied(name, params, x)
     for prompt in (1, T - 1):
-        cache = LAYERS[name].decode.start(B, T, x.dtype)
-        begun = jax.eval_shape(lambda c: c, cache)
+        cache = LAYERS[name].decode.init_cache(B, T, x.dtype)
+        spec = jax.eval_shape(lambda c: c, cache)
         y, cache = extended(name, params, cache, x[:, :prompt], 0)
         parts = [y]
         for t in range(prompt, T):
             y, cache = extended(name, params, cache, x[:, t : t + 1], t)
             parts.append(y)
-        chex.assert_trees_all_equal_shapes_and_dtypes(cache, begun)
+        chex.assert_trees_all_equal_shapes_and_dtypes(cache, spec)
         chex.assert_trees_all_close(jnp.concatenate(parts, 1), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_tokens_one_by_one_in_a_scan_give_what_apply_gives(name, float64):
+def test_decoding_token_by_token_in_a_scan_matches_apply(name, float64):
     params, x = wide(name), inputs(np.float64)
 
     def token(cache, now):
@@ -81,7 +81,7 @@ def test_tokens_one_by_one_in_a_scan_give_what_apply_gives(name, float64):
 
     @jax.jit
     def one_by_one(x):
-        cache = LAYERS[name].decode.start(B, T, x.dtype)
+        cache = LAYERS[name].decode.init_cache(B, T, x.dtype)
         _, y = jax.lax.scan(token, cache, (jnp.moveaxis(x, 1, 0), jnp.arange(T)))
         return jnp.moveaxis(y, 0, 1)
 
@@ -91,22 +91,22 @@ def test_tokens_one_by_one_in_a_scan_give_what_apply_gives(name, float64):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_bfloat16_stays_bfloat16_and_the_cache_keeps_its_dtypes(name):
+def test_output_and_cache_keep_their_dtypes_in_bfloat16(name):
     params, x = initial(name), inputs(jnp.bfloat16)
     y = applied(name, params, x)
     wide = applied(name, params, x.astype(np.float32))
     assert y.dtype == jnp.bfloat16
     assert jnp.abs(y.astype(np.float32) - wide).max() <= 0.05 * jnp.abs(wide).max()
     for dtype in (jnp.bfloat16, jnp.float32):
-        cache = LAYERS[name].decode.start(B, T, dtype)
-        _, renewed = jax.eval_shape(
+        cache = LAYERS[name].decode.init_cache(B, T, dtype)
+        _, updated = jax.eval_shape(
             lambda c, x: LAYERS[name].decode.extend(params, {}, c, x, 0), cache, x
         )
-        chex.assert_trees_all_equal_shapes_and_dtypes(renewed, cache)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updated, cache)
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_output_depends_on_a_later_input(name):
+def test_layers_are_causal(name):
     params, x = initial(name), inputs()
     gradient = jax.jit(jax.grad(lambda x, t: applied(name, params, x)[:, t].sum()))
     for t in (0, 2):
@@ -116,7 +116,7 @@ def test_no_output_depends_on_a_later_input(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_what_is_real_does_not_see_the_padding_behind_it(name):
+def test_padding_at_the_end_does_not_change_real_tokens(name):
     params, x = initial(name), inputs()
     mask = jnp.arange(T)[None] < jnp.array([[T], [3]])
     apply = jax.jit(functools.partial(LAYERS[name].apply, train=True))
@@ -128,7 +128,7 @@ def test_what_is_real_does_not_see_the_padding_behind_it(name):
 
 
 @pytest.mark.parametrize("name", ["mamba", "rg_lru"])
-def test_under_vmap_it_is_each_layer_by_itself(name):
+def test_vmap_over_layers_matches_each_layer(name):
     params, x = initial(name), inputs()
     both = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), params)
     together = jax.jit(jax.vmap(functools.partial(applied, name)))(both, jnp.stack([x, 2 * x]))
@@ -138,35 +138,35 @@ def test_under_vmap_it_is_each_layer_by_itself(name):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_clipped_sums_are_those_of_clipped_gradients_one_by_one(name):
+def test_clipped_grad_matches_a_loop_over_examples(name):
     params, x = initial(name), inputs(b=3, t=4)
 
     def losses(params, x):
         y, _ = LAYERS[name].apply(params, {}, x, train=True)
         return jnp.square(y - 0.5).mean((1, 2))
 
-    each = jax.jit(jax.vmap(jax.grad(lambda p, x: losses(p, x[None])[0]), (None, 0)))(params, x)
+    grads = jax.jit(jax.vmap(jax.grad(lambda p, x: losses(p, x[None])[0]), (None, 0)))(params, x)
     with jax.numpy_rank_promotion("allow"):
-        norms = jax.vmap(optax.tree.norm)(each)
+        norms = jax.vmap(optax.tree.norm)(grads)
         clip = float(jnp.median(norms))
         got, info = jax.jit(fnet.clipped_grad(losses, clip))(params, x)
     chex.assert_trees_all_close(info.norms, norms, rtol=1e-5)
     scales = jnp.minimum(1, clip / norms)
-    expected = jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), each)
+    expected = jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), grads)
     chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
-def test_recomputation_leaves_values_and_gradients_as_they_are(name):
+def test_rematerialization_does_not_change_values_and_gradients(name):
     params, x = initial(name), inputs()
 
     def loss(params, x):
         return jnp.sin(LAYERS[name].apply(params, {}, x, train=True)[0]).sum()
 
-    plain, remade = (
+    plain, rematerialized = (
         jax.jit(jax.value_and_grad(f, (0, 1)))(params, x) for f in (loss, fnet.recompute(loss))
     )
-    chex.assert_trees_all_close(plain, remade, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_close(plain, rematerialized, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -177,25 +177,25 @@ def test_recomputation_leaves_values_and_gradients_as_they_are(name):
         ("rg_lru", {"gate", "recurrent", "conv", "recurrence_gate", "input_gate", "out"}),
     ],
 )
-def test_only_kernels_decay(name, expected):
+def test_weight_decay_applies_to_kernels_only(name, expected):
     found = jax.tree.leaves_with_path(decayed(initial(name)))
     assert {path[0].key for path, decays in found if decays} == expected
     assert all(path[-1].key == "kernel" for path, decays in found if decays)
 
 
-def test_mamba_starts_as_its_paper_has_it():
-    params, _ = jax.jit(mamba(32, state=5, dt_min=0.01, dt_max=0.1).init)(jax.random.key(1))
+def test_mamba_is_initialized_as_in_the_paper():
+    params, _ = jax.jit(mamba(32, state=5).init)(jax.random.key(1))
     rates = jnp.broadcast_to(jnp.arange(1.0, 6.0)[None], (64, 5))
     chex.assert_trees_all_close(jnp.exp(params["A_log"]), rates, rtol=1e-6)
     dt = jax.nn.softplus(params["dt_bias"])
-    assert 0.01 <= dt.min() * 1.0001 < 0.02 < 0.05 < dt.max() <= 0.1001
+    assert 0.001 <= dt.min() * 1.0001 < 0.003 < 0.03 < dt.max() <= 0.1001
     chex.assert_trees_all_equal(params["D"], jnp.ones(64))
     assert params["dt"]["kernel"].shape == (2, 64)  # rank ceil(32 / 16)
     assert jnp.abs(params["dt"]["kernel"]).max() <= 2**-0.5
     assert jnp.abs(params["dt"]["kernel"]).max() > 0.9 * 2**-0.5
 
 
-def test_mamba2_starts_as_its_paper_has_it():
+def test_mamba2_is_initialized_as_in_the_paper():
     params, _ = jax.jit(mamba2(64, head=2).init)(jax.random.key(1))
     rates = jnp.exp(params["A_log"])
     assert rates.shape == (64,)
@@ -204,19 +204,19 @@ def test_mamba2_starts_as_its_paper_has_it():
     assert 0.001 <= dt.min() * 1.0001 < 0.003 < 0.03 < dt.max() <= 0.1001
 
 
-def test_by_default_a_head_of_mamba2_is_the_largest_divisor_up_to_64():
+def test_default_head_size_of_mamba2_is_the_largest_divisor_up_to_64():
     for width, head in ((8, 16), (64, 64), (33, 33)):  # of 16, 128 and 66 channels
-        cache = jax.eval_shape(lambda w=width: mamba2(w).decode.start(1, 1, np.float32))
+        cache = jax.eval_shape(lambda w=width: mamba2(w).decode.init_cache(1, 1, np.float32))
         assert cache["state"].shape == (1, 2 * width // head, 64, head)
 
 
-def test_rg_lru_starts_with_decays_between_0_9_and_0_999():
+def test_rg_lru_is_initialized_with_decays_between_0_9_and_0_999():
     params, _ = jax.jit(rg_lru(64).init)(jax.random.key(1))
-    slowness = jnp.exp(-8 * jax.nn.softplus(params["L"]))
-    assert 0.9 <= slowness.min() * 1.0001 < 0.92 < 0.98 < slowness.max() <= 0.9991
+    decay = jnp.exp(-8 * jax.nn.softplus(params["L"]))
+    assert 0.9 <= decay.min() * 1.0001 < 0.92 < 0.98 < decay.max() <= 0.9991
 
 
-def test_mamba_is_its_formula(float64):
+def test_mamba_matches_its_formula(float64):
     params, x = wide("mamba"), inputs(np.float64)
     u, z = jnp.split(x @ params["in"]["kernel"], 2, axis=-1)
     u = jax.nn.silu(causal_conv(u, **params["conv"])[0])
@@ -227,7 +227,7 @@ def test_mamba_is_its_formula(float64):
     chex.assert_trees_all_close(applied("mamba", params, x), y, rtol=1e-10, atol=1e-12)
 
 
-def test_mamba2_is_its_formula(float64):
+def test_mamba2_matches_its_formula(float64):
     params, x = wide("mamba2"), inputs(np.float64)
     z, u, r = jnp.split(x @ params["in"]["kernel"], [16, 16 + 16 + 2 * 6], axis=-1)
     u = jax.nn.silu(causal_conv(u, **params["conv"])[0])
@@ -241,7 +241,7 @@ def test_mamba2_is_its_formula(float64):
     chex.assert_trees_all_close(applied("mamba2", params, x), y, rtol=1e-10, atol=1e-12)
 
 
-def test_rg_lru_is_its_formula(float64):
+def test_rg_lru_matches_its_formula(float64):
     params, x = wide("rg_lru"), inputs(np.float64)
 
     def linear(name, x):
@@ -264,7 +264,7 @@ def test_rg_lru_is_its_formula(float64):
 
 
 @pytest.mark.parametrize("bias", [-200.0, 200.0])
-def test_gradients_of_rg_lru_are_finite_where_its_gate_is_shut_or_open(bias):
+def test_rg_lru_gradients_are_finite_for_saturated_gates(bias):
     params = initial("rg_lru")
     gate = params["recurrence_gate"] | {"bias": jnp.full(D, bias)}
     params = params | {"recurrence_gate": gate, "L": jnp.linspace(-100.0, 20.0, D)}
@@ -273,7 +273,7 @@ def test_gradients_of_rg_lru_are_finite_where_its_gate_is_shut_or_open(bias):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_arrays_without_positions_or_of_another_width_are_refused(name):
+def test_rejects_inputs_of_the_wrong_shape(name):
     params = initial(name)
     for shape in ((B, T, D + 1), (B, D), (B, 0, D)):
         with pytest.raises(ValueError, match=rf"{name}: expected \[B, T, {D}\] with T >= 1, got"):
@@ -288,16 +288,14 @@ def test_arrays_without_positions_or_of_another_width_are_refused(name):
         (lambda: mamba(8, conv=0), "mamba: conv must be at least 1, got 0"),
         (lambda: mamba(8, chunk=0), "mamba: chunk must be at least 1, got 0"),
         (lambda: mamba(8, dt_rank=0), "mamba: dt_rank must be at least 1, got 0"),
-        (lambda: mamba(8, dt_min=0.2), "dt_min <= dt_max, got dt_min=0.2, dt_max=0.1"),
         (lambda: mamba2(8, head=5), "head must divide .* = 16, got head=5"),
         (lambda: mamba2(8, head=4, groups=3), "groups=3 and 4 heads of 4 channels"),
         (lambda: mamba2(8, chunk=0), "mamba2: chunk must be at least 1, got 0"),
-        (lambda: mamba2(8, dt_min=0), "0 < dt_min"),
         (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
         (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),
         (lambda: causal_conv_layer(0), "causal_conv: channels must be at least 1, got 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(make, message):
+def test_rejects_invalid_sizes(make, message):
     with pytest.raises(ValueError, match=message):
         make()

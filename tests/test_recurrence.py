@@ -1,3 +1,5 @@
+"""Scans over the sequence, compared with loops over the sequence in float64."""
+
 import functools
 
 import chex
@@ -70,10 +72,10 @@ def conv_inputs(t, dtype=np.float64):
     return {"x": draw(B, t, E), "kernel": draw(4, E), "bias": draw(E), "past": draw(B, 3, E)}
 
 
-def over_time(step, h, *arrays):
-    """``step(h, *arrays at t) -> (h, y)`` for each t: (y over time, the last h)."""
+def scan_steps(step, h, *arrays):
+    """Run ``step(h, *arrays[:, t]) -> (h, y)`` for each t; return y [B, T, ...] and the last h."""
     rows = tuple(jnp.moveaxis(a, 1, 0) for a in arrays)
-    h, y = jax.lax.scan(lambda h, now: step(h, *now), h, rows)
+    h, y = jax.lax.scan(lambda h, inputs: step(h, *inputs), h, rows)
     return jnp.moveaxis(y, 0, 1), h
 
 
@@ -81,7 +83,7 @@ def loop_recurrence(a, b, initial):
     def step(h, a, b):
         return a * h + b, a * h + b
 
-    return over_time(step, initial, a, b)[0]
+    return scan_steps(step, initial, a, b)[0]
 
 
 def loop_selective(x, dt, A, B, C, D, initial):
@@ -89,7 +91,7 @@ def loop_selective(x, dt, A, B, C, D, initial):
         h = jnp.exp(jnp.einsum("be,en->bne", dt, A)) * h + jnp.einsum("bn,be->bne", b_in, dt * x)
         return h, jnp.einsum("bn,bne->be", c_out, h) + D[None] * x
 
-    return over_time(step, initial, x, dt, B, C)
+    return scan_steps(step, initial, x, dt, B, C)
 
 
 def loop_dual(x, dt, A, B, C, D, initial):
@@ -99,15 +101,16 @@ def loop_dual(x, dt, A, B, C, D, initial):
         return h, jnp.einsum("bhn,bhnp->bhp", c_out, h) + D[None, :, None] * x
 
     each_head = functools.partial(jnp.repeat, repeats=HEADS // GROUPS, axis=2)
-    return over_time(step, initial, x, dt, each_head(B), each_head(C))
+    return scan_steps(step, initial, x, dt, each_head(B), each_head(C))
 
 
 def loop_conv(x, kernel, bias, past):
-    seen = jnp.concatenate([past, x], 1)
+    inputs = jnp.concatenate([past, x], 1)
     y = [
-        jnp.einsum("bwc,wc->bc", seen[:, t : t + 4], kernel) + bias[None] for t in range(x.shape[1])
+        jnp.einsum("bwc,wc->bc", inputs[:, t : t + 4], kernel) + bias[None]
+        for t in range(x.shape[1])
     ]
-    return jnp.stack(y, 1), seen[:, -3:]
+    return jnp.stack(y, 1), inputs[:, -3:]
 
 
 SCANS = {
@@ -116,7 +119,7 @@ SCANS = {
     "dual": (state_space_dual, loop_dual, dual_inputs),
     "conv": (causal_conv, loop_conv, conv_inputs),
 }
-# Steps and chunk: one step, fewer steps than a chunk, and a chunk that does not divide them.
+# (steps, chunk): a single step, fewer steps than a chunk, a chunk that does not divide the steps.
 LENGTHS = {
     "linear": [(5, None)],
     "selective": [(1, 4), (3, None), (7, 3)],
@@ -127,15 +130,15 @@ LENGTHS = {
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def values_and_gradients(ours, loop, given, cotangents):
-    def of(f):
+    def value_and_vjp(f):
         y, back = jax.vjp(lambda given: f(**given), given)
         return y, back(cotangents)[0]
 
-    return of(ours), of(loop)
+    return value_and_vjp(ours), value_and_vjp(loop)
 
 
-def some_like(f, given):
-    """A cotangent for each of its outputs, the last state included."""
+def random_cotangents(f, given):
+    """Random cotangents for the outputs of ``f``, including the last state."""
     rng = np.random.default_rng(100)
     outputs = jax.eval_shape(lambda: f(**given))
     return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype), outputs)
@@ -144,20 +147,20 @@ def some_like(f, given):
 @pytest.mark.parametrize(
     ("name", "t", "chunk"), [(name, *case) for name in SCANS for case in LENGTHS[name]]
 )
-def test_values_and_all_gradients_equal_a_loop_over_time(name, t, chunk, float64):
+def test_values_and_gradients_match_a_loop(name, t, chunk, float64):
     scan, loop, inputs = SCANS[name]
     given = inputs(t)
     ours = functools.partial(scan, chunk=chunk) if chunk else scan
-    got, expected = values_and_gradients(ours, loop, given, some_like(loop, given))
+    got, expected = values_and_gradients(ours, loop, given, random_cotangents(loop, given))
     assert all(a.dtype == np.float64 for a in jax.tree.leaves(got))
     chex.assert_trees_all_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["linear", "selective"])
-def test_gradients_of_gradients_equal_those_of_a_loop(name, float64):
+def test_second_order_gradients_match_a_loop(name, float64):
     scan, loop, inputs = SCANS[name]
     given = inputs(5)
-    cotangents = some_like(loop, given)
+    cotangents = random_cotangents(loop, given)
 
     def twice(f):
         def slope(given):
@@ -169,17 +172,17 @@ def test_gradients_of_gradients_equal_those_of_a_loop(name, float64):
     chex.assert_trees_all_close(twice(scan), twice(loop), rtol=1e-9, atol=1e-9)
 
 
-def test_the_associative_form_equals_the_loop_forwards_and_backwards(float64):
+def test_associative_scan_matches_a_loop_forward_and_backward(float64):
     given = recurrence_inputs(7)
     dh = given["b"] + 1
     h, back = jax.vjp(loop_recurrence, *given.values())
     chex.assert_trees_all_close(recurrence._associative(**given), h, rtol=1e-12)
-    g = recurrence._associative_backwards(given["a"], dh)
+    g = recurrence._associative_backward(given["a"], dh)
     chex.assert_trees_all_close(g, back(dh)[1], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_scan_in_two_parts_is_one_scan(name, float64):
+def test_two_consecutive_scans_match_one_scan(name, float64):
     scan, _, inputs = SCANS[name]
     given = inputs(8)
     over_time = [k for k in given if given[k].shape[:2] == (B, 8)]
@@ -187,8 +190,8 @@ def test_a_scan_in_two_parts_is_one_scan(name, float64):
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def part(first, end, past):
-        found = scan(**given | {k: given[k][:, first:end] for k in over_time} | {state: past})
-        return found if name != "linear" else (found, found[:, -1])
+        outputs = scan(**given | {k: given[k][:, first:end] for k in over_time} | {state: past})
+        return outputs if name != "linear" else (outputs, outputs[:, -1])
 
     first, past = part(0, 3, given[state])
     second, past = part(3, 8, past)
@@ -198,7 +201,7 @@ def test_a_scan_in_two_parts_is_one_scan(name, float64):
 
 
 @pytest.mark.parametrize("name", ["selective", "dual", "conv"])
-def test_no_past_is_a_past_of_zeros(name):
+def test_initial_state_is_zero_by_default(name):
     scan, _, inputs = SCANS[name]
     given = inputs(5, np.float32)
     state = "past" if name == "conv" else "initial"
@@ -208,7 +211,7 @@ def test_no_past_is_a_past_of_zeros(name):
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_batch_without_examples_is_a_batch(name):
+def test_an_empty_batch_gives_empty_outputs(name):
     scan, _, inputs = SCANS[name]
     given = {k: v[:0] if v.shape[0] == B else v for k, v in inputs(5, np.float32).items()}
     y = jax.tree.leaves(jax.jit(lambda given: scan(**given))(given))[0]
@@ -216,24 +219,24 @@ def test_a_batch_without_examples_is_a_batch(name):
 
 
 @pytest.mark.parametrize("name", ["selective", "dual"])
-def test_under_vmap_gradients_are_those_of_each(name, float64):
+def test_vmapped_gradients_match_a_loop_over_examples(name, float64):
     scan, _, inputs = SCANS[name]
-    each = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
-    cotangents = some_like(scan, each[0])
+    examples = [inputs(5), {k: 0.9 * v for k, v in inputs(5).items()}]
+    cotangents = random_cotangents(scan, examples[0])
 
     def gradient(given):
         return jax.vjp(lambda given: scan(**given), given)[1](cotangents)[0]
 
-    together = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *each))
-    alone = jax.tree.map(lambda *a: jnp.stack(a), *map(jax.jit(gradient), each))
-    chex.assert_trees_all_close(together, alone, rtol=1e-12)
+    together = jax.jit(jax.vmap(gradient))(jax.tree.map(lambda *a: jnp.stack(a), *examples))
+    expected = jax.tree.map(lambda *a: jnp.stack(a), *map(jax.jit(gradient), examples))
+    chex.assert_trees_all_close(together, expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_bfloat16_comes_out_as_bfloat16_with_states_in_float32(name):
+def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states(name):
     scan, _, inputs = SCANS[name]
     wide = inputs(11, np.float32)
-    # What is rounded to bfloat16 is the same for both.
+    # Both calls get the same numbers, rounded to bfloat16.
     narrow = {
         k: v
         if k in ("A", "D", "initial", "past") and name in ("selective", "dual")
@@ -257,7 +260,7 @@ def test_bfloat16_comes_out_as_bfloat16_with_states_in_float32(name):
     ("name", "check_vma"),
     [("linear", True), ("selective", False), ("dual", True)],
 )
-def test_inside_shard_map_gradients_are_those_of_the_whole_batch(name, check_vma, float64):
+def test_gradients_inside_shard_map_match_the_whole_batch(name, check_vma, float64):
     scan, _, inputs = SCANS[name]
     given = inputs(5)
     shared = {k: given.pop(k) for k in ("A", "D") if k in given}
@@ -270,7 +273,7 @@ def test_inside_shard_map_gradients_are_those_of_the_whole_batch(name, check_vma
     sharded = jax.shard_map(
         outputs, mesh=mesh, in_specs=(rows, everywhere), out_specs=rows, check_vma=check_vma
     )
-    cotangents = some_like(scan, given | shared)
+    cotangents = random_cotangents(scan, given | shared)
     got, expected = (
         jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](cotangents)) for f in (sharded, outputs)
     )
@@ -278,7 +281,7 @@ def test_inside_shard_map_gradients_are_those_of_the_whole_batch(name, check_vma
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_no_output_depends_on_a_later_input(name):
+def test_scans_are_causal(name):
     scan, _, inputs = SCANS[name]
     given = inputs(5, np.float32)
     over_time = {k: given.pop(k) for k in list(given) if given[k].shape[:2] == (B, 5)}
@@ -297,7 +300,7 @@ def test_no_output_depends_on_a_later_input(name):
     ("name", "options"),
     [("selective", {}), ("selective", CANDIDATE_OPTIONS["cpu"][-1]), ("dual", {})],
 )
-def test_the_backward_pass_never_holds_all_states(name, options):
+def test_backward_pass_holds_a_fraction_of_the_states(name, options):
     channels, states = 64, 64
 
     def temporaries(t):
@@ -317,17 +320,17 @@ def test_the_backward_pass_never_holds_all_states(name, options):
         return peak(lowered.compile(compiler_options=dict(options))).temporaries
 
     short, long = 256, 1024
-    a_step = 4 * channels * states  # bytes of one step's states
+    state_bytes = 4 * channels * states
     at_short, at_long = temporaries(short), temporaries(long)
-    assert at_long < 0.2 * long * a_step
-    assert (at_long - at_short) / (long - short) < 0.15 * a_step
+    assert at_long < 0.2 * long * state_bytes
+    assert (at_long - at_short) / (long - short) < 0.15 * state_bytes
 
 
-def test_the_recurrence_keeps_its_decays_and_its_output_alone():
+def test_linear_recurrence_saves_decays_and_output_only():
     given = recurrence_inputs(5, np.float32)
     _, back = jax.vjp(linear_recurrence, *given.values())
-    kept = sorted(a.shape for a in jax.tree.leaves(back) if hasattr(a, "shape"))
-    assert kept == [(B, 5, E, N), (B, 5, E, N), (B, E, N)]
+    saved = sorted(a.shape for a in jax.tree.leaves(back) if hasattr(a, "shape"))
+    assert saved == [(B, 5, E, N), (B, 5, E, N), (B, E, N)]
 
 
 def changed(inputs, **changes):
@@ -366,6 +369,6 @@ F = functools.partial(jnp.ones, dtype=jnp.float32)
         (causal_conv, changed(conv_inputs, past=F((B, 4, E))), ValueError, "past must have"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(scan, given, error, message):
+def test_rejects_invalid_arrays(scan, given, error, message):
     with pytest.raises(error, match=message):
         scan(**given)

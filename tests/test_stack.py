@@ -164,7 +164,7 @@ def test_a_lagged_step_does_not_depend_on_the_order_of_examples():
 def test_going_on_piece_by_piece_gives_the_whole(pieces):
     stack, params, state = made(norm="layer")
     whole, _ = stack.apply(params, state, tokens(), train=False)
-    cache, position, parts = stack.decode.start(2, 12, jnp.float32), 0, []
+    cache, position, parts = stack.decode.init_cache(2, 12, jnp.float32), 0, []
     extend = jax.jit(stack.decode.extend)
     for n in pieces:
         piece = tokens()[:, position : position + n]
@@ -287,6 +287,6 @@ def test_a_mixer_without_parameters_goes_on():
     )
     stack = layers.stack(WIDTH, [layers.Block(same)])
     params, _ = stack.init(jax.random.key(0))
-    cache = stack.decode.start(2, 12, jnp.float32)
+    cache = stack.decode.init_cache(2, 12, jnp.float32)
     y, _ = stack.decode.extend(params, {}, cache, tokens(), jnp.int32(0))
     chex.assert_trees_all_close(y, stack.apply(params, {}, tokens(), train=False)[0])

@@ -112,7 +112,7 @@ def attention(
         )
         return combine(params, keep(y), train), state
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Cache:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         return empty_cache(batch, length, groups, head_dim, dtype, window)
 
     def extend(
@@ -123,7 +123,7 @@ def attention(
         y, cache = attend_and_remember(cache, q, k, v, position, window=window)
         return combine(params, y, False), cache
 
-    decode = Decode(start, extend) if causal else None
+    decode = Decode(init_cache, extend) if causal else None
     return Layer(lambda key: init_children(children, key), apply, decode)
 
 

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel along time, written as shifted sums."""
+"""A short causal depthwise convolution over the sequence."""
 
 import functools
 
@@ -18,28 +18,36 @@ def causal_conv(
     bias: Float[Array, " c"] | None = None,
     past: Float[Array, "b w-1 c"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b w-1 c"]]:
-    """Each channel convolved with a filter of its own that sees no later time.
+    """Convolve each channel with its own short causal filter.
 
     ::
 
         y_t[c] = sum_w kernel[w, c] x_{t - W + 1 + w}[c] + bias[c]
 
-    A sum of W shifted products: a depthwise convolution of that size is slower on CPU,
-    and in a scan many times slower.
+    It is computed as a sum of W shifted products. A depthwise ``lax.conv`` of this size is
+    slower on CPU, and many times slower inside a scan.
 
     Args:
       x: [B, T, C].
-      kernel: [W, C], cast to the dtype of ``x``; its last row meets the present.
-      bias: [C], likewise; None: 0.
-      past: the W - 1 inputs before ``x``, the oldest first; None: zeros.
+      kernel: [W, C], cast to the dtype of ``x``. Its last row multiplies the current step.
+      bias: [C], cast to the dtype of ``x``; None: 0.
+      past: the W - 1 inputs before ``x``, oldest first; None: zeros.
 
     Returns:
-      ``(y, past)``: [B, T, C] in the dtype of ``x``, and what the next call is given as
-      its past, in the dtype of ``past``.
+      ``(y, past)``: y [B, T, C] in the dtype of ``x``, and the last W - 1 inputs for the
+      next call, in the dtype of ``past``.
 
     Raises:
-      ValueError: if shapes do not fit.
+      ValueError: if the shapes do not match.
       TypeError: if ``x`` is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.layers.causal_conv import causal_conv
+      >>> x = jnp.arange(1.0, 5.0).reshape(1, 4, 1)
+      >>> y, past = causal_conv(x, jnp.ones((2, 1)))
+      >>> y.ravel().tolist(), past.ravel().tolist()
+      ([1.0, 3.0, 5.0, 7.0], [4.0])
     """
     if x.ndim != 3 or kernel.ndim != 2 or not kernel.shape[0] or kernel.shape[1] != x.shape[2]:
         raise ValueError(
@@ -49,40 +57,49 @@ def causal_conv(
     (b, t, c), width = x.shape, kernel.shape[0]
     if bias is not None and bias.shape != (c,):
         raise ValueError(f"causal_conv: bias must have shape {(c,)}, got {bias.shape}")
-    check_floating("causal_conv", x)
+    check_floating("causal_conv", x=x)
     if past is None:
-        past = jnp.pad(x[:, :0], ((0, 0), (width - 1, 0), (0, 0)))  # zeros that lie as x does
+        past = jnp.pad(x[:, :0], ((0, 0), (width - 1, 0), (0, 0)))  # zeros, sharded like x
     if past.shape != (b, width - 1, c):
         raise ValueError(
             f"causal_conv: past must have shape {(b, width - 1, c)} for x {x.shape} and "
             f"kernel {kernel.shape}, got {past.shape}"
         )
-    seen = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
     y = functools.reduce(
-        jnp.add, [seen[:, w : w + t] * broadcast_like(kernel[w], x) for w in range(width)]
+        jnp.add, [inputs[:, w : w + t] * broadcast_like(kernel[w], x) for w in range(width)]
     )
     if bias is not None:
         y = y + broadcast_like(bias, x)
-    return y, seen[:, t:].astype(past.dtype)
+    return y, inputs[:, t:].astype(past.dtype)
 
 
 def causal_conv_layer(channels: int, width: int = 4) -> Layer:
-    """`causal_conv` as a layer.
+    """Convolve each channel with a short causal filter.
 
     Args:
       channels: C.
-      width: W, how many inputs an output sees.
+      width: W, the filter width: each output sees W inputs.
 
     Returns:
-      A layer, [B, T, C] -> [B, T, C], with params ``kernel`` [W, C] (uniform with
-      deviation 1 / sqrt(3 W) at first) and ``bias`` [C] (zeros), float32; no state. It
-      can go on from where it stopped (`fnet.layer.Decode`): its cache is the last W - 1
+      A layer, [B, T, C] -> [B, T, C], without state. Its params, float32, are ``kernel``
+      [W, C], initially uniform with standard deviation 1 / sqrt(3 W), and ``bias`` [C],
+      initially zeros. `fnet.layer.Decode` is supported; the cache holds the last W - 1
       inputs.
 
     Raises:
-      ValueError: if ``channels`` or ``width`` is below 1; when applied, as
-        `causal_conv`.
-      TypeError: when applied, as `causal_conv`.
+      ValueError: if ``channels`` or ``width`` is below 1; when applied, if the shapes do
+        not match.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.causal_conv(8, width=4)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 10, 8)), train=True)
+      >>> y.shape
+      (2, 10, 8)
     """
     check_sizes("causal_conv", channels=channels, width=width)
 
@@ -103,7 +120,7 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
         del key, train, mask
         return causal_conv(x, params["kernel"], params["bias"])[0], state
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Array:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Array:
         del length
         return jnp.zeros((batch, width - 1, channels), dtype)
 
@@ -113,4 +130,4 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
         del state, position
         return causal_conv(x, params["kernel"], params["bias"], cache)
 
-    return Layer(init, apply, Decode(start, extend))
+    return Layer(init, apply, Decode(init_cache, extend))

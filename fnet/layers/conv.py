@@ -79,7 +79,7 @@ def conv(
         del key, train
         if x.ndim != 4 or x.shape[-1] != n_in:
             raise ValueError(f"conv: expected [N, H, W, {n_in}], got {x.shape}")
-        check_floating("conv", x)
+        check_floating("conv", x=x)
         x, params = params_first(x, params)
         y = jax.lax.conv_general_dilated(
             x,

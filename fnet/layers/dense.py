@@ -57,7 +57,7 @@ def dense(
         del key, train
         if x.shape[-1:] != (n_in,):
             raise ValueError(f"dense: expected [..., {n_in}], got {x.shape}")
-        check_floating("dense", x)
+        check_floating("dense", x=x)
         x, params = params_first(x, params)
         y = x @ params["kernel"].astype(x.dtype)
         return add_bias(y, params), state

@@ -49,7 +49,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
         del params
         if not train or rate == 0:
             return x, state
-        check_floating("dropout", x)
+        check_floating("dropout", x=x)
         if key is None:
             raise ValueError(
                 f"dropout: needs a key in training with rate {rate}; pass key=jax.random.key(...), "

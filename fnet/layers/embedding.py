@@ -79,7 +79,7 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
       ValueError: if ``x`` does not end in D.
       TypeError: if ``x`` is not floating.
     """
-    check_floating("unembed", x)
+    check_floating("unembed", x=x)
     if x.shape[-1:] != embedding.shape[-1:]:
         raise ValueError(f"unembed: expected [..., {embedding.shape[-1]}], got {x.shape}")
     return x @ embedding.astype(x.dtype).T

@@ -1,4 +1,4 @@
-"""Mamba's block: a causal convolution and a selective scan behind a gate."""
+"""Mamba: a selective state space layer, and its scan."""
 
 import functools
 import math
@@ -11,7 +11,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
+from fnet.layer import (
+    Layer,
+    Params,
+    State,
+    apply_child,
+    check_floating,
+    check_sizes,
+    init_children,
+)
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import recurrent
@@ -19,7 +27,10 @@ from fnet.mesh import equally_varying
 from fnet.precision import broadcast_like, wide, widened
 
 TORCH_LINEAR = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-"""How the projections of the authors' code start: as torch's Linear does."""
+"""Initializer of torch's ``nn.Linear``, which the authors' code uses."""
+
+MIN_STEP, MAX_STEP = 1e-3, 1e-1
+"""Range of the initial time steps."""
 
 
 def mamba(
@@ -29,11 +40,9 @@ def mamba(
     state: int = 16,
     conv: int = 4,
     dt_rank: int | None = None,
-    dt_min: float = 1e-3,
-    dt_max: float = 1e-1,
     chunk: int | None = None,
 ) -> Layer:
-    """A layer along time that chooses from its input what it remembers.
+    """Mamba block: a causal convolution and a selective scan, gated.
 
     Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"::
 
@@ -41,31 +50,38 @@ def mamba(
         r, B, C = split(u W_u);   dt = softplus(r W_dt + dt_bias)
         y       = (selective_scan(u, dt, -exp(A_log), B, C, D) * silu(z)) W_out
 
-    Initial values are the paper's: A = -1, ..., -N in each channel, D = 1, and a
-    ``dt_bias`` with which dt lies between ``dt_min`` and ``dt_max``, uniform in its logarithm.
-    Steps and recurrence are computed in float32 or wider, all else in the input's
-    dtype. Under `fnet.recompute` the output of the scan is kept.
+    Parameters are initialized as in the paper: A = -1, ..., -N in each channel, D = 1, and
+    ``dt_bias`` such that dt is log-uniform in [0.001, 0.1]. Time steps and recurrence are
+    computed in float32 or wider, everything else in the dtype of the input. Under
+    `fnet.recompute` the output of the scan is saved.
 
     Args:
-      width: D, the size of the input's and the output's last axis.
+      width: D, size of the last axis of input and output.
       expand: the inner width E is ``round(expand * width)``.
-      state: N, states a channel.
-      conv: how many inputs the convolution sees.
-      dt_rank: size of r; ceil(width / 16) by default.
-      dt_min, dt_max: the range of initial time steps, 0 < dt_min <= dt_max.
+      state: N, state size per channel.
+      conv: width of the causal convolution.
+      dt_rank: size of r; default ceil(width / 16).
       chunk: as for `fnet.selective_scan`.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D], causal. Of the parameters (float32) only those
-      named ``kernel`` are meant to decay. A ``mask`` [B, T] is taken and not needed: padding
-      comes after what is real, which never sees it. To go on from where it stopped
-      (`fnet.layer.Decode`) it needs a cache of one size, whatever the length: the last
-      ``conv - 1`` inputs of the convolution, and the state [B, N, E] in float32 or wider.
+      A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
+      to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
+      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      of constant size: the last ``conv - 1`` inputs of the convolution, and the state
+      [B, N, E] in float32 or wider.
 
     Raises:
-      ValueError: for a size below 1 or such a range of steps; when applied, if ``x``
-        does not end in ``width``.
+      ValueError: for a size below 1; when applied, if ``x`` does not end in ``width``.
       TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.mamba(8, state=4)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> y.shape
+      (2, 16, 8)
     """
     inner = round(expand * width)
     rank = math.ceil(width / 16) if dt_rank is None else dt_rank
@@ -78,24 +94,22 @@ def mamba(
         dt_rank=rank,
         chunk=1 if chunk is None else chunk,
     )
-    check_steps("mamba", dt_min, dt_max)
     children = {
         "in": dense(width, 2 * inner, bias=False, kernel_init=TORCH_LINEAR),
         "conv": causal_conv_layer(inner, conv),
         "select": dense(inner, rank + 2 * state, bias=False, kernel_init=TORCH_LINEAR),
-        # Uniform within 1 / sqrt(rank), as the paper has it, is what torch's Linear starts with.
         "dt": dense(rank, inner, bias=False, kernel_init=TORCH_LINEAR),
         "out": dense(inner, width, bias=False, kernel_init=TORCH_LINEAR),
     }
 
     def init(key: Array) -> tuple[Params, State]:
-        for_children, for_steps = jax.random.split(key)
-        params, _ = init_children(children, for_children)
+        children_key, steps_key = jax.random.split(key)
+        params, _ = init_children(children, children_key)
         rates = jnp.arange(1, state + 1, dtype=jnp.float32)
         return params | {
             "A_log": jnp.log(jnp.broadcast_to(rates[None], (inner, state))),
             "D": jnp.ones(inner, jnp.float32),
-            "dt_bias": initial_steps(for_steps, inner, dt_min, dt_max),
+            "dt_bias": init_step_bias(steps_key, inner),
         }, {}
 
     def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
@@ -121,34 +135,27 @@ def mamba(
         y = child("out", keep(y) * jax.nn.silu(z))
         return y, {"conv": past, "state": last}
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
             "state": jnp.zeros((batch, state, inner), wide(dtype)),
         }
 
-    return recurrent("mamba", width, init, mix, start)
+    return recurrent("mamba", width, init, mix, init_cache)
 
 
-def initial_steps(key: Array, n: int, dt_min: float, dt_max: float) -> Array:
-    """Biases [n] whose softplus lies in [dt_min, dt_max], uniform in its logarithm."""
-    dt = jnp.exp(jax.random.uniform(key, (n,), jnp.float32, math.log(dt_min), math.log(dt_max)))
+def init_step_bias(key: Array, n: int) -> Array:
+    """Draw biases [n] whose softplus is log-uniform in [MIN_STEP, MAX_STEP]."""
+    low, high = math.log(MIN_STEP), math.log(MAX_STEP)
+    dt = jnp.exp(jax.random.uniform(key, (n,), jnp.float32, low, high))
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
 def time_steps(x: Array, bias: Array) -> Array:
-    """``softplus(x + bias)``, [B, T, C] and [C], in float32 or wider."""
+    """Compute ``softplus(x + bias)`` for [B, T, C] and [C], in float32 or wider."""
     x = widened(x)
     return jax.nn.softplus(x + broadcast_like(bias, x))
-
-
-def check_steps(where: str, dt_min: float, dt_max: float) -> None:
-    """Refuses a range of steps that is empty or does not lie above 0."""
-    if not 0 < dt_min <= dt_max:
-        raise ValueError(
-            f"{where}: time steps need 0 < dt_min <= dt_max, got dt_min={dt_min}, dt_max={dt_max}"
-        )
 
 
 def selective_scan(
@@ -161,7 +168,7 @@ def selective_scan(
     initial: Float[Array, "b n e"] | None = None,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "b t e"], Float[Array, "b n e"]]:
-    """A state space model whose step, input and output vary with time.
+    """Run a state space model whose time step, input and output depend on the position.
 
     Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State
     Spaces". For each channel e and each of its N states n::
@@ -169,21 +176,22 @@ def selective_scan(
         h_t[n, e] = exp(dt_t[e] A[e, n]) h_{t-1}[n, e] + dt_t[e] B_t[n] x_t[e]
         y_t[e]    = sum_n C_t[n] h_t[n, e] + D[e] x_t[e]
 
-    Kept for the backward pass: the arguments, and the state before each chunk. The
-    states within a chunk are made again when its turn comes, and the same loop
-    backwards finds g_t, the cotangent of h_t, and all gradients from it::
+    The backward pass saves the arguments and the state before each chunk. It rematerializes
+    the states of one chunk at a time. A reversed loop then computes g_t, the cotangent
+    of h_t, and from it all gradients::
 
         g_t = C_t dy_t + p_{t+1};  p_t = exp(dt_t A) g_t;  s_t = p_t h_{t-1}
         dA = sum_t dt_t s_t;  ddt_t = sum_n (A s_t + g_t B_t x_t);  dx_t = sum_n g_t B_t dt_t
 
-    With chunks of sqrt(T) steps, 2 sqrt(T) states exist instead of T (Chen et al. 2016,
-    "Training Deep Nets with Sublinear Memory Cost"). No compiler option is needed for
-    that. Time is linear in T. The gradient can be had by reverse mode, under `jax.vmap`
-    too; its own derivative keeps the states of all steps.
+    Chunks of sqrt(T) steps need memory for 2 sqrt(T) states instead of T (Chen et al. 2016,
+    "Training Deep Nets with Sublinear Memory Cost"), without compiler options. Compute
+    grows linearly with T. Reverse mode can be nested and vmapped; the second derivative
+    saves the states of all steps.
 
-    It is a loop over time, made for CPUs. Value and gradients of 256 channels of 16
-    states, float32, two cores, temporaries and time against the same loop and an
-    associative scan under automatic differentiation (``python -m benchmarks.selective_scan``):
+    This is a sequential loop, written for CPUs. Temporaries and time for value and
+    gradients, compared with the same loop and with an associative scan under automatic
+    differentiation: 256 channels, 16 states, float32, two CPU cores
+    (``python -m benchmarks.selective_scan``):
 
     =====  ===============  ================  ==================
     T      fnet             loop              associative
@@ -193,38 +201,44 @@ def selective_scan(
     8,192  30 MB, 121 ms    446 MB, 720 ms
     =====  ===============  ================  ==================
 
-    On an accelerator each step is a few small kernels: `fnet.layers.mamba2`, which is made
-    of matrix products, is meant for it.
+    On an accelerator each step launches a few small kernels. Use `fnet.layers.mamba2` there:
+    it computes matrix products.
 
     Args:
       x: inputs [B, T, E], T >= 1; float16, bfloat16, float32 or float64. The
-        recurrence is computed in float32 (float64 if any argument but D is).
-      dt: time steps, [B, T, E], >= 0; with dt = 0 a step leaves the state as it is.
+        recurrence is computed in float32 (float64 if any argument but D is float64).
+      dt: time steps, [B, T, E], >= 0. A step with dt = 0 leaves the state unchanged.
       A: [E, N], negative.
       B, C: [B, T, N].
       D: [E]; None: 0.
-      initial: h_0, [B, N, E]; None: zeros. The channels come last, as processors
-        take neighbours together.
-      chunk: steps at a time; by default the divisor of T nearest to sqrt(T), or sqrt(T)
-        where there is none near.
+      initial: h_0, [B, N, E], channels last for contiguous access; None: zeros.
+      chunk: steps per chunk. The default is the divisor of T nearest to sqrt(T), or
+        sqrt(T) rounded if no divisor is near.
 
     Returns:
-      ``(y, h_T)``: y [B, T, E] in the dtype of ``x``, the last state [B, N, E] in
-      that of the recurrence.
+      ``(y, h_T)``: y [B, T, E] in the dtype of ``x``, and the last state [B, N, E] in
+      the dtype of the recurrence.
 
     Raises:
       TypeError: if an array is not floating; from JAX in forward mode.
-      ValueError: if a shape does not fit, T is 0, or ``chunk < 1``.
+      ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> x, dt, A = jnp.ones((1, 6, 4)), jnp.full((1, 6, 4), 0.1), -jnp.ones((4, 3))
+      >>> B = C = jnp.ones((1, 6, 3))
+      >>> y, last = fnet.selective_scan(x, dt, A, B, C)
+      >>> y.shape, last.shape
+      ((1, 6, 4), (1, 3, 4))
     """
     _check(x, dt, A, B, C, D, initial)
     if chunk is not None and chunk < 1:
         raise ValueError(f"selective_scan: chunk must be at least 1, got {chunk}")
     t = x.shape[1]
     size = _near_root(t) if chunk is None else min(t, chunk)
-    size = -(-t // -(-t // size))  # as many chunks, evenly long
+    size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
 
-    given = [a for a in (x, dt, A, B, C, initial) if a is not None]
-    dtype = wide(*given)
+    dtype = wide(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, None], A.shape[1], axis=1), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
@@ -238,7 +252,7 @@ def selective_scan(
 def _scan(
     size: int, x: Array, dt: Array, A: Array, B: Array, C: Array, initial: Array
 ) -> tuple[Array, Array]:
-    """Outputs and the last state, both in the dtype of ``initial``."""
+    """Compute outputs and last state, both in the dtype of ``initial``."""
     return _scan_fwd(size, x, dt, A, B, C, initial)[0]
 
 
@@ -247,18 +261,18 @@ def _scan_fwd(
 ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     At, wide = A.T, initial.dtype
 
-    def step(h: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, dt, B, C = (a.astype(wide) for a in now)
-        h = _next(h, At, dt, dt * x, B)
+    def step(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, dt, B, C = (a.astype(wide) for a in inputs)
+        h = _next_state(h, At, dt, dt * x, B)
         return h, jnp.einsum("bne,bn->be", h, C)
 
-    def one_chunk(h: Array, now: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        last, y = jax.lax.scan(step, h, now)
+    def one_chunk(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        last, y = jax.lax.scan(step, h, inputs)
         return last, (y, h)
 
-    chunks = tuple(_chunks(a, size) for a in (x, dt, B, C))
+    chunks = tuple(_to_chunks(a, size) for a in (x, dt, B, C))
     last, (y, states) = jax.lax.scan(one_chunk, initial, chunks)
-    return (_whole(y, x.shape[1]), last), (x, dt, A, B, C, states)
+    return (_from_chunks(y, x.shape[1]), last), (x, dt, A, B, C, states)
 
 
 def _scan_bwd(
@@ -269,45 +283,44 @@ def _scan_bwd(
     At, wide = A.T, A.dtype
 
     def one_chunk(
-        carry: tuple[Array, Array], now: tuple[Array, ...]
+        carry: tuple[Array, Array], inputs: tuple[Array, ...]
     ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-        h0 = now[-1]
-        x, dt, B, C, dy = (a.astype(wide) for a in now[:-1])
+        x, dt, B, C, dy = (a.astype(wide) for a in inputs[:-1])
+        first_state = inputs[-1]
         u = dt * x
 
-        # The states of this chunk once more, and what needs each in full, while it is there.
-        def again(h: Array, now: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-            dt, u, B, dy = now
-            after = _next(h, At, dt, u, B)
-            return after, (h, jnp.einsum("bne,be->bn", after, dy))
+        # Rematerialize the states of this chunk, and compute dC while the next state exists.
+        def forward(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+            dt, u, B, dy = inputs
+            next_h = _next_state(h, At, dt, u, B)
+            return next_h, (h, jnp.einsum("bne,be->bn", next_h, dy))
 
-        _, (before, dC) = jax.lax.scan(again, h0, (dt, u, B, dy))
+        _, (h, dC) = jax.lax.scan(forward, first_state, (dt, u, B, dy))
 
-        def back(
-            carry: tuple[Array, Array], now: tuple[Array, ...]
+        def backward(
+            carry: tuple[Array, Array], inputs: tuple[Array, ...]
         ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
             p, dAt = carry
-            dt, u, B, C, dy, h = now
+            dt, u, B, C, dy, h = inputs
             g = C[..., None] * dy[:, None] + p
             p = jnp.exp(dt[:, None] * At[None]) * g
-            # XLA on CPU does not vectorise a sum over an inner axis; written out it does.
-            rates = functools.reduce(
+            # XLA on CPU does not vectorize a sum over an inner axis, so it is unrolled.
+            As = functools.reduce(
                 jnp.add, [p[:, n] * h[:, n] * At[n][None] for n in range(At.shape[0])]
             )
             dAt = dAt + dt[:, None] * (p * h)
             gB = jnp.einsum("bne,bn->be", g, B)
-            return (p, dAt), (gB, rates, jnp.einsum("bne,be->bn", g, u))
+            return (p, dAt), (gB, As, jnp.einsum("bne,be->bn", g, u))
 
-        carry, (gB, rates, dB) = jax.lax.scan(back, carry, (dt, u, B, C, dy, before), reverse=True)
-        of = now[:4]
-        grads = (dt * gB, rates + x * gB, dB, dC)
-        return carry, tuple(g.astype(a.dtype) for g, a in zip(grads, of, strict=True))
+        carry, (gB, As, dB) = jax.lax.scan(backward, carry, (dt, u, B, C, dy, h), reverse=True)
+        grads = (dt * gB, As + x * gB, dB, dC)
+        return carry, tuple(g.astype(a.dtype) for g, a in zip(grads, inputs[:4], strict=True))
 
-    chunks = (*(_chunks(a, size) for a in (x, dt, B, C, dy)), states)
-    # One gradient of A for each example, summed at the end: a sum over them every step is slower.
-    start = equally_varying((dlast, jnp.zeros_like(dlast)))
-    (dinitial, dAt), grads = jax.lax.scan(one_chunk, start, chunks, reverse=True)
-    dx, ddt, dB, dC = (_whole(g, x.shape[1]) for g in grads)
+    chunks = (*(_to_chunks(a, size) for a in (x, dt, B, C, dy)), states)
+    # One gradient of A per example, summed at the end: a sum in every step is slower.
+    carry = equally_varying((dlast, jnp.zeros_like(dlast)))
+    (dinitial, dAt), grads = jax.lax.scan(one_chunk, carry, chunks, reverse=True)
+    dx, ddt, dB, dC = (_from_chunks(g, x.shape[1]) for g in grads)
     return dx, ddt, dAt.sum(0).T, dB, dC, dinitial
 
 
@@ -315,26 +328,26 @@ _scan.defvjp(_scan_fwd, _scan_bwd)
 
 
 def _near_root(t: int) -> int:
-    """Near sqrt(t), a divisor if there is one: chunks that need no padding need no copies."""
+    """Return a chunk length near sqrt(t), a divisor if possible, to avoid padding."""
     root = math.sqrt(t)
-    near = [d for d in range(math.ceil(root / 2), int(2 * root) + 1) if t % d == 0]
-    return min(near, key=lambda d: abs(math.log(d / root)), default=round(root))
+    divisors = [d for d in range(math.ceil(root / 2), int(2 * root) + 1) if t % d == 0]
+    return min(divisors, key=lambda d: abs(math.log(d / root)), default=round(root))
 
 
-def _next(h: Array, At: Array, dt: Array, u: Array, B: Array) -> Array:
-    """The state [B, N, E] one step on."""
+def _next_state(h: Array, At: Array, dt: Array, u: Array, B: Array) -> Array:
+    """Advance the state [B, N, E] by one step."""
     return jnp.exp(dt[:, None] * At[None]) * h + u[:, None] * B[..., None]
 
 
-def _chunks(a: Array, size: int) -> Array:
-    """[B, T, ...] -> [chunks, size, B, ...]; added steps have dt = 0 and change nothing."""
+def _to_chunks(a: Array, size: int) -> Array:
+    """[B, T, ...] -> [chunks, size, B, ...]; padded steps have dt = 0 and no effect."""
     a = jnp.moveaxis(a, 1, 0)
     n = -(-a.shape[0] // size)
     a = jnp.pad(a, ((0, n * size - a.shape[0]), *[(0, 0)] * (a.ndim - 1)))
     return a.reshape(n, size, *a.shape[1:])
 
 
-def _whole(a: Array, t: int) -> Array:
+def _from_chunks(a: Array, t: int) -> Array:
     """[chunks, size, B, ...] -> [B, T, ...]."""
     return jnp.moveaxis(a.reshape(a.shape[0] * a.shape[1], *a.shape[2:])[:t], 0, 1)
 
@@ -348,23 +361,31 @@ def _check(
     D: Array | None,
     initial: Array | None,
 ) -> None:
-    """Refuses arrays that do not fit each other."""
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "initial": initial}
-    for name, array in given.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"selective_scan: {name} must be floating, got {array.dtype}")
+    """Raise if the arrays are not floating or their shapes do not match."""
+    where = "selective_scan"
+    check_floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
     if x.ndim != 3 or not x.shape[1] or A.ndim != 2 or not A.shape[1]:
         raise ValueError(
-            "selective_scan: expected x [B, T, E] with T >= 1 and A [E, N] with N >= 1, "
+            f"{where}: expected x [B, T, E] with T >= 1 and A [E, N] with N >= 1, "
             f"got x {x.shape} and A {A.shape}"
         )
     (b, t, e), n = x.shape, A.shape[1]
-    expected = {"dt": (b, t, e), "A": (e, n), "B": (b, t, n), "C": (b, t, n)}
-    expected |= {"D": (e,), "initial": (b, n, e)}
-    for name, shape in expected.items():
-        array = given[name]
+    check_shapes(
+        where,
+        f"x {x.shape} and A {A.shape}",
+        dt=(dt, (b, t, e)),
+        A=(A, (e, n)),
+        B=(B, (b, t, n)),
+        C=(C, (b, t, n)),
+        D=(D, (e,)),
+        initial=(initial, (b, n, e)),
+    )
+
+
+def check_shapes(where: str, given: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
+    """Raise ValueError if an array does not have the shape expected for what was given."""
+    for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(
-                f"selective_scan: {name} must have shape {shape} for x {x.shape} and "
-                f"A {A.shape}, got {array.shape}"
+                f"{where}: {name} must have shape {shape} for {given}, got {array.shape}"
             )

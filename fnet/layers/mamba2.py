@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 as matrix products, chunk by chunk, and the layer around it."""
+"""Mamba-2: a state space layer, and its scan as matrix products over chunks."""
 
 import functools
 from typing import Any
@@ -9,10 +9,18 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
+from fnet.layer import (
+    Layer,
+    Params,
+    State,
+    apply_child,
+    check_floating,
+    check_sizes,
+    init_children,
+)
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
-from fnet.layers.mamba import TORCH_LINEAR, check_steps, initial_steps, time_steps
+from fnet.layers.mamba import TORCH_LINEAR, check_shapes, init_step_bias, time_steps
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.recurrence import recurrent
 from fnet.mesh import equally_varying
@@ -29,57 +37,64 @@ def state_space_dual(
     initial: Float[Array, "b h n p"] | None = None,
     chunk: int | None = None,
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h n p"]]:
-    """A state space model with one decay a head, computed by matrix products.
+    """Run a state space model with one decay per head, as matrix products.
 
     Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms
-    Through Structured State Space Duality". In each head, with B and C those of its group::
+    Through Structured State Space Duality". In each head, with B and C of its group::
 
         h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T
         y_t = h_t^T C_t + D x_t
 
-    Over a chunk this is one triangular matrix, and what came before it, with
-    l the sum of dt A from the chunk's start up to and with t::
+    Within a chunk this is a product with one triangular matrix M, plus the contribution of
+    the state before the chunk. With l_t the sum of dt A from the start of the chunk to t::
 
         M_ts = (C_t . B_s) exp(l_t - l_s) for s <= t, else 0
         y    = M (dt x) + exp(l) C h_before
         h    = exp(l_end) h_before + sum_s exp(l_end - l_s) B_s (dt_s x_s)^T
 
-    Chunks come one after the other and are computed again in the backward pass, so that
-    one chunk's matrices exist at a time, and the state before each.
+    The chunks are scanned and rematerialized in the backward pass. So the matrices of one
+    chunk exist at a time, and the backward pass saves the state before each chunk.
 
     Args:
-      x: inputs [B, T, H, P], T >= 1; float16, bfloat16, float32 or float64. All is
-        computed in float32 (float64 if any argument but D is).
-      dt: time steps, [B, T, H], >= 0; with dt = 0 a step leaves the state as it is.
+      x: inputs [B, T, H, P], T >= 1; float16, bfloat16, float32 or float64. Everything is
+        computed in float32 (float64 if any argument but D is float64).
+      dt: time steps, [B, T, H], >= 0. A step with dt = 0 leaves the state unchanged.
       A: [H], negative.
-      B, C: [B, T, G, N], G dividing H: heads ``[i H / G, (i + 1) H / G)`` read group i.
+      B, C: [B, T, G, N] with G dividing H. Heads ``[i H / G, (i + 1) H / G)`` use group i.
       D: [H]; None: 0.
       initial: h_0, [B, H, N, P]; None: zeros.
-      chunk: steps at a time; 64 by default.
+      chunk: steps per chunk; default 64.
 
     Returns:
-      ``(y, h_T)``: y [B, T, H, P] in the dtype of ``x``, the last state [B, H, N, P]
-      in that of the recurrence.
+      ``(y, h_T)``: y [B, T, H, P] in the dtype of ``x``, and the last state [B, H, N, P]
+      in the dtype of the recurrence.
 
     Raises:
       TypeError: if an array is not floating.
-      ValueError: if a shape does not fit, T is 0, or ``chunk < 1``.
+      ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> x, dt, A = jnp.ones((1, 6, 2, 4)), jnp.full((1, 6, 2), 0.1), -jnp.ones(2)
+      >>> B = C = jnp.ones((1, 6, 1, 3))
+      >>> y, last = fnet.state_space_dual(x, dt, A, B, C)
+      >>> y.shape, last.shape
+      ((1, 6, 2, 4), (1, 2, 3, 4))
     """
     _check(x, dt, A, B, C, D, initial)
     if chunk is not None and chunk < 1:
         raise ValueError(f"state_space_dual: chunk must be at least 1, got {chunk}")
     (b, t, h, p), (groups, n) = x.shape, B.shape[2:]
     size = min(t, chunk or _CHUNK)
-    size = -(-t // -(-t // size))  # as many chunks, evenly long
+    size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
 
-    given = [a for a in (x, dt, A, B, C, initial) if a is not None]
-    dtype = wide(*given)
+    dtype = wide(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, :, None], n, axis=2), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
     x, dt, A, B, C, initial = equally_varying((x, dt, A, B, C, initial))
 
-    # In a scan nothing can merge what is computed again with what was.
+    # Inside a scan, common subexpressions of forward and backward pass cannot be merged.
     one_chunk = jax.checkpoint(
         functools.partial(_one_chunk, A.reshape(groups, h // groups)), prevent_cse=False
     )
@@ -89,10 +104,10 @@ def state_space_dual(
         B,
         C,
     )
-    chunks = tuple(_chunks(a, size) for a in by_group)
-    start = initial.reshape(b, groups, h // groups, n, p)
-    last, y = jax.lax.scan(one_chunk, start, chunks)
-    # One axis at a time: a sharding is followed through no other reshape.
+    chunks = tuple(_to_chunks(a, size) for a in by_group)
+    first_state = initial.reshape(b, groups, h // groups, n, p)
+    last, y = jax.lax.scan(one_chunk, first_state, chunks)
+    # One axis at a time: shardings propagate only through such reshapes.
     y = jnp.moveaxis(y, 0, 1).reshape(b, y.shape[0] * size, groups, h // groups, p)[:, :t]
     y = y.reshape(b, t, h, p)
     if D is not None:
@@ -108,11 +123,9 @@ def mamba2(
     state: int = 64,
     groups: int = 1,
     conv: int = 4,
-    dt_min: float = 1e-3,
-    dt_max: float = 1e-1,
     chunk: int | None = None,
 ) -> Layer:
-    """Mamba with one decay a head, so that its scan is made of matrix products.
+    """Mamba-2 block: Mamba with one decay per head, computed as matrix products.
 
     Dao and Gu 2024, "Transformers are SSMs"; H heads of P channels each::
 
@@ -121,40 +134,46 @@ def mamba2(
         y         = state_space_dual(u, dt, -exp(A_log), B, C, D)
         y         = rms_norm(y * silu(z)) W_out
 
-    The norm is over all channels. At first -A is uniform in [1, 16], D is 1, and dt
-    lies between ``dt_min`` and ``dt_max``, uniform in its logarithm. Steps and recurrence are
-    computed in float32 or wider, all else in the input's dtype. Under `fnet.recompute`
-    the output of the norm is kept.
+    The norm is over all channels. Initially -A is uniform in [1, 16], D is 1, and dt is
+    log-uniform in [0.001, 0.1]. Time steps and recurrence are computed in float32 or
+    wider, everything else in the dtype of the input. Under `fnet.recompute` the output of
+    the norm is saved.
 
     Args:
-      width: D, the size of the input's and the output's last axis.
+      width: D, size of the last axis of input and output.
       expand: the inner width E = H P is ``round(expand * width)``.
-      head: P; by default the largest divisor of E up to 64.
-      state: N, states a channel.
-      groups: how many different B and C there are; divides the number of heads.
-      conv: how many inputs the convolution sees.
-      dt_min, dt_max: the range of initial time steps, 0 < dt_min <= dt_max.
-      chunk: as for `state_space_dual`.
+      head: P; default the largest divisor of E up to 64.
+      state: N, state size per channel.
+      groups: number of groups of heads that share B and C; divides the number of heads.
+      conv: width of the causal convolution.
+      chunk: as for `fnet.state_space_dual`.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D], causal. Of the parameters (float32) only those
-      named ``kernel`` are meant to decay. A ``mask`` [B, T] is taken and not needed: padding
-      comes after what is real, which never sees it. To go on from where it stopped
-      (`fnet.layer.Decode`) it needs a cache of one size, whatever the length: the last
-      ``conv - 1`` inputs of the convolution, and the state [B, H, N, P] in float32 or wider.
+      A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
+      to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
+      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      of constant size: the last ``conv - 1`` inputs of the convolution, and the state
+      [B, H, N, P] in float32 or wider.
 
     Raises:
-      ValueError: for a size below 1, a ``head`` that does not divide E, ``groups`` that do
-        not divide the heads, or such a range of steps; when applied, if ``x`` does not end
-        in ``width``.
+      ValueError: for a size below 1, if ``head`` does not divide E, or if ``groups`` does
+        not divide the heads; when applied, if ``x`` does not end in ``width``.
       TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.mamba2(8, head=4, state=4)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> y.shape
+      (2, 16, 8)
     """
     inner = round(expand * width)
     if head is None:
         head = max((p for p in range(1, 65) if inner % p == 0), default=1)
     sizes = {"width": width, "inner": inner, "head": head, "state": state, "groups": groups}
     check_sizes("mamba2", **sizes, conv=conv, chunk=1 if chunk is None else chunk)
-    check_steps("mamba2", dt_min, dt_max)
     if inner % head:
         raise ValueError(
             f"mamba2: head must divide round(expand * width) = {inner}, got head={head}"
@@ -174,13 +193,13 @@ def mamba2(
     }
 
     def init(key: Array) -> tuple[Params, State]:
-        for_children, for_rates, for_steps = jax.random.split(key, 3)
-        params, _ = init_children(children, for_children)
-        rates = jax.random.uniform(for_rates, (heads,), jnp.float32, 1, 16)
+        children_key, rates_key, steps_key = jax.random.split(key, 3)
+        params, _ = init_children(children, children_key)
+        rates = jax.random.uniform(rates_key, (heads,), jnp.float32, 1, 16)
         return params | {
             "A_log": jnp.log(rates),
             "D": jnp.ones(heads, jnp.float32),
-            "dt_bias": initial_steps(for_steps, heads, dt_min, dt_max),
+            "dt_bias": init_step_bias(steps_key, heads),
         }, {}
 
     def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
@@ -206,44 +225,44 @@ def mamba2(
         y = child("norm", y.reshape(z.shape) * jax.nn.silu(z))
         return child("out", y), {"conv": past, "state": last}
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner + 2 * shared), dtype),
             "state": jnp.zeros((batch, heads, state, head), wide(dtype)),
         }
 
-    return recurrent("mamba2", width, init, mix, start)
+    return recurrent("mamba2", width, init, mix, init_cache)
 
 
-# Steps at a time. Gradient for 4 and 24 heads of 64, N = 64 and 128, 2,048 steps, on two CPU cores:
-# 32 and 64 are within a tenth of each other; 16 and 128 take up to 1.4 and 1.7 of that. Fewer
-# chunks have fewer states to keep.
+# Gradient for 4 and 24 heads of 64, N = 64 and 128, 2,048 steps, on two CPU cores: chunks of
+# 32 and 64 differ by less than a tenth; 16 and 128 take up to 1.4 and 1.7 times as long. Larger
+# chunks save fewer states.
 _CHUNK = 64
 
 
 def _one_chunk(
-    A: Float[Array, "g r"], state: Float[Array, "b g r n p"], now: tuple[Array, ...]
+    A: Float[Array, "g r"], state: Float[Array, "b g r n p"], inputs: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    """The state behind a chunk, and its outputs [B, Q, G, R, P]; R heads a group."""
-    x, dt, B, C = (a.astype(state.dtype) for a in now)
+    """Compute the state after a chunk, and its outputs [B, Q, G, R, P] with R heads per group."""
+    x, dt, B, C = (a.astype(state.dtype) for a in inputs)
     u = x * dt[..., None]
     logs = jnp.cumsum(jnp.moveaxis(dt * A[None, None], 1, 3), axis=3)  # l, [B, G, R, Q]
-    between = logs[..., :, None] - logs[..., None, :]
-    past = jnp.tril(jnp.ones(between.shape[-2:], bool))
-    # Selected before exp: of what lies ahead it would overflow, and so would its gradient.
-    decay = jnp.exp(jnp.where(jnp.expand_dims(past, (0, 1, 2)), between, -jnp.inf))
+    differences = logs[..., :, None] - logs[..., None, :]
+    causal = jnp.tril(jnp.ones(differences.shape[-2:], bool))
+    # Select before exp: for future steps exp and its gradient would overflow.
+    decay = jnp.exp(jnp.where(jnp.expand_dims(causal, (0, 1, 2)), differences, -jnp.inf))
     scores = jnp.einsum("btgn,bsgn->bgts", C, B)
     y = jnp.einsum("bgrts,bsgrp->btgrp", scores[:, :, None] * decay, u)
-    onwards = jnp.moveaxis(jnp.exp(logs), 3, 1)[..., None]  # [B, Q, G, R, 1]
-    y = y + onwards * jnp.einsum("btgn,bgrnp->btgrp", C, state)
-    left = jnp.moveaxis(jnp.exp(logs[..., -1:] - logs), 3, 1)[..., None]
-    added = jnp.einsum("bsgn,bsgrp->bgrnp", B, left * u)
+    from_start = jnp.moveaxis(jnp.exp(logs), 3, 1)[..., None]  # [B, Q, G, R, 1]
+    y = y + from_start * jnp.einsum("btgn,bgrnp->btgrp", C, state)
+    to_end = jnp.moveaxis(jnp.exp(logs[..., -1:] - logs), 3, 1)[..., None]
+    added = jnp.einsum("bsgn,bsgrp->bgrnp", B, to_end * u)
     return jnp.exp(logs[..., -1])[..., None, None] * state + added, y
 
 
-def _chunks(a: Array, size: int) -> Array:
-    """[B, T, ...] -> [chunks, B, size, ...]; added steps have dt = 0 and change nothing."""
+def _to_chunks(a: Array, size: int) -> Array:
+    """[B, T, ...] -> [chunks, B, size, ...]; padded steps have dt = 0 and no effect."""
     n = -(-a.shape[1] // size)
     a = jnp.pad(a, ((0, 0), (0, n * size - a.shape[1]), *[(0, 0)] * (a.ndim - 2)))
     return jnp.moveaxis(a.reshape(a.shape[0], n, size, *a.shape[2:]), 1, 0)
@@ -258,12 +277,9 @@ def _check(
     D: Array | None,
     initial: Array | None,
 ) -> None:
-    """Refuses arrays that do not fit each other."""
+    """Raise if the arrays are not floating or their shapes do not match."""
     where = "state_space_dual"
-    given = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "initial": initial}
-    for name, array in given.items():
-        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{where}: {name} must be floating, got {array.dtype}")
+    check_floating(where, x=x, dt=dt, A=A, B=B, C=C, D=D, initial=initial)
     if x.ndim != 4 or not x.shape[1] or B.ndim != 4:
         raise ValueError(
             f"{where}: expected x [B, T, H, P] with T >= 1 and B [B, T, G, N], "
@@ -274,12 +290,13 @@ def _check(
         raise ValueError(
             f"{where}: x's heads must be a multiple of B's groups, got x {x.shape} and B {B.shape}"
         )
-    expected = {"dt": (b, t, h), "A": (h,), "B": (b, t, groups, n), "C": (b, t, groups, n)}
-    expected |= {"D": (h,), "initial": (b, h, n, p)}
-    for name, shape in expected.items():
-        array = given[name]
-        if array is not None and array.shape != shape:
-            raise ValueError(
-                f"{where}: {name} must have shape {shape} for x {x.shape} and B {B.shape}, "
-                f"got {array.shape}"
-            )
+    check_shapes(
+        where,
+        f"x {x.shape} and B {B.shape}",
+        dt=(dt, (b, t, h)),
+        A=(A, (h,)),
+        B=(B, (b, t, groups, n)),
+        C=(C, (b, t, groups, n)),
+        D=(D, (h,)),
+        initial=(initial, (b, h, n, p)),
+    )

@@ -1,4 +1,4 @@
-"""A linear recurrence along time, run backwards from its output, and layers that carry a state."""
+"""Linear recurrence with an in-place backward pass, and a builder for recurrent layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from fnet.layer import Decode, Layer, Params, State
+from fnet.layer import Decode, Layer, Params, State, check_floating
 from fnet.mesh import equally_varying
 from fnet.precision import wide
 
@@ -17,42 +17,45 @@ from fnet.precision import wide
 def linear_recurrence(
     a: Float[Array, "b t ..."], b: Float[Array, "b t ..."], initial: Array | None = None
 ) -> Float[Array, "b t ..."]:
-    """``h_t = a_t h_{t-1} + b_t`` along axis 1, each element on its own.
+    """Compute ``h_t = a_t h_{t-1} + b_t`` over axis 1, elementwise.
 
-    For the backward pass it keeps ``a``, ``initial`` and its own output, never ``b``.
-    With dh the cotangent of h, from the last step to the first::
+    The backward pass saves ``a``, ``initial`` and the output, but not ``b``. With dh the
+    cotangent of h, it runs from the last step to the first::
 
-        g_t = dh_t + a_{t+1} g_{t+1};  da_t = g_t h_{t-1};  db_t = g_t;  d initial = a_1 g_1
+        g_t = dh_t + a_{t+1} g_{t+1};  da_t = g_t h_{t-1};  db_t = g_t;  dinitial = a_1 g_1
 
-    Step by step on CPU, where a loop costs little and an associative scan passes over
-    all of it log T times; elsewhere an associative scan (Blelloch 1990). Its gradient,
-    and the gradient of that, can be had by reverse mode, under `jax.vmap` too.
+    On CPU this is a sequential loop, since an associative scan passes over the whole
+    array log T times. Other backends use an associative scan (Blelloch 1990). Reverse mode
+    can be nested, also under `jax.vmap`.
 
     Args:
-      a: decays, [B, T, ...], T >= 1; float16, bfloat16, float32 or float64. The
+      a: decays, [B, T, ...] with T >= 1; float16, bfloat16, float32 or float64. The
         recurrence is computed in float32 (float64 for float64).
       b: inputs, like ``a``.
       initial: h_0, [B, ...]; None: zeros.
 
     Returns:
-      h, [B, T, ...], in the dtype that ``a``, ``b`` and ``initial`` promote to. The last
+      h, [B, T, ...], in the promoted dtype of ``a``, ``b`` and ``initial``. The last
       state is ``h[:, -1]``.
 
     Raises:
       TypeError: if an array is not floating; from JAX in forward mode.
-      ValueError: if shapes do not fit, or T is 0.
+      ValueError: if the shapes do not match, or T is 0.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> a, b = jnp.full((1, 4), 0.5), jnp.ones((1, 4))
+      >>> fnet.linear_recurrence(a, b).tolist()
+      [[1.0, 1.5, 1.75, 1.875]]
     """
-    given = {"a": a, "b": b} | ({} if initial is None else {"initial": initial})
-    for name, array in given.items():
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"linear_recurrence: {name} must be floating, got {array.dtype}")
+    check_floating("linear_recurrence", a=a, b=b, initial=initial)
     if a.ndim < 2 or a.shape != b.shape or not a.shape[1]:
         raise ValueError(
             "linear_recurrence: a and b must have one shape [B, T, ...] with T >= 1, "
             f"got a {a.shape} and b {b.shape}"
         )
     shape = (a.shape[0], *a.shape[2:])
-    dtype = jnp.result_type(*given.values())
+    dtype = jnp.result_type(a, b) if initial is None else jnp.result_type(a, b, initial)
     if initial is None:
         initial = jnp.zeros_like(b[:, 0], dtype)
     if initial.shape != shape:
@@ -68,20 +71,23 @@ def recurrent(
     width: int,
     init: Callable[[Array], tuple[Params, State]],
     mix: Callable[[Params, Any, Array], tuple[Array, Any]],
-    start: Callable[[int, int, DTypeLike], dict[str, Array]],
+    init_cache: Callable[[int, int, DTypeLike], dict[str, Array]],
 ) -> Layer:
-    """A layer along time from what it does with a past; without one, the past is empty.
+    """Build a causal layer from a function that reads and updates a cache.
 
     Args:
-      name: of the layer, for errors.
-      width: the size of the input's last axis.
-      init: the layer's.
-      mix: ``(params, cache, x [B, t, width]) -> (y, cache)``. The cache is one of ``start``'s,
-        or ``{}`` for an empty past. It gives its arrays in any dtype.
-      start: as in `fnet.layer.Decode`.
+      name: name of the layer, for errors.
+      width: size of the last axis of the input.
+      init: ``init`` of the layer.
+      mix: ``(params, cache, x [B, t, width]) -> (y, cache)``. The cache is ``{}`` at the
+        start of a sequence. Its arrays may be returned in any dtype.
+      init_cache: as in `fnet.layer.Decode`.
+
+    Returns:
+      A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`.
     """
 
-    def checked(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+    def checked_mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
         if x.ndim != 3 or not x.shape[1] or x.shape[2] != width:
             raise ValueError(f"{name}: expected [B, T, {width}] with T >= 1, got {x.shape}")
         return mix(params, cache, x)
@@ -95,25 +101,25 @@ def recurrent(
         train: bool,
         mask: Array | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
-        del key, train, mask  # what is real comes first, and never sees the padding behind it
-        return checked(params, {}, x)[0], state
+        del key, train, mask  # real tokens come first and do not see the padding after them
+        return checked_mix(params, {}, x)[0], state
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
         del state, position
-        y, new = checked(params, cache, x)
+        y, new = checked_mix(params, cache, x)
         return y, jax.tree.map(lambda a, like: a.astype(like.dtype), new, cache)
 
-    return Layer(init, apply, Decode(start, extend))
+    return Layer(init, apply, Decode(init_cache, extend))
 
 
 @jax.custom_vjp
 def _recurrence(a: Array, b: Array, initial: Array) -> Array:
-    """States, in the dtype of ``b``."""
+    """Compute the states in the dtype of ``b``."""
     dtype = wide(b)
     arrays = a.astype(dtype), b.astype(dtype), initial.astype(dtype)
-    h: Array = jax.lax.platform_dependent(*arrays, cpu=_in_turn, default=_associative)
+    h: Array = jax.lax.platform_dependent(*arrays, cpu=_sequential, default=_associative)
     return h.astype(b.dtype)
 
 
@@ -127,11 +133,11 @@ def _recurrence_bwd(residuals: tuple[Array, Array, Array], dh: Array) -> tuple[A
     dtype = wide(h)
     decays, initial_wide = a.astype(dtype), initial.astype(dtype)
     g = jax.lax.platform_dependent(
-        decays, dh.astype(dtype), cpu=_in_turn_backwards, default=_associative_backwards
+        decays, dh.astype(dtype), cpu=_sequential_backward, default=_associative_backward
     )
-    before = jnp.concatenate([initial_wide[:, None], h[:, :-1].astype(dtype)], axis=1)
+    previous = jnp.concatenate([initial_wide[:, None], h[:, :-1].astype(dtype)], axis=1)
     return (
-        (g * before).astype(a.dtype),
+        (g * previous).astype(a.dtype),
         g.astype(dh.dtype),
         (decays[:, 0] * g[:, 0]).astype(initial.dtype),
     )
@@ -140,7 +146,7 @@ def _recurrence_bwd(residuals: tuple[Array, Array, Array], dh: Array) -> tuple[A
 _recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)
 
 
-def _in_turn(a: Array, b: Array, initial: Array) -> Array:
+def _sequential(a: Array, b: Array, initial: Array) -> Array:
     def step(h: Array, ab: tuple[Array, Array]) -> tuple[Array, Array]:
         h = ab[0] * h + ab[1]
         return h, h
@@ -149,29 +155,30 @@ def _in_turn(a: Array, b: Array, initial: Array) -> Array:
     return jnp.moveaxis(h, 0, 1)
 
 
-def _in_turn_backwards(a: Array, dh: Array) -> Array:
-    def step(passed: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        g = now[1] + passed
-        return now[0] * g, g
+def _sequential_backward(a: Array, dh: Array) -> Array:
+    def step(carry: Array, a_and_dh: tuple[Array, Array]) -> tuple[Array, Array]:
+        a, dh = a_and_dh
+        g = dh + carry
+        return a * g, g
 
-    times = (jnp.moveaxis(a, 1, 0), jnp.moveaxis(dh, 1, 0))
-    nothing, _ = equally_varying((jnp.zeros_like(a[:, 0]), a))
-    _, g = jax.lax.scan(step, nothing, times, reverse=True)
+    steps = (jnp.moveaxis(a, 1, 0), jnp.moveaxis(dh, 1, 0))
+    zeros, _ = equally_varying((jnp.zeros_like(a[:, 0]), a))
+    _, g = jax.lax.scan(step, zeros, steps, reverse=True)
     return jnp.moveaxis(g, 0, 1)
 
 
 def _associative(a: Array, b: Array, initial: Array) -> Array:
     b = b.at[:, 0].add(a[:, 0] * initial)
-    h: Array = jax.lax.associative_scan(_then, (a, b), axis=1)[1]
+    h: Array = jax.lax.associative_scan(_compose, (a, b), axis=1)[1]
     return h
 
 
-def _associative_backwards(a: Array, dh: Array) -> Array:
-    onwards = jnp.roll(a, -1, axis=1)  # a_{t+1} at t; what comes round meets nothing
-    db: Array = jax.lax.associative_scan(_then, (onwards, dh), axis=1, reverse=True)[1]
+def _associative_backward(a: Array, dh: Array) -> Array:
+    next_a = jnp.roll(a, -1, axis=1)  # a_{t+1} at t; the wrapped value is never used
+    db: Array = jax.lax.associative_scan(_compose, (next_a, dh), axis=1, reverse=True)[1]
     return db
 
 
-def _then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Two steps ``h -> a h + b`` in one."""
+def _compose(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Compose two steps ``h -> a h + b``."""
     return first[0] * second[0], second[0] * first[1] + second[1]

@@ -1,4 +1,4 @@
-"""Griffin's recurrent block: a gated linear recurrent unit behind a causal convolution."""
+"""Recurrent block of Griffin: a causal convolution and a gated linear recurrent unit."""
 
 from typing import Any
 
@@ -14,48 +14,56 @@ from fnet.layers.dense import dense
 from fnet.layers.recurrence import linear_recurrence, recurrent
 from fnet.precision import broadcast_like, wide, widened
 
-_SHARPNESS = 8.0  # c
-_SLOWEST, _FASTEST = 0.999, 0.9  # exp(-c softplus(L)) at first
+_SHARPNESS = 8.0  # c in the paper
+_MIN_DECAY, _MAX_DECAY = 0.9, 0.999  # range of the initial exp(-c softplus(L))
 
 _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _BLOCK_NORMAL = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
 
 
 def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> Layer:
-    """A layer along time with a real-gated linear recurrent unit (RG-LRU).
+    """Recurrent block with a real-gated linear recurrent unit (RG-LRU).
 
     De et al. 2024, "Griffin: Mixing Gated Linear Recurrences with Local Attention for
     Efficient Language Models", with c = 8, s the logistic function and L a parameter::
 
         u   = causal_conv(x W_recurrent + b_recurrent)
-        r   = s(u W_r + b_r);   i = s(u W_i + b_i)               (in blocks, one a head)
+        r   = s(u W_r + b_r);   i = s(u W_i + b_i)      (block-diagonal, one block per head)
         a   = exp(-c softplus(L) r)
         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t u_t
         y   = (h * gelu(x W_gate + b_gate)) W_out + b_out
 
-    1 - a^2 is taken from log a, without the loss of digits near a = 1, and bounded below by
-    the smallest normal number, so that every gradient is finite there. At first
-    exp(-c softplus(L)) is uniform in [0.9, 0.999]. Products with matrices are in the input's
-    dtype, gates and recurrence behind them in float32 or wider. Under `fnet.recompute` the
-    states h are kept.
+    1 - a^2 is computed from log a, to keep precision near a = 1. It is at least the
+    smallest normal number, so that every gradient is finite. Initially exp(-c softplus(L))
+    is uniform in [0.9, 0.999]. Matrix products are computed in the dtype of the input,
+    gates and recurrence in float32 or wider. Under `fnet.recompute` the states h are saved.
 
     Args:
-      width: D, the size of the input's and the output's last axis.
-      expand: the recurrence has ``round(expand * width)`` channels (the paper: 4 / 3).
-      heads: blocks of the gates' matrices; divides the channels.
-      conv: how many inputs the convolution sees.
+      width: D, size of the last axis of input and output.
+      expand: the recurrence has ``round(expand * width)`` channels (4 / 3 in the paper).
+      heads: number of diagonal blocks of the gates' matrices; divides the channels.
+      conv: width of the causal convolution.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D], causal. Of the parameters (float32) only those
-      named ``kernel`` are meant to decay. A ``mask`` [B, T] is taken and not needed: padding
-      comes after what is real, which never sees it. To go on from where it stopped
-      (`fnet.layer.Decode`) it needs a cache of one size, whatever the length: the last
-      ``conv - 1`` inputs of the convolution, and the state [B, E] in float32 or wider.
+      A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
+      to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
+      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      of constant size: the last ``conv - 1`` inputs of the convolution, and the state
+      [B, E] in float32 or wider.
 
     Raises:
-      ValueError: for a size below 1, or ``heads`` that do not divide the channels; when
+      ValueError: for a size below 1, or if ``heads`` does not divide the channels; when
         applied, if ``x`` does not end in ``width``.
       TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.rg_lru(8, heads=2)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> y.shape
+      (2, 16, 8)
     """
     inner = round(expand * width)
     check_sizes("rg_lru", width=width, inner=inner, heads=heads, conv=conv)
@@ -72,18 +80,18 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
     }
 
     def init(key: Array) -> tuple[Params, State]:
-        for_children, for_rates, for_r, for_i = jax.random.split(key, 4)
-        params, _ = init_children(children, for_children)
-        slowness = jax.random.uniform(for_rates, (inner,), jnp.float32, _FASTEST, _SLOWEST)
+        children_key, decay_key, r_key, i_key = jax.random.split(key, 4)
+        params, _ = init_children(children, children_key)
+        decay = jax.random.uniform(decay_key, (inner,), jnp.float32, _MIN_DECAY, _MAX_DECAY)
 
         def gate(key: Array) -> Params:
             kernel = _BLOCK_NORMAL(key, (heads, block, block), jnp.float32)
             return {"kernel": kernel, "bias": jnp.zeros(inner, jnp.float32)}
 
         return params | {
-            "L": jnp.log(jnp.expm1(-jnp.log(slowness) / _SHARPNESS)),  # softplus turned round
-            "recurrence_gate": gate(for_r),
-            "input_gate": gate(for_i),
+            "L": jnp.log(jnp.expm1(-jnp.log(decay) / _SHARPNESS)),  # inverse of softplus
+            "recurrence_gate": gate(r_key),
+            "input_gate": gate(i_key),
         }, {}
 
     def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
@@ -105,18 +113,18 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         y = keep(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
         return child("out", y), {"conv": past, "state": h[:, -1]}
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Any:
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
             "state": jnp.zeros((batch, inner), wide(dtype)),
         }
 
-    return recurrent("rg_lru", width, init, mix, start)
+    return recurrent("rg_lru", width, init, mix, init_cache)
 
 
 def _gate(params: Params, u: Array) -> Array:
-    """``sigmoid(u W + b)`` [B, T, E] with W block-diagonal, in float32 or wider."""
+    """Compute ``sigmoid(u W + b)`` [B, T, E], W block-diagonal, in float32 or wider."""
     heads, block, _ = params["kernel"].shape
     parts = u.reshape(*u.shape[:2], heads, block)
     z = jnp.einsum("bthi,hij->bthj", parts, params["kernel"].astype(u.dtype))
@@ -125,5 +133,5 @@ def _gate(params: Params, u: Array) -> Array:
 
 
 def _complement(log_a: Array) -> Array:
-    """``sqrt(1 - a^2)``, with a gradient that is finite where a = 1."""
+    """Compute ``sqrt(1 - a^2)`` with a finite gradient at a = 1."""
     return jnp.sqrt(jnp.maximum(-jnp.expm1(2 * log_a), jnp.finfo(log_a.dtype).tiny))

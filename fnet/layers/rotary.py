@@ -42,7 +42,7 @@ def rotary(
         ``base`` is not > 0.
       TypeError: if ``x`` is not floating.
     """
-    check_floating("rotary", x)
+    check_floating("rotary", x=x)
     if x.ndim != 4 or x.shape[-1] % 2:
         raise ValueError(f"rotary: expected x [B, T, H, D] with an even D, got {x.shape}")
     if positions.shape not in (x.shape[1:2], x.shape[:2]):

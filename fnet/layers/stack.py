@@ -156,8 +156,8 @@ def stack(
             state = state | {name: s} if s else state
         return x, state
 
-    def start(batch: int, length: int, dtype: DTypeLike) -> Any:
-        return {str(i): decode.start(batch, length, dtype) for i, decode in enumerate(decodes)}
+    def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:
+        return {str(i): decode.init_cache(batch, length, dtype) for i, decode in enumerate(decodes)}
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
@@ -176,7 +176,7 @@ def stack(
 
     decodes = [c["mixer"].decode for c in parts if c["mixer"].decode]
     can_decode = condition is None and len(decodes) == len(parts)
-    return Layer(init, apply, Decode(start, extend) if can_decode else None)
+    return Layer(init, apply, Decode(init_cache, extend) if can_decode else None)
 
 
 def _going_on(

@@ -154,8 +154,8 @@ def language_model(
     if decode_blocks is None:
         return LanguageModel(init, apply, None, losses)
 
-    def start(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
-        return decode_blocks.start(batch, length, dtype)
+    def init_cache(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
+        return decode_blocks.init_cache(batch, length, dtype)
 
     def extend(
         params: Params, state: State, cache: Any, tokens: Int[Array, "b t"], position: Array
@@ -167,4 +167,4 @@ def language_model(
             )
         return head(params, final_norm(params, x[:, -1])), cache
 
-    return LanguageModel(init, apply, Decode(start, extend), losses)
+    return LanguageModel(init, apply, Decode(init_cache, extend), losses)
