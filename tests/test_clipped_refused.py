@@ -85,13 +85,13 @@ def coupled_late(p, x):
 
 
 REFUSED = {
-    "nan": (lambda: clipped_grad(halves, float("nan")), "at least 0, got nan"),
-    "negative": (lambda: clipped_grad(halves, -1.0), "at least 0, got -1.0"),
+    "nan": (lambda: clipped_grad(halves, float("nan")), "clip must be >= 0, got nan"),
+    "negative": (lambda: clipped_grad(halves, -1.0), "clip must be >= 0, got -1.0"),
     "nothing": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
     "everything": (
-        lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "infinite clip"
+        lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "must be finite with rescale_to_unit_norm=True, got inf"
     ),
-    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "automatic .* got inf"),
+    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "must be finite with automatic, got inf"),
     "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (
         lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "width must be at least 1, got 0"
@@ -106,7 +106,7 @@ REFUSED = {
     ),
     "no bounds": (
         lambda: clipped_grad(halves, None, per_layer=True)(jnp.float32(1), X),
-        "expected a number or a tree of bounds",
+        "must be a number or a tree that is a prefix of params",
     ),
     "sizes": (
         lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
@@ -126,11 +126,11 @@ REFUSED = {
         lambda: clipped_grad(lambda p, x: (p * jax.lax.top_k(x, 2)[0]).sum(-1) * X, 1.0)(
             jnp.float32(1), jnp.ones((3, 2))
         ),
-        r"of a batch of one, got \(3,\); .* not by closure",
+        r"for a batch of one, got \(3,\); .* not by closure",
     ),
     "a row of params an example": (
         lambda: clipped_grad(lambda p, x: rows(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
-        r"of a batch of one, got \(3,\); .* not by closure or in params",
+        r"for a batch of one, got \(3,\); .* not by closure or in params",
     ),
     "mask": (
         lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
@@ -217,7 +217,9 @@ def test_losses_that_have_no_gradient_are_refused(function, dtype):
 
 
 def test_a_loss_that_gives_nothing_beside_is_refused_where_that_is_asked_for():
-    with pytest.raises(TypeError, match=r"has_aux=True expected \(losses, aux\), got "):
+    with pytest.raises(
+        TypeError, match=r"has_aux=True expects a loss that returns \(losses, aux\), got "
+    ):
         clipped_grad(halves, 1.0, has_aux=True)(jnp.float32(1), X)
 
 

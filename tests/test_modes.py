@@ -240,7 +240,7 @@ def test_of_padding_alone_no_state_is_made(microbatches):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"clip": -1.0}, "at least 0"),
+        ({"clip": -1.0}, "clip must be >= 0, got -1.0"),
         ({"clip": 1.0, "noise_multiplier": 1.0}, "expected_batch_size"),
         ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier must be at least 0"),
         (

@@ -19,9 +19,9 @@ from fnet.autodiff.mean import mean
 from fnet.autodiff.mean import weighted_mean as weighted_mean
 from fnet.autodiff.per_example.adaptive import AdaptiveClipping
 from fnet.autodiff.per_example.adaptive import adapted_clip as adapted_clip
-from fnet.autodiff.per_example.clipped import Clipped as Clipped
+from fnet.autodiff.per_example.clipped import ClippedInfo as ClippedInfo
 from fnet.autodiff.per_example.clipped import clipped_grad as clipped_grad
-from fnet.autodiff.per_example.clipped import routes as routes
+from fnet.autodiff.per_example.clipped import gradient_strategies as gradient_strategies
 from fnet.autodiff.per_example.gradients import NoiseScale as NoiseScale
 from fnet.autodiff.per_example.gradients import influence, noise_scale, per_example_norms
 from fnet.autodiff.per_example.gradients import per_example_grad as per_example_grad

@@ -1,13 +1,28 @@
-"""What each example contributes to a gradient: norms and scaled sums from one backward pass."""
+"""One backward pass that keeps the gradients of all examples apart.
+
+`per_example_gradients` works in three steps:
+
+1. Trace the loss of the whole batch, find the batch axis of every value (`batch_axis`), and
+   refuse losses that mix examples.
+2. If every equation that combines a parameter with data has one row per example, differentiate
+   the loss of the whole batch with respect to taps (`taps`). Data and cotangents of these
+   equations are the factors of all per-example gradients (`ghost_norm`). An equation that is not
+   linear in a parameter runs per example with copies of the parameter, see
+   `taps.PerExampleEquation`.
+3. Otherwise, trace the loss of one example and vectorize it with `jax.vmap`. This is right for
+   every loss. It is not the first choice because XLA keeps some arrays twice if they have axes
+   of size 1. A parameter with nonlinear uses gets one copy per example. If the copies would
+   exceed the memory budget, its gradients are computed for a few examples at a time.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.autodiff.examples import (
     Examples,
@@ -18,387 +33,425 @@ from fnet.autodiff.examples import (
     check_width,
     is_key,
 )
-from fnet.autodiff.per_example.alone import Alone, alone
 from fnet.autodiff.per_example.batch_axis import (
     UNKNOWN,
     BatchAxes,
     BatchAxis,
     Mixed,
+    Path,
+    State,
     depends_on,
     find_batch_axes,
     reachable,
 )
-from fnet.autodiff.per_example.chunks import Chunks
 from fnet.autodiff.per_example.ghost_norm import BiasAdd, Dot, Scale
-from fnet.autodiff.per_example.parameter_gradients import Made, Met, Products, Shares, Unused
-from fnet.autodiff.per_example.taps import Path, Use, Uses, find_uses, tap, tapped
+from fnet.autodiff.per_example.parameter_gradients import (
+    ChunkedGradients,
+    FactoredGradients,
+    MaterializedGradients,
+    ParameterGradients,
+    PerExampleGradients,
+    UseInputs,
+    ZeroGradients,
+)
+from fnet.autodiff.per_example.taps import (
+    PerExampleEquation,
+    Use,
+    Uses,
+    evaluate_with_taps,
+    find_uses,
+    tap,
+)
+from fnet.jaxpr import Scan, aval, called_jaxpr
 
-_AT_ONCE = 16 * 2**20
-"""Bytes of shares that may be made at once beside as many as the parameters take."""
-
-
-class Contributions(NamedTuple):
-    """Of every example to every parameter's gradient.
-
-    Attributes:
-      losses: [batch].
-      aux: what the loss returns beside them: [batch, ...] each, but what does not
-        depend on the batch as it is.
-      aux_rows: which of its leaves are [batch, ...].
-      structure: of the parameters.
-      shares: of each parameter by its number.
-      chunks: of the parameters that are left.
-    """
-
-    losses: Array
-    aux: Any
-    aux_rows: list[bool]
-    structure: Any
-    shares: dict[int, Shares]
-    chunks: Chunks
-
-    def squared_norms(self) -> Any:
-        """Of each example's gradient of each parameter, [batch] each, like params."""
-        found = {i: s.squared_norms() for i, s in self.shares.items()}
-        return self._tree(found | self.chunks.squared_norms())
-
-    def each(self) -> Any:
-        """Every example's gradient, [batch, *parameter] each, like params."""
-        found = {i: s.each() for i, s in self.shares.items()}
-        return self._tree(found | self.chunks.each())
-
-    def total(self, scales: Any) -> Any:
-        """Sums over examples, scaled: ``sum_b scales_b gradient_b``, float32 or wider.
-
-        Args:
-          scales: [batch] of each parameter, like params. What is scaled by 0 counts
-            as 0, even if it is not finite.
-        """
-        of = dict(enumerate(jax.tree.leaves(scales)))
-        found, made = {}, jnp.zeros(())
-        for i, share in sorted(self.shares.items(), reverse=True):
-            found[i] = share.total(_after(of[i], made))
-            made = found[i] if found[i].ndim > 1 and found[i].size else made
-        return self._tree(found | self.chunks.totals(of))
-
-    def routes(self) -> Any:
-        """How each parameter's shares are had, like params."""
-        found = {i: s.route for i, s in self.shares.items()}
-        return self._tree(found | dict.fromkeys(self.chunks.which, "made in chunks"))
-
-    def _tree(self, leaves: dict[int, Any]) -> Any:
-        return jax.tree.unflatten(self.structure, [leaves[i] for i in range(len(leaves))])
+_EXTRA_BYTES = 16 * 2**20
+"""Copies of parameters may take as many bytes as all parameters, plus this many."""
 
 
-def _after(scales: Array, made: Array) -> Array:
-    """``scales`` as they are, known only once ``made`` is.
-
-    Layer by layer, data and cotangents are then done with one after the other;
-    otherwise a compiler scales all of them first, and holds them twice.
-    """
-    # A barrier would say so, but XLA's CPU compiler drops it before it orders anything.
-    return scales + 0 * jnp.nan_to_num(made[(0,) * made.ndim])
-
-
-def contributions(
+def per_example_gradients(
     name: str,
     loss: PerExampleLoss,
     params: Any,
-    e: Examples,
+    examples: Examples,
     *,
     has_aux: bool = False,
     width: int | None = None,
-) -> Contributions:
-    """One backward pass, and what of it belongs to which example.
-
-    A tap (a zero) stands behind every product of data with a parameter; its
-    cotangent and the data give an example's share of the gradient. Other uses of
-    a parameter give each example a copy of its own to differentiate.
+) -> PerExampleGradients:
+    """Differentiate the losses of all examples in one backward pass.
 
     Args:
-      name: of the caller, for errors.
-      loss: see `PerExampleLoss`.
-      params: floating-point arrays.
-      e: the loss's other arguments.
-      has_aux: whether the loss returns ``(losses, aux)``.
-      width: for how many examples shares are made at once where they must be made;
-        by default as many as take no more than the parameters.
+      name: Name of the caller, for error messages.
+      loss: See `PerExampleLoss`.
+      params: Floating-point arrays.
+      examples: The loss's other arguments.
+      has_aux: Whether the loss returns ``(losses, aux)``.
+      width: Number of examples at a time for gradients computed in chunks; by default as many
+        as take no more memory than the parameters.
 
     Raises:
-      TypeError: for parameters or losses that have no gradient, a width that is no int, and
-        a loss that with ``has_aux`` gives no pair.
-      ValueError: for arrays of unequal leading axes, losses that are not one per
-        example, a width below 1, and layers that mix examples.
+      TypeError: Parameters or losses are not floating-point, ``width`` is not an int, or
+        the loss does not return a pair although ``has_aux`` is True.
+      ValueError: The loss does not return one loss per example, ``width`` is less than 1, or a
+        layer mixes examples.
     """
     check_params(name, params)
     check_width(name, width)
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
 
-    def whole(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
-        out = loss(jax.tree.unflatten(structure, params), *batch)
+    def batch_loss(params: list[Any], batch: Sequence[Any]) -> tuple[Array, Any]:
+        out = loss(jax.tree.unflatten(treedef, params), *batch)
         if not has_aux:
             return out, None
         if not isinstance(out, list | tuple) or len(out) != 2:
             raise TypeError(
-                f"{name}: with has_aux=True expected (losses, aux), got {type(out).__name__}"
+                f"{name}: has_aux=True expects a loss that returns (losses, aux), "
+                f"got {type(out).__name__}"
             )
         losses, aux = out
         return losses, aux
 
-    traced = _follow(name, whole, leaves, e)
-    if e.size:
-        found = _at_once(whole, traced, leaves, e, width)
-        found = found or _one_by_one(name, whole, traced, leaves, e, width)
-        losses, aux, shares, chunks = found
+    traced = _trace(name, batch_loss, leaves, examples)
+    by_param: dict[int, ParameterGradients] = {}
+    chunked = None
+    if examples.size:
+        result = _differentiate_batch(traced, width) or _differentiate_examples(traced, width)
+        losses, aux, by_param, chunked = result
     else:
-        losses, aux = whole(leaves, e.rebuild_batch(e.leaves))
-        aux, shares, chunks = jax.tree.leaves(aux), {}, Chunks(traced.closed, leaves, e, (), 1)
+        losses, aux_tree = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
+        aux = jax.tree.leaves(aux_tree)
+    numbers = {*by_param, *(chunked.numbers if chunked else ())}
     for i, leaf in enumerate(leaves):
-        if not leaf.size or not (i in shares or i in chunks.which):
-            shares[i] = Unused(leaf, e.size)
-    aux = jax.tree.unflatten(traced.aux, aux)
-    rows = [state is not None for state in traced.followed.outputs[1:]]
-    return Contributions(losses, aux, rows, structure, shares, chunks)
+        if not leaf.size or i not in numbers:
+            by_param[i] = ZeroGradients(leaf, examples.size)
+    return PerExampleGradients(
+        losses, jax.tree.unflatten(traced.aux_treedef, aux), traced.aux_is_batched,
+        treedef, by_param, chunked,
+    )  # fmt: skip
 
 
 class _Traced(NamedTuple):
-    """The loss of a whole batch.
+    """The traced loss of a whole batch.
 
     Attributes:
-      closed: of the parameters, then the batch.
-      aux: structure of what is returned beside the losses.
-      followed: where the examples are in it.
-      shapes: of what is returned beside the losses.
-      rows: how many examples the batch has that was traced, at least 2.
+      name: Name of the caller, for error messages.
+      function: The loss, ``(params, batch) -> (losses, aux)``.
+      params: The parameters.
+      examples: The batch.
+      closed: ``(*params, *batch) -> (losses, *aux)``.
+      batch_axes: Batch axes of the values in ``closed``.
+      batch_size: Number of examples in ``closed``, at least 2.
+      aux_treedef: Structure of ``aux``.
+      aux_shapes: Shapes of its leaves.
     """
 
+    name: str
+    function: Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
+    params: Sequence[Any]
+    examples: Examples
     closed: ClosedJaxpr
-    aux: Any
-    followed: BatchAxes
-    shapes: list[tuple[int, ...]]
-    rows: int
+    batch_axes: BatchAxes
+    batch_size: int
+    aux_treedef: Any
+    aux_shapes: list[tuple[int, ...]]
 
     @property
-    def proven(self) -> bool:
-        """Whether each example is known to have a row of its own in every result, or no part."""
-        losses, *aux = self.followed.outputs
+    def aux_is_batched(self) -> list[bool]:
+        """Whether each leaf of ``aux`` depends on the batch."""
+        return [state is not None for state in self.batch_axes.outputs[1:]]
+
+    def has_one_row_per_example(self) -> bool:
+        """Whether all results that depend on the batch provably have one row per example."""
+        losses, *aux = self.batch_axes.outputs
         return losses == BatchAxis(0) and all(
-            state is None or (state == BatchAxis(0) and shape[0] == self.rows)
-            for state, shape in zip(aux, self.shapes, strict=True)
+            state is None or (state == BatchAxis(0) and shape[0] == self.batch_size)
+            for state, shape in zip(aux, self.aux_shapes, strict=True)
         )
 
+    def state(self, path: Path) -> tuple[list[State], list[State]]:
+        """States of the operands and results of an equation."""
+        return self.batch_axes.equations.get(path, ([UNKNOWN] * 2, [UNKNOWN]))
 
-def _follow(name: str, whole: Any, leaves: Sequence[Any], e: Examples) -> _Traced:
-    """Traces the loss of a batch; refuses losses not one per example, and examples that mix."""
-    rows = max(e.size, 2)  # of a single example nothing can be said
-    batch = [jax.ShapeDtypeStruct((rows, *a.shape[1:]), a.dtype) for a in e.leaves]
-    closed, out = jax.make_jaxpr(
-        lambda *args: whole(list(args[: len(leaves)]), e.rebuild_batch(args[len(leaves) :])),
-        return_shape=True,
-    )(*leaves, *batch)
-    check_losses(name, out[0], rows)
-    followed = find_batch_axes(closed, [False] * len(leaves) + [True] * len(batch), rows)
-    mixed = followed.outputs[0]
-    if mixed == UNKNOWN and any(map(is_key, batch)):
-        # What random numbers are made of is not looked into; what they meet may mix all the same.
-        data = [False] * len(leaves) + [not is_key(a) for a in batch]
-        mixed = find_batch_axes(closed, data, rows).outputs[0]
-    if isinstance(mixed, Mixed):
+
+def _trace(
+    name: str,
+    function: Callable[[list[Any], Sequence[Any]], tuple[Array, Any]],
+    params: Sequence[Any],
+    examples: Examples,
+) -> _Traced:
+    """Trace the loss of a batch and check that it does not mix examples."""
+    size = max(examples.size, 2)  # With a single example the batch axis has no effect.
+    batch = [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in examples.leaves]
+    closed, (losses, aux) = _make_batch_jaxpr(function, params, examples, batch)
+    check_losses(name, losses, size)
+    axes = find_batch_axes(closed, [False] * len(params) + [True] * len(batch), size)
+    state = axes.outputs[0]
+    if state is UNKNOWN and any(map(is_key, batch)):
+        # How random numbers follow from keys is not analyzed. Look for equations that mix the
+        # rest of the batch.
+        is_data = [False] * len(params) + [not is_key(a) for a in batch]
+        state = find_batch_axes(closed, is_data, size).outputs[0]
+    if isinstance(state, Mixed):
         raise ValueError(
-            f"{name}: {mixed.layer or 'the loss'} mixes the examples of a batch "
-            f"({mixed.operation}): the gradient of one example does not exist. Batch norm: use "
-            "frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
+            f"{name}: {state.layer or 'the loss'} mixes the examples of a batch "
+            f"({state.operation}), so the gradient of one example does not exist. For batch norm, "
+            "use frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
         )
-    shapes = [a.shape for a in jax.tree.leaves(out[1])]
-    return _Traced(closed, jax.tree.structure(out[1]), followed, shapes, rows)
+    shapes = [a.shape for a in jax.tree.leaves(aux)]
+    return _Traced(
+        name, function, params, examples, closed, axes, size, jax.tree.structure(aux), shapes
+    )
 
 
-_Found = tuple[Array, list[Any], dict[int, Shares], Chunks]
+def _make_batch_jaxpr(
+    function: Callable[[list[Any], Sequence[Any]], tuple[Array, Any]],
+    params: Sequence[Any],
+    examples: Examples,
+    batch: Sequence[jax.ShapeDtypeStruct],
+) -> tuple[ClosedJaxpr, Any]:
+    """Trace the loss of a batch of these shapes; also return the shapes of its results."""
+
+    def flat(*args: Any) -> Any:
+        n = len(params)
+        return function(list(args[:n]), examples.rebuild_batch(args[n:]))
+
+    result: tuple[ClosedJaxpr, Any] = jax.make_jaxpr(flat, return_shape=True)(*params, *batch)
+    return result
 
 
-def _at_once(
-    whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
-) -> _Found | None:
-    """The batch as it is, if all that a parameter meets has a row an example."""
-    uses = find_uses(traced.closed, len(leaves))
-    if e.size < 2 or uses.lost or not traced.proven:
+_Result = tuple[Array, list[Any], dict[int, ParameterGradients], ChunkedGradients | None]
+"""Losses, leaves of ``aux``, gradients by number of the parameter, and the chunked ones."""
+
+
+def _differentiate_batch(traced: _Traced, width: int | None) -> _Result | None:
+    """Differentiate the loss of the whole batch; None if rows of examples cannot be told apart."""
+    params, examples = traced.params, traced.examples
+    uses = find_uses(traced.closed, len(params))
+    if examples.size < 2 or uses.without_data or not traced.has_one_row_per_example():
         return None
-    if (apart := _alone(whole, traced, uses, leaves, e, width)) is None:
+    nonlinear = _nonlinear_equations(traced, uses, width)
+    if nonlinear is None:
         return None
     axes = []
-    for use in uses.every:
-        given, (out, *_) = traced.followed.equations.get(use.path, ([UNKNOWN] * 2, [UNKNOWN]))
-        data = given[use.product.data] if use.product.data is not None else BatchAxis(0)
+    for use in uses.all:
+        operands, (out, *_) = traced.state(use.path)
+        data = BatchAxis(0) if use.equation.data is None else operands[use.equation.data]
         if not isinstance(data, BatchAxis) or not isinstance(out, BatchAxis):
             return None
-        if _differs_by_example(use, out.axis):
+        if _has_elements_per_example(use, out.axis):
             return None
         axes.append((data.axis, out.axis))
 
-    def losses(taps: list[Array]) -> Any:
-        args = [*leaves, *e.leaves]
-        (losses, *aux), data = tapped(traced.closed, uses.every, taps, args, apart)
+    def tapped_loss(taps: list[Array]) -> Any:
+        args = [*params, *examples.leaves]
+        (losses, *aux), data = evaluate_with_taps(traced.closed, args, uses.all, taps, nonlinear)
         return losses, (aux, data)
 
     def zeros(use: Use) -> Array:
-        copies = () if use.operand is None else (e.size,)
-        return jnp.zeros((*use.loops, *copies, *use.out.shape), use.out.dtype)
+        copies = () if use.operand is None else (examples.size,)
+        return jnp.zeros((*use.scan_lengths, *copies, *use.out.shape), use.out.dtype)
 
-    found, vjp, (aux, data) = jax.vjp(losses, list(map(zeros, uses.every)), has_aux=True)
-    (cotangents,) = vjp(jnp.ones_like(found))
+    taps = [zeros(use) for use in uses.all]
+    losses, backward, (aux, data) = jax.vjp(tapped_loss, taps, has_aux=True)
+    (cotangents,) = backward(jnp.ones_like(losses))
 
-    met: dict[int, list[Met]] = {}
-    for use, x, ct, (data_axis, out_axis) in zip(uses.every, data, cotangents, axes, strict=True):
-        n = len(use.loops)
-        if use.product.data is None:
-            x = jnp.zeros((*use.loops, e.size, 0))
+    xs, cts = [], []
+    for use, x, ct, (data_axis, out_axis) in zip(uses.all, data, cotangents, axes, strict=True):
+        n = len(use.scan_lengths)
+        if use.equation.data is None:
+            xs.append(jnp.zeros((*use.scan_lengths, examples.size, 0)))
         else:
-            x = by_example(x, n + data_axis, e.size, n)
-        ct = ct if use.operand is not None else by_example(ct, n + out_axis, e.size, n)
-        met.setdefault(use.view.param, []).append(Met(use, x, use.view.unscaled(ct)))
-    shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
-    return found, aux, shares, Chunks(traced.closed, leaves, e, (), 1)
+            xs.append(by_example(x, n + data_axis, examples.size, n))
+        has_copies = use.operand is not None
+        cts.append(ct if has_copies else by_example(ct, n + out_axis, examples.size, n))
+    return losses, aux, _factored_gradients(params, uses.all, xs, cts), None
 
 
-def _differs_by_example(use: Use, axis: int) -> bool:
-    """Whether examples, along that axis of the result, meet different elements of the parameter."""
-    product, elements = use.product, use.view.elements
-    if isinstance(product, Dot):
-        if axis >= len(product.batch_dims[1]):
+def _factored_gradients(
+    params: Sequence[Any], uses: Sequence[Use], xs: Sequence[Array], cts: Sequence[Array]
+) -> dict[int, ParameterGradients]:
+    """Gradients by number of the parameter, given data and cotangents of each use."""
+    inputs: dict[int, list[UseInputs]] = {}
+    for use, x, ct in zip(uses, xs, cts, strict=True):
+        inputs.setdefault(use.view.param, []).append(UseInputs(use, x, use.view.unscale(ct)))
+    return {i: FactoredGradients(params[i], param_inputs) for i, param_inputs in inputs.items()}
+
+
+def _has_elements_per_example(use: Use, axis: int) -> bool:
+    """Whether the batch axis of the result indexes different elements of the parameter."""
+    equation, elements = use.equation, use.view.elements
+    if isinstance(equation, Dot):
+        if axis >= len(equation.batch_dims[1]):
             return False
-        axis = product.batch_dims[1][axis]
-    elif use.operand is not None or not isinstance(product, BiasAdd | Scale):
+        axis = equation.batch_dims[1][axis]
+    elif use.operand is not None or not isinstance(equation, BiasAdd | Scale):
         return False
-    axis += len(use.view.loops)
+    axis += len(use.view.scans)
     return elements.shape[axis] > 1 and elements.strides[axis] != 0
 
 
-def _alone(
-    whole: Any,
-    traced: _Traced,
-    uses: Uses,
-    leaves: Sequence[Any],
-    e: Examples,
-    width: int | None,
-) -> dict[Path, Alone] | None:
-    """Equations that use parameters in other ways than products, example by example.
+def _nonlinear_equations(
+    traced: _Traced, uses: Uses, width: int | None
+) -> dict[Path, PerExampleEquation] | None:
+    """The equations that are not linear in a parameter.
 
-    None where one cannot be had, or the examples' copies would be too large.
+    None if one cannot be vectorized, or if copies of its operands would exceed the memory
+    budget.
     """
-    copied = [use for use in uses.every if use.operand is not None]
-    taken = sum(e.size * math.prod((*use.loops, *use.out.shape)) * 4 for use in copied)
-    if taken > _allowed(leaves) or _divided(uses, leaves, e.size, width)[1]:
+    params, examples = traced.params, traced.examples
+    copied = [use for use in uses.all if use.operand is not None]
+    copied_bytes = sum(
+        examples.size * math.prod((*use.scan_lengths, *use.out.shape)) * 4 for use in copied
+    )
+    _, in_chunks = _split_nonlinear(uses, params, examples.size, width)
+    if copied_bytes > _memory_budget(params) or in_chunks:
         return None
     if not copied:
         return {}
-    shapes = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in e.leaves]
-    one = jax.make_jaxpr(
-        lambda *args: whole(list(args[: len(leaves)]), e.rebuild_batch(args[len(leaves) :]))
-    )(*leaves, *shapes)
-    found = {}
+    batch_of_one = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in examples.leaves]
+    one, _ = _make_batch_jaxpr(traced.function, params, examples, batch_of_one)
+    equations = {}
     for path in {use.path for use in copied}:
-        states = traced.followed.equations.get(path, ([UNKNOWN], [UNKNOWN]))
-        if (equation := alone(traced.closed, one, path, e.size, states)) is None:
+        equation = _per_example_equation(traced, one, path)
+        if equation is None:
             return None
-        found[path] = equation
-    return found
+        equations[path] = equation
+    return equations
 
 
-def _one_by_one(
-    name: str, whole: Any, traced: _Traced, leaves: Sequence[Any], e: Examples, width: int | None
-) -> _Found:
-    """Each example as a batch of one, vectorised."""
-    axes = [None if state is None else 0 for state in traced.followed.outputs[1:]]
+def _per_example_equation(
+    traced: _Traced, one: ClosedJaxpr, path: Path
+) -> PerExampleEquation | None:
+    """The equation at that path in ``one``, the loss for a batch of one; None if it differs."""
+    operands, results = traced.state(path)
+    if not all(isinstance(state, BatchAxis) for state in results):
+        return None
+    if not all(state is None or isinstance(state, BatchAxis) for state in operands):
+        return None
+    pair = _corresponding_equations(traced.closed, one, path)
+    if pair is None:
+        return None
+    eqn, eqn_of_one = pair
+    atoms = [*zip(eqn.invars, eqn_of_one.invars, operands, strict=True)]
+    atoms += zip(eqn.outvars, eqn_of_one.outvars, results, strict=True)
+    for a, b, state in atoms:
+        shape = list(aval(a).shape)
+        if isinstance(state, BatchAxis):
+            shape[state.axis] //= traced.examples.size
+        if tuple(shape) != aval(b).shape:
+            return None
+    operand_axes = [s.axis if isinstance(s, BatchAxis) else None for s in operands]
+    result_axes = [s.axis for s in results if isinstance(s, BatchAxis)]
+    return PerExampleEquation(eqn_of_one, traced.examples.size, operand_axes, result_axes)
 
-    def one(*args: Any) -> tuple[Array, list[Array]]:
-        losses, aux = whole(list(args[: len(leaves)]), e.rebuild(args[len(leaves) :]))
+
+def _corresponding_equations(
+    whole: ClosedJaxpr, one: ClosedJaxpr, path: Path
+) -> tuple[JaxprEqn, JaxprEqn] | None:
+    """The equations at that path, if both jaxprs have the same primitives all the way."""
+    names = [[eqn.primitive.name for eqn in closed.jaxpr.eqns] for closed in (whole, one)]
+    if names[0] != names[1]:
+        return None
+    pair = whole.jaxpr.eqns[path[0]], one.jaxpr.eqns[path[0]]
+    if len(path) == 1:
+        return pair
+    inner: Any = [
+        Scan.of(eqn).body if eqn.primitive.name == "scan" else called_jaxpr(eqn) for eqn in pair
+    ]
+    return _corresponding_equations(inner[0], inner[1], path[1:])
+
+
+def _differentiate_examples(traced: _Traced, width: int | None) -> _Result:
+    """Differentiate the loss of one example, vectorized over examples."""
+    params, examples = traced.params, traced.examples
+    n = len(params)
+    is_batched = traced.aux_is_batched
+
+    def example_loss(*args: Any) -> tuple[Array, list[Array]]:
+        losses, aux = traced.function(list(args[:n]), examples.rebuild(args[n:]))
         if jnp.shape(losses) != (1,):
             raise ValueError(
-                f"{name}: expected losses of shape [1] of a batch of one, got {jnp.shape(losses)}; "
-                "give arrays with a row for each example as arguments, not by closure or in params"
+                f"{traced.name}: expected losses of shape [1] for a batch of one, got "
+                f"{jnp.shape(losses)}; pass arrays with one row per example as arguments, not by "
+                "closure or in params"
             )
-        rows = zip(jax.tree.leaves(aux), traced.shapes, axes, strict=True)
-        # What has a row an example in a batch has one row here.
-        return losses[0], [
-            a[0]
-            if axis == 0 and a.shape[:1] == (1,) and shape == (traced.rows, *a.shape[1:])
-            else a
-            for a, shape, axis in rows
-        ]
 
-    shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in e.leaves]
-    closed = jax.make_jaxpr(one)(*leaves, *shapes)
-    uses = find_uses(closed, len(leaves))
-    # Where a parameter meets what all examples share, a tap would be as large as all copies of it.
-    of_data = reachable(closed, [False] * len(leaves) + [True] * len(shapes))
-    shared = {use.view.param for use in uses.every if use.path not in of_data.equations}
-    uses = uses._replace(other=uses.other | shared)
-    at_once, in_chunks = _divided(uses, leaves, e.size, width)
-    # Each example has its own of what follows from a parameter of which it has a copy, or a tap.
-    own = {*at_once, *(use.view.param for use in uses.known)}
-    by_own = depends_on(closed, [i in own for i in range(len(leaves) + len(shapes))])[1:]
-    same = [axis is None and o for axis, o in zip(axes, by_own, strict=True)]
-    given = [0 if s else axis for s, axis in zip(same, axes, strict=True)]
-    losses, aux, shares = _backward(closed, uses, leaves, e, at_once, given)
-    aux = [a[0] if s else a for s, a in zip(same, aux, strict=True)]
-    chunks = Chunks(closed, leaves, e, in_chunks, _width(in_chunks, leaves, e.size, width))
-    return losses, aux, shares, chunks
+        def without_batch_axis(a: Array, batch_shape: tuple[int, ...], batched: bool) -> Array:
+            has_axis = a.shape[:1] == (1,) and batch_shape == (traced.batch_size, *a.shape[1:])
+            return a[0] if batched and has_axis else a
 
+        leaves = zip(jax.tree.leaves(aux), traced.aux_shapes, is_batched, strict=True)
+        return losses[0], [without_batch_axis(*leaf) for leaf in leaves]
 
-def _allowed(leaves: Sequence[Any]) -> int:
-    """Bytes of shares that may be made at once."""
-    allowed: int = sum(p.nbytes for p in leaves) + _AT_ONCE
-    return allowed
+    shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in examples.leaves]
+    closed = jax.make_jaxpr(example_loss)(*params, *shapes)
+    uses = find_uses(closed, n)
+    # If a parameter is combined with a value that all examples share, the tap would be as large
+    # as one copy of that value per example. Copy the parameter instead.
+    with_data = reachable(closed, [False] * n + [True] * len(shapes)).equations
+    shared = {use.view.param for use in uses.all if use.path not in with_data}
+    uses = uses._replace(nonlinear=uses.nonlinear | shared)
+    copied, in_chunks = _split_nonlinear(uses, params, examples.size, width)
 
+    # Results that do not depend on the batch, but on a parameter with taps or copies, become
+    # batched too. All examples have the same value there.
+    has_taps = {*copied, *(use.view.param for use in uses.linear)}
+    depends_on_taps = depends_on(closed, [i in has_taps for i in range(n + len(shapes))])[1:]
+    out_axes = [
+        0 if batched or tapped else None
+        for batched, tapped in zip(is_batched, depends_on_taps, strict=True)
+    ]
 
-def _divided(
-    uses: Uses, leaves: Sequence[Any], size: int, width: int | None
-) -> tuple[list[int], list[int]]:
-    """Parameters used in other ways: those whose shares are made at once, and the rest."""
-    allowed = _allowed(leaves)
-    at_once, in_chunks = [], []
-    for i in sorted(uses.other, key=lambda i: leaves[i].size):
-        taken = size * leaves[i].nbytes
-        if taken <= allowed and (width is None or size <= width or leaves[i].ndim < 2):
-            at_once.append(i)
-            allowed -= taken
-        else:
-            in_chunks.append(i)
-    return at_once, in_chunks
-
-
-def _backward(
-    closed: ClosedJaxpr,
-    uses: Uses,
-    leaves: Sequence[Any],
-    e: Examples,
-    made: Sequence[int],
-    aux_axes: Sequence[int | None],
-) -> tuple[Array, list[Any], dict[int, Shares]]:
-    """Losses, aux, and the shares of all parameters but those made in chunks."""
-    known = uses.known
-
-    def one(taps: list[Array], copies: dict[int, Array], example: list[Array]) -> Any:
-        own = [tap(p, copies[i]) if i in copies else p for i, p in enumerate(leaves)]
-        (loss, *aux), data = tapped(closed, known, taps, [*own, *example])
+    def tapped_loss(taps: list[Array], copies: dict[int, Array], example: list[Array]) -> Any:
+        own = [tap(p, copies[i]) if i in copies else p for i, p in enumerate(params)]
+        (loss, *aux), data = evaluate_with_taps(closed, [*own, *example], uses.linear, taps)
         return loss, (aux, data)
 
-    loops = [len(use.loops) for use in known]
-    batched = jax.vmap(one, in_axes=(loops, 0, 0), out_axes=(0, (list(aux_axes), loops)))
-    taps = [jnp.zeros((*use.loops, e.size, *use.out.shape), use.out.dtype) for use in known]
-    copies = {i: jnp.zeros((e.size, *leaves[i].shape), leaves[i].dtype) for i in made}
-    losses, vjp, (aux, data) = jax.vjp(
-        lambda taps, copies: batched(taps, copies, e.leaves), taps, copies, has_aux=True
+    # Scans come before the batch axis in taps and data.
+    scans = [len(use.scan_lengths) for use in uses.linear]
+    batched_loss = jax.vmap(tapped_loss, in_axes=(scans, 0, 0), out_axes=(0, (out_axes, scans)))
+    size = examples.size
+    taps = [
+        jnp.zeros((*use.scan_lengths, size, *use.out.shape), use.out.dtype) for use in uses.linear
+    ]
+    copies = {i: jnp.zeros((size, *params[i].shape), params[i].dtype) for i in copied}
+    losses, backward, (aux, xs) = jax.vjp(
+        lambda taps, copies: batched_loss(taps, copies, examples.leaves),
+        taps,
+        copies,
+        has_aux=True,
     )
-    cotangents, each = vjp(jnp.ones_like(losses))
-    met: dict[int, list[Met]] = {}
-    for use, x, ct in zip(known, data, cotangents, strict=True):
-        met.setdefault(use.view.param, []).append(Met(use, x, use.view.unscaled(ct)))
-    shares: dict[int, Shares] = {i: Products(leaves[i], m) for i, m in met.items()}
-    return losses, aux, shares | {i: Made(g) for i, g in each.items()}
+    cts, gradients_of_copies = backward(jnp.ones_like(losses))
+    aux = [
+        a if batched or axis is None else a[0]
+        for a, batched, axis in zip(aux, is_batched, out_axes, strict=True)
+    ]
+    by_param = _factored_gradients(params, uses.linear, xs, cts)
+    by_param |= {i: MaterializedGradients(g) for i, g in gradients_of_copies.items()}
+    chunked = None
+    if in_chunks:
+        param_bytes = sum(params[i].nbytes for i in in_chunks)
+        default = max(1, min(_memory_budget(params) // max(param_bytes, 1), size))
+        chunked = ChunkedGradients(closed, params, examples, in_chunks, width or default)
+    return losses, aux, by_param, chunked
 
 
-def _width(which: Sequence[int], leaves: Sequence[Any], size: int, width: int | None) -> int:
-    each = sum(leaves[i].nbytes for i in which)
-    allowed = _allowed(leaves)
-    return width or max(1, min(allowed // max(each, 1), size))
+def _memory_budget(params: Sequence[Any]) -> int:
+    """Bytes that per-example copies of parameters may take."""
+    budget: int = sum(p.nbytes for p in params) + _EXTRA_BYTES
+    return budget
+
+
+def _split_nonlinear(
+    uses: Uses, params: Sequence[Any], size: int, width: int | None
+) -> tuple[list[int], list[int]]:
+    """Split the parameters with nonlinear uses: those that get copies, and those in chunks."""
+    budget = _memory_budget(params)
+    copied, in_chunks = [], []
+    for i in sorted(uses.nonlinear, key=lambda i: params[i].size):
+        copied_bytes = size * params[i].nbytes
+        if copied_bytes <= budget and (width is None or size <= width or params[i].ndim < 2):
+            copied.append(i)
+            budget -= copied_bytes
+        else:
+            in_chunks.append(i)
+    return copied, in_chunks

@@ -16,16 +16,17 @@ rule gives "unknown", which is always correct, but slower.
 
 import enum
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet import jaxprs
 from fnet.autodiff.equations import ELEMENTWISE
+from fnet.jaxpr import Scan, aval, called_jaxpr, evaluate, interpret, scopes
 
 
 class BatchAxis(NamedTuple):
@@ -124,33 +125,31 @@ class _Analysis(NamedTuple):
         self, closed: ClosedJaxpr, inputs: Sequence[State], scope: str, path: Path
     ) -> list[State]:
         """Analyze a jaxpr and return the states of its results."""
-        states: dict[Any, State] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        index = itertools.count()
 
-        def states_of(atoms: Sequence[Any]) -> list[State]:
-            return [None if isinstance(a, Literal) else states.get(a) for a in atoms]
-
-        for i, eqn in enumerate(closed.jaxpr.eqns):
-            operands, eqn_path = states_of(eqn.invars), (*path, i)
+        def handle(eqn: JaxprEqn, operands: list[State]) -> list[State]:
+            eqn_path = (*path, next(index))
             if eqn.primitive.name in ("new_ref", "empty_ref"):
-                # Later writes to a reference are not analyzed.
-                states |= dict.fromkeys(eqn.outvars, UNKNOWN)
-            elif any(state is not None for state in operands):
-                eqn_scope = "/".join(filter(None, (scope, *jaxprs.scopes(eqn))))
-                # JAX differentiates the custom rule, never the equations inside the function.
-                has_rule = eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
-                analysis = self._replace(is_differentiated=False) if has_rule else self
-                results = analysis._equation(eqn, operands, eqn_scope, eqn_path)
-                if has_rule and self.is_differentiated:
-                    results = self._check_backward(closed.jaxpr, eqn, operands, results, eqn_scope)
-                self.equations[eqn_path] = operands, results
-                states |= zip(eqn.outvars, results, strict=True)
-        return states_of(closed.jaxpr.outvars)
+                return [UNKNOWN] * len(eqn.outvars)  # Later writes to it are not analyzed.
+            if all(state is None for state in operands):
+                return [None] * len(eqn.outvars)
+            eqn_scope = "/".join(filter(None, (scope, *scopes(eqn))))
+            # JAX differentiates the custom rule, never the equations inside the function.
+            has_rule = eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
+            analysis = self._replace(is_differentiated=False) if has_rule else self
+            results = analysis._equation(eqn, operands, eqn_scope, eqn_path)
+            if has_rule and self.is_differentiated:
+                results = self._check_backward(eqn, operands, results, eqn_scope)
+            self.equations[eqn_path] = operands, results
+            return results
+
+        return interpret(closed, inputs, handle, lambda constant: None)
 
     def _equation(
         self, eqn: JaxprEqn, operands: list[State], scope: str, path: Path
     ) -> list[State]:
         name = eqn.primitive.name
-        inner = jaxprs.computed(eqn)
+        inner = called_jaxpr(eqn, custom_derivatives=True)
         if inner is not None:
             return self.visit(inner, operands, scope, path)
         if name == "scan":
@@ -168,7 +167,7 @@ class _Analysis(NamedTuple):
         return [Mixed(scope, name) if isinstance(state, Mixed) else state] * count
 
     def _check_backward(
-        self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: list[State], results: list[State], scope: str
+        self, eqn: JaxprEqn, operands: list[State], results: list[State], scope: str
     ) -> list[State]:
         """Check that a custom backward pass keeps examples apart.
 
@@ -177,7 +176,7 @@ class _Analysis(NamedTuple):
           mixed or unknown states.
         """
         inputs, outputs = (
-            [jax.ShapeDtypeStruct(jaxprs.aval(v).shape, jaxprs.aval(v).dtype) for v in variables]
+            [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
             for variables in (eqn.invars, eqn.outvars)
         )
         differentiable = [i for i, output in enumerate(outputs) if _is_floating(output)]
@@ -189,7 +188,7 @@ class _Analysis(NamedTuple):
         def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
             def function(*rows: Any) -> list[Any]:
                 values = dict(enumerate(inputs)) | dict(zip(batched, rows, strict=True))
-                outputs = jaxprs.run(jaxpr, eqn, list(values.values()))
+                outputs = evaluate(eqn, list(values.values()))
                 return [outputs[i] for i in differentiable]
 
             return jax.vjp(function, *(inputs[i] for i in batched))[1](cotangents)
@@ -213,8 +212,8 @@ class _Analysis(NamedTuple):
         return [_join(states) for states in zip(*results, strict=True)]
 
     def _scan(self, eqn: JaxprEqn, operands: list[State], scope: str, path: Path) -> list[State]:
-        s = jaxprs.scan(eqn)
-        before = s.constants + s.carry
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(operands)
 
         def without_scan_axis(state: State) -> State:
             if isinstance(state, BatchAxis):
@@ -224,13 +223,12 @@ class _Analysis(NamedTuple):
         def with_scan_axis(state: State) -> State:
             return BatchAxis(state.axis + 1) if isinstance(state, BatchAxis) else state
 
-        xs = [without_scan_axis(state) for state in operands[before:]]
-        carry = operands[s.constants : before]
+        slices = [without_scan_axis(state) for state in xs]
         while True:  # A fixed point exists: each iteration knows less of the carry.
-            out = self.visit(s.body, [*operands[: s.constants], *carry, *xs], scope, path)
-            joined = [_join(pair) for pair in zip(carry, out[: s.carry], strict=True)]
+            out = self.visit(scan.body, [*consts, *carry, *slices], scope, path)
+            joined = [_join(pair) for pair in zip(carry, out[: scan.num_carry], strict=True)]
             if joined == carry:
-                return [*carry, *map(with_scan_axis, out[s.carry :])]
+                return [*carry, *map(with_scan_axis, out[scan.num_carry :])]
             carry = joined
 
 
@@ -299,7 +297,7 @@ def _dot_general(eqn: JaxprEqn, operands: list[State]) -> State:
         removed = (*contracting[k], *batch[k])
         axis = len(batch[k]) + state.axis - sum(r < state.axis for r in removed)
         if k == 1:
-            axis += jaxprs.aval(eqn.invars[0]).ndim - len(contracting[0]) - len(batch[0])
+            axis += aval(eqn.invars[0]).ndim - len(contracting[0]) - len(batch[0])
         results.append(BatchAxis(axis))
     return _elementwise(eqn, results)
 
@@ -320,7 +318,7 @@ def _sort(eqn: JaxprEqn, operands: list[State]) -> State:
 def _gather(eqn: JaxprEqn, operands: list[State]) -> State:
     """Index a shared table per example, or one table per example."""
     dims, (table, indices) = eqn.params["dimension_numbers"], operands
-    ndim = jaxprs.aval(eqn.outvars[0]).ndim
+    ndim = aval(eqn.outvars[0]).ndim
     index_axes = [i for i in range(ndim) if i not in dims.offset_dims]
     if isinstance(table, BatchAxis) and table.axis in dims.operand_batching_dims:
         paired = dims.start_indices_batching_dims[dims.operand_batching_dims.index(table.axis)]
@@ -329,7 +327,7 @@ def _gather(eqn: JaxprEqn, operands: list[State]) -> State:
         return BatchAxis(index_axes[indices.axis])
     if isinstance(table, BatchAxis) and indices is None:
         removed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-        shape = jaxprs.aval(eqn.invars[0]).shape
+        shape = aval(eqn.invars[0]).shape
         whole = eqn.params["slice_sizes"][table.axis] == shape[table.axis]
         if whole and table.axis not in (*removed, *dims.start_index_map):
             return BatchAxis(dims.offset_dims[table.axis - sum(r < table.axis for r in removed)])
@@ -341,14 +339,14 @@ def _dynamic_update_slice(eqn: JaxprEqn, operands: list[State]) -> State:
     state = _join(operands[:2])
     if not isinstance(state, BatchAxis) or any(operands[2:]):
         return UNKNOWN
-    size, update_size = (jaxprs.aval(a).shape[state.axis] for a in eqn.invars[:2])
+    size, update_size = (aval(a).shape[state.axis] for a in eqn.invars[:2])
     return state if size == update_size else UNKNOWN
 
 
 def _scatter(eqn: JaxprEqn, operands: list[State]) -> State:
     """Update the same indices of each example."""
     dims, (operand, indices, updates) = eqn.params["dimension_numbers"], operands
-    shape, update_shape = (jaxprs.aval(eqn.invars[i]).shape for i in (0, 2))
+    shape, update_shape = (aval(eqn.invars[i]).shape for i in (0, 2))
     inserted = (*dims.inserted_window_dims, *dims.operand_batching_dims)
     window = [axis for axis in range(len(shape)) if axis not in inserted]
     for axis, update_axis in zip(window, dims.update_window_dims, strict=True):
@@ -396,7 +394,7 @@ def _transpose(eqn: JaxprEqn, axis: int) -> State:
 
 def _reshape(eqn: JaxprEqn, axis: int, batch_size: int) -> State:
     """Examples stay outermost in the axis that has as many elements before it as before."""
-    shape, new_shape = jaxprs.aval(eqn.invars[0]).shape, jaxprs.aval(eqn.outvars[0]).shape
+    shape, new_shape = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     before = math.prod(shape[:axis])
     new_before = 1
     for new_axis, size in enumerate(new_shape):
@@ -431,7 +429,7 @@ def _pad(eqn: JaxprEqn, axis: int) -> State:
 
 
 def _slice(eqn: JaxprEqn, axis: int) -> State:
-    before, after = jaxprs.aval(eqn.invars[0]).shape, jaxprs.aval(eqn.outvars[0]).shape
+    before, after = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     return BatchAxis(axis) if before[axis] == after[axis] else UNKNOWN
 
 
@@ -444,7 +442,7 @@ def _reverse(eqn: JaxprEqn, axis: int) -> State:
 
 
 def _bitcast(eqn: JaxprEqn, axis: int) -> State:
-    before, after = jaxprs.aval(eqn.invars[0]), jaxprs.aval(eqn.outvars[0])
+    before, after = aval(eqn.invars[0]), aval(eqn.outvars[0])
     return BatchAxis(axis) if before.ndim == after.ndim else UNKNOWN
 
 

@@ -1,4 +1,23 @@
-"""The sum of clipped per-example gradients, which never exist."""
+"""Clipped sums of per-example gradients.
+
+Private training (DP-SGD) needs the sum of all per-example gradients of a batch, each scaled to a
+norm of at most ``clip``. Materializing them takes as much memory as one copy of the parameters
+per example. `clipped_grad` takes about the time and memory of a plain gradient instead:
+
+1. Trace the loss and find the equations that combine a parameter with data, such as the matrix
+   product of a dense layer (`taps`).
+2. Run the loss forward and backward once. This gives the input of each such equation and the
+   cotangent of its output, for all examples, without any parameter gradient (`backward`).
+3. Compute each example's squared gradient norm from inputs and cotangents: the ghost norm
+   (`ghost_norm`). Sum over layers and take the square root.
+4. Compute the scale ``min(1, clip / norm)`` of each example (this file).
+5. Multiply the cotangents by the scales and compute each layer's gradient from inputs and scaled
+   cotangents, like any backward pass does: book-keeping (`ghost_norm`). There is no second
+   backward pass.
+
+Parameters that are used in other ways than steps 3 and 5 cover get per-example gradients by
+automatic differentiation, see `gradient_strategies`.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,20 +27,20 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.examples import PerExampleLoss, examples
-from fnet.autodiff.per_example.backward import contributions
+from fnet.autodiff.per_example.backward import per_example_gradients
 
 
-class Clipped(NamedTuple):
-    """What `clipped_grad` says of each example.
+class ClippedInfo(NamedTuple):
+    """Per-example results of `clipped_grad`.
 
     Attributes:
-      losses: [batch].
-      norms: of the whole gradients, before clipping, [batch]; 0 for padding.
-      scales: what each gradient was multiplied by, [batch]; with ``per_layer`` a list of
-        such, one for each leaf of ``clip``, or of params where that is a number.
-      nonfinite: how many examples had a gradient that is not finite, [].
-      aux: what the loss returns beside the losses: [batch, ...] each, but what does not
-        depend on the batch as it is.
+      losses: Losses, [batch].
+      norms: Gradient norms over all parameters before clipping, [batch]; 0 for padding.
+      scales: Factors that the gradients were multiplied by, [batch]. With ``per_layer`` a list,
+        one entry for each leaf of ``clip``, or for each parameter array if ``clip`` is a number.
+      nonfinite: Number of examples whose gradient is not finite, [].
+      aux: Auxiliary output of the loss. Leaves are [batch, ...], or of any shape if they do not
+        depend on the batch.
     """
 
     losses: Array
@@ -40,175 +59,240 @@ def clipped_grad(
     automatic: float | None = None,
     has_aux: bool = False,
     width: int | None = None,
-) -> Callable[..., tuple[Any, Clipped]]:
-    """The sum over a batch of each example's gradient, scaled to a norm of at most ``clip``.
+) -> Callable[..., tuple[Any, ClippedInfo]]:
+    """Clip per-example gradients and sum them, without materializing them.
 
-        sum_b s_b g_b,    s_b = min(1, clip / |g_b|)                     (Abadi et al. 2016)
-                          s_b = clip / (|g_b| + automatic)     where given (Bu et al. 2023)
+    The gradient ``g_b`` of each example b is scaled to a norm of at most ``clip``:
 
-    at about the price of the plain gradient. One backward pass gives the cotangents of
-    every layer; norms follow from activations and cotangents, and the sum is one
-    product a layer of the same, scaled (Goodfellow 2015; Bu et al. 2023, "book-keeping").
-    Layers are found in the traced loss, whichever library wrote them:
-    products, convolutions and embedding lookups of parameters, through casts,
-    transposes, reshapes, slices, `jax.jit`, `jax.checkpoint` and `jax.lax.scan`, used once or many
-    times. Of other parameters each example has its own gradient made, for few
-    examples at a time where it is large. `routes` tells which is which.
+        sum_b s_b g_b,    s_b = min(1, clip / |g_b|)             (Abadi et al. 2016)
+                          s_b = clip / (|g_b| + automatic)       (Bu et al. 2023, if given)
+
+    One backward pass over the batch gives norms and sum, at about the time and memory of a plain
+    gradient. The loss may use any library and any JAX code: dense layers, convolutions and
+    embeddings are found in the traced function. They may be inside `jax.jit`, `jax.checkpoint`
+    or `jax.lax.scan`, and parameters may be shared, cast, reshaped or sliced. Other operations
+    fall back to automatic differentiation per example; `fnet.autodiff.gradient_strategies`
+    shows which parameters do.
 
     Guarantees:
-      - The same as a loop over examples, each a batch of one, to rounding.
-      - Without one example the sum differs by at most ``clip``, by 1 if rescaled.
-      - An example with a gradient that is not finite, or masked, contributes exactly 0.
-      - A batch of 0 examples gives 0.
-      - Sums are kept in float32 (of float64, in that). Of narrower activations scaled
-        cotangents are rounded like any, so that bounds hold to such a rounding: in
-        bfloat16 to 0.4 %.
+      - The sum equals a loop over batches of one example, up to rounding.
+      - The L2 sensitivity is ``clip``, or 1 with ``rescale_to_unit_norm``: adding or removing one
+        example changes the sum by at most that norm. With ``per_layer`` this holds for each
+        group of parameters and its bound.
+      - An example contributes exactly 0 if it is masked or its gradient is not finite.
+      - Sums are accumulated in float32 or wider, then cast to the dtype of the parameter.
+        Scaled cotangents are rounded to the dtype of the activations. With bfloat16
+        activations, the bound holds up to 0.4 %.
+
+    ================================  ===========================================================
+    edge case                         result
+    ================================  ===========================================================
+    batch of 0 examples               a sum of 0
+    all examples masked               a sum of 0
+    gradient of norm 0                contributes 0, also with ``rescale_to_unit_norm``
+    NaN or infinity in a gradient     contributes 0, and ``info.nonfinite`` counts it
+    ``clip=inf``                      the plain sum of gradients
+    ``clip=0``                        ValueError, unless ``rescale_to_unit_norm``: then gradients
+                                      are normalized
+    parameter without effect          a gradient of 0
+    layer that mixes examples         ValueError with the layer's name
+    indexing of other examples        not detected: a batch of one example has no others
+    division by the batch size        not detected: the size is 1 or that of the batch
+    ================================  ===========================================================
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``; see `PerExampleLoss`.
-      clip: the bound. With ``per_layer``, a tree that begins as params does: one
-        bound for all parameters below each of its leaves; or a number, which each
-        parameter array gets an equal share of (clip / sqrt(arrays)).
-        May be 0 where rescaled, and infinite where neither rescaled nor automatic.
-      rescale_to_unit_norm: divides by ``clip``: s_b = 1 / max(|g_b|, clip). With a clip of 0,
-        gradients are normalised.
-      per_layer: whether each group is clipped on its own.
-      automatic: the stability constant of automatic clipping, for example 0.01.
-      has_aux: whether ``loss`` returns ``(losses, aux)``.
-      width: for how many examples at a time gradients are made that must be made;
-        by default what takes no more memory than the parameters.
+      clip: Largest norm of an example's gradient. With ``per_layer``, a tree that is a prefix of
+        params with one bound for all parameters below each of its leaves. A number with
+        ``per_layer`` gives each parameter array the bound ``clip / sqrt(arrays)``.
+      rescale_to_unit_norm: Whether to divide by ``clip``: s_b = 1 / max(|g_b|, clip).
+      per_layer: Whether to clip each parameter or group of parameters on its own.
+      automatic: Stability constant of automatic clipping, such as 0.01.
+      has_aux: Whether ``loss`` returns ``(losses, aux)``.
+      width: Number of examples at a time for gradients by automatic differentiation of large
+        parameters. By default as many as take no more memory than the parameters.
 
     Returns:
-      ``gradient(params, *batch, mask=None, clip=clip) -> (sum, Clipped)``. The sum is like params.
-      ``mask`` [batch] is True (or not 0) for real examples; ``clip`` replaces the
-      bound by another, which may be traced (adaptive clipping).
+      ``gradient(params, *batch, mask=None, clip=clip) -> (sum, ClippedInfo)``. The sum is like
+      params. ``mask`` [batch] is True (or not 0) for real examples. ``clip`` overrides the
+      bound, and may be traced (adaptive clipping).
 
     Raises:
-      ValueError: for a clip that is negative, nan, 0 without rescaling, or infinite with
-        it or with ``automatic``, which must be above 0; when called, for a width below
-        1, losses that are not one per example, arrays of unequal leading axes, and
-        layers that mix examples, by name.
-      TypeError: for parameters or losses that are not floating-point.
+      ValueError: ``clip`` is negative, NaN, 0 without ``rescale_to_unit_norm``, or infinite with
+        ``rescale_to_unit_norm`` or ``automatic``; or ``automatic`` is not above 0. When called:
+        ``width`` is below 1, the losses are not [batch], arrays differ in their leading axis, or
+        a layer mixes examples.
+      TypeError: Parameters or losses are not floating-point.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x):
+      ...     return x @ params
+      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # The gradients of this loss are its inputs.
+      >>> gradient = fnet.clipped_grad(loss, 1.0)
+      >>> total, info = gradient(jnp.zeros(2), x)
+      >>> print(info.norms, info.scales)
+      [5.  0.5] [0.2 1. ]
+      >>> print(total)
+      [0.6 1.3]
+      >>> total, _ = gradient(jnp.zeros(2), x, mask=jnp.array([True, False]))
+      >>> print(total)
+      [0.6 0.8]
+
+    References:
+      - Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
+      - Goodfellow 2015, "Efficient per-example gradient computations", arXiv:1510.01799.
+      - Li et al. 2022, "Large language models can be strong differentially private learners",
+        arXiv:2110.05679.
+      - Bu et al. 2023, "Differentially private optimization on large model at small cost",
+        arXiv:2210.00038, and "Automatic clipping", arXiv:2206.07136.
     """
     _check(clip, rescale_to_unit_norm, per_layer, automatic)
 
     def gradient(
         params: Any, *batch: Any, mask: Array | None = None, clip: Any = clip
-    ) -> tuple[Any, Clipped]:
+    ) -> tuple[Any, ClippedInfo]:
         _check(clip, rescale_to_unit_norm, per_layer, automatic)
-        e = examples("clipped_grad", batch)
-        found = contributions("clipped_grad", loss, params, e, has_aux=has_aux, width=width)
-        count = found.losses.shape[0]
-        real = jnp.ones(count, bool) if mask is None else jnp.asarray(mask) != 0
-        if real.shape != (count,):
-            raise ValueError(f"clipped_grad: expected a mask of shape [{count}], got {real.shape}")
-        squares = found.squared_norms()
-        whole = sum(jax.tree.leaves(squares), jnp.zeros(count))
-        finite = jnp.isfinite(whole)
-        bounds, groups = _groups(clip, squares, per_layer)
-
-        def scale(bound: Any, square: Array) -> Array:
-            norm = jnp.sqrt(square)
-            bound = jnp.asarray(bound, norm.dtype)
-            if automatic is not None:
-                s = (1 if rescale_to_unit_norm else bound) / (norm + automatic)
-            elif rescale_to_unit_norm:
-                longer = jnp.maximum(norm, bound)
-                s = jnp.where(longer > 0, 1 / jnp.where(longer > 0, longer, 1), 0)
-            else:
-                s = jnp.where(norm > bound, bound / jnp.where(norm > bound, norm, 1), 1)
-            return jnp.where(real & finite, s, 0)
-
-        scales = [
-            scale(bound, sum(jax.tree.leaves(group), jnp.zeros(count)))
-            for bound, group in zip(bounds, groups, strict=True)
-        ]
-        each = [jax.tree.map(lambda _, s=s: s, g) for g, s in zip(groups, scales, strict=True)]
-        leaves = [leaf for group in each for leaf in jax.tree.leaves(group)]
-        sums = found.total(jax.tree.unflatten(found.structure, leaves))
-        sums = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params)
-        info = Clipped(
-            losses=found.losses,
-            norms=jnp.where(real, jnp.sqrt(whole), 0),
-            scales=scales if per_layer else scales[0],
-            nonfinite=(real & ~finite).sum(),
-            aux=found.aux,
+        grads = per_example_gradients(
+            "clipped_grad",
+            loss,
+            params,
+            examples("clipped_grad", batch),
+            has_aux=has_aux,
+            width=width,
         )
-        return sums, info
+        size = grads.losses.shape[0]
+        is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
+        if is_real.shape != (size,):
+            raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}.")
+        squares = grads.squared_norms()
+        total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
+        is_finite = jnp.isfinite(total_squares)
+
+        def scale(bound: Any, norms: Array) -> Array:
+            bound = jnp.asarray(bound, norms.dtype)
+            if automatic is not None:
+                s = (1 if rescale_to_unit_norm else bound) / (norms + automatic)
+            elif rescale_to_unit_norm:
+                larger = jnp.maximum(norms, bound)
+                s = jnp.where(larger > 0, 1 / jnp.where(larger > 0, larger, 1), 0)
+            else:
+                s = jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1), 1)
+            return jnp.where(is_real & is_finite, s, 0)
+
+        bounds, groups = _clip_groups(clip, squares, per_layer)
+        scales, scales_by_param = [], []
+        for bound, group in zip(bounds, groups, strict=True):
+            group_squares = jax.tree.leaves(group)
+            scales.append(scale(bound, jnp.sqrt(sum(group_squares, jnp.zeros(size)))))
+            scales_by_param += [scales[-1]] * len(group_squares)
+        sums = grads.weighted_sum(jax.tree.unflatten(grads.treedef, scales_by_param))
+        info = ClippedInfo(
+            losses=grads.losses,
+            norms=jnp.where(is_real, jnp.sqrt(total_squares), 0),
+            scales=scales if per_layer else scales[0],
+            nonfinite=(is_real & ~is_finite).sum(),
+            aux=grads.aux,
+        )
+        return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
 
     return gradient
 
 
-def routes(
+def gradient_strategies(
     loss: PerExampleLoss, params: Any, *batch: Any, has_aux: bool = False, width: int | None = None
 ) -> Any:
-    """How `clipped_grad` comes by each parameter's share of an example's gradient, like params.
+    """Show how `clipped_grad` computes norms and sums for each parameter.
 
-    ``"products"``: norms and sums are products of activations and cotangents.
-    ``"kept"``: such products, small enough to be made once and kept.
-    ``"made"``: each example's own gradient, by automatic differentiation.
-    ``"made in parts"``, ``"made in chunks"``: likewise, few examples at a time.
-    ``"unused"``: the losses do not depend on it.
+    ============================  ===============================================================
+    strategy                      per-example gradients of the parameter
+    ============================  ===============================================================
+    ``"ghost norm"``              are not materialized: norms and sums follow from inputs and
+                                  cotangents of the layers
+    ``"materialized"``            are products of inputs and cotangents, and small enough to
+                                  materialize
+    ``"materialized in chunks"``  are such products, a few examples at a time
+    ``"autodiff"``                come from automatic differentiation with a copy of the parameter
+                                  per example
+    ``"autodiff in chunks"``      come from automatic differentiation, a few examples at a time
+    ``"unused"``                  are 0: the losses do not depend on the parameter
+    ============================  ===============================================================
 
     Args:
-      loss: see `clipped_grad`.
-      params: arrays or their shapes.
-      *batch: likewise.
-      has_aux: as in `clipped_grad`.
-      width: likewise.
+      loss: As in `clipped_grad`.
+      params: Arrays or their shapes.
+      *batch: Arrays or their shapes.
+      has_aux: As in `clipped_grad`.
+      width: As in `clipped_grad`.
 
     Returns:
-      One of these words for each parameter.
+      A strategy for each parameter, like params.
 
     Raises:
-      ValueError, TypeError: as `clipped_grad`, when it is called.
+      ValueError, TypeError: As the function that `clipped_grad` returns.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x):
+      ...     kernel = params["kernel"] * jnp.tri(8)  # A masked kernel is not a plain layer.
+      ...     return ((x @ params["embed"]) @ kernel).sum(-1)
+      >>> params = {"embed": jnp.ones((4, 8)), "kernel": jnp.ones((8, 8))}
+      >>> fnet.autodiff.gradient_strategies(loss, params, jnp.ones((2, 4)))
+      {'embed': 'ghost norm', 'kernel': 'autodiff'}
     """
-    found = {}
+    strategies = []
 
     def trace(params: Any, batch: Any) -> None:
-        e = examples("routes", batch)
-        c = contributions("routes", loss, params, e, has_aux=has_aux, width=width)
-        found["routes"] = c.routes()
+        name = "gradient_strategies"
+        grads = per_example_gradients(
+            name, loss, params, examples(name, batch), has_aux=has_aux, width=width
+        )
+        strategies.append(grads.strategies())
 
     jax.eval_shape(trace, params, batch)
-    return found["routes"]
+    return strategies[0]
 
 
-def _groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[Any]]:
-    """Bounds, and the part of the parameters that each is for."""
+def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[Any]]:
+    """Split params, here their squared norms, into groups with one bound each."""
     if not per_layer:
         return [clip], [squares]
     if jax.tree_util.all_leaves([clip]):
         leaves = jax.tree.leaves(squares)
         return [clip / max(len(leaves), 1) ** 0.5] * len(leaves), leaves
-    structure: Any
-    bounds, structure = jax.tree.flatten(clip)
+    treedef: Any
+    bounds, treedef = jax.tree.flatten(clip)
     try:
-        return bounds, structure.flatten_up_to(squares)
+        return bounds, treedef.flatten_up_to(squares)
     except ValueError as error:
         raise ValueError(
-            f"clipped_grad: per_layer: expected a number or a tree of bounds that begins as the "
-            f"parameters do, {jax.tree.structure(squares)}, got {structure}"
+            "clipped_grad: with per_layer=True, clip must be a number or a tree that is a prefix "
+            f"of params, {jax.tree.structure(squares)}, got {treedef}."
         ) from error
 
 
 def _check(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
     if not per_layer and not jax.tree_util.all_leaves([clip]):
-        raise ValueError(f"clipped_grad: expected one bound, got {clip!r}; use per_layer=True")
+        raise ValueError(
+            f"clipped_grad: clip must be a number, got {clip!r}; a tree of bounds needs "
+            "per_layer=True."
+        )
     for bound in jax.tree.leaves(clip):
         if isinstance(bound, jax.core.Tracer):
             continue
         value = float(bound)
         if not value >= 0:
-            raise ValueError(f"clipped_grad: clip must be at least 0, got {value}")
+            raise ValueError(f"clipped_grad: clip must be >= 0, got {value}.")
         if value == 0 and not rescale:
             raise ValueError(
-                "clipped_grad: a clip of 0 leaves nothing; with rescale_to_unit_norm=True it "
-                "normalises gradients"
+                "clipped_grad: clip must be > 0, got 0.0; to normalize gradients, use "
+                "rescale_to_unit_norm=True."
             )
         if value == float("inf") and rescale:
-            raise ValueError("clipped_grad: an infinite clip cannot be rescaled to 1")
+            raise ValueError(
+                "clipped_grad: clip must be finite with rescale_to_unit_norm=True, got inf."
+            )
         if value == float("inf") and automatic is not None:
-            raise ValueError("clipped_grad: automatic makes norms those of the clip, got inf")
+            raise ValueError("clipped_grad: clip must be finite with automatic, got inf.")
     if automatic is not None and not automatic > 0:
-        raise ValueError(f"clipped_grad: automatic must be above 0, got {automatic}")
+        raise ValueError(f"clipped_grad: automatic must be > 0, got {automatic}.")

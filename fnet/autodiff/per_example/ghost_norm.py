@@ -44,7 +44,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import JaxprEqn
 
-from fnet import jaxprs
+from fnet.jaxpr import aval
 from fnet.precision import wide, widened
 
 _INTERMEDIATES_FRACTION = 4
@@ -270,7 +270,7 @@ class LinearEquation(Protocol):
 def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
     """Read an equation as linear in its operand number ``parameter``; None if it is not."""
     read = _READERS.get(eqn.primitive.name)
-    if read is None or not jnp.issubdtype(jaxprs.aval(eqn.outvars[0]).dtype, jnp.floating):
+    if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
         return None
     return read(eqn, parameter)
 
@@ -289,7 +289,7 @@ class BiasAdd(NamedTuple):
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "BiasAdd | None":
         """Read the equation; None if the parameter is a scalar."""
-        if not jaxprs.aval(eqn.invars[parameter]).ndim:
+        if not aval(eqn.invars[parameter]).ndim:
             return None
         return cls(_broadcast_axes(eqn, parameter))
 
@@ -329,7 +329,7 @@ class Scale(NamedTuple):
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Scale | None":
         """Read the equation; None if an operand is a scalar."""
-        if not all(jaxprs.aval(operand).ndim for operand in eqn.invars):
+        if not all(aval(operand).ndim for operand in eqn.invars):
             return None
         return cls(1 - parameter, _broadcast_axes(eqn, parameter))
 
@@ -351,7 +351,7 @@ class Scale(NamedTuple):
 
 
 def _broadcast_axes(eqn: JaxprEqn, parameter: int) -> tuple[int, ...]:
-    shapes = jaxprs.aval(eqn.invars[parameter]).shape, jaxprs.aval(eqn.outvars[0]).shape
+    shapes = aval(eqn.invars[parameter]).shape, aval(eqn.outvars[0]).shape
     return tuple(i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if n < m)
 
 
@@ -388,7 +388,7 @@ class Dot(NamedTuple):
             data,
             (tuple(batch[data]), tuple(batch[parameter])),
             (tuple(contracting[data]), tuple(contracting[parameter])),
-            jaxprs.aval(eqn.invars[parameter]).shape,
+            aval(eqn.invars[parameter]).shape,
         )
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
@@ -477,8 +477,8 @@ class Embedding(NamedTuple):
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Embedding | None":
         """Read the equation; None for any other gather."""
-        dims, table = eqn.params["dimension_numbers"], jaxprs.aval(eqn.invars[0])
-        indices_ndim = jaxprs.aval(eqn.invars[1]).ndim
+        dims, table = eqn.params["dimension_numbers"], aval(eqn.invars[0])
+        indices_ndim = aval(eqn.invars[1]).ndim
         takes_rows = (
             parameter == 0
             and dims.collapsed_slice_dims == dims.start_index_map == (0,)
@@ -556,8 +556,8 @@ class Convolution(NamedTuple):
         """Read the equation; None if the parameter is the image."""
         if parameter != 1 or eqn.params["batch_group_count"] != 1:
             return None
-        aval = jaxprs.aval(eqn.invars[1])
-        return cls(0, dict(eqn.params), jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        kernel = aval(eqn.invars[1])
+        return cls(0, dict(eqn.params), jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
 
     def _factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
         """Patches [stack * groups, batch, position, window * in] and cotangents [..., out].

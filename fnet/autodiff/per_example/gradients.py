@@ -1,4 +1,4 @@
-"""One gradient per example, and statistics of all of them that need none of them."""
+"""Per-example gradients, and statistics of them that do not materialize them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet import jaxprs
 from fnet.autodiff.examples import (
     Examples,
     PerExampleLoss,
@@ -16,156 +15,207 @@ from fnet.autodiff.examples import (
     examples,
     is_key,
 )
-from fnet.autodiff.per_example.backward import contributions
+from fnet.autodiff.per_example.backward import per_example_gradients
+from fnet.jaxpr import find_equations
 
 
 def per_example_grad(
     loss: PerExampleLoss, *, width: int | None = None, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """The gradient of every example's loss: what a loop over batches of one gives.
+    """Compute the gradient of every example's loss.
 
-    One backward pass over the batch, and a product of activations and cotangents for
-    each example and layer; see `fnet.clipped_grad`, which needs no memory for the result.
+    The result equals a loop over batches of one example, up to rounding. It takes one backward
+    pass over the batch. `fnet.clipped_grad` and `per_example_norms` do not need memory for the
+    result.
+
+    ================================  ===========================================================
+    edge case                         result
+    ================================  ===========================================================
+    batch of 0 examples               gradients [0, *parameter]
+    parameter without effect          gradients of 0
+    random key in the batch           one key per example: ``jax.random.fold_in(key, b)``
+    layer that mixes examples         ValueError with the layer's name
+    ================================  ===========================================================
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``; see
         `PerExampleLoss`.
-      width: how many examples at a time: activations are then those of as many. By
-        default all at once, which is the fastest.
-      has_aux: whether ``loss`` returns ``(losses, aux)``.
+      width: Number of examples at a time, which limits the memory of activations. By default
+        all at once, which is fastest.
+      has_aux: Whether ``loss`` returns ``(losses, aux)``.
 
     Returns:
-      ``gradient(params, *batch) -> grads``, each leaf [batch, *parameter]; with
-      ``has_aux``, ``(grads, aux)``, each leaf of ``aux`` [batch, ...].
+      ``gradient(params, *batch) -> grads``, each leaf [batch, *parameter]. With ``has_aux``
+      ``(grads, aux)``, each leaf of ``aux`` [batch, ...].
 
     Raises:
-      ValueError: for a width below 1; when called, for losses that are not one per
-        example, arrays of unequal leading axes, and layers that mix examples, by name.
-      TypeError: for a width that is no int, and parameters or losses that are not
-        floating-point.
+      ValueError: ``width`` is below 1. When called: the losses are not [batch], arrays differ in
+        their leading axis, or a layer mixes examples.
+      TypeError: ``width`` is not an int, or parameters or losses are not floating-point.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x, y):
+      ...     return 0.5 * (x @ params - y) ** 2
+      >>> x, y = jnp.array([[1.0, 2.0], [3.0, 0.0]]), jnp.array([1.0, 2.0])
+      >>> print(fnet.per_example_grad(loss)(jnp.zeros(2), x, y))
+      [[-1. -2.]
+       [-6. -0.]]
     """
     check_width("per_example_grad", width)
 
     def gradient(params: Any, *batch: Any) -> Any:
-        e = examples("per_example_grad", batch)
-
-        def some(e: Examples) -> Any:
-            found = contributions("per_example_grad", loss, params, e, has_aux=has_aux)
-            grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), found.each(), params)
-            aux, structure = jax.tree.flatten(found.aux)
+        def gradient_of(e: Examples) -> Any:
+            gradients = per_example_gradients("per_example_grad", loss, params, e, has_aux=has_aux)
+            grads = jax.tree.map(
+                lambda g, p: g.astype(jnp.result_type(p)), gradients.materialize(), params
+            )
+            leaves, treedef = jax.tree.flatten(gradients.aux)
             rows = [
-                a if is_row else jnp.broadcast_to(a, (e.size, *jnp.shape(a)))
-                for a, is_row in zip(aux, found.aux_rows, strict=True)
+                a if is_batched else jnp.broadcast_to(a, (e.size, *jnp.shape(a)))
+                for a, is_batched in zip(leaves, gradients.aux_is_batched, strict=True)
             ]
-            return grads, jax.tree.unflatten(structure, rows)
+            return grads, jax.tree.unflatten(treedef, rows)
 
-        grads, aux = _in_chunks(some, e, width or max(e.size, 1))
+        e = examples("per_example_grad", batch)
+        grads, aux = _map_in_chunks(gradient_of, e, width or max(e.size, 1))
         return (grads, aux) if has_aux else grads
 
     return gradient
 
 
-def _in_chunks(f: Callable[[Examples], Any], e: Examples, width: int) -> Any:
-    """``f`` of ``width`` examples at a time; what is left over comes last."""
+def _map_in_chunks(f: Callable[[Examples], Any], e: Examples, width: int) -> Any:
+    """Compute ``f`` for ``width`` examples at a time, and for the remainder in the end."""
     if width >= e.size:
         return f(e)
-    whole = e.size // width * width
+    divisible = e.size // width * width
 
-    def chunk(leaves: list[Array]) -> Any:
+    def compute_chunk(leaves: list[Array]) -> Any:
         return f(e._replace(size=len(leaves[0]), leaves=leaves))
 
-    parts = [a[:whole].reshape(-1, width, *a.shape[1:]) for a in e.leaves]
-    found = jax.tree.map(lambda a: a.reshape(whole, *a.shape[2:]), jax.lax.map(chunk, parts))
-    if whole == e.size:
-        return found
-    rest = chunk([a[whole:] for a in e.leaves])
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, rest)
+    chunks = [a[:divisible].reshape(-1, width, *a.shape[1:]) for a in e.leaves]
+    results = jax.tree.map(
+        lambda a: a.reshape(divisible, *a.shape[2:]), jax.lax.map(compute_chunk, chunks)
+    )
+    if divisible == e.size:
+        return results
+    remainder = compute_chunk([a[divisible:] for a in e.leaves])
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), results, remainder)
 
 
 def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callable[..., Any]:
-    """The norm of every example's gradient, for less than the price of a gradient.
+    """Compute the gradient norm of every example, at less than the cost of a gradient.
+
+    Norms are over all parameters. Quantiles for the choice of a clip are
+    ``jnp.quantile(norms, q)``.
 
     Args:
-      loss: as `per_example_grad` takes it.
-      has_aux: likewise.
+      loss: ``loss(params, *batch) -> losses [batch]``; see `per_example_grad`.
+      has_aux: Whether ``loss`` returns ``(losses, aux)``.
 
     Returns:
-      ``norms(params, *batch) -> [batch]``, or with ``has_aux`` ``([batch], aux)``, what does not
-      depend on the batch as it is. Quantiles are ``jnp.quantile(norms, q)``.
+      ``norms(params, *batch) -> [batch]``. With ``has_aux`` ``([batch], aux)``; leaves of ``aux``
+      that do not depend on the batch have no batch axis.
 
     Raises:
-      ValueError, TypeError: as `per_example_grad`.
+      ValueError, TypeError: As `per_example_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x):
+      ...     return x @ params
+      >>> norms = fnet.autodiff.per_example_norms(loss)
+      >>> print(norms(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 2.0]])))
+      [5. 2.]
     """
 
     def norms(params: Any, *batch: Any) -> Any:
         e = examples("per_example_norms", batch)
-        found = contributions("per_example_norms", loss, params, e, has_aux=has_aux)
-        squares = sum(jax.tree.leaves(found.squared_norms()), jnp.zeros(e.size))
-        return (jnp.sqrt(squares), found.aux) if has_aux else jnp.sqrt(squares)
+        gradients = per_example_gradients("per_example_norms", loss, params, e, has_aux=has_aux)
+        squares = sum(jax.tree.leaves(gradients.squared_norms()), jnp.zeros(e.size))
+        return (jnp.sqrt(squares), gradients.aux) if has_aux else jnp.sqrt(squares)
 
     return norms
 
 
 def influence(loss: PerExampleLoss) -> Callable[..., Array]:
-    """Dot products of every example's gradient with one direction: one forward pass.
-
-    Through a `jax.custom_vjp`, such as fnet's norms, it goes by the transposed backward pass,
-    which keeps what a gradient keeps.
-
-    With the gradient of a validation loss as the direction it is how much a step on
-    that example lowers the validation loss, to first order (TracIn: Pruthi et al. 2020).
-    With the mean gradient and `per_example_norms` it gives the cosine to the mean.
+    """Compute the dot product of every example's gradient with one direction.
 
         <g_b, v> = d/dt loss_b(params + t v) at t = 0
+
+    It takes one forward pass (`jax.jvp`) and no memory for residuals. Functions with a
+    `jax.custom_vjp`, such as fnet's norms, have no forward derivative. A loss that has one is
+    differentiated backward twice instead, which takes the residuals of a gradient.
+
+    With the gradient of a validation loss as the direction, the result estimates by how much a
+    step on each example lowers the validation loss (TracIn: Pruthi et al. 2020). With the mean
+    gradient and `per_example_norms`, it gives the cosine to the mean gradient.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``.
 
     Returns:
-      ``influence(direction, params, *batch) -> [batch]``, ``direction`` like params in shapes
-      and dtypes; in the dtype of the losses.
+      ``influence(direction, params, *batch) -> [batch]`` in the dtype of the losses.
+      ``direction`` has the shapes and dtypes of params.
 
     Raises:
-      ValueError: when called, for losses that are not one per example, and arrays of
-        unequal leading axes.
-      TypeError: for losses that are not floating; from JAX for another dtype.
+      ValueError: When called: the losses are not [batch], or arrays differ in their leading axis.
+      TypeError: When called: losses are not floating-point, or JAX finds another dtype in
+        ``direction``.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x):
+      ...     return x @ params
+      >>> direction = jnp.array([1.0, -1.0])
+      >>> x = jnp.array([[3.0, 1.0], [0.0, 2.0]])
+      >>> print(fnet.autodiff.influence(loss)(direction, jnp.zeros(2), x))
+      [ 2. -2.]
+
+    References:
+      Pruthi et al. 2020, "Estimating training data influence by tracing gradient descent",
+      arXiv:2002.08484.
     """
 
-    def along(direction: Any, params: Any, batch: Sequence[Any], size: int) -> Array:
-        def of_params(params: Any) -> Any:
+    def dot_products(direction: Any, params: Any, batch: Sequence[Any], size: int) -> Array:
+        def losses_of(params: Any) -> Any:
             losses = loss(params, *batch)
             check_losses("influence", losses, size)
             return losses
 
         products: Array
-        if any(jaxprs.every(jax.make_jaxpr(of_params)(params), "custom_vjp_call")):
-            # What has a backward rule alone: that is linear, and transposed it goes forward.
-            losses, back = jax.vjp(of_params, params)
-            _, along_it = jax.vjp(lambda ct: back(ct)[0], jnp.zeros_like(losses))
-            (products,) = along_it(direction)
+        if any(find_equations(jax.make_jaxpr(losses_of)(params), "custom_vjp_call")):
+            # The backward pass is linear in the cotangent. Its own transposition goes forward.
+            losses, backward = jax.vjp(losses_of, params)
+            _, transposed = jax.vjp(lambda ct: backward(ct)[0], jnp.zeros_like(losses))
+            (products,) = transposed(direction)
         else:
-            _, products = jax.jvp(of_params, (params,), (direction,))
+            _, products = jax.jvp(losses_of, (params,), (direction,))
         return products
 
-    def of(direction: Any, params: Any, *batch: Any) -> Array:
+    def influence_of(direction: Any, params: Any, *batch: Any) -> Array:
         e = examples("influence", batch)
         if not any(is_key(a) and not a.ndim for a in map(jnp.asarray, jax.tree.leaves(batch))):
-            return along(direction, params, batch, e.size)
-        # Each has a key of its own, as for its gradient.
-        return jax.vmap(lambda one: along(direction, params, e.rebuild(one), 1)[0])(e.leaves)
+            return dot_products(direction, params, batch, e.size)
 
-    return of
+        # Each example has its own key, as for per-example gradients.
+        def example_influence(example: Sequence[Array]) -> Array:
+            return dot_products(direction, params, e.rebuild(example), 1)[0]
+
+        return jax.vmap(example_influence)(e.leaves)
+
+    return influence_of
 
 
 class NoiseScale(NamedTuple):
-    """What the simple noise scale is made of: ``grad_var / grad_sq``, in examples.
+    """The two parts of the gradient noise scale ``grad_var / grad_sq``, in examples.
 
-    Batches much larger than that waste work. It is a ratio of noisy estimates: average each
-    over steps first.
+    Batches much larger than the noise scale waste compute. Both parts are noisy: average each
+    over steps before you divide.
 
     Attributes:
-      grad_sq: an unbiased estimate of the squared norm of the true gradient, [].
-      grad_var: an unbiased estimate of the trace of the covariance of examples' gradients, [].
+      grad_sq: Unbiased estimate of the squared norm of the true gradient, [].
+      grad_var: Unbiased estimate of the trace of the covariance of per-example gradients, [].
     """
 
     grad_sq: Array
@@ -173,26 +223,35 @@ class NoiseScale(NamedTuple):
 
 
 def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> NoiseScale:
-    """The gradient noise scale of a batch (McCandlish et al. 2018, appendix A.1).
+    """Estimate the gradient noise scale from one batch (McCandlish et al. 2018, appendix A.1).
 
-    From the gradients g_b of B examples and their mean, as batches of sizes 1 and B,
+    Compares the gradients g_b of B examples, batches of size 1, with their mean, a batch of size B:
 
         |G|^2     = (B |mean g|^2 - mean |g|^2) / (B - 1)
         tr(Sigma) = (mean |g|^2 - |mean g|^2) B / (B - 1)
 
     Args:
-      norms: of each example's gradient, [batch], floating.
-      mean_norm: of their mean, [].
-      weight: [batch], 0 for padding; by default all count.
+      norms: Norms of the per-example gradients, [batch], floating.
+      mean_norm: Norm of their mean, [].
+      weight: [batch], 0 for padding, anything else counts as 1. By default all examples count.
 
     Returns:
-      Both estimates, [] in the dtype of ``norms``; of a single example they are not finite.
+      Both estimates, [] in the dtype of ``norms``. They are not finite for a single example.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> scale = fnet.autodiff.noise_scale(jnp.array([1.0, 2.0, 3.0]), jnp.float32(1.5))
+      >>> print(round(float(scale.grad_sq), 4), round(float(scale.grad_var), 4))
+      1.0417 3.625
+
+    References:
+      McCandlish et al. 2018, "An empirical model of large-batch training", arXiv:1812.06162.
     """
-    real = jnp.ones(norms.shape, bool) if weight is None else weight != 0
-    count = real.sum().astype(norms.dtype)
-    squares = jnp.where(real, jnp.square(norms), 0).sum() / count
-    whole = jnp.square(mean_norm)
+    is_real = jnp.ones(norms.shape, bool) if weight is None else weight != 0
+    count = is_real.sum().astype(norms.dtype)
+    mean_square = jnp.where(is_real, jnp.square(norms), 0).sum() / count
+    square_of_mean = jnp.square(mean_norm)
     return NoiseScale(
-        grad_sq=(count * whole - squares) / (count - 1),
-        grad_var=(squares - whole) * count / (count - 1),
+        grad_sq=(count * square_of_mean - mean_square) / (count - 1),
+        grad_var=(mean_square - square_of_mean) * count / (count - 1),
     )

@@ -12,7 +12,7 @@ from jax import Array
 from fnet.autodiff.accumulate import equal_parts
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.batch_axis import depends_on
-from fnet.autodiff.per_example.clipped import Clipped, clipped_grad
+from fnet.autodiff.per_example.clipped import ClippedInfo, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import wide
@@ -82,7 +82,7 @@ class ClippedMode(Mode):
             )
         self._clipped_grad(_no_loss)  # checks clip, per_layer and automatic
 
-    def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, Clipped]]:
+    def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, ClippedInfo]]:
         return clipped_grad(
             loss, self.clip, per_layer=self.per_layer, automatic=self.automatic, has_aux=True
         )
@@ -222,7 +222,7 @@ def _cast(a: Any, dtype: Any) -> Any:
     return a if jnp.result_type(a) == dtype else jnp.asarray(a, dtype)
 
 
-def _counting(info: Clipped, weight: Array | None) -> Array:
+def _counting(info: ClippedInfo, weight: Array | None) -> Array:
     """1 for examples that are real and have a finite gradient, [batch]."""
     counts = jnp.isfinite(info.norms)
     return (counts if weight is None else counts & (weight != 0)).astype(jnp.float32)
@@ -230,13 +230,13 @@ def _counting(info: Clipped, weight: Array | None) -> Array:
 
 def clipped_sum(
     name: str,
-    function: Callable[..., tuple[Any, Clipped]],
+    function: Callable[..., tuple[Any, ClippedInfo]],
     params: Any,
     model_state: Any,
     batch: dict[str, Array],
     key: Array,
     microbatches: int,
-) -> tuple[Any, Clipped, Array, Array]:
+) -> tuple[Any, ClippedInfo, Array, Array]:
     """A batch's sum, what is said of it, which examples count, and a key for noise.
 
     Sums are float32 at least, whatever the parameters are.
@@ -248,20 +248,20 @@ def clipped_sum(
 
 def _in_parts(
     name: str,
-    function: Callable[..., tuple[Any, Clipped]],
+    function: Callable[..., tuple[Any, ClippedInfo]],
     params: Any,
     model_state: Any,
     batch: dict[str, Array],
     key: Array,
     n: int,
-) -> tuple[Any, Clipped]:
+) -> tuple[Any, ClippedInfo]:
     """The function of a batch, in n parts one after the other, sums added up in place."""
     if n == 1:
         return function(params, batch, key, mask=batch.get("weight"))
     parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), equal_parts(name, batch, n))
     size = jax.tree.leaves(parts)[0].shape[1]
 
-    def add(sums: Any, part: Any) -> tuple[Any, Clipped]:
+    def add(sums: Any, part: Any) -> tuple[Any, ClippedInfo]:
         i, rows = part
         more, info = function(params, rows, jax.random.fold_in(key, i), mask=rows.get("weight"))
         return jax.tree.map(jnp.add, sums, more), info
@@ -293,7 +293,7 @@ def noised_mean(
     return jax.tree.map(lambda g: g / (size or jnp.maximum(counts.sum(), 1)), sums)
 
 
-def share_above(clip: Array | float, info: Clipped, counts: Array) -> Array:
+def share_above(clip: Array | float, info: ClippedInfo, counts: Array) -> Array:
     """Of the examples that count, [] in [0, 1]."""
     return weighted_mean((info.norms > clip).astype(jnp.float32), counts)
 
@@ -307,7 +307,7 @@ def _noised(sums: Any, deviation: Array | float, key: Array) -> Any:
     return jax.tree.unflatten(structure, noisy)
 
 
-def summary(info: Clipped, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
+def summary(info: ClippedInfo, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
     """Metrics as means over the examples that count, and the model state, averaged likewise."""
     metrics, states = info.aux
     means = {name: weighted_mean(values, counts) for name, values in metrics.items()}

@@ -1,279 +1,484 @@
-"""Where parameters meet data in a traced function, and the cotangents there."""
+"""Find where parameters meet data in a traced loss, and get the cotangents there.
 
-from collections.abc import Mapping, Sequence
+A per-example gradient needs two arrays for each equation that combines a parameter with data:
+the data, and the cotangent of the equation's result. A *tap* gives the cotangent. It is a zero
+that is added to the result, so its gradient is the result's cotangent. Differentiating with
+respect to taps instead of parameters skips all parameter gradients.
+
+  - `find_uses` follows the parameters through a jaxpr. A reshaped, transposed, sliced, cast or
+    scaled parameter is a `View`. An equation that combines a view with data is a `Use`.
+  - `evaluate_with_taps` evaluates the jaxpr with a tap behind every use, and returns the data
+    of every use.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from fnet import jaxprs
-from fnet.autodiff.per_example.alone import Alone
+from fnet.autodiff.examples import by_example
+from fnet.autodiff.per_example.batch_axis import Path
 from fnet.autodiff.per_example.ghost_norm import BiasAdd, LinearEquation, linear_equation
-from fnet.autodiff.per_example.views import View
 from fnet.backward_pass import is_params_first
+from fnet.jaxpr import Scan, aval, call_like, called_jaxpr, evaluate, in_scopes, interpret
 
-Path = tuple[int, ...]
-"""An equation's place: its number, after those of the calls and loops it is in."""
+Arrangement = Callable[[Any], Any]
+"""A rearrangement of a parameter's elements, for NumPy and JAX arrays with axes of scans first."""
+
+
+class View(NamedTuple):
+    """Elements of a parameter in another arrangement.
+
+    Attributes:
+      param: Number of the parameter.
+      elements: A NumPy array whose strides say which element of the parameter is where, in
+        units of elements. Its contents are never read.
+      from_param: ``parameter -> view``, without casts and scales.
+      scans: Numbers of the enclosing scans that slice the parameter, outermost first. Each is a
+        leading axis of ``elements``.
+      scale: Factor that the elements were multiplied by.
+    """
+
+    param: int
+    elements: np.ndarray
+    from_param: Callable[[Any], Any]
+    scans: tuple[int, ...] = ()
+    scale: float = 1.0
+
+    @classmethod
+    def whole(cls, param: int, shape: tuple[int, ...]) -> "View":
+        """Return the view of a whole parameter."""
+        # The array is never written to, so the operating system assigns no memory to it.
+        return cls(param, np.empty(shape, np.int8), lambda p: p)
+
+    @property
+    def has_repeats(self) -> bool:
+        """Whether an element may occur more than once, after a broadcast."""
+        axes = zip(self.elements.shape, self.elements.strides, strict=True)
+        return any(size > 1 and stride == 0 for size, stride in axes)
+
+    def sliced_by_scan(self, scan: int) -> "View":
+        """Return the view in one iteration of a scan over its leading axis."""
+        return self._replace(scans=(*self.scans, scan))
+
+    def after(self, eqn: JaxprEqn) -> list["View"] | None:
+        """Return the views that an equation of this view results in; None if it does more."""
+        if (scale := _scale_of(eqn)) is not None:
+            return [self._replace(scale=self.scale * scale)]
+        read = _ARRANGEMENTS.get(eqn.primitive.name)
+        if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
+            return None
+        views = [self._arranged(arrange) for arrange in read(eqn, len(self.scans))]
+        return None if None in views else [view for view in views if view]
+
+    def _arranged(self, arrange: Arrangement) -> "View | None":
+        elements, from_param = arrange(self.elements), self.from_param
+        if elements.size != 0 and not np.may_share_memory(elements, self.elements):
+            return None  # NumPy had to copy: no strides describe the result.
+        return self._replace(elements=elements, from_param=lambda p: arrange(from_param(p)))
+
+    def unscale(self, cotangent: Array) -> Array:
+        """Return the cotangent of the elements, given the cotangent of the scaled view."""
+        return cotangent if self.scale == 1 else cotangent * self.scale
+
+    def to_param(self, cotangent: Array, param: Any) -> Array:
+        """Return the parameter's gradient, given the cotangent of the view: a transposition.
+
+        Args:
+          cotangent: An `unscale`d cotangent, shaped like the view with its scans first. The
+            batch axis is 1 long if the parameter was broadcast along the batch.
+          param: The parameter, or its shape.
+        """
+
+        def view_of(p: Any) -> Any:
+            view = self.from_param(p)
+            return view[tuple(map(slice, cotangent.shape))] if view.ndim else view
+
+        shape = jax.ShapeDtypeStruct(param.shape, cotangent.dtype)
+        gradient: Array
+        (gradient,) = jax.linear_transpose(view_of, shape)(cotangent)
+        return gradient
+
+
+def _scale_of(eqn: JaxprEqn) -> float | None:
+    """The number ``c`` if the equation is ``c w + d`` with literal numbers, else None."""
+    name = eqn.primitive.name
+    if name == "neg":
+        return -1.0
+    if name not in ("add", "sub", "mul", "div"):
+        return None
+    numbers = [float(a.val) if isinstance(a, Literal) else None for a in eqn.invars]
+    match name, *numbers:
+        case ("add" | "sub", None, float()) | ("add", float(), None):
+            return 1.0
+        case "sub", float(), None:
+            return -1.0
+        case ("mul", float(c), None) | ("mul", None, float(c)):
+            return c
+        case "div", None, float(c) if c:
+            return 1 / c
+    return None
+
+
+def _identity(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    return [lambda a: a]
+
+
+def _reshape(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    shape = aval(eqn.outvars[0]).shape
+    return [lambda a: a.reshape((*a.shape[:scans], *shape))]
+
+
+def _broadcast_in_dim(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    shape, dimensions = aval(eqn.outvars[0]).shape, eqn.params["broadcast_dimensions"]
+
+    def broadcast(a: Any) -> Any:
+        sizes = [1] * len(shape)
+        for axis, size in zip(dimensions, a.shape[scans:], strict=True):
+            sizes[axis] = size
+        a = a.reshape((*a.shape[:scans], *sizes))
+        broadcast_to: Any = np.broadcast_to if isinstance(a, np.ndarray) else jnp.broadcast_to
+        return broadcast_to(a, (*a.shape[:scans], *shape))
+
+    return [broadcast]
+
+
+def _transpose(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    order = [*range(scans), *(scans + i for i in eqn.params["permutation"])]
+    return [lambda a: a.transpose(order)]
+
+
+def _slice(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    p = eqn.params
+    strides = p["strides"] or (1,) * len(p["start_indices"])
+    slices = tuple(map(slice, p["start_indices"], p["limit_indices"], strides))
+    return [lambda a: a[(slice(None),) * scans + slices]]
+
+
+def _split(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    ends = np.cumsum(eqn.params["sizes"]).tolist()
+    before = (slice(None),) * (scans + eqn.params["axis"])
+
+    def part(start: int, end: int) -> Arrangement:
+        return lambda a: a[(*before, slice(start, end))]
+
+    return [part(*bounds) for bounds in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+_ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
+    "broadcast_in_dim": _broadcast_in_dim,
+    "convert_element_type": _identity,
+    "copy": _identity,
+    "reduce_precision": _identity,
+    "reshape": _reshape,
+    "sharding_constraint": _identity,
+    "slice": _slice,
+    "split": _split,
+    "squeeze": _reshape,
+    "transpose": _transpose,
+}
 
 
 class Use(NamedTuple):
-    """An equation in which data meets a parameter.
+    """An equation that combines a parameter with data.
 
     Attributes:
-      path: of the equation.
-      view: of the parameter.
-      product: what they make together.
-      loops: lengths of the scans around it, the outermost first.
-      out: shape and dtype of the equation's result, in one round; or of the operand.
-      operand: the number of an operand that the equation uses in a way that is not
-        looked into. Each example is given a copy of its own: the tap [batch, ...]
-        stands before the equation.
+      path: Position of the equation.
+      view: View of the parameter.
+      equation: How the equation is linear in the view.
+      scan_lengths: Lengths of the enclosing scans, outermost first.
+      out: Shape and dtype of the equation's result, or of ``operand``, in one iteration.
+      operand: Number of an operand in which the equation is not linear, or None. Each example
+        then gets its own copy of the operand, and the tap [batch, ...] stands before the
+        equation.
     """
 
     path: Path
     view: View
-    product: LinearEquation
-    loops: tuple[int, ...]
+    equation: LinearEquation
+    scan_lengths: tuple[int, ...]
     out: jax.ShapeDtypeStruct
     operand: int | None = None
 
-    @property
-    def stacked(self) -> tuple[int, ...]:
-        """The axes of a cotangent that stand for rounds with other elements of the parameter."""
-        return self.view.loops
-
 
 class Uses(NamedTuple):
-    """How a function uses its parameters.
+    """All uses of parameters in a function.
 
     Attributes:
-      every: all uses, in order.
-      other: parameters that are used otherwise than in products.
-      lost: those of them that are used by themselves, apart from the data.
+      all: All uses, in order.
+      nonlinear: Parameters with a use that is not linear, or without data.
+      without_data: Parameters with a use that no data takes part in, such as weight decay.
     """
 
-    every: tuple[Use, ...]
-    other: frozenset[int]
-    lost: frozenset[int]
+    all: tuple[Use, ...]
+    nonlinear: frozenset[int]
+    without_data: frozenset[int]
 
     @property
-    def known(self) -> tuple[Use, ...]:
-        """Uses of parameters that are in products alone."""
-        return tuple(use for use in self.every if use.view.param not in self.other)
+    def linear(self) -> tuple[Use, ...]:
+        """Uses of parameters that have only linear uses."""
+        return tuple(use for use in self.all if use.view.param not in self.nonlinear)
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
-    """Looks where the first arguments of a traced function meet its other values.
+    """Find the equations in which parameters meet data.
 
-    It follows them through casts, transposes, reshapes, slices and scales, into `jax.jit`,
-    `jax.checkpoint` and `jax.lax.scan`; custom derivatives count as other uses.
+    Looks into `jax.jit`, `jax.checkpoint` and `jax.lax.scan`. Functions with custom derivatives
+    are nonlinear uses.
 
     Args:
-      closed: ``jax.make_jaxpr(f)(*params, *data)``.
-      params: how many of its arguments are parameters.
+      closed: ``jax.make_jaxpr(f)(*params, *data)``. Its first result is the loss.
+      params: Number of arguments that are parameters.
     """
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
-    others = [None] * (len(closed.jaxpr.invars) - params)
-    # A loss that is itself nothing but a view; of aux nobody asks for a gradient.
-    search.lose(search.visit(closed, [*views, *others], (), ())[:1])
-    other = {use.view.param for use in search.uses if use.operand is not None}
-    return Uses(tuple(search.uses), frozenset(other | search.lost), frozenset(search.lost))
+    data = [None] * (len(closed.jaxpr.invars) - params)
+    losses, *_ = search.visit(closed, [*views, *data], (), ())
+    search.add_without_data([losses])  # The loss itself may be a view of a parameter.
+    nonlinear = {use.view.param for use in search.uses if use.operand is not None}
+    return Uses(
+        tuple(search.uses),
+        frozenset(nonlinear | search.without_data),
+        frozenset(search.without_data),
+    )
 
 
 class _Search:
     def __init__(self) -> None:
         self.uses: list[Use] = []
-        self.lost: set[int] = set()
+        self.without_data: set[int] = set()
 
     def visit(
         self,
         closed: ClosedJaxpr,
         inputs: Sequence[View | None],
         path: Path,
-        loops: tuple[int, ...],
+        scan_lengths: tuple[int, ...],
     ) -> list[View | None]:
-        """Follows views through a jaxpr; those that come out of it."""
-        seen: dict[Any, View | None] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        """Follow views through a jaxpr and return the views among its results."""
+        index = itertools.count()
 
-        def views_of(atoms: Sequence[Any]) -> list[View | None]:
-            return [None if isinstance(a, Literal) else seen.get(a) for a in atoms]
+        def handle(eqn: JaxprEqn, views: list[View | None]) -> list[View | None]:
+            eqn_path = (*path, next(index))
+            if not any(views) or eqn.primitive.name == "stop_gradient":
+                return [None] * len(eqn.outvars)
+            return self._equation(eqn, views, eqn_path, scan_lengths)
 
-        for i, eqn in enumerate(closed.jaxpr.eqns):
-            views = views_of(eqn.invars)
-            if any(views) and eqn.primitive.name != "stop_gradient":
-                out = self._equation(eqn, views, (*path, i), loops)
-                seen |= zip(eqn.outvars, out, strict=True)
-        return views_of(closed.jaxpr.outvars)
+        return interpret(closed, inputs, handle, lambda constant: None)
 
     def _equation(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, loops: tuple[int, ...]
+        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
     ) -> list[View | None]:
-        if (inner := jaxprs.called(eqn)) is not None:
-            return self.visit(inner, views, path, loops)
-        if eqn.primitive.name == "scan":
-            self._scan(eqn, views, path, loops)
-        elif eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
+        if (inner := called_jaxpr(eqn)) is not None:
+            return self.visit(inner, views, path, scan_lengths)
+        if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
             return views
-        elif sum(view is not None for view in views) == 1:
-            (operand,) = (k for k, view in enumerate(views) if view is not None)
-            view: Any = views[operand]
-            if changed := view.through(eqn):
-                return list(changed)
-            found = linear_equation(eqn, operand)
-            if found and not (found.requires_unique_elements and view.repeats):
-                self.uses.append(Use(path, view, found, loops, _shape(eqn.outvars[0])))
-            else:
-                self._give_copies(eqn, views, path, loops)
+        numbers = [k for k, view in enumerate(views) if view is not None]
+        if eqn.primitive.name == "scan":
+            self._scan(eqn, views, path, scan_lengths)
+        elif len(numbers) > 1:
+            self._add_nonlinear(eqn, views, path, scan_lengths)
         else:
-            self._give_copies(eqn, views, path, loops)
+            (operand,) = numbers
+            view: Any = views[operand]
+            if results := view.after(eqn):
+                return list(results)
+            equation = linear_equation(eqn, operand)
+            if equation and not (equation.requires_unique_elements and view.has_repeats):
+                out = _shape_of(eqn.outvars[0])
+                self.uses.append(Use(path, view, equation, scan_lengths, out))
+            else:
+                self._add_nonlinear(eqn, views, path, scan_lengths)
         return [None] * len(eqn.outvars)
 
-    def _give_copies(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, loops: tuple[int, ...]
+    def _add_nonlinear(
+        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
     ) -> None:
-        if not any(
-            v is None and not isinstance(a, Literal) for v, a in zip(views, eqn.invars, strict=True)
-        ):
-            self.lose(views)
-        for k, (view, operand) in enumerate(zip(views, eqn.invars, strict=True)):
+        operands = list(zip(views, eqn.invars, strict=True))
+        if all(view is not None or isinstance(atom, Literal) for view, atom in operands):
+            self.add_without_data(views)
+        for k, (view, atom) in enumerate(operands):
             if view:
-                use = Use(path, view, BiasAdd(()), loops, _shape(operand), k)
+                use = Use(path, view, BiasAdd(()), scan_lengths, _shape_of(atom), k)
                 self.uses.append(use)
 
     def _scan(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, loops: tuple[int, ...]
+        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
     ) -> None:
-        s = jaxprs.scan(eqn)
-        before = s.constants + s.carry
-        self.lose(views[s.constants : before])
-        rows = [view and view.rows(len(loops)) for view in views[before:]]
-        inputs = [*views[: s.constants], *[None] * s.carry, *rows]
-        self.lose(self.visit(s.body, inputs, path, (*loops, eqn.params["length"])))
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(views)
+        self.add_without_data(carry)
+        slices = [view and view.sliced_by_scan(len(scan_lengths)) for view in xs]
+        inputs = [*consts, *[None] * scan.num_carry, *slices]
+        inner_lengths = (*scan_lengths, eqn.params["length"])
+        self.add_without_data(self.visit(scan.body, inputs, path, inner_lengths))
 
-    def lose(self, views: Sequence[View | None]) -> None:
-        self.lost |= {view.param for view in views if view}
-
-
-def _shape(atom: Any) -> jax.ShapeDtypeStruct:
-    aval = jaxprs.aval(atom)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    def add_without_data(self, views: Sequence[View | None]) -> None:
+        self.without_data |= {view.param for view in views if view}
 
 
-def tapped(
+def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval(atom).shape, aval(atom).dtype)
+
+
+class PerExampleEquation(NamedTuple):
+    """An equation that treats all examples alike, vectorized over examples.
+
+    Each example may then have its own copy of an operand that all examples share.
+
+    Attributes:
+      eqn: The equation for a batch of one.
+      size: Number of examples.
+      operand_axes: Batch axis of each operand, None if all examples share it.
+      result_axes: Batch axis of each result.
+    """
+
+    eqn: JaxprEqn
+    size: int
+    operand_axes: Sequence[int | None]
+    result_axes: Sequence[int]
+
+    def __call__(self, operands: Sequence[Array], copies: Mapping[int, Array]) -> list[Array]:
+        """Return the results for the whole batch.
+
+        Args:
+          operands: Operands for the whole batch.
+          copies: [size, *operand] by number of a shared operand: one copy per example.
+        """
+        rows, in_axes = list(operands), [*self.operand_axes]
+        for k, axis in enumerate(self.operand_axes):
+            if k in copies:
+                rows[k], in_axes[k] = copies[k], 0
+            elif axis is not None:
+                rows[k], in_axes[k] = by_example(operands[k], axis, self.size), 0
+        results = jax.vmap(lambda rows: evaluate(self.eqn, rows), (in_axes,))(rows)
+        return [_merge_examples(a, axis) for a, axis in zip(results, self.result_axes, strict=True)]
+
+
+def _merge_examples(a: Array, axis: int) -> Array:
+    """Invert `by_example`."""
+    return jax.lax.collapse(jnp.moveaxis(a, 0, axis), axis, axis + 2)
+
+
+def evaluate_with_taps(
     closed: ClosedJaxpr,
+    args: Sequence[Any],
     uses: Sequence[Use],
     taps: Sequence[Array],
-    args: Sequence[Any],
-    alone: Mapping[Path, Alone] | None = None,
+    nonlinear: Mapping[Path, PerExampleEquation] | None = None,
 ) -> tuple[list[Any], list[Array]]:
-    """Evaluates a traced function with a tap behind every use.
+    """Evaluate a traced function with a tap behind every use.
 
     Args:
-      closed: the traced function.
-      uses: of its parameters.
-      taps: of each use, zeros [*loops, *out.shape]. The cotangent of a tap is that
-        of the result behind which it stands. Before an operand it is [*loops, batch,
-        *operand.shape], and its cotangent that of each example's copy.
-      args: of the function.
-      alone: the equations whose operands have taps.
+      closed: The function.
+      args: Its arguments.
+      uses: Uses of its parameters.
+      taps: Zeros [*scan_lengths, *out.shape] for each use. The cotangent of a tap is the
+        cotangent of the equation's result. For a use with an operand it is
+        [*scan_lengths, batch, *out.shape], and its cotangent is the one of each example's copy.
+      nonlinear: The equations of uses with an operand, to run with per-example copies.
 
     Returns:
-      Its results; and of each use the data that met the parameter, [*loops, ...].
+      The results; and for each use the data that meets the parameter, [*scan_lengths, ...],
+      or an empty array if the gradient does not depend on data.
     """
-    at: dict[Path, list[int]] = {}
+    at_path: dict[Path, list[int]] = {}
     for number, use in enumerate(uses):
-        at.setdefault(use.path, []).append(number)
-    evaluation = _Evaluation(at, uses, alone or {})
+        at_path.setdefault(use.path, []).append(number)
+    evaluation = _Evaluation(at_path, uses, nonlinear or {})
     results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
 
+_Data = dict[int, Array]
+"""Data that meets the parameter, by number of the use."""
+
+
 class _Evaluation(NamedTuple):
-    at: dict[Path, list[int]]
+    at_path: dict[Path, list[int]]
     uses: Sequence[Use]
-    alone: Mapping[Path, Alone]
+    nonlinear: Mapping[Path, PerExampleEquation]
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Array]
-    ) -> tuple[list[Any], dict[int, Array]]:
-        jaxpr = closed.jaxpr
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        values |= zip(jaxpr.invars, args, strict=True)
-        data: dict[int, Array] = {}
+    ) -> tuple[list[Any], _Data]:
+        """Evaluate a jaxpr; ``taps`` are keyed by the number of the use."""
+        index = itertools.count()
+        data: _Data = {}
 
-        def read(atoms: Sequence[Any]) -> list[Any]:
-            return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
-
-        for i, eqn in enumerate(jaxpr.eqns):
-            here, inputs = (*path, i), read(eqn.invars)
-            inside = {n: taps[n] for n, use in self._inside(here) if use.path != here}
-            if here in self.alone:
-                outputs = self._each_alone(here, inputs, taps)
-                data |= dict.fromkeys(self.at[here], jnp.zeros(0))
-            elif here in self.at:
-                (number,), (out,) = self.at[here], jaxprs.run(jaxpr, eqn, inputs)
-                outputs = [tap(out, taps[number])]
-                operand = self.uses[number].product.data
+        def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+            eqn_path = (*path, next(index))
+            if eqn_path in self.nonlinear:
+                data.update(dict.fromkeys(self.at_path[eqn_path], jnp.zeros(0)))
+                return self._with_copies(eqn_path, inputs, taps)
+            if eqn_path in self.at_path:
+                (number,), (out,) = self.at_path[eqn_path], evaluate(eqn, inputs)
+                operand = self.uses[number].equation.data
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
-            elif inside:
-                enter = self._scan if eqn.primitive.name == "scan" else self._call
-                with jaxprs.in_scopes(eqn):
-                    outputs, found = enter(eqn, inputs, here, inside)
-                data |= found
-            else:
-                outputs = jaxprs.run(jaxpr, eqn, inputs)
-            values |= zip(eqn.outvars, outputs, strict=True)
-        return read(jaxpr.outvars), data
+                return [tap(out, taps[number])]
+            inner_taps = {n: taps[n] for n in self._within(eqn_path)}
+            if not inner_taps:
+                return evaluate(eqn, inputs)
+            run_inner = self._scan if eqn.primitive.name == "scan" else self._call
+            with in_scopes(eqn):
+                outputs, inner_data = run_inner(eqn, inputs, eqn_path, inner_taps)
+            data.update(inner_data)
+            return outputs
 
-    def _each_alone(self, path: Path, inputs: list[Any], taps: Mapping[int, Array]) -> list[Array]:
-        # Copies are made before anything is vectorised: of a tap that JAX stages (in a loop), it
-        # takes the first operand's axes for the result's, and that has none of examples.
+        results = interpret(closed, args, handle)
+        return results, data
+
+    def _within(self, path: Path) -> list[int]:
+        """Numbers of the uses inside a call or scan."""
+        return [n for n, use in enumerate(self.uses) if use.path[: len(path)] == path]
+
+    def _with_copies(self, path: Path, inputs: list[Any], taps: Mapping[int, Array]) -> list[Array]:
+        # Copies are made before the equation is vectorized. In a scan, `jax.vmap` of a tap
+        # takes the result's batch axis from the first operand, which has none.
+        operands = {self.uses[n].operand: taps[n] for n in self.at_path[path]}
         copies = {
-            k: tap(jnp.broadcast_to(inputs[k], taps[n].shape), taps[n])
-            for n, k in ((n, self.uses[n].operand) for n in self.at[path])
+            k: tap(jnp.broadcast_to(inputs[k], zeros.shape), zeros)
+            for k, zeros in operands.items()
             if k is not None
         }
-        return self.alone[path](inputs, copies)
-
-    def _inside(self, path: Path) -> list[tuple[int, Use]]:
-        return [(n, use) for n, use in enumerate(self.uses) if use.path[: len(path)] == path]
+        return self.nonlinear[path](inputs, copies)
 
     def _call(
         self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Array]
-    ) -> tuple[list[Any], dict[int, Array]]:
-        inner: Any = jaxprs.called(eqn)
+    ) -> tuple[list[Any], _Data]:
+        inner: Any = called_jaxpr(eqn)
 
-        def call(inputs: list[Any], taps: Any) -> tuple[list[Any], dict[int, Array]]:
+        def call(inputs: list[Any], taps: Any) -> tuple[list[Any], _Data]:
             return self.run(inner, inputs, path, taps)
 
-        if eqn.primitive.name in jaxprs.CHECKPOINT:
-            p = eqn.params
-            call = jax.checkpoint(call, prevent_cse=p["prevent_cse"], policy=p["policy"])
-        return call(inputs, taps)
+        return call_like(eqn, call)(inputs, taps)
 
     def _scan(
         self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Array]
-    ) -> tuple[list[Any], dict[int, Array]]:
-        s = jaxprs.scan(eqn)
-        before = s.constants + s.carry
-        constants, carry = inputs[: s.constants], inputs[s.constants : before]
-        rows = inputs[before:]
+    ) -> tuple[list[Any], _Data]:
+        scan = Scan.of(eqn)
+        consts, carry, xs = scan.split(inputs)
 
         def body(carry: list[Any], slices: Any) -> tuple[list[Any], Any]:
-            rows, taps = slices
-            out, data = self.run(s.body, [*constants, *carry, *rows], path, taps)
-            return out[: s.carry], (out[s.carry :], data)
+            xs, taps = slices
+            out, data = self.run(scan.body, [*consts, *carry, *xs], path, taps)
+            return out[: scan.num_carry], (out[scan.num_carry :], data)
 
-        carry, (stacked, data) = s.run(body, carry, (rows, taps))
-        return [*carry, *stacked], data
+        carry, (ys, data) = scan.run(body, carry, (xs, taps))
+        return [*carry, *ys], data
 
 
 @jax.custom_jvp
-def tap(x: Array, zero: Array) -> Array:
-    """``x``, whose cotangent is also that of ``zero``, which is not read and so not made."""
+def tap(x: Array, zeros: Array) -> Array:
+    """Return ``x + zeros``, as a function that ignores ``zeros`` until it is differentiated.
+
+    XLA then never creates the zeros. The cotangent of ``zeros`` is the cotangent of the result.
+    """
     return x
 
 
