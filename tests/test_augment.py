@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.data import augment
-from train.data.crops import (
+from train.data.augment import (
     RESIZED_CROP_DRAWS,
     centre,
     fitted,

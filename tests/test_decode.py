@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.data.crops import short_side
+from train.data.augment import short_side
 from train.data.decode import MOST_PIXELS, UnreadableError, View, decode, decode_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)

@@ -14,8 +14,7 @@ from program_cases import exit_code, said_in_one_line
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
 from train.data import evaluation_batches, image_folder, training_batches
-from train.data.augment import coloured, cutout
-from train.data.crops import mirrored, moved
+from train.data.augment import coloured, cutout, mirrored, moved
 from train.data.files import folders_in
 from train.data.image_batches import TrainingImages
 from train.errors import UserError

@@ -21,11 +21,11 @@ from train.commands.predict import labels_of, predict, show
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import evaluation_batches
-from train.data.class_names import read_classes, write_classes
 from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
 from train.output.palette import voc_colors
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import read_classes, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import build, images
 

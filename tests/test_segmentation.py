@@ -14,7 +14,7 @@ from program_cases import exit_code, said_in_one_line
 
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
-from train.config.vision import Backbone
+from train.config.model import Backbone
 from train.data import evaluation_batches
 from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.output.palette import overlay_labels, voc_colors

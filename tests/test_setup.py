@@ -171,8 +171,8 @@ def program(section):
     if isinstance(section, LanguageModel):
         network, given = section.build(11), (jnp.zeros((2, 6), jnp.int32), {})
     else:
-        told = {"time": jnp.zeros(2, jnp.int32), "label": jnp.zeros(2, jnp.int32)}
-        network, given = section.build((4, 4, 1), 3), (jnp.zeros((2, 4, 4, 1)), told)
+        conditions = {"timestep": jnp.zeros(2, jnp.int32), "label": jnp.zeros(2, jnp.int32)}
+        network, given = section.build((4, 4, 1), 3), (jnp.zeros((2, 4, 4, 1)), conditions)
     params, state = jax.eval_shape(network.init, key)
     x, more = given
     apply = lambda p, s, key: network.apply(p, s, x, key=key, train=True, **more)  # noqa: E731

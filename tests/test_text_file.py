@@ -13,7 +13,7 @@ from train.config import (
 )
 from train.data import text_file
 from train.data.buckets import batches_an_epoch, bucket_of, bucketed_batches
-from train.data.tokens import tokens_of
+from train.data.tokenizer import tokens_of
 from train.errors import UserError
 from train.tasks import build
 

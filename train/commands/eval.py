@@ -10,13 +10,13 @@ from rich.table import Table
 
 from train.arguments import EvalArguments
 from train.config import Config, DeepLab, Denoiser, HuggingFace, ImageFolder
-from train.data.class_names import check_classes
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
 from train.output.progress import plain, printable
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import check_classes
 from train.run.evaluate import Evaluation
 from train.run.run_folder import RunFolder, as_json, write_whole
 from train.run.setup import Setup, setup

@@ -15,7 +15,6 @@ from rich.table import Table
 from train.arguments import PredictArguments
 from train.config import Config, DeepLab, Denoiser, LanguageModel
 from train.data import padded
-from train.data.class_names import read_classes
 from train.data.decode import UnreadableError, decode
 from train.data.files import LOOKED_FOR, images_below
 from train.data.image_input import Preparation, Prepared
@@ -23,6 +22,7 @@ from train.errors import UserError
 from train.output.palette import overlay_labels, voc_colors
 from train.output.progress import plain, printable
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import read_classes
 from train.run.run_folder import RunFolder, as_json, write_whole
 from train.tasks.classification import logits_by_crop
 from train.tasks.segmentation import Views, logits_by_view

@@ -13,10 +13,10 @@ from fnet.models.denoiser import Denoiser as Model
 from train.arguments import ImageArguments
 from train.config import Config, Denoiser
 from train.data import Dataset, batch_of
-from train.data.class_names import check_classes
 from train.errors import UserError
 from train.output import plots
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import check_classes
 from train.run.run_folder import RunFolder
 from train.tasks.diffusion import network_of, schedule_of
 

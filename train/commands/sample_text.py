@@ -10,7 +10,7 @@ import numpy as np
 import fnet
 from train.arguments import TextArguments
 from train.config import Config, LanguageModel, TextFile
-from train.data.tokens import tokens_of
+from train.data.tokenizer import tokens_of
 from train.errors import UserError
 from train.run.checkpoint import Checkpoints
 from train.run.run_folder import RunFolder

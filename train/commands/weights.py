@@ -17,9 +17,9 @@ from train.arguments import ExportArguments
 from train.commands import weight_files
 from train.config import Config, Denoiser, LanguageModel
 from train.config.section import options
-from train.data.class_names import write_classes
 from train.errors import UserError
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import write_classes
 from train.run.run_folder import RunFolder, as_json, write_whole
 from train.run.setup import Setup, setup
 

@@ -17,7 +17,19 @@ from train.config.data import (
     Synthetic,
     TextFile,
 )
-from train.config.generative import Denoiser, LanguageModel
+from train.config.model import (
+    DeepLab,
+    Denoiser,
+    DenseNet,
+    LanguageModel,
+    Mlp,
+    PreactResNet,
+    ResNet,
+    ResNet9,
+    ResNeXt,
+    RevNet,
+    WiderResNet,
+)
 from train.config.section import Section
 from train.config.training import (
     Checkpoint,
@@ -31,17 +43,6 @@ from train.config.training import (
     PerExample,
     Tracking,
     Train,
-)
-from train.config.vision import (
-    DeepLab,
-    DenseNet,
-    Mlp,
-    PreactResNet,
-    ResNet,
-    ResNet9,
-    ResNeXt,
-    RevNet,
-    WiderResNet,
 )
 from train.errors import UserError, nearest
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from train.config import HuggingFace
 from train.data import Arrays, Dataset, size
-from train.data.crops import centre, short_side
+from train.data.augment import centre, short_side
 from train.data.decode import UnreadableError, ViewOf, decode, decode_content
 from train.data.files import shortened, there_are
 from train.data.image_batches import TrainingImages, check_cut, read_all

@@ -7,8 +7,7 @@ import numpy as np
 
 from train.config import ImageFolder
 from train.data import Arrays, Dataset, size
-from train.data.augment import mixed
-from train.data.crops import short_side
+from train.data.augment import mixed, short_side
 from train.data.decode import UnreadableError, decode
 from train.data.files import (
     LOOKED_FOR,

@@ -14,8 +14,7 @@ from train.config import (
     SegmentationFolder,
     Synthetic,
 )
-from train.data.augment import in_bytes
-from train.data.crops import fitted, short_side, views
+from train.data.augment import fitted, in_bytes, short_side, views
 from train.data.decode import View, decode
 from train.errors import UserError
 

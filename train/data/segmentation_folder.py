@@ -8,11 +8,10 @@ import numpy as np
 
 from train.config import SegmentationFolder
 from train.data import Arrays, Dataset, size
-from train.data.augment import in_bytes
-from train.data.crops import fitted
+from train.data.augment import fitted, in_bytes
 from train.data.decode import UnreadableError
 from train.data.files import LOOKED_FOR, held_out_folder, images_below, training_folder
-from train.data.mask_batches import IGNORE, EvaluationMasks, TrainingMasks, decode_pair
+from train.data.image_batches import IGNORE, EvaluationMasks, TrainingMasks, decode_pair
 from train.data.workers import Workers
 from train.errors import UserError
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from train.config import TextFile
 from train.data import Arrays, Dataset
-from train.data.tokens import tokens_of
+from train.data.tokenizer import tokens_of
 from train.errors import UserError
 
 

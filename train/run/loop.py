@@ -17,7 +17,6 @@ import fnet
 from fnet import TrainState
 from fnet.memory import format_bytes
 from train.config import Config
-from train.data.class_names import check_classes, write_classes
 from train.data.unreadable import UnreadableFiles
 from train.output import curves, examples, plots
 from train.output.memory_tables import memory_tables, plan_summary, plan_table
@@ -25,6 +24,7 @@ from train.output.progress import Screen, plain
 from train.run import distributed, tracking
 from train.run.account import Account, account
 from train.run.checkpoint import Checkpoints
+from train.run.class_names import check_classes, write_classes
 from train.run.evaluate import Evaluate, Evaluation
 from train.run.guard import Guard
 from train.run.interruption import Interruption

@@ -9,7 +9,7 @@ from jax import Array
 import fnet
 from train.config import Config, LanguageModel, TextFile
 from train.data import text_file
-from train.data.tokens import tokens_of
+from train.data.tokenizer import tokens_of
 from train.errors import UserError
 from train.tasks.task import Batch, Measured, Task
 
