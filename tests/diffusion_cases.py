@@ -1,4 +1,4 @@
-"""Examples and noise that the tests of diffusion share."""
+"""Examples and noise for the tests of `fnet.diffusion`."""
 
 import jax
 import jax.numpy as jnp

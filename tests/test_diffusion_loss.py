@@ -1,4 +1,4 @@
-"""The training loss of a denoiser, its weights, and the steps that are drawn for it."""
+"""The denoising loss, its weights and its timesteps."""
 
 import chex
 import jax
@@ -12,14 +12,14 @@ from fnet.diffusion import (
     add_noise,
     denoised,
     denoising_losses,
-    draw_times,
     min_snr_weight,
+    sample_timesteps,
     schedules,
     target,
 )
 
 
-def test_min_snr_weights_are_the_papers():
+def test_min_snr_weights_match_the_paper():
     """Hang et al. 2023, section 3.4 and its appendix: gamma 5, at snr 100, 5, 1/4."""
     snr = np.asarray([100.0, 5.0, 0.25])
     alpha, sigma = np.sqrt(snr / (1 + snr)), np.sqrt(1 / (1 + snr))
@@ -35,15 +35,17 @@ def test_min_snr_weights_are_the_papers():
 
 
 @pytest.mark.parametrize(("name", "ends"), [("x0", (0, 3)), ("eps", (1, 0)), ("v", (0, 0))])
-def test_weights_without_signal_or_noise_are_their_limits(name, ends):
+def test_min_snr_weights_without_signal_or_noise_are_their_limits(name, ends):
     got = min_snr_weight(name, jnp.asarray([0.0, 1.0]), jnp.asarray([1.0, 0.0]), gamma=3.0)
     chex.assert_trees_all_equal(got, jnp.asarray(ends, jnp.float32))
-    near = min_snr_weight(name, jnp.asarray([1e-4, 1.0]), jnp.asarray([1.0, 1e-4]), gamma=3.0)
-    chex.assert_trees_all_close(near, got, atol=1e-6)
+    close_to_limit = min_snr_weight(
+        name, jnp.asarray([1e-4, 1.0]), jnp.asarray([1.0, 1e-4]), gamma=3.0
+    )
+    chex.assert_trees_all_close(close_to_limit, got, atol=1e-6)
 
 
-def test_an_error_of_any_target_weighs_the_same():
-    """The three weights are one weight of x0's error, in three coordinates."""
+def test_weighted_error_does_not_depend_on_the_target():
+    """The three weights are the same weight of an error of x0."""
     x0, noise, wrong = images(3, 1), images(3, 2), images(3, 3)
     angle = jnp.asarray([0.1, 0.6, 1.4])
     alpha, sigma = jnp.cos(angle), jnp.sin(angle)
@@ -62,11 +64,11 @@ def test_an_error_of_any_target_weighs_the_same():
 
 @pytest.mark.parametrize("predicts", TARGETS)
 @pytest.mark.parametrize("weighting", ["uniform", "min_snr"])
-def test_the_loss_is_0_for_who_knows_the_example_and_not_otherwise(predicts, weighting):
+def test_loss_is_0_for_an_oracle_only(predicts, weighting):
     x0, schedule = images(8), schedules.cosine(100)
     alpha, sigma = (jnp.asarray(a, jnp.float32) for a in schedule)
 
-    def knows(x, t):
+    def oracle(x, t):
         _, noise = denoised("x0", x0, x, alpha[t], sigma[t])
         return target(predicts, x0, noise, alpha[t], sigma[t])
 
@@ -75,12 +77,12 @@ def test_the_loss_is_0_for_who_knows_the_example_and_not_otherwise(predicts, wei
             denoise, x0, jax.random.key(3), schedule, predicts=predicts, weighting=weighting
         )
 
-    chex.assert_trees_all_close(losses(knows), jnp.zeros(8), atol=1e-7)
-    chex.assert_shape(losses(lambda x, t: knows(x, t) + 0.1), (8,))
-    assert float(losses(lambda x, t: knows(x, t) + 0.1).min()) > 0
+    chex.assert_trees_all_close(losses(oracle), jnp.zeros(8), atol=1e-7)
+    chex.assert_shape(losses(lambda x, t: oracle(x, t) + 0.1), (8,))
+    assert float(losses(lambda x, t: oracle(x, t) + 0.1).min()) > 0
 
 
-def test_the_loss_is_the_mean_square_error_times_the_weight_at_the_step_drawn():
+def test_loss_is_the_weighted_mean_squared_error_at_the_sampled_timestep():
     x0, schedule, seen = images(64, size=2), schedules.linear(100), {}
 
     def zero(x, t):
@@ -101,23 +103,23 @@ def test_the_loss_is_the_mean_square_error_times_the_weight_at_the_step_drawn():
     assert abs(noise.var() - 1) < 5 * np.sqrt(2 / noise.size)
 
 
-def test_losses_of_bfloat16_examples_are_float32_and_the_model_sees_bfloat16():
+def test_bfloat16_examples_have_float32_losses_and_a_bfloat16_model_input():
     x0, seen = images(4).astype(jnp.bfloat16), []
 
-    def same(x, t):
+    def identity(x, t):
         seen.append(x.dtype)
         return x
 
-    got, wide = (
-        denoising_losses(same, a, jax.random.key(3), schedules.cosine(10))
+    got, full = (
+        denoising_losses(identity, a, jax.random.key(3), schedules.cosine(10))
         for a in (x0, x0.astype(jnp.float32))
     )
     assert seen == [jnp.bfloat16, jnp.float32]
     assert got.dtype == jnp.float32
-    chex.assert_trees_all_close(got, wide, rtol=0.02, atol=0.02)
+    chex.assert_trees_all_close(got, full, rtol=0.02, atol=0.02)
 
 
-def test_what_the_model_returns_beside_is_handed_on_and_the_losses_differentiate():
+def test_returns_aux_and_differentiates():
     x0, schedule = images(4), schedules.cosine(10)
 
     def mean_loss(w):
@@ -132,23 +134,25 @@ def test_what_the_model_returns_beside_is_handed_on_and_the_losses_differentiate
     np.testing.assert_allclose(gradient, -2 * (np.asarray(x) * noise).mean(), rtol=1e-4)
 
 
-def test_times_are_uniform_and_each_step_is_drawn():
+def test_timesteps_are_uniform():
     n, steps = 20_000, 10
-    counts = np.bincount(draw_times(jax.random.key(1), n, steps), minlength=steps)
+    counts = np.bincount(sample_timesteps(jax.random.key(1), n, steps), minlength=steps)
     assert counts.shape == (steps,)
     assert np.abs(counts - n / steps).max() < 5 * np.sqrt(n / steps)
 
 
-def test_stratified_times_hit_every_step_and_each_is_uniform():
-    draw = jax.jit(jax.vmap(lambda key: draw_times(key, 10, 10, stratified=True)))
+def test_stratified_timesteps_cover_every_step_and_are_uniform():
+    draw = jax.jit(jax.vmap(lambda key: sample_timesteps(key, 10, 10, stratified=True)))
     times = np.asarray(draw(jax.random.split(jax.random.key(1), 2000)))
-    # Ten equal parts of a circle: one each, but for the rounding of u + i / 10.
+    # One timestep each, except for rounding of u + i / 10.
     assert (np.sort(times, -1) == np.arange(10)).all(-1).mean() > 0.99
     for example in (0, 7):
         counts = np.bincount(times[:, example], minlength=10)
         assert np.abs(counts - 200).max() < 5 * np.sqrt(200)
-    more = np.bincount(draw_times(jax.random.key(2), 1000, 10, stratified=True), minlength=10)
-    assert np.abs(more - 100).max() <= 1
+    counts = np.bincount(
+        sample_timesteps(jax.random.key(2), 1000, 10, stratified=True), minlength=10
+    )
+    assert np.abs(counts - 100).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -159,14 +163,14 @@ def test_stratified_times_hit_every_step_and_each_is_uniform():
         ({"weighting": "min_snr", "gamma": 0.0}, "gamma must be > 0, got 0.0"),
     ],
 )
-def test_unknown_targets_and_weightings_are_refused(options, message):
+def test_rejects_unknown_target_and_weighting(options, message):
     with pytest.raises(ValueError, match=message):
         denoising_losses(
             lambda x, t: x, images(2), jax.random.key(1), schedules.cosine(10), **options
         )
 
 
-def test_predictions_of_another_shape_and_examples_in_bytes_are_refused():
+def test_rejects_prediction_of_another_shape_and_uint8_examples():
     schedule = schedules.cosine(10)
     with pytest.raises(ValueError, match=r"the shape of x0, \(2, 3, 3, 1\), got \(1, 3, 3, 1\)"):
         denoising_losses(lambda x, t: x[:1], images(2), jax.random.key(1), schedule)

@@ -1,14 +1,14 @@
-"""Noise by step: the papers' schedules, and which of their steps are sampled."""
+"""Noise schedules against their papers, and the timesteps that samplers visit."""
 
 import chex
 import jax
 import numpy as np
 import pytest
 
-from fnet.diffusion import SCHEDULES, Schedule, sampling_times, schedules
+from fnet.diffusion import SCHEDULES, Schedule, sampling_timesteps, schedules
 
 
-def test_cosine_is_the_papers_formula():
+def test_cosine_matches_the_paper():
     """Nichol & Dhariwal 2021, equation 17: before the clipped last step, alpha_bar itself."""
     steps, s = 1000, 0.008
     t = np.arange(1, steps + 1)
@@ -19,12 +19,12 @@ def test_cosine_is_the_papers_formula():
     np.testing.assert_allclose(got.alpha[-1] ** 2, alpha_bar[-2] * (1 - 0.999), rtol=1e-9)
 
 
-def test_cosine_starts_with_less_noise_than_a_grey_level():
+def test_cosine_starts_with_noise_below_one_gray_level():
     """The paper: s is such that sqrt(beta) at t = 0 is slightly below 1/127.5."""
     assert 0.006 < schedules.cosine(1000).sigma[0] < 1 / 127.5
 
 
-def test_linear_is_the_papers_formula():
+def test_linear_matches_the_paper():
     """Ho et al. 2020, section 4: betas from 1e-4 to 0.02 in 1,000 steps."""
     alpha_bar = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     got = schedules.linear()
@@ -33,7 +33,7 @@ def test_linear_is_the_papers_formula():
     np.testing.assert_allclose(got.sigma[0], 1e-2, rtol=1e-9)
 
 
-def test_linear_ends_as_near_to_noise_as_the_paper_says():
+def test_linear_ends_as_close_to_noise_as_in_the_paper():
     """Ho et al. 2020, section 4: KL(q(x_T | x_0) || N(0, I)) is about 1e-5 bits a dimension."""
     alpha, sigma = (a[-1] for a in schedules.linear())
     mean_square = 0.25  # of pixels in [-1, 1]
@@ -42,17 +42,17 @@ def test_linear_ends_as_near_to_noise_as_the_paper_says():
 
 
 @pytest.mark.parametrize("steps", [50, 200, 4000])
-def test_linear_ends_with_the_same_noise_at_any_number_of_steps(steps):
+def test_linear_ends_with_the_same_noise_for_any_number_of_steps(steps):
     (log_snr, expected) = (
         2 * np.log(s.alpha[-1] / s.sigma[-1]) for s in map(schedules.linear, (steps, 1000))
     )
-    # They differ by what log(1 - beta) has beside -beta: sum(beta^2) / 2, of 1 / steps.
+    # They differ by the second-order term of log(1 - beta), sum(beta^2) / 2.
     second_order = 1000**2 * np.mean(np.linspace(1e-4, 0.02, 1000) ** 2) / 2
     assert abs(log_snr - expected) < 1.3 * second_order * abs(1 / steps - 1 / 1000)
 
 
-def test_karras_is_the_papers_ramp():
-    """Karras et al. 2022, table 1: sigma from 0.002 to 80, rho 7; theirs begins with the noise."""
+def test_karras_matches_the_paper():
+    """Karras et al. 2022, table 1: sigma from 0.002 to 80, rho 7; the paper starts with the noise."""
     n = 18
     i = np.arange(n)
     ramp = (80 ** (1 / 7) + i / (n - 1) * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
@@ -63,7 +63,7 @@ def test_karras_is_the_papers_ramp():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("steps", [30, 1000])
-def test_schedules_preserve_variance_and_lose_signal_at_every_step(name, steps):
+def test_schedules_preserve_variance_and_decrease_the_signal(name, steps):
     got = schedules.get(name, steps)
     schedules.check(got)
     assert got.steps == steps
@@ -74,20 +74,20 @@ def test_schedules_preserve_variance_and_lose_signal_at_every_step(name, steps):
     assert (np.diff(got.sigma) >= 0).all()  # the last ones may round to 1
 
 
-def test_options_reach_the_schedule():
+def test_get_passes_options_to_the_schedule():
     by_name = schedules.get("karras", 10, sigma_max=10.0)
     chex.assert_trees_all_equal(by_name, schedules.karras(10, sigma_max=10.0))
     np.testing.assert_allclose(by_name.sigma[-1] / by_name.alpha[-1], 10.0)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_sampling_begins_at_the_noisiest_step_and_cuts_the_way_evenly(name):
+def test_sampling_timesteps_start_at_the_noisiest_and_are_evenly_spaced(name):
     schedule = schedules.get(name, 1000)
-    assert sampling_times(schedule, 1).tolist() == [999]
-    assert sampling_times(schedule, 4).tolist() == [999, 749, 499, 249]
-    assert sampling_times(schedule, 1000).tolist() == list(range(999, -1, -1))
+    assert sampling_timesteps(schedule, 1).tolist() == [999]
+    assert sampling_timesteps(schedule, 4).tolist() == [999, 749, 499, 249]
+    assert sampling_timesteps(schedule, 1000).tolist() == list(range(999, -1, -1))
     for n in (3, 7, 333, 999):
-        times = sampling_times(schedule, n)
+        times = sampling_timesteps(schedule, n)
         widths = -np.diff(np.append(times, -1))
         assert times[0] == 999
         assert times.dtype == np.int32
@@ -95,9 +95,9 @@ def test_sampling_begins_at_the_noisiest_step_and_cuts_the_way_evenly(name):
 
 
 @pytest.mark.parametrize("n", [0, -1, 11])
-def test_more_steps_than_the_schedule_has_or_less_than_one_are_refused(n):
+def test_sampling_timesteps_rejects_steps_out_of_range(n):
     with pytest.raises(ValueError, match=rf"steps must be in \[1, 10\].*got {n}"):
-        sampling_times(schedules.cosine(10), n)
+        sampling_timesteps(schedules.cosine(10), n)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_more_steps_than_the_schedule_has_or_less_than_one_are_refused(n):
         (lambda: schedules.karras(10, rho=0.0), "rho > 0"),
     ],
 )
-def test_numbers_that_make_no_schedule_are_refused(make, message):
+def test_schedules_reject_invalid_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -124,19 +124,19 @@ def test_numbers_that_make_no_schedule_are_refused(make, message):
     ("alpha", "sigma", "message"),
     [
         ([0.8, 0.6], [0.6], r"shapes \(2,\) and \(1,\)"),
-        ([], [], "one length"),
-        ([0.8, 0.6], [0.8, 0.8], r"must be 1, got alpha=0.8 and sigma=0.8 at step 0"),
-        ([0.6, 0.8], [0.8, 0.6], "must fall with the step, got 0.75 at step 0"),
+        ([], [], "same length"),
+        ([0.8, 0.6], [0.8, 0.8], r"must be 1, got alpha=0.8 and sigma=0.8 at timestep 0"),
+        ([0.6, 0.8], [0.8, 0.6], "must decrease, got 0.75 at timestep 0"),
         ([1.0, 0.6], [0.0, 0.8], "sigma > 0"),
         ([0.6, -0.8], [0.8, 0.6], "alpha >= 0"),
         ([0.6, np.nan], [0.8, 0.6], "alpha >= 0"),
     ],
 )
-def test_arrays_that_are_no_schedule_are_refused(alpha, sigma, message):
+def test_check_rejects_invalid_arrays(alpha, sigma, message):
     with pytest.raises(ValueError, match=message):
         schedules.check(Schedule(np.asarray(alpha), np.asarray(sigma)))
 
 
-def test_a_traced_schedule_is_refused():
+def test_check_rejects_traced_schedule():
     with pytest.raises(TypeError, match="close over the schedule"):
         jax.jit(lambda s: schedules.check(s))(schedules.cosine(10))

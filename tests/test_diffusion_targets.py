@@ -1,4 +1,4 @@
-"""What a denoiser predicts, and what its prediction tells of the example and the noise."""
+"""Prediction targets, and their conversion to the clean example and the noise."""
 
 import chex
 import jax
@@ -11,18 +11,20 @@ from fnet.diffusion import TARGETS, add_noise, denoised, target
 
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("per_example", [False, True])
-def test_a_target_tells_the_example_and_the_noise(float64, name, per_example):
+def test_denoised_inverts_target(float64, name, per_example):
     x0, noise = images(2, 1, dtype=jnp.float64), images(2, 2, dtype=jnp.float64)
     angle = jnp.asarray([0.3, 1.2]) if per_example else jnp.asarray(0.7)
     alpha, sigma = jnp.cos(angle), jnp.sin(angle)
     x = add_noise(x0, noise, alpha, sigma)
-    said = target(name, x0, noise, alpha, sigma)
+    prediction = target(name, x0, noise, alpha, sigma)
     chex.assert_trees_all_close(
-        jax.jit(denoised, static_argnums=0)(name, said, x, alpha, sigma), (x0, noise), atol=1e-13
+        jax.jit(denoised, static_argnums=0)(name, prediction, x, alpha, sigma),
+        (x0, noise),
+        atol=1e-13,
     )
 
 
-def test_noisy_examples_and_velocity_are_the_papers():
+def test_noisy_examples_and_velocity_match_the_papers():
     """Ho et al. 2020, equation 4; Salimans & Ho 2022, section 4: v = alpha eps - sigma x."""
     x0, noise = jnp.asarray([[2.0], [3.0]]), jnp.asarray([[5.0], [7.0]])
     alpha, sigma = jnp.asarray([0.6, 0.0]), jnp.asarray([0.8, 1.0])
@@ -33,7 +35,7 @@ def test_noisy_examples_and_velocity_are_the_papers():
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_clipped_example_leaves_the_noise_that_makes_up_x(name):
+def test_noise_is_computed_from_the_clipped_example(name):
     x0, noise = 2 * images(2, 1), images(2, 2)
     x = add_noise(x0, noise, 0.6, 0.8)
     clipped, eps = denoised(name, target(name, x0, noise, 0.6, 0.8), x, 0.6, 0.8, clip=1.0)
@@ -42,12 +44,12 @@ def test_a_clipped_example_leaves_the_noise_that_makes_up_x(name):
     chex.assert_trees_all_close(add_noise(clipped, eps, 0.6, 0.8), x, atol=1e-6)
 
 
-def test_conversions_take_vmap_and_stay_in_their_dtype():
+def test_add_noise_supports_vmap_and_preserves_the_dtype():
     x0, noise = images(4, 1), images(4, 2)
     alpha, sigma = jnp.full(4, 0.6), jnp.full(4, 0.8)
-    one_by_one = jax.vmap(lambda *a: add_noise(*(v[None] for v in a[:2]), *a[2:])[0])
+    vmapped = jax.vmap(lambda *a: add_noise(*(v[None] for v in a[:2]), *a[2:])[0])
     chex.assert_trees_all_close(
-        one_by_one(x0, noise, alpha, sigma), add_noise(x0, noise, alpha, sigma), atol=1e-6
+        vmapped(x0, noise, alpha, sigma), add_noise(x0, noise, alpha, sigma), atol=1e-6
     )
     half = add_noise(x0.astype(jnp.bfloat16), noise.astype(jnp.bfloat16), alpha, sigma)
     assert half.dtype == jnp.bfloat16
@@ -60,11 +62,11 @@ def test_conversions_take_vmap_and_stay_in_their_dtype():
     ("predicted", "dtype"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
 )
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_what_a_prediction_stands_for_is_in_the_dtype_of_x(name, predicted, dtype, clip):
+def test_denoised_returns_the_dtype_of_x(name, predicted, dtype, clip):
     x, prediction = images(2, 1, dtype=dtype), images(2, 2, dtype=predicted)
     got = denoised(name, prediction, x, jnp.float32(0.6), jnp.float32(0.8), clip=clip)
     chex.assert_type([*got], dtype)
-    # As exact as the narrower of the two.
+    # As precise as the narrower of the two dtypes.
     wide = denoised(
         name, prediction.astype(jnp.float32), x.astype(jnp.float32), 0.6, 0.8, clip=clip
     )
@@ -78,11 +80,11 @@ def test_what_a_prediction_stands_for_is_in_the_dtype_of_x(name, predicted, dtyp
         (lambda x: target("u", x, x, 0.6, 0.8), r"one of \('eps', 'x0', 'v'\), got 'u'"),
         (lambda x: denoised("u", x, x, 0.6, 0.8), r"one of \('eps', 'x0', 'v'\), got 'u'"),
         (lambda x: denoised("v", x[1:], x, 0.6, 0.8), "the prediction must have the shape of x"),
-        (lambda x: denoised("v", x, x, 0.6, 0.8, clip=0.0), "clip: must be > 0"),
-        (lambda x: add_noise(x, x[1:], 0.6, 0.8), "one shape"),
+        (lambda x: denoised("v", x, x, 0.6, 0.8, clip=0.0), "clip must be > 0"),
+        (lambda x: add_noise(x, x[1:], 0.6, 0.8), "the same shape"),
         (lambda x: add_noise(x, x, jnp.ones(2), 0.8), r"per example, \(3,\), got shape \(2,\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, message):
+def test_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(images(3))

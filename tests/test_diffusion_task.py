@@ -42,7 +42,7 @@ class Restored:
 
 
 def test_an_image_is_what_the_network_predicts_for_its_label():
-    def apply(params, state, x, *, time, label, train):
+    def apply(params, state, x, *, timestep, label, train):
         """Of label k it knows that all is of level k / 4."""
         level = jnp.expand_dims(label / 2 - 1, (1, 2, 3))
         return jnp.broadcast_to(level, x.shape), state

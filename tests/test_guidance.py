@@ -1,4 +1,4 @@
-"""Classifier-free guidance: labels, and further towards them."""
+"""Classifier-free guidance, and dropping labels for it."""
 
 import chex
 import jax
@@ -13,30 +13,35 @@ def noise(n, seed=1, size=3, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), (n, size), dtype)
 
 
-def labelled(x, t, labels):
-    """A prediction that depends on each of its three."""
+def conditional_denoise(x, t, labels):
+    """A prediction that depends on x, t and labels."""
     return jnp.sin(x + labels[:, None]) + t[:, None]
 
 
-def test_guidance_goes_on_from_the_unlabelled_towards_the_labelled():
+def test_guided_prediction_matches_the_paper():
     """Ho & Salimans 2022, equation 6: (1 + w) with - w without, w = scale - 1."""
     x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
-    with_label, without = labelled(x, t, labels), labelled(x, t, jnp.full(3, 9))
-    got = guided(labelled, labels, 9, 3.0)(x, t)
-    chex.assert_trees_all_close(got, 3 * with_label - 2 * without, atol=1e-5)
-    per_example = guided(labelled, labels, 9, jnp.asarray([1.0, 0.0, 3.0]))(x, t)
-    expected = jnp.stack([with_label[0], without[1], got[2]])
+    conditional, unconditional = (
+        conditional_denoise(x, t, labels),
+        conditional_denoise(x, t, jnp.full(3, 9)),
+    )
+    got = guided(conditional_denoise, labels, 9, 3.0)(x, t)
+    chex.assert_trees_all_close(got, 3 * conditional - 2 * unconditional, atol=1e-5)
+    per_example = guided(conditional_denoise, labels, 9, jnp.asarray([1.0, 0.0, 3.0]))(x, t)
+    expected = jnp.stack([conditional[0], unconditional[1], got[2]])
     chex.assert_trees_all_close(per_example, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("scale", [1, 1.0, np.float32(1.0), jnp.ones(()), jnp.ones(3)])
-def test_scale_1_is_exactly_the_labelled_prediction(scale):
+def test_scale_1_is_exactly_the_conditional_prediction(scale):
     x, t, labels = noise(3), jnp.asarray([5, 6, 7]), jnp.asarray([2, 0, 1])
-    chex.assert_trees_all_equal(guided(labelled, labels, 9, scale)(x, t), labelled(x, t, labels))
+    chex.assert_trees_all_equal(
+        guided(conditional_denoise, labels, 9, scale)(x, t), conditional_denoise(x, t, labels)
+    )
 
 
 @pytest.mark.parametrize(("scale", "batch"), [(2.0, 6), (0.0, 6), (1.0, 3), (jnp.ones(()), 6)])
-def test_the_model_is_called_once_on_twice_the_batch(scale, batch):
+def test_calls_the_model_once_on_twice_the_batch(scale, batch):
     calls = []
 
     def denoise(x, t, labels):
@@ -47,7 +52,7 @@ def test_the_model_is_called_once_on_twice_the_batch(scale, batch):
     assert calls == [(batch, batch, batch)]
 
 
-def test_guidance_is_the_same_for_every_target():
+def test_guided_samples_do_not_depend_on_the_target():
     schedule, labels = schedules.cosine(50), jnp.asarray([0, 1, 1])
     alphas, sigmas = (jnp.asarray(a, jnp.float32) for a in schedule)
 
@@ -60,11 +65,11 @@ def test_guidance_is_the_same_for_every_target():
         return ddim(guided(denoise, labels, 2, 3.0), schedule, noise(3), 10, predicts=predicts)
 
     chex.assert_trees_all_close(sample("v"), sample("x0"), atol=1e-4)
-    # eps tells little of x0 where there is little signal, and its roundings show.
+    # With little signal, x0 computed from eps amplifies rounding errors.
     chex.assert_trees_all_close(sample("eps"), sample("x0"), atol=1e-2)
 
 
-def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
+def test_drop_labels_drops_at_the_given_rate():
     labels = jnp.arange(10_000) % 10
     got = np.asarray(drop_labels(jax.random.key(1), labels, 10, 0.1))
     dropped = got == 10
@@ -79,14 +84,26 @@ def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda n: guided(labelled, n, 9, jnp.ones(2)), ValueError, r"one per label, \(3,\)"),
-        (lambda n: guided(labelled, n[None], 9, 2.0), ValueError, r"a vector, got shape \(1, 3\)"),
-        (lambda n: guided(labelled, n / 2, 9, 2.0), TypeError, "integers, got float32"),
-        (lambda n: guided(labelled, n, 9, 2.0)(noise(4), jnp.zeros(4, int)), ValueError, "3 label"),
+        (
+            lambda n: guided(conditional_denoise, n, 9, jnp.ones(2)),
+            ValueError,
+            r"one per label, \(3,\)",
+        ),
+        (
+            lambda n: guided(conditional_denoise, n[None], 9, 2.0),
+            ValueError,
+            r"a vector, got shape \(1, 3\)",
+        ),
+        (lambda n: guided(conditional_denoise, n / 2, 9, 2.0), TypeError, "integers, got float32"),
+        (
+            lambda n: guided(conditional_denoise, n, 9, 2.0)(noise(4), jnp.zeros(4, int)),
+            ValueError,
+            "3 label",
+        ),
         (lambda n: drop_labels(jax.random.key(1), n, 9, 1.5), ValueError, r"\[0, 1\], got 1.5"),
         (lambda n: drop_labels(jax.random.key(1), n / 2, 9, 0.1), TypeError, "integers"),
         (
-            lambda n: guided(labelled, n.astype("uint8"), 256, 2.0),
+            lambda n: guided(conditional_denoise, n.astype("uint8"), 256, 2.0),
             ValueError,
             "255.*uint8, got 256",
         ),
@@ -97,15 +114,15 @@ def test_labels_are_dropped_at_the_rate_and_kept_otherwise():
         ),
     ],
 )
-def test_labels_and_scales_that_do_not_fit_are_refused(call, error, message):
+def test_rejects_invalid_labels_and_scales(call, error, message):
     with pytest.raises(error, match=message):
         call(jnp.arange(3))
 
 
-def test_a_scale_near_1_is_not_rounded_away_in_bfloat16():
+def test_scale_near_1_is_not_rounded_in_bfloat16():
     def denoise(x, t, labels):
-        away = jnp.where(labels == 9, -1.0, 0.0)[:, None]
-        return jnp.broadcast_to(away, x.shape).astype(jnp.bfloat16)
+        gap = jnp.where(labels == 9, -1.0, 0.0)[:, None]
+        return jnp.broadcast_to(gap, x.shape).astype(jnp.bfloat16)
 
     x = jnp.zeros((2, 3))
     for scale in (1.1, 1.003):

@@ -45,7 +45,7 @@ SOURCES = {
     "fnet.diffusion.dpm_solver": r"Lu et al\. 2022",
     "fnet.diffusion.guided": "Ho and Salimans, .* 2022",
     "fnet.diffusion.min_snr_weight": r"Hang et al\., ICCV 2023",
-    "fnet.diffusion.sampling_times": r"Lin et al\. 2024",
+    "fnet.diffusion.sampling_timesteps": r"Lin et al\. 2024",
     "fnet.diffusion.schedules.cosine": "Nichol & Dhariwal, .* 2021",
     "fnet.diffusion.schedules.karras": r"Karras et al\., .* 2022",
     "fnet.diffusion.schedules.linear": "Ho, Jain & Abbeel, .* 2020",

@@ -1,3 +1,5 @@
+"""Samplers: identities, coefficients against the papers, and a Gaussian with a known denoiser."""
+
 import functools
 
 import chex
@@ -17,7 +19,7 @@ from fnet.diffusion import (
     denoised,
     dpm_solver,
     samplers,
-    sampling_times,
+    sampling_timesteps,
     schedules,
     target,
 )
@@ -30,7 +32,7 @@ def noise(n, seed=1, size=3, dtype=jnp.float32):
 
 
 def gaussian_denoiser(schedule, predicts, dtype=jnp.float32):
-    """The best denoiser of data from N(MEAN, STD^2), where all is known."""
+    """The optimal denoiser for data from N(MEAN, STD^2)."""
     alphas, sigmas = (jnp.asarray(a, dtype) for a in schedule)
 
     def denoise(x, t):
@@ -43,31 +45,33 @@ def gaussian_denoiser(schedule, predicts, dtype=jnp.float32):
 
 
 def flow(schedule, x):
-    """Where the probability flow takes x of the last step, for that data: scaled at each level."""
+    """The exact solution of the probability flow for that data, from x at the last timestep."""
     alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
     return MEAN + STD * (x - alpha * MEAN) / np.hypot(alpha * STD, sigma)
 
 
 def moments(sampler, schedule):
-    """Mean and deviation of what is sampled of that data: every step is linear in x."""
-    path = Schedule(np.append(schedule.alpha[::-1], 1.0), np.append(schedule.sigma[::-1], 0.0))
-    numbers = {
-        "ddpm": lambda: samplers.ddim_steps(path, 1.0),
-        "ddim": lambda: samplers.ddim_steps(path),
-        "dpm_solver": lambda: samplers.dpm_solver_steps(path),
+    """Exact mean and standard deviation of the samples: every step is linear in x."""
+    levels = Schedule(np.append(schedule.alpha[::-1], 1.0), np.append(schedule.sigma[::-1], 0.0))
+    coefficients = {
+        "ddpm": lambda: samplers.ddim_coefficients(levels, 1.0),
+        "ddim": lambda: samplers.ddim_coefficients(levels),
+        "dpm_solver": lambda: samplers.dpm_solver_coefficients(levels),
     }[sampler]()
-    # x and x0 = constant, times the first x, and the variance of what was drawn since.
-    x, before, drawn = np.asarray([0.0, 1.0]), np.zeros(2), 0.0
-    for alpha, sigma, a, b, c, d in zip(path.alpha[:-1], path.sigma[:-1], *numbers, strict=True):
+    # x and x0 as (constant, coefficient of the initial x), and the variance of the added noise.
+    x, previous, noise_variance = np.asarray([0.0, 1.0]), np.zeros(2), 0.0
+    for alpha, sigma, a, b, c, d in zip(
+        levels.alpha[:-1], levels.sigma[:-1], *coefficients, strict=True
+    ):
         gain = alpha * STD**2 / ((alpha * STD) ** 2 + sigma**2)
         x0 = gain * x + [MEAN - gain * alpha * MEAN, 0.0]
-        x, before = a * x + b * x0 + c * before, x0
-        drawn = (a + b * gain) ** 2 * drawn + d**2
-    return x[0], np.hypot(x[1], np.sqrt(drawn))
+        x, previous = a * x + b * x0 + c * previous, x0
+        noise_variance = (a + b * gain) ** 2 * noise_variance + d**2
+    return x[0], np.hypot(x[1], np.sqrt(noise_variance))
 
 
-def knowing(schedule, x0, predicts):
-    """A denoiser that knows the example."""
+def oracle(schedule, x0, predicts):
+    """A denoiser that knows the clean example."""
     alphas, sigmas = (jnp.asarray(a, x0.dtype) for a in schedule)
 
     def denoise(x, t):
@@ -77,12 +81,12 @@ def knowing(schedule, x0, predicts):
     return denoise
 
 
-def levels(*angles):
-    """Signal and noise at angles, rising from 0 (clean) to pi / 2 (noise)."""
+def levels_at(*angles):
+    """Signal and noise levels at angles from 0 (clean) to pi / 2 (noise)."""
     return Schedule(np.cos(angles), np.sin(angles))
 
 
-def even_in_log_snr(steps, least=-3.0, most=10.0):
+def uniform_log_snr(steps, least=-3.0, most=10.0):
     log_snr = np.linspace(most, least, steps)
     return Schedule(1 / np.sqrt(1 + np.exp(-2 * log_snr)), 1 / np.sqrt(1 + np.exp(2 * log_snr)))
 
@@ -92,15 +96,15 @@ def even_in_log_snr(steps, least=-3.0, most=10.0):
 
 @pytest.mark.parametrize("angle", [0.01, 0.7, 1.57])
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
-def test_ddim_to_the_same_time_is_the_identity(angle, eta):
-    a, b, c, d = samplers.ddim_steps(levels(angle, angle), eta)
+def test_ddim_step_to_the_same_level_is_the_identity(angle, eta):
+    a, b, c, d = samplers.ddim_coefficients(levels_at(angle, angle), eta)
     np.testing.assert_array_equal((a, c, d), ([1.0], [0.0], [0.0]))
     np.testing.assert_allclose(b, 0, atol=1e-16)
 
 
 @pytest.mark.parametrize(("name", "predicts"), list(zip(SCHEDULES, TARGETS, strict=True)))
-def test_ddim_with_the_true_noise_recovers_the_example_in_one_step(name, predicts):
-    # From a step where some signal is left; below, without that.
+def test_ddim_recovers_the_example_from_the_true_noise_in_one_step(name, predicts):
+    # Only timesteps with some signal; the next test has the others.
     whole = schedules.get(name)
     steps = int((whole.alpha > 0.2).sum())
     schedule = Schedule(*(a[:steps] for a in whole))
@@ -113,7 +117,7 @@ def test_ddim_with_the_true_noise_recovers_the_example_in_one_step(name, predict
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("predicts", TARGETS)
-def test_from_the_last_step_ddim_recovers_the_example_in_float64(float64, name, predicts):
+def test_ddim_recovers_the_example_from_the_last_timestep_in_float64(float64, name, predicts):
     schedule = schedules.get(name)
     x0, eps = noise(4, 1, dtype=jnp.float64), noise(4, 2, dtype=jnp.float64)
     alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
@@ -124,80 +128,82 @@ def test_from_the_last_step_ddim_recovers_the_example_in_float64(float64, name, 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("predicts", TARGETS)
-def test_every_sampler_ends_at_the_example_that_the_denoiser_knows(sampler, predicts):
+def test_samplers_with_an_oracle_end_at_the_example(sampler, predicts):
     schedule, x0 = schedules.cosine(50), noise(2, 1)
     got = samplers.get(sampler)(
-        knowing(schedule, x0, predicts), schedule, noise(2, 2), 7,
+        oracle(schedule, x0, predicts), schedule, noise(2, 2), 7,
         predicts=predicts, key=jax.random.key(3),
     )  # fmt: skip
     chex.assert_trees_all_close(got, x0, atol=1e-5)
 
 
-def test_ddim_step_is_the_papers():
+def test_ddim_step_matches_the_paper():
     """Song et al. 2021, equations 12 and 16, in its x0 and eps."""
-    path, eta = levels(1.3, 0.9), 0.6
-    (alpha, alpha_next), (sigma, sigma_next) = path
-    x, x0, drawn = 0.3, -0.7, 1.9
+    levels, eta = levels_at(1.3, 0.9), 0.6
+    (alpha, alpha_next), (sigma, sigma_next) = levels
+    x, x0, noise_sample = 0.3, -0.7, 1.9
     eps = (x - alpha * x0) / sigma
     std = eta * sigma_next / sigma * np.sqrt(1 - (alpha / alpha_next) ** 2)
-    expected = alpha_next * x0 + np.sqrt(sigma_next**2 - std**2) * eps + std * drawn
-    a, b, _, d = samplers.ddim_steps(path, eta)
-    np.testing.assert_allclose(a * x + b * x0 + d * drawn, expected, rtol=1e-14)
+    expected = alpha_next * x0 + np.sqrt(sigma_next**2 - std**2) * eps + std * noise_sample
+    a, b, _, d = samplers.ddim_coefficients(levels, eta)
+    np.testing.assert_allclose(a * x + b * x0 + d * noise_sample, expected, rtol=1e-14)
 
 
-def test_ddim_with_eta_1_draws_from_the_posterior_of_ddpm():
+def test_ddim_with_eta_1_samples_from_the_posterior_of_ddpm():
     """Ho et al. 2020, equations 6 and 7, with abar = alpha^2, over the steps visited."""
-    path = levels(1.5, 1.2, 0.8, 0.3)
-    abar, abar_next = path.alpha[:-1] ** 2, path.alpha[1:] ** 2
+    levels = levels_at(1.5, 1.2, 0.8, 0.3)
+    abar, abar_next = levels.alpha[:-1] ** 2, levels.alpha[1:] ** 2
     beta = 1 - abar / abar_next
-    a, b, c, d = samplers.ddim_steps(path, 1.0)
+    a, b, c, d = samplers.ddim_coefficients(levels, 1.0)
     np.testing.assert_allclose(a, np.sqrt(1 - beta) * (1 - abar_next) / (1 - abar), rtol=1e-12)
     np.testing.assert_allclose(b, np.sqrt(abar_next) * beta / (1 - abar), rtol=1e-12)
     np.testing.assert_allclose(d**2, beta * (1 - abar_next) / (1 - abar), rtol=1e-12)
     assert not c.any()
 
 
-def test_dpm_solver_step_is_the_papers():
+def test_dpm_solver_step_matches_the_paper():
     """Lu et al. 2022, "DPM-Solver++", algorithm 2: D and x of its third step."""
-    path = levels(1.5, 1.3, 0.9, 0.4)
-    log_snr = np.log(path.alpha / path.sigma)
+    levels = levels_at(1.5, 1.3, 0.9, 0.4)
+    log_snr = np.log(levels.alpha / levels.sigma)
     h = np.diff(log_snr)
     r = h[0] / h[1]
-    x, x0, before = 0.3, -0.7, -0.5
-    d = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * before
-    expected = path.sigma[2] / path.sigma[1] * x - path.alpha[2] * np.expm1(-h[1]) * d
-    a, b, c, _ = (n[1] for n in samplers.dpm_solver_steps(path))
-    np.testing.assert_allclose(a * x + b * x0 + c * before, expected, rtol=1e-13)
+    x, x0, previous = 0.3, -0.7, -0.5
+    d = (1 + 1 / (2 * r)) * x0 - 1 / (2 * r) * previous
+    expected = levels.sigma[2] / levels.sigma[1] * x - levels.alpha[2] * np.expm1(-h[1]) * d
+    a, b, c, _ = (n[1] for n in samplers.dpm_solver_coefficients(levels))
+    np.testing.assert_allclose(a * x + b * x0 + c * previous, expected, rtol=1e-13)
 
 
 @pytest.mark.parametrize("ends", ["clean", "without signal", "both"])
-def test_dpm_solver_takes_first_order_steps_where_there_is_nothing_to_extrapolate(ends):
-    path = levels(
+def test_dpm_solver_takes_first_order_steps_at_the_ends(ends):
+    levels = levels_at(
         np.pi / 2 if ends != "clean" else 1.5, 1.2, 0.8, 0.4 if ends == "without signal" else 0.0
     )
     if ends != "clean":
-        path.alpha[0] = 0.0
-    ours, first_order = samplers.dpm_solver_steps(path), samplers.ddim_steps(path)
+        levels.alpha[0] = 0.0
+    ours, first_order = samplers.dpm_solver_coefficients(levels), samplers.ddim_coefficients(levels)
     chex.assert_tree_all_finite(ours)
     same = {"clean": [0, 2], "without signal": [0, 1], "both": [0, 1, 2]}[ends]
-    for mine, other in zip(ours, first_order, strict=True):
-        np.testing.assert_array_equal(mine[same], other[same])
+    for actual, expected in zip(ours, first_order, strict=True):
+        np.testing.assert_array_equal(actual[same], expected[same])
     others = [i for i in range(3) if i not in same]
     assert (ours.c[others] != 0).all()
 
 
-# Data of which all is known.
+# Gaussian data with a known denoiser.
 
 
 def error_of(sampler, steps):
-    schedule = even_in_log_snr(steps)
+    schedule = uniform_log_snr(steps)
     x = jnp.linspace(-2, 2, 9, dtype=jnp.float64)[:, None]
     got = sampler(gaussian_denoiser(schedule, "x0", jnp.float64), schedule, x, steps, predicts="x0")
     return np.abs(got - flow(schedule, x)).max()
 
 
 @pytest.mark.parametrize(("sampler", "order"), [(ddim, 1), (dpm_solver, 2)])
-def test_deterministic_samplers_follow_the_probability_flow_to_their_order(float64, sampler, order):
+def test_deterministic_samplers_converge_to_the_probability_flow_at_their_order(
+    float64, sampler, order
+):
     coarse, fine, finer = (error_of(sampler, n) for n in (100, 200, 400))
     assert finer < fine < coarse < 0.05
     assert abs(np.log2(coarse / fine) - order) < 0.15
@@ -205,21 +211,21 @@ def test_deterministic_samplers_follow_the_probability_flow_to_their_order(float
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_dpm_solver_is_nearer_than_ddim_with_as_many_steps(name):
+def test_dpm_solver_is_more_accurate_than_ddim_with_equal_steps(name):
     schedule = schedules.get(name)
     denoise, x = gaussian_denoiser(schedule, "v"), jnp.linspace(-2, 2, 9)[:, None]
-    far, near = (
+    ddim_error, dpm_solver_error = (
         float(jnp.abs(s(denoise, schedule, x, 20, predicts="v") - flow(schedule, x)).max())
         for s in (ddim, dpm_solver)
     )
-    assert near < 0.6 * far < 0.1
+    assert dpm_solver_error < 0.6 * ddim_error < 0.1
 
 
 @pytest.mark.parametrize(
     "predicts", [pytest.param(t, marks=[pytest.mark.slow] * (t != "v")) for t in TARGETS]
 )
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samples_have_the_mean_and_the_variance_of_the_data(sampler, predicts):
+def test_samples_have_the_mean_and_variance_of_the_data(sampler, predicts):
     schedule, n = schedules.cosine(500), 20_000
     got = samplers.get(sampler)(
         gaussian_denoiser(schedule, predicts), schedule, noise(n, 5, size=1), 500,
@@ -234,18 +240,18 @@ def test_samples_have_the_mean_and_the_variance_of_the_data(sampler, predicts):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_moments_of_samples_converge_to_those_of_the_data(sampler, name):
+def test_moments_of_samples_converge_to_the_data(sampler, name):
     errors = []
     for steps in (50, 200, 800):
         schedule = schedules.get(name, steps)
         errors.append(abs(moments(sampler, schedule)[1] / STD - 1))
-    # Four times as many steps: at first order a quarter of the error is left. What stays is that
-    # the first x is pure noise, where the schedule still has some signal.
+    # With four times as many steps, a first-order method has a quarter of the error. The rest of
+    # the error is that the initial x is pure noise, but the schedule has some signal there.
     assert errors[1] < 0.35 * errors[0]
     assert errors[2] < max(0.35 * errors[1], 1e-4)
 
 
-def test_noise_is_drawn_anew_for_each_step_and_example_and_follows_the_key():
+def test_noise_differs_by_step_and_example_and_depends_on_the_key():
     schedule, x = schedules.cosine(20), jnp.zeros((3, 2))
 
     def sample(seed):
@@ -260,23 +266,25 @@ def test_noise_is_drawn_anew_for_each_step_and_example_and_follows_the_key():
     assert len(np.unique(got)) == got.size
 
 
-def test_the_noise_of_a_step_is_that_of_the_key_folded_with_it():
+def test_noise_of_a_timestep_uses_the_key_folded_with_it():
     schedule, x = schedules.cosine(20), noise(3)
     got = ddpm(lambda x, t: 0 * x, schedule, x, 4, predicts="v", key=jax.random.key(5))
-    times = sampling_times(schedule, 4)
-    path = Schedule(np.append(schedule.alpha[times], 1.0), np.append(schedule.sigma[times], 0.0))
-    numbers = samplers.ddim_steps(path, 1.0)
-    for t, alpha, a, b, _, d in zip(times, path.alpha[:-1], *numbers, strict=True):
-        drawn = jax.random.normal(jax.random.fold_in(jax.random.key(5), t), x.shape)
-        x = float(a + b * alpha) * x + float(d) * drawn  # a velocity of 0: x0 = alpha x
+    timesteps = sampling_timesteps(schedule, 4)
+    levels = Schedule(
+        np.append(schedule.alpha[timesteps], 1.0), np.append(schedule.sigma[timesteps], 0.0)
+    )
+    coefficients = samplers.ddim_coefficients(levels, 1.0)
+    for t, alpha, a, b, _, d in zip(timesteps, levels.alpha[:-1], *coefficients, strict=True):
+        step_noise = jax.random.normal(jax.random.fold_in(jax.random.key(5), t), x.shape)
+        x = float(a + b * alpha) * x + float(d) * step_noise  # v = 0 means x0 = alpha x
     chex.assert_trees_all_close(got, x, atol=1e-5)
 
 
-# The way it is called.
+# Calling conventions.
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_model_is_asked_at_the_steps_of_its_training(sampler):
+def test_denoiser_sees_timesteps_of_the_schedule(sampler):
     schedule, seen = schedules.cosine(100), []
 
     def denoise(x, t):
@@ -289,11 +297,11 @@ def test_the_model_is_asked_at_the_steps_of_its_training(sampler):
         samplers.get(sampler)(denoise, schedule, noise(2), 7, key=jax.random.key(3))
     )
     jax.effects_barrier()
-    np.testing.assert_array_equal(seen, np.stack([sampling_times(schedule, 7)] * 2, -1))
+    np.testing.assert_array_equal(seen, np.stack([sampling_timesteps(schedule, 7)] * 2, -1))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_samplers_take_jit_and_vmap_and_trace_the_model_once(sampler):
+def test_samplers_support_jit_and_vmap_and_trace_the_model_once(sampler):
     schedule, traces = schedules.linear(100), []
     exact = gaussian_denoiser(schedule, "v")
 
@@ -309,14 +317,14 @@ def test_samplers_take_jit_and_vmap_and_trace_the_model_once(sampler):
     got = jax.jit(sample)(noise(4), jax.random.key(3))
     assert len(traces) == 1
     chex.assert_trees_all_close(got, expected, atol=1e-5)
-    both = jax.vmap(sample)(
+    batched = jax.vmap(sample)(
         jnp.stack([noise(4), noise(4, 2)]), jax.random.split(jax.random.key(4), 2)
     )
-    one = sample(noise(4, 2), jax.random.split(jax.random.key(4), 2)[1])
-    chex.assert_trees_all_close(both[1], one, atol=1e-5)
+    single = sample(noise(4, 2), jax.random.split(jax.random.key(4), 2)[1])
+    chex.assert_trees_all_close(batched[1], single, atol=1e-5)
 
 
-def test_every_x0_is_clipped():
+def test_clip_applies_to_every_x0():
     schedule = schedules.cosine(50)
     x0 = jnp.asarray([[3.0, -0.25, -3.0]])
     for sampler in SAMPLERS.values():
@@ -327,22 +335,22 @@ def test_every_x0_is_clipped():
         chex.assert_trees_all_close(got, jnp.asarray([[1.0, -0.25, -1.0]]), atol=1e-6)
 
 
-def test_a_schedule_that_ends_without_signal_is_sampled_by_x0_and_v_alone():
-    schedule = levels(0.3, 0.8, 1.2, np.pi / 2)
+def test_schedule_ending_without_signal_supports_x0_and_v_only():
+    schedule = levels_at(0.3, 0.8, 1.2, np.pi / 2)
     schedule.alpha[-1] = 0.0
     for sampler in SAMPLERS.values():
         for predicts in ("x0", "v"):
             sample = functools.partial(sampler, predicts=predicts, key=jax.random.key(3))
             x0 = noise(2, 1)
-            got = sample(knowing(schedule, x0, predicts), schedule, noise(2, 2), 4)
+            got = sample(oracle(schedule, x0, predicts), schedule, noise(2, 2), 4)
             chex.assert_trees_all_close(got, x0, atol=1e-5)
-        with pytest.raises(ValueError, match=r'no signal at its last step.*"x0" or "v"'):
+        with pytest.raises(ValueError, match=r'no signal at its last timestep.*"x0" or "v"'):
             sampler(lambda x, t: x, schedule, noise(2, 2), 4, key=jax.random.key(3))
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("steps", [0, 11])
-def test_steps_that_the_schedule_has_not_are_refused(sampler, steps):
+def test_rejects_steps_out_of_range(sampler, steps):
     with pytest.raises(ValueError, match=rf"steps must be in \[1, 10\].*got {steps}"):
         samplers.get(sampler)(
             lambda x, t: x, schedules.cosine(10), noise(2), steps, key=jax.random.key(3)
@@ -356,23 +364,23 @@ def test_steps_that_the_schedule_has_not_are_refused(sampler, steps):
         (lambda f, s, x: ddim(f, s, x, 5, predicts="u"), r"one of \('eps', 'x0', 'v'\), got 'u'"),
         (lambda f, s, x: ddim(f, s, x, 5, eta=1.5), r"eta must be in \[0, 1\], got 1.5"),
         (lambda f, s, x: ddpm(f, s, x, 5), "pass a key"),
-        (lambda f, s, x: ddim(f, s, x, 5, clip=-1.0), "clip: must be > 0"),
+        (lambda f, s, x: ddim(f, s, x, 5, clip=-1.0), "clip must be > 0"),
         (lambda f, s, x: dpm_solver(lambda x, t: x[:1], s, x, 5), "must have the shape of x"),
         (lambda f, s, x: ddim(f, Schedule(s.alpha, s.alpha), x, 5), "must be 1"),
         (lambda f, s, x: ddim(f, s, x[0, 0], 5), "a batch of examples"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(call, message):
+def test_rejects_invalid_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(lambda x, t: x, schedules.cosine(10), noise(2))
 
 
-def test_a_sample_narrower_than_float32_is_refused():
+def test_rejects_samples_narrower_than_float32():
     with pytest.raises(TypeError, match="x must be float32 or float64, got bfloat16"):
         ddim(lambda x, t: x, schedules.cosine(10), noise(2).astype(jnp.bfloat16), 5)
 
 
-def test_a_model_in_bfloat16_is_sampled_in_float32():
+def test_bfloat16_model_is_sampled_in_float32():
     schedule = schedules.cosine(50)
     exact = gaussian_denoiser(schedule, "v")
     got = ddim(lambda x, t: exact(x, t).astype(jnp.bfloat16), schedule, noise(4), 20, predicts="v")

@@ -1,4 +1,4 @@
-"""The training loss of a denoiser, one per example: a step and noise are drawn for each."""
+"""Denoising loss per example, at random timesteps with random noise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from fnet.diffusion.targets import add_noise, check_target, target
 from fnet.precision import widened
 
 WEIGHTINGS = ("uniform", "min_snr")
-"""By name: every step counts the same; or `min_snr_weight`."""
+"""Weightings of timesteps: ``uniform``, or ``min_snr`` (`min_snr_weight`)."""
 
 
 def denoising_losses(
@@ -30,9 +30,9 @@ def denoising_losses(
     stratified: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The weighted mean square error of a denoiser, at one random step per example.
+    """Weighted mean squared error of a denoiser, at one random timestep per example.
 
-    With ``t`` uniform and ``eps`` standard normal, one of each per example (Ho et al. 2020,
+    Each example gets a uniform timestep ``t`` and standard normal noise ``eps`` (Ho et al. 2020,
     equation 14, for any target and weight)::
 
         x = alpha[t] x0 + sigma[t] eps
@@ -41,33 +41,44 @@ def denoising_losses(
     Args:
       denoise: ``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``; ``x`` has the dtype
         of ``x0``.
-      x0: clean examples, of variance about 1 or within [-1, 1]; any floating dtype.
-      key: for steps and noise.
-      schedule: its steps are those drawn.
-      predicts: what ``denoise`` gives: ``eps``, ``x0`` or ``v`` (`fnet.diffusion.TARGETS`).
+      x0: clean examples [B, ...] with variance about 1 or within [-1, 1]; any floating dtype.
+      key: random key for timesteps and noise.
+      schedule: noise schedule, from `fnet.diffusion.schedules`.
+      predicts: target that ``denoise`` predicts: ``eps``, ``x0`` or ``v``
+        (`fnet.diffusion.TARGETS`).
       weighting: ``uniform``: 1; ``min_snr``: `min_snr_weight`.
-      gamma: of ``min_snr``.
-      stratified: spread the steps of a batch evenly (`draw_times`).
-      has_aux: whether ``denoise`` returns ``(prediction, aux)``, such as a renewed state.
+      gamma: gamma of ``min_snr``.
+      stratified: whether to spread the timesteps of a batch evenly (`sample_timesteps`).
+      has_aux: whether ``denoise`` returns ``(prediction, aux)``, where ``aux`` may be the updated
+        model state.
 
     Returns:
       losses [B], float32 (float64 for float64); with ``has_aux``, ``(losses, aux)``.
 
     Raises:
       TypeError: if ``x0`` is not floating.
-      ValueError: for an unknown target or weighting, ``gamma <= 0``, a schedule that is not one,
-        or a prediction of another shape than ``x0``.
+      ValueError: for an unknown target or weighting, ``gamma <= 0``, an invalid schedule, or a
+        prediction whose shape is not that of ``x0``.
+
+    Example:
+      >>> import fnet, jax, jax.numpy as jnp
+      >>> schedule = fnet.diffusion.schedules.cosine(100)
+      >>> denoise = lambda x, t: jnp.zeros_like(x)  # predicts no noise
+      >>> x0 = jnp.zeros((4, 8, 8, 1))
+      >>> losses = fnet.diffusion.denoising_losses(denoise, x0, jax.random.key(0), schedule)
+      >>> losses.shape, bool(jnp.allclose(losses, 1, atol=0.5))
+      ((4,), True)
     """
     check_target(predicts)
     schedules.check(schedule)
     if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting: expected one of {WEIGHTINGS}, got {weighting!r}")
+        raise ValueError(f"weighting must be one of {WEIGHTINGS}, got {weighting!r}")
     _check_gamma(gamma)
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise TypeError(f"denoising_losses: x0 must be floating, got {x0.dtype}")
     clean = widened(x0)
-    time_key, noise_key = jax.random.split(key)
-    t = draw_times(time_key, x0.shape[0], schedule.steps, stratified=stratified)
+    t_key, noise_key = jax.random.split(key)
+    t = sample_timesteps(t_key, x0.shape[0], schedule.steps, stratified=stratified)
     noise = jax.random.normal(noise_key, clean.shape, clean.dtype)
     alpha, sigma = (jnp.asarray(a, clean.dtype)[t] for a in schedule)
     out = denoise(add_noise(clean, noise, alpha, sigma).astype(x0.dtype), t)
@@ -87,52 +98,63 @@ def denoising_losses(
 def min_snr_weight(
     predicts: str, alpha: ArrayLike, sigma: ArrayLike, *, gamma: float = 5.0
 ) -> Array:
-    """The Min-SNR weight of a square error (Hang et al., ICCV 2023).
+    """Min-SNR weight of a squared error (Hang et al., ICCV 2023).
 
     With ``snr = alpha^2 / sigma^2``::
 
         x0: min(snr, gamma)      eps: min(snr, gamma) / snr      v: min(snr, gamma) / (snr + 1)
 
-    An error of one target weighs the same as the error of x0 that it stands for. Without noise
-    or without signal the weights are their limits, which are finite.
+    The weighted error is the same for every target. Without noise or without signal, the weight
+    is its limit, which is finite.
 
     Args:
-      predicts: the target whose error it weighs, one of `fnet.diffusion.TARGETS`.
-      alpha: signal [...]; ``alpha^2 + sigma^2 = 1``.
-      sigma: noise [...], of the same shape.
-      gamma: the largest weight of an error of x0, > 0.
+      predicts: prediction target, one of `fnet.diffusion.TARGETS`.
+      alpha: signal level [...], with ``alpha^2 + sigma^2 = 1``.
+      sigma: noise level [...], of the same shape.
+      gamma: largest weight of an error of x0, > 0.
 
     Returns:
       Weights [...], in the dtype of ``alpha`` and ``sigma``.
 
     Raises:
       ValueError: for an unknown target, or ``gamma <= 0``.
+
+    Example:
+      >>> import fnet
+      >>> float(fnet.diffusion.min_snr_weight("x0", 0.6, 0.8))  # snr is 0.5625
+      0.5625
     """
     check_target(predicts)
     _check_gamma(gamma)
     signal, noise = jnp.square(jnp.asarray(alpha)), jnp.square(jnp.asarray(sigma))
-    least = jnp.minimum(signal, gamma * noise)  # min(snr, gamma) sigma^2
+    clipped = jnp.minimum(signal, gamma * noise)  # min(snr, gamma) sigma^2
     if predicts == "v":
-        return least  # snr + 1 = 1 / sigma^2
+        return clipped  # snr + 1 = 1 / sigma^2
     power, limit = (signal, 1.0) if predicts == "eps" else (noise, gamma)
-    return jnp.where(power > 0, least / jnp.where(power > 0, power, 1), limit)
+    return jnp.where(power > 0, clipped / jnp.where(power > 0, power, 1), limit)
 
 
-def draw_times(
+def sample_timesteps(
     key: PRNGKeyArray, examples: int, steps: int, *, stratified: bool = False
 ) -> Int[Array, " b"]:
-    """Steps of a schedule, uniform over 0 ... steps - 1, one per example.
+    """Sample timesteps uniformly from 0 ... steps - 1, one per example.
 
     Args:
-      key: what they are drawn from.
-      examples: B, how many.
-      steps: of the schedule.
-      stratified: False: each is drawn by itself. True: one number u is drawn for all, and
-        example i takes ``floor(steps * frac(u + i / B))``: each is uniform still, and together
-        they are spread evenly (Kingma et al., "Variational Diffusion Models", NeurIPS 2021).
+      key: random key.
+      examples: B, the number of timesteps.
+      steps: number of steps of the schedule.
+      stratified: False: independent timesteps. True: one number u is drawn for the batch, and
+        example i gets ``floor(steps * frac(u + i / B))``. Each timestep is still uniform, and the
+        batch covers the range evenly (Kingma et al., "Variational Diffusion Models", NeurIPS 2021).
 
     Returns:
       int32 [B].
+
+    Example:
+      >>> import fnet, jax
+      >>> t = fnet.diffusion.sample_timesteps(jax.random.key(0), 4, 100, stratified=True)
+      >>> sorted((t // 25).tolist())  # one per quarter
+      [0, 1, 2, 3]
     """
     if not stratified:
         return jax.random.randint(key, (examples,), 0, steps, jnp.int32)

@@ -1,12 +1,12 @@
-"""Samplers: from noise to examples, one step of a schedule after the other, in one scan.
+"""Samplers: the reverse diffusion process, from noise to examples, in one scan.
 
-Every sampler here takes the same kind of step. With the denoiser's example x0 at this step, and
-the one that it gave at the step before::
+All samplers take steps of the same form. With the denoiser's x0 of this step and of the previous
+step::
 
-    x' = a x + b x0 + c x0_before + d noise
+    x' = a x + b x0 + c x0_previous + d noise
 
-They differ in the four numbers, which follow from the schedule alone and are computed with it,
-in float64, when the sampler is traced. The last step goes to the clean example.
+They differ in the four coefficients, which depend only on the schedule. The coefficients are
+computed in float64 when the sampler is traced. The last step goes to the clean example.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from fnet.diffusion.schedules import Schedule
 from fnet.diffusion.targets import check_clip, check_target, denoised
 
 Denoise = Callable[[Array, Array], Array]
-"""``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``; t: a step of the schedule."""
+"""``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``, with a timestep t per example."""
 
 
 def ddpm(
@@ -38,23 +38,32 @@ def ddpm(
 ) -> Float[Array, "b ..."]:
     """Ancestral sampling (Ho, Jain & Abbeel, NeurIPS 2020, equations 6 and 7).
 
-    Draws from ``q(x' | x, x0)``, with the smaller of the paper's two variances. With alpha',
-    sigma' of the next step visited, and ``beta = 1 - (alpha / alpha')^2``::
+    Samples from ``q(x' | x, x0)``, with the smaller of the paper's two variances. With alpha' and
+    sigma' of the next timestep visited, and ``beta = 1 - (alpha / alpha')^2``::
 
         mean = alpha/alpha' (sigma'/sigma)^2 x + alpha' beta/sigma^2 x0
         x'   = mean + sigma'/sigma sqrt(beta) noise
 
-    This is `ddim` with ``eta`` 1. Few steps give too little variance: use another sampler.
+    This is `ddim` with ``eta=1``. With few steps the samples have too little variance; use another
+    sampler then.
 
     Args:
       denoise, schedule, x, steps, predicts, clip: as for `ddim`.
-      key: for the noise; needed.
+      key: random key for the noise; required.
 
     Returns:
       Examples [B, ...], of the shape and dtype of ``x``.
 
     Raises:
       TypeError, ValueError: as `ddim`.
+
+    Example:
+      >>> import fnet, jax
+      >>> schedule = fnet.diffusion.schedules.cosine(100)
+      >>> denoise = lambda x, t: 0.5 * x  # a model of x0
+      >>> key, x = jax.random.key(1), jax.random.normal(jax.random.key(0), (2, 8))
+      >>> fnet.diffusion.ddpm(denoise, schedule, x, 10, predicts="x0", key=key).shape
+      (2, 8)
     """
     return ddim(denoise, schedule, x, steps, predicts=predicts, eta=1.0, clip=clip, key=key)
 
@@ -72,39 +81,51 @@ def ddim(
 ) -> Float[Array, "b ..."]:
     """Denoising diffusion implicit models (Song, Meng & Ermon, ICLR 2021, equations 12 and 16).
 
-    With eps the noise that is left in x beside x0::
+    With ``eps = (x - alpha x0) / sigma``, and alpha', sigma' of the next timestep visited::
 
         d  = eta sigma'/sigma sqrt(1 - (alpha / alpha')^2)
         x' = alpha' x0 + sqrt(sigma'^2 - d^2) eps + d noise
 
-    With ``eta`` 0 nothing is drawn: it is a first-order solver of the probability flow.
+    With ``eta=0`` sampling is deterministic: a first-order solver of the probability flow ODE.
 
     Args:
-      denoise: ``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``, as trained.
-      schedule: the one trained on.
+      denoise: ``denoise(x [B, ...], t [B] int32) -> prediction [B, ...]``.
+      schedule: noise schedule of the training.
       x: standard normal noise [B, ...], float32 or float64.
-      steps: how many of the schedule's steps to visit (`sampling_times`); static.
-      predicts: what ``denoise`` gives: ``eps``, ``x0`` or ``v``.
-      eta: in [0, 1]; 1: `ddpm`.
-      clip: bounds every x0 to [-clip, clip]; None: no bounds.
-      key: for the noise of ``eta > 0``; at step t it is that of ``fold_in(key, t)``.
+      steps: number of timesteps to visit (`sampling_timesteps`); static.
+      predicts: target that ``denoise`` predicts: ``eps``, ``x0`` or ``v``.
+      eta: amount of noise, in [0, 1]; 1: `ddpm`.
+      clip: clip every x0 to [-clip, clip]. None: no clipping.
+      key: random key, required for ``eta > 0``. The noise of timestep t is drawn with
+        ``fold_in(key, t)``.
 
     Returns:
       Examples, of the shape and dtype of ``x``.
 
     Raises:
       TypeError: if ``x`` is narrower than float32, or the schedule is traced.
-      ValueError: if ``steps`` is not in [1, those of the schedule]; for an unknown target, an
-        ``eta`` outside [0, 1], ``eta > 0`` without a key, ``clip <= 0``, a prediction of another
-        shape than ``x``, a schedule that is not one, or one without any signal at its last step
-        if ``predicts`` is ``eps``, which then tells nothing of x0.
+      ValueError: if ``steps`` or ``eta`` is out of range, ``eta > 0`` without a key, for an unknown
+        target, ``clip <= 0``, an invalid schedule, or a prediction whose shape is not that of
+        ``x``. Also if the schedule has no signal at its last timestep and ``predicts`` is
+        ``eps``, because x0 cannot be computed from eps then.
+
+    Example:
+      >>> import fnet, jax
+      >>> import jax.numpy as jnp
+      >>> schedule = fnet.diffusion.schedules.cosine(100)
+      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)  # a model of x0 that is certain
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8))
+      >>> samples = fnet.diffusion.ddim(denoise, schedule, x, 10, predicts="x0")
+      >>> bool(jnp.allclose(samples, 0.5))
+      True
     """
     if not 0 <= eta <= 1:
         raise ValueError(f"ddim: eta must be in [0, 1], got {eta}")
     if eta and key is None:
-        raise ValueError(f"ddim: eta={eta} draws noise at every step; pass a key (eta 1 is ddpm)")
-    times, path = _visited(schedule, steps)
-    return _sample(denoise, times, path, ddim_steps(path, eta), x, predicts, clip, key)
+        raise ValueError(f"ddim: eta={eta} adds noise at every step; pass a key (ddpm is eta=1)")
+    timesteps, levels = _visited(schedule, steps)
+    coefficients = ddim_coefficients(levels, eta)
+    return _sample(denoise, timesteps, levels, coefficients, x, predicts, clip, key)
 
 
 def dpm_solver(
@@ -119,55 +140,75 @@ def dpm_solver(
 ) -> Float[Array, "b ..."]:
     """DPM-Solver++(2M), second order (Lu et al. 2022, "DPM-Solver++", algorithm 2).
 
-    With ``lambda = log(alpha / sigma)``, ``h = lambda' - lambda`` and r the last h over this::
+    With ``lambda = log(alpha / sigma)``, ``h = lambda' - lambda`` and r the previous h divided by
+    this one::
 
-        D  = x0 + (x0 - x0_before) / (2 r)
+        D  = x0 + (x0 - x0_previous) / (2 r)
         x' = sigma'/sigma x + alpha' (1 - exp(-h)) D
 
-    The first step, and the last to the clean example, where h is infinite, take ``D = x0``,
-    and are those of `ddim`. Nothing is drawn.
+    The first step, and the last one to the clean example, where h is infinite, use ``D = x0``,
+    as `ddim` does. Sampling is deterministic.
 
     Args:
       denoise, schedule, x, steps, predicts, clip: as for `ddim`.
-      key: not read.
+      key: ignored; accepted so that all samplers have the same signature.
 
     Returns:
       Examples [B, ...], of the shape and dtype of ``x``.
 
     Raises:
       TypeError, ValueError: as `ddim`.
+
+    Example:
+      >>> import fnet, jax
+      >>> import jax.numpy as jnp
+      >>> schedule = fnet.diffusion.schedules.cosine(100)
+      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)  # a model of x0 that is certain
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8))
+      >>> samples = fnet.diffusion.dpm_solver(denoise, schedule, x, 10, predicts="x0")
+      >>> bool(jnp.allclose(samples, 0.5))
+      True
     """
     del key
-    times, path = _visited(schedule, steps)
-    return _sample(denoise, times, path, dpm_solver_steps(path), x, predicts, clip, None)
+    timesteps, levels = _visited(schedule, steps)
+    coefficients = dpm_solver_coefficients(levels)
+    return _sample(denoise, timesteps, levels, coefficients, x, predicts, clip, None)
 
 
 SAMPLERS: dict[str, Callable[..., Array]] = {"ddpm": ddpm, "ddim": ddim, "dpm_solver": dpm_solver}
-"""By name."""
+"""Samplers by name."""
 
 
 def get(name: str) -> Callable[..., Array]:
-    """The sampler of that name, ``sampler(denoise, schedule, x, steps, *, predicts, clip, key)``.
+    """Look up a sampler by name.
 
     Args:
       name: ``ddpm``, ``ddim`` or ``dpm_solver``.
 
+    Returns:
+      ``sampler(denoise, schedule, x, steps, *, predicts, clip, key) -> samples``.
+
     Raises:
-      ValueError: if it is none of `SAMPLERS`.
+      ValueError: for an unknown name.
+
+    Example:
+      >>> import fnet
+      >>> fnet.diffusion.samplers.get("ddim") is fnet.diffusion.ddim
+      True
     """
     if name not in SAMPLERS:
-        raise ValueError(f"sampler: expected one of {tuple(SAMPLERS)}, got {name!r}")
+        raise ValueError(f"sampler must be one of {tuple(SAMPLERS)}, got {name!r}")
     return SAMPLERS[name]
 
 
-class Steps(NamedTuple):
-    """The numbers of n steps, ``x' = a x + b x0 + c x0_before + d noise``.
+class Coefficients(NamedTuple):
+    """Coefficients of n sampling steps, ``x' = a x + b x0 + c x0_previous + d noise``.
 
     Attributes:
-      a: of x, float64 [n], as all of them.
-      b: of the denoiser's x0.
-      c: of the x0 of the step before.
-      d: of noise.
+      a: coefficient of x, float64 [n].
+      b: coefficient of the denoiser's x0, float64 [n].
+      c: coefficient of the x0 of the previous step, float64 [n].
+      d: coefficient of the noise, float64 [n].
     """
 
     a: np.ndarray
@@ -176,84 +217,101 @@ class Steps(NamedTuple):
     d: np.ndarray
 
 
-def ddim_steps(path: Schedule, eta: float = 0.0) -> Steps:
-    """The numbers of `ddim`.
+def ddim_coefficients(levels: Schedule, eta: float = 0.0) -> Coefficients:
+    """Compute the coefficients of `ddim`.
 
     Args:
-      path: signal and noise at the n + 1 points between the n steps [n + 1], the first the
-        noisiest; with noise at all but the last.
-      eta: in [0, 1].
+      levels: signal and noise before and after each of the n steps [n + 1], the noisiest first.
+        Only the last may be without noise.
+      eta: amount of noise, in [0, 1].
+
+    Returns:
+      Coefficients [n], float64.
+
+    Example:
+      >>> import fnet, numpy as np
+      >>> levels = fnet.diffusion.Schedule(np.array([0.6, 1.0]), np.array([0.8, 0.0]))
+      >>> fnet.diffusion.samplers.ddim_coefficients(levels).b.tolist()
+      [1.0]
     """
-    (alpha, alpha_next), (sigma, sigma_next) = ((p[:-1], p[1:]) for p in path)
-    drawn = eta**2 * (1 - (alpha / alpha_next) ** 2) / sigma**2  # (d / sigma')^2
-    drawn = np.clip(drawn, 0, 1)  # 1 is where it ends without eta; a rounding more has no root
-    a = sigma_next / sigma * np.sqrt(1 - drawn)
-    return Steps(a, alpha_next - alpha * a, np.zeros_like(a), sigma_next * np.sqrt(drawn))
+    (alpha, alpha_next), (sigma, sigma_next) = ((level[:-1], level[1:]) for level in levels)
+    variance = eta**2 * (1 - (alpha / alpha_next) ** 2) / sigma**2  # (d / sigma')^2
+    variance = np.clip(variance, 0, 1)  # Rounding may exceed 1, and 1 - variance has a root below.
+    a = sigma_next / sigma * np.sqrt(1 - variance)
+    b, c, d = alpha_next - alpha * a, np.zeros_like(a), sigma_next * np.sqrt(variance)
+    return Coefficients(a, b, c, d)
 
 
-def dpm_solver_steps(path: Schedule) -> Steps:
-    """The numbers of `dpm_solver`; ``path`` as for `ddim_steps`."""
-    a, b, _, d = ddim_steps(path)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
-    # Infinite where there is no noise, or no signal.
+def dpm_solver_coefficients(levels: Schedule) -> Coefficients:
+    """Compute the coefficients of `dpm_solver`.
+
+    Args:
+      levels: as for `ddim_coefficients`.
+
+    Returns:
+      Coefficients [n], float64.
+    """
+    a, b, _, d = ddim_coefficients(levels)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
+    # Infinite without noise or without signal.
     with np.errstate(divide="ignore"):
-        log_snr = np.log(path.alpha) - np.log(path.sigma)
+        log_snr = np.log(levels.alpha) - np.log(levels.sigma)
     h, extrapolation = np.diff(log_snr), np.zeros_like(a)
     finite = np.isfinite(h[1:])
     extrapolation[1:][finite] = h[1:][finite] / (2 * h[:-1][finite])
-    return Steps(a, b * (1 + extrapolation), -b * extrapolation, d)
+    return Coefficients(a, b * (1 + extrapolation), -b * extrapolation, d)
 
 
 def _visited(schedule: Schedule, steps: int) -> tuple[np.ndarray, Schedule]:
-    """The steps visited [n], and signal and noise at them and at the clean end [n + 1]."""
+    """Timesteps visited [n], and the levels at them and at the clean end [n + 1]."""
     schedules.check(schedule)
-    times = schedules.sampling_times(schedule, steps)
-    alpha, sigma = (np.asarray(a, np.float64)[times] for a in schedule)
-    return times, Schedule(np.append(alpha, 1.0), np.append(sigma, 0.0))
+    timesteps = schedules.sampling_timesteps(schedule, steps)
+    alpha, sigma = (np.asarray(a, np.float64)[timesteps] for a in schedule)
+    return timesteps, Schedule(np.append(alpha, 1.0), np.append(sigma, 0.0))
 
 
 def _sample(
     denoise: Denoise,
-    times: np.ndarray,
-    path: Schedule,
-    numbers: Steps,
+    timesteps: np.ndarray,
+    levels: Schedule,
+    coefficients: Coefficients,
     x: Array,
     predicts: str,
     clip: float | None,
     key: Array | None,
 ) -> Array:
-    """Takes the steps, each with the denoiser's x0 there."""
-    _check(x, path, predicts, clip)
-    # What no step needs is neither carried nor drawn.
-    remembers, draws = bool(numbers.c.any()), bool(numbers.d.any())
-    before_end = Schedule(path.alpha[:-1], path.sigma[:-1])
-    rows = jax.tree.map(lambda a: jnp.asarray(a, x.dtype), (before_end, numbers))
+    """Run the sampling steps in one scan."""
+    _check(x, levels, predicts, clip)
+    # Skip the previous x0 and the noise if no step uses them.
+    uses_previous, uses_noise = bool(coefficients.c.any()), bool(coefficients.d.any())
+    visited = Schedule(levels.alpha[:-1], levels.sigma[:-1])
+    rows = jax.tree.map(lambda a: jnp.asarray(a, x.dtype), (visited, coefficients))
 
     def step(carry: tuple[Array, Array | None], row: tuple[Any, ...]) -> tuple[Any, None]:
-        x, before = carry
+        x, previous = carry
         t, ((alpha, sigma), (a, b, c, d)) = row
         prediction = denoise(x, jnp.full(x.shape[:1], t))
         x0, _ = denoised(predicts, prediction, x, alpha, sigma, clip=clip)
-        after = a * x + b * x0
-        if before is not None:
-            after = after + c * before
-        if draws and key is not None:
-            after = after + d * jax.random.normal(jax.random.fold_in(key, t), x.shape, x.dtype)
-        return (after, x0 if remembers else None), None
+        x_next = a * x + b * x0
+        if previous is not None:
+            x_next = x_next + c * previous
+        if uses_noise and key is not None:
+            x_next = x_next + d * jax.random.normal(jax.random.fold_in(key, t), x.shape, x.dtype)
+        return (x_next, x0 if uses_previous else None), None
 
-    # Before the first step there is no x0, and its number is 0: any array of that shape.
-    first = (x, x if remembers else None)
-    return jax.lax.scan(step, first, (jnp.asarray(times), rows))[0][0]
+    # The first step has no previous x0. Its coefficient is 0, so any array of the shape will do.
+    first = (x, x if uses_previous else None)
+    return jax.lax.scan(step, first, (jnp.asarray(timesteps), rows))[0][0]
 
 
-def _check(x: Array, path: Schedule, predicts: str, clip: float | None) -> None:
+def _check(x: Array, levels: Schedule, predicts: str, clip: float | None) -> None:
     check_target(predicts)
     check_clip(clip)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 4:
         raise TypeError(f"sampling: x must be float32 or float64, got {x.dtype}")
     if not x.ndim:
         raise ValueError("sampling: x must be a batch of examples [B, ...], got a scalar")
-    if predicts == "eps" and path.alpha[0] == 0:
+    if predicts == "eps" and levels.alpha[0] == 0:
         raise ValueError(
-            "sampling: the schedule has no signal at its last step, where a prediction of eps "
-            'tells nothing of x0; train a model of "x0" or "v" on it'
+            "sampling: the schedule has no signal at its last timestep, so x0 cannot be computed "
+            'from eps; train a model that predicts "x0" or "v" on this schedule'
         )

@@ -1,8 +1,8 @@
-"""Noise schedules: how much signal and how much noise there is at each step, from papers by name.
+"""Noise schedules: signal and noise levels at each timestep.
 
-Step 0 is the cleanest, the last one the noisiest; at step t an example is
-``alpha[t] x0 + sigma[t] eps`` with ``alpha^2 + sigma^2 = 1`` (variance preserving). A model is
-trained on all steps, and sampled from on some of them: both read the same arrays.
+Timestep 0 is the cleanest, the last one the noisiest. At timestep t an example is
+``alpha[t] x0 + sigma[t] eps`` with ``alpha^2 + sigma^2 = 1`` (variance preserving). Training uses
+all timesteps, samplers a subset of them (`sampling_timesteps`).
 """
 
 from collections.abc import Callable
@@ -13,14 +13,20 @@ import numpy as np
 
 
 class Schedule(NamedTuple):
-    """Signal and noise at each step, as constants of the program.
+    """Signal and noise level at each timestep, as numpy constants in float64.
 
-    They are numpy's, in float64, so that what samplers make of them is rounded once, to the
-    dtype of the sample. Close over a schedule; do not pass it through `jax.jit`.
+    Samplers compute their coefficients from it in float64 and round once, to the dtype of the
+    sample. Close over a schedule; do not pass it through `jax.jit`.
 
     Attributes:
-      alpha: standard deviation of the signal [steps], in [0, 1], falling with the step.
+      alpha: standard deviation of the signal [steps], in [0, 1], decreasing.
       sigma: standard deviation of the noise [steps], ``sqrt(1 - alpha^2)``, > 0.
+
+    Example:
+      >>> import fnet
+      >>> schedule = fnet.diffusion.schedules.cosine(1000)
+      >>> schedule.steps, bool(schedule.alpha[0] > 0.99), bool(schedule.alpha[-1] < 0.01)
+      (1000, True, True)
     """
 
     alpha: np.ndarray
@@ -28,29 +34,34 @@ class Schedule(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps there are."""
+        """Number of timesteps."""
         return len(self.alpha)
 
 
 def cosine(steps: int = 1000, *, s: float = 0.008, max_beta: float = 0.999) -> Schedule:
-    """The cosine schedule of Nichol & Dhariwal, "Improved DDPM", ICML 2021, equation 17.
+    """Cosine schedule of Nichol & Dhariwal, "Improved DDPM", ICML 2021, equation 17.
 
-    Ours counts from 0, the paper from 1::
+    Timesteps count from 0, where the paper counts from 1::
 
         f(u) = cos^2((u + s) / (1 + s) * pi / 2)
         beta[t] = min(1 - f((t + 1) / steps) / f(t / steps), max_beta)
         alpha[t]^2 = prod_(i <= t) (1 - beta[i])
 
     Args:
-      steps: how many, >= 1.
-      s: keeps the first betas from being tiny, >= 0.
-      max_beta: in (0, 1); it limits the last beta, which would leave no signal.
+      steps: number of timesteps, >= 1.
+      s: offset that keeps the first betas from being tiny, >= 0.
+      max_beta: upper bound of beta, in (0, 1). Without it the last timestep would have no signal.
 
     Returns:
-      The schedule, its arrays [steps], float64.
+      A schedule with arrays [steps], float64.
 
     Raises:
-      ValueError: for a number outside of these.
+      ValueError: for a number out of range.
+
+    Example:
+      >>> import fnet
+      >>> print(fnet.diffusion.schedules.cosine(4).sigma.round(2))
+      [0.39 0.71 0.93 1.  ]
     """
     _check_steps("cosine", steps)
     if s < 0 or not 0 < max_beta < 1:
@@ -59,28 +70,33 @@ def cosine(steps: int = 1000, *, s: float = 0.008, max_beta: float = 0.999) -> S
         )
     u = np.arange(steps + 1) / steps
     f = np.cos((u + s) / (1 + s) * np.pi / 2) ** 2
-    return _of_betas(np.minimum(1 - f[1:] / f[:-1], max_beta))
+    return _from_betas(np.minimum(1 - f[1:] / f[:-1], max_beta))
 
 
 def linear(steps: int = 1000, *, first: float = 1e-4, last: float = 0.02) -> Schedule:
-    """The linear schedule of Ho, Jain & Abbeel, "Denoising Diffusion", NeurIPS 2020, section 4.
+    """Linear schedule of Ho, Jain & Abbeel, "Denoising Diffusion", NeurIPS 2020, section 4.
 
-    The betas are those for 1,000 steps. With another number of steps they are scaled, as in
-    Dhariwal & Nichol 2021's code, so that the last step is as noisy::
+    The betas are given for 1,000 timesteps. For another number they are scaled, as in the
+    code of Dhariwal & Nichol 2021, so that the last timestep is equally noisy::
 
         beta[t] = (first + (last - first) * t / (steps - 1)) * 1000 / steps
         alpha[t]^2 = prod_(i <= t) (1 - beta[i])
 
     Args:
-      steps: how many, enough for every beta to be below 1: more than ``1000 * last``.
-      first: the first of 1,000 betas, > 0.
-      last: the last of them.
+      steps: number of timesteps, more than ``1000 * last``, so that every beta is below 1.
+      first: first of 1,000 betas, > 0.
+      last: last of 1,000 betas, > 0.
 
     Returns:
-      The schedule, its arrays [steps], float64.
+      A schedule with arrays [steps], float64.
 
     Raises:
-      ValueError: for a number outside of these.
+      ValueError: for a number out of range.
+
+    Example:
+      >>> import fnet
+      >>> print(fnet.diffusion.schedules.linear(1000).sigma[[0, 499, 999]].round(2))
+      [0.01 0.96 1.  ]
     """
     _check_steps("linear", steps)
     if not (first > 0 and last > 0):
@@ -92,38 +108,44 @@ def linear(steps: int = 1000, *, first: float = 1e-4, last: float = 0.02) -> Sch
             f"first={first}, last={last} of 1000, scaled to steps={steps}; "
             f"use more than {1000 * max(first, last):g} steps"
         )
-    return _of_betas(betas)
+    return _from_betas(betas)
 
 
 def karras(
     steps: int = 1000, *, sigma_min: float = 0.002, sigma_max: float = 80.0, rho: float = 7.0
 ) -> Schedule:
-    """The ramp of Karras et al., "Elucidating the Design Space", NeurIPS 2022, equation 5.
+    """Sigma schedule of Karras et al., "Elucidating the Design Space", NeurIPS 2022, equation 5.
 
-    Its ``x0 + s eps`` is scaled to variance 1, for data of variance 1::
+    The paper's ``x0 + s eps`` is scaled to variance 1, for data of variance 1::
 
         s[t] = (sigma_min^(1/rho) + t / (steps - 1) (sigma_max^(1/rho) - sigma_min^(1/rho)))^rho
         alpha[t] = 1 / sqrt(1 + s[t]^2),  sigma[t] = s[t] / sqrt(1 + s[t]^2)
 
-    The paper takes this ramp for sampling and draws training noise from a log-normal; here,
-    as with the other schedules, training draws steps of the ramp evenly.
+    The paper uses this schedule for sampling and draws training noise from a log-normal
+    distribution. Here training samples timesteps uniformly, as with the other schedules.
 
     Args:
-      steps: how many, >= 2.
-      sigma_min: noise over signal at the first step, > 0.
-      sigma_max: noise over signal at the last step, > ``sigma_min``.
-      rho: > 0; the larger, the more steps with little noise.
+      steps: number of timesteps, >= 2.
+      sigma_min: ratio of noise to signal at the first timestep, > 0.
+      sigma_max: ratio of noise to signal at the last timestep, > ``sigma_min``.
+      rho: exponent > 0. Larger values give more timesteps with little noise.
 
     Returns:
-      The schedule, its arrays [steps], float64.
+      A schedule with arrays [steps], float64.
 
     Raises:
-      ValueError: for a number outside of these.
+      ValueError: for a number out of range.
+
+    Example:
+      >>> import fnet
+      >>> schedule = fnet.diffusion.schedules.karras(3)
+      >>> print((schedule.sigma / schedule.alpha).round(3))
+      [2.000e-03 2.515e+00 8.000e+01]
     """
     _check_steps("karras", steps, least=2)
     if not 0 < sigma_min < sigma_max or rho <= 0:
         raise ValueError(
-            "karras: expected 0 < sigma_min < sigma_max and rho > 0, "
+            "karras: needs 0 < sigma_min < sigma_max and rho > 0, "
             f"got sigma_min={sigma_min}, sigma_max={sigma_max}, rho={rho}"
         )
     s = np.linspace(sigma_min ** (1 / rho), sigma_max ** (1 / rho), steps) ** rho
@@ -135,95 +157,115 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "linear": linear,
     "karras": karras,
 }
-"""By name."""
+"""Noise schedules by name."""
 
 
 def get(name: str, steps: int = 1000, **options: float) -> Schedule:
-    """The schedule of that name: one of `SCHEDULES`.
+    """Build a schedule by name.
 
     Args:
       name: ``cosine``, ``linear`` or ``karras``.
-      steps: how many.
-      **options: of the function of that name.
+      steps: number of timesteps.
+      **options: further arguments of the schedule.
+
+    Returns:
+      A schedule with arrays [steps], float64.
 
     Raises:
-      ValueError: for an unknown name; otherwise as the schedule itself.
+      ValueError: for an unknown name, and as the schedule itself.
+
+    Example:
+      >>> import fnet
+      >>> fnet.diffusion.schedules.get("linear", 50).steps
+      50
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule: expected one of {tuple(SCHEDULES)}, got {name!r}")
+        raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {name!r}")
     return SCHEDULES[name](steps, **options)
 
 
-def sampling_times(schedule: Schedule, steps: int) -> np.ndarray:
-    """Which of the schedule's steps a sampler visits: ``steps`` of them, the noisiest first.
+def sampling_timesteps(schedule: Schedule, steps: int) -> np.ndarray:
+    """Timesteps that a sampler visits, the noisiest first.
 
-    The way from the noisiest step, T - 1, to the clean example, as it were step -1, is cut into
-    equal parts, ``t[i] = T - 1 - floor(i T / steps)`` ("trailing" in Lin et al. 2024, "Common
-    Diffusion Noise Schedules and Sample Steps Are Flawed"). Its end is not visited.
+    They are evenly spaced from T - 1 down, ``t[i] = T - 1 - floor(i T / steps)`` ("trailing" in
+    Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps Are Flawed").
 
     Args:
-      schedule: T steps.
-      steps: how many to visit, in [1, T].
+      schedule: schedule with T timesteps.
+      steps: number of timesteps to visit, in [1, T].
 
     Returns:
-      int32 [steps], falling.
+      int32 [steps], decreasing.
 
     Raises:
-      ValueError: if ``steps < 1``, or if the schedule has fewer.
+      ValueError: if ``steps`` is not in [1, T].
+
+    Example:
+      >>> import fnet
+      >>> schedule = fnet.diffusion.schedules.cosine(1000)
+      >>> fnet.diffusion.sampling_timesteps(schedule, 4).tolist()
+      [999, 749, 499, 249]
     """
     if not 1 <= steps <= schedule.steps:
         raise ValueError(
-            f"sampling: steps must be in [1, {schedule.steps}], those of the schedule, got {steps}"
+            f"sampling: steps must be in [1, {schedule.steps}] for this schedule, got {steps}"
         )
     return (schedule.steps - 1 - np.arange(steps) * schedule.steps // steps).astype(np.int32)
 
 
 def check(schedule: Schedule) -> None:
-    """Refuses a schedule that is not one.
+    """Check that a schedule is valid.
 
     Args:
-      schedule: what is looked at.
+      schedule: the schedule.
 
     Raises:
-      TypeError: for arrays that are traced.
-      ValueError: for arrays that are not vectors of one length >= 1, for signal that does not
-        fall or is outside [0, 1], no noise, or ``alpha^2 + sigma^2`` other than 1.
+      TypeError: if its arrays are traced.
+      ValueError: if its arrays are not vectors of the same length >= 1, if alpha does not decrease
+        or is not in [0, 1], if sigma is 0, or if ``alpha^2 + sigma^2`` is not 1.
+
+    Example:
+      >>> import fnet, numpy as np
+      >>> increasing = fnet.diffusion.Schedule(np.array([0.6, 0.8]), np.array([0.8, 0.6]))
+      >>> fnet.diffusion.schedules.check(increasing)
+      Traceback (most recent call last):
+      ValueError: schedule: alpha / sigma must decrease, got 0.75 at timestep 0 and 1.33333 at 1
     """
     arrays: tuple[Any, ...] = tuple(schedule)
     if any(isinstance(a, jax.core.Tracer) for a in arrays):
         raise TypeError(
-            "schedule: its arrays are constants of the program, got traced ones; "
-            "close over the schedule rather than passing it through jax.jit"
+            "schedule: alpha and sigma must be constants, got traced arrays; "
+            "close over the schedule instead of passing it through jax.jit"
         )
     alpha, sigma = (np.asarray(a, np.float64) for a in arrays)
     if alpha.ndim != 1 or alpha.shape != sigma.shape or not alpha.size:
         raise ValueError(
-            "schedule: alpha and sigma must be vectors of one length, "
+            "schedule: alpha and sigma must be vectors of the same length >= 1, "
             f"got shapes {alpha.shape} and {sigma.shape}"
         )
     if not (alpha.min() >= 0 and sigma.min() > 0):
         raise ValueError(
-            "schedule: expected alpha >= 0 and sigma > 0 at every step, "
-            f"got at least {alpha.min():.4g} and {sigma.min():.4g}"
+            "schedule: needs alpha >= 0 and sigma > 0 at every timestep, "
+            f"got minima of {alpha.min():.4g} and {sigma.min():.4g}"
         )
     if not np.allclose(alpha**2 + sigma**2, 1, rtol=0, atol=1e-5):
         worst = np.abs(alpha**2 + sigma**2 - 1).argmax()
         raise ValueError(
             f"schedule: alpha^2 + sigma^2 must be 1, got alpha={alpha[worst]:.6g} and "
-            f"sigma={sigma[worst]:.6g} at step {worst}; divide both by sqrt(alpha^2 + sigma^2)"
+            f"sigma={sigma[worst]:.6g} at timestep {worst}; divide both by sqrt(alpha^2 + sigma^2)"
         )
     if (np.diff(alpha / sigma) >= 0).any():
         t = int((np.diff(alpha / sigma) >= 0).argmax())
         raise ValueError(
-            "schedule: signal over noise must fall with the step, "
-            f"got {alpha[t] / sigma[t]:.6g} at step {t} and "
-            f"{alpha[t + 1] / sigma[t + 1]:.6g} at step {t + 1}"
+            "schedule: alpha / sigma must decrease, "
+            f"got {alpha[t] / sigma[t]:.6g} at timestep {t} and "
+            f"{alpha[t + 1] / sigma[t + 1]:.6g} at {t + 1}"
         )
 
 
-def _of_betas(betas: np.ndarray) -> Schedule:
-    """The schedule with the variances ``betas`` [steps], each of what a step adds."""
-    # log1p and expm1 keep the digits of the first sigmas, which are small.
+def _from_betas(betas: np.ndarray) -> Schedule:
+    """Build the schedule with variances ``betas`` [steps] of the forward process."""
+    # log1p and expm1 are precise for the first sigmas, which are small.
     log_alpha_bar = np.cumsum(np.log1p(-betas))
     return Schedule(alpha=np.exp(log_alpha_bar / 2), sigma=np.sqrt(-np.expm1(log_alpha_bar)))
 

@@ -1,4 +1,4 @@
-"""What a denoiser predicts: the noise, the example, or the velocity; each tells the other two."""
+"""Prediction targets of a denoiser (noise, clean example, velocity) and their conversions."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -6,7 +6,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 TARGETS = ("eps", "x0", "v")
-"""The noise (Ho et al. 2020), the clean example, and the velocity (Salimans & Ho 2022)."""
+"""Noise (Ho et al. 2020), clean example, and velocity (Salimans & Ho 2022)."""
 
 
 def add_noise(
@@ -15,24 +15,30 @@ def add_noise(
     alpha: ArrayLike,
     sigma: ArrayLike,
 ) -> Float[Array, "b ..."]:
-    """``alpha x0 + sigma noise``: the example as it is at a step of a schedule.
+    """Forward diffusion process: ``x = alpha x0 + sigma noise``.
 
     Ho et al. 2020, equation 4.
 
     Args:
       x0: clean examples [B, ...], floating.
-      noise: standard normal, of the shape of ``x0``.
-      alpha: signal, one number or one per example [B].
-      sigma: noise, likewise.
+      noise: standard normal noise, of the shape of ``x0``.
+      alpha: signal level, one number or one per example [B].
+      sigma: noise level, one number or one per example [B].
 
     Returns:
       Noisy examples [B, ...], in the dtype of ``x0``.
 
     Raises:
-      ValueError: if a shape does not fit.
+      ValueError: if shapes do not match.
       TypeError: if the examples are not floating.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> x0 = noise = jnp.ones((2, 1))
+      >>> fnet.diffusion.add_noise(x0, noise, alpha=0.5, sigma=1.0).tolist()
+      [[1.5], [1.5]]
     """
-    return _mix(x0, noise.astype(x0.dtype), alpha, sigma)
+    return _linear_combination(x0, noise.astype(x0.dtype), alpha, sigma)
 
 
 def target(
@@ -42,7 +48,7 @@ def target(
     alpha: ArrayLike,
     sigma: ArrayLike,
 ) -> Float[Array, "b ..."]:
-    """What the denoiser should say for ``add_noise(x0, noise, alpha, sigma)``.
+    """Target that the denoiser should predict for ``add_noise(x0, noise, alpha, sigma)``.
 
     By name (Ho et al. 2020; Salimans & Ho 2022)::
 
@@ -56,12 +62,18 @@ def target(
       The target [B, ...], in the dtype of ``x0`` and ``noise``.
 
     Raises:
-      ValueError: for an unknown name, or, for ``v``, if a shape does not fit.
+      ValueError: for an unknown name, or, for ``v``, if shapes do not match.
       TypeError: for ``v``, if the examples are not floating.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> x0, noise = jnp.zeros((2, 1)), jnp.ones((2, 1))
+      >>> fnet.diffusion.target("v", x0, noise, alpha=0.5, sigma=0.75).tolist()
+      [[0.5], [0.5]]
     """
     check_target(name)
     if name == "v":
-        return _mix(noise, x0, alpha, -jnp.asarray(sigma))
+        return _linear_combination(noise, x0, alpha, -jnp.asarray(sigma))
     return noise if name == "eps" else x0
 
 
@@ -74,7 +86,7 @@ def denoised(
     *,
     clip: float | None = None,
 ) -> tuple[Float[Array, "b ..."], Float[Array, "b ..."]]:
-    """The example and the noise that a prediction stands for (Salimans & Ho 2022).
+    """Convert a prediction to the clean example and the noise (Salimans & Ho 2022).
 
     With ``x = alpha x0 + sigma eps``::
 
@@ -85,20 +97,30 @@ def denoised(
     The last line needs ``alpha^2 + sigma^2 = 1``.
 
     Args:
-      name: which of `TARGETS` the prediction is.
-      prediction: of the shape of ``x``.
+      name: prediction target, one of `TARGETS`.
+      prediction: prediction of the denoiser, of the shape of ``x``.
       x: noisy examples [B, ...], floating.
-      alpha: signal, one number or one per example [B]; not 0 for ``eps``.
-      sigma: noise, likewise; not 0 for ``x0``, nor with ``clip``.
-      clip: bounds x0 to [-clip, clip] ("static thresholding", Saharia et al. 2022); the noise
-        is then what is left of ``x``. None: no bounds.
+      alpha: signal level, one number or one per example [B]. Must not be 0 for ``eps``.
+      sigma: noise level, one number or one per example [B]. Must not be 0 for ``x0`` or with
+        ``clip``.
+      clip: clip x0 to [-clip, clip] ("static thresholding", Saharia et al. 2022) and compute the
+        noise from the clipped x0. None: no clipping.
 
     Returns:
       ``(x0, eps)``, of the shape and dtype of ``x``.
 
     Raises:
-      ValueError: for an unknown name, ``clip <= 0``, or if a shape does not fit.
+      ValueError: for an unknown name, ``clip <= 0``, or if shapes do not match.
       TypeError: if ``x`` is not floating.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> x0, noise = jnp.full((2, 1), 0.5), jnp.ones((2, 1))
+      >>> x = fnet.diffusion.add_noise(x0, noise, 0.6, 0.8)
+      >>> v = fnet.diffusion.target("v", x0, noise, 0.6, 0.8)
+      >>> [bool(jnp.allclose(a, b)) for a, b in zip(
+      ...     fnet.diffusion.denoised("v", v, x, 0.6, 0.8), (x0, noise))]
+      [True, True]
     """
     check_target(name)
     check_clip(clip)
@@ -121,40 +143,42 @@ def denoised(
 
 
 def check_target(name: str) -> None:
-    """Refuses a name that is not in `TARGETS`.
+    """Check that ``name`` is one of `TARGETS`.
 
     Raises:
-      ValueError: for such a name.
+      ValueError: for an unknown name.
     """
     if name not in TARGETS:
-        raise ValueError(f"target: expected one of {TARGETS}, got {name!r}")
+        raise ValueError(f"target must be one of {TARGETS}, got {name!r}")
 
 
 def check_clip(clip: float | None) -> None:
-    """Refuses bounds that leave nothing between them.
+    """Check a bound of x0.
 
     Raises:
       ValueError: if ``clip <= 0``.
     """
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip: must be > 0, the largest |x0|, got {clip}; or None for no bounds")
+        raise ValueError(f"clip must be > 0, or None for no clipping, got {clip}")
 
 
-def _mix(x: Array, y: Array, a: ArrayLike, b: ArrayLike) -> Array:
+def _linear_combination(x: Array, y: Array, a: ArrayLike, b: ArrayLike) -> Array:
     """``a x + b y``."""
     if x.shape != y.shape:
-        raise ValueError(f"diffusion: x0 and noise must have one shape, got {x.shape}, {y.shape}")
+        raise ValueError(
+            f"diffusion: x0 and noise must have the same shape, got {x.shape} and {y.shape}"
+        )
     return _per_example(a, x) * x + _per_example(b, x) * y
 
 
 def _per_example(a: ArrayLike, like: Array) -> Array:
-    """``a`` [] or [B] -> [] or [B, 1, ...], in the dtype of ``like`` [B, ...]."""
+    """Reshape ``a`` from [] or [B] to [] or [B, 1, ...], in the dtype of ``like`` [B, ...]."""
     if not jnp.issubdtype(like.dtype, jnp.floating):
         raise TypeError(f"diffusion: examples must be floating, got {like.dtype}")
     a = jnp.asarray(a, like.dtype)
     if a.ndim and a.shape != like.shape[:1]:
         raise ValueError(
-            "diffusion: signal and noise must be one number or one per example, "
+            "diffusion: alpha and sigma must be one number or one per example, "
             f"{like.shape[:1]}, got shape {a.shape}"
         )
     return a.reshape(a.shape + (1,) * (like.ndim - 1)) if a.ndim else a
