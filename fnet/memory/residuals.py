@@ -345,7 +345,7 @@ _RENAMING = {
 }
 # Equations that fill an array with a number.
 _FILLING = {"broadcast_in_dim", "convert_element_type", "iota", "empty", "empty2"}
-# Parameters with jaxprs that do not make outputs: the condition of a while, the update of a scatter.
+# Parameters with jaxprs that make no outputs: the condition of a while, the update of a scatter.
 _WITHOUT_OUTPUTS = ("cond_jaxpr", "update_jaxpr")
 _CONSTANT = object()
 
