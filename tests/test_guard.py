@@ -92,7 +92,7 @@ def test_a_mode_that_adds_noise_has_no_guard(mode):
 def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
     """Single examples whose gradient is not finite it leaves out by itself: here all are."""
     mode = fnet.autodiff.AdaptiveClipping(0.1)
-    optimizer = mode.keeping_clip(OPTIMIZER)
+    optimizer = mode.wrap_optimizer(OPTIMIZER)
     net = fnet.serial(pool=layers.global_avg_pool(), head=layers.dense(1, 3))
 
     def loss(params, state, batch, key):

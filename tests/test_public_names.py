@@ -32,7 +32,7 @@ SOURCES = {
     "fnet.accumulate_grad": None,
     "fnet.apply_context": "language model written in Rust",
     "fnet.autodiff.AdaptiveClipping": "Andrew et al., .* 2021",
-    "fnet.autodiff.adapted_clip": r"Andrew et al\. 2021",
+    "fnet.autodiff.adapt_clip": r"Andrew et al\. 2021",
     "fnet.autodiff.clipped": r"Abadi et al\. 2016",
     "fnet.autodiff.influence": r"Pruthi et al\. 2020",
     "fnet.autodiff.noise_scale": r"McCandlish et al\. 2018",

@@ -18,7 +18,7 @@ from fnet.autodiff.mean import Loss as Loss
 from fnet.autodiff.mean import mean
 from fnet.autodiff.mean import weighted_mean as weighted_mean
 from fnet.autodiff.per_example.adaptive import AdaptiveClipping
-from fnet.autodiff.per_example.adaptive import adapted_clip as adapted_clip
+from fnet.autodiff.per_example.adaptive import adapt_clip as adapt_clip
 from fnet.autodiff.per_example.clipped import ClippedInfo as ClippedInfo
 from fnet.autodiff.per_example.clipped import clipped_grad as clipped_grad
 from fnet.autodiff.per_example.clipped import gradient_strategies as gradient_strategies

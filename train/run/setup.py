@@ -292,7 +292,7 @@ def _mode(
         )
     except ValueError as error:
         raise UserError(f"grad.quantile: {error}") from error
-    return adaptive, adaptive.keeping_clip(optimizer)
+    return adaptive, adaptive.wrap_optimizer(optimizer)
 
 
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,4 +1,4 @@
-"""Clipping to a quantile of the norms, which is followed, privately, while training goes on."""
+"""Adaptive clipping: a bound that follows a quantile of the gradient norms, privately."""
 
 import dataclasses
 import functools
@@ -12,86 +12,116 @@ from jax import Array
 from fnet.autodiff.mean import Gradient, Loss
 from fnet.autodiff.per_example.clipped import clipped_grad
 from fnet.autodiff.per_example.modes import (
-    as_those,
+    cast_like,
     check_private,
-    check_state,
+    check_private_state,
     clipped_sum,
-    noised_mean,
+    fraction_clipped,
+    noisy_mean,
     per_example_loss,
-    share_above,
-    summary,
+    summarize,
 )
 from fnet.autodiff.update import Mode, Update, gradient_then_optimizer
 
 
 class AdaptiveState(NamedTuple):
-    """State of an optimizer that keeps the bound.
+    """State of an optimizer that `AdaptiveClipping.wrap_optimizer` returns.
 
     Attributes:
-      clip: the bound of the next step, float32 [].
-      inner: state of the optimizer itself.
+      clip: Bound for the next step, float32 [].
+      inner: State of the wrapped optimizer.
     """
 
     clip: Array
     inner: optax.OptState
 
 
-def adapted_clip(
+def adapt_clip(
     clip: Array | float, below: Array | float, *, quantile: float, learning_rate: float = 0.2
 ) -> Array:
-    """The next bound.
+    """Move the bound towards a quantile of the gradient norms.
 
         clip exp(-learning_rate (below - quantile))                      (Andrew et al. 2021)
 
     Args:
-      clip: the bound, [].
-      below: the share of examples whose norm is at most the bound, [].
-      quantile: the share that is aimed at.
-      learning_rate: of the bound's logarithm.
+      clip: Bound, [].
+      below: Fraction of the examples whose gradient norm is at most the bound, [].
+      quantile: Fraction to aim at.
+      learning_rate: Step size of the bound's logarithm.
 
     Returns:
-      The bound of the next step, floating, [].
+      The bound for the next step, floating, [].
+
+    Example:
+      >>> from fnet.autodiff import adapt_clip
+      >>> round(float(adapt_clip(1.0, 0.8, quantile=0.5)), 4)  # Too few examples are clipped.
+      0.9418
     """
     return clip * jnp.exp(-learning_rate * (below - quantile))
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveClipping(Mode):
-    """The gradient mode of private training whose bound follows a quantile of the norms.
+    """Clip per-example gradients to a bound that follows a quantile of their norms.
 
-    As `fnet.autodiff.clipped`, and after each step, with m examples expected a batch,
+    The mode `fnet.autodiff.clipped` with a new bound after each step. For an expected batch size
+    m, it estimates the fraction of gradient norms below the bound from a noisy count:
 
         below = 1/2 + (sum_b (1[|g_b| <= clip] - 1/2) + N(0, count_noise^2)) / m
         clip <- clip exp(-learning_rate (below - quantile))
 
-    Gradients have noise of ``clip (noise_multiplier^-2 - (2 count_noise)^-2)^(-1/2)``, so
-    that both together spend what ``noise_multiplier`` alone would. Source: Andrew et
-    al., "Differentially Private Learning with Adaptive Clipping", 2021, Theorem 1.
+    Guarantees:
+      - Gradient and count together are as private as `fnet.autodiff.clipped` with the same
+        ``noise_multiplier``. For this, the noise on the gradient is larger: its standard
+        deviation is ``clip (noise_multiplier^-2 - (2 count_noise)^-2)^(-1/2)``.
+      - Dtypes, model state and metrics are treated as by `fnet.autodiff.clipped`. Metrics are
+        not private.
 
-    The bound lives in the optimizer's state, where it is donated and checkpointed::
+    ================================  ===========================================================
+    edge case                         effect on the bound
+    ================================  ===========================================================
+    ``weight`` 0 in the batch         padding is not counted
+    gradient that is not finite       counts as above the bound
+    batch of padding only             ``below`` is 1/2, plus noise
+    ================================  ===========================================================
 
-        mode = AdaptiveClipping(0.1, quantile=0.5)
-        optimizer = mode.keeping_clip(optax.sgd(0.1))
-        state = fnet.TrainState.create(model, optimizer, key)
-        step = fnet.make_step(loss, optimizer, mode)
-
-    Metrics are those of `clipped`, and ``clip``, the bound that was used.
+    The bound is part of the optimizer's state, so the step donates it and checkpoints save it.
+    Wrap the optimizer for both the state and the step. Metrics are the metrics of
+    `fnet.autodiff.clipped`, and ``clip``, the bound of this step.
 
     Attributes:
-      clip: the first bound.
-      quantile: the share of examples that shall not be clipped, within (0, 1).
-      learning_rate: of the bound's logarithm.
-      noise_multiplier: as in `clipped`; 0: no noise anywhere.
-      count_noise: standard deviation of the noise on the number of examples below the
-        bound; by default a twentieth of ``expected_batch_size``.
-      expected_batch_size: as in `clipped`.
-      microbatches: likewise.
+      clip: First bound.
+      quantile: Fraction of the examples that are not clipped, within (0, 1).
+      learning_rate: Step size of the bound's logarithm.
+      noise_multiplier: As in `fnet.autodiff.clipped`; 0 for no noise at all.
+      count_noise: Standard deviation of the noise on the count. By default a twentieth of
+        ``expected_batch_size``.
+      expected_batch_size: As in `fnet.autodiff.clipped`.
+      microbatches: As in `fnet.autodiff.clipped`.
       splittable: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
-      ValueError: for values outside of these, and for too little noise on the count
-        (at most half the noise multiplier) to leave any for gradients; when called
-        with noise, for a model state that is made of the examples.
+      ValueError: An argument is out of range, or ``count_noise`` is at most half of
+        ``noise_multiplier``, which leaves no privacy for the gradient. When called with noise:
+        the model state depends on the examples.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return batch["x"] @ params["w"]
+      >>> mode = fnet.autodiff.AdaptiveClipping(1.0, quantile=0.5)
+      >>> optimizer = mode.wrap_optimizer(optax.sgd(0.1))
+      >>> step = fnet.make_step(loss, optimizer, mode)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.zeros(2)}, optimizer=optimizer, key=jax.random.key(0)
+      ... )
+      >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 2.0]])})
+      >>> float(metrics["clip"]), round(float(state.opt_state.clip), 4)  # Both were clipped.
+      (1.0, 1.1052)
+
+    References:
+      Andrew et al., "Differentially private learning with adaptive clipping", 2021, Theorem 1,
+      arXiv:1905.03871.
     """
 
     clip: float
@@ -104,29 +134,25 @@ class AdaptiveClipping(Mode):
     splittable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses what makes no sense, before anything is traced."""
+        """Reject values out of range before anything is traced."""
         if not 0 < self.clip < float("inf"):
-            raise ValueError(
-                f"AdaptiveClipping: clip must be above 0 and finite to be adapted, got {self.clip}"
-            )
+            raise ValueError(f"AdaptiveClipping: clip must be > 0 and finite, got {self.clip}.")
         if not 0 < self.quantile < 1:
             raise ValueError(
-                f"AdaptiveClipping: quantile must be between 0 and 1, got {self.quantile}; for "
-                "gradients as they are use fnet.autodiff.per_example"
+                f"AdaptiveClipping: quantile must be between 0 and 1, got {self.quantile}; to "
+                "measure gradients without clipping, use fnet.autodiff.per_example."
             )
         for name in ("learning_rate", "count_noise"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ValueError(
-                    f"AdaptiveClipping: {name} must be at least 0 and finite, got {value}"
-                )
+                raise ValueError(f"AdaptiveClipping: {name} must be >= 0 and finite, got {value}.")
         check_private(
             "AdaptiveClipping", self.noise_multiplier, self.expected_batch_size, self.microbatches
         )
         if self.noise_multiplier and 2 * self._count_noise <= self.noise_multiplier:
             raise ValueError(
-                f"AdaptiveClipping: a count_noise of {self._count_noise} spends more than a "
-                f"noise_multiplier of {self.noise_multiplier} allows; give more than half of that"
+                f"AdaptiveClipping: count_noise must be more than half of noise_multiplier, "
+                f"{self.noise_multiplier}, got {self._count_noise}."
             )
 
     @property
@@ -145,10 +171,10 @@ class AdaptiveClipping(Mode):
         deviation: float = (self.noise_multiplier**-2 - (2 * self._count_noise) ** -2) ** -0.5
         return deviation
 
-    def keeping_clip(
+    def wrap_optimizer(
         self, optimizer: optax.GradientTransformation
     ) -> optax.GradientTransformationExtraArgs:
-        """The same optimizer, with the bound in its state."""
+        """Return the optimizer with the bound in its state."""
 
         def init(params: Any) -> AdaptiveState:
             return AdaptiveState(jnp.float32(self.clip), optimizer.init(params))
@@ -157,25 +183,25 @@ class AdaptiveClipping(Mode):
             grads: Any, state: AdaptiveState, params: Any = None, **extra: Any
         ) -> tuple[Any, AdaptiveState]:
             inner = optax.with_extra_args_support(optimizer)
-            updates, after = inner.update(grads, state.inner, params, **extra)
-            return updates, AdaptiveState(state.clip, after)
+            updates, inner_state = inner.update(grads, state.inner, params, **extra)
+            return updates, AdaptiveState(state.clip, inner_state)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
     def update(self, loss: Loss, optimizer: optax.GradientTransformation) -> Update:
-        """What is done with a batch, by `fnet.make_step`."""
-        plain = gradient_then_optimizer(self._gradient(loss), optimizer)
+        """Return the update function of a loss and a wrapped optimizer."""
+        plain_update = gradient_then_optimizer(self._gradient(loss), optimizer)
 
         def update(
             params: Any, opt_state: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, Any, dict[str, Array]]:
-            made = jax.eval_shape(optimizer.init, params)
-            if not isinstance(opt_state, AdaptiveState) or not isinstance(made, AdaptiveState):
+            expected = jax.eval_shape(optimizer.init, params)
+            if not isinstance(opt_state, AdaptiveState) or not isinstance(expected, AdaptiveState):
                 raise ValueError(
-                    "AdaptiveClipping: the optimizer keeps no bound; make it with "
-                    "mode.keeping_clip(optimizer), for the state and the step"
+                    "AdaptiveClipping: the optimizer has no bound in its state; use "
+                    "mode.wrap_optimizer(optimizer) for both the state and the step."
                 )
-            params, opt_state, (clip, model_state), metrics = plain(
+            params, opt_state, (clip, model_state), metrics = plain_update(
                 params, opt_state, (opt_state.clip, model_state), batch, key
             )
             return params, opt_state._replace(clip=clip), model_state, metrics
@@ -183,36 +209,35 @@ class AdaptiveClipping(Mode):
         return update
 
     def _gradient(self, loss: Loss) -> Gradient:
-        """To it the bound is a part of the model's state."""
+        """Return a gradient function whose model state is ``(clip, model_state)``."""
 
         def gradient(
             params: Any, state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             clip, model_state = state
-            each = per_example_loss(loss, model_state, params)
-            bounded = clipped_grad(each, self.clip, has_aux=True)
-            sums, info, counts, noise_key = clipped_sum(
-                "AdaptiveClipping", functools.partial(bounded, clip=clip), params, model_state,
+            function = per_example_loss(loss, model_state, params)
+            clipped = clipped_grad(function, self.clip, has_aux=True)
+            sums, info, is_counted, noise_key = clipped_sum(
+                "AdaptiveClipping", functools.partial(clipped, clip=clip), params, model_state,
                 batch, key, self.microbatches,
             )  # fmt: skip
             if self.noise_multiplier:
-                check_state("AdaptiveClipping", each, params, batch, key)
+                check_private_state("AdaptiveClipping", function, params, batch, key)
             noise_key, count_key = jax.random.split(noise_key)
             noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
-            grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)
-            metrics, model_state = summary(info, counts, model_state)
-            metrics |= {"clipped": share_above(clip, info, counts), "clip": clip}
-            after = self._next(clip, info.norms, batch.get("weight"), count_key)
-            return as_those(grads, params), (after, model_state), metrics
+            grads = noisy_mean(sums, noise, self.expected_batch_size, is_counted, noise_key)
+            metrics, model_state = summarize(info, is_counted, model_state)
+            metrics |= {"clipped": fraction_clipped(clip, info, is_counted), "clip": clip}
+            next_clip = self._next_clip(clip, info.norms, batch.get("weight"), count_key)
+            return cast_like(grads, params), (next_clip, model_state), metrics
 
         return gradient
 
-    def _next(self, clip: Array, norms: Array, weight: Array | None, key: Array) -> Array:
-        """Examples whose gradient is not finite are above any bound."""
-        real = jnp.ones_like(norms) if weight is None else (weight != 0).astype(norms.dtype)
-        votes = jnp.where(norms <= clip, 0.5, -0.5) * real
-        size = self.expected_batch_size or jnp.maximum(real.sum(), 1)
+    def _next_clip(self, clip: Array, norms: Array, weight: Array | None, key: Array) -> Array:
+        is_real = jnp.ones_like(norms) if weight is None else (weight != 0).astype(norms.dtype)
+        votes = jnp.where(norms <= clip, 0.5, -0.5) * is_real  # nan and inf are above the bound.
+        size = self.expected_batch_size or jnp.maximum(is_real.sum(), 1)
         noise = self._count_noise * jax.random.normal(key) if self.noise_multiplier else 0.0
         below = 0.5 + (votes.sum() + noise) / size
-        after = adapted_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
-        return after.astype(clip.dtype)  # norms may be float64
+        adapted = adapt_clip(clip, below, quantile=self.quantile, learning_rate=self.learning_rate)
+        return adapted.astype(clip.dtype)  # Norms may be float64.

@@ -147,12 +147,12 @@ def clipped_grad(
       - Bu et al. 2023, "Differentially private optimization on large model at small cost",
         arXiv:2210.00038, and "Automatic clipping", arXiv:2206.07136.
     """
-    _check(clip, rescale_to_unit_norm, per_layer, automatic)
+    check_clip(clip, rescale_to_unit_norm, per_layer, automatic)
 
     def gradient(
         params: Any, *batch: Any, mask: Array | None = None, clip: Any = clip
     ) -> tuple[Any, ClippedInfo]:
-        _check(clip, rescale_to_unit_norm, per_layer, automatic)
+        check_clip(clip, rescale_to_unit_norm, per_layer, automatic)
         grads = per_example_gradients(
             "clipped_grad",
             loss,
@@ -271,7 +271,8 @@ def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], l
         ) from error
 
 
-def _check(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
+def check_clip(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
+    """Reject bounds out of range; the arguments are those of `clipped_grad`."""
     if not per_layer and not jax.tree_util.all_leaves([clip]):
         raise ValueError(
             f"clipped_grad: clip must be a number, got {clip!r}; a tree of bounds needs "

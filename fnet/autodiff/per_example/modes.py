@@ -1,4 +1,4 @@
-"""Gradient modes of train steps that look at every example's gradient."""
+"""Gradient modes of a train step that use per-example gradients."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax import Array
 from fnet.autodiff.accumulate import equal_parts
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.batch_axis import depends_on
-from fnet.autodiff.per_example.clipped import ClippedInfo, clipped_grad
+from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import wide
@@ -27,34 +27,65 @@ def clipped(
     automatic: float | None = None,
     microbatches: int = 1,
 ) -> "ClippedMode":
-    """The gradient mode of private training: clipped, noised, averaged.
+    """Clip per-example gradients, add noise and average them: the mode for DP-SGD.
 
         (sum_b s_b g_b + noise_multiplier * clip * N(0, 1)) / expected_batch_size
 
-    with s_b as in `fnet.clipped_grad` (DP-SGD: Abadi et al. 2016). Noise is float32, drawn
-    from the step's key and the parameter's number.
+    with the scales s_b of `fnet.clipped_grad` (DP-SGD: Abadi et al. 2016). Noise is drawn in
+    float32 from the step's key, with a key of its own for each parameter.
+
+    Guarantees:
+      - The sum has an L2 sensitivity of ``clip``. Its noise has a standard deviation of
+        ``noise_multiplier * clip`` and is added once per step, whatever ``microbatches`` is.
+      - Sum and noise are added in float32 or wider, then cast to the dtype of the parameter.
+      - With noise, the model state does not depend on the examples.
+      - Metrics have no noise. They are not private.
+
+    ================================  ===========================================================
+    edge case                         result
+    ================================  ===========================================================
+    ``weight`` 0 in the batch         padding: contributes 0; any other weight counts as 1
+    gradient that is not finite       contributes 0, and the metric ``nonfinite`` counts it
+    batch of padding only             noise, or 0 without noise
+    batch norm                        ValueError, see `fnet.clipped_grad`
+    ================================  ===========================================================
 
     Args:
-      clip: the bound on each example's gradient.
-      noise_multiplier: standard deviation of the noise, in units of the bound.
-      expected_batch_size: what sums are divided by: for Poisson sampling the mean
-        batch size, which must not depend on the batch. By default the examples are
-        counted that are no padding and have a finite gradient.
-      per_layer: each parameter array has an equal share of the bound.
-      automatic: as in `fnet.clipped_grad`.
-      microbatches: in how many parts a batch is taken, one after the other.
+      clip: Largest norm of an example's gradient.
+      noise_multiplier: Standard deviation of the noise in units of ``clip``.
+      expected_batch_size: Divisor of the sum. For Poisson sampling, give the mean batch size: it
+        must not depend on the batch. By default the number of examples that are not padding and
+        have a finite gradient.
+      per_layer: Whether to clip each parameter array on its own, to an equal share of ``clip``.
+      automatic: As in `fnet.clipped_grad`.
+      microbatches: Number of equal parts a batch is taken in, one after the other.
 
     Returns:
-      A mode for `fnet.make_step`. ``weight`` 0 in a batch is padding, any other counts as 1.
-      Metrics beside those of the loss: ``clipped``, the share of examples whose whole norm is
-      above the bound; ``norm_median`` and ``norm_max`` of their gradients; ``nonfinite``, how
-      many were left out.
+      A mode for `fnet.make_step`. Additional metrics: ``clipped``, the fraction of examples whose
+      gradient norm is above ``clip``; ``norm_median`` and ``norm_max`` of the gradient norms; and
+      ``nonfinite``, the number of examples left out.
 
     Raises:
-      ValueError: for bounds that `fnet.clipped_grad` refuses, noise below 0 or not
-        finite, noise without ``expected_batch_size`` or with an infinite bound, an
-        expected size that is not above 0, and less than one microbatch; when called
-        with noise, for a model state that is made of the examples.
+      ValueError: `fnet.clipped_grad` rejects ``clip`` or ``automatic``, ``noise_multiplier`` is
+        negative or infinite, there is noise without ``expected_batch_size`` or with an infinite
+        ``clip``, ``expected_batch_size`` is not above 0, or ``microbatches`` is below 1. When
+        called with noise: the model state depends on the examples.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return batch["x"] @ params["w"]
+      >>> mode = fnet.autodiff.clipped(1.0, noise_multiplier=0.5, expected_batch_size=2)
+      >>> step = fnet.make_step(loss, optax.sgd(0.1), mode)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1), key=jax.random.key(0)
+      ... )
+      >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 0.5]])})
+      >>> float(metrics["clipped"]), float(metrics["norm_max"])
+      (0.5, 5.0)
+
+    References:
+      Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
     """
     return ClippedMode(
         clip, noise_multiplier, expected_batch_size, per_layer, automatic, microbatches
@@ -63,7 +94,7 @@ def clipped(
 
 @dataclasses.dataclass(frozen=True)
 class ClippedMode(Mode):
-    """The mode that `clipped` returns; its fields are the arguments of `clipped`."""
+    """The mode that `clipped` returns. Its fields are the arguments of `clipped`."""
 
     clip: float
     noise_multiplier: float = 0.0
@@ -77,10 +108,8 @@ class ClippedMode(Mode):
         """Reject values out of range before anything is traced."""
         check_private("clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches)
         if self.noise_multiplier and not self.clip < float("inf"):
-            raise ValueError(
-                f"clipped: noise is in units of the clip, which must be finite, got {self.clip}"
-            )
-        self._clipped_grad(_no_loss)  # checks clip, per_layer and automatic
+            raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}.")
+        check_clip(self.clip, False, self.per_layer, self.automatic)
 
     def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, ClippedInfo]]:
         return clipped_grad(
@@ -95,32 +124,52 @@ class ClippedMode(Mode):
         def gradient(
             params: Any, model_state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
-            each = per_example_loss(loss, model_state, params)
-            sums, info, counts, noise_key = clipped_sum(
-                "clipped", self._clipped_grad(each), params, model_state, batch, key,
+            function = per_example_loss(loss, model_state, params)
+            sums, info, is_counted, noise_key = clipped_sum(
+                "clipped", self._clipped_grad(function), params, model_state, batch, key,
                 self.microbatches,
             )  # fmt: skip
             if self.noise_multiplier:
-                check_state("clipped", each, params, batch, key)
-            grads = noised_mean(sums, noise, self.expected_batch_size, counts, noise_key)
-            metrics, state = summary(info, counts, model_state)
-            metrics |= {"clipped": share_above(self.clip, info, counts)}
-            return as_those(grads, params), state, metrics
+                check_private_state("clipped", function, params, batch, key)
+            grads = noisy_mean(sums, noise, self.expected_batch_size, is_counted, noise_key)
+            metrics, model_state = summarize(info, is_counted, model_state)
+            metrics |= {"clipped": fraction_clipped(self.clip, info, is_counted)}
+            return cast_like(grads, params), model_state, metrics
 
         return gradient
 
 
 def per_example() -> "PerExampleMode":
-    """The gradient mode that measures noise: the mean gradient, and the norms of all examples'.
+    """Use the mean gradient, and measure per-example norms and the gradient noise scale.
 
-    ``weight`` 0 in a batch is padding; every other example counts as one, whatever its weight,
-    where `fnet.autodiff.mean` takes a weighted mean.
+    The mean counts every example once. `fnet.autodiff.mean` differs if the batch has a
+    ``weight`` other than 0 and 1: it takes the weighted mean.
+
+    ================================  ===========================================================
+    edge case                         result
+    ================================  ===========================================================
+    ``weight`` 0 in the batch         padding: contributes 0; any other weight counts as 1
+    gradient that is not finite       contributes 0, and the metric ``nonfinite`` counts it
+    batch norm                        ValueError, see `fnet.clipped_grad`
+    ================================  ===========================================================
 
     Returns:
-      A mode for `fnet.make_step`. Metrics beside those of the loss: ``norm_median``, ``norm_max``;
-      ``grad_sq`` and ``grad_var``, whose averages over steps give the simple noise
-      scale ``grad_var / grad_sq`` in examples (`fnet.autodiff.noise_scale`);
-      ``nonfinite``, how many examples were left out.
+      A mode for `fnet.make_step`. Additional metrics: ``norm_median`` and ``norm_max`` of the
+      gradient norms; ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`, whose means
+      over steps give the noise scale ``grad_var / grad_sq`` in examples; and ``nonfinite``, the
+      number of examples left out.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return batch["x"] @ params["w"]
+      >>> step = fnet.make_step(loss, optax.sgd(0.1), fnet.autodiff.per_example())
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1), key=jax.random.key(0)
+      ... )
+      >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 1.0]])})
+      >>> {name: float(metrics[name]) for name in ("norm_max", "grad_sq", "grad_var")}
+      {'norm_max': 5.0, 'grad_sq': 4.0, 'grad_var': 9.0}
     """
     return PerExampleMode()
 
@@ -138,12 +187,12 @@ class PerExampleMode(Mode):
             function = clipped_grad(
                 per_example_loss(loss, model_state, params), float("inf"), has_aux=True
             )
-            sums, info = function(_wide(params), batch, key, mask=batch.get("weight"))
-            counts = _counting(info, batch.get("weight"))
-            grads = jax.tree.map(lambda g: g / jnp.maximum(counts.sum(), 1), sums)
-            metrics, state = summary(info, counts, model_state)
-            scale = noise_scale(info.norms, jnp.sqrt(squared_norm(grads)), counts)
-            return as_those(grads, params), state, metrics | scale._asdict()
+            sums, info = function(_widen(params), batch, key, mask=batch.get("weight"))
+            is_counted = _is_counted(info, batch.get("weight"))
+            grads = jax.tree.map(lambda g: g / jnp.maximum(is_counted.sum(), 1), sums)
+            metrics, model_state = summarize(info, is_counted, model_state)
+            scale = noise_scale(info.norms, jnp.sqrt(squared_norm(grads)), is_counted)
+            return cast_like(grads, params), model_state, metrics | scale._asdict()
 
         return gradient
 
@@ -151,81 +200,80 @@ class PerExampleMode(Mode):
 def check_private(
     name: str, noise_multiplier: float, expected_batch_size: float | None, microbatches: int
 ) -> None:
-    """Refuses noise, sizes and microbatches that no private mode can have."""
+    """Reject arguments out of range for the mode ``name``."""
     if not 0 <= noise_multiplier < float("inf"):
         raise ValueError(
-            f"{name}: noise_multiplier must be at least 0 and finite, got {noise_multiplier}"
+            f"{name}: noise_multiplier must be >= 0 and finite, got {noise_multiplier}."
         )
     if noise_multiplier and expected_batch_size is None:
         raise ValueError(
-            f"{name}: with noise the sum is divided by a number that does not depend on the "
-            "batch; give expected_batch_size"
+            f"{name}: noise needs a divisor that does not depend on the batch; give "
+            "expected_batch_size."
         )
     if expected_batch_size is not None and not expected_batch_size > 0:
-        raise ValueError(f"{name}: expected_batch_size must be above 0, got {expected_batch_size}")
+        raise ValueError(f"{name}: expected_batch_size must be > 0, got {expected_batch_size}.")
     if microbatches < 1:
-        raise ValueError(f"{name}: microbatches must be at least 1, got {microbatches}")
+        raise ValueError(f"{name}: microbatches must be >= 1, got {microbatches}.")
 
 
-def check_state(
-    name: str, each: Callable[..., Any], params: Any, batch: dict[str, Array], key: Array
+def check_private_state(
+    name: str, loss: Callable[..., Any], params: Any, batch: dict[str, Array], key: Array
 ) -> None:
-    """Refuses a state that is made of the examples: noise covers the gradient alone."""
+    """Reject a model state that depends on the examples, because it has no noise."""
     closed, shapes = jax.make_jaxpr(
-        lambda batch: each(params, batch, key)[1][1], return_shape=True
+        lambda batch: loss(params, batch, key)[1][1], return_shape=True
     )(batch)
-    of_batch = depends_on(closed, [True] * len(closed.in_avals))
-    states = jax.tree_util.tree_leaves_with_path(shapes)
-    made = [
+    depends_on_batch = depends_on(closed, [True] * len(closed.in_avals))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    names = [
         jax.tree_util.keystr(path)
-        for (path, _), depending in zip(states, of_batch, strict=True)
-        if depending
+        for path, depends in zip(paths, depends_on_batch, strict=True)
+        if depends
     ]
-    if made:
+    if names:
         raise ValueError(
-            f"{name}: the model state {', '.join(made)} is made of the examples, and no noise "
-            "covers it: nothing would be private; leave out the layer that keeps it"
+            f"{name}: the model state {', '.join(names)} depends on the examples, but only the "
+            "gradient gets noise. Remove the layer that updates it."
         )
-
-
-def _no_loss(params: Any) -> Array:
-    raise NotImplementedError
 
 
 def per_example_loss(loss: Loss, model_state: Any, like: Any) -> Callable[..., Any]:
-    """``(params, batch, key) -> (losses, (metrics, model state))``, of params cast to those."""
+    """Return ``(params, batch, key) -> (losses, (metrics, model_state))``.
+
+    It casts its params to the dtypes of ``like`` before it calls ``loss``.
+    """
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
-        params = as_those(params, like)
+        params = cast_like(params, like)
         losses, aux = losses_and_aux(loss(params, model_state, batch, key), model_state)
         return losses, (aux.metrics, aux.model_state)
 
     return function
 
 
-def as_those(tree: Any, like: Any) -> Any:
-    """A tree in the dtypes of another."""
+def cast_like(tree: Any, like: Any) -> Any:
+    """Cast the leaves of ``tree`` to the dtypes of ``like``."""
     return jax.tree.map(lambda a, b: _cast(a, jnp.result_type(b)), tree, like)
 
 
-def _wide(params: Any) -> Any:
-    """In float32 at least: sums have the dtype of params, and none is rounded before its noise."""
+def _widen(params: Any) -> Any:
+    """Cast params to float32 or wider, so that sums are not rounded before they get noise."""
 
-    def one(p: Any) -> Any:
-        floating = jnp.issubdtype(jnp.result_type(p), jnp.floating)  # what is not is refused
-        return _cast(p, wide(p)) if floating else p
+    def widen(p: Any) -> Any:
+        is_floating = jnp.issubdtype(jnp.result_type(p), jnp.floating)
+        return _cast(p, wide(p)) if is_floating else p  # `clipped_grad` rejects others.
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(widen, params)
 
 
 def _cast(a: Any, dtype: Any) -> Any:
     return a if jnp.result_type(a) == dtype else jnp.asarray(a, dtype)
 
 
-def _counting(info: ClippedInfo, weight: Array | None) -> Array:
-    """1 for examples that are real and have a finite gradient, [batch]."""
-    counts = jnp.isfinite(info.norms)
-    return (counts if weight is None else counts & (weight != 0)).astype(jnp.float32)
+def _is_counted(info: ClippedInfo, weight: Array | None) -> Array:
+    """1 for examples that are not padding and have a finite gradient, otherwise 0, [batch]."""
+    is_finite = jnp.isfinite(info.norms)
+    return (is_finite if weight is None else is_finite & (weight != 0)).astype(jnp.float32)
 
 
 def clipped_sum(
@@ -237,96 +285,117 @@ def clipped_sum(
     key: Array,
     microbatches: int,
 ) -> tuple[Any, ClippedInfo, Array, Array]:
-    """A batch's sum, what is said of it, which examples count, and a key for noise.
+    """Sum the clipped gradients of a batch in float32 or wider.
 
-    Sums are float32 at least, whatever the parameters are.
+    Args:
+      name: Name of the mode, for error messages.
+      function: What `clipped_grad` returns for a `per_example_loss`.
+      params: Parameters.
+      model_state: Model state.
+      batch: Arrays [batch, ...] by name.
+      key: Random key of the step.
+      microbatches: Number of equal parts a batch is taken in, one after the other.
+
+    Returns:
+      ``(sums, info, is_counted [batch], a key for noise)``.
     """
-    drawn, noise_key = jax.random.split(key)
-    sums, info = _in_parts(name, function, _wide(params), model_state, batch, drawn, microbatches)
-    return sums, info, _counting(info, batch.get("weight")), noise_key
+    loss_key, noise_key = jax.random.split(key)
+    params = _widen(params)
+    if microbatches == 1:
+        sums, info = function(params, batch, loss_key, mask=batch.get("weight"))
+    else:
+        parts = jax.tree.map(
+            lambda a: jnp.moveaxis(a, 1, 0), equal_parts(name, batch, microbatches)
+        )
+        sums, info = _accumulate(function, params, model_state, parts, loss_key)
+    return sums, info, _is_counted(info, batch.get("weight")), noise_key
 
 
-def _in_parts(
-    name: str,
+def _accumulate(
     function: Callable[..., tuple[Any, ClippedInfo]],
     params: Any,
     model_state: Any,
-    batch: dict[str, Array],
+    parts: dict[str, Array],
     key: Array,
-    n: int,
 ) -> tuple[Any, ClippedInfo]:
-    """The function of a batch, in n parts one after the other, sums added up in place."""
-    if n == 1:
-        return function(params, batch, key, mask=batch.get("weight"))
-    parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), equal_parts(name, batch, n))
-    size = jax.tree.leaves(parts)[0].shape[1]
+    """Add up the clipped sums of microbatches, arrays [microbatches, size, ...], in place."""
+    microbatches, size = jax.tree.leaves(parts)[0].shape[:2]
 
     def add(sums: Any, part: Any) -> tuple[Any, ClippedInfo]:
         i, rows = part
-        more, info = function(params, rows, jax.random.fold_in(key, i), mask=rows.get("weight"))
-        return jax.tree.map(jnp.add, sums, more), info
+        part_sums, info = function(
+            params, rows, jax.random.fold_in(key, i), mask=rows.get("weight")
+        )
+        return jax.tree.map(jnp.add, sums, part_sums), info
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    sums, infos = jax.lax.scan(add, zeros, (jnp.arange(n), parts))
+    sums, infos = jax.lax.scan(add, zeros, (jnp.arange(microbatches), parts))
 
-    def joined(a: Array) -> Array:
+    def join(a: Array) -> Array:
         if a.shape[1:2] != (size,):
-            return a[0]  # the same in all parts
+            return a[0]  # It does not depend on the batch.
         return jax.lax.collapse(jnp.swapaxes(a, 0, 1), 0, 2)
 
-    def renewed(before: Array, after: Array) -> Array:
-        return after[0] if after.ndim == before.ndim + 1 else joined(after)
+    def join_state(before: Array, after: Array) -> Array:
+        # The first axis of a state may be as long as a microbatch.
+        return after[0] if after.ndim == before.ndim + 1 else join(after)
 
     metrics, states = infos.aux
-    info = jax.tree.map(joined, infos._replace(aux=metrics))
-    # A state's own first axis may be as long as a part.
-    states = jax.tree.map(renewed, model_state, states)
+    info = jax.tree.map(join, infos._replace(aux=metrics))
+    states = jax.tree.map(join_state, model_state, states)
     return sums, info._replace(aux=(info.aux, states), nonfinite=infos.nonfinite.sum())
 
 
-def noised_mean(
-    sums: Any, deviation: Array | float, size: float | None, counts: Array, key: Array
+def noisy_mean(
+    sums: Any, deviation: Array | float, size: float | None, is_counted: Array, key: Array
 ) -> Any:
-    """Sums with noise of that deviation, over the expected size or over those that count."""
+    """Add noise of a standard deviation to sums and divide by ``size`` or the counted examples."""
     if not (isinstance(deviation, float) and deviation == 0):
-        sums = _noised(sums, deviation, key)
-    return jax.tree.map(lambda g: g / (size or jnp.maximum(counts.sum(), 1)), sums)
+        leaves, treedef = jax.tree.flatten(sums)
+        noisy = [
+            (g + deviation * jax.random.normal(jax.random.fold_in(key, i), g.shape)).astype(g.dtype)
+            for i, g in enumerate(leaves)
+        ]
+        sums = jax.tree.unflatten(treedef, noisy)
+    return jax.tree.map(lambda g: g / (size or jnp.maximum(is_counted.sum(), 1)), sums)
 
 
-def share_above(clip: Array | float, info: ClippedInfo, counts: Array) -> Array:
-    """Of the examples that count, [] in [0, 1]."""
-    return weighted_mean((info.norms > clip).astype(jnp.float32), counts)
+def fraction_clipped(clip: Array | float, info: ClippedInfo, is_counted: Array) -> Array:
+    """Fraction of the counted examples with a norm above ``clip``, []."""
+    return weighted_mean((info.norms > clip).astype(jnp.float32), is_counted)
 
 
-def _noised(sums: Any, deviation: Array | float, key: Array) -> Any:
-    leaves, structure = jax.tree.flatten(sums)
-    noisy = [
-        (g + deviation * jax.random.normal(jax.random.fold_in(key, i), g.shape)).astype(g.dtype)
-        for i, g in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(structure, noisy)
+def summarize(
+    info: ClippedInfo, is_counted: Array, model_state: Any
+) -> tuple[dict[str, Array], Any]:
+    """Average metrics over the counted examples, and model states that depend on the batch.
 
+    Args:
+      info: Result of `clipped_grad` for a `per_example_loss`.
+      is_counted: [batch], 1 for the examples to average over, otherwise 0.
+      model_state: The model state before the step.
 
-def summary(info: ClippedInfo, counts: Array, model_state: Any) -> tuple[dict[str, Array], Any]:
-    """Metrics as means over the examples that count, and the model state, averaged likewise."""
+    Returns:
+      ``(metrics, model_state)``.
+    """
     metrics, states = info.aux
-    means = {name: weighted_mean(values, counts) for name, values in metrics.items()}
-    norms = jnp.where(counts > 0, info.norms, jnp.nan)
+    means = {name: weighted_mean(values, is_counted) for name, values in metrics.items()}
+    norms = jnp.where(is_counted > 0, info.norms, jnp.nan)
 
-    def renewed(before: Array, after: Array) -> Array:
+    def average_state(before: Array, after: Array) -> Array:
         if after.shape == before.shape:
             return after
-        mean = jax.vmap(functools.partial(weighted_mean, weight=counts), -1)
-        flat = after.reshape(len(after), -1)
-        of_all = mean(flat).reshape(before.shape).astype(before.dtype)
-        return jnp.where(counts.sum() > 0, of_all, before)
+        mean = jax.vmap(functools.partial(weighted_mean, weight=is_counted), -1)
+        rows = after.reshape(len(after), -1)
+        average = mean(rows).reshape(before.shape).astype(before.dtype)
+        return jnp.where(is_counted.sum() > 0, average, before)
 
-    # Of no examples at all, 0; but where none of those that there are has a finite gradient, nan.
-    lost = (counts.sum() == 0) & (info.nonfinite > 0)
+    # The loss of a batch of padding is 0. If no example has a finite gradient, it is nan.
+    all_nonfinite = (is_counted.sum() == 0) & (info.nonfinite > 0)
     return {
         **means,
-        "loss": jnp.where(lost, jnp.nan, weighted_mean(info.losses, counts)),
+        "loss": jnp.where(all_nonfinite, jnp.nan, weighted_mean(info.losses, is_counted)),
         "norm_median": jnp.nan_to_num(jnp.nanmedian(norms)),
         "norm_max": jnp.nan_to_num(jnp.nanmax(norms, initial=0)),
         "nonfinite": info.nonfinite.astype(jnp.float32),
-    }, jax.tree.map(renewed, model_state, states)
+    }, jax.tree.map(average_state, model_state, states)
