@@ -149,7 +149,7 @@ def test_an_optimizer_that_keeps_no_bound_is_refused(keeping):
     )
     state = fnet.TrainState.create(MODEL, of_state, jax.random.key(0))
     step = fnet.make_step(loss, of_step, mode)
-    with pytest.raises(ValueError, match=r"make it with mode.wrap_optimizer\(optimizer\)"):
+    with pytest.raises(ValueError, match=r"use mode.wrap_optimizer\(optimizer\)"):
         step(state, rows([1.0]))
 
 
