@@ -30,8 +30,8 @@ from benchmarks.measure import in_a_process, markdown
 from benchmarks.networks import image_loss
 from fnet import layers, models
 from fnet.memory import Plan, format_bytes, tree_bytes
-from train.run.process_memory import BESIDE_THE_PROGRAM as RESERVE
-from train.run.process_memory import HighWater, hold_little_freed_memory
+from train.run.process_memory import RUNTIME_OVERHEAD as RESERVE
+from train.run.process_memory import HighWater, limit_freed_memory
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        hold_little_freed_memory()
+        limit_freed_memory()
         name, budget, steps = options.worker
         print(json.dumps(measure(name, None if budget == "None" else int(budget), int(steps))))
         return

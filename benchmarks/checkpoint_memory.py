@@ -29,8 +29,8 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_a_process, markdown
 from fnet.memory import tree_bytes
-from train.run.checkpoint import Checkpoints
-from train.run.process_memory import HighWater, hold_little_freed_memory
+from train.run.checkpoints import Checkpoints
+from train.run.process_memory import HighWater, limit_freed_memory
 
 SAVES, STEPS_BETWEEN = 3, 3
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        hold_little_freed_memory()
+        limit_freed_memory()
         print(json.dumps(measure(args.worker[0], int(args.worker[1]))))
         return
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}

@@ -29,9 +29,9 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown
 from train import cli
 from train.arguments import ImageArguments
-from train.commands.sample_images import samples
+from train.commands.sample import sample_images
 from train.config import Config, PreactResNet
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.tasks import images
 from train.tasks.diffusion import network_of
@@ -116,7 +116,7 @@ def judged(
     for sampler, steps, guidance in cases:
         asked = ImageArguments(sampler=sampler, steps=steps, guidance=guidance)
         draw = functools.partial(
-            samples, config, network, params, state, jnp.asarray(labels), asked
+            sample_images, config, network, params, state, jnp.asarray(labels), asked
         )
         begun = time.perf_counter()
         drawn = np.asarray(draw())

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from benchmarks.claims import Claim, argument_parser, publish
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 

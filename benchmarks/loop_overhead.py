@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.claims import Claim, argument_parser, publish
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
 from train.run import loop
-from train.run.planning import Planned, StepBySize
+from train.run.planning import Planned, StepCache
 from train.run.setup import Setup
 
 BEGIN = 30
@@ -39,7 +39,7 @@ def config(width: int, steps: int, checkpoint_every: int) -> Config:
     )
 
 
-class Interleaved(StepBySize):
+class Interleaved(StepCache):
     """The loop's step; after every ``block`` of them it is taken as often alone."""
 
     def __init__(self, block: int, run: Setup, planned: Planned, *rest: Any):
@@ -91,7 +91,7 @@ def main() -> None:
     described = config(args.width, BEGIN + args.rounds * block + 1, args.checkpoint_every)
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with (
-        mock.patch.object(loop, "StepBySize", interleaved),
+        mock.patch.object(loop, "StepCache", interleaved),
         tempfile.TemporaryDirectory() as folder,
     ):
         loop.train(described, Path(folder) / "run", resume=False, console=terminal)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import chart, machine
 from benchmarks.claims import KINDS, Claim
 from benchmarks.measure import markdown
-from train.run.run_folder import write_whole
+from train.run.run_folder import atomic_write
 
 Results = Mapping[str, Mapping[str, Any]]
 """By a benchmark's name, what `claims.publish` wrote and how it ran; or ``why`` it did not."""
@@ -29,7 +29,7 @@ def write(on: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
       folder: where; it exists.
     """
     data, table, picture = (folder / name for name in FILES)
-    write_whole(data, json.dumps({"machine": on, "results": results}, indent=1) + "\n")
+    atomic_write(data, json.dumps({"machine": on, "results": results}, indent=1) + "\n")
     drawn = chart.memory_by_depth(results, picture)
     table.write_text(as_markdown(on, results, picture.name if drawn else ""))
     return [data, table, *[picture] * drawn]

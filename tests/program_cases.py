@@ -9,7 +9,7 @@ import pytest
 
 import fnet
 from train import cli
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 

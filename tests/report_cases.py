@@ -75,7 +75,8 @@ class Page(HTMLParser):
 def make_run(place, name="run", *, config=None, lines=None, summary=True, memory=True, files=()):
     """The folder of a run; ended, if it is not said otherwise."""
     folder = RunFolder(place / name)
-    folder.begin(config or Config(train=Train(steps=40, log_every=10)))
+    folder.create()
+    folder.write_config(config or Config(train=Train(steps=40, log_every=10)))
     lines = LINES if lines is None else lines
     if lines:
         text = "\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines)

@@ -16,8 +16,7 @@ from program_cases import exit_code, fnet_command, said_in_one_line, state_of
 
 from train.config import recipes
 from train.errors import TrainingError, UserError
-from train.run.checkpoint import Checkpoints
-from train.run.checksums import checksums
+from train.run.checkpoints import Checkpoints, checksums
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -134,7 +133,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
     ("error", "said"),
     [
         (OSError(errno.EMFILE, "Too many open files"), "checkpoints/8, which is left as it is: of"),
-        (MemoryError("no room"), "there is not enough memory: of"),
+        (MemoryError("no room"), "out of memory: of"),
     ],
     ids=["no handle", "no memory"],
 )
@@ -194,7 +193,7 @@ def test_of_a_checkpoint_only_what_evaluates_is_read(kept, workplace, monkeypatc
         read.extend(tree)
         return checksums(tree)
 
-    monkeypatch.setattr("train.run.checkpoint.checksums", noted)
+    monkeypatch.setattr("train.run.checkpoints.checksums", noted)
     with Checkpoints(workplace / "c") as checkpoints:
         network = checkpoints.restore_network(run.task.model.init)
     assert sorted(read) == sorted([kept, "model_state"])  # and no optimizer's state
@@ -267,7 +266,7 @@ def test_a_folder_that_another_process_writes_in_is_refused(workplace, capsys):
 import sys
 from pathlib import Path
 from train.run.run_folder import RunFolder
-with RunFolder(Path("r")).owned():
+with RunFolder(Path("r")).lock():
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -277,7 +276,7 @@ with RunFolder(Path("r")).owned():
         assert exit_code("train", "tiny.py", "--out", "r") == 2
         assert f"process {other.pid}" in capsys.readouterr().err
         other.kill()  # -9: what it held is free
-    with RunFolder(workplace / "r").owned():
+    with RunFolder(workplace / "r").lock():
         pass
     assert not list((workplace / "r").iterdir())
 
@@ -288,7 +287,7 @@ def test_a_path_that_orbax_takes_for_another_is_refused(workplace, capsys, name)
     assert exit_code("train", "tiny.py", "--out", f"{name}/r") == 2
     said_in_one_line(capsys, name)
     assert not (workplace / name).exists()
-    with pytest.raises(UserError, match="checkpoints cannot be kept"):
+    with pytest.raises(UserError, match="checkpoints cannot be saved"):
         Checkpoints(workplace / name)
 
 

@@ -96,7 +96,7 @@ def test_every_field_has_one_line_of_help(kind):
     [
         (KeyboardInterrupt(), 1, "fnet: interrupted\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "fnet: cannot write: [Errno 28]"),
-        (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot reach x: Perm"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot access x: Perm"),
     ],
 )
 def test_what_ends_a_run_from_outside_is_one_line(error, code, said, monkeypatch, capsys):
@@ -123,7 +123,7 @@ def arrays_of_numpy(argv):
 def test_too_little_memory_is_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", too_large)
     assert exit_code("train", "digits") == 1
-    said_in_one_line(capsys, "fnet: there is not enough memory: ")
+    said_in_one_line(capsys, "fnet: out of memory: ")
 
 
 def test_another_error_of_xla_is_not_taken_for_too_little_memory(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import fnet
 from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
-from train.commands import sample_images, sample_text
+from train.commands import sample
 from train.config import (
     Config,
     Denoiser,
@@ -51,24 +51,24 @@ def test_an_image_is_what_the_network_predicts_for_its_label():
     network = synthetic.load(SMALL), types.SimpleNamespace(apply=apply)
     labels = jnp.array([3, 0, 4])
     asked = ImageArguments(steps=3, guidance=1.0)
-    got = sample_images.samples(config, network, {}, {}, labels, asked)
+    got = sample.sample_images(config, network, {}, {}, labels, asked)
     expected = np.broadcast_to(np.array([0.75, 0, 1]).reshape(3, 1, 1, 1), (3, 4, 4, 1))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_each_row_of_a_picture_has_the_images_of_its_label(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(sample_images, "Checkpoints", Restored)
+    monkeypatch.setattr(sample, "Checkpoints", Restored)
     monkeypatch.setattr(
-        sample_images, "samples",
+        sample, "sample_images",
         lambda config, network, params, state, labels, a: jnp.expand_dims(labels, (1, 2, 3)),
     )  # fmt: skip
     monkeypatch.setattr(
-        sample_images.plots, "grid",
+        sample.plots, "image_grid",
         lambda images, names, title, path: drawn.update(images=images, names=names),
     )  # fmt: skip
     config = Config(data=SMALL, model=Denoiser(steps=20))
-    sample_images.draw(RunFolder(tmp_path), config, ImageArguments(labels=("3", "1"), count=2))
+    sample.draw_images(RunFolder(tmp_path), config, ImageArguments(labels=("3", "1"), count=2))
     assert drawn["names"] == ("3", "1")
     assert drawn["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
 
@@ -111,13 +111,13 @@ def test_text_is_drawn_as_asked_and_from_as_far_back_as_it_was_trained(
         told.update(how, prompt=prompt.tolist(), length=length)
         return iter(())
 
-    monkeypatch.setattr(sample_text, "Checkpoints", Restored)
+    monkeypatch.setattr(sample, "Checkpoints", Restored)
     monkeypatch.setattr(language, "model_of", recorded)
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
     config = Config(data=TextFile(context=16), model=network)
     asked = TextArguments(prompt="ab", length=3, temperature=0.5, top_k=4, top_p=0.9)
-    assert "".join(sample_text.continued(RunFolder(tmp_path), config, asked)) == "ab"
+    assert "".join(sample.generate_text(RunFolder(tmp_path), config, asked)) == "ab"
     assert told == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
         "top_p": 0.9,

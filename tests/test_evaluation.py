@@ -15,12 +15,12 @@ from program_cases import exit_code, fnet_command, said_in_one_line
 from rich.console import Console
 
 from train.arguments import EvalArguments
-from train.commands.eval import show, with_options
+from train.commands.eval import apply_options, print_scores
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.output import examples, plots
-from train.run.evaluate import Evaluate, Evaluation
+from train.run.evaluation import Evaluate, Evaluation
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 from train.tasks import Measured, build
@@ -173,17 +173,17 @@ def test_options_are_for_this_evaluation_alone(recipe, words, given, run_of, cap
 def test_each_option_changes_the_data_that_it_names(tmp_path):
     folder, config = RunFolder(tmp_path), Config(data=DATA, model=MODEL)
     for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
-        changed = with_options(folder, config, EvalArguments(**option))
+        changed = apply_options(folder, config, EvalArguments(**option))
         assert changed == dataclasses.replace(config, data=dataclasses.replace(DATA, **option))
     masks = dataclasses.replace(config, data=SegmentationFolder(), model=DeepLab())
-    changed = with_options(folder, masks, EvalArguments(image_size=24, scales=(0.5,), flip=True))
+    changed = apply_options(folder, masks, EvalArguments(image_size=24, scales=(0.5,), flip=True))
     assert changed == dataclasses.replace(masks, data=SegmentationFolder(image_size=24))
 
 
 def shown_of(run, confusion, *, terminal):
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=100)
-    show(run, Evaluation({"accuracy": 0.5}, confusion), console)
+    print_scores(run, Evaluation({"accuracy": 0.5}, confusion), console)
     return text.getvalue()
 
 
@@ -192,7 +192,7 @@ def test_of_many_classes_the_worst_are_shown():
     matrix = np.diag(np.arange(50))  # of the first class there is no example
     matrix[:, 0] += 10
     shown = shown_of(run, matrix, terminal=False)
-    assert "the 40 classes of lowest accuracy, of 50:" in shown
+    assert "the 40 of 50 classes with the lowest accuracy:" in shown
     assert shown.count("accuracy of ") == 40
     assert "accuracy of 1 0.0909, 11 examples" in shown
     assert "accuracy of 45 " not in shown
@@ -315,19 +315,19 @@ def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
 
 
 MISTAKES = [
-    ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; options for it: none"),
-    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; options for it: --crops, --border, --image-size, --resize"),
+    ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; its options: none"),
+    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; its options: --crops, --border, --image-size, --resize"),
     ("colours", ("--flip",), "--flip: runs/colours is a run of"),
     ("colours", ("--crops", "5"), "--crops: expected one of 1, 2, 10"),
     ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),
     ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
-    ("halves", ("--crops", "10"), "options for it: --image-size, --scales, --flip"),
+    ("halves", ("--crops", "10"), "its options: --image-size, --scales, --flip"),
     ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
     ("halves", ("--scales", "inf"), "--scales: expected a finite number, got inf"),
-    ("halves", ("--scales", "0.1"), "--scales: 0.1 leaves images of 2 pixels; at least 8 are needed"),
+    ("halves", ("--scales", "0.1"), "--scales: 0.1 resizes images to 2 pixels; expected at least 8 pixels"),
     ("halves", ("--scale", "1"), "unknown option --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),
-    ("halves", (), "no checkpoint in runs/halves: the run has not saved one yet"),
+    ("halves", (), "runs/halves/checkpoints: the run has not saved one yet"),
 ]  # fmt: skip
 
 

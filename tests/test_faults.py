@@ -17,7 +17,7 @@ import fnet
 from train.config import Digits, PreactResNet
 from train.data import digits
 from train.run import loop
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.tasks import images
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypat
 def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
     workplace, whole, monkeypatch, capsys
 ):
-    class Spoiling(loop.StepBySize):
+    class Spoiling(loop.StepCache):
         """Spoils one number of the parameters after the third step."""
 
         def __call__(self, state, batch):
@@ -119,7 +119,7 @@ def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
             return state, metrics
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "StepBySize", Spoiling)
+        patch.setattr(loop, "StepCache", Spoiling)
         few = "--nonfinite.max-skipped", 2, "--checkpoint.every", 2
         assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
     error = capsys.readouterr().err

@@ -16,7 +16,7 @@ from fnet import layers
 from train import data
 from train.config import Digits
 from train.data import digits
-from train.run.guard import Guard
+from train.run.skipped_steps import Guard
 from train.tasks import images
 
 NET = fnet.serial(

@@ -53,7 +53,7 @@ def test_memory_tells_where_it_goes_without_training(workplace, capsys):
         assert word in printed
     assert "stage0/block0" in printed
     told = json.loads((workplace / "told" / "memory.json").read_text())
-    assert {"kept", "plan", "peak", "donation", "largest_at_peak", "live_bytes"} <= told.keys()
+    assert {"residuals", "plan", "peak", "donation", "largest_at_peak", "live_bytes"} <= told.keys()
     assert max(told["live_bytes"]) <= told["peak"]["total"]
     assert (workplace / "told" / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "told"}
@@ -68,7 +68,7 @@ def test_a_budget_is_planned_for_and_said(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", f"{budget}B", "--out", "tight")
     printed = capsys.readouterr().out
     assert "too large" in printed
-    assert "largest batch that fits" in printed
+    assert "largest batch size" in printed
     told = json.loads((workplace / "tight" / "memory.json").read_text())
     assert told["plan"]["budget"] == budget
     assert told["peak"]["total"] + 1000 <= budget
@@ -86,7 +86,7 @@ def test_a_budget_is_planned_for_and_said(workplace, capsys):
 def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
-    size = int(printed.split("largest batch that fits, by ")[1].split(": ")[1].split()[0])
+    size = int(printed.split("largest batch size with ")[1].split(": ")[1].split()[0])
     told = json.loads((workplace / "auto" / "memory.json").read_text())
     assert told["peak"]["total"] + 1000 <= 1_000_000
     larger = "--budget", "1MB", "--batch-size", int(size * 1.05) + 1, "--out", "more"

@@ -16,7 +16,7 @@ from fnet import memory
 from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.run import account
+from train.run.memory_report import residuals_by_layer
 from train.run.mesh import layout
 from train.run.planning import compile_step, largest_batch, plan, reserve
 from train.run.setup import setup
@@ -186,7 +186,7 @@ def test_what_is_kept_is_told_where_each_device_has_one_example():
     model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # of one pixel at the end
     config = Config(data=Digits(batch_size=4), model=model)
     of_one, whole = (
-        sum(layer.bytes for layer in account.kept(on(mesh, config), "none", 1))
+        sum(layer.bytes for layer in residuals_by_layer(on(mesh, config), "none", 1))
         for mesh in (Mesh(data=4), Mesh())
     )
     assert of_one == pytest.approx(whole / 4, rel=0.05)

@@ -17,14 +17,14 @@ from rich.console import Console
 
 from train import data
 from train.arguments import PredictArguments
-from train.commands.predict import labels_of, predict, show
+from train.commands.predict import predict, predict_mask, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import evaluation_batches
 from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
 from train.output.palette import voc_colors
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes, write_classes
 from train.run.run_folder import RunFolder
 from train.tasks import build, images
@@ -94,7 +94,7 @@ def test_on_a_terminal_predictions_are_a_table(run_of):
     asked = PredictArguments(top_k=2, out="out")
     found = predict(folder, folder.read_config(), ["colours/val/red/0.png"], asked)
     text = io.StringIO()
-    show(found, Console(file=text, force_terminal=True, width=80))
+    print_predictions(found, Console(file=text, force_terminal=True, width=80))
     text = text.getvalue()
     assert "┃" in text
     assert text.count("%") == 2
@@ -151,7 +151,7 @@ def test_what_surrounds_an_image_on_its_canvas_is_not_in_its_mask():
     logits[:2, :2, 0] = logits[:2, 2:, 1] = 1
     logits[2:, :, 2] = 1  # below the image
     prepared = Prepared(np.zeros((16, 16, 3), np.uint8), size=(40, 20), part=(16, 8))
-    labels = labels_of(logits, prepared)
+    labels = predict_mask(logits, prepared)
     chex.assert_shape(labels, (20, 40))
     assert (labels[:18, :20] == 0).all()  # further down, between four of the logits, they mix
     assert (labels[:18, 20:] == 1).all()
@@ -272,8 +272,8 @@ MISTAKES = [
     (("colours", "colours"), "no checkpoint in "),
     (("halves", "halves"), "no checkpoint in "),
     (("nowhere", "colours"), "no run in runs/nowhere: it has no config.json"),
-    (("text", "colours"), "runs/text is a run of language_model, which labels no images"),
-    (("noise", "colours"), "runs/noise is a run of denoiser, which labels no images"),
+    (("text", "colours"), "runs/text is a run of language_model, which predicts no labels"),
+    (("noise", "colours"), "runs/noise is a run of denoiser, which predicts no labels"),
 ]  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def test_a_name_that_is_not_utf8_is_shown_with_a_mark(run_of, recipes, capsys):
     config = RunFolder(run).read_config()
     found = predict(RunFolder(run), config, [name], PredictArguments())
     text = io.StringIO()
-    show(found, Console(file=text, force_terminal=True, width=100))
+    print_predictions(found, Console(file=text, force_terminal=True, width=100))
     assert "caf\ufffd.png" in text.getvalue()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from program_cases import state_of
 
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.process_memory import HighWater
 
 pytestmark = pytest.mark.skipif(

@@ -16,6 +16,7 @@ from program_cases import exit_code, final_state, fnet_command, metrics_of, said
 import fnet
 from train import data
 from train.config import Config, Mlp, Synthetic, Train, recipes
+from train.errors import UserError
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -238,7 +239,6 @@ MISTAKES = [
     (("train", "tiny.py", "--out", "tiny.py/run"), "cannot write to tiny.py/run"),
     (("train", "tiny.py", "--out", "tiny.py"), "cannot write to tiny.py"),
     (("train", "tiny.py", "--out", "."), ". is not empty and holds no run"),
-    (("train", "tiny.py", "--out", "new", "--resume"), "no run to resume in new"),
     (("train", "bad.json"), "bad.json: optim.learning_rate: expected a valid number, got 'x'"),
     (("train", "typo.json"), "typo.json: unknown field optim.lerning_rate (did you mean optim.learning_rate?)"),
     (("train", "section.json"), "section.json: unknown field modle (did you mean model?)"),
@@ -262,9 +262,9 @@ MISTAKES = [
     (("memory", "tiny.py", "--budget", "4"), "got '4'"),
     (("memory", "tiny.py", "--target", "h1000"), "--target: expected one of"),
     (("memory", "tiny.py", "--target", "tiny.py"), "--target: tiny"),
-    (("memory", "tiny.py", "--batch-size", "auto"), "largest for what? give --budget or --target"),
-    (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a count of examples or auto, got none"),
-    (("memory", "tiny.py", "--batch-size", "9" * 5000), "--batch-size: expected a count of examples or auto, got 999"),
+    (("memory", "tiny.py", "--batch-size", "auto"), "--batch-size auto: needs --budget or --target"),
+    (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a number of examples or auto, got none"),
+    (("memory", "tiny.py", "--batch-size", "9" * 5000), "--batch-size: expected a number of examples or auto, got 999"),
     (("memory", "tiny.py", "--budget", "64MiB"), "has no room for the train state, which alone takes"),
     (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, none"),
     (("train", "mode.json"), "mode.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got 'clip'"),
@@ -272,7 +272,7 @@ MISTAKES = [
     (("train", "tiny.py", "--grad.mode", "clip"), "--grad.mode: expected one of mean, microbatch, per_example, clipped, got clip"),
     (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.microbatches", "3"), "grad.microbatches: 3 do not divide data.batch_size 16"),
     (("train", "tiny.py", "--grad.mode", "microbatch", "--grad.clip", "3"), "unknown option --grad.clip"),
-    (("configs", "all"), "unexpected all; see fnet configs --help"),
+    (("configs", "all"), "unexpected all; usage: fnet configs"),
 ]  # fmt: skip
 
 
@@ -392,6 +392,21 @@ def test_odd_lines_of_metrics_are_left_out(whole):
     assert after == before  # of the run that had ended, its rate and its memory too
 
 
-def test_a_folder_where_nothing_was_begun_is_not_left(workplace):
-    assert exit_code("train", "tiny.py", "--out", "new", "--resume") == 2
+def test_resume_starts_a_new_run_where_there_is_none(workplace, whole, capsys):
+    fnet_command("train", "tiny.py", "--out", "new", "--resume")
+    assert "no run in new yet: starting a new one\n" in capsys.readouterr().out
+    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "new"))
+
+
+def test_resume_does_not_start_a_run_among_other_files(workplace, capsys):
+    assert exit_code("train", "tiny.py", "--out", ".", "--resume") == 2
+    said_in_one_line(capsys, ". is not empty and holds no run")
+
+
+def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
+    def refuse(folder):
+        raise UserError("refused")
+
+    monkeypatch.setattr(RunFolder, "create", refuse)
+    assert exit_code("train", "tiny.py", "--out", "new") == 2
     assert not (workplace / "new").exists()

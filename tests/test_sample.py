@@ -12,9 +12,9 @@ from program_cases import exit_code, fnet_command, said_in_one_line
 import fnet
 from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
-from train.commands.sample_text import continued
+from train.commands.sample import generate_text
 from train.config import Config, Denoiser, Digits
-from train.run.evaluate import Evaluate
+from train.run.evaluation import Evaluate
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 from train.tasks import images
@@ -105,7 +105,7 @@ def test_the_likeliest_text_does_not_depend_on_the_seed(run_of, capsys):
 def test_text_comes_in_pieces_as_it_is_drawn(run_of, capsys):
     folder = RunFolder(run_of("text"))
     asked = TextArguments(prompt="to be", length=40)
-    pieces = continued(folder, folder.read_config(), asked)
+    pieces = generate_text(folder, folder.read_config(), asked)
     assert next(pieces) == "to be"
     later = list(pieces)
     assert len(later) >= 3
@@ -249,7 +249,7 @@ def words_of(value):
 
 
 MISTAKES = [
-    (("text", "--prompt", ""), "--prompt: is empty; give at least one symbol to go on from"),
+    (("text", "--prompt", ""), "--prompt: is empty; give at least one character"),
     (("text", "--length", "0"), "--length: expected greater than or equal to 1, got 0"),
     (("text", "--temperature", "-1"), "--temperature: expected greater than or equal to 0, got -1.0"),
     (("text", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
@@ -259,7 +259,7 @@ MISTAKES = [
     (("text", "--promt", "to"), "unknown option --promt (did you mean --prompt?)"),
     (("text", "--labels", "3"), "unknown option --labels"),
     (("text", "to be"), "unexpected to be"),
-    (("images", "--steps", "21"), "--steps: the run's schedule has 20, got 21"),
+    (("images", "--steps", "21"), "--steps: expected at most model.steps 20, got 21"),
     (("images", "--steps", "0"), "--steps: expected greater than or equal to 1, got 0"),
     (("images", "--count", "0"), "--count: expected greater than or equal to 1, got 0"),
     (("images", "--labels", "3", "eleven"), "--labels: expected some of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, got eleven"),
@@ -286,7 +286,7 @@ def test_a_run_that_generates_nothing_is_refused(capsys):
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1)
     capsys.readouterr()
     assert exit_code("sample", "run") == 2
-    said_in_one_line(capsys, "run is a run of preact_resnet, which generates nothing; there are")
+    said_in_one_line(capsys, "run is a run of preact_resnet, which generates nothing; expected")
 
 
 @pytest.mark.parametrize("words", [(), ("--prompt", "to")])
@@ -349,7 +349,9 @@ def test_a_run_that_always_knew_its_labels_is_not_guided(recipes, monkeypatch, c
     assert scales == [1.0]
     capsys.readouterr()
     assert exit_code("sample", "r", "--guidance", 2) == 2
-    said_in_one_line(capsys, "--guidance: the run was trained with model.label_dropout 0")
+    said_in_one_line(
+        capsys, "--guidance: expected 1, got 2; the run was trained with model.label_dropout 0"
+    )
 
 
 def test_a_denoisers_loss_does_not_depend_on_the_batches_it_is_measured_in():

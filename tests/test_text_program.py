@@ -9,7 +9,7 @@ from program_cases import exit_code, fnet_command, said_in_one_line
 
 from train.config import LanguageModel, recipes
 from train.run import loop
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.tasks import language
 
 TEXT = """
@@ -60,12 +60,12 @@ def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrup
 def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
     steps = []
 
-    class Watched(loop.StepBySize):
+    class Watched(loop.StepCache):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             steps.append(self)
 
-    monkeypatch.setattr(loop, "StepBySize", Watched)
+    monkeypatch.setattr(loop, "StepCache", Watched)
     words = "--data.separator", "|", "--data.context", 64
     steps_taken = "--train.steps", 12, "--train.eval-every", 12
     fnet_command("train", "text.py", "--out", "rows", *words, *steps_taken)

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from train.config import Config, Digits, Mlp, Tracking
 from train.errors import TrainingError, UserError
-from train.output.progress import plain
+from train.output.progress import line_printer
 from train.run import tracking
-from train.run.planning import StepBySize, compile_step
+from train.run.planning import StepCache, compile_step
 from train.run.profiling import Profile
 from train.run.setup import setup
 
@@ -158,14 +158,16 @@ def test_without_a_profile_nothing_is_said_of_one(tmp_path):
 
 def test_what_is_said_is_shown_as_it_is():
     shown = io.StringIO()
-    plain(Console(file=shown, force_terminal=True, width=20))("runs/a:100:b [bold] 3.14 " * 2)
+    line_printer(Console(file=shown, force_terminal=True, width=20))(
+        "runs/a:100:b [bold] 3.14 " * 2
+    )
     assert shown.getvalue() == "runs/a:100:b [bold] 3.14 " * 2 + "\n"
 
 
 def test_a_step_that_is_compiled_again_says_what_changed():
     run = setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,))))
     said = []
-    step = StepBySize(run, compile_step(run), said.append)
+    step = StepCache(run, compile_step(run), said.append)
     state = run.init(jax.random.key(0))
     batch = next(run.training_batches())
     state, _ = step(state, batch)

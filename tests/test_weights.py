@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from fnet.interop.torch import to_torch
 from train.config import recipes
 from train.errors import TrainingError
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -93,7 +93,10 @@ def printed(capsys, *words):
 def test_what_is_exported_and_imported_again_evaluates_the_same(trained, place, capsys):
     assert printed(capsys, "export", "trained").strip() == "trained/weights.safetensors"
     shown = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
-    assert "new is at step 0: fnet eval new, or fnet train new --resume" in shown
+    assert (
+        "wrote new at step 0; evaluate it with fnet eval new, train it with fnet train new --resume"
+        in shown
+    )
     before, after = printed(capsys, "eval", "trained"), printed(capsys, "eval", "new")
     assert "new after step 0" in after
     metrics = [line for line in before.splitlines() if line.startswith("test/")]
@@ -131,7 +134,7 @@ def test_weights_of_a_resnet_are_imported_and_exported_bit_for_bit(names, capsys
     save_file(arrays, "given.safetensors", {"format": "pt"})
     in_place = ("--trained-with", "abn")
     shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
-    assert f"weights, {names} names" in shown
+    assert f"weights with {names} names" in shown
     fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
@@ -179,7 +182,7 @@ def test_weights_for_another_norm_or_activation_are_said_to_be(place):
     fnet_command("import", "resnet.py", "told.safetensors", "--out", "moved")
     assert json.loads((place / "moved" / "import.json").read_text())["notes"] == [
         "weights of norm 'batch' were changed for norm 'abn'",
-        "activation is leaky_relu here, the weights were trained with relu",
+        "activation is leaky_relu here; the weights were trained with relu",
     ]
 
 
@@ -212,9 +215,9 @@ IMPORTING = [
     (("none.pth",), "cannot read none.pth: No such file"),
     (("folder.pth",), "cannot read folder.pth: Is a directory"),
     (("zero.pth",), "zero.pth is empty"),
-    (("text.pth",), "text.pth is no checkpoint: it begins with b'these ar'"),
-    (("text.safetensors",), "text.safetensors is no safetensors file, or a damaged one"),
-    (("half.safetensors",), "half.safetensors is no safetensors file, or a damaged one"),
+    (("text.pth",), "text.pth is not a checkpoint: it begins with b'these ar'"),
+    (("text.safetensors",), "text.safetensors is damaged or not a safetensors file"),
+    (("half.safetensors",), "half.safetensors is damaged or not a safetensors file"),
     (("eight.safetensors",), "eight.safetensors"),
     (("other.safetensors",), "other.safetensors: weights of another network: mod2.block3.convs.conv1.weight (64, 64, 3, 3) is not in the network"),
     (("good.safetensors", "--model.depth", "34"), "look like resnet18, the network is resnet34"),
@@ -266,7 +269,7 @@ def test_networks_that_torch_has_no_names_for_are_refused(place, capsys):
     (place / "text.py").write_text(f"from train.config import Config, {model}")
     save_file({"a": np.zeros(3)}, "w.safetensors")
     assert exit_code("import", "text.py", "w.safetensors") == 2
-    said_in_one_line(capsys, "names are of networks for images, not of language_model")
+    said_in_one_line(capsys, "model.name: expected a network for images, got language_model")
 
 
 class Code:
@@ -281,7 +284,8 @@ def test_without_torch_a_checkpoint_of_torch_is_not_read_by_other_means(place, m
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
     said_in_one_line(
-        capsys, "code.pth: torch reads it, which is not here: pip install 'fnet-jax[torch]'"
+        capsys,
+        "code.pth: reading it needs torch, which is not installed: pip install 'fnet-jax[torch]'",
     )
     assert not (place / "ran.txt").exists()
 
@@ -291,7 +295,7 @@ def test_a_torch_that_could_be_made_to_run_code_is_not_used(place, monkeypatch, 
     monkeypatch.setitem(sys.modules, "torch", old)
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
-    said_in_one_line(capsys, "torch 2.5.1+cpu can be made to run code in a checkpoint")
+    said_in_one_line(capsys, "torch 2.5.1+cpu may run code in a checkpoint")
     assert not (place / "ran.txt").exists()
 
 
@@ -330,7 +334,7 @@ def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(torch, pla
         torch.save(weights, path, _use_new_zipfile_serialization=zipped)
         (place / "ran.txt").unlink(missing_ok=True)
         assert exit_code("import", "tiny.py", path) == 2
-        said_in_one_line(capsys, f"{path}: it asks for io.open, which is no weight, and code in a checkpoint is never run")  # fmt: skip
+        said_in_one_line(capsys, f"{path}: it needs io.open, which is not a weight, and code in a checkpoint is never run")  # fmt: skip
         assert not (place / "ran.txt").exists()
 
 
@@ -342,10 +346,10 @@ def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, p
     torch.save({"epoch": 3}, "nothing.pth")
     torch.save({"w": torch.eye(3).to_sparse()}, "sparse.pth")
     for path, message in {
-        "half.pth": "half.pth: torch cannot read it, so it is damaged or no checkpoint",
+        "half.pth": "half.pth: damaged or not a checkpoint of torch",
         "tensor.pth": "tensor.pth holds a Tensor, not the state dict of a network",
         "nothing.pth": "nothing.pth: no arrays in it",
-        "sparse.pth": "sparse.pth holds tensors that are no plain arrays: ",
+        "sparse.pth": "sparse.pth holds tensors that are not plain arrays: ",
     }.items():
         assert exit_code("import", "tiny.py", path) == 2
         said_in_one_line(capsys, message)

@@ -11,7 +11,7 @@ from fnet import layers
 from fnet.layer import Layer, serial
 from train.config import DeepLab
 from train.config.recipes import load
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -140,7 +140,8 @@ def begun(recipes):
     def make(recipe):
         folder = recipes / "runs" / recipe
         folder.mkdir(parents=True)
-        RunFolder(folder).begin(load(str(recipes / f"{recipe}.py")))
+        RunFolder(folder).create()
+        RunFolder(folder).write_config(load(str(recipes / f"{recipe}.py")))
         return folder
 
     return make

@@ -1,1 +1,1 @@
-"""The commands of the `fnet` program, one file each."""
+"""Commands of the ``fnet`` program, one module each with a ``main(argv)``."""

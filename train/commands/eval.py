@@ -1,4 +1,4 @@
-"""`fnet eval`: a run's newest checkpoint on its test examples, by one or by many views of each."""
+"""``fnet eval``: evaluate a run's checkpoint on its test examples."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,121 +8,129 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from train import arguments
 from train.arguments import EvalArguments
+from train.commands.positional import positional
 from train.config import Config, DeepLab, Denoiser, HuggingFace, ImageFolder
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
-from train.output.progress import plain, printable
-from train.run.checkpoint import Checkpoints
+from train.output.progress import line_printer, printable
+from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
-from train.run.evaluate import Evaluation
-from train.run.run_folder import RunFolder, as_json, write_whole
+from train.run.evaluation import Evaluation
+from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
 from train.tasks.segmentation import Views, measuring
 
-_MOST_CLASSES = 40
-"""Lines of the table of classes, at most."""
-_SMALLEST = 8
-"""Pixels of a scaled image's side, at least: of them a network makes one feature."""
+_MAX_CLASSES = 40
+"""Largest number of rows in the table of classes."""
+_MIN_SIDE = 8
+"""Smallest side of a scaled image in pixels, from which a network computes one feature."""
 
 
 class ClassScore(NamedTuple):
-    """Of one class.
+    """Score of one class.
 
     Attributes:
-      name: of the class.
-      amount: of its test examples, or pixels.
-      score: accuracy, or intersection over union; None where there is nothing to score.
+      name: Class name.
+      size: Number of its test examples, or pixels.
+      score: Accuracy, or intersection over union; None if undefined.
     """
 
     name: str
-    amount: int
+    size: int
     score: float | None
 
 
-def evaluate_run(folder: RunFolder, a: EvalArguments, console: Console) -> None:
-    """Measures, shows and writes evaluation.json, confusion.png and examples.png into the folder.
+def main(argv: list[str]) -> None:
+    """Run ``fnet eval RUN``."""
+    (given,), flags = positional(argv, "fnet eval RUN", EvalArguments)
+    options = arguments.read(EvalArguments, flags, f"fnet eval {given}")
+    evaluate_run(RunFolder.of(given), options, Console())
+
+
+def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
+    """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
     Raises:
-      UserError: for a run without a checkpoint, an option that is not for runs of its kind, or
-        a folder that cannot be written.
+      UserError: for a run without a checkpoint, an option that its kind does not have, or a
+        folder that cannot be written.
     """
-    config = with_options(folder, folder.read_config(), a)
+    config = apply_options(folder, folder.read_config(), options)
     run = setup(config)
     check_classes(folder, run.task.dataset.classes)
-    views = Views(a.scales or (1.0,), a.flip)
+    views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
         run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
-    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         network = checkpoints.restore_network(run.task.model.init)
-    # A network that sees each image several times is given as many fewer of them at once.
-    rows = max(config.data.batch_size // max(run.crops, views.number), 1)
-    say = plain(console)
-    unreadable = UnreadableFiles(run.task.dataset, say)
-    evaluate = run.compile_evaluation(unreadable, rows)
-    found = evaluate(network)
+    # With several crops or views per image, fewer images make a batch of the same size.
+    batch_size = max(config.data.batch_size // max(run.crops, views.number), 1)
+    log = line_printer(console)
+    unreadable = UnreadableFiles(run.task.dataset, log)
+    evaluate = run.compile_evaluation(unreadable, batch_size)
+    evaluation = evaluate(network)
 
     title = f"{config.name}, step {network.step}"
-    as_dict = _as_dict(run, a, network.step, found) | {"unreadable_files": unreadable.count}
     written = {"evaluation": folder.evaluation}
     try:
-        write_whole(written["evaluation"], as_json(as_dict))
-        if found.confusion is not None:
-            plots.confusion_matrix(
-                found.confusion, run.task.dataset.classes, title, folder.confusion
-            )
-            written["confusion"] = folder.confusion
-        path = folder.examples
-        if examples.draw(run, evaluate, network, path):
-            written["examples"] = path
+        as_dict = _as_dict(run, options, network.step, evaluation)
+        as_dict |= {"unreadable_files": unreadable.count}
+        atomic_write(folder.evaluation, as_json(as_dict))
+        if evaluation.confusion is not None:
+            classes = run.task.dataset.classes
+            plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
+            written["confusion matrix"] = folder.confusion
+        if examples.draw(run, evaluate, network, folder.examples):
+            written["examples"] = folder.examples
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
-    say(f"{folder.path} after step {network.step}")
-    show(run, found, console)
-    for name, file in written.items():
-        say(f"{name}: {file}")
+    log(f"{folder.path} after step {network.step}")
+    print_scores(run, evaluation, console)
+    for name, path in written.items():
+        log(f"{name}: {path}")
 
 
-def show(run: Setup, found: Evaluation, console: Console) -> None:
-    """The metrics, then each class: as a table on a terminal, as lines elsewhere.
+def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
+    """Print metrics and class scores, as a table on a terminal and as lines elsewhere.
 
-    Of more than 40 classes those with the lowest score.
+    With more than 40 classes, only those with the lowest scores are printed.
     """
-    say = plain(console)
-    for name, value in found.metrics.items():
-        say(f"test/{name} {value:.6g}")
-    scores = _class_scores(run, found.confusion)
-    scored = sorted((c for c in scores if c.score is not None), key=lambda c: c.score or 0.0)
-    kind, of = ("IoU", "pixels") if _segments(run) else ("accuracy", "examples")
+    log = line_printer(console)
+    for name, value in evaluation.metrics.items():
+        log(f"test/{name} {value:.6g}")
+    scores = _class_scores(run, evaluation.confusion)
+    score_name, unit = ("IoU", "pixels") if _is_segmentation(run) else ("accuracy", "examples")
     shown = scores
-    if len(scores) > _MOST_CLASSES:
-        shown = scored[:_MOST_CLASSES]
-        say(f"the {len(shown)} classes of lowest {kind}, of {len(scores)}:")
+    if len(scores) > _MAX_CLASSES:
+        defined = [c for c in scores if c.score is not None]
+        shown = sorted(defined, key=lambda c: c.score or 0.0)[:_MAX_CLASSES]
+        log(f"the {len(shown)} of {len(scores)} classes with the lowest {score_name}:")
     if shown and console.is_terminal:
         table = Table()
         table.add_column("class", overflow="fold")
-        for name in (of, kind):
+        for name in (unit, score_name):
             table.add_column(name, justify="right")
         for c in shown:
             table.add_row(
                 escape(printable(c.name)),
-                f"{c.amount:,}",
+                f"{c.size:,}",
                 "-" if c.score is None else f"{c.score:.2%}",
             )
         console.print(table)
     else:
         for c in shown:
             score = "-" if c.score is None else f"{c.score:.4f}"
-            say(f"{kind} of {c.name} {score}, {c.amount:,} {of}")
+            log(f"{score_name} of {c.name} {score}, {c.size:,} {unit}")
 
 
-def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
-    """The config of a run with what is asked for.
+def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> Config:
+    """Return the run's config with the evaluation's options.
 
     Raises:
-      UserError: for an option that is not for runs of its kind.
+      UserError: for an option that runs of this kind do not have.
     """
     allowed: tuple[str, ...] = ()
     if isinstance(config.model, DeepLab):
@@ -131,49 +139,57 @@ def with_options(folder: RunFolder, config: Config, a: EvalArguments) -> Config:
         allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
         allowed = ("image_size", "resize")
-    flags = {f.name: f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(a)}
-    options = [f for f in dataclasses.fields(a) if f.name != "best"]  # which is for all runs
-    given = [f.name for f in options if getattr(a, f.name) != f.default]
+    given = [
+        f.name
+        for f in dataclasses.fields(options)
+        if f.name != "best" and getattr(options, f.name) != f.default
+    ]
     for name in given:
         if name not in allowed:
-            there = ", ".join(flags[n] for n in allowed) or "none"
+            flags = ", ".join(_flag(n) for n in allowed) or "none"
             raise UserError(
-                f"{flags[name]}: {folder.path} is a run of {config.model.name} on "
-                f"{config.data.source}; options for it: {there}"
+                f"{_flag(name)}: {folder.path} is a run of {config.model.name} on "
+                f"{config.data.source}; its options: {flags}"
             )
-    changes = {n: getattr(a, n) for n in given if n not in ("scales", "flip")}
+    changes = {n: getattr(options, n) for n in given if n not in ("scales", "flip")}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
-    for scale in a.scales:
+    for scale in options.scales:
         side = round(scale * getattr(config.data, "image_size", 0))
-        if side < _SMALLEST:
+        if side < _MIN_SIDE:
             raise UserError(
-                f"--scales: {scale:g} leaves images of {side} pixels; "
-                f"at least {_SMALLEST} are needed"
+                f"--scales: {scale:g} resizes images to {side} pixels; expected at least "
+                f"{_MIN_SIDE} pixels"
             )
     return config
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _class_scores(run: Setup, confusion: np.ndarray | None) -> list[ClassScore]:
-    """Of each class; [] where nothing is classified."""
+    """Return the score of each class, or [] without classes."""
     if confusion is None:
         return []
-    of = iou_by_class if _segments(run) else accuracy_by_class
-    rows = zip(run.task.dataset.classes, confusion.sum(1), of(confusion), strict=True)
+    score_of = iou_by_class if _is_segmentation(run) else accuracy_by_class
+    rows = zip(run.task.dataset.classes, confusion.sum(1), score_of(confusion), strict=True)
     return [ClassScore(n, int(count), None if np.isnan(v) else float(v)) for n, count, v in rows]
 
 
-def _as_dict(run: Setup, a: EvalArguments, step: int, found: Evaluation) -> dict[str, Any]:
-    kind, of = ("iou", "pixels") if _segments(run) else ("accuracy", "examples")
+def _as_dict(
+    run: Setup, options: EvalArguments, step: int, evaluation: Evaluation
+) -> dict[str, Any]:
+    score_name, unit = ("iou", "pixels") if _is_segmentation(run) else ("accuracy", "examples")
     return {
         "step": step,
-        "options": dataclasses.asdict(a),
-        "metrics": {f"test/{name}": value for name, value in found.metrics.items()},
+        "options": dataclasses.asdict(options),
+        "metrics": {f"test/{name}": value for name, value in evaluation.metrics.items()},
         "classes": [
-            {"name": c.name, of: c.amount, kind: c.score}
-            for c in _class_scores(run, found.confusion)
+            {"name": c.name, unit: c.size, score_name: c.score}
+            for c in _class_scores(run, evaluation.confusion)
         ],
     }
 
 
-def _segments(run: Setup) -> bool:
+def _is_segmentation(run: Setup) -> bool:
     return isinstance(run.config.model, DeepLab)

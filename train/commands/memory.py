@@ -1,125 +1,141 @@
-"""``fnet memory``: what training would take, on this machine or another, without a step."""
+"""``fnet memory``: predict the memory of training, without training."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from fnet.memory import Candidate, format_bytes
 from fnet.memory.target import Target, describe, from_text
+from train import arguments
 from train import config as configs
 from train.arguments import MemoryArguments
-from train.config import Config, Mesh
+from train.commands.positional import positional
+from train.config import Config, Mesh, recipes
 from train.errors import UserError
 from train.output import plots
 from train.output.memory_tables import memory_tables, plan_summary, plan_table
-from train.output.progress import plain
-from train.run.account import account
-from train.run.mesh import layout
+from train.output.progress import line_printer
+from train.run.memory_report import memory_report
+from train.run.mesh import layout, make_cpu_devices
 from train.run.planning import choose, largest_batch, limit, plan, reserve
-from train.run.run_folder import as_json, write_whole
+from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
+_NOT_COUNTED = (
+    "Not included, because only the device knows it: workspaces that cuDNN chooses at run time, "
+    "and a TPU's small on-chip arrays."
+)
 
-def foresee(config: Config, a: MemoryArguments, console: Console) -> None:
-    """Prints where the memory would go, and leaves it as data and as a picture.
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet memory CONFIG``."""
+    (given,), flags = positional(argv, "fnet memory CONFIG", MemoryArguments)
+    options, config = arguments.read_with_config(
+        MemoryArguments, recipes.load(given), flags, f"fnet memory {given}"
+    )
+    make_cpu_devices(config.mesh)
+    if options.target:
+        # Nothing runs, so that an accelerator of this machine, or its warnings, do not matter.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        jax.config.update("jax_platforms", "cpu")
+    predict_memory(config, options, Console())
+
+
+def predict_memory(config: Config, options: MemoryArguments, console: Console) -> None:
+    """Print the predicted memory of a train step and write memory.json and memory.png.
 
     Raises:
-      UserError: for a budget that nothing fits, an unknown target, a missing compiler.
+      UserError: for a budget that nothing fits, an unknown target or a missing compiler.
     """
-    target = None if a.target is None else _target(a.target)
-    say = plain(console)
-    if a.budget is not None:
-        config = _changed(config, "memory", budget=a.budget)
-    if a.batch_size not in (None, "auto"):
-        config = _changed(config, "data", batch_size=_count(a.batch_size))
+    log = line_printer(console)
+    target = None if options.target is None else _target(options.target)
+    if options.budget is not None:
+        config = _replace(config, "memory", budget=options.budget)
+    find_batch_size = options.batch_size == "auto"
+    if options.batch_size is not None and not find_batch_size:
+        config = _replace(config, "data", batch_size=_batch_size(options.batch_size))
     run = setup(configs.check(config, "command line"))
     if target is None:
         run = run.on(layout(run.config))
     elif run.config.mesh != Mesh():
-        raise UserError("--target: is one device; give --mesh.data 1 --mesh.fsdp 1")
-    out = Path(a.out or f"runs/{config.name}-memory")
+        raise UserError("--target: describes one device; give --mesh.data 1 --mesh.fsdp 1")
+    out = Path(options.out or f"runs/{config.name}-memory")
 
     with console.status("tracing") as status:
 
-        def compiled(c: Candidate) -> None:
+        def show_candidate(c: Candidate) -> None:
             status.update(f"compiled {c}: {format_bytes(c.peak.total)}")
 
-        def tried(size: int, peak: int) -> None:
-            status.update(f"looking for the largest batch: {size} takes {format_bytes(peak)}")
+        def show_size(size: int, peak: int) -> None:
+            status.update(f"searching the largest batch size: {size} needs {format_bytes(peak)}")
 
-        room = limit(run, target)
-        if a.batch_size == "auto":
-            if room is None:
-                raise UserError("--batch-size auto: largest for what? give --budget or --target")
-            free = run._replace(config=_changed(run.config, "memory", budget=None))
-            ways = plan(free, target=target, progress=compiled)
-            thriftiest = min(ways.candidates, key=lambda c: c.peak.temporaries)
-            size = largest_batch(run, thriftiest, room, target=target, progress=tried)
+        step_limit = limit(run, target)
+        if find_batch_size:
+            if step_limit is None:
+                raise UserError("--batch-size auto: needs --budget or --target")
+            unlimited = run._replace(config=_replace(run.config, "memory", budget=None))
+            candidates = plan(unlimited, target=target, progress=show_candidate).candidates
+            smallest = min(candidates, key=lambda c: c.peak.temporaries)
+            size = largest_batch(run, smallest, step_limit, target=target, progress=show_size)
             if size is None:
-                raise UserError(f"not even the smallest batch fits in {format_bytes(max(room, 0))}")
-            say(f"largest batch that fits, by {thriftiest}: {size}")
+                available = format_bytes(max(step_limit, 0))
+                raise UserError(f"not even the smallest batch fits in {available}")
+            log(f"largest batch size with {smallest}: {size}")
             run = run.with_batch_size(size)
-            if not run.config.memory.budget:  # of the ways at that size, the fastest that fits
-                run = run._replace(config=_changed(run.config, "memory", budget=f"{room}B"))
-        ways = plan(run, target=target, progress=compiled)
-        status.update(f"compiling {ways.chosen}")
-        costs = account(run, choose(run, ways, target=target))
-        console.print(*memory_tables(costs), sep="\n")
-        console.print(plan_table(ways, reserve(run, target)))
-        say(plan_summary(ways, reserve(run, target)))
+            if not run.config.memory.budget:  # choose the fastest candidate that fits the target
+                run = run._replace(config=_replace(run.config, "memory", budget=f"{step_limit}B"))
+        found = plan(run, target=target, progress=show_candidate)
+        status.update(f"compiling {found.chosen}")
+        report = memory_report(run, choose(run, found, target=target))
+        console.print(*memory_tables(report), sep="\n")
+        console.print(plan_table(found, reserve(run, target)))
+        log(plan_summary(found, reserve(run, target)))
         if target:
-            say(_NOT_COUNTED)
-        if room is not None and a.batch_size != "auto":
-            for way in _ends(ways.candidates, ways.chosen):
-                size = largest_batch(run, way, room, target=target, progress=tried)
-                say(f"largest batch that fits, by {way}: {size}")
+            log(_NOT_COUNTED)
+        if step_limit is not None and not find_batch_size:
+            # The smallest candidate without microbatches may allow a larger batch than the chosen.
+            smallest = min(found.candidates, key=lambda c: (c.microbatches, c.peak.temporaries))
+            by_policy = {c.policy: c for c in (found.chosen, smallest)}
+            for candidate in by_policy.values():
+                size = largest_batch(run, candidate, step_limit, target=target, progress=show_size)
+                log(f"largest batch size with {candidate}: {size}")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "memory.json", as_json(costs.as_dict()))
-        plots.memory(costs, f"{config.name}: memory of a train step", out / "memory.png")
+        atomic_write(out / "memory.json", as_json(report.as_dict()))
+        plots.memory(report, f"{config.name}: memory of a train step", out / "memory.png")
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
-    say(f"picture: {out / 'memory.png'}")
+    log(f"memory plot: {out / 'memory.png'}")
 
 
-_NOT_COUNTED = (
-    "Not counted, because only the device could tell: workspaces that cuDNN chooses by trying; "
-    "a TPU's small arrays, which live on the chip."
-)
+def _replace(config: Config, section: str, **values: Any) -> Config:
+    replaced = dataclasses.replace(getattr(config, section), **values)
+    return dataclasses.replace(config, **{section: replaced})
 
 
-def _ends(candidates: tuple[Candidate, ...], chosen: Candidate) -> list[Candidate]:
-    """The chosen one, and the one that grows least with the batch."""
-    thriftiest = min(candidates, key=lambda c: (c.microbatches, c.peak.temporaries))
-    return list({c.policy: c for c in (chosen, thriftiest)}.values())
-
-
-def _changed(config: Config, section: str, **values: Any) -> Config:
-    changed = dataclasses.replace(getattr(config, section), **values)
-    return dataclasses.replace(config, **{section: changed})
-
-
-def _count(text: str) -> int:
+def _batch_size(text: str) -> int:
     try:
-        count = int(text)
-    except ValueError:  # no number, or one of thousands of digits
-        count = 0
-    if count < 1:
-        raise UserError(f"--batch-size: expected a count of examples or auto, got {text}")
-    return count
+        size = int(text)
+    except ValueError:  # not a number, or one of thousands of digits
+        size = 0
+    if size < 1:
+        raise UserError(f"--batch-size: expected a number of examples or auto, got {text}")
+    return size
 
 
 def _target(given: str) -> Target:
-    """A known device, or the one that a file describes."""
+    """Return a known device, or the one that a file describes."""
     path = Path(given)
     try:
         if path.is_file():
             return from_text(path.stem, path.read_text())
         return describe(given)
     except (ValueError, RuntimeError, OSError) as error:
-        said = str(error).removeprefix("describe: ").removeprefix("from_text: ")
-        raise UserError(f"--target: {said}") from error
+        message = str(error).removeprefix("describe: ").removeprefix("from_text: ")
+        raise UserError(f"--target: {message}") from error

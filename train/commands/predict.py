@@ -1,6 +1,8 @@
-"""`fnet predict`: what a trained network sees in images that anyone gives it."""
+"""``fnet predict``: label images, or their pixels, with a trained network."""
 
+import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from train import arguments
 from train.arguments import PredictArguments
+from train.commands.positional import positional
 from train.config import Config, DeepLab, Denoiser, LanguageModel
 from train.data import padded
 from train.data.decode import UnreadableError, decode
@@ -20,26 +24,26 @@ from train.data.files import LOOKED_FOR, images_below
 from train.data.image_input import Preparation, Prepared
 from train.errors import UserError
 from train.output.palette import overlay_labels, voc_colors
-from train.output.progress import plain, printable
-from train.run.checkpoint import Checkpoints
+from train.output.progress import line_printer, printable
+from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes
-from train.run.run_folder import RunFolder, as_json, write_whole
+from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks.classification import logits_by_crop
 from train.tasks.segmentation import Views, logits_by_view
 
-_BATCH = 16
-"""Images, crops counted, that the network is given at once, unless it was trained on fewer."""
+_BATCH_SIZE = 16
+"""Largest number of images, or crops, in a batch."""
 
 
 class Prediction(NamedTuple):
-    """What is seen in an image.
+    """Prediction for one image.
 
     Attributes:
-      image: its path, as it was given or found.
-      labels: names with their probabilities, the likeliest first; of a segmented image, with
-        their shares of its pixels.
-      mask: the PNG of its labels, of a segmented one: a palette image of the image's size.
-      overlay: the PNG of the image with the labels' colours over it.
+      image: Path, as given or found.
+      labels: Names with probabilities, the most probable first. For a segmented image, names
+        with shares of its pixels.
+      mask: Path of the predicted mask, a palette PNG of the image's size; None without one.
+      overlay: Path of the image with the mask's colors over it; None without one.
     """
 
     image: str
@@ -49,13 +53,13 @@ class Prediction(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """Of all images.
+    """Predictions for all images.
 
     Attributes:
-      step: the checkpoint's.
-      predictions: of those that can be read.
-      unreadable: path and reason of the others.
-      path: of predictions.json, if it was written.
+      step: Step of the checkpoint.
+      predictions: Predictions for the readable images.
+      unreadable: Path and reason for each of the others.
+      path: Path of predictions.json, if it was written.
     """
 
     step: int
@@ -64,18 +68,98 @@ class Predictions(NamedTuple):
     path: Path | None = None
 
 
-def find_images(given: Sequence[str]) -> list[str]:
-    """Paths of image files: those that are given, and of folders those of all images below.
+def main(argv: list[str]) -> None:
+    """Run ``fnet predict RUN IMAGE...``."""
+    usage = "fnet predict RUN IMAGE..."
+    (given, *images), flags = positional(argv, usage, PredictArguments)
+    options = arguments.read(PredictArguments, flags, f"fnet predict {given} IMAGE...")
+    folder = RunFolder.of(given)
+    result = predict(folder, folder.read_config(), images, options)
+    if options.json:
+        print(json.dumps(as_dict(result), indent=2))
+    else:
+        print_predictions(result, Console())
+        print(printable(f"predictions: {result.path}"))
+    for path, reason in result.unreadable:
+        print(f"fnet: cannot read {path}: {reason}", file=sys.stderr)
+    if result.unreadable:
+        raise SystemExit(2)
+
+
+def predict(
+    folder: RunFolder, config: Config, given: Sequence[str], options: PredictArguments
+) -> Predictions:
+    """Predict labels of images, which are prepared as the run's test images are.
+
+    Masks and overlays of segmented images are written, and predictions.json unless
+    ``options.json``.
+
+    Args:
+      folder: folder of the run.
+      config: config of the run.
+      given: image files and folders of images.
+      options: options of the command.
 
     Raises:
-      UserError: for a path where nothing is, and for a folder without images.
+      UserError: if the run is not one on images or has no checkpoint, if a path has no image,
+        or if the output folder cannot be written.
     """
-    found: list[str] = []
+    if isinstance(config.model, LanguageModel | Denoiser):
+        raise UserError(
+            f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
+            "try fnet sample"
+        )
+    paths = find_images(given)
+    classes = read_classes(folder, config)
+    prepare = Preparation(config)
+    model = config.model.build(prepare.shape, len(classes))
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
+        params, state, step = checkpoints.restore_network(model.init)
+    is_segmentation = isinstance(config.model, DeepLab)
+    out = Path(options.out) if options.out else folder.path / "predictions"
+    if is_segmentation:
+        to_prediction = _segmentation(out, paths, classes, options.top_k)
+    else:
+        to_prediction = _classification(classes, options.top_k)
+    network = jax.jit(_network(config, model))
+    batch_size = max(min(_BATCH_SIZE, config.data.batch_size) // prepare.crops, 1)
+    outputs = _outputs(
+        paths, prepare, lambda x: network(params, state, x), min(batch_size, len(paths))
+    )
+    predictions, unreadable = [], []
+    try:
+        if is_segmentation or not options.json:
+            out.mkdir(parents=True, exist_ok=True)
+        for path, prepared, output in outputs:
+            try:
+                if isinstance(prepared, UnreadableError):
+                    raise prepared
+                predictions.append(to_prediction(path, prepared, output))
+            except UnreadableError as error:
+                unreadable.append((path, str(error)))
+        result = Predictions(step, predictions, unreadable)
+        if not options.json:
+            result = result._replace(path=out / "predictions.json")
+            atomic_write(out / "predictions.json", as_json(as_dict(result)))
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {out}: {error.strerror or error}; choose another --out"
+        ) from error
+    return result
+
+
+def find_images(given: Sequence[str]) -> list[str]:
+    """Return the given files, and all images below the given folders.
+
+    Raises:
+      UserError: for a path that does not exist, or a folder without images.
+    """
+    paths: list[str] = []
     for name in given:
         if not os.path.isdir(name):
             if not os.path.exists(name):
                 raise UserError(f"no image {name}: there is no such file or folder")
-            found.append(name)
+            paths.append(name)
             continue
         try:
             below = images_below(Path(name))
@@ -83,71 +167,12 @@ def find_images(given: Sequence[str]) -> list[str]:
             raise UserError(str(error).removeprefix("data.path: ")) from error
         if not below:
             raise UserError(f"no image in {name}; looked for {LOOKED_FOR}")
-        found += [os.path.join(name, image) for image in below]
-    return found
+        paths += [os.path.join(name, image) for image in below]
+    return paths
 
 
-def predict(
-    folder: RunFolder, config: Config, given: Sequence[str], a: PredictArguments
-) -> Predictions:
-    """What the run's newest checkpoint makes of images, prepared as its test images are.
-
-    Masks and overlays of segmented images are written, and predictions.json without ``a.json``.
-
-    Args:
-      folder: of the run.
-      config: likewise.
-      given: files and folders.
-      a: what to say of them.
-
-    Raises:
-      UserError: if it is no run on images, has no checkpoint, if a path has no image, or the
-        folder cannot be written.
-    """
-    if isinstance(config.model, LanguageModel | Denoiser):
-        raise UserError(
-            f"{folder.path} is a run of {config.model.name}, which labels no images; "
-            "fnet sample draws from it"
-        )
-    paths = find_images(given)
-    classes = read_classes(folder, config)
-    prepare = Preparation(config)
-    model = config.model.build(prepare.shape, len(classes))
-    with Checkpoints(folder.checkpoints, best=a.best) as checkpoints:
-        params, state, step = checkpoints.restore_network(model.init)
-    segments = isinstance(config.model, DeepLab)
-    out = Path(a.out) if a.out else folder.path / "predictions"
-    labelled = (
-        _segmented(out, paths, classes, a.top_k) if segments else _classified(classes, a.top_k)
-    )
-    predictions, unreadable = [], []
-    try:
-        if segments or not a.json:
-            out.mkdir(parents=True, exist_ok=True)
-        network = jax.jit(_network(config, model))
-        most = max(min(_BATCH, config.data.batch_size) // prepare.crops, 1)
-        for path, prepared, made in _outputs(
-            paths, prepare, lambda x: network(params, state, x), min(most, len(paths))
-        ):
-            try:
-                if isinstance(prepared, UnreadableError):
-                    raise prepared
-                predictions.append(labelled(path, prepared, made))
-            except UnreadableError as error:
-                unreadable.append((path, str(error)))
-        found = Predictions(step, predictions, unreadable)
-        if not a.json:
-            found = found._replace(path=out / "predictions.json")
-            write_whole(out / "predictions.json", as_json(as_dict(found)))
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {out}: {error.strerror or error}; choose another --out"
-        ) from error
-    return found
-
-
-def labels_of(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
-    """Labels uint8 [H, W] of the file's pixels, by logits [h, w, K] interpolated to its size."""
+def predict_mask(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
+    """Return labels uint8 [H, W] from logits [h, w, K], resized to the image file's size."""
     height, width, classes = logits.shape
     side = prepared.image.shape[0]
     part = tuple(
@@ -156,26 +181,26 @@ def labels_of(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
     best = np.full(prepared.size[::-1], -np.inf, np.float32)
     labels = np.zeros(best.shape, np.uint8)
     for label in range(classes):
-        whole = Image.fromarray(np.ascontiguousarray(logits[..., label], np.float32))
-        z = np.asarray(whole.resize(prepared.size, Image.Resampling.BILINEAR, box=(0, 0, *part)))
+        plane = Image.fromarray(np.ascontiguousarray(logits[..., label], np.float32))
+        z = np.asarray(plane.resize(prepared.size, Image.Resampling.BILINEAR, box=(0, 0, *part)))
         labels[z > best] = label
         np.maximum(best, z, out=best)
     return labels
 
 
-def show(found: Predictions, console: Console) -> None:
-    """The predictions as a table on a terminal, as lines elsewhere."""
+def print_predictions(result: Predictions, console: Console) -> None:
+    """Print the predictions as a table on a terminal, as lines elsewhere."""
     if not console.is_terminal:
-        say = plain(console)
-        for p in found.predictions:
-            words = "  ".join(f"{name} {share:.4f}" for name, share in p.labels)
-            say(f"{p.image}  {words}")
+        log = line_printer(console)
+        for p in result.predictions:
+            labels = "  ".join(f"{name} {share:.4f}" for name, share in p.labels)
+            log(f"{p.image}  {labels}")
         return
     table = Table()
     table.add_column("image", overflow="fold")
     table.add_column("label")
-    table.add_column("of pixels" if any(p.mask for p in found.predictions) else "probability")
-    for p in found.predictions:
+    table.add_column("pixels" if any(p.mask for p in result.predictions) else "probability")
+    for p in result.predictions:
         for i, (name, share) in enumerate(p.labels):
             table.add_row(
                 "" if i else escape(printable(p.image)), escape(printable(name)), f"{share:.1%}"
@@ -183,44 +208,49 @@ def show(found: Predictions, console: Console) -> None:
     console.print(table)
 
 
-def as_dict(found: Predictions) -> dict[str, Any]:
-    """Everything, for JSON."""
+def as_dict(result: Predictions) -> dict[str, Any]:
+    """Return the predictions for JSON."""
 
-    def one(p: Prediction) -> dict[str, Any]:
-        kind = "probability" if p.mask is None else "share"
-        labels = [{"label": name, kind: share} for name, share in p.labels]
+    def prediction_as_dict(p: Prediction) -> dict[str, Any]:
+        score = "probability" if p.mask is None else "share"
+        labels = [{"label": name, score: share} for name, share in p.labels]
         files = {} if p.mask is None else {"mask": p.mask, "overlay": p.overlay}
         return {"image": p.image, "labels": labels} | files
 
     return {
-        "step": found.step,
-        "predictions": [one(p) for p in found.predictions],
-        "unreadable": [{"image": path, "reason": why} for path, why in found.unreadable],
+        "step": result.step,
+        "predictions": [prediction_as_dict(p) for p in result.predictions],
+        "unreadable": [{"image": path, "reason": why} for path, why in result.unreadable],
     }
 
 
 def _network(config: Config, model: Any) -> Callable[[Any, Any, Any], Any]:
     """``(params, state, image [N, ...])`` -> probabilities [N, K], or logits [N, h, w, K]."""
     if isinstance(config.model, DeepLab):
-        logits_of = logits_by_view(config, model, Views())
-        return lambda params, state, image: logits_of(params, state, image)[0]
-    logits_of_all = logits_by_crop(config, model)
-    return lambda *given: jax.nn.softmax(logits_of_all(*given).astype(np.float32))
+        view_logits = logits_by_view(config, model, Views())
+        return lambda params, state, image: view_logits(params, state, image)[0]
+    mean_logits = logits_by_crop(config, model)
+    return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))
 
 
 def _outputs(
-    paths: Sequence[str], prepare: Preparation, network: Callable[[np.ndarray], Any], rows: int
+    paths: Sequence[str],
+    prepare: Preparation,
+    network: Callable[[np.ndarray], Any],
+    batch_size: int,
 ) -> Iterator[tuple[str, Prepared | UnreadableError, Any]]:
-    """Each path with its image and the network's output of it, or with why it has none."""
-    for start in range(0, len(paths), rows):
-        some = paths[start : start + rows]
-        read = [_read(prepare, path) for path in some]
-        images = [r.image for r in read if isinstance(r, Prepared)]
-        made = iter(())
+    """Yield each path with its prepared image and the network's output, or with its error."""
+    for start in range(0, len(paths), batch_size):
+        batch_paths = paths[start : start + batch_size]
+        batch = [_read(prepare, path) for path in batch_paths]
+        images = [item.image for item in batch if isinstance(item, Prepared)]
+        outputs: Iterator[np.ndarray] = iter(())
         if images:
-            made = iter(np.asarray(network(padded({"image": np.stack(images)}, rows)["image"])))
-        for path, r in zip(some, read, strict=True):
-            yield path, r, next(made) if isinstance(r, Prepared) else None
+            # Padded to one size, so that the network is compiled once.
+            padded_images = padded({"image": np.stack(images)}, batch_size)["image"]
+            outputs = iter(np.asarray(network(padded_images)))
+        for path, item in zip(batch_paths, batch, strict=True):
+            yield path, item, next(outputs) if isinstance(item, Prepared) else None
 
 
 def _read(prepare: Preparation, path: str) -> Prepared | UnreadableError:
@@ -230,24 +260,26 @@ def _read(prepare: Preparation, path: str) -> Prepared | UnreadableError:
         return error
 
 
-_Labelled = Callable[[str, Prepared, np.ndarray], Prediction]
+_ToPrediction = Callable[[str, Prepared, np.ndarray], Prediction]
 
 
-def _classified(classes: Sequence[str], top_k: int) -> _Labelled:
-    def labelled(path: str, prepared: Prepared, probabilities: np.ndarray) -> Prediction:
-        likeliest = np.argsort(-probabilities, kind="stable")[:top_k]
-        return Prediction(path, [(classes[i], float(probabilities[i])) for i in likeliest])
+def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
+    def to_prediction(path: str, prepared: Prepared, probabilities: np.ndarray) -> Prediction:
+        most_probable = np.argsort(-probabilities, kind="stable")[:top_k]
+        return Prediction(path, [(classes[i], float(probabilities[i])) for i in most_probable])
 
-    return labelled
+    return to_prediction
 
 
-def _segmented(out: Path, paths: Sequence[str], classes: Sequence[str], top_k: int) -> _Labelled:
-    """Writes ``NAME.mask.png`` and ``NAME.overlay.png``; NAME is as it lies below all images."""
-    above = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+def _segmentation(
+    out: Path, paths: Sequence[str], classes: Sequence[str], top_k: int
+) -> _ToPrediction:
+    """Write ``NAME.mask.png`` and ``NAME.overlay.png``, in folders as those of the images."""
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
-    def labelled(path: str, prepared: Prepared, logits: np.ndarray) -> Prediction:
-        labels = labels_of(logits, prepared)
-        name = out / os.path.relpath(os.path.abspath(path), above)
+    def to_prediction(path: str, prepared: Prepared, logits: np.ndarray) -> Prediction:
+        labels = predict_mask(logits, prepared)
+        name = out / os.path.relpath(os.path.abspath(path), root)
         name.parent.mkdir(parents=True, exist_ok=True)
         mask, overlay = (name.with_name(f"{name.name}.{kind}.png") for kind in ("mask", "overlay"))
         picture = Image.fromarray(labels)
@@ -256,7 +288,7 @@ def _segmented(out: Path, paths: Sequence[str], classes: Sequence[str], top_k: i
         Image.fromarray(overlay_labels(decode(path), labels)).save(overlay)
         shares = np.bincount(labels.ravel(), minlength=len(classes)) / labels.size
         largest = [i for i in np.argsort(-shares, kind="stable")[:top_k] if shares[i]]
-        of = [(classes[i], float(shares[i])) for i in largest]
-        return Prediction(path, of, str(mask), str(overlay))
+        names = [(classes[i], float(shares[i])) for i in largest]
+        return Prediction(path, names, str(mask), str(overlay))
 
-    return labelled
+    return to_prediction

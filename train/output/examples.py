@@ -8,7 +8,7 @@ import numpy as np
 from train import data
 from train.config import DeepLab
 from train.output import plots
-from train.run.evaluate import Evaluate, Trained
+from train.run.evaluation import Evaluate, Trained
 from train.run.setup import Setup
 
 _LOOKED_AT = 512

@@ -8,7 +8,7 @@ from rich import table as rich_table
 
 from fnet.memory import REMAT_POLICIES, Candidate, Plan, format_bytes
 from train.output.tables import Table, to_rich
-from train.run.account import Account
+from train.run.memory_report import MemoryReport
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 _MOST_LAYERS = 40
@@ -76,14 +76,14 @@ class StoredMemory(_Stored):
     live_bytes: tuple[Count, ...] | None = None
 
     @classmethod
-    def of(cls, account: Account) -> "StoredMemory":
+    def of(cls, report: MemoryReport) -> "StoredMemory":
         """Return what memory.json holds of a compiled step."""
-        return cls.model_validate(account.as_dict())
+        return cls.model_validate(report.as_dict())
 
 
-def memory_tables(account: Account) -> Iterator[rich_table.Table]:
+def memory_tables(report: MemoryReport) -> Iterator[rich_table.Table]:
     """Render the memory of a compiled step for the terminal: sums, residuals, largest buffers."""
-    memory = StoredMemory.of(account)
+    memory = StoredMemory.of(report)
     sums = list(step_sums(memory).items())
     yield to_rich(Table("Memory of the compiled train step", ("", ""), sums))
     for table in (residuals_table(memory), largest_table(memory)):

@@ -14,7 +14,7 @@ from fnet.memory import format_bytes
 from train.output.curves import COLORS, round_ticks, style
 from train.output.memory_tables import StoredMemory
 from train.output.palette import overlay_labels, voc_colors
-from train.run.account import Account
+from train.run.memory_report import MemoryReport
 
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
@@ -144,15 +144,15 @@ def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, pat
     figure.savefig(path, dpi=110)
 
 
-def memory(account: Account, title: str, path: Path) -> None:
+def memory(report: MemoryReport, title: str, path: Path) -> None:
     """Save memory.png: residuals by layer, and live bytes while the compiled step runs.
 
     Args:
-      account: Memory of a compiled train step.
+      report: Memory of a compiled train step.
       title: Title of the picture.
       path: Path of the PNG.
     """
-    stored = StoredMemory.of(account)
+    stored = StoredMemory.of(report)
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     by_layer, over_time = figure.subplots(1, 2)

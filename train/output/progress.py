@@ -17,7 +17,7 @@ from rich.progress import (
 from fnet.memory import format_bytes
 
 
-def plain(console: Console) -> Callable[[str], None]:
+def line_printer(console: Console) -> Callable[[str], None]:
     """``say(words)``: shows words as they are; no path in them is taken for markup or broken."""
     show = functools.partial(
         console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
@@ -34,7 +34,7 @@ class Screen:
     """Progress of a run on a terminal, or as lines in a log."""
 
     def __init__(self, console: Console, total: int):
-        self._console, self._say = console, plain(console)
+        self._console, self._say = console, line_printer(console)
         self._progress = Progress(
             BarColumn(bar_width=24),
             TaskProgressColumn(),

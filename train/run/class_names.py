@@ -5,14 +5,14 @@ import json
 
 from train.config import Config
 from train.errors import UserError
-from train.run.run_folder import RunFolder, as_json, write_whole
+from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks import build
 
 
 def write_classes(folder: RunFolder, classes: tuple[str, ...]) -> None:
     """Writes the names of labels 0, 1, ... where there are any."""
     if classes:
-        write_whole(folder.classes, as_json({"classes": list(classes)}))
+        atomic_write(folder.classes, as_json({"classes": list(classes)}))
 
 
 def check_classes(folder: RunFolder, classes: tuple[str, ...]) -> None:

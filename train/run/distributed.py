@@ -66,7 +66,7 @@ def run_folder(out: Path, begin: Callable[[RunFolder], None]) -> Iterator[RunFol
         if jax.process_index() == 0:
             folder = RunFolder(out)
             try:
-                stack.enter_context(folder.owned())
+                stack.enter_context(folder.lock())
                 begin(folder)
             except UserError as error:
                 refused = error

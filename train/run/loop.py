@@ -20,21 +20,21 @@ from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.output import curves, examples, plots
 from train.output.memory_tables import memory_tables, plan_summary, plan_table
-from train.output.progress import Screen, plain
+from train.output.progress import Screen, line_printer
 from train.run import distributed, tracking
-from train.run.account import Account, account
-from train.run.checkpoint import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes, write_classes
-from train.run.evaluate import Evaluate, Evaluation
-from train.run.guard import Guard
+from train.run.evaluation import Evaluate, Evaluation
 from train.run.interruption import Interruption
+from train.run.memory_report import MemoryReport, memory_report
 from train.run.mesh import layout
 from train.run.metrics import Meter, noise_scale, score
-from train.run.planning import StepBySize, check, compile_step, reserve
+from train.run.planning import StepCache, check, compile_step, reserve
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
-from train.run.run_folder import RunFolder, as_json, quote, read_metrics, write_whole
+from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
 from train.run.setup import Setup, check_resumed, setup
+from train.run.skipped_steps import Guard
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
@@ -62,21 +62,23 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     tracking.check(config)
 
     def begin(folder: RunFolder) -> None:
-        if not resume:
-            folder.begin(config)
-            return
-        if folder.config.is_file():
+        if resume and folder.config.is_file():
             check_resumed(run, folder.read_config())
             check_classes(folder, run.task.dataset.classes)
-        folder.resume(config)
+            folder.resume(config)
+            return
+        if resume:
+            line_printer(console)(f"no run in {folder.path} yet: starting a new one")
+        folder.create()
+        folder.write_config(config)
 
     with distributed.run_folder(out, begin) as folder:
         write_classes(folder, run.task.dataset.classes)
-        unreadable = UnreadableFiles(run.task.dataset, plain(console))
+        unreadable = UnreadableFiles(run.task.dataset, line_printer(console))
         programs = _compile(run, unreadable, console)
         _show_costs(run, programs.costs, folder, console)
         ended = _take_steps(run, programs, folder, unreadable, resume, profile, console, began)
-        _conclude(run, programs, folder, unreadable, ended, plain(console))
+        _conclude(run, programs, folder, unreadable, ended, line_printer(console))
 
 
 class _Programs(NamedTuple):
@@ -90,11 +92,11 @@ class _Programs(NamedTuple):
       costs: where the train step's memory goes, and why it is this one.
     """
 
-    take_step: StepBySize
+    take_step: StepCache
     evaluate: Evaluate
     init: Callable[[Array], TrainState]
     learning_rate: Callable[[int], float]
-    costs: Account
+    costs: MemoryReport
 
     @property
     def predicted(self) -> int:
@@ -109,21 +111,21 @@ def _compile(run: Setup, unreadable: UnreadableFiles, console: Console) -> _Prog
         rows = run.config.data.batch_size // planned.microbatches // run.crops
         size = max(rows // run.devices, 1) * run.devices
         return _Programs(
-            take_step=StepBySize(run, planned, plain(console)),
+            take_step=StepCache(run, planned, line_printer(console)),
             evaluate=run.compile_evaluation(unreadable, size),
             init=run.compile_init(),
             learning_rate=run.compile_schedule(),
-            costs=account(run, planned),
+            costs=memory_report(run, planned),
         )
 
 
-def _show_costs(run: Setup, costs: Account, folder: RunFolder, console: Console) -> None:
-    say, plan = plain(console), costs.planned.plan
+def _show_costs(run: Setup, costs: MemoryReport, folder: RunFolder, console: Console) -> None:
+    say, plan = line_printer(console), costs.planned.plan
     if plan:
         console.print(plan_table(plan, reserve(run)))
         say(plan_summary(plan, reserve(run)))
     console.print(*memory_tables(costs), sep="\n")
-    write_whole(folder.memory, as_json(costs.as_dict()))
+    atomic_write(folder.memory, as_json(costs.as_dict()))
     plots.memory(costs, f"{run.config.name}: memory of a train step", folder.memory_picture)
     if run.privacy:
         say(f"private: {run.privacy.in_words(run.steps)}")
@@ -164,7 +166,7 @@ def _take_steps(
     began: float,
 ) -> _Ended:
     """The steps that are left, with what is logged, tested and saved on the way."""
-    config, say = run.config, plain(console)
+    config, say = run.config, line_printer(console)
     batches = unreadable.watch(run.training_batches())
     memory = HighWater(run.devices // jax.process_count())
 
@@ -179,7 +181,7 @@ def _take_steps(
             say(f"resumed after step {start} of {run.steps}")
         else:
             start, state = 0, programs.init(jax.random.key(config.train.seed))
-        folder.forget_metrics_after(start)
+        folder.drop_metrics_after(start)
         began -= folder.seconds_spent()
 
         step, tested, best = start, None, checkpoints.best_score
@@ -288,7 +290,7 @@ def _conclude(
     }
     if step == ended.start:
         summary |= _told_before(folder.summary, step)
-    write_whole(folder.summary, as_json(summary))
+    atomic_write(folder.summary, as_json(summary))
     words = summary_lines(summary, folder)
     if tested.confusion is not None:
         words += f"\nconfusion: {folder.confusion}\nexamples: {folder.examples}"

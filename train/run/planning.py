@@ -15,7 +15,7 @@ from fnet.memory.target import Target, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import READ_AHEAD
 from train.errors import UserError
-from train.run.process_memory import BESIDE_THE_PROGRAM, HOLES
+from train.run.process_memory import FRAGMENTATION, RUNTIME_OVERHEAD
 from train.run.setup import Setup
 
 Progress = Callable[[Candidate], None]
@@ -62,7 +62,7 @@ def compile_step(
     return choose(run, plan(run, target=target, progress=progress), target=target)
 
 
-class StepBySize:
+class StepCache:
     """The planned step, for batches of every length that comes.
 
     Another length than that planned for is compiled when it first comes, in the same
@@ -224,8 +224,8 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     """
     if target or jax.default_backend() != "cpu":
         return 0
-    holes = int(HOLES * memory.tree_bytes(run.state_shapes))
-    return BESIDE_THE_PROGRAM + holes + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
+    holes = int(FRAGMENTATION * memory.tree_bytes(run.state_shapes))
+    return RUNTIME_OVERHEAD + holes + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
 
 
 def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:

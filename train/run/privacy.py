@@ -12,7 +12,7 @@ from typing import Any, Literal
 from train.config import Clipped
 from train.config.training import MAX_EPSILON
 from train.errors import UserError
-from train.run.process_memory import give_free_memory_back
+from train.run.process_memory import release_free_memory
 
 _MOST_NOISE = 1024.0
 """Noise multiplier beyond which none is looked for."""
@@ -53,7 +53,7 @@ class Privacy:
         Takes 0.02 to 0.3 s, and nothing where it was asked before.
         """
         spent = _epsilon(self, steps) if steps else 0.0
-        give_free_memory_back()  # distributions of privacy loss are large, and many
+        release_free_memory()  # distributions of privacy loss are large, and many
         return spent
 
     def as_dict(self, steps: int) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jax
 
-BESIDE_THE_PROGRAM = 64 * 2**20
-"""Bytes that a training process on CPU takes beside its compiled programs, the batches that are
-read ahead and the holes of `HOLES`: checkpoints on their way to disk, code that is loaded late."""
+RUNTIME_OVERHEAD = 64 * 2**20
+"""Bytes that a training process on CPU takes beside its compiled programs, batches read ahead and
+`FRAGMENTATION`: checkpoints on their way to disk, code that is loaded late."""
 
-HOLES = 1 / 12
+FRAGMENTATION = 1 / 12
 """Of a training state's bytes, what the allocator holds between its arrays once checkpoints were
-written or read. With `BESIDE_THE_PROGRAM`, of language models with an average: of states of 73,
+written or read. With `RUNTIME_OVERHEAD`, of language models with an average: of states of 73,
 290, 651 and 1,151 MiB 55, 72, 82 and 85 MiB were measured, after a resume 65, 85, 105 and 120."""
 
 
@@ -34,7 +34,7 @@ class HighWater:
         self._sharing = devices if jax.default_backend() == "cpu" else 1
         if jax.default_backend() == "cpu":
             gc.collect()
-            give_free_memory_back()
+            release_free_memory()
             _reset_peak()
         self._baseline = _in_use()
 
@@ -46,7 +46,7 @@ class HighWater:
         return max(peak - self._baseline, 0) // self._sharing
 
 
-def hold_little_freed_memory() -> None:
+def limit_freed_memory() -> None:
     """Keeps the C library from holding much of what was freed (Linux).
 
     To be called before threads start. One arena, not one a thread: of a ResNet-50's
@@ -66,7 +66,7 @@ def hold_little_freed_memory() -> None:
         return
 
 
-def give_free_memory_back() -> None:
+def release_free_memory() -> None:
     """Lets the C library return what is free: a baseline, or the peak, would count it."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)

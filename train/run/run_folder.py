@@ -1,4 +1,4 @@
-"""The folder of a run: what lies where, and who may write into it."""
+"""The folder of a run: its files, and which process may write them."""
 
 import contextlib
 import fcntl
@@ -8,7 +8,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from train import config as configs
 from train.config import Config
@@ -34,11 +34,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "mesh.fsdp",
     }
 )
-"""Fields that say how long a run goes, how it reads and what it writes, not what it computes."""
+"""Fields that change a run's length, input and output, but not what it computes."""
 
 
 class RunFolder:
-    """The files of a run."""
+    """Paths of a run's files, and operations on them."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -56,20 +56,26 @@ class RunFolder:
         self.evaluation = path / "evaluation.json"
         self.profile = path / "profile"
         self.report = path / "report.html"
-        self.lock = path / ".lock"
+        self.lock_file = path / ".lock"
+
+    @classmethod
+    def of(cls, given: str) -> Self:
+        """Return the run folder that a user gives, by itself or by its config.json."""
+        path = Path(given)
+        return cls(path.parent if path.name == "config.json" and path.is_file() else path)
 
     @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
-        """While entered, no other process may write here; a killed one owns nothing.
+    def lock(self) -> Iterator[None]:
+        """Keep other processes from writing here while entered; a kill releases the lock.
 
         Raises:
-          UserError: if one does already, or the folder cannot be written.
+          UserError: if another process holds the lock, or the folder cannot be written.
         """
         check_no_pattern(self.path)
         try:
-            new = not self.path.exists()
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            file = self.lock.open("a+")
+            file = self.lock_file.open("a+")
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         with file:
@@ -83,7 +89,7 @@ class RunFolder:
                 ) from error
             except OSError as error:  # a file system without locks
                 raise _cannot_write(self.path, error) from error
-            if not os.fstat(file.fileno()).st_nlink:  # its last owner has ended in between
+            if not os.fstat(file.fileno()).st_nlink:  # the last holder removed the file meanwhile
                 raise UserError(f"{self.path} was in use until now: try again")
             file.truncate(0)
             file.write(f"{os.uname().nodename}, process {os.getpid()}\n")
@@ -91,13 +97,13 @@ class RunFolder:
             try:
                 yield
             finally:
-                self.lock.unlink(missing_ok=True)
-                if new:
-                    with contextlib.suppress(OSError):  # there is something in it now
+                self.lock_file.unlink(missing_ok=True)
+                if is_new:
+                    with contextlib.suppress(OSError):  # it is not empty
                         self.path.rmdir()
 
     def read_config(self) -> Config:
-        """The resolved config of the run.
+        """Return the run's config, with every field.
 
         Raises:
           UserError: if there is no run here.
@@ -106,20 +112,13 @@ class RunFolder:
             raise UserError(f"no run in {self.path}: it has no config.json")
         return configs.from_json(self.config.read_bytes(), str(self.config))
 
-    def begin(self, config: Config) -> None:
-        """Makes the folder for a new run.
+    def create(self) -> None:
+        """Create an empty folder, which becomes a run's with `write_config`.
+
+        Files of a run that ended before its first step are removed.
 
         Raises:
-          UserError: if it cannot be written, or is not empty: nothing is overwritten.
-        """
-        self.claim()
-        self.write_config(config)
-
-    def claim(self) -> None:
-        """Makes the folder, which is no run's as long as it has no config.
-
-        Raises:
-          UserError: as `begin`.
+          UserError: if the folder cannot be written or is not empty. Nothing is overwritten.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -131,16 +130,16 @@ class RunFolder:
                 f"{self.path} already holds a run: continue it with --resume, "
                 "or choose another folder with --out"
             )
-        # What a run leaves that ended before its first step.
-        begun = {
-            self.lock,
+        before_first_step = {
+            self.lock_file,
             self.report,
             self.config,
             self.classes,
             self.memory,
             self.memory_picture,
         }
-        if names - {name for path in begun for name in (path.name, _part(path).name)}:
+        allowed = {name for path in before_first_step for name in (path.name, _part(path).name)}
+        if names - allowed:
             raise UserError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
@@ -151,60 +150,55 @@ class RunFolder:
             raise _cannot_write(self.path, error) from error
 
     def resume(self, config: Config) -> None:
-        """Checks that the run here is the config's, and takes over what may change.
+        """Check that the run here has this config, and update the fields that may change.
 
         Raises:
           UserError: if there is no run here, or one of another config.
         """
-        if not self.config.is_file():
-            raise UserError(
-                f"no run to resume in {self.path}: leave out --resume to start one there"
-            )
-        different = changed(self.read_config(), config)
+        different = changed_fields(self.read_config(), config)
         if different:
-            words = ", ".join(f"{n} is {a} there and {b} here" for n, (a, b) in different.items())
+            fields = ", ".join(f"{n} is {a} there and {b} here" for n, (a, b) in different.items())
             raise UserError(
-                f"{self.path} holds another config's run ({words}): give it as it was, "
-                f"with `fnet train {quote(self.config)} --resume`, or choose another folder with "
-                "--out"
+                f"{self.path} holds a run with another config ({fields}): resume it with "
+                f"`fnet train {quote(self.config)} --resume`, or choose another folder with --out"
             )
         self.write_config(config)
 
     def write_config(self, config: Config) -> None:
-        """Makes the folder a run's.
+        """Write config.json, which makes the folder a run's.
 
         Raises:
           UserError: if it cannot be written.
         """
         try:
-            write_whole(self.config, configs.to_json(config))
+            atomic_write(self.config, configs.to_json(config))
         except OSError as error:
             raise _cannot_write(self.path, error) from error
 
-    def forget_metrics_after(self, step: int) -> None:
-        """Drops lines of steps that a killed run logged but did not save: they come again."""
+    def drop_metrics_after(self, step: int) -> None:
+        """Drop lines that a killed run logged after its last checkpoint."""
         for path in (self.metrics, self.bad_steps):
             if path.exists():
                 lines = [line for line in read_metrics(path) if line["step"] <= step]
-                write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+                atomic_write(path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def seconds_spent(self) -> float:
-        """The time until the last line of the metrics, of all processes that trained here."""
+        """Return the training time until the last line of metrics, over all processes."""
         lines = read_metrics(self.metrics)
         return float(lines[-1].get("seconds", 0.0)) if lines else 0.0
 
 
-def changed(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
-    """``{field: (there, here)}`` of the fields that differ and may not on resume."""
+def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
+    """Return ``{field: (there, here)}`` for fields that differ and may not on resume."""
     a, b = configs.flatten(there), configs.flatten(here)
     names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; what has no step, as one that a kill cut off, is left out.
+    """Return the lines of a metrics file, or [] if there is none.
 
-    A file that is not there has none.
+    Lines without a step, such as one that a kill cut off, are skipped.
     """
     if not path.exists():
         return []
@@ -220,31 +214,31 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def check_no_pattern(path: Path) -> None:
-    """Refuses a folder where orbax would look for checkpoints in others, or in none.
+    """Refuse a folder in which orbax cannot find checkpoints.
 
     Raises:
-      UserError: if its absolute path is a pattern, or has a backslash, which is taken for a slash.
+      UserError: if its absolute path is a glob pattern or has a backslash.
     """
-    whole = str(path.absolute())
-    if glob.escape(whole) != whole or "\\" in whole:
+    absolute = str(path.absolute())
+    if glob.escape(absolute) != absolute or "\\" in absolute:
         raise UserError(
-            f"{whole}: checkpoints cannot be kept where a path has *, ?, [ or \\: rename the "
-            "folder that has it, or choose another with --out"
+            f"{absolute}: checkpoints cannot be saved in a path with *, ?, [ or \\: rename the "
+            "folder, or choose another with --out"
         )
 
 
 def quote(path: Path) -> str:
-    """A path as it is written in a command that can be pasted."""
+    """Quote a path for the shell."""
     return shlex.quote(str(path))
 
 
 def as_json(data: dict[str, Any]) -> str:
-    """Indented JSON, ending in a newline."""
+    """Return indented JSON with a final newline."""
     return json.dumps(data, indent=2) + "\n"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that no reader and no kill ever finds half of it."""
+def atomic_write(path: Path, text: str) -> None:
+    """Write a file atomically: neither a reader nor a kill finds half of it."""
     part = _part(path)
     try:
         part.write_text(text, encoding="utf-8")
@@ -255,7 +249,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _part(path: Path) -> Path:
-    """A file on its way; a kill leaves it."""
+    """Return the temporary path of `atomic_write`, which a kill may leave behind."""
     return path.with_name(f".{path.name}.part")
 
 

@@ -19,10 +19,10 @@ from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, T
 from train.data import Dataset, buckets, poisson
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.run.evaluate import Evaluate
+from train.run.evaluation import Evaluate
 from train.run.mesh import Layout, shardings
 from train.run.privacy import Privacy, privacy_of
-from train.run.run_folder import changed
+from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
 
@@ -208,7 +208,7 @@ def check_resumed(run: Setup, there: Config) -> None:
       UserError: if the noise was calibrated for a run of another length.
     """
     here = run.config
-    if changed(there, here):
+    if changed_fields(there, here):
         return  # not the same run: the folder says so
     steps = _length(there, run.steps_per_epoch)
     if isinstance(here.grad, Clipped) and here.grad.epsilon is not None and steps != run.steps:

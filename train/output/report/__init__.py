@@ -9,7 +9,7 @@ from rich.console import Console
 
 import fnet
 from train.errors import UserError
-from train.output.progress import plain
+from train.output.progress import line_printer
 from train.output.report.config import config, environment
 from train.output.report.curves import along, metrics_of
 from train.output.report.html import element, joined, page
@@ -19,7 +19,7 @@ from train.output.report.pictures import pictures
 from train.output.report.progress import curves, throughput
 from train.output.report.runs import Run, read_runs
 from train.output.report.style import hiding
-from train.run.run_folder import RunFolder, write_whole
+from train.run.run_folder import RunFolder, atomic_write
 
 _BEGINS = "<!doctype html>"
 
@@ -43,10 +43,10 @@ def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> 
     text = as_html(runs, time.time())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text)
+        atomic_write(path, text)
     except OSError as error:
         raise _cannot_write(path, error.strerror or str(error)) from error
-    plain(console)(f"report: {path}")
+    line_printer(console)(f"report: {path}")
     return path
 
 

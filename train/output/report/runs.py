@@ -173,7 +173,7 @@ def _read(folder: RunFolder, label: str) -> Run:
         bad_steps=_checked(bad, BadStep, folder.bad_steps.name, notes),
         pictures=[p for name in PICTURES if (p := _picture(folder.path / name, notes))],
         checkpoints=_checkpoints(folder.checkpoints),
-        owner=_owner(folder.lock),
+        owner=_owner(folder.lock_file),
         notes=notes,
     )
 

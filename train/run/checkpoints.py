@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from fnet import TrainState
 from train.errors import TrainingError, UserError, is_of_memory, is_of_the_machine
-from train.run.checkpoint_memory import at_a_time, in_background, owned
-from train.run.checksums import checksums, dotted
 from train.run.distributed import any_process
-from train.run.process_memory import give_free_memory_back
+from train.run.process_memory import release_free_memory
 from train.run.run_folder import check_no_pattern
 
 # Orbax tells of every directory it makes, and of an error in each of its threads; what matters
 # is raised, and said by the loop.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+IN_FLIGHT = 32 * 2**20
+"""Bytes of a state, beside its largest array, that go to disk or come from it at a time."""
 
 Found = TypeVar("Found")
 
@@ -91,13 +94,13 @@ class Checkpoints:
             read_only=keep is None,
             create=keep is not None,
             lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
-            enable_async_checkpointing=in_background(shapes),
+            enable_async_checkpointing=_in_background(shapes),
         )
         self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
         self._best = best
         check_no_pattern(folder)
         self._some_put_aside = self._put_unread_scores_aside()
-        gigabytes = at_a_time(shapes)
+        gigabytes = _at_a_time(shapes)
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
@@ -153,7 +156,7 @@ class Checkpoints:
                 ),
                 metrics=None if score is None else {"score": score},
             )
-        give_free_memory_back()
+        release_free_memory()
 
     def wait(self) -> None:
         """Returns when everything is on disk.
@@ -178,7 +181,7 @@ class Checkpoints:
         def read(step: int) -> Restored:
             self._compare(step, self._manager.item_metadata(step).state.tree, like)
             state, position = self._read(step, target)
-            return Restored(step, jax.tree.map(owned, state), position)
+            return Restored(step, jax.tree.map(to_jax_buffer, state), position)
 
         return self._newest(read)
 
@@ -365,3 +368,81 @@ def _reason(error: Exception) -> str:
     """Its first line, of a long one the end: there the reason is, behind paths within paths."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= 200 else f"... {line[-200:]}"
+
+
+def _in_background(shapes: Any) -> bool:
+    """Whether there is room to go on with the training while such a state is written.
+
+    On CPU a state that is being written cannot be donated: each step makes another one. That of
+    a small network is less than `IN_FLIGHT`.
+    """
+    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
+
+
+def _at_a_time(shapes: Any) -> float | None:
+    """Gigabytes of arrays that may be on their way at a time; None: any number."""
+    if shapes is None or jax.default_backend() != "cpu":
+        return None
+    return (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # each array must be below orbax's limit
+
+
+def to_jax_buffer(leaf: Array) -> Array:
+    """A restored array, copied into JAX's own memory, in place of the one that was read.
+
+    On CPU most lie where orbax read them to. These cannot be donated: the first step would hold
+    them twice.
+    """
+    copy = jax.block_until_ready(jax.device_put(leaf, leaf.sharding, may_alias=False))
+    leaf.delete()
+    release_free_memory()  # what is free now is too small for the next one by a few bytes
+    return copy
+
+
+def _sizes(shapes: Any) -> list[int]:
+    """Bytes of whole arrays: orbax may read one whole of which a device has a part."""
+    return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
+
+
+def checksums(tree: Any) -> dict[str, int]:
+    """``{"params.stem.kernel": 2873465, ...}`` of every array of a tree.
+
+    The sum over all elements, modulo 2^32, of their bits and their place, mixed by a bijection
+    (the last step of MurmurHash3): one changed element is always seen. No array is moved or
+    copied; of one that is spread over devices each sums its own part.
+
+    Args:
+      tree: of arrays or typed keys of any dtype.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    # One after the other: on CPU each takes as much memory again as its array.
+    return {dotted(path): int(_sum(leaf)) for path, leaf in leaves}
+
+
+def dotted(path: Any) -> str:
+    """A leaf's path, ``"opt_state.0.mu"``, the same for attributes, keys and positions."""
+    parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
+    return ".".join(str(p) for p in parts)
+
+
+@jax.jit
+def _sum(a: Array) -> Array:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a = jax.random.key_data(a)
+    if a.dtype == bool:
+        a = a.astype(np.uint8)
+    if jnp.issubdtype(a.dtype, jnp.complexfloating):
+        a = jnp.stack([a.real, a.imag])
+    bits = min(a.dtype.itemsize * 8, 32)  # of wider ones the halves, on an axis of their own
+    number = jax.lax.bitcast_convert_type(a, np.dtype(f"uint{bits}")).astype(np.uint32)
+    place = jnp.zeros(number.shape, np.uint32)
+    for axis in range(number.ndim):
+        after = math.prod(number.shape[axis + 1 :]) % 2**32
+        place += jax.lax.broadcasted_iota(np.uint32, number.shape, axis) * np.uint32(after)
+    return _mixed(number ^ _mixed(place)).sum(dtype=np.uint32)
+
+
+def _mixed(h: Array) -> Array:
+    """A bijection of 32 bits in which every bit changes half of the others."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)

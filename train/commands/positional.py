@@ -1,0 +1,37 @@
+"""Positional arguments of a command, which come before its flags."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+
+from train import arguments
+from train.errors import UserError
+
+
+def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[str], list[str]]:
+    """Split a command line into positional arguments and flags.
+
+    Args:
+      argv: words after the command's name.
+      usage: ``"fnet predict RUN IMAGE..."``; dots allow one or more.
+      options: classes of the command's options, for ``--help`` without positional arguments.
+
+    Returns:
+      The positional arguments, at least as many as ``usage`` names, and the flags.
+
+    Raises:
+      UserError: for too few or too many positional arguments.
+      SystemExit: with code 0, after ``--help``.
+    """
+    names = usage.split()[2:]
+    values = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if len(values) < len(names):
+        if {"-h", "--help"} & set(argv):
+            for kind in options[:-1]:
+                with contextlib.suppress(SystemExit):
+                    arguments.read(kind, ["--help"], usage)
+            arguments.read(options[-1], ["--help"], usage)
+        raise UserError(f"missing {names[len(values)].removesuffix('...')}; usage: {usage}")
+    if len(values) > len(names) and not usage.endswith("..."):
+        raise UserError(f"unexpected {values[len(names)]}; usage: {usage}")
+    return values, list(argv[len(values) :])

@@ -1,0 +1,37 @@
+"""``fnet train``: train a network from a config."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from train import arguments
+from train.arguments import TrainArguments
+from train.commands.positional import positional
+from train.config import recipes
+from train.run.distributed import join
+from train.run.loop import train
+from train.run.mesh import make_cpu_devices
+from train.run.run_folder import RunFolder
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet train CONFIG``."""
+    (given,), flags = positional(argv, "fnet train CONFIG", TrainArguments)
+    options, config = arguments.read_with_config(
+        TrainArguments, recipes.load(given), flags, f"fnet train {given}"
+    )
+    resumed = RunFolder.of(given)
+    if options.out:
+        out = Path(options.out)
+    elif options.resume and resumed.config.is_file():
+        out = resumed.path
+    else:
+        out = Path(f"runs/{config.name}")
+
+    cluster = options.coordinator, options.processes, options.process
+    is_distributed = options.distributed or any(value is not None for value in cluster)
+    devices = config.mesh.data * config.mesh.fsdp
+    make_cpu_devices(config.mesh, (options.processes or devices) if is_distributed else 1)
+    is_first = join(*cluster) if is_distributed else True
+    console = Console(quiet=not is_first)
+    train(config, out, resume=options.resume, console=console, profile=options.profile)

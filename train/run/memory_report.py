@@ -1,0 +1,102 @@
+"""Memory report of a compiled train step: everything that is known before it runs, as data."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from fnet import memory
+from fnet.memory import Buffer, LayerResiduals, Plan, Timeline
+from train.run.planning import Planned
+from train.run.setup import Setup
+
+_MAX_LAYERS = 20
+"""Largest number of rows in a table and of bars in a plot."""
+
+
+class MemoryReport(NamedTuple):
+    """Memory of a compiled train step.
+
+    Attributes:
+      planned: Compiled step, and the plan it was chosen from.
+      residuals: Bytes that the backward pass saves, by layer in forward order; those of one
+        microbatch if there are several.
+      timeline: Live bytes over the compiled program's schedule; None if the compiler does not
+        report it.
+    """
+
+    planned: Planned
+    residuals: list[LayerResiduals]
+    timeline: Timeline | None
+
+    @property
+    def largest(self) -> list[Buffer]:
+        """Largest buffers that are live at the peak."""
+        return self.timeline.largest if self.timeline else []
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report for memory.json."""
+        planned = self.planned
+        return planned.executable.report.as_dict() | {
+            "policy": planned.policy,
+            "microbatches": planned.microbatches,
+            "remat": planned.proof._asdict() if planned.proof else None,
+            "plan": _plan_as_dict(planned.plan) if planned.plan else None,
+            "residuals": [layer._asdict() for layer in self.residuals],
+            "largest_at_peak": [buffer._asdict() for buffer in self.largest],
+            "live_bytes": self.timeline.live_bytes if self.timeline else None,
+        }
+
+
+def memory_report(run: Setup, planned: Planned) -> MemoryReport:
+    """Report the memory of a run's compiled train step."""
+    try:
+        timeline = planned.executable.report.peak.timeline
+    except ValueError:
+        timeline = None
+    residuals = residuals_by_layer(run, planned.policy, planned.microbatches)
+    return MemoryReport(planned, residuals, timeline)
+
+
+def residuals_by_layer(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
+    """Return the bytes that the loss saves for the backward pass, by layer.
+
+    Layers are grouped by the first parts of their names, so that at most 20 rows remain.
+    """
+    state = run.state_shapes
+    loss = memory.REMAT_POLICIES[policy].apply(run.task.loss)
+
+    def mean_loss(params: Any, model_state: Any, batch: Any, key: jax.Array) -> Any:
+        losses, aux = loss(params, model_state, batch, key)
+        return losses.mean(), aux
+
+    def residuals(parts: int) -> list[memory.Residual]:
+        batch = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((a.shape[0] // parts, *a.shape[1:]), a.dtype),
+            run.batch_shapes,
+        )
+        return memory.residuals(
+            mean_loss, state.params, state.model_state, batch, state.key, has_aux=True
+        )
+
+    try:
+        per_device = residuals(microbatches * run.devices)
+    except ValueError:  # one device has too few examples for a norm without the others
+        everywhere = residuals(microbatches)
+        per_device = [r._replace(bytes=r.bytes // run.devices) for r in everywhere]
+    groupings = [memory.by_layer(per_device, depth) for depth in range(1, 9)]
+    readable = (rows for rows in groupings if len(rows) <= _MAX_LAYERS)
+    return max(readable, key=len, default=groupings[0])
+
+
+def _plan_as_dict(plan: Plan) -> dict[str, Any]:
+    def candidate_as_dict(c: memory.Candidate | None) -> dict[str, Any] | None:
+        if c is None:
+            return None
+        return c._asdict() | {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
+
+    return {
+        "budget": plan.budget,
+        "chosen": candidate_as_dict(plan.chosen),
+        "smaller": candidate_as_dict(plan.smaller),
+        "candidates": [candidate_as_dict(c) for c in plan.candidates],
+    }
