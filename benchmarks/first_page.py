@@ -171,7 +171,7 @@ def _line(headline: Headline, claims: list[Claim]) -> dict[str, str]:
     patterns = {"memory": headline.memory, "time": headline.time}
     found = {what: _found(headline, p, claims) for what, p in patterns.items() if p}
     cells = {what: _cell(found[what]) if what in found else "" for what in patterns}
-    more = f"[`{headline.benchmark}`](docs/{headline.page}#measured)"
+    more = f"[`{headline.benchmark}`](docs/{headline.page}#measurements)"
     peers = {claim.peer: None for claim in found.values()}
     return {"": headline.words, "beside": ", ".join(peers)} | cells | {"more": more}
 
