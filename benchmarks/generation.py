@@ -28,7 +28,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import interleaved, markdown, temporaries
 from fnet import layers, models
-from fnet.generate import _draw, _read, _Sampling
+from fnet.generate import _decode, _prefill, _Sampling
 from fnet.memory import peak, tree_bytes
 
 VOCABULARY, WIDTH, BLOCKS, HEADS, WINDOW = 256, 256, 4, 8, 64
@@ -61,9 +61,9 @@ def drawing(mixer: str, past: int) -> tuple[jax.stages.Compiled, Callable[[], An
     model, params, state = made(mixer)
     start, key = past - PIECE, jax.random.key(1)
     prompt = jnp.zeros((1, start), jnp.int32)
-    carry = _read(model, PIECE, params, state, prompt)
+    carry = _prefill(model, PIECE, params, state, prompt)
     at = jnp.asarray(start), jnp.asarray(0)
-    program = _draw.lower(model, SAMPLING, PIECE, carry, at, params, state, key).compile()
+    program = _decode.lower(model, SAMPLING, PIECE, carry, at, params, state, key).compile()
     box = [carry]
 
     def call() -> Array:

@@ -1,4 +1,4 @@
-"""Text from a language model: tokens drawn one after the other in one compiled scan."""
+"""Text generation from language models, with a cache that is updated in place."""
 
 import functools
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from fnet.layer import Decode
 
 
 class Decodable(Protocol):
-    """A model with ``decode``, as `fnet.models.language_model` makes it."""
+    """A model with ``decode``, such as `fnet.models.language_model` returns."""
 
     @property
     def decode(self) -> Decode | None:
-        """How it goes on; None where it cannot."""
+        """Incremental decoding, or None if the model does not support it."""
         ...
 
 
@@ -29,52 +29,55 @@ def sample_token(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, " b"]:
-    """One token an example, drawn from ``softmax(logits / temperature)``, cut as asked.
+    """Sample one token per example from ``softmax(logits / temperature)``.
+
+    Temperature applies first, then ``top_k``, then ``top_p``. Tokens as likely as the last one
+    that passes are not excluded.
 
     Args:
-      key: typed key [].
+      key: random key [].
       logits: [B, V], floating.
-      temperature: >= 0; 0 takes the likeliest.
-      top_k: only the k likeliest are drawn, and what is as likely as the last of them.
-      top_p: only the likeliest whose probabilities sum to at least p, as few as do,
-        and what is as likely as the last of them (nucleus sampling: Holtzman et al. 2020), of
-        what ``top_k`` leaves; in (0, 1].
+      temperature: sampling temperature >= 0; 0 is greedy.
+      top_k: sample from the k most likely tokens. None: from all.
+      top_p: nucleus sampling threshold in (0, 1] (Holtzman et al. 2020): sample from the fewest
+        most likely tokens whose probabilities sum to at least p. None: from all.
 
     Returns:
       int32 [B].
 
     Raises:
-      ValueError: for a number out of its range.
+      ValueError: for a number out of range.
+
+    Example:
+      >>> import fnet, jax, jax.numpy as jnp
+      >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
+      >>> fnet.sample_token(jax.random.key(0), logits, top_p=0.5).tolist()
+      [1]
     """
-    check_sampling(temperature, top_k, top_p)
+    _check_sampling(temperature, top_k, top_p)
     if temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     logits = logits.astype(jnp.float32)
-    # Less the largest, which stays 0: divided by a tiny number, all could be infinite.
+    # Subtract the maximum, because logits divided by a tiny temperature may all be infinite.
     logits = logits - logits.max(-1, keepdims=True)
     logits = logits / max(temperature, float(jnp.finfo(jnp.float32).tiny))
     if top_k is not None and top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
+        logits = jnp.where(logits >= threshold, logits, -jnp.inf)
     if top_p is not None and top_p < 1:
         descending = -jnp.sort(-logits, -1)
         p = jax.nn.softmax(descending, -1)
-        before = jnp.cumsum(p, -1) - p  # of those that are likelier
-        least = jnp.where(before < top_p, descending, jnp.inf).min(-1, keepdims=True)
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        p_of_likelier = jnp.cumsum(p, -1) - p
+        nucleus = jnp.where(p_of_likelier < top_p, descending, jnp.inf)
+        logits = jnp.where(logits >= nucleus.min(-1, keepdims=True), logits, -jnp.inf)
     return jax.random.categorical(key, logits).astype(jnp.int32)
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Refuses what `sample_token` cannot draw with.
-
-    Raises:
-      ValueError: naming the number and its range.
-    """
+def _check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0, got {temperature}")
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+        raise ValueError(f"top_k must be >= 1, got {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
 
@@ -91,40 +94,47 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "b n"]:
-    """``length`` tokens after a prompt: what `stream` yields, in one piece.
+    """Generate ``length`` tokens after a prompt.
 
-    Can be jitted with ``model``, ``length`` and all after it static.
+    This returns at once what `stream` yields in chunks. It can be jitted with ``model``, ``length``
+    and the sampling options static.
 
     Args:
-      model: a language model, as for `stream`; so are ``params``, ``state`` and ``key``.
-      params: see there.
-      state: see there.
+      model, params, state, key: as for `stream`.
       prompt: tokens [B, P], P >= 1, integers.
-      key: see there.
-      length: how many tokens, >= 1.
-      temperature: as for `sample_token`; so are ``top_k`` and ``top_p``.
-      top_k: see there.
-      top_p: see there.
+      length: number of tokens, >= 1.
+      temperature, top_k, top_p: as for `sample_token`.
 
     Returns:
       int32 [B, length].
 
     Raises:
       ValueError: as `stream`.
+
+    Example:
+      >>> import fnet, jax, jax.numpy as jnp
+      >>> block = fnet.layers.Block(fnet.layers.rg_lru(8, heads=2))
+      >>> model = fnet.models.language_model(vocabulary=10, width=8, blocks=[block])
+      >>> def generate(key, prompt):
+      ...     params, state = model.init(key)
+      ...     return fnet.generate(model, params, state, prompt, key, 5, temperature=0.0)
+      >>> prompt = jax.ShapeDtypeStruct((2, 3), "int32")
+      >>> jax.eval_shape(generate, jax.random.key(0), prompt).shape
+      (2, 5)
     """
-    pieces = stream(
+    chunks = stream(
         model,
         params,
         state,
         prompt,
         key,
         length,
-        at_a_time=max(length, 1),
+        chunk=max(length, 1),
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
     )
-    return jnp.concatenate(list(pieces), axis=1)
+    return jnp.concatenate(list(chunks), axis=1)
 
 
 def stream(
@@ -135,54 +145,50 @@ def stream(
     key: Array,
     length: int,
     *,
-    at_a_time: int = 16,
+    chunk: int = 16,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Iterator[Int[Array, "b n"]]:
-    """Tokens after a prompt, in pieces, as they are drawn.
+    """Generate tokens after a prompt, and yield them in chunks.
 
-    The prompt is read in one pass; then one scan draws each piece. Keys and values of
-    attention and states of recurrences lie in one cache, which each piece is given
-    and renews in place (it is donated).
+    The prompt is processed in one pass. Then each chunk is one compiled scan. The cache (keys and
+    values of attention, states of recurrences) is donated to each scan, which updates it in place.
 
     Args:
       model: a language model.
-      params: its parameters.
-      state: its state; contexts are read, not renewed.
-      prompt: tokens [B, P], P >= 1.
-      key: typed key []; token n is drawn with ``fold_in(key, n)``.
-      length: how many tokens, >= 1.
-      at_a_time: tokens a piece, >= 1; the last piece may have fewer.
-      temperature: as for `sample_token`; so are ``top_k`` and ``top_p``.
-      top_k: see there.
-      top_p: see there.
+      params: parameters of the model.
+      state: state of the model. Generation does not update it.
+      prompt: tokens [B, P], P >= 1, integers.
+      key: random key []. Token n is sampled with ``fold_in(key, n)``, so the tokens do not depend
+        on ``chunk``.
+      length: number of tokens, >= 1.
+      chunk: tokens per chunk, >= 1. The last chunk may have fewer.
+      temperature, top_k, top_p: as for `sample_token`.
 
     Yields:
       int32 [B, n].
 
     Raises:
-      ValueError: when the first piece is asked for: for an empty prompt, a number out of range,
-        or a model that cannot be decoded, such as one whose attention is not causal.
+      ValueError: at the first chunk, for an empty prompt, a number out of range, or a model that
+        does not support decoding, such as one whose attention is not causal.
     """
     if model.decode is None:
         raise ValueError(
-            "generate: this model cannot go on from where it stopped: one of its mixers has no "
-            "decode; a language model needs causal ones"
+            "generate: this model does not support decoding, because one of its mixers does not; "
+            "use causal mixers, such as attention(causal=True)"
         )
     if prompt.ndim != 2 or not prompt.shape[1]:
         raise ValueError(f"generate: prompt must be [B, P] with P >= 1, got {prompt.shape}")
-    if length < 1 or at_a_time < 1:
-        raise ValueError(
-            f"generate: length and at_a_time must be at least 1, got {length} and {at_a_time}"
-        )
-    check_sampling(temperature, top_k, top_p)
+    if length < 1 or chunk < 1:
+        raise ValueError(f"generate: length and chunk must be >= 1, got {length} and {chunk}")
+    _check_sampling(temperature, top_k, top_p)
     sampling = _Sampling(temperature, top_k, top_p)
-    carry = _read(model, length, params, state, prompt)
-    for first in range(0, length, at_a_time):
-        n = min(at_a_time, length - first)
-        at = jnp.asarray(prompt.shape[1]), jnp.asarray(first)
-        carry, tokens = _draw(model, sampling, n, carry, at, params, state, key)
+    carry = _prefill(model, length, params, state, prompt)
+    for first in range(0, length, chunk):
+        n = min(chunk, length - first)
+        position = jnp.asarray(prompt.shape[1]), jnp.asarray(first)
+        carry, tokens = _decode(model, sampling, n, carry, position, params, state, key)
         yield tokens
 
 
@@ -193,33 +199,33 @@ class _Sampling(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _read(model: Any, length: int, params: Any, state: Any, prompt: Array) -> tuple[Array, Any]:
-    """The logits after the prompt, and the cache with room for ``length`` tokens more."""
+def _prefill(model: Any, length: int, params: Any, state: Any, prompt: Array) -> tuple[Array, Any]:
+    """Logits after the prompt, and a cache with room for ``length`` more tokens."""
     cache = model.decode.init_cache(prompt.shape[0], prompt.shape[1] + length)
-    read: tuple[Array, Any] = model.decode.extend(
+    carry: tuple[Array, Any] = model.decode.extend(
         params, state, cache, prompt, jnp.zeros((), jnp.int32)
     )
-    return read
+    return carry
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def _draw(
+def _decode(
     model: Any,
     sampling: _Sampling,
     n: int,
     carry: tuple[Array, Any],
-    at: tuple[Array, Array],
+    position: tuple[Array, Array],
     params: Any,
     state: Any,
     key: Array,
 ) -> tuple[tuple[Array, Any], Int[Array, "b n"]]:
-    """The next ``n`` tokens; ``at`` says how many the prompt has, and how many were drawn."""
-    past, first = at
+    """Sample the next ``n`` tokens; ``position`` is (prompt length, tokens sampled so far)."""
+    prompt_length, first = position
 
-    def one(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], Array]:
+    def step(carry: tuple[Array, Any], i: Array) -> tuple[tuple[Array, Any], Array]:
         logits, cache = carry
         token = sample_token(jax.random.fold_in(key, i), logits, **sampling._asdict())
-        return model.decode.extend(params, state, cache, token[:, None], past + i), token
+        return model.decode.extend(params, state, cache, token[:, None], prompt_length + i), token
 
-    carry, tokens = jax.lax.scan(one, carry, first + jnp.arange(n))
+    carry, tokens = jax.lax.scan(step, carry, first + jnp.arange(n))
     return carry, tokens.T

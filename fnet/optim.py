@@ -1,4 +1,11 @@
-"""Optimizers and learning rate schedules by name, all of them optax's."""
+"""Learning-rate schedules (`make_schedule`) and optimizers (`make_optimizer`) by name, from optax.
+
+Any `optax.GradientTransformation` works with `fnet.make_step`; these are the ones that configs
+can name::
+
+    schedule = fnet.optim.make_schedule("cosine", 1e-3, steps=10_000, warmup_steps=500)
+    optimizer = fnet.optim.make_optimizer("adamw", schedule, weight_decay=0.05)
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +15,7 @@ import numpy as np
 import optax
 
 SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
+"""Names of learning-rate schedules that `make_schedule` knows."""
 
 
 def make_schedule(
@@ -19,64 +27,72 @@ def make_schedule(
     decay_steps: Sequence[float] = (),
     decay_rate: float = 0.1,
 ) -> optax.Schedule:
-    """The learning rate at each step.
+    """Build a learning-rate schedule: linear warmup, then a decay.
 
     Args:
-      name: ``constant``; ``cosine`` (Loshchilov & Hutter 2017) or ``linear``,
-        both down to 0 at ``steps``; ``step`` and ``exponential``, times ``decay_rate``
-        every ``decay_steps[0]`` steps, at once or gradually; ``multistep``, times
+      name: ``constant``. ``cosine`` (Loshchilov & Hutter 2017) or ``linear``, which decay to 0 at
+        ``steps``. ``step`` or ``exponential``, which multiply by ``decay_rate`` every
+        ``decay_steps[0]`` steps, at once or gradually. ``multistep``, which multiplies by
         ``decay_rate`` at each of ``decay_steps``.
-      learning_rate: the highest value.
-      steps: the length of the run, warmup included.
-      warmup_steps: linear from 0 to ``learning_rate`` over that many steps first.
-      decay_steps: of ``step``, ``multistep`` and ``exponential``, counted from the
-        beginning of the run (of ``exponential``, from the end of the warmup).
-      decay_rate: likewise.
+      learning_rate: peak value.
+      steps: length of the run, including the warmup.
+      warmup_steps: steps of linear warmup from 0 to ``learning_rate``.
+      decay_steps: one interval for ``step`` and ``exponential``, or the boundaries for
+        ``multistep``. They count from the start of the run (``exponential``: from the end
+        of the warmup).
+      decay_rate: factor of ``step``, ``multistep`` and ``exponential``, > 0.
 
     Returns:
       ``schedule(step) -> learning rate``, [].
 
     Raises:
-      ValueError: for an unknown name, a warmup that is longer than the run, decay steps
-        that are missing, too many or not above 0, or a decay rate that is not above 0.
+      ValueError: for an unknown name, a warmup longer than the run, decay steps that are missing,
+        too many or not above 0, or a decay rate that is not above 0.
+
+    Example:
+      >>> import fnet
+      >>> schedule = fnet.optim.make_schedule("cosine", 0.1, steps=100, warmup_steps=20)
+      >>> [round(float(schedule(step)), 3) for step in (0, 10, 20, 60, 100)]
+      [0.0, 0.05, 0.1, 0.05, 0.0]
     """
     if not 0 <= warmup_steps <= steps:
         raise ValueError(f"schedule: warmup_steps must be in [0, {steps}], got {warmup_steps}")
-    rest = max(steps - warmup_steps, 1)
+    steps_after_warmup = max(steps - warmup_steps, 1)
     if name in ("step", "multistep", "exponential"):
-        wanted = "some" if name == "multistep" else "one"
-        if not decay_steps or min(decay_steps) <= 0 or (len(decay_steps) > 1 and wanted == "one"):
+        needed = "some" if name == "multistep" else "one"
+        if not decay_steps or min(decay_steps) <= 0 or (len(decay_steps) > 1 and needed == "one"):
             raise ValueError(
-                f"schedule: {name} needs {wanted} decay_steps above 0, got {tuple(decay_steps)}"
+                f"schedule: {name} needs {needed} decay_steps above 0, got {tuple(decay_steps)}"
             )
         if not decay_rate > 0:
             raise ValueError(f"schedule: decay_rate must be above 0, got {decay_rate}")
 
-    def falls() -> optax.Schedule:
-        every = decay_steps[0]
-        at = np.arange(every, steps, every) if name == "step" else decay_steps
-        scales: dict[int, float] = {}
-        for place in (max(round(s) - warmup_steps, 0) for s in at):
-            scales[place] = scales.get(place, 1.0) * decay_rate
-        return optax.piecewise_constant_schedule(learning_rate, scales)
+    def piecewise_constant() -> optax.Schedule:
+        interval = decay_steps[0]
+        boundaries = np.arange(interval, steps, interval) if name == "step" else decay_steps
+        scale_by_step: dict[int, float] = {}
+        for step in (max(round(b) - warmup_steps, 0) for b in boundaries):
+            scale_by_step[step] = scale_by_step.get(step, 1.0) * decay_rate
+        return optax.piecewise_constant_schedule(learning_rate, scale_by_step)
 
-    after: dict[str, Callable[[], optax.Schedule]] = {
+    decays: dict[str, Callable[[], optax.Schedule]] = {
         "constant": lambda: optax.constant_schedule(learning_rate),
-        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, rest),
-        "linear": lambda: optax.linear_schedule(learning_rate, 0.0, rest),
-        "step": falls,
-        "multistep": falls,
+        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, steps_after_warmup),
+        "linear": lambda: optax.linear_schedule(learning_rate, 0.0, steps_after_warmup),
+        "step": piecewise_constant,
+        "multistep": piecewise_constant,
         "exponential": lambda: optax.exponential_decay(learning_rate, decay_steps[0], decay_rate),
     }
-    if name not in after:
-        raise ValueError(f"schedule: expected one of {SCHEDULES}, got {name!r}")
+    if name not in decays:
+        raise ValueError(f"schedule must be one of {SCHEDULES}, got {name!r}")
     if not warmup_steps:
-        return after[name]()
+        return decays[name]()
     warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
-    return optax.join_schedules([warmup, after[name]()], [warmup_steps])
+    return optax.join_schedules([warmup, decays[name]()], [warmup_steps])
 
 
 OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "adafactor")
+"""Names of optimizers that `make_optimizer` knows."""
 
 
 def make_optimizer(
@@ -89,79 +105,108 @@ def make_optimizer(
     clip_norm: float | None = None,
     classifier_scale: float | None = None,
 ) -> optax.GradientTransformation:
-    """A gradient transformation from optax.
+    """Build an optimizer, with weight decay on kernels only and optional gradient clipping.
 
-    ``adafactor`` keeps no momentum, and of an array's squared gradients only the means along
-    its two longest axes: of n x m parameters n + m numbers. That holds where both axes have 128
-    entries or more; of any other array it keeps a number a parameter. Of ResNet-50 that is
-    1/133 of the bytes that ``adam`` keeps, of a small network, whose axes are shorter, half.
-    Each array's step is clipped to a root mean square of 1, then multiplied by that of the array
-    itself (at least 1e-3), so learning rates are relative and small: Shazeer & Stern 2018 take
-    1e-2 and less. An array that holds a stack of layers counts as one.
+    ``adafactor`` has no momentum. For an array whose two longest axes have n and m >= 128 entries
+    it saves the means of the squared gradients along these axes, n + m numbers instead of n m.
+    For any other array it saves one number per parameter. Its state is 1/133 of Adam's for
+    ResNet-50, and half of Adam's for small networks. The update of each array is clipped to a root
+    mean square of 1 and then multiplied by the root mean square of the array (at least 1e-3), so
+    learning rates are relative and small: Shazeer & Stern 2018 use 1e-2 and less. A stack of
+    layers in one array counts as one array.
 
     Args:
       name: ``sgd``, ``adam``, ``adamw``, ``lion`` or ``adafactor``.
-      learning_rate: a number or a schedule.
-      momentum: ``sgd``'s; 0 keeps no momentum buffer.
-      nesterov: ``sgd``'s.
-      weight_decay: times the parameter, on kernels only (`decayed`): decoupled,
-        times the learning rate, for ``adamw``, ``lion`` and ``adafactor``; added to the
+      learning_rate: a number or a schedule, such as from `make_schedule`.
+      momentum: momentum of ``sgd``; 0 has no momentum buffer.
+      nesterov: whether ``sgd`` uses Nesterov momentum.
+      weight_decay: weight decay, on kernels only (`weight_decay_mask`). It is decoupled and
+        multiplied by the learning rate for ``adamw``, ``lion`` and ``adafactor``, and added to the
         gradient otherwise.
-      clip_norm: largest global norm of the gradient, or None.
-      classifier_scale: learning rate of the last layer (`in_classifier`), in learning
-        rates of the others; None: the same. Without effect where no layer is one.
+      clip_norm: largest global norm of the gradient, or None for no clipping.
+      classifier_scale: factor on the learning rate of the last layer (`classifier_mask`), or None.
 
     Returns:
-      What `fnet.make_step` and `fnet.TrainState.create` take.
+      An optimizer for `fnet.make_step` and `fnet.TrainState.create`.
 
     Raises:
-      ValueError: for an unknown name, and a clip_norm that is not above 0.
+      ValueError: for an unknown name, or a ``clip_norm`` that is not above 0.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> optimizer = fnet.optim.make_optimizer("sgd", 0.1, momentum=0.0, weight_decay=0.5)
+      >>> params = {"kernel": jnp.ones(1), "bias": jnp.ones(1)}
+      >>> grads = {"kernel": jnp.zeros(1), "bias": jnp.zeros(1)}
+      >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(updates["kernel"], updates["bias"])  # the bias does not decay
+      [-0.05] [-0.]
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"optimizer: clip_norm must be above 0, got {clip_norm}")
     if name == "adamw":
-        rule = optax.adamw(learning_rate, weight_decay=weight_decay, mask=decayed)
+        optimizer = optax.adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
     elif name == "lion":
-        rule = optax.lion(learning_rate, weight_decay=weight_decay, mask=decayed)
+        optimizer = optax.lion(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
     elif name == "adafactor":
-        # optax's own learning rate would leave out the decay, which it adds behind it.
+        # Scale by the learning rate last: optax.adafactor adds the decay after its own scaling.
         direction = optax.adafactor(
-            weight_decay_rate=weight_decay or None, weight_decay_mask=decayed
+            weight_decay_rate=weight_decay or None, weight_decay_mask=weight_decay_mask
         )
-        rule = optax.chain(direction, optax.scale_by_learning_rate(learning_rate, flip_sign=False))
+        scale = optax.scale_by_learning_rate(learning_rate, flip_sign=False)
+        optimizer = optax.chain(direction, scale)
     elif name in ("sgd", "adam"):
-        rule = (
+        optimizer = (
             optax.sgd(learning_rate, momentum=momentum or None, nesterov=nesterov)
             if name == "sgd"
             else optax.adam(learning_rate)
         )
         if weight_decay:
-            rule = optax.chain(optax.add_decayed_weights(weight_decay, mask=decayed), rule)
+            decay = optax.add_decayed_weights(weight_decay, mask=weight_decay_mask)
+            optimizer = optax.chain(decay, optimizer)
     else:
-        raise ValueError(f"optimizer: expected one of {OPTIMIZERS}, got {name!r}")
-    if classifier_scale is not None:  # every rule here is linear in its learning rate
-        rule = optax.chain(rule, optax.masked(optax.scale(classifier_scale), in_classifier))
-    return rule if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), rule)
+        raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {name!r}")
+    if classifier_scale is not None:  # All of these optimizers are linear in the learning rate.
+        scale = optax.masked(optax.scale(classifier_scale), classifier_mask)
+        optimizer = optax.chain(optimizer, scale)
+    if clip_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
 
-def decayed(params: Any) -> Any:
-    """Which leaves weight decay applies to: those named ``kernel``, not biases or norms.
+def weight_decay_mask(params: Any) -> Any:
+    """Mask of the leaves that weight decay applies to: kernels, but not biases or norms.
 
     Args:
       params: nested dicts of arrays.
+
+    Returns:
+      A pytree of bools with the structure of ``params``.
+
+    Example:
+      >>> import fnet
+      >>> fnet.optim.weight_decay_mask({"fc": {"kernel": 1.0, "bias": 0.0}})
+      {'fc': {'bias': False, 'kernel': True}}
     """
     return jax.tree_util.tree_map_with_path(lambda path, _: "kernel" in _names(path[-1:]), params)
 
 
 CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
-"""What networks for images call their last layer; of a DeepLab also the head before it."""
+"""Names of the last layer in image networks; for a DeepLab also of the head before it."""
 
 
-def in_classifier(params: Any) -> Any:
-    """Which leaves are of the layer that makes logits: those under one of `CLASSIFIERS`.
+def classifier_mask(params: Any) -> Any:
+    """Mask of the leaves of the last layer: those under one of `CLASSIFIERS`.
 
     Args:
       params: nested dicts of arrays.
+
+    Returns:
+      A pytree of bools with the structure of ``params``.
+
+    Example:
+      >>> import fnet
+      >>> fnet.optim.classifier_mask({"conv1": {"kernel": 1.0}, "fc": {"kernel": 1.0}})
+      {'conv1': {'kernel': False}, 'fc': {'kernel': True}}
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not CLASSIFIERS.isdisjoint(_names(path[:1])), params

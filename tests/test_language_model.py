@@ -1,4 +1,4 @@
-"""Language models of every mixer, and text drawn from them."""
+"""Language models with every mixer, and text generation."""
 
 import functools
 
@@ -11,7 +11,7 @@ import pytest
 
 import fnet
 from fnet import layers, models
-from fnet.generate import _draw, _read, _Sampling
+from fnet.generate import _decode, _prefill, _Sampling
 from fnet.layer import Decode
 
 V, WIDTH, T = 11, 16, 12
@@ -28,8 +28,8 @@ MIXERS = {
 
 
 @functools.cache
-def made(*mixers, context="lagged", **options):
-    """A model of these mixers, in turn, with its parameters and a state with contexts in it."""
+def build(*mixers, context="lagged", **options):
+    """A model with one block per mixer, its parameters and a non-zero state."""
     blocks = [layers.Block(MIXERS[name](), layers.feed_forward(WIDTH, 24)) for name in mixers]
     model = models.language_model(
         vocabulary=V, width=WIDTH, blocks=blocks, context=context, **options
@@ -57,31 +57,31 @@ FAMILIES = [
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
 def test_losses_are_the_cross_entropy_of_the_logits(mixers):
-    model, params, state = made(*mixers)
+    model, params, state = build(*mixers)
     logits, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
     chex.assert_shape(logits, (2, T, V))
-    each, _ = jax.jit(lambda x, y: model.losses(params, state, x, y, train=False))(
+    losses, _ = jax.jit(lambda x, y: model.losses(params, state, x, y, train=False))(
         tokens(), tokens(seed=2)
     )
     expected = -jax.nn.log_softmax(logits)[
         jnp.arange(2)[:, None], jnp.arange(T)[None], tokens(seed=2)
     ]
-    chex.assert_trees_all_close(each, expected, atol=1e-5)
+    chex.assert_trees_all_close(losses, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("mixer", ["attention", pytest.param("mamba2", marks=pytest.mark.slow)])
-def test_padding_may_be_any_number(mixer):
-    model, params, state = made(mixer, "attention")
-    real = jnp.arange(T)[None] < jnp.asarray([[7], [T]])
+def test_padding_may_have_any_index(mixer):
+    model, params, state = build(mixer, "attention")
+    is_real = jnp.arange(T)[None] < jnp.asarray([[7], [T]])
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
     def gradient(params, x, y):
-        each, after = model.losses(params, state, x, y, train=True, mask=real)
-        return each.sum(), (each, after)
+        losses, after = model.losses(params, state, x, y, train=True, mask=is_real)
+        return losses.sum(), (losses, after)
 
     got, expected = (
-        gradient(params, *(jnp.where(real, tokens(seed=i), pad) for i in (1, 2)))
+        gradient(params, *(jnp.where(is_real, tokens(seed=i), pad) for i in (1, 2)))
         for pad in (-100, 0)
     )
     chex.assert_tree_all_finite(got)
@@ -89,8 +89,8 @@ def test_padding_may_be_any_number(mixer):
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
-def test_no_later_token_reaches_an_earlier_one(mixers):
-    model, params, state = made(*mixers)
+def test_model_is_causal(mixers):
+    model, params, state = build(*mixers)
     run = jax.jit(lambda x: model.apply(params, state, x, train=True)[0])
     changed = tokens().at[:, 7:].set((tokens()[:, 7:] + 1) % V)
     chex.assert_trees_all_close(run(changed)[:, :7], run(tokens())[:, :7], atol=1e-5)
@@ -98,8 +98,8 @@ def test_no_later_token_reaches_an_earlier_one(mixers):
 
 
 @pytest.mark.parametrize("mixers", FAMILIES, ids="-".join)
-def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers):
-    model, params, state = made(*mixers)
+def test_decoding_matches_the_logits_of_the_whole_sequence(mixers):
+    model, params, state = build(*mixers)
     whole, _ = jax.jit(lambda x: model.apply(params, state, x, train=False))(tokens())
     extend = jax.jit(model.decode.extend)
     for prompt in (1, 5, T):
@@ -111,42 +111,40 @@ def test_token_by_token_after_a_prompt_gives_the_logits_of_the_whole(mixers):
             chex.assert_trees_all_close(logits, whole[:, i], atol=2e-5)
 
 
-def test_a_table_serves_both_ends():
-    _, params, _ = made("attention")
+def test_embedding_is_tied_to_the_head():
+    _, params, _ = build("attention")
     assert set(params) == {"embedding", "blocks", "norm"}
 
 
-def test_without_contexts_the_state_is_empty():
-    assert made("attention", "mamba", context=None)[2] == {}
+def test_without_context_the_state_is_empty():
+    assert build("attention", "mamba", context=None)[2] == {}
 
 
-@pytest.mark.parametrize("at_a_time", [pytest.param(3, marks=pytest.mark.slow), 20])
-def test_generation_does_not_depend_on_its_pieces(at_a_time):
-    model, params, state = made("attention", "mamba")
+@pytest.mark.parametrize("chunk", [pytest.param(3, marks=pytest.mark.slow), 20])
+def test_generated_tokens_do_not_depend_on_the_chunk(chunk):
+    model, params, state = build("attention", "mamba")
     prompt = tokens(4)
-    pieces = list(
-        fnet.stream(
-            model, params, state, prompt, jax.random.key(3), 7, at_a_time=at_a_time, top_k=5
-        )
+    chunks = list(
+        fnet.stream(model, params, state, prompt, jax.random.key(3), 7, chunk=chunk, top_k=5)
     )
-    assert [p.shape[1] for p in pieces] == [min(at_a_time, 7 - i) for i in range(0, 7, at_a_time)]
+    assert [p.shape[1] for p in chunks] == [min(chunk, 7 - i) for i in range(0, 7, chunk)]
     whole = fnet.generate(model, params, state, prompt, jax.random.key(3), 7, top_k=5)
-    chex.assert_trees_all_equal(jnp.concatenate(pieces, 1), whole)
+    chex.assert_trees_all_equal(jnp.concatenate(chunks, 1), whole)
 
 
 @pytest.mark.slow
-def test_greedy_generation_is_that_without_a_cache():
-    model, params, state = made("rg_lru", "attention")
+def test_greedy_generation_matches_generation_without_a_cache():
+    model, params, state = build("rg_lru", "attention")
     apply = jax.jit(lambda x: model.apply(params, state, x, train=False)[0])
-    # What is not told yet is before no token that is: any number does.
-    told = jnp.pad(tokens(3), ((0, 0), (0, 6)))
+    # The model is causal, so padding after the known tokens may have any index.
+    known = jnp.pad(tokens(3), ((0, 0), (0, 6)))
     for i in range(3, 9):
-        told = told.at[:, i].set(apply(told)[:, i - 1].argmax(-1))
-    drawn = fnet.generate(model, params, state, tokens(3), jax.random.key(0), 6, temperature=0.0)
-    chex.assert_trees_all_equal(drawn, told[:, 3:].astype(jnp.int32))
+        known = known.at[:, i].set(apply(known)[:, i - 1].argmax(-1))
+    sampled = fnet.generate(model, params, state, tokens(3), jax.random.key(0), 6, temperature=0.0)
+    chex.assert_trees_all_equal(sampled, known[:, 3:].astype(jnp.int32))
 
 
-def test_tokens_are_drawn_as_often_as_the_model_says():
+def test_sampled_tokens_have_the_expected_frequencies():
     logits = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125]))
 
     def share(**options):
@@ -163,35 +161,35 @@ def test_tokens_are_drawn_as_often_as_the_model_says():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"temperature": -1}, "temperature must be >= 0, got -1"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be >= 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
-        ({"at_a_time": 0}, "at_a_time must be at least 1, got 4 and 0"),
+        ({"chunk": 0}, "chunk must be >= 1, got 4 and 0"),
     ],
 )
-def test_drawing_out_of_range_is_refused(options, words):
-    model, params, state = made("attention")
-    with pytest.raises(ValueError, match=words):
+def test_stream_rejects_options_out_of_range(options, message):
+    model, params, state = build("attention")
+    with pytest.raises(ValueError, match=message):
         next(fnet.stream(model, params, state, tokens(3), jax.random.key(0), 4, **options))
 
 
-def test_an_empty_prompt_and_a_model_that_looks_ahead_are_refused():
-    model, params, state = made("attention")
+def test_stream_rejects_empty_prompt_and_bidirectional_model():
+    model, params, state = build("attention")
     with pytest.raises(ValueError, match="P >= 1"):
         next(fnet.stream(model, params, state, tokens(0), jax.random.key(0), 4))
-    both_ways = layers.Block(layers.attention(WIDTH, 2))
-    ahead = models.language_model(vocabulary=V, width=WIDTH, blocks=[both_ways])
+    bidirectional = layers.Block(layers.attention(WIDTH, 2))
+    undecodable = models.language_model(vocabulary=V, width=WIDTH, blocks=[bidirectional])
     with pytest.raises(ValueError, match="causal"):
-        next(fnet.stream(ahead, {}, {}, tokens(3), jax.random.key(0), 4))
+        next(fnet.stream(undecodable, {}, {}, tokens(3), jax.random.key(0), 4))
 
 
-def test_the_cache_is_renewed_in_place():
-    model, params, state = made("window", "attention", "mamba", "mamba2", "rg_lru")
-    carry = jax.eval_shape(lambda p: _read(model, 500, params, state, p), tokens(3))
+def test_cache_is_updated_in_place():
+    model, params, state = build("window", "attention", "mamba", "mamba2", "rg_lru")
+    carry = jax.eval_shape(lambda p: _prefill(model, 500, params, state, p), tokens(3))
     at = (jnp.asarray(3), jnp.asarray(0))
-    compiled = _draw.lower(
+    compiled = _decode.lower(
         model, _Sampling(1.0, None, None), 8, carry, at, params, state, jax.random.key(0)
     ).compile()
     cache = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry))
@@ -200,12 +198,12 @@ def test_the_cache_is_renewed_in_place():
 
 @pytest.mark.slow
 def test_training_learns_to_repeat():
-    model, _, _ = made("attention", "mamba")
+    model, _, _ = build("attention", "mamba")
 
     def loss(params, model_state, batch, key):
         x, y = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        each, model_state = model.losses(params, model_state, x, y, key=key, train=True)
-        return each.mean(1), fnet.Aux(model_state, {})
+        losses, model_state = model.losses(params, model_state, x, y, key=key, train=True)
+        return losses.mean(1), fnet.Aux(model_state, {})
 
     optimizer = optax.adam(1e-2)
     create = jax.jit(lambda key: fnet.TrainState.create(model, optimizer, key))
@@ -221,25 +219,25 @@ def test_training_learns_to_repeat():
 
 
 @pytest.mark.parametrize("logits", [[-50.0, -40.0, -90.0], [40.0, 50.0, 45.0]])
-def test_a_tiny_temperature_takes_the_likeliest(logits):
-    drawn = fnet.sample_token(jax.random.key(0), jnp.array([logits]), temperature=1e-37)
-    assert drawn.tolist() == [1]
+def test_tiny_temperature_is_greedy(logits):
+    sampled = fnet.sample_token(jax.random.key(0), jnp.array([logits]), temperature=1e-37)
+    assert sampled.tolist() == [1]
 
 
-def test_temperature_comes_before_top_k_and_top_k_before_top_p():
+def test_temperature_applies_before_top_k_and_top_k_before_top_p():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.125, 0.125]]))
 
-    def drawn(**options):
+    def sampled(**options):
         draw = jax.jit(jax.vmap(lambda k: fnet.sample_token(k, logits, **options)[0]))
         return {*draw(jax.random.split(jax.random.key(0), 300)).tolist()}
 
-    assert drawn(temperature=0.5, top_p=0.6) == {0}  # which then has 16/22
-    assert drawn(top_k=2, top_p=0.6) == {0}  # of the two it has 2/3
-    assert drawn(top_k=9) == {0, 1, 2, 3}  # more than there are
+    assert sampled(temperature=0.5, top_p=0.6) == {0}  # token 0 has 16/22
+    assert sampled(top_k=2, top_p=0.6) == {0}  # token 0 has 2/3 of two
+    assert sampled(top_k=9) == {0, 1, 2, 3}  # more than V
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1}, {"top_k": 0}, {"top_p": 1.5}])
-def test_one_token_is_not_drawn_out_of_range_either(options):
+def test_sample_token_rejects_options_out_of_range(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be .*, got"):
         fnet.sample_token(jax.random.key(0), jnp.zeros((1, 4)), **options)
 
@@ -254,22 +252,22 @@ UNIFORM = fnet.Layer(
 )
 
 
-@pytest.mark.parametrize("at_a_time", [2, 7])
-def test_token_n_is_drawn_with_the_key_folded_with_n_whatever_the_pieces(at_a_time):
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_token_n_is_sampled_with_the_key_folded_with_n(chunk):
     key, prompt = jax.random.key(3), jnp.zeros((2, 3), jnp.int32)
-    pieces = list(fnet.stream(UNIFORM, {}, {}, prompt, key, 5, at_a_time=at_a_time))
+    chunks = list(fnet.stream(UNIFORM, {}, {}, prompt, key, 5, chunk=chunk))
     expected = [fnet.sample_token(jax.random.fold_in(key, n), jnp.zeros((2, 97))) for n in range(5)]
-    chex.assert_trees_all_equal(jnp.concatenate(pieces, 1), jnp.stack(expected, 1))
+    chex.assert_trees_all_equal(jnp.concatenate(chunks, 1), jnp.stack(expected, 1))
 
 
 @pytest.mark.parametrize(
-    ("shape", "length", "words"),
+    ("shape", "length", "message"),
     [
-        ((2, 3), 0, "must be at least 1, got 0 and 16"),
+        ((2, 3), 0, "must be >= 1, got 0 and 16"),
         ((3,), 4, r"prompt must be \[B, P\].*\(3,\)"),
     ],
 )
-def test_no_token_and_a_prompt_without_a_batch_are_refused(shape, length, words):
+def test_stream_rejects_zero_length_and_prompt_without_batch(shape, length, message):
     prompt = jnp.zeros(shape, jnp.int32)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         next(fnet.stream(UNIFORM, {}, {}, prompt, jax.random.key(0), length))

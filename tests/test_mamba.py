@@ -16,7 +16,7 @@ from fnet.layers.mamba import mamba, selective_scan
 from fnet.layers.mamba2 import mamba2, state_space_dual
 from fnet.layers.norm import rms_norm
 from fnet.layers.rg_lru import rg_lru
-from fnet.optim import decayed
+from fnet.optim import weight_decay_mask
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +178,7 @@ def test_rematerialization_does_not_change_values_and_gradients(name):
     ],
 )
 def test_weight_decay_applies_to_kernels_only(name, expected):
-    found = jax.tree.leaves_with_path(decayed(initial(name)))
+    found = jax.tree.leaves_with_path(weight_decay_mask(initial(name)))
     assert {path[0].key for path, decays in found if decays} == expected
     assert all(path[-1].key == "kernel" for path, decays in found if decays)
 

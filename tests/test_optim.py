@@ -1,4 +1,4 @@
-"""Schedules and optimizers by name."""
+"""Learning-rate schedules and optimizers by name."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ from fnet.memory import tree_bytes
         ("cosine", [0.0, 0.5, 1.0, 0.5, 0.0]),
     ],
 )
-def test_schedules_rise_and_fall(name, expected):
+def test_warmup_and_decay_have_expected_values(name, expected):
     schedule = fnet.optim.make_schedule(name, 1.0, steps=8, warmup_steps=4)
     got = [float(schedule(step)) for step in (0, 2, 4, 6, 8)]
     np.testing.assert_allclose(got, expected, atol=1e-6)
@@ -32,15 +32,15 @@ def test_schedules_rise_and_fall(name, expected):
 @pytest.mark.parametrize(
     ("name", "decay_steps", "expected"),
     [
-        # At once every three steps, from the beginning of the run.
+        # Every three steps, counted from the start of the run.
         ("step", (3,), [0.0, 0.5, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]),
         ("multistep", (4, 7), [0.0, 0.5, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25]),
-        # Two that fall into one step are both counted.
+        # Two boundaries in the same step both count.
         ("multistep", (4.2, 4.4), [0.0, 0.5, 1.0, 1.0, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]),
         ("exponential", (2,), [0.0, 0.5, *[0.5 ** (i / 2) for i in range(8)]]),
     ],
 )
-def test_decays_multiply_the_rate(name, decay_steps, expected):
+def test_step_decays_have_expected_values(name, decay_steps, expected):
     schedule = fnet.optim.make_schedule(
         name, 1.0, steps=10, warmup_steps=2, decay_steps=decay_steps, decay_rate=0.5
     )
@@ -56,28 +56,28 @@ def test_decays_multiply_the_rate(name, decay_steps, expected):
         ("multistep", (2, -1), r"multistep needs some decay_steps above 0, got \(2, -1\)"),
     ],
 )
-def test_decays_that_cannot_be_are_refused(name, decay_steps, message):
+def test_rejects_invalid_decay_steps(name, decay_steps, message):
     with pytest.raises(ValueError, match=message):
         fnet.optim.make_schedule(name, 1.0, 10, decay_steps=decay_steps)
 
 
 @pytest.mark.parametrize("name", ["step", "multistep", "exponential"])
-def test_a_decay_rate_that_is_not_above_0_is_refused(name):
+def test_rejects_decay_rate_not_above_0(name):
     for rate in (0.0, -0.5):
         with pytest.raises(ValueError, match=f"decay_rate must be above 0, got {rate}"):
             fnet.optim.make_schedule(name, 1.0, 10, decay_steps=(2,), decay_rate=rate)
 
 
-def test_names_that_do_not_exist_are_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"expected one of .*cosine.*, got 'stepp'"):
+def test_rejects_unknown_names_and_long_warmup():
+    with pytest.raises(ValueError, match=r"schedule must be one of .*cosine.*, got 'stepp'"):
         fnet.optim.make_schedule("stepp", 0.1, 10)
     with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got 11"):
         fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=11)
-    with pytest.raises(ValueError, match=r"expected one of .*adamw.*, got 'sdg'"):
+    with pytest.raises(ValueError, match=r"optimizer must be one of .*adamw.*, got 'sdg'"):
         fnet.optim.make_optimizer("sdg", 0.1)
 
 
-def test_weight_decay_spares_norms_and_biases():
+def test_weight_decay_applies_to_kernels_only():
     model = fnet.serial(conv=layers.conv(1, 4), abn=layers.abn(4), head=layers.dense(4, 3))
     params, _ = jax.jit(model.init)(jax.random.key(0))
     rule = fnet.optim.make_optimizer("sgd", 1.0, momentum=0.0, weight_decay=0.5)
@@ -100,7 +100,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_an_optimizer_is_optaxs_with_the_settings_that_are_given(name):
+def test_optimizers_match_optax(name):
     params = {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([3.0, 0.5])}
     rule = fnet.optim.make_optimizer(name, 0.1, momentum=0.7, nesterov=True, weight_decay=0.2)
     ours, theirs = rule.init(params), RULES[name].init(params)
@@ -112,7 +112,7 @@ def test_an_optimizer_is_optaxs_with_the_settings_that_are_given(name):
 
 
 @pytest.mark.parametrize(("clip_norm", "factor"), [(6.5, 0.5), (26.0, 1.0)])
-def test_a_gradient_is_clipped_to_its_global_norm(clip_norm, factor):
+def test_clip_norm_clips_the_global_norm(clip_norm, factor):
     gradient = {"kernel": jnp.array([[3.0, 4.0]]), "bias": jnp.array([12.0])}  # of norm 13
     rule = fnet.optim.make_optimizer("sgd", 0.1, clip_norm=clip_norm)
     updates, _ = rule.update(gradient, rule.init(gradient), gradient)
@@ -120,14 +120,14 @@ def test_a_gradient_is_clipped_to_its_global_norm(clip_norm, factor):
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan")])
-def test_a_norm_that_nothing_can_be_clipped_to_is_refused(clip_norm):
+def test_rejects_clip_norm_not_above_0(clip_norm):
     with pytest.raises(ValueError, match=f"clip_norm must be above 0, got {clip_norm}"):
         fnet.optim.make_optimizer("sgd", 0.1, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
-def test_parameters_may_be_one_array(name):
-    """It is no kernel, so that nothing decays, and of no classifier."""
+def test_params_may_be_a_single_array(name):
+    """A single array is neither a kernel nor a classifier."""
     params = jnp.ones(3)
     rule = fnet.optim.make_optimizer(name, 0.1, weight_decay=0.5, classifier_scale=5.0)
     plain = fnet.optim.make_optimizer(name, 0.1)
@@ -138,7 +138,7 @@ def test_parameters_may_be_one_array(name):
 
 
 @pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
-def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
+def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}
     gradient = jax.tree.map(lambda a: 0.3 * a, params)
 
@@ -149,9 +149,9 @@ def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
         changes, _ = rule.update(gradient, rule.init(params), params)
         return optax.apply_updates(params, changes)
 
-    both = update(0.1, 5.0)
-    chex.assert_trees_all_close(both["layer1"], update(0.1, None)["layer1"], rtol=1e-6)
-    chex.assert_trees_all_close(both["fc"], update(0.5, None)["fc"], rtol=1e-6)
+    scaled = update(0.1, 5.0)
+    chex.assert_trees_all_close(scaled["layer1"], update(0.1, None)["layer1"], rtol=1e-6)
+    chex.assert_trees_all_close(scaled["fc"], update(0.5, None)["fc"], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_the_classifier_can_have_a_learning_rate_of_its_own(name):
         "wider_resnet16",
     ],
 )
-def test_every_classifier_is_known_as_one(name):
+def test_classifier_mask_finds_the_classifier_of_every_network(name):
     params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))
-    chosen = jax.tree.leaves_with_path(fnet.optim.in_classifier(params))
-    assert any(of_it for _, of_it in chosen)
-    assert not all(of_it for _, of_it in chosen)
+    mask = jax.tree.leaves_with_path(fnet.optim.classifier_mask(params))
+    assert any(is_classifier for _, is_classifier in mask)
+    assert not all(is_classifier for _, is_classifier in mask)
 
 
 ADAFACTOR = functools.partial(fnet.optim.make_optimizer, "adafactor")
@@ -180,10 +180,10 @@ def rms(a):
     return np.sqrt(np.mean(np.square(a)))
 
 
-def test_adafactor_is_that_of_the_paper():
+def test_adafactor_matches_the_paper():
     """Shazeer & Stern 2018, algorithms 4 and 5, with the decay of section 7.2; two steps."""
     rng = np.random.default_rng(0)
-    # An axis in front and one behind the two that are factored, as a stack's and a window's.
+    # Axes before and after the two factored ones, as of a stack and of a convolution window.
     p, *gradients = (rng.normal(0, 0.5, (2, 128, 130, 3)) for _ in range(3))
     rule = ADAFACTOR(0.01, weight_decay=0.1)
     params = {"kernel": jnp.asarray(p, jnp.float32)}
@@ -204,7 +204,7 @@ def test_adafactor_is_that_of_the_paper():
         chex.assert_trees_all_close(params["kernel"], p.astype(np.float32), rtol=1e-4, atol=1e-6)
 
 
-def test_adafactor_decays_kernels_alone():
+def test_adafactor_decays_kernels_only():
     params = {"dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.ones(2)}, "gamma": jnp.ones(2)}
     zeros = jax.tree.map(jnp.zeros_like, params)
     rule = ADAFACTOR(0.1, weight_decay=0.5)
@@ -214,8 +214,8 @@ def test_adafactor_decays_kernels_alone():
     chex.assert_trees_all_equal(updates, zeros)
 
 
-def numbers_kept(shape):
-    """By adafactor: the squares' means along the two longest axes, or all squares; and fillers."""
+def saved_numbers(shape):
+    """Numbers in adafactor's state of one array: two means or all squares, and placeholders."""
     shorter, longer = (0, 0, *sorted(shape))[-2:]
     size = math.prod(shape)
     return size // longer + size // shorter + 1 if shorter >= 128 else size + 2
@@ -224,27 +224,27 @@ def numbers_kept(shape):
 @pytest.mark.parametrize(
     ("name", "less_than_adam"), [("resnet50", 133.2), ("wider_resnet38", 508.3)]
 )
-def test_the_bytes_that_adafactor_keeps_follow_from_shapes(name, less_than_adam):
+def test_adafactor_state_bytes_follow_from_shapes(name, less_than_adam):
     params, _ = jax.eval_shape(models.get(name, num_classes=1000).init, jax.random.key(0))
-    kept = tree_bytes(jax.eval_shape(ADAFACTOR(1e-3, weight_decay=1e-4).init, params))
+    adafactor_bytes = tree_bytes(jax.eval_shape(ADAFACTOR(1e-3, weight_decay=1e-4).init, params))
     steps_taken = 1
-    numbers = steps_taken + sum(numbers_kept(leaf.shape) for leaf in jax.tree.leaves(params))
-    assert kept == 4 * numbers
-    of_adam = tree_bytes(jax.eval_shape(fnet.optim.make_optimizer("adam", 1e-3).init, params))
-    assert of_adam / kept == pytest.approx(less_than_adam, abs=0.05)
+    numbers = steps_taken + sum(saved_numbers(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert adafactor_bytes == 4 * numbers
+    adam_bytes = tree_bytes(jax.eval_shape(fnet.optim.make_optimizer("adam", 1e-3).init, params))
+    assert adam_bytes / adafactor_bytes == pytest.approx(less_than_adam, abs=0.05)
 
 
-def test_of_small_arrays_adafactor_keeps_half_of_what_adam_does():
+def test_adafactor_state_of_small_arrays_is_half_of_adams():
     model = models.preact_resnet(num_classes=10, in_channels=1, widths=(16, 32))
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
-    kept, of_adam = (
+    adafactor_bytes, adam_bytes = (
         tree_bytes(jax.eval_shape(fnet.optim.make_optimizer(name, 1e-3).init, params))
         for name in ("adafactor", "adam")
     )
-    assert of_adam / kept == pytest.approx(2, abs=0.02)
+    assert adam_bytes / adafactor_bytes == pytest.approx(2, abs=0.02)
 
 
-def loss_of(model):
+def make_loss(model):
     def loss(params, state, batch, key):
         y, state = model.apply(params, state, batch["x"], key=key, train=True)
         return (y**2).mean(tuple(range(1, y.ndim))), fnet.Aux(state, {})
@@ -253,48 +253,48 @@ def loss_of(model):
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.99])
-def test_the_whole_state_of_adafactor_is_renewed_in_place(ema_decay):
+def test_whole_state_of_adafactor_is_updated_in_place(ema_decay):
     model = layers.mlp((128, 128, 3))
     rule = ADAFACTOR(0.1, weight_decay=1e-4, clip_norm=1.0, classifier_scale=2.0)
     create = functools.partial(fnet.TrainState.create, model, rule, ema=ema_decay is not None)
     state = jax.eval_shape(create, jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((2, 128), jnp.float32)}
-    step = fnet.make_step(loss_of(model), rule, ema_decay=ema_decay)
+    step = fnet.make_step(make_loss(model), rule, ema_decay=ema_decay)
     report = fnet.compile_step(step, state, batch).report
     assert report.donation.aliased_bytes == report.state_bytes == tree_bytes(state)
     assert report.donation.leaves == len(jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize("width", [5, 128])
-def test_adafactor_inside_the_backward_pass_is_refused_in_one_line(width):
+def test_optimizer_in_backward_rejects_adafactor_in_one_line(width):
     model = fnet.repeat(fnet.serial(dense=layers.dense(width, width)), 3)
     rule = ADAFACTOR(0.1, weight_decay=1e-4)
     create = functools.partial(fnet.TrainState.create, model, rule)
     state = jax.eval_shape(create, jax.random.key(0))
-    step = fnet.make_step(loss_of(model), rule, fnet.autodiff.optimizer_in_backward(""))
+    step = fnet.make_step(make_loss(model), rule, fnet.autodiff.optimizer_in_backward(""))
     with pytest.raises(ValueError, match=r"applies reduce_sum to a stack.*use mode=mean") as raised:
         step.lower(state, {"x": jax.ShapeDtypeStruct((2, width), jnp.float32)})
     assert "\n" not in str(raised.value)
 
 
-def test_a_warmup_may_take_the_whole_run():
+def test_warmup_may_last_the_whole_run():
     schedule = fnet.optim.make_schedule("cosine", 1.0, 4, warmup_steps=4)
     np.testing.assert_allclose([float(schedule(i)) for i in range(5)], [0, 0.25, 0.5, 0.75, 1])
     with pytest.raises(ValueError, match=r"warmup_steps must be in \[0, 10\], got -1"):
         fnet.optim.make_schedule("cosine", 0.1, 10, warmup_steps=-1)
 
 
-def test_a_layer_deeper_down_that_is_called_as_a_classifier_is_none():
+def test_classifier_mask_ignores_nested_layers_of_that_name():
     params = {"block": {"fc": {"kernel": 1.0}}, "fc": {"kernel": 1.0}}
     expected = {"block": {"fc": {"kernel": False}}, "fc": {"kernel": True}}
-    assert fnet.optim.in_classifier(params) == expected
+    assert fnet.optim.classifier_mask(params) == expected
 
 
 @pytest.mark.parametrize(
     "name", ["preact_resnet", "resnet9", "revnet", "resnet18", "densenet121", "wider_resnet16"]
 )
-def test_the_classifier_of_a_network_is_the_layer_that_makes_its_classes(name):
+def test_classifier_mask_selects_the_layer_with_num_classes_outputs(name):
     params, _ = jax.eval_shape(models.get(name, num_classes=7).init, jax.random.key(0))
-    leaves = jax.tree.leaves(fnet.optim.in_classifier(params)), jax.tree.leaves(params)
-    assert [chosen for chosen, a in zip(*leaves, strict=True) if a.shape[-1:] == (7,)]
-    assert all(chosen == (a.shape[-1:] == (7,)) for chosen, a in zip(*leaves, strict=True))
+    leaves = jax.tree.leaves(fnet.optim.classifier_mask(params)), jax.tree.leaves(params)
+    assert [mask for mask, a in zip(*leaves, strict=True) if a.shape[-1:] == (7,)]
+    assert all(mask == (a.shape[-1:] == (7,)) for mask, a in zip(*leaves, strict=True))

@@ -75,7 +75,7 @@ OPTIMIZERS = {
     "partly frozen": optax.partition(
         {"kernel": optax.adam(1e-2), "other": optax.set_to_zero()},
         lambda tree: jax.tree.map(
-            lambda yes: "kernel" if yes else "other", fnet.optim.decayed(tree)
+            lambda yes: "kernel" if yes else "other", fnet.optim.weight_decay_mask(tree)
         ),
     ),
 }

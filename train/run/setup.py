@@ -171,7 +171,7 @@ def setup(config: Config) -> Setup:
     step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=skip)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
     if o.classifier_learning_rate and not any(
-        jax.tree.leaves(optim.in_classifier(state_shapes.params))
+        jax.tree.leaves(optim.classifier_mask(state_shapes.params))
     ):
         raise UserError(
             f"optim.classifier_learning_rate: the network {config.model.name} has no layer that is "
