@@ -1,4 +1,4 @@
-"""Losses with one value an example, by name: what the tests of per-example gradients run on."""
+"""Per-example losses by name, for tests of per-example gradients."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from fnet import layers
 
 
 class Case(NamedTuple):
-    """A loss, its parameters and a batch of six."""
+    """A loss, its parameters and a batch of six examples."""
 
     loss: Callable[..., Any]
     params: Any
@@ -29,65 +29,65 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(values.astype(np.float32))
 
 
-def tokens(seed: int, words: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, words, shape, np.int32))
+def tokens(seed: int, vocabulary: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocabulary, shape, np.int32))
 
 
 def tree(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
     return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def rows(y: jax.Array) -> jax.Array:
-    """Something of every example, not linear in it."""
+def row_losses(y: jax.Array) -> jax.Array:
+    """One nonlinear loss per row."""
     return (jnp.sin(y) * y).sum(range(1, y.ndim))
 
 
 def two_layers(p: Any, x: jax.Array) -> jax.Array:
-    return rows(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+    return row_losses(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
 
 
 def dense() -> Case:
     return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 5),))
 
 
-def dense_over_time() -> Case:
+def dense_over_sequence() -> Case:
     return Case(two_layers, tree(w=(5, 7), b=(7,), v=(7, 3)), (normal(9, B, 4, 5),))
 
 
 def long_sequences() -> Case:
     def loss(p, x):
-        return rows(jnp.tanh(x @ p["w"]) @ p["v"])
+        return row_losses(jnp.tanh(x @ p["w"]) @ p["v"])
 
     return Case(loss, tree(w=(2, 3), v=(3, 2)), (normal(9, B, 40, 2),))
 
 
 def tied_embedding() -> Case:
     def loss(p, t):
-        x = jnp.tanh(p["embedding"][t] + p["place"] @ p["mix"])
+        x = jnp.tanh(p["embedding"][t] + p["position"] @ p["mix"])
         logits = x @ p["embedding"].T
         return optax.losses.softmax_cross_entropy_with_integer_labels(logits, t).mean(-1)
 
-    return Case(loss, tree(embedding=(11, 4), place=(5, 4), mix=(4, 4)), (tokens(1, 11, B, 5),))
+    return Case(loss, tree(embedding=(11, 4), position=(5, 4), mix=(4, 4)), (tokens(1, 11, B, 5),))
 
 
-def used_in_every_step() -> Case:
+def recurrent() -> Case:
     def loss(p, x):
         def step(h, x):
             h = jnp.tanh(h @ p["w"] + x @ p["u"] + p["b"])
             return h, h @ p["out"]
 
-        return rows(jax.lax.scan(step, jnp.zeros((len(x), 4)), jnp.swapaxes(x, 0, 1))[1][-1])
+        return row_losses(jax.lax.scan(step, jnp.zeros((len(x), 4)), jnp.swapaxes(x, 0, 1))[1][-1])
 
     params = tree(w=(4, 4), u=(3, 4), b=(4,), out=(4, 2))
     return Case(loss, params, (normal(9, B, 7, 3),))
 
 
-def written_out_recurrence() -> Case:
+def unrolled_recurrent() -> Case:
     def loss(p, x):
         h = x[:, 0]
         for i in range(4):
             h = jnp.tanh(h @ p["w"] + x[:, i])
-        return rows(h)
+        return row_losses(h)
 
     return Case(loss, tree(w=(4, 4)), (normal(9, B, 4, 4),))
 
@@ -97,12 +97,12 @@ def stacked_layers() -> Case:
         def layer(h, p):
             return h + jnp.tanh(h @ p["w"] + p["b"]) @ p["v"].T, None
 
-        return rows(jax.lax.scan(layer, x, p)[0])
+        return row_losses(jax.lax.scan(layer, x, p)[0])
 
     return Case(loss, tree(w=(3, 4, 6), b=(3, 6), v=(3, 4, 6)), (normal(9, B, 5, 4),))
 
 
-def loop_in_a_loop() -> Case:
+def nested_scans() -> Case:
     def loss(p, x):
         def inner(h, w):
             return jnp.tanh(h @ w + h @ p["shared"]), None
@@ -110,18 +110,18 @@ def loop_in_a_loop() -> Case:
         def outer(h, w):
             return jax.lax.scan(inner, h, w)[0], None
 
-        return rows(jax.lax.scan(outer, x, p["w"])[0])
+        return row_losses(jax.lax.scan(outer, x, p["w"])[0])
 
     return Case(loss, tree(w=(2, 3, 4, 4), shared=(4, 4)), (normal(9, B, 4),))
 
 
-def recomputed() -> Case:
+def checkpointed() -> Case:
     @jax.checkpoint
     def block(p, x):
         return jnp.tanh(x @ p["w"]) @ p["v"]
 
     def loss(p, x):
-        return rows(jax.jit(block)(p, block(p, x)))
+        return row_losses(jax.jit(block)(p, block(p, x)))
 
     return Case(loss, tree(w=(4, 6), v=(6, 4)), (normal(9, B, 3, 4),))
 
@@ -131,31 +131,31 @@ def views() -> Case:
         q, k, v = jnp.split(x @ p["qkv"], 3, -1)
         parts = x @ p["qkv"][:, :4] + x @ p["cube"].reshape(4, 4).T
         low = (x.astype(jnp.bfloat16) @ p["low"].astype(jnp.bfloat16)).astype(jnp.float32)
-        return rows(q * k + v + parts + low)
+        return row_losses(q * k + v + parts + low)
 
     return Case(loss, tree(qkv=(4, 12), cube=(2, 2, 4), low=(4, 4)), (normal(9, B, 3, 4),))
 
 
-def heads() -> Case:
+def attention_heads() -> Case:
     def loss(p, x):
         q = jnp.einsum("btd,dhk->bthk", x, p["q"]) + p["b"]
         a = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, q), -1)
-        mixed = jnp.einsum("bhts,bshk,hkl->bthl", a, q, p["each"])
-        return rows(jnp.einsum("bthk,hkd->btd", mixed, p["o"]))
+        mixed = jnp.einsum("bhts,bshk,hkl->bthl", a, q, p["mix"])
+        return row_losses(jnp.einsum("bthk,hkd->btd", mixed, p["o"]))
 
-    params = tree(q=(4, 2, 3), b=(2, 3), each=(2, 3, 3), o=(2, 3, 4))
+    params = tree(q=(4, 2, 3), b=(2, 3), mix=(2, 3, 3), o=(2, 3, 4))
     return Case(loss, params, (normal(9, B, 5, 4),))
 
 
 def convolutions() -> Case:
-    def conv(x, w, stride=1, **how):
+    def conv(x, w, stride=1, **options):
         return jax.lax.conv_general_dilated(
             x,
             w,
             (stride, stride),
-            how.pop("padding", "SAME"),
+            options.pop("padding", "SAME"),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            **how,
+            **options,
         )
 
     def loss(p, x):
@@ -163,7 +163,7 @@ def convolutions() -> Case:
         x = jnp.tanh(conv(x, p["wide"], rhs_dilation=(2, 2)) + p["b"])
         x = jnp.tanh(conv(x, p["groups"], feature_group_count=2))
         x = jnp.tanh(conv(x, p["depth"], feature_group_count=6))
-        return rows(conv(x, p["up"], padding=[(1, 2), (2, 0)], lhs_dilation=(2, 2)))
+        return row_losses(conv(x, p["up"], padding=[(1, 2), (2, 0)], lhs_dilation=(2, 2)))
 
     params = tree(
         stem=(3, 3, 2, 4), wide=(3, 2, 4, 4), b=(4,), groups=(3, 3, 2, 6), depth=(2, 2, 1, 6),
@@ -172,20 +172,22 @@ def convolutions() -> Case:
     return Case(loss, params, (normal(9, B, 9, 8, 2),))
 
 
-def other_layouts() -> Case:
+def convolution_layouts() -> Case:
     def loss(p, x):
         y = jax.lax.conv(x, p["w"], (1, 1), "VALID")
-        return rows(jnp.tanh(y)) + rows(jax.lax.conv(x[:, :, 1:], p["w"], (2, 1), "SAME"))
+        return row_losses(jnp.tanh(y)) + row_losses(
+            jax.lax.conv(x[:, :, 1:], p["w"], (2, 1), "SAME")
+        )
 
     return Case(loss, tree(w=(3, 2, 2, 3)), (normal(9, B, 2, 6, 5),))
 
 
-def convolution_in_time() -> Case:
+def causal_convolution() -> Case:
     def loss(p, x):
         y = jax.lax.conv_general_dilated(
             x, p["w"], (1,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")
         )
-        return rows(y)
+        return row_losses(y)
 
     return Case(loss, tree(w=(3, 4, 5)), (normal(9, B, 7, 4),))
 
@@ -206,53 +208,53 @@ def custom_derivatives() -> Case:
     )
 
     def loss(p, x):
-        return rows(gain(jnp.tanh(x @ twice(p["w"])), p["g"]))
+        return row_losses(gain(jnp.tanh(x @ twice(p["w"])), p["g"]))
 
     return Case(loss, tree(w=(4, 4), g=(4,)), (normal(9, B, 3, 4),))
 
 
-def norms_of_merged_rows() -> Case:
-    """Custom derivatives of two parameters at once, of all rows of all examples, in a loop."""
+def layer_norm_in_scan() -> Case:
+    """A custom_vjp of two parameters in a scan, on rows merged over examples and sequence."""
 
     def loss(p, x):
         def layer(h, v):
             rows = fnet.layer_norm(h.reshape(-1, 4), p["scale"], v["bias"])
             return jnp.tanh(rows @ v["w"]).reshape(h.shape), None
 
-        return rows(jax.lax.scan(layer, x, {"w": p["w"], "bias": p["bias"]})[0])
+        return row_losses(jax.lax.scan(layer, x, {"w": p["w"], "bias": p["bias"]})[0])
 
     return Case(loss, tree(scale=(4,), w=(3, 4, 4), bias=(3, 4)), (normal(9, B, 5, 4),))
 
 
-def unusual() -> Case:
+def nonlinear_uses() -> Case:
     def loss(p, x):
         norm = p["w"] / jnp.linalg.norm(p["w"], axis=0)
         y = jnp.tanh(x @ norm * p["number"]) ** 2 + jnp.exp(p["log"])
-        return rows(y) + p["number"] + (p["w"] ** 2).sum()
+        return row_losses(y) + p["number"] + (p["w"] ** 2).sum()
 
     params = tree(w=(4, 3), log=(3,)) | {"number": jnp.float32(0.7), "unused": jnp.ones((2, 2))}
     return Case(loss, params, (normal(9, B, 5, 4),))
 
 
-def broadcast_along_examples() -> Case:
+def broadcast_over_batch() -> Case:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ p["kernel"] + jnp.broadcast_to(p["bias"], (len(x), 5)))
         h = h * jnp.broadcast_to(p["scale"], h.shape)
-        return rows(h[:, None] + jnp.broadcast_to(p["shift"], (len(x), 3, 5)))
+        return row_losses(h[:, None] + jnp.broadcast_to(p["shift"], (len(x), 3, 5)))
 
     return Case(loss, tree(kernel=(4, 5), bias=(5,), scale=(5,), shift=(5,)), (normal(9, B, 4),))
 
 
-def scaled_by_numbers() -> Case:
+def scaled_parameters() -> Case:
     def loss(p, x):
-        return rows(jnp.tanh(x @ (p["w"] * 0.5)) @ (1 - 2 * p["v"] / 3))
+        return row_losses(jnp.tanh(x @ (p["w"] * 0.5)) @ (1 - 2 * p["v"] / 3))
 
     return Case(loss, tree(w=(5, 7), v=(7, 3)), (normal(9, B, 5),))
 
 
-def no_parameters_with_data() -> Case:
+def loss_without_data() -> Case:
     def loss(p, x):
-        return rows(x) * 0 + (p["w"] ** 2).sum()
+        return row_losses(x) * 0 + (p["w"] ** 2).sum()
 
     return Case(loss, tree(w=(3, 2)), (normal(9, B, 4),))
 
@@ -268,7 +270,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, t):
         embed = nn.Embed(11, 6)
-        x = embed(t) + self.param("place", nn.initializers.normal(), (5, 6))
+        x = embed(t) + self.param("position", nn.initializers.normal(), (5, 6))
         x = Block()(x)
         return embed.attend(nn.LayerNorm()(x))
 
@@ -295,12 +297,12 @@ class Cnn(nn.Module):
 def flax_cnn() -> Case:
     model, x = Cnn(), normal(1, B, 8, 8, 2)
     params = jax.jit(model.init)(jax.random.key(0), x)
-    return Case(lambda p, x: rows(model.apply(p, x)), params, (x,))
+    return Case(lambda p, x: row_losses(model.apply(p, x)), params, (x,))
 
 
 def fnet_layers(model: fnet.Layer, x: jax.Array, *, train: bool = True) -> Case:
     params, state = jax.jit(model.init)(jax.random.key(0))
-    return Case(lambda p, x: rows(model.apply(p, state, x, train=train)[0]), params, (x,))
+    return Case(lambda p, x: row_losses(model.apply(p, state, x, train=train)[0]), params, (x,))
 
 
 def fnet_transformer() -> Case:
@@ -319,7 +321,7 @@ def frozen_abn() -> Case:
 def dropout() -> Case:
     def loss(p, x, key):
         x = jnp.tanh(x @ p["w"])
-        return rows(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ p["v"])
+        return row_losses(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ p["v"])
 
     return Case(loss, tree(w=(4, 8), v=(8, 2)), (normal(9, B, 4), jax.random.key(3)))
 
@@ -327,31 +329,31 @@ def dropout() -> Case:
 CASES = {
     case.__name__: case
     for case in (
-        dense, dense_over_time, long_sequences, tied_embedding, used_in_every_step,
-        written_out_recurrence, stacked_layers, loop_in_a_loop, recomputed, views, heads,
-        convolutions, other_layouts, convolution_in_time, custom_derivatives, norms_of_merged_rows,
-        unusual, broadcast_along_examples, scaled_by_numbers, no_parameters_with_data,
+        dense, dense_over_sequence, long_sequences, tied_embedding, recurrent,
+        unrolled_recurrent, stacked_layers, nested_scans, checkpointed, views, attention_heads,
+        convolutions, convolution_layouts, causal_convolution, custom_derivatives, layer_norm_in_scan,
+        nonlinear_uses, broadcast_over_batch, scaled_parameters, loss_without_data,
         flax_transformer, flax_cnn, fnet_transformer, fnet_mlp, frozen_abn, dropout,
     )
 }  # fmt: skip
 
 
-def as_users_write() -> Iterator[None]:
-    """A fixture: biases may be added to arrays of higher rank."""
+def allow_rank_promotion() -> Iterator[None]:
+    """Fixture: allow rank promotion, for biases added to arrays of higher rank."""
     with jax.numpy_rank_promotion("allow"):
         yield
 
 
 @jax.jit
-def norms_of(each: Any) -> Any:
-    """The norm of each example's gradient, [batch]."""
-    return jax.vmap(optax.tree.norm)(each)
+def norms_of(grads: Any) -> Any:
+    """Norms [batch] of per-example gradients."""
+    return jax.vmap(optax.tree.norm)(grads)
 
 
-def one_by_one(case: Case) -> Any:
-    """Each example's gradient, stacked, by a loop over batches of one."""
+def loop_over_examples(case: Case) -> Any:
+    """Per-example gradients from a loop over batches of one."""
 
-    def of(i: jax.Array) -> Any:
+    def gradient(i: jax.Array) -> Any:
         example = [
             jax.random.fold_in(a, i)
             if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
@@ -360,4 +362,4 @@ def one_by_one(case: Case) -> Any:
         ]
         return jax.grad(lambda p: case.loss(p, *example)[0])(case.params)
 
-    return jax.jit(lambda: jax.lax.map(of, jnp.arange(B)))()
+    return jax.jit(lambda: jax.lax.map(gradient, jnp.arange(B)))()

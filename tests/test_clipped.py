@@ -1,4 +1,4 @@
-"""Sums of clipped per-example gradients are those of a loop over the examples."""
+"""Clipped sums equal a loop over examples, with the promised memory."""
 
 import chex
 import example_losses
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from example_losses import CASES, B, norms_of, one_by_one, rows
+from example_losses import CASES, B, loop_over_examples, norms_of, row_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -16,12 +16,12 @@ from fnet import layers
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.memory import peak
 
-as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
 @jax.jit
-def scaled_sum(each, scales):
-    return jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), each)
+def scaled_sum(per_example, scales):
+    return jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), per_example)
 
 
 LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
@@ -30,21 +30,21 @@ LARGE = {"fnet_transformer", "flax_transformer", "flax_cnn", "convolutions"}
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in CASES]
 )
-def test_it_is_the_clipped_sum_of_a_loop_over_examples(name):
+def test_matches_a_loop_over_examples(name):
     case = CASES[name]()
-    each = one_by_one(case)
-    norms = np.asarray(norms_of(each))
+    per_example = loop_over_examples(case)
+    norms = np.asarray(norms_of(per_example))
     clip = float(np.median(norms))
-    expected = scaled_sum(each, np.minimum(1, clip / norms))
-    found, info = jax.jit(clipped_grad(case.loss, clip))(case.params, *case.batch)
+    expected = scaled_sum(per_example, np.minimum(1, clip / norms))
+    total, info = jax.jit(clipped_grad(case.loss, clip))(case.params, *case.batch)
     tolerance = 0.03 if name == "views" else 2e-5
     chex.assert_trees_all_close(info.norms, norms, rtol=tolerance)
     scale = max(float(np.abs(a).max()) for a in jax.tree.leaves(expected))
-    chex.assert_trees_all_close(found, expected, atol=tolerance * scale, rtol=tolerance)
+    chex.assert_trees_all_close(total, expected, atol=tolerance * scale, rtol=tolerance)
 
 
 def halves(p, x):
-    """Half the squared distance: the gradient is p - x."""
+    """Half the squared distance. Its gradient is p - x."""
     return (p - x) ** 2 / 2
 
 
@@ -56,61 +56,61 @@ X = np.array([1.0, 4.0, 7.0], np.float32)
     ("clip", "how", "expected"),
     [(2.5, {}, -3.5), (2.5, {"rescale_to_unit_norm": True}, -1.4), (10, {}, -6.0)],
 )
-def test_the_golden_sums_of_jax_privacy(clip, how, expected):
-    found, info = clipped_grad(halves, clip, **how)(jnp.float32(2), X)
-    chex.assert_trees_all_close(found, jnp.float32(expected), rtol=1e-6)
+def test_matches_golden_sums_of_jax_privacy(clip, how, expected):
+    total, info = clipped_grad(halves, clip, **how)(jnp.float32(2), X)
+    chex.assert_trees_all_close(total, jnp.float32(expected), rtol=1e-6)
     chex.assert_trees_all_close(info.norms, jnp.array([1.0, 2.0, 5.0]))
 
 
-def test_the_golden_norms_without_a_bound():
-    found, info = clipped_grad(halves, INFINITY)(jnp.float32(3), np.array([0.0, 7.0, -2.0]))
-    chex.assert_trees_all_close((found, info.norms), (jnp.float32(4), jnp.array([3.0, 4.0, 5.0])))
+def test_infinite_clip_gives_the_plain_sum():
+    total, info = clipped_grad(halves, INFINITY)(jnp.float32(3), np.array([0.0, 7.0, -2.0]))
+    chex.assert_trees_all_close((total, info.norms), (jnp.float32(4), jnp.array([3.0, 4.0, 5.0])))
 
 
-def test_padding_contributes_nothing():
+def test_masked_examples_contribute_zero():
     gradient = clipped_grad(halves, 2.5, rescale_to_unit_norm=True)
-    found, info = gradient(jnp.float32(2), X, mask=np.array([True, False, False]))
-    chex.assert_trees_all_close(found, jnp.float32(0.4))
+    total, info = gradient(jnp.float32(2), X, mask=np.array([True, False, False]))
+    chex.assert_trees_all_close(total, jnp.float32(0.4))
     chex.assert_trees_all_close(info.norms, jnp.array([1.0, 0.0, 0.0]))
-    found, _ = gradient(jnp.float32(2), X, mask=np.zeros(3, bool))
-    assert found == 0
+    total, _ = gradient(jnp.float32(2), X, mask=np.zeros(3, bool))
+    assert total == 0
 
 
 def linear(p, gradients):
-    """A loss with these gradients."""
+    """A loss whose per-example gradients are the second argument."""
     return sum((p[name] * gradients[name]).sum(-1) for name in p)
 
 
-def test_a_bound_of_nothing_normalises_where_it_is_rescaled():
+def test_clip_of_zero_normalizes_if_rescaled():
     p = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     g = {"a": np.array([[3.0, 0.0]]), "b": np.array([[0.0, 4.0]])}
-    found, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, g)
+    total, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, g)
     expected = {"a": jnp.array([0.6, 0.0]), "b": jnp.array([0.0, 0.8])}
-    chex.assert_trees_all_close(found, expected)
+    chex.assert_trees_all_close(total, expected)
     zero = jax.tree.map(np.zeros_like, g)
-    found, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, zero)
-    chex.assert_trees_all_equal(found, p)
+    total, _ = clipped_grad(linear, 0, rescale_to_unit_norm=True)(p, zero)
+    chex.assert_trees_all_equal(total, p)
 
 
-def test_layers_are_clipped_on_their_own():
+def test_per_layer_clips_each_group_to_its_bound():
     p = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     g = {"a": np.array([[3.0, 4.0]]), "b": np.array([[0.0, 10.0]])}
-    found, _ = clipped_grad(linear, {"a": 1, "b": 15}, per_layer=True)(p, g)
+    total, _ = clipped_grad(linear, {"a": 1, "b": 15}, per_layer=True)(p, g)
     expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 10.0])}
-    chex.assert_trees_all_close(found, expected)
-    found, _ = clipped_grad(linear, 2**0.5, per_layer=True)(p, g)
+    chex.assert_trees_all_close(total, expected)
+    total, _ = clipped_grad(linear, 2**0.5, per_layer=True)(p, g)
     expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 1.0])}
-    chex.assert_trees_all_close(found, expected)
+    chex.assert_trees_all_close(total, expected)
 
 
 def test_automatic_clipping_divides_by_the_norm():
-    found, _ = clipped_grad(halves, 1.0, automatic=0.01)(jnp.float32(2), X)
+    total, _ = clipped_grad(halves, 1.0, automatic=0.01)(jnp.float32(2), X)
     expected = 1 / 1.01 - 2 / 2.01 - 5 / 5.01
-    chex.assert_trees_all_close(found, jnp.float32(expected), rtol=1e-6)
+    chex.assert_trees_all_close(total, jnp.float32(expected), rtol=1e-6)
 
 
-def test_a_norm_that_rounding_takes_below_0_is_0():
-    # In float32 a^2 + b^2 - 2ab, rounded product by product, is -2^-23.
+def test_norm_is_zero_if_rounding_makes_its_square_negative():
+    # In float32, a^2 + b^2 - 2ab is -2^-23 if each product is rounded.
     a, b = 1 + 3547 / 2**23, 1 + 3548 / 2**23
     x = jnp.zeros((2, 2, 8)).at[:, :, 0].set(1)
     cotangent = jnp.zeros((2, 2, 8)).at[:, 0, 0].set(a).at[:, 1, 0].set(-b)
@@ -120,74 +120,74 @@ def test_a_norm_that_rounding_takes_below_0_is_0():
 
     assert gradient_strategies(loss, jnp.zeros((8, 8)), x, cotangent) == "ghost norm"
     gradient = clipped_grad(loss, 1.0, automatic=0.01)
-    found, info = gradient(jnp.zeros((8, 8)), x, cotangent)
+    total, info = gradient(jnp.zeros((8, 8)), x, cotangent)
     chex.assert_trees_all_close(info.norms, jnp.zeros(2), atol=1e-3)
-    chex.assert_tree_all_finite((found, info.scales))
+    chex.assert_tree_all_finite((total, info.scales))
 
 
-def test_a_bound_may_be_traced():
+def test_clip_may_be_traced():
     gradient = clipped_grad(halves, 1.0)
-    found = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)
-    chex.assert_trees_all_close(found, jnp.float32(-3.5))
+    total = jax.jit(lambda clip: gradient(jnp.float32(2), X, clip=clip)[0])(2.5)
+    chex.assert_trees_all_close(total, jnp.float32(-3.5))
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("name", ["dense_over_time", "convolution_in_time", "fnet_mlp"])
-def test_an_example_that_is_not_finite_contributes_nothing_and_is_counted(name, bad):
+@pytest.mark.parametrize("name", ["dense_over_sequence", "causal_convolution", "fnet_mlp"])
+def test_nonfinite_examples_contribute_zero_and_are_counted(name, bad):
     case = CASES[name]()
     gradient = jax.jit(clipped_grad(case.loss, 1.0))
     (x,), mask = case.batch, np.arange(B)
-    found, info = gradient(case.params, x.at[2].set(bad), mask=mask >= 0)
+    total, info = gradient(case.params, x.at[2].set(bad), mask=mask >= 0)
     expected, _ = gradient(case.params, x, mask=mask != 2)
-    chex.assert_tree_all_finite(found)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_tree_all_finite(total)
+    chex.assert_trees_all_close(total, expected, rtol=1e-5, atol=1e-6)
     assert info.nonfinite == 1
 
 
 @pytest.mark.parametrize("size", [0, 1])
 @pytest.mark.parametrize("name", ["dense", "tied_embedding"])
-def test_a_batch_of_none_or_of_one_has_its_plain_gradient(name, size):
+def test_batches_of_zero_and_one_examples(name, size):
     case = CASES[name]()
     batch = jax.tree.map(lambda a: a[:size], case.batch)
-    found, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *batch)
+    total, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *batch)
     expected = jax.jit(jax.grad(lambda p: case.loss(p, *batch).sum()))(case.params)
     chex.assert_shape(info.norms, (size,))
-    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(total, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("times", "width"), [(0, 2), (3, 0)], ids=["without a row", "an empty parameter"]
+    ("times", "width"), [(0, 2), (3, 0)], ids=["no time steps", "empty parameter"]
 )
-def test_what_is_empty_has_no_part_in_the_norms(times, width):
+def test_empty_arrays_do_not_contribute_to_norms(times, width):
     def loss(p, x):
         h = x[..., :width] @ p["w"] + p["b"]
-        return (p["c"] * x[:, :1, 0].sum(1)) + rows(h)
+        return (p["c"] * x[:, :1, 0].sum(1)) + row_losses(h)
 
     p = {"w": jnp.ones((width, 2)), "b": jnp.ones(2), "c": jnp.float32(1)}
     x = jax.random.normal(jax.random.key(0), (B, times, 4))
-    found, info = jax.jit(clipped_grad(loss, INFINITY))(p, x)
-    chex.assert_trees_all_close(found, jax.grad(lambda p: loss(p, x).sum())(p), rtol=1e-5)
+    total, info = jax.jit(clipped_grad(loss, INFINITY))(p, x)
+    chex.assert_trees_all_close(total, jax.grad(lambda p: loss(p, x).sum())(p), rtol=1e-5)
     chex.assert_shape(info.norms, (B,))
 
 
-def test_a_batch_of_none_needs_no_key_of_an_example():
+def test_empty_batch_with_a_random_key():
     case = CASES["dropout"]()
     x, key = case.batch
-    found, info = jax.jit(clipped_grad(case.loss, 1.0))(case.params, x[:0], key)
+    total, info = jax.jit(clipped_grad(case.loss, 1.0))(case.params, x[:0], key)
     chex.assert_shape(info.norms, (0,))
-    chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, case.params))
+    chex.assert_trees_all_equal(total, jax.tree.map(jnp.zeros_like, case.params))
 
 
-@pytest.mark.parametrize("kind", [jnp.uint8, jnp.int8, jnp.int16])
-def test_narrow_indices_reach_all_rows_of_a_longer_table(kind):
-    table, indices = jnp.ones((65_600, 1)), jnp.array([[3, 120], [7, 7]], kind)
-    found, info = jax.jit(clipped_grad(lambda p, t: rows(jnp.take(p, t, 0)), INFINITY))(
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.int16])
+def test_narrow_indices_into_a_longer_table(dtype):
+    table, indices = jnp.ones((65_600, 1)), jnp.array([[3, 120], [7, 7]], dtype)
+    total, info = jax.jit(clipped_grad(lambda p, t: row_losses(jnp.take(p, t, 0)), INFINITY))(
         table, indices
     )
     wide = indices.astype(jnp.int32)
-    expected = jax.grad(lambda p: rows(jnp.take(p, wide, 0)).sum())(table)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    once = float(expected[3, 0])  # an index twice in an example adds up
+    expected = jax.grad(lambda p: row_losses(jnp.take(p, wide, 0)).sum())(table)
+    chex.assert_trees_all_close(total, expected, rtol=1e-6)
+    once = float(expected[3, 0])  # An index that occurs twice in an example counts twice.
     chex.assert_trees_all_close(info.norms, once * jnp.array([2**0.5, 2.0]), rtol=1e-6)
 
 
@@ -198,7 +198,7 @@ def linear_clipped(p, g, mask, clip):
 
 @settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.floats(1e-3, 1e3), st.floats(1e-6, 1e6))
-def test_without_one_example_the_sum_changes_by_no_more_than_the_bound(seed, clip, scale):
+def test_removing_an_example_changes_the_sum_by_at_most_clip(seed, clip, scale):
     rng = np.random.default_rng(seed)
     p = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
     g = {
@@ -212,32 +212,32 @@ def test_without_one_example_the_sum_changes_by_no_more_than_the_bound(seed, cli
 
 
 @pytest.mark.parametrize("width", [None, 1])
-def test_a_loss_that_is_a_view_of_a_parameter_has_the_gradient_1(width):
+def test_loss_that_is_a_view_of_a_parameter(width):
     gradient = clipped_grad(lambda p, x: jnp.full(len(x), p), INFINITY, width=width)
-    found, info = gradient(jnp.float32(2), X)
-    chex.assert_trees_all_equal((found, info.norms), (jnp.float32(3), jnp.ones(3)))
+    total, info = gradient(jnp.float32(2), X)
+    chex.assert_trees_all_equal((total, info.norms), (jnp.float32(3), jnp.ones(3)))
 
 
-def test_a_number_may_be_taken_from_a_parameter():
-    found, info = clipped_grad(lambda p, x: p[0] * x, INFINITY)(jnp.ones(1), X)
-    chex.assert_trees_all_close((found, info.norms), (jnp.array([12.0]), jnp.asarray(X)))
+def test_scalar_taken_from_a_parameter():
+    total, info = clipped_grad(lambda p, x: p[0] * x, INFINITY)(jnp.ones(1), X)
+    chex.assert_trees_all_close((total, info.norms), (jnp.array([12.0]), jnp.asarray(X)))
 
 
-def test_norms_from_gram_matrices_have_all_digits_whatever_products_have_by_default():
+def test_gram_matrices_use_the_highest_precision():
     def loss(w, x):
-        return rows(jnp.tanh(x @ w))
+        return row_losses(jnp.tanh(x @ w))
 
     traced = jax.make_jaxpr(clipped_grad(loss, 1.0))(jnp.ones((64, 64)), jnp.ones((B, 2, 64)))
-    assert str(traced).count("HIGHEST") == 4  # of both operands of two products
+    assert str(traced).count("HIGHEST") == 4  # Both operands of two products.
 
 
-def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
+def test_named_scopes_are_kept_inside_calls_and_scans():
     def loss(w, x):
-        def turn(x, w):
+        def layer(x, w):
             return jnp.tanh(x @ w), None
 
         with jax.named_scope("outer"):
-            x = jax.lax.scan(turn, x, w)[0]
+            x = jax.lax.scan(layer, x, w)[0]
             return jax.jit(lambda x, w: jnp.sin(x @ w))(x, w[0]).sum(-1)
 
     lowered = jax.jit(clipped_grad(loss, 1.0)).lower(jnp.ones((2, 3, 3)), jnp.ones((4, 3)))
@@ -246,18 +246,18 @@ def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
     assert "jvp(outer)/while" in text
 
 
-def test_a_sharded_batch_gives_the_same_sum():
-    case = CASES["dense_over_time"]()
+def test_sharded_batch_gives_the_same_sum():
+    case = CASES["dense_over_sequence"]()
     mesh = Mesh(jax.devices()[:2], ("data",))
     x = jax.device_put(case.batch[0], NamedSharding(mesh, PartitionSpec("data")))
     gradient = jax.jit(clipped_grad(case.loss, 0.5))
-    found, info = gradient(case.params, x)
+    total, info = gradient(case.params, x)
     expected, expected_info = gradient(case.params, *case.batch)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(total, expected, rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(info.norms, expected_info.norms, rtol=1e-5)
 
 
-def test_of_an_mlp_no_more_memory_is_taken_than_of_the_plain_gradient():
+def test_mlp_takes_at_most_the_memory_of_a_plain_gradient():
     model = layers.mlp([784, 512, 512, 10])
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     x = jax.ShapeDtypeStruct((256, 784), jnp.float32)
@@ -276,42 +276,42 @@ def test_of_an_mlp_no_more_memory_is_taken_than_of_the_plain_gradient():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("float64")
-def test_of_float64_it_has_all_digits():
+def test_float64_is_accurate_to_all_digits():
     model = layers.transformer(8, heads=2, blocks=1)
     params, _ = jax.jit(model.init)(jax.random.key(0))
     params = jax.tree.map(lambda p: p.astype(jnp.float64), params)
     x = np.random.default_rng(0).standard_normal((3, 4, 8))
 
     def loss(p, x):
-        return rows(model.apply(p, {}, x, train=True)[0])
+        return row_losses(model.apply(p, {}, x, train=True)[0])
 
     @jax.jit
-    def both_ways(params, x):
-        each = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(params, x)
-        return clipped_grad(loss, INFINITY)(params, x), each
+    def both(params, x):
+        per_example = jax.vmap(jax.grad(lambda p, x: loss(p, x[None])[0]), (None, 0))(params, x)
+        return clipped_grad(loss, INFINITY)(params, x), per_example
 
-    (found, info), each = both_ways(params, x)
-    chex.assert_trees_all_close(found, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-11)
-    chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-12)
+    (total, info), per_example = both(params, x)
+    chex.assert_trees_all_close(total, jax.tree.map(lambda g: g.sum(0), per_example), rtol=1e-11)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "each"), [(jnp.bfloat16, 257, 1.0), (jnp.float16, 64, 2048.0)]
+    ("dtype", "size", "value"), [(jnp.bfloat16, 257, 1.0), (jnp.float16, 64, 2048.0)]
 )
-def test_sums_of_narrow_convolutions_are_not_rounded_as_they_are(kind, size, each):
+def test_convolution_sums_are_accumulated_in_float32(dtype, size, value):
     def loss(w, x):
         y = jax.lax.conv_general_dilated(
             x, w.astype(x.dtype), (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
         return y.astype(jnp.float32).sum((1, 2, 3))
 
-    x = jnp.full((size, 1, 1, 1), each, kind)
-    found, info = clipped_grad(loss, each)(jnp.ones((1, 1, 1, 1)), x)
+    x = jnp.full((size, 1, 1, 1), value, dtype)
+    total, info = clipped_grad(loss, value)(jnp.ones((1, 1, 1, 1)), x)
     assert info.nonfinite == 0
-    assert float(found[0, 0, 0, 0]) == size * each  # in bfloat16 256 + 1 = 256
+    assert float(total[0, 0, 0, 0]) == size * value  # In bfloat16, 256 + 1 = 256.
 
 
-def test_scales_beyond_float16_keep_the_bound():
+def test_scales_beyond_the_range_of_float16():
     def loss(w, x):
         return ((x @ w.astype(x.dtype)) * x[:, :1]).sum(1)
 

@@ -1,17 +1,17 @@
-"""What clipped sums refuse: wrong bounds, losses that are not one an example, examples that mix."""
+"""Errors: bounds out of range, losses that are not per example, layers that mix examples."""
 
 import example_losses
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from example_losses import rows
+from example_losses import row_losses
 
 import fnet
 from fnet import layers
 from fnet.autodiff.per_example.clipped import clipped_grad
 
-as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 INFINITY = float("inf")
 X = jnp.array([1.0, 4.0, 7.0])
@@ -25,26 +25,26 @@ def coupled(p, x):
     with jax.named_scope("norm"):
         h = x @ p
         h = h - h.mean(0, keepdims=True)
-    return rows(h)
+    return row_losses(h)
 
 
 def dropped_out(p, x, key):
-    """What is known of random numbers is nothing; of what they leave out it is enough."""
+    """Random masks are not analyzed, but the data they mask is."""
     h = jnp.where(jax.random.bernoulli(key, 0.5, (len(x), 2)), x @ p, 0)
-    return rows(h - h.mean(0, keepdims=True))
+    return row_losses(h - h.mean(0, keepdims=True))
 
 
 def noisy(p, x, key):
     return coupled(p, x + jax.random.normal(key, x.shape))
 
 
-def divided_again(p, x):
+def merged_and_split(p, x):
     h = (x.reshape(-1, 2) @ p).reshape(x.shape)
-    return rows(h - h.mean((0, 1), keepdims=True))
+    return row_losses(h - h.mean((0, 1), keepdims=True))
 
 
 def contrastive(p, x):
-    """Of a batch of one it would be 0, and so would the gradient."""
+    """For a batch of one, the loss and its gradient would be 0."""
     h = x @ p
     with jax.named_scope("pairs"):
         similar = h @ h.T
@@ -53,17 +53,17 @@ def contrastive(p, x):
 
 def distances(p, x):
     h = x @ p
-    return rows(jnp.square(h[:, None] - h[None]))
+    return row_losses(jnp.square(h[:, None] - h[None]))
 
 
 @jax.custom_vjp
-def shortened(x):
+def clip_cotangents(x):
     return x
 
 
-shortened.defvjp(
+clip_cotangents.defvjp(
     lambda x: (x, None), lambda _, ct: (ct / jnp.maximum(1, jnp.linalg.norm(ct)),)
-)  # of all examples' cotangents together
+)  # The norm is over the cotangents of all examples.
 
 
 @jax.custom_jvp
@@ -75,71 +75,71 @@ centred.defjvp(lambda primals, tangents: (primals[0], tangents[0] - tangents[0].
 
 
 def coupled_late(p, x):
-    """What mixes examples reaches the result two rounds later."""
+    """The mixed value reaches the result two iterations later."""
 
     def step(carry, _):
         new, old = carry
         return (x @ p + old.sum(0), new), None
 
-    return rows(jax.lax.scan(step, (jnp.zeros_like(x), jnp.zeros_like(x)), length=5)[0][1])
+    return row_losses(jax.lax.scan(step, (jnp.zeros_like(x), jnp.zeros_like(x)), length=5)[0][1])
 
 
-REFUSED = {
+INVALID = {
     "nan": (lambda: clipped_grad(halves, float("nan")), "clip must be >= 0, got nan"),
     "negative": (lambda: clipped_grad(halves, -1.0), "clip must be >= 0, got -1.0"),
-    "nothing": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
-    "everything": (
+    "zero": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
+    "infinite, rescaled": (
         lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "must be finite with rescale_to_unit_norm=True, got inf"
     ),
-    "automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "must be finite with automatic, got inf"),
-    "bounds": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
+    "infinite, automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "must be finite with automatic, got inf"),
+    "tree without per_layer": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (
         lambda: clipped_grad(halves, 1.0, width=0)(jnp.float32(1), X), "width must be at least 1, got 0"
     ),
-    "mean": (
+    "mean of the losses": (
         lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),
         r"got \(\); return the losses themselves",
     ),
-    "aux": (
+    "aux without has_aux": (
         lambda: clipped_grad(lambda p, x: (halves(p, x), x), 1.0)(jnp.float32(1), X),
         "got tuple; without has_aux=True return the losses alone",
     ),
-    "no bounds": (
+    "empty tree": (
         lambda: clipped_grad(halves, None, per_layer=True)(jnp.float32(1), X),
         "must be a number or a tree that is a prefix of params",
     ),
-    "sizes": (
+    "different batch sizes": (
         lambda: clipped_grad(lambda p, x, y: p * x, 1.0)(jnp.float32(1), X, X[:2]),
         r"argument 1: \(3,\), argument 2: \(2,\)",
     ),
-    "keys": (
+    "wrong number of keys": (
         lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(
             jnp.float32(1), X, jax.random.split(jax.random.key(0), 2)
         ),
         r"argument 1: \(3,\), argument 2: \(2,\)",
     ),
-    "a raw key": (
+    "raw key": (
         lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(jnp.float32(1), X, jax.random.PRNGKey(0)),
         r"argument 2: \(2,\); a raw key is an array like others: give jax.random.key\(seed\)",
     ),
-    "closure": (
+    "data in a closure": (
         lambda: clipped_grad(lambda p, x: (p * jax.lax.top_k(x, 2)[0]).sum(-1) * X, 1.0)(
             jnp.float32(1), jnp.ones((3, 2))
         ),
         r"for a batch of one, got \(3,\); .* not by closure",
     ),
-    "a row of params an example": (
-        lambda: clipped_grad(lambda p, x: rows(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
+    "parameters with a batch axis": (
+        lambda: clipped_grad(lambda p, x: row_losses(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
         r"for a batch of one, got \(3,\); .* not by closure or in params",
     ),
-    "mask": (
+    "shape of the mask": (
         lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
     ),
-    "coupled": (
+    "mixed": (
         lambda: clipped_grad(coupled, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "norm mixes the examples.*reduce_sum.*group norm",
     ),
-    "coupled late": (
+    "mixed two iterations later": (
         lambda: clipped_grad(coupled_late, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "the loss mixes the examples.*reduce_sum",
     ),
@@ -147,14 +147,14 @@ REFUSED = {
         lambda: clipped_grad(contrastive, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 2))),
         "pairs mixes the examples.*dot_general",
     ),
-    "backwards": (
-        lambda: clipped_grad(lambda p, x: rows(shortened(x @ p)), 1.0)(
+    "mixed by a custom_vjp": (
+        lambda: clipped_grad(lambda p, x: row_losses(clip_cotangents(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
         "the loss mixes the examples.*reduce_sum, in the backward pass",
     ),
-    "a rule forwards": (
-        lambda: clipped_grad(lambda p, x: rows(centred(x @ p)), 1.0)(
+    "mixed by a custom_jvp": (
+        lambda: clipped_grad(lambda p, x: row_losses(centred(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
         "the loss mixes the examples.*reduce_sum, in the backward pass",
@@ -168,18 +168,18 @@ REFUSED = {
         )
         for loss in (dropped_out, noisy)
     },
-    "divided again": (
-        lambda: clipped_grad(divided_again, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 3, 2))),
+    "merged and split": (
+        lambda: clipped_grad(merged_and_split, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 3, 2))),
         r"mixes the examples of a batch \(reduce_sum\)",
     ),
     "reversed": (
-        lambda: clipped_grad(lambda p, x: rows(x @ p * (x @ p)[::-1]), 1.0)(
+        lambda: clipped_grad(lambda p, x: row_losses(x @ p * (x @ p)[::-1]), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
         r"mixes the examples of a batch \(rev\)",
     ),
     "sorted": (
-        lambda: clipped_grad(lambda p, x: rows(jnp.sort(x @ p, 0)), 1.0)(
+        lambda: clipped_grad(lambda p, x: row_losses(jnp.sort(x @ p, 0)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
         r"mixes the examples of a batch \(sort\)",
@@ -191,19 +191,19 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_mistakes_are_named(name):
-    wrong, message = REFUSED[name]
+@pytest.mark.parametrize("name", INVALID)
+def test_rejects_invalid_arguments(name):
+    call, message = INVALID[name]
     with pytest.raises(ValueError, match=message):
-        wrong()
+        call()
 
 
-def test_batch_norm_is_refused_by_its_name():
+def test_rejects_batch_norm_by_its_layer_name():
     model = fnet.serial(conv=layers.conv(2, 4), norm=layers.abn(4), pool=layers.global_avg_pool())
     params, state = model.init(jax.random.key(0))
 
     def loss(p, x):
-        return rows(model.apply(p, state, x, train=True)[0])
+        return row_losses(model.apply(p, state, x, train=True)[0])
 
     with pytest.raises(ValueError, match="norm mixes the examples of a batch"):
         clipped_grad(loss, 1.0)(params, jnp.ones((4, 5, 5, 2)))
@@ -211,18 +211,18 @@ def test_batch_norm_is_refused_by_its_name():
 
 @pytest.mark.parametrize("dtype", ["int32", "complex64"])
 @pytest.mark.parametrize("function", [lambda f: clipped_grad(f, 1.0), fnet.per_example_grad])
-def test_losses_that_have_no_gradient_are_refused(function, dtype):
+def test_rejects_losses_without_a_gradient(function, dtype):
     with pytest.raises(TypeError, match=f"losses that are real and floating, got {dtype}"):
         function(lambda p, x: halves(p, x).astype(dtype))(jnp.float32(1), X)
 
 
-def test_a_loss_that_gives_nothing_beside_is_refused_where_that_is_asked_for():
+def test_rejects_a_loss_without_aux_if_has_aux():
     with pytest.raises(
         TypeError, match=r"has_aux=True expects a loss that returns \(losses, aux\), got "
     ):
         clipped_grad(halves, 1.0, has_aux=True)(jnp.float32(1), X)
 
 
-def test_integer_parameters_are_refused():
+def test_rejects_integer_parameters():
     with pytest.raises(TypeError, match=r"got int32 at \['n'\]"):
         clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)

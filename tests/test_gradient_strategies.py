@@ -1,4 +1,4 @@
-"""How each parameter is met in clipped sums: kept, multiplied, made at once or in chunks."""
+"""The strategy for each parameter: ghost norm, materialized or automatic differentiation."""
 
 import chex
 import example_losses
@@ -6,82 +6,84 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from example_losses import CASES, B, norms_of, one_by_one, rows
+from example_losses import CASES, B, loop_over_examples, norms_of, row_losses
 
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
 from fnet.memory import peak
 
-as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 INFINITY = float("inf")
 
 
 @jax.custom_vjp
 def sparse(x):
-    """Backwards only the three largest elements get through, of all examples together."""
+    """Backward, keep only the three largest cotangents of the batch."""
     return x
 
 
-def _sparse_backwards(_, ct):
-    least = jax.lax.top_k(jnp.abs(ct.ravel()), 3)[0][-1]
-    return (jnp.where(jnp.abs(ct) >= least, ct, 0),)
+def _sparse_backward(_, ct):
+    smallest = jax.lax.top_k(jnp.abs(ct.ravel()), 3)[0][-1]
+    return (jnp.where(jnp.abs(ct) >= smallest, ct, 0),)
 
 
-sparse.defvjp(lambda x: (x, None), _sparse_backwards)
+sparse.defvjp(lambda x: (x, None), _sparse_backward)
 
 
-def test_what_goes_back_in_a_way_that_is_not_known_is_computed_on_batches_of_one():
+def test_unknown_backward_rules_run_on_batches_of_one():
     case = example_losses.Case(
-        lambda w, x: rows(sparse(jnp.tanh(x @ w))),
+        lambda w, x: row_losses(sparse(jnp.tanh(x @ w))),
         example_losses.normal(0, 4, 5),
         (example_losses.normal(1, B, 4),),
     )
-    each = one_by_one(case)
-    assert np.count_nonzero(np.abs(each).sum(1)) == 3 * B
-    found, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *case.batch)
-    chex.assert_trees_all_close(found, each.sum(0), rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-5)
+    per_example = loop_over_examples(case)
+    assert np.count_nonzero(np.abs(per_example).sum(1)) == 3 * B
+    total, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *case.batch)
+    chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
-def test_rows_that_are_merged_and_divided_again_are_taken_at_once():
+def test_merged_and_split_rows_are_traced_once_for_the_whole_batch():
     sizes = []
 
     def loss(p, x):
         sizes.append(len(x))
         h = jnp.tanh(x.reshape(-1, x.shape[-1]) @ p["w"])
-        return rows(h.reshape(*x.shape[:2], -1) @ p["v"])
+        return row_losses(h.reshape(*x.shape[:2], -1) @ p["v"])
 
-    case = CASES["dense_over_time"]()
+    case = CASES["dense_over_sequence"]()
     p = {name: case.params[name] for name in ("w", "v")}
     assert gradient_strategies(loss, p, *case.batch) == {"w": "ghost norm", "v": "ghost norm"}
     assert set(sizes) == {B}
-    each = one_by_one(example_losses.Case(loss, p, case.batch))
+    per_example = loop_over_examples(example_losses.Case(loss, p, case.batch))
     _, info = jax.jit(clipped_grad(loss, INFINITY))(p, *case.batch)
-    chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-5)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
 def triangular(w, x):
-    return rows(jnp.tanh(x @ (w * np.tri(len(w), dtype=np.float32))))
+    return row_losses(jnp.tanh(x @ (w * np.tri(len(w), dtype=np.float32))))
 
 
-@pytest.mark.parametrize(("width", "route"), [(None, "autodiff"), (1, "autodiff in chunks")])
-def test_gradients_of_a_masked_parameter_are_made(width, route):
+@pytest.mark.parametrize(("width", "strategy"), [(None, "autodiff"), (1, "autodiff in chunks")])
+def test_masked_kernel_uses_autodiff(width, strategy):
     w, x = example_losses.normal(0, 8, 8), example_losses.normal(1, B, 8)
-    each = one_by_one(example_losses.Case(triangular, w, (x,)))
-    assert gradient_strategies(triangular, w, x, width=width) == route
-    found, info = jax.jit(clipped_grad(triangular, INFINITY, width=width))(w, x)
-    chex.assert_trees_all_close(found, each.sum(0), rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(info.norms, norms_of(each), rtol=1e-5)
+    per_example = loop_over_examples(example_losses.Case(triangular, w, (x,)))
+    assert gradient_strategies(triangular, w, x, width=width) == strategy
+    total, info = jax.jit(clipped_grad(triangular, INFINITY, width=width))(w, x)
+    chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
-def test_a_masked_parameter_is_not_kept_as_often_as_there_are_examples():
+def test_autodiff_in_chunks_limits_memory():
     w, x = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (128, 64))
     compiled = jax.jit(clipped_grad(triangular, 1.0, width=1)).lower(w, x).compile()
-    assert peak(compiled).temporaries < 8 * w.size * 4  # of 64 copies
+    assert (
+        peak(compiled).temporaries < 8 * w.size * 4
+    )  # Copies for all examples would take 64 times.
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_large_parameters_of_unknown_use_are_made_in_chunks(width):
+def test_autodiff_in_chunks_gives_the_same_sum(width):
     case = CASES["custom_derivatives"]()
     assert gradient_strategies(case.loss, case.params, *case.batch)["w"] == "autodiff"
     assert (
@@ -93,16 +95,25 @@ def test_large_parameters_of_unknown_use_are_made_in_chunks(width):
     chex.assert_trees_all_close(in_chunks, at_once, rtol=1e-5, atol=1e-6)
 
 
-def test_routes_tell_how_each_parameter_was_met():
-    found = {}
-    for name in ("dense", "dense_over_time", "unusual", "tied_embedding", "scaled_by_numbers"):
+def test_strategy_of_each_parameter():
+    strategies = {}
+    for name in (
+        "dense",
+        "dense_over_sequence",
+        "nonlinear_uses",
+        "tied_embedding",
+        "scaled_parameters",
+    ):
         case = CASES[name]()
-        found |= {
+        strategies |= {
             (name, k): v
             for k, v in gradient_strategies(case.loss, case.params, *case.batch).items()
         }
-    assert found["dense", "w"] == found["tied_embedding", "embedding"] == "ghost norm"
-    assert found["dense_over_time", "b"] == "materialized"
-    assert "autodiff" not in (found["scaled_by_numbers", "w"], found["scaled_by_numbers", "v"])
-    assert found["unusual", "w"] == "autodiff"
-    assert found["unusual", "unused"] == "unused"
+    assert strategies["dense", "w"] == strategies["tied_embedding", "embedding"] == "ghost norm"
+    assert strategies["dense_over_sequence", "b"] == "materialized"
+    assert "autodiff" not in (
+        strategies["scaled_parameters", "w"],
+        strategies["scaled_parameters", "v"],
+    )
+    assert strategies["nonlinear_uses", "w"] == "autodiff"
+    assert strategies["nonlinear_uses", "unused"] == "unused"

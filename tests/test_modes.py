@@ -1,4 +1,4 @@
-"""Modes of a train step that look at each example's gradient: clipped, per_example."""
+"""The gradient modes clipped and per_example."""
 
 import chex
 import example_losses
@@ -12,7 +12,7 @@ from example_losses import B
 import fnet
 from fnet import autodiff, layers
 
-as_users_write = pytest.fixture(autouse=True)(example_losses.as_users_write)
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
 
 
 MODEL = layers.mlp([4, 8, 3])
@@ -26,8 +26,8 @@ def model_loss(params, state, batch, key):
 
 def batch(weight=None):
     x = jax.random.normal(jax.random.key(0), (B, 4))
-    found = {"x": x, "label": jnp.arange(B) % 3}
-    return found if weight is None else found | {"weight": jnp.asarray(weight, jnp.float32)}
+    arrays = {"x": x, "label": jnp.arange(B) % 3}
+    return arrays if weight is None else arrays | {"weight": jnp.asarray(weight, jnp.float32)}
 
 
 def gradient(mode, batch):
@@ -39,22 +39,22 @@ def gradient(mode, batch):
 @pytest.mark.parametrize(
     "mode", [autodiff.per_example(), autodiff.clipped(1e6), autodiff.clipped(float("inf"))]
 )
-def test_without_a_bound_the_modes_give_the_mean_gradient(mode, weight):
-    found, _, metrics = gradient(mode, batch(weight))
+def test_modes_give_the_mean_gradient_without_a_bound(mode, weight):
+    grads, _, metrics = gradient(mode, batch(weight))
     expected, _, means = gradient(autodiff.mean, batch(weight))
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5, atol=1e-6)
     for name, value in means.items():
         chex.assert_trees_all_close(metrics[name], value, rtol=1e-5)
 
 
-def test_microbatches_of_a_private_step_change_nothing():
+def test_microbatches_do_not_change_clipped_gradients():
     weight = [1, 0, 1, 1, 0, 1]
     whole = gradient(autodiff.clipped(0.5), batch(weight))
     parts = gradient(autodiff.clipped(0.5, microbatches=3), batch(weight))
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_a_batch_may_be_a_tree():
+def test_batch_may_be_a_nested_dict():
     batch = {
         "inputs": {"ids": jnp.arange(12).reshape(B, 2) % 5, "mask": jnp.arange(B) % 2},
         "label": jnp.arange(B) / B,
@@ -69,11 +69,11 @@ def test_a_batch_may_be_a_tree():
         (autodiff.mean, autodiff.microbatches(2)),
         (autodiff.clipped(0.1), autodiff.clipped(0.1, microbatches=2)),
     ]:
-        found, expected = (jax.jit(m(loss))(*args, jax.random.key(0)) for m in (parts, whole))
-        chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+        result, expected = (jax.jit(m(loss))(*args, jax.random.key(0)) for m in (parts, whole))
+        chex.assert_trees_all_close(result, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_arrays_of_a_tree_are_told_by_their_names():
+def test_errors_name_nested_arrays():
     batch = {"inputs": {"ids": jnp.ones(B), "mask": jnp.ones(4)}}
     with pytest.raises(ValueError, match=r"'inputs.ids': \(6,\), 'inputs.mask': \(4,\)"):
         autodiff.microbatches(2)(model_loss)({}, {}, batch, jax.random.key(0))
@@ -86,7 +86,7 @@ def test_arrays_of_a_tree_are_told_by_their_names():
         ("AdaptiveClipping", autodiff.AdaptiveClipping(1.0, microbatches=4)),
     ],
 )
-def test_a_batch_without_equal_parts_is_refused_in_the_name_of_the_mode(name, mode):
+def test_rejects_a_batch_that_microbatches_do_not_divide(name, mode):
     rule = optax.sgd(0.1)
     rule = mode.wrap_optimizer(rule) if name == "AdaptiveClipping" else rule
     state = fnet.TrainState.create(MODEL, rule, jax.random.key(0))
@@ -103,116 +103,120 @@ def test_gradients_have_the_dtype_of_the_parameters():
     rule, x = optax.sgd(0.25, momentum=0.5), {"x": jnp.ones((B, 2))}
     state = fnet.TrainState.create(model, rule, jax.random.key(0))
     step = fnet.compile_step(fnet.make_step(loss, rule, autodiff.per_example()), state, x)
-    state, _ = step(state, x)  # one of another dtype would not fit the second
+    state, _ = step(state, x)  # Params of another dtype would not fit the compiled step.
     state, _ = step(state, x)
     chex.assert_trees_all_equal(state.params, jnp.full(2, 1 - 0.25 - 0.375, jnp.bfloat16))
 
 
-def test_sums_of_narrow_parameters_are_not_rounded_as_they_are():
+def test_sums_are_accumulated_in_float32():
     def loss(params, state, batch, key):
         return (params * batch["x"]).sum(-1), fnet.Aux(state, {})
 
     params, x = jnp.ones(1, jnp.bfloat16), {"x": jnp.ones((512, 1))}
     run = autodiff.clipped(1.0, expected_batch_size=512, microbatches=512)(loss)
-    found, _, _ = run(params, {}, x, jax.random.key(0))  # in bfloat16 256 + 1 = 256
-    chex.assert_trees_all_equal(found, params)
+    grads, _, _ = run(params, {}, x, jax.random.key(0))  # In bfloat16, 256 + 1 = 256.
+    chex.assert_trees_all_equal(grads, params)
 
 
-def test_a_state_as_long_as_a_microbatch_is_not_taken_for_one_row_an_example():
+def test_state_as_long_as_a_microbatch_is_not_averaged():
     def loss(params, state, batch, key):
         return (params * batch["x"] * state["scale"]).sum(-1), fnet.Aux(state, {})
 
-    state = {"scale": jnp.array([2.0, 3.0])}  # parts of 2
+    state = {"scale": jnp.array([2.0, 3.0])}  # Microbatches have 2 examples.
     run = autodiff.clipped(1.0, microbatches=3)(loss)
-    _, found, _ = run(jnp.ones(2), state, {"x": jnp.ones((B, 2))}, jax.random.key(0))
-    chex.assert_trees_all_equal(found, state)
+    _, new_state, _ = run(jnp.ones(2), state, {"x": jnp.ones((B, 2))}, jax.random.key(0))
+    chex.assert_trees_all_equal(new_state, state)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_state_that_is_made_of_the_examples_is_refused_where_there_is_noise(parts):
+def test_rejects_noise_if_the_state_depends_on_examples(parts):
     def loss(params, state, batch, key):
         seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
         return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
 
     state, x = {"mean": jnp.zeros(2)}, {"x": jnp.ones((B, 2))}
-    how = {"expected_batch_size": B, "microbatches": parts}
-    _, found, _ = autodiff.clipped(1.0, **how)(loss)(jnp.ones(2), state, x, jax.random.key(0))
-    chex.assert_trees_all_close(found, {"mean": jnp.full(2, 0.1)})
-    private = autodiff.clipped(1.0, noise_multiplier=1.0, **how)(loss)
+    options = {"expected_batch_size": B, "microbatches": parts}
+    _, new_state, _ = autodiff.clipped(1.0, **options)(loss)(
+        jnp.ones(2), state, x, jax.random.key(0)
+    )
+    chex.assert_trees_all_close(new_state, {"mean": jnp.full(2, 0.1)})
+    private = autodiff.clipped(1.0, noise_multiplier=1.0, **options)(loss)
     with pytest.raises(
         ValueError, match=r"clipped: the model state \['mean'\] depends on the exam"
     ):
         private(jnp.ones(2), state, x, jax.random.key(0))
 
 
-def replaced(params, state, batch, key):
+def replaces_state(params, state, batch, key):
     return (params * batch["x"]).sum(-1), fnet.Aux({"last": batch["x"]}, {})
 
 
-def counted(params, state, batch, key):
+def counts_steps(params, state, batch, key):
     drawn = jax.random.uniform(key)
     return (params * batch["x"]).sum(-1), fnet.Aux({"n": state["n"] + 1, "drawn": drawn}, {})
 
 
 def private_gradients(loss, state):
-    """Of both private modes."""
-    how = {"noise_multiplier": 1.0, "expected_batch_size": B}
-    adaptive = autodiff.AdaptiveClipping(1.0, **how, count_noise=B)
-    keeping = adaptive.wrap_optimizer(optax.sgd(0.1))
+    """Functions that compute the new model state, by private mode."""
+    options = {"noise_multiplier": 1.0, "expected_batch_size": B}
+    adaptive = autodiff.AdaptiveClipping(1.0, **options, count_noise=B)
+    wrapped = adaptive.wrap_optimizer(optax.sgd(0.1))
     args = jnp.ones(2), state, {"x": jnp.ones((B, 2))}
-    yield "clipped", lambda: autodiff.clipped(1.0, **how)(loss)(*args, jax.random.key(0))[1]
+    yield "clipped", lambda: autodiff.clipped(1.0, **options)(loss)(*args, jax.random.key(0))[1]
     yield (
         "AdaptiveClipping",
-        lambda: adaptive.update(loss, keeping)(
-            args[0], keeping.init(args[0]), *args[1:], jax.random.key(0)
+        lambda: adaptive.update(loss, wrapped)(
+            args[0], wrapped.init(args[0]), *args[1:], jax.random.key(0)
         )[2],
     )
 
 
-def test_a_state_of_the_same_shape_that_is_made_of_the_examples_is_refused():
-    for name, run in private_gradients(replaced, {"last": jnp.zeros((B, 2))}):
+def test_rejects_noise_if_the_state_is_replaced_by_examples():
+    for name, run in private_gradients(replaces_state, {"last": jnp.zeros((B, 2))}):
         with pytest.raises(ValueError, match=rf"{name}: the model state \['last'\] depends on the"):
             run()
 
 
-def test_a_state_that_does_not_depend_on_the_examples_is_renewed_beside_noise():
-    for _, run in private_gradients(counted, {"n": jnp.int32(3), "drawn": jnp.zeros(())}):
+def test_state_that_does_not_depend_on_examples_is_updated_with_noise():
+    for _, run in private_gradients(counts_steps, {"n": jnp.int32(3), "drawn": jnp.zeros(())}):
         assert run()["n"] == 4
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_a_state_of_one_number_that_follows_the_batch_is_averaged(microbatches):
+def test_state_that_depends_on_the_batch_is_averaged(microbatches):
     def loss(params, state, batch, key):
         mean = fnet.Aux({"mean": batch["x"].mean(0)}, {})
         return (params * batch["x"]).sum(-1), mean
 
     run = autodiff.clipped(1.0, microbatches=microbatches)(loss)
     x = jnp.arange(float(B)).reshape(B, 1)
-    _, found, _ = run(jnp.ones(1), {"mean": jnp.zeros(1)}, {"x": x}, jax.random.key(0))
-    chex.assert_trees_all_close(found, {"mean": x.mean(0)})
+    _, new_state, _ = run(jnp.ones(1), {"mean": jnp.zeros(1)}, {"x": x}, jax.random.key(0))
+    chex.assert_trees_all_close(new_state, {"mean": x.mean(0)})
 
 
-def test_noise_has_the_deviation_asked_for_and_a_new_key_each_step():
+def test_noise_has_the_given_deviation_and_a_new_key_each_step():
     mode = autodiff.clipped(0.5, noise_multiplier=3.0, expected_batch_size=10)
-    silent, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
+    without_noise, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
     run = jax.jit(mode(model_loss))
     params, state = MODEL.init(jax.random.key(1))
     draws = [run(params, state, batch(), jax.random.key(i))[0] for i in range(200)]
-    noise = jax.tree.map(lambda *g: np.stack(g[1:]) - g[0], silent, *draws)
+    noise = jax.tree.map(lambda *g: np.stack(g[1:]) - g[0], without_noise, *draws)
     values = np.concatenate([np.ravel(n) for n in jax.tree.leaves(noise)])
     assert values.std() == pytest.approx(3 * 0.5 / 10, rel=0.03)
     assert np.unique(values).size > 0.99 * values.size
 
 
 def test_noise_is_added_to_the_clipped_mean():
-    silent, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
-    faint = autodiff.clipped(0.5, noise_multiplier=1e-3, expected_batch_size=10)
-    noised, _, _ = gradient(faint, batch())
-    for with_noise, without in zip(*map(jax.tree.leaves, (noised, silent)), strict=True):
+    without_noise, _, _ = gradient(autodiff.clipped(0.5, expected_batch_size=10), batch())
+    little_noise = autodiff.clipped(0.5, noise_multiplier=1e-3, expected_batch_size=10)
+    with_little_noise, _, _ = gradient(little_noise, batch())
+    for with_noise, without in zip(
+        *map(jax.tree.leaves, (with_little_noise, without_noise)), strict=True
+    ):
         assert 0 < jnp.abs(with_noise - without).max() < 6 * 1e-3 * 0.5 / 10
 
 
-def test_an_example_that_is_not_finite_leaves_the_metrics_finite():
+def test_metrics_stay_finite_with_a_nonfinite_example():
     bad = batch()
     bad["x"] = bad["x"].at[1].set(jnp.nan)
     for mode in (autodiff.per_example(), autodiff.clipped(0.5)):
@@ -221,26 +225,26 @@ def test_an_example_that_is_not_finite_leaves_the_metrics_finite():
         assert metrics["nonfinite"] == 1
 
 
-def test_a_batch_that_is_all_padding_gives_nothing():
+def test_batch_of_padding_gives_a_zero_gradient():
     grads, _, metrics = gradient(autodiff.clipped(0.5), batch(np.zeros(B)))
     chex.assert_trees_all_equal(grads, jax.tree.map(jnp.zeros_like, grads))
     chex.assert_tree_all_finite(metrics)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_of_padding_alone_no_state_is_made(microbatches):
+def test_batch_of_padding_does_not_change_the_state(microbatches):
     def loss(params, state, batch, key):
         seen = {"mean": 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)}
         return (params * batch["x"]).sum(-1), fnet.Aux(seen, {})
 
     run = autodiff.clipped(1.0, microbatches=microbatches)(loss)
     state, padding = {"mean": jnp.full(2, 3.0)}, {"x": jnp.ones((B, 2)), "weight": jnp.zeros(B)}
-    _, found, _ = run(jnp.ones(2), state, padding, jax.random.key(0))
-    chex.assert_trees_all_equal(found, state)
+    _, new_state, _ = run(jnp.ones(2), state, padding, jax.random.key(0))
+    chex.assert_trees_all_equal(new_state, state)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("arguments", "message"),
     [
         ({"clip": -1.0}, "clip must be >= 0, got -1.0"),
         ({"clip": 1.0, "noise_multiplier": 1.0}, "expected_batch_size"),
@@ -257,24 +261,24 @@ def test_of_padding_alone_no_state_is_made(microbatches):
         ({"clip": 1.0, "microbatches": 0}, "microbatches must be >= 1"),
     ],
 )
-def test_modes_refuse_what_makes_no_sense(wrong, message):
+def test_rejects_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        autodiff.clipped(**wrong)
+        autodiff.clipped(**arguments)
 
 
-@pytest.mark.parametrize("how", [{"per_layer": True}, {"automatic": 0.5}], ids=str)
-def test_the_mode_bounds_as_the_function_does(how):
-    found, _, _ = gradient(autodiff.clipped(0.05, **how), batch())
+@pytest.mark.parametrize("options", [{"per_layer": True}, {"automatic": 0.5}], ids=str)
+def test_mode_clips_like_clipped_grad(options):
+    grads, _, _ = gradient(autodiff.clipped(0.05, **options), batch())
     plain, _, _ = gradient(autodiff.clipped(0.05), batch())
     params, state = MODEL.init(jax.random.key(1))
 
     def losses(params, rows):
         return model_loss(params, state, rows, jax.random.key(2))[0]
 
-    sums, _ = jax.jit(fnet.clipped_grad(losses, 0.05, **how))(params, batch())
+    sums, _ = jax.jit(fnet.clipped_grad(losses, 0.05, **options))(params, batch())
     expected = jax.tree.map(lambda a: a / B, sums)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5, atol=1e-7)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True)
     assert max(float(jnp.abs(a - b).max()) for a, b in pairs) > 1e-4
 
 
@@ -304,7 +308,7 @@ def test_rejects_a_loss_that_returns_a_dict_of_metrics(mode):
         mode(loss)(jnp.ones(4), {}, batch(), jax.random.key(0))
 
 
-def test_metrics_tell_the_norms_of_all_real_examples_and_the_noise_of_their_mean():
+def test_metrics_of_norms_and_noise_scale():
     def loss(params, state, batch, key):
         return batch["x"] @ params, fnet.Aux(state, {})
 
@@ -312,10 +316,10 @@ def test_metrics_tell_the_norms_of_all_real_examples_and_the_noise_of_their_mean
     batch = {"x": x, "weight": jnp.array([1.0, 1.0, 1.0, 0.0])}
     args = jnp.zeros(2), {}, batch, jax.random.key(0)
     _, _, metrics = autodiff.per_example()(loss)(*args)
-    # The mean (1, 4/3) has the square 25/9, the squares the mean 7.
+    # The mean gradient is (1, 4/3), its square 25/9. The mean of the squares is 7.
     expected = {"norm_median": 2.0, "norm_max": 4.0, "grad_sq": 2 / 3, "grad_var": 19 / 3}
     for name, value in expected.items():
         assert float(metrics[name]) == pytest.approx(value, rel=1e-5), name
     _, _, metrics = autodiff.clipped(1.5)(loss)(*args)
-    found = [float(metrics[name]) for name in ("norm_median", "norm_max", "clipped")]
-    assert found == pytest.approx([2, 4, 2 / 3])
+    values = [float(metrics[name]) for name in ("norm_median", "norm_max", "clipped")]
+    assert values == pytest.approx([2, 4, 2 / 3])
