@@ -1,4 +1,4 @@
-"""Inputs and losses that the tests of in-place norm share."""
+"""Inputs and losses shared by the tests of in-place batch norm."""
 
 import functools
 
@@ -12,7 +12,7 @@ C = 3
 
 
 def arrays(*shape, seed=0):
-    """x [*shape], gamma, beta, running mean and variance [C], the loss's weights [*shape]."""
+    """x [*shape], gamma, beta, running mean and variance [C], weights of the loss [*shape]."""
     rng = np.random.default_rng(seed)
     x, weights = rng.normal(size=shape) * 2 + 1, rng.normal(size=shape)
     gamma, beta, mean = rng.normal(size=(3, shape[-1]))
@@ -28,7 +28,7 @@ def norm(x, gamma, beta, mean, variance, mask=None, *, train=True, **options):
 
 
 def loss(x, gamma, beta, mean, variance, weights, mask=None, **options):
-    """The loss, and beside it all that the norm returns."""
+    """The loss, and as auxiliary data everything that the norm returns."""
     out = norm(x, gamma, beta, mean, variance, mask, **options)
     return (out[0] * weights).sum(), out
 
@@ -39,7 +39,7 @@ def with_gradients(f, **options):
 
 
 def compiled(*functions):
-    """All the functions of the same arguments in one program."""
+    """Compile functions of the same arguments into one program."""
     return jax.jit(lambda *a: tuple(f(*a) for f in functions))
 
 

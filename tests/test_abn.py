@@ -18,7 +18,7 @@ INVERTIBLE = [name for name, a in ACTIVATIONS.items() if a.inverse]
 
 
 def defining_formula(x, gamma, beta, *, activation="leaky_relu", param=0.01, eps=1e-5, axis=-1):
-    """The contract's equations, as autodiff sees them: nothing in place."""
+    """The equations of `fnet.abn` under ordinary autodiff."""
     axis %= x.ndim
     others = tuple(i for i in range(x.ndim) if i != axis)
 
@@ -51,7 +51,7 @@ def inputs(shape, channels, seed=0, dtype=jnp.float64, spread=1.0):
 
 
 def pullback(f):
-    """``f``'s gradients of x, gamma and beta, as a function of them and dy."""
+    """The vjp of ``f`` as a function of x, gamma, beta and dy."""
     return lambda x, gamma, beta, dy: jax.vjp(f, x, gamma, beta)[1](dy)
 
 
@@ -60,13 +60,13 @@ def gradients(f, *arguments):
 
 
 def both_gradients(f, g, *arguments):
-    """Of two functions, in one program."""
+    """The gradients of two functions, compiled in one program."""
     return compiled(pullback(f), pullback(g))(*arguments)
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 @pytest.mark.usefixtures("float64")
-def test_output_and_gradients_equal_the_defining_formula(activation):
+def test_output_and_gradients_match_the_formula(activation):
     x, gamma, beta, dy = inputs((6, 5, 3), 3)
 
     def ours(*a):
@@ -90,7 +90,7 @@ def test_output_and_gradients_equal_the_defining_formula(activation):
     param=st.floats(0.01, 2.0),
     seed=st.integers(0, 99),
 )
-def test_gradients_on_random_shapes_and_axes_are_those_of_autodiff(
+def test_gradients_match_autodiff_on_random_shapes_and_axes(
     shape, samples, axis, activation, param, seed
 ):
     shape = [samples, *shape]
@@ -112,14 +112,14 @@ def test_gradients_on_random_shapes_and_axes_are_those_of_autodiff(
     + [pytest.param(a, marks=pytest.mark.slow) for a in ("identity", "softplus", "silu")],
 )
 @pytest.mark.usefixtures("float64")
-def test_gradients_equal_finite_differences_to_second_order(activation):
+def test_gradients_match_finite_differences_to_second_order(activation):
     x, gamma, beta, _ = inputs((7, 2), 2, seed=1)
     f = lambda x, g, b: in_place(x, g, b, activation=activation, param=0.7)  # noqa: E731
     check_grads(jax.jit(f), (x, gamma, beta), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("float64")
-def test_the_hessian_equals_that_of_the_defining_formula():
+def test_hessian_matches_the_formula():
     x, gamma, beta, dy = inputs((4, 3, 2), 2)
     ours = jax.hessian(lambda x: (in_place(x, gamma, beta, activation="elu", param=1.0) * dy).sum())
     theirs = jax.hessian(
@@ -129,17 +129,17 @@ def test_the_hessian_equals_that_of_the_defining_formula():
 
 
 @pytest.mark.parametrize("activation", INVERTIBLE)
-def test_only_the_output_is_kept_for_the_backward_pass(activation):
+def test_backward_pass_saves_only_the_output(activation):
     x, gamma, beta, _ = inputs((8, 4, 4, 3), 3, dtype=jnp.float32)
     y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, activation=activation), x)
-    kept = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
-    assert len(kept) == 1
-    chex.assert_trees_all_equal(kept[0].reshape(y.shape), y)
+    saved = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
+    assert len(saved) == 1
+    chex.assert_trees_all_equal(saved[0].reshape(y.shape), y)
 
 
 @pytest.mark.parametrize("gamma", [0.0, -0.0, 1e-8, -1e-3])
 @pytest.mark.usefixtures("float64")
-def test_derivative_at_gamma_0_is_taken_from_above(gamma):
+def test_derivative_at_gamma_0_is_one_sided(gamma):
     x, _, _, dy = inputs((9, 1), 1)
     gamma, beta = jnp.asarray([gamma]), jnp.zeros(1)
     (_, dgamma, dbeta), (_, expected, expected_beta) = both_gradients(
@@ -150,7 +150,7 @@ def test_derivative_at_gamma_0_is_taken_from_above(gamma):
 
 
 @pytest.mark.parametrize(("gamma", "error"), [(1.0, 1e-6), (1e-2, 1e-5), (1e-5, 5e-3)])
-def test_a_tiny_gamma_costs_its_gradient_the_digits_that_are_documented(gamma, error):
+def test_gradient_of_a_tiny_gamma_has_the_documented_error(gamma, error):
     x, _, beta, dy = inputs((1024, 4), 4, seed=2, dtype=jnp.float32)
     gamma = jnp.full(4, gamma, jnp.float32)
     got = gradients(in_place, x, gamma, beta, dy)[1]
@@ -162,7 +162,7 @@ def test_a_tiny_gamma_costs_its_gradient_the_digits_that_are_documented(gamma, e
 
 @pytest.mark.parametrize("outlier", [1e3, 1e6])
 @pytest.mark.parametrize("activation", ["elu", "softplus", "leaky_relu"])
-def test_one_huge_outlier_leaves_gradients_finite(activation, outlier):
+def test_gradients_are_finite_with_a_huge_outlier(activation, outlier):
     x, gamma, beta, dy = inputs((64, 2), 2, dtype=jnp.float32)
     gamma = gamma * 40
     x = x.at[0, 0].set(-outlier).at[1, 1].set(outlier)
@@ -171,7 +171,7 @@ def test_one_huge_outlier_leaves_gradients_finite(activation, outlier):
     chex.assert_tree_all_finite((y, grads))
 
 
-def test_a_saturated_elu_has_finite_gradients():
+def test_gradients_are_finite_for_a_saturated_elu():
     # z = -40 rounds to y = -alpha, whose inverse is minus infinity.
     x = jnp.asarray([[-1.0], [1.0], [1.0], [1.0]])
     gamma, beta = jnp.asarray([20.0]), jnp.asarray([-10.0])
@@ -184,7 +184,7 @@ def test_a_saturated_elu_has_finite_gradients():
     )
 
 
-def test_a_constant_channel_gives_beta_and_finite_gradients():
+def test_constant_channel_gives_beta_and_finite_gradients():
     x, beta = jnp.full((6, 1), 3.0), jnp.asarray([0.5])
     y = in_place(x, jnp.ones(1), beta)
     chex.assert_trees_all_close(y, jnp.full((6, 1), 0.5))
@@ -194,7 +194,7 @@ def test_a_constant_channel_gives_beta_and_finite_gradients():
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.usefixtures("float64")
-def test_output_keeps_the_inputs_dtype_and_statistics_are_wide(dtype):
+def test_output_has_the_dtype_of_the_input_and_statistics_are_float32_or_wider(dtype):
     x, gamma, beta, dy = inputs((32, 3), 3)
     wide = jnp.promote_types(dtype, jnp.float32)
     narrow = x.astype(dtype), gamma.astype(wide), beta.astype(wide)
@@ -216,14 +216,14 @@ def test_output_keeps_the_inputs_dtype_and_statistics_are_wide(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_statistics_of_narrow_inputs_are_not_rounded(dtype):
+def test_statistics_of_16_bit_inputs_are_computed_in_float32(dtype):
     x, _, _, _ = inputs((64, 3), 3, dtype=dtype)
     _, *got = fnet.abn(x, None, None, jnp.zeros(3), jnp.ones(3), train=True, decay=0.0)
     wide = np.asarray(x, np.float64)
     chex.assert_trees_all_close(got, [wide.mean(0), wide.var(0, ddof=1)], rtol=1e-5)
 
 
-def test_running_statistics_move_to_the_unbiased_batch_statistics():
+def test_running_statistics_are_updated_with_the_unbiased_variance():
     x, _, _, _ = inputs((5, 4, 3), 3, dtype=jnp.float32)
     mean0, var0 = jnp.full(3, 2.0), jnp.full(3, 4.0)
     _, mean, var = fnet.abn(x, None, None, mean0, var0, train=True, decay=0.75)
@@ -232,7 +232,7 @@ def test_running_statistics_move_to_the_unbiased_batch_statistics():
     chex.assert_trees_all_close(var, 0.75 * 4.0 + 0.25 * flat.var(0, ddof=1), rtol=1e-5)
 
 
-def test_a_cumulative_average_is_the_mean_over_batches():
+def test_cumulative_average_is_the_mean_over_batches():
     layer = layers.abn(2, decay=None)
     params, state = layer.init(jax.random.key(0))
     batches = [jax.random.normal(jax.random.key(i), (8, 2)) + i for i in range(3)]
@@ -244,7 +244,7 @@ def test_a_cumulative_average_is_the_mean_over_batches():
     assert float(state["count"]) == 3
 
 
-def test_evaluation_uses_the_running_statistics_and_leaves_them():
+def test_evaluation_uses_and_does_not_update_running_statistics():
     x, gamma, beta, dy = inputs((6, 3), 3, dtype=jnp.float32)
     mean, var = jnp.asarray([1.0, 2.0, 3.0]), jnp.asarray([0.5, 1.0, 2.0])
 
@@ -263,7 +263,7 @@ def test_evaluation_uses_the_running_statistics_and_leaves_them():
     chex.assert_trees_all_close(got, expected, rtol=1e-4)
 
 
-def test_without_tracked_statistics_evaluation_uses_the_batchs_own():
+def test_untracked_evaluation_uses_batch_statistics():
     x, gamma, beta, _ = inputs((6, 3), 3, dtype=jnp.float32)
     trained = fnet.abn(x, gamma, beta, None, None, train=True)
     evaluated = fnet.abn(x, gamma, beta, None, None, train=False)
@@ -271,19 +271,19 @@ def test_without_tracked_statistics_evaluation_uses_the_batchs_own():
     assert evaluated[1:] == (None, None)
 
 
-def test_without_affine_parameters_the_output_is_normalised():
+def test_output_without_affine_parameters_is_normalized():
     x, _, _, _ = inputs((64, 3), 3, dtype=jnp.float32, spread=5.0)
     y, _, _ = fnet.abn(x, None, None, None, None, train=True, activation="identity")
     chex.assert_trees_all_close(y.mean(0), jnp.zeros(3), atol=1e-5)
     chex.assert_trees_all_close(y.std(0), jnp.ones(3), atol=1e-4)
 
 
-# Of a padded 0, sigmoid makes 1/2.
+# sigmoid maps a padded 0 to 1/2, which must be masked again.
 @pytest.mark.parametrize(
     ("activation", "train"), [("leaky_relu", True), ("sigmoid", True), ("sigmoid", False)]
 )
 @pytest.mark.usefixtures("float64")
-def test_a_masked_batch_equals_a_really_smaller_one(activation, train):
+def test_masked_batch_matches_a_smaller_batch(activation, train):
     x, gamma, beta, dy = (np.asarray(a) for a in inputs((7, 4, 3), 3))
     mask = np.asarray([True, False, True, True, False, True, True])
     padded = np.where(mask[:, None, None], x, np.nan)
@@ -312,11 +312,11 @@ def test_a_masked_batch_equals_a_really_smaller_one(activation, train):
 
 
 @pytest.mark.usefixtures("float64")
-def test_vmap_equals_a_loop():
+def test_vmap_matches_a_loop():
     x, gamma, beta, dy = inputs((3, 6, 2), 2)
-    of_one = pullback(lambda x, g, b: in_place(x, g, b, activation="elu", param=1.0))
-    grads = jax.jit(jax.vmap(of_one, (0, None, None, 0)))(x, gamma, beta, dy)
-    one_by_one = [jax.jit(of_one)(x[i], gamma, beta, dy[i]) for i in range(3)]
+    vjp = pullback(lambda x, g, b: in_place(x, g, b, activation="elu", param=1.0))
+    grads = jax.jit(jax.vmap(vjp, (0, None, None, 0)))(x, gamma, beta, dy)
+    one_by_one = [jax.jit(vjp)(x[i], gamma, beta, dy[i]) for i in range(3)]
     chex.assert_trees_all_close(
         grads, jax.tree.map(lambda *g: np.stack(g), *one_by_one), atol=1e-12
     )
@@ -326,8 +326,8 @@ BAD = [
     ({"activation_param": 0.0}, ValueError, r"slope must be > 0 to be inverted, got 0.0; use activation=\"relu\""),
     ({"activation": "elu", "activation_param": -1.0}, ValueError, r"alpha must be > 0 to be inverted, got -1.0"),
     ({"activation": "swish"}, ValueError, r"expected one of .*'silu'.*, got 'swish'"),
-    ({"x": jnp.ones((1, 3))}, ValueError, r"one sample a channel: x has shape \(1, 3\), its channels on axis 1"),
-    ({"x": jnp.ones((0, 3))}, ValueError, r"an empty batch: x has shape \(0, 3\)"),
+    ({"x": jnp.ones((1, 3))}, ValueError, r"one sample per channel .*: x has shape \(1, 3\), with channels on axis 1"),
+    ({"x": jnp.ones((0, 3))}, ValueError, r"an empty batch .*: x has shape \(0, 3\)"),
     ({"x": jnp.ones(3)}, ValueError, r"rank >= 2 and an axis -1, got shape \(3,\)"),
     ({"axis": 2}, ValueError, r"an axis 2, got shape \(4, 3\)"),
     ({"x": jnp.ones((4, 3), int)}, TypeError, "x must be floating, got int32"),
@@ -343,7 +343,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input_is_refused_with_what_was_given(change, error, message):
+def test_rejects_invalid_arguments(change, error, message):
     arguments = {
         "x": jnp.ones((4, 3)),
         "gamma": jnp.ones(3),
@@ -355,7 +355,7 @@ def test_bad_input_is_refused_with_what_was_given(change, error, message):
         fnet.abn(**(arguments | {"train": True} | change))
 
 
-def test_a_batch_of_padding_alone_leaves_the_running_statistics_as_they_are():
+def test_batch_of_padding_only_does_not_update_running_statistics():
     mean, var = jnp.array([1.0, -2.0, 3.0]), jnp.array([0.5, 1.0, 2.0])
     y, *after = fnet.abn(
         jnp.ones((4, 3)), None, None, mean, var, train=True, mask=jnp.zeros(4, bool)
@@ -364,26 +364,26 @@ def test_a_batch_of_padding_alone_leaves_the_running_statistics_as_they_are():
     chex.assert_trees_all_equal(after, [mean, var])
 
 
-def test_a_batch_without_examples_can_be_evaluated():
+def test_empty_batch_can_be_evaluated():
     zeros, ones = jnp.zeros(3), jnp.ones(3)
     for mask in (None, jnp.ones(0, bool)):
         y, *_ = fnet.abn(jnp.ones((0, 3)), ones, zeros, zeros, ones, train=False, mask=mask)
         chex.assert_shape(y, (0, 3))
 
 
-def test_the_layer_refuses_at_construction():
+def test_layer_rejects_an_invalid_slope_at_construction():
     with pytest.raises(ValueError, match=r"slope must be > 0 to be inverted, got -0.1"):
         layers.abn(3, activation_param=-0.1)
 
 
-def test_a_float16_output_that_underflowed_keeps_the_sign_of_its_slope():
-    # z = -1e-6 times the slope 0.01 is below float16's smallest number.
+def test_underflowed_float16_output_keeps_the_negative_slope():
+    # -1e-6 times the slope 0.01 underflows in float16.
     y = jnp.asarray([-0.0, 0.0, 1.0, -1.0], jnp.float16)
     _, slope = ACTIVATIONS["leaky_relu"].inverse(y, 0.01)
     chex.assert_trees_all_close(slope, jnp.asarray([0.01, 1.0, 1.0, 0.01], jnp.float16))
 
 
-def test_a_16_bit_elu_that_saturated_is_undone_to_where_it_did():
+def test_saturated_16_bit_elu_is_inverted_at_its_saturation_point():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 1)), jnp.bfloat16)
     gamma, beta = jnp.full(1, 4.0), jnp.zeros(1)
     y, vjp = jax.vjp(lambda x: in_place(x, gamma, beta, activation="elu", param=1.0), x)

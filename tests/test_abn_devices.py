@@ -1,4 +1,4 @@
-"""In-place norm over several devices: each result equals the plain one on a single device."""
+"""In-place batch norm on several devices: results match a single device."""
 
 import functools
 
@@ -40,7 +40,7 @@ def mesh(shape=(4,), names=("d",), axis_type=AxisType.Auto):
     ],
 )
 @pytest.mark.usefixtures("float64")
-def test_sharded_arrays_under_jit_give_what_one_device_gives(axis_type, mask, activation):
+def test_sharded_arrays_under_jit_match_one_device(axis_type, mask, activation):
     x, gamma, beta, mean, variance, weights = arrays(16, 2, C)
     f = jax.jit(with_gradients(loss, activation=activation))
     devices = mesh(axis_type=axis_type)
@@ -64,7 +64,7 @@ def test_sharded_arrays_under_jit_give_what_one_device_gives(axis_type, mask, ac
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_sharded_half_precision_gives_what_one_device_gives(dtype):
+def test_sharded_16_bit_arrays_match_one_device(dtype):
     x, gamma, beta, mean, variance, weights = arrays(16, 2, C)
     x, weights = x.astype(dtype), weights.astype(dtype)
     f = jax.jit(with_gradients(loss))
@@ -85,7 +85,7 @@ def test_sharded_half_precision_gives_what_one_device_gives(dtype):
 
 
 def mapped(body, check_vma, mask, out_specs, devices=None, rows=ROWS):
-    """``body(x, gamma, beta, mean, variance, weights, mask)``, rows over the devices."""
+    """``body(x, gamma, beta, mean, variance, weights, mask)`` with rows sharded over devices."""
     return jax.shard_map(
         body,
         mesh=devices or mesh(),
@@ -99,7 +99,7 @@ def mapped(body, check_vma, mask, out_specs, devices=None, rows=ROWS):
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.usefixtures("float64")
-def test_gradients_outside_shard_map_equal_one_devices(batch, train, check_vma):
+def test_gradients_outside_shard_map_match_one_device(batch, train, check_vma):
     n, mask = BATCHES[batch]
     data = *arrays(n, C), None if mask is None else jnp.asarray(mask)
 
@@ -115,7 +115,7 @@ def test_gradients_outside_shard_map_equal_one_devices(batch, train, check_vma):
 @BOTH_MODES
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.usefixtures("float64")
-def test_gradients_inside_shard_map_are_whole_or_one_devices_share(train, check_vma):
+def test_gradients_inside_shard_map_are_complete_or_per_device(train, check_vma):
     data = *arrays(16, C), jnp.asarray(UNEVEN)
 
     def body(*a):
@@ -130,7 +130,7 @@ def test_gradients_inside_shard_map_are_whole_or_one_devices_share(train, check_
 
 
 @pytest.mark.usefixtures("float64")
-def test_inside_shard_map_that_tracks_devices_a_summed_loss_has_the_same_gradients():
+def test_summed_loss_inside_shard_map_with_check_vma_has_the_same_gradients():
     data = *arrays(16, C), jnp.asarray(UNEVEN)
 
     def summed(*a):
@@ -143,7 +143,7 @@ def test_inside_shard_map_that_tracks_devices_a_summed_loss_has_the_same_gradien
 
 @BOTH_MODES
 @pytest.mark.usefixtures("float64")
-def test_an_activation_that_is_recomputed_has_one_devices_gradients(check_vma):
+def test_noninvertible_activation_gradients_match_one_device(check_vma):
     data = *arrays(16, C), jnp.asarray(UNEVEN)
 
     def body(*a):
@@ -159,14 +159,14 @@ def test_an_activation_that_is_recomputed_has_one_devices_gradients(check_vma):
 @BOTH_MODES
 @pytest.mark.parametrize("axis_name", [("d", "e"), "d"])
 @pytest.mark.usefixtures("float64")
-def test_parameters_may_be_shared_over_more_axes_than_the_statistics(axis_name, check_vma):
+def test_parameters_may_be_replicated_over_more_axes_than_the_statistics(axis_name, check_vma):
     data = *arrays(16, C), jnp.asarray(UNEVEN)
 
     def body(*a):
         return jax.lax.psum(loss(*a, axis_name=axis_name)[0], ("d", "e")), ()
 
     def groups(x, gamma, beta, mean, variance, weights, mask):
-        # With "d" alone, statistics are global over the devices of equal "e".
+        # With axis_name "d", statistics are shared by devices of equal "e".
         def of_group(a, e):
             return a.reshape(2, 2, 4, *a.shape[1:])[:, e].reshape(8, *a.shape[1:])
 
@@ -188,7 +188,7 @@ def test_parameters_may_be_shared_over_more_axes_than_the_statistics(axis_name, 
 
 @BOTH_MODES
 @pytest.mark.usefixtures("float64")
-def test_parameters_of_a_devices_own_get_the_gradients_of_the_defining_formula(check_vma):
+def test_gradients_of_per_device_parameters_match_the_formula(check_vma):
     x, _, _, _, _, weights = arrays(16, C)
     gamma, beta = arrays(4, C, seed=1)[0], arrays(4, C, seed=2)[0]
 
@@ -213,7 +213,7 @@ def test_parameters_of_a_devices_own_get_the_gradients_of_the_defining_formula(c
 
 @BOTH_MODES
 @pytest.mark.usefixtures("float64")
-def test_an_input_that_devices_share_gets_the_sum_of_their_gradients(check_vma):
+def test_replicated_input_gets_the_sum_of_the_devices_gradients(check_vma):
     x, _, _, _, _, weights = arrays(6, C)
     gamma, beta = arrays(4, C, seed=1)[0], arrays(4, C, seed=2)[0]
 
@@ -239,7 +239,7 @@ def test_an_input_that_devices_share_gets_the_sum_of_their_gradients(check_vma):
 
 @BOTH_MODES
 @pytest.mark.usefixtures("float64")
-def test_second_derivatives_through_shard_map_equal_one_devices(check_vma):
+def test_second_derivatives_through_shard_map_match_one_device(check_vma):
     x, gamma, beta, *rest = *arrays(16, C), jnp.asarray(UNEVEN)
     directions = arrays(16, C, seed=5)[:3]
 
@@ -269,7 +269,7 @@ def matmul():
 @BOTH_MODES
 @pytest.mark.parametrize("activation", ["leaky_relu", "gelu"])
 @pytest.mark.usefixtures("float64")
-def test_a_recomputed_network_in_shard_map_has_one_devices_gradients(activation, check_vma):
+def test_rematerialized_network_in_shard_map_matches_one_device(activation, check_vma):
     def network(axis_name):
         def norm():
             return layers.abn(C, activation=activation, axis_name=axis_name)
@@ -303,7 +303,7 @@ def test_a_recomputed_network_in_shard_map_has_one_devices_gradients(activation,
 
 
 @pytest.mark.parametrize("norm_layer", [layers.abn, layers.batch_norm])
-def test_what_is_trained_over_an_axis_is_evaluated_without_it(norm_layer):
+def test_evaluation_needs_no_axis_name(norm_layer):
     params, state = norm_layer(C).init(jax.random.key(0))
     x = jnp.linspace(-1, 2, 4 * C).reshape(4, C)
     evaluated = [
@@ -312,7 +312,7 @@ def test_what_is_trained_over_an_axis_is_evaluated_without_it(norm_layer):
     chex.assert_trees_all_equal(*evaluated)
 
 
-def test_one_sample_over_all_devices_is_refused():
+def test_rejects_one_sample_over_all_devices():
     one_device = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
     f = jax.shard_map(
         lambda x: norm(x, None, None, None, None, axis_name="d")[0],
@@ -320,7 +320,7 @@ def test_one_sample_over_all_devices_is_refused():
         in_specs=P("d"),
         out_specs=P("d"),
     )
-    with pytest.raises(ValueError, match=r"one sample a channel: x has shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"one sample per channel .*: x has shape \(1, 3\)"):
         f(jnp.ones((1, C)))
 
 
@@ -330,7 +330,7 @@ def test_one_sample_over_all_devices_is_refused():
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("activation", ["elu", pytest.param("gelu", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("float64")
-def test_gradients_of_and_within_vmap_equal_one_devices(activation, train):
+def test_gradients_inside_and_outside_vmap_match_one_device(activation, train):
     *data, weights = arrays(16, C)
     mask = jnp.asarray(UNEVEN)
     options = {"activation": activation, "train": train}

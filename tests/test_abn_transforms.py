@@ -1,4 +1,4 @@
-"""In-place norm under JAX's transforms: each result equals the plain one."""
+"""In-place batch norm under JAX's transforms: results do not change."""
 
 import functools
 
@@ -15,7 +15,7 @@ from fnet import layers
 
 
 def small_network():
-    """Both forms of the norm: one that keeps its output, one that keeps z."""
+    """A network with both forms of the norm: one saves its output, one saves z."""
     return fnet.serial(
         layers.conv(2, C, bias=False),
         layers.abn(C),
@@ -31,7 +31,7 @@ def images(n=4):
 
 
 @pytest.mark.parametrize(("batch", "serialised"), [("6", False), ("n", True)])
-def test_an_exported_network_evaluates_as_the_network_itself(batch, serialised):
+def test_exported_network_matches_the_network(batch, serialised):
     network = small_network()
     params, state = network.init(jax.random.key(0))
     state["1"]["running_mean"] = jnp.arange(C) / 10
@@ -47,7 +47,7 @@ def test_an_exported_network_evaluates_as_the_network_itself(batch, serialised):
         )
 
 
-def test_training_with_a_symbolic_batch_is_exported():
+def test_training_exports_with_a_symbolic_batch_size():
     f = jax.jit(lambda x: norm(x, None, None, jnp.zeros(C), jnp.ones(C)))
     shape = jax.export.symbolic_shape(f"n, {C}")
     exported = jax.export.export(f)(jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -67,7 +67,7 @@ def training_loss(apply):
 
 @pytest.mark.parametrize("remember", [jax.checkpoint, fnet.recompute])
 @pytest.mark.usefixtures("float64")
-def test_recomputation_changes_neither_gradients_nor_the_one_update_of_the_state(remember):
+def test_rematerialization_changes_neither_gradients_nor_state(remember):
     network = small_network()
     params, state = wide(jax.jit(network.init)(jax.random.key(0)))
     x = images()
@@ -92,7 +92,7 @@ def test_recomputation_changes_neither_gradients_nor_the_one_update_of_the_state
     ("activation", "remember"), [("leaky_relu", lambda f: f), ("gelu", fnet.recompute)]
 )
 @pytest.mark.usefixtures("float64")
-def test_a_scan_over_layers_has_the_gradients_and_state_of_the_unrolled_ones(activation, remember):
+def test_scan_over_layers_matches_unrolled_layers(activation, remember):
     block = fnet.serial(layers.dense(C, C, bias=False), layers.abn(C, activation=activation))
     scanned = fnet.repeat(block, 3)
     params, state = wide(scanned.init(jax.random.key(0)))
@@ -117,7 +117,7 @@ def test_a_scan_over_layers_has_the_gradients_and_state_of_the_unrolled_ones(act
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_forward_mode_over_the_norm_is_refused_by_jax(train):
+def test_forward_mode_raises_type_error(train):
     x, gamma, beta, mean, variance, _ = arrays(6, C)
     with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\) to a custom_vjp"):
         jax.jvp(lambda x: norm(x, gamma, beta, mean, variance, train=train), (x,), (x,))
@@ -131,7 +131,7 @@ def test_forward_mode_over_the_norm_is_refused_by_jax(train):
     ],
 )
 @pytest.mark.usefixtures("float64")
-def test_forward_over_reverse_equals_reverse_over_reverse(activation, train):
+def test_forward_over_reverse_matches_reverse_over_reverse(activation, train):
     x, gamma, beta, *rest = arrays(6, C)
     directions = tuple(arrays(6, C, seed=5)[:3])
     gradient = jax.grad(
@@ -160,7 +160,7 @@ def test_forward_over_reverse_equals_reverse_over_reverse(activation, train):
     ("layer", "shape"), [(layers.dense(C, 2), (4, C)), (layers.conv(C, 2), (2, 4, 4, C))]
 )
 @pytest.mark.usefixtures("float64")
-def test_forward_mode_over_linear_layers_is_their_derivative(layer, shape):
+def test_forward_mode_works_for_linear_layers(layer, shape):
     params = wide(layer.init(jax.random.key(0))[0])
     x, _, _, _, _, dx = arrays(*shape)
     dparams = jax.tree.map(jnp.cos, params)
@@ -171,7 +171,7 @@ def test_forward_mode_over_linear_layers_is_their_derivative(layer, shape):
     def shifted(params, x, sign):
         return f(jax.tree.map(lambda a, d: a + sign * d, params, dparams), x + sign * dx)
 
-    # Central differences are exact for what is bilinear.
+    # Central differences are exact for bilinear functions.
     tangent, of_x, of_params, expected = compiled(
         lambda p, x: jax.jvp(f, (p, x), (dparams, dx))[1],
         lambda p, x: jax.jvp(lambda x: f(p, x), (x,), (dx,))[1],

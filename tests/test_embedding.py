@@ -1,4 +1,4 @@
-"""Vectors of tokens, and the head that is tied to them."""
+"""Token embedding and the tied output head."""
 
 import chex
 import flax.linen as nn
@@ -12,13 +12,13 @@ import fnet
 from fnet import layers
 
 
-def table_and_layer(words=7, width=4):
-    layer = layers.embedding(words, width)
+def table_and_layer(vocab_size=7, width=4):
+    layer = layers.embedding(vocab_size, width)
     params, state = layer.init(jax.random.key(0))
     return params, lambda params, tokens: layer.apply(params, state, tokens, train=True)[0]
 
 
-def test_a_token_gives_its_row():
+def test_tokens_select_rows():
     params, embed = table_and_layer()
     tokens = jnp.asarray([[0, 6, 3], [3, 3, 1]])
     y = embed(params, tokens)
@@ -26,13 +26,13 @@ def test_a_token_gives_its_row():
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int16, jnp.int32])
-def test_any_integer_is_a_token(dtype):
+def test_accepts_all_integer_dtypes(dtype):
     params, embed = table_and_layer()
     y = embed(params, jnp.asarray([5, 1], dtype))
     chex.assert_trees_all_equal(y, params["embedding"][jnp.asarray([5, 1])])
 
 
-def test_a_row_receives_the_sum_over_its_tokens():
+def test_gradient_of_a_row_is_the_sum_over_its_tokens():
     params, embed = table_and_layer()
     tokens = np.asarray([[2, 2, 5], [2, 0, 5]])
     weights = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
@@ -42,7 +42,7 @@ def test_a_row_receives_the_sum_over_its_tokens():
     chex.assert_trees_all_close(got["embedding"], expected, atol=1e-6)
 
 
-def test_lookup_and_tied_head_equal_flaxs():
+def test_embedding_and_unembed_match_flax():
     params, embed = table_and_layer()
     module = nn.Embed(7, 4)
     tokens = jnp.asarray([[1, 2, 3]])
@@ -56,7 +56,7 @@ def test_lookup_and_tied_head_equal_flaxs():
     )
 
 
-def test_a_tied_table_learns_from_both_of_its_uses():
+def test_tied_table_gets_gradients_from_both_uses():
     params, embed = table_and_layer()
     tokens, labels = jnp.asarray([[1, 2, 3]]), jnp.asarray([[2, 3, 4]])
 
@@ -71,7 +71,7 @@ def test_a_tied_table_learns_from_both_of_its_uses():
     chex.assert_trees_all_close(tied, sum(apart), atol=1e-6)
 
 
-def test_the_loss_without_whole_logits_equals_that_of_the_logits():
+def test_linear_cross_entropy_matches_cross_entropy_of_unembed():
     table = table_and_layer()[0]["embedding"]
     x, labels = jax.random.normal(jax.random.key(1), (2, 3, 4)), jnp.asarray([[0, 1, 2], [3, 4, 6]])
     logits = layers.unembed(x, table)
@@ -83,7 +83,7 @@ def test_the_loss_without_whole_logits_equals_that_of_the_logits():
 
 
 @pytest.mark.parametrize("token", [-1, 7, 1000])
-def test_a_token_outside_of_the_vocabulary_shows_and_trains_no_word(token):
+def test_out_of_range_token_gives_nan_and_no_gradient(token):
     params, embed = table_and_layer()
     tokens = jnp.asarray([2, token])
     y = embed(params, tokens)
@@ -93,12 +93,12 @@ def test_a_token_outside_of_the_vocabulary_shows_and_trains_no_word(token):
     chex.assert_trees_all_equal(gradient, jnp.zeros((7, 4)).at[2].set(1.0))
 
 
-def test_a_token_that_int32_does_not_hold_is_no_word():
+def test_token_beyond_int32_gives_nan():
     params, embed = table_and_layer()
     assert jnp.isnan(embed(params, np.asarray([1, 2**32 + 1]))[:, 0]).tolist() == [False, True]
 
 
-def test_rows_of_tokens_on_explicit_axes_lie_where_these_do():
+def test_output_has_the_explicit_sharding_of_the_tokens():
     params, embed = table_and_layer()
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -108,7 +108,7 @@ def test_rows_of_tokens_on_explicit_axes_lie_where_these_do():
     chex.assert_trees_all_equal(jax.device_get(got), np.asarray(embed(params, tokens)))
 
 
-def test_the_table_is_float32_and_the_output_what_was_asked_for():
+def test_table_is_float32_and_output_has_the_given_dtype():
     layer = layers.embedding(7, 4, dtype=jnp.bfloat16)
     params, state = layer.init(jax.random.key(0))
     assert params["embedding"].dtype == jnp.float32
@@ -116,13 +116,13 @@ def test_the_table_is_float32_and_the_output_what_was_asked_for():
     assert layers.unembed(jnp.ones((2, 4), jnp.bfloat16), params["embedding"]).dtype == jnp.bfloat16
 
 
-def test_rows_have_length_one_on_average():
+def test_rows_have_unit_norm_on_average():
     params, _ = layers.embedding(1000, 64).init(jax.random.key(0))
     lengths = jnp.square(params["embedding"]).sum(-1)
     assert float(lengths.mean()) == pytest.approx(1, abs=0.03)
 
 
-def test_what_is_no_token_is_refused():
+def test_rejects_invalid_arguments():
     params, embed = table_and_layer()
     with pytest.raises(TypeError, match="tokens must be integers, got float32"):
         embed(params, jnp.ones(3))
@@ -132,5 +132,5 @@ def test_what_is_no_token_is_refused():
         layers.unembed(jnp.ones((2, 5)), params["embedding"])
     with pytest.raises(ValueError, match=r"unembed: expected \[..., 4\], got \(\)"):
         layers.unembed(jnp.ones(()), params["embedding"])
-    with pytest.raises(ValueError, match="words must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
         layers.embedding(0, 4)

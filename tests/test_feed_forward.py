@@ -1,4 +1,4 @@
-"""The feed-forward half of a block, and the small layers around it: dropout, dynamic tanh."""
+"""Feed-forward layer, dropout and dynamic tanh."""
 
 import functools
 
@@ -26,7 +26,7 @@ def inputs(shape=(2, 5, WIDTH), dtype=np.float64, seed=0):
 
 
 def plain(params, x, act, gated):
-    """As it is written down."""
+    """The formula of `feed_forward`."""
     z = x @ params["expand"]["kernel"] + params["expand"].get("bias", jnp.zeros((1, 1, 1)))
     h = act(z[..., :HIDDEN]) * z[..., HIDDEN:] if gated else act(z)
     return h @ params["contract"]["kernel"] + params["contract"].get("bias", jnp.zeros((1, 1, 1)))
@@ -47,7 +47,7 @@ def value_and_gradients(f, params, x, dy):
         ("leaky_relu", jax.nn.leaky_relu, False, False),
     ],
 )
-def test_it_equals_what_is_written_down(activation, act, gated, bias, float64):
+def test_feed_forward_matches_its_formula(activation, act, gated, bias, float64):
     layer = feed_forward(WIDTH, HIDDEN, activation=activation, gated=gated, bias=bias)
     params = jax.tree.map(np.float64, initial(layer)[0])
     expected = jax.tree.map(lambda a: a[None, None] if a.ndim == 1 else a, params)
@@ -58,7 +58,7 @@ def test_it_equals_what_is_written_down(activation, act, gated, bias, float64):
     chex.assert_trees_all_close(got, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_backward_pass_keeps_gate_and_up_and_not_what_is_made_of_them():
+def test_backward_pass_saves_gate_and_up_only():
     layer = feed_forward(64, 256)
     params, _ = initial(layer)
     x = inputs((4, 32, 64), np.float32)
@@ -69,7 +69,7 @@ def test_the_backward_pass_keeps_gate_and_up_and_not_what_is_made_of_them():
 
 
 def written_out(width, hidden):
-    """The same function, as autodiff sees it."""
+    """The same function under ordinary autodiff."""
     layer = feed_forward(width, hidden)
 
     def apply(params, state, x, *, key=None, train):
@@ -87,12 +87,12 @@ def temporaries_of_gradient(layer, blocks=6):
     return peak(compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))[0]).temporaries
 
 
-def test_the_compiled_gradient_of_a_stack_is_smaller_than_that_of_the_plain_form():
+def test_compiled_gradient_of_a_stack_needs_less_memory_than_autodiff():
     ours, plain = (temporaries_of_gradient(f(64, 256)) for f in (feed_forward, written_out))
     assert ours <= 0.65 * plain
 
 
-def test_feed_forward_drops_parts_of_its_output_in_training():
+def test_feed_forward_applies_dropout_in_training():
     layer = feed_forward(WIDTH, HIDDEN, dropout=0.5)
     params, _ = initial(layer)
     x = inputs((2, 50, WIDTH), np.float32)
@@ -103,7 +103,7 @@ def test_feed_forward_drops_parts_of_its_output_in_training():
     chex.assert_trees_all_close(dropped, jnp.where(kept, 2 * whole, 0), rtol=1e-5)
 
 
-def test_wrong_feed_forwards_are_refused():
+def test_feed_forward_rejects_invalid_arguments():
     with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
         feed_forward(6, 0)
     with pytest.raises(ValueError, match=r"expected one of .* got 'swish'"):
@@ -112,23 +112,23 @@ def test_wrong_feed_forwards_are_refused():
         feed_forward(6, 10, dropout=1.5)
 
 
-def test_dropout_keeps_the_mean_and_its_gradient_is_its_own_mask():
+def test_dropout_preserves_the_mean_and_its_gradient_uses_the_same_mask():
     layer = dropout(0.3)
     x = jnp.ones((200, 100))
     y, back = jax.vjp(lambda x: layer.apply({}, {}, x, key=jax.random.key(0), train=True)[0], x)
     np.testing.assert_allclose(np.unique(y), [0, 1 / 0.7], rtol=1e-6)
-    assert abs(float(y.mean()) - 1) < 4 * (0.3 / 0.7 / x.size) ** 0.5  # four deviations
+    assert abs(float(y.mean()) - 1) < 4 * (0.3 / 0.7 / x.size) ** 0.5  # four standard deviations
     chex.assert_trees_all_close(back(2 * x)[0], 2 * y)
 
 
-def test_dropout_scales_by_its_rate_and_not_by_what_16_bits_have_of_it():
+def test_dropout_in_16_bits_scales_by_the_exact_rate():
     x = jnp.linspace(1, 2, 20_000).astype(jnp.bfloat16)
     y, _ = dropout(0.1).apply({}, {}, x, key=jax.random.key(0), train=True)
     kept, given = (np.asarray(a[y != 0], np.float64).mean() for a in (y, x))
     np.testing.assert_allclose(kept / given, 1 / 0.9, rtol=2e-4)
 
 
-def test_dropout_keeps_nothing_of_the_size_of_its_input():
+def test_dropout_saves_nothing_of_the_size_of_its_input():
     layer = dropout(0.3)
     f = lambda x: layer.apply({}, {}, x, key=jax.random.key(0), train=True)[0]  # noqa: E731
     _, back = jax.vjp(f, jnp.ones((200, 100)))
@@ -136,12 +136,12 @@ def test_dropout_keeps_nothing_of_the_size_of_its_input():
 
 
 @pytest.mark.parametrize(("rate", "train"), [(0.3, False), (0.0, True)])
-def test_dropout_is_the_identity_in_evaluation_and_at_rate_zero(rate, train):
+def test_dropout_is_the_identity_in_evaluation_and_at_rate_0(rate, train):
     x = inputs(dtype=np.float32)
     assert dropout(rate).apply({}, {}, x, train=train)[0] is x
 
 
-def test_dropout_keeps_the_dtype_and_needs_a_key():
+def test_dropout_preserves_the_dtype_and_needs_a_key():
     x = inputs(dtype=jnp.bfloat16)
     y, _ = dropout(0.5).apply({}, {}, x, key=jax.random.key(0), train=True)
     assert y.dtype == jnp.bfloat16
@@ -153,7 +153,7 @@ def test_dropout_keeps_the_dtype_and_needs_a_key():
 
 
 def tanh_formula(params, x):
-    """Zhu et al. 2025, as autodiff sees it."""
+    """The formula of Zhu et al. 2025 under ordinary autodiff."""
     row = functools.partial(jnp.expand_dims, axis=(0, 1))
     return jnp.tanh(params["alpha"] * x) * row(params["scale"]) + row(params["bias"])
 
@@ -174,20 +174,20 @@ def squash(params, x):
 
 
 @pytest.mark.parametrize("alpha", [0.7, -0.2, 3.0])
-def test_dynamic_tanh_equals_autodiff_of_its_formula(alpha, float64):
+def test_dynamic_tanh_matches_autodiff_of_its_formula(alpha, float64):
     params, x = tanh_case(np.float64, alpha)
     dy = inputs(seed=1)
     got, expected = (value_and_gradients(f, params, x, dy) for f in (squash, tanh_formula))
     chex.assert_trees_all_close(got, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_dynamic_tanh_equals_finite_differences_to_second_order(float64):
+def test_dynamic_tanh_matches_finite_differences_to_second_order(float64):
     params, x = tanh_case(np.float64)
     check_grads(jax.jit(squash), (params, x), order=2, modes=["rev"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["scale", "alpha"])
-def test_dynamic_tanh_with_a_parameter_at_zero_has_exact_gradients_without_a_bias(name, float64):
+def test_dynamic_tanh_without_bias_has_exact_gradients_at_parameter_0(name, float64):
     params, x = tanh_case(np.float64)
     params |= {"bias": jnp.zeros(WIDTH), name: jnp.zeros_like(params[name])}
     dy = inputs(seed=1)
@@ -195,7 +195,7 @@ def test_dynamic_tanh_with_a_parameter_at_zero_has_exact_gradients_without_a_bia
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_dynamic_tanh_is_finite_where_it_saturates_and_where_its_output_is_lost():
+def test_dynamic_tanh_gradients_are_finite_for_saturated_and_lost_outputs():
     params, x = tanh_case(np.float32)
     params |= {"scale": params["scale"].at[0].set(1e-12), "alpha": jnp.float32(5)}
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -203,21 +203,21 @@ def test_dynamic_tanh_is_finite_where_it_saturates_and_where_its_output_is_lost(
     chex.assert_trees_all_close(got[1][1], jnp.zeros_like(x), atol=1e-5)
 
 
-def test_dynamic_tanh_reads_nothing_from_an_output_that_rounds_by_more_than_its_scale():
+def test_dynamic_tanh_ignores_outputs_that_round_by_more_than_the_scale():
     params, x = tanh_case(np.float32)
     params |= {"scale": params["scale"].at[0].set(1e-7), "bias": params["bias"].at[0].set(1.0)}
     y, (gradients, _) = value_and_gradients(squash, params, x, inputs(dtype=np.float32, seed=1))
-    assert len(np.unique(y[..., 0])) > 1  # of rounding alone
+    assert len(np.unique(y[..., 0])) > 1  # rounding only
     assert gradients["scale"][0] == 0
 
 
-def test_dynamic_tanh_keeps_its_output_alone():
+def test_dynamic_tanh_saves_only_its_output():
     params, x = tanh_case(np.float32)
     _, back = jax.vjp(squash, params, x)
     assert sum(a.size for a in jax.tree.leaves(back)) == x.size + 2 * WIDTH + 1
 
 
-def test_dynamic_tanh_in_bfloat16_is_near_float32():
+def test_dynamic_tanh_in_bfloat16_is_close_to_float32():
     params, x = tanh_case(jnp.bfloat16)
     dy = inputs(dtype=jnp.bfloat16, seed=1)
     params["bias"] = jnp.zeros(WIDTH)
@@ -229,7 +229,7 @@ def test_dynamic_tanh_in_bfloat16_is_near_float32():
     )
 
 
-def test_wrong_dynamic_tanhs_are_refused():
+def test_dynamic_tanh_rejects_invalid_arguments():
     with pytest.raises(ValueError, match="alpha must not be 0"):
         dynamic_tanh(4, alpha=0.0)
     layer = dynamic_tanh(4)

@@ -32,7 +32,7 @@ def flax_group_norm(x, scale, bias, *, groups):
     ("shape", "groups"),
     [((3, 4, 5, 12), 3), ((2, 3, 8), 8), ((2, 3, 8), 1), ((4, 6), 2), ((1, 2, 2, 2, 4), 4)],
 )
-def test_values_and_gradients_equal_flaxs(shape, groups, float64):
+def test_values_and_gradients_match_flax(shape, groups, float64):
     x, scale, bias, dy = inputs(shape, np.float64)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_flaxs(shape, groups, float64):
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_float32_equals_float64_to_its_roundings(float64):
+def test_float32_matches_float64_up_to_rounding(float64):
     wide = inputs((4, 8, 8, 16), np.float64)
 
     @jax.jit
@@ -62,7 +62,7 @@ def test_float32_equals_float64_to_its_roundings(float64):
     chex.assert_trees_all_close(gradients32, gradients, atol=1e-4)
 
 
-def test_the_variance_survives_a_mean_that_is_far_from_zero():
+def test_variance_is_accurate_for_a_large_mean():
     x = 1e3 + jax.random.normal(jax.random.key(0), (4, 8, 8, 8))
     y = group_norm(x, None, None, groups=2)
     per_group = y.reshape(4, 64, 2, 4)
@@ -77,19 +77,19 @@ def test_the_variance_survives_a_mean_that_is_far_from_zero():
     groups=st.integers(1, 3),
     size=st.integers(1, 4),
 )
-def test_it_equals_its_equation(n, positions, groups, size):
+def test_output_matches_the_formula(n, positions, groups, size):
     x, scale, bias, _ = inputs((n, *positions, groups * size))
     w = np.asarray(x, np.float64).reshape(n, -1, groups, size)
     mean, var = w.mean((1, 3), keepdims=True), w.var((1, 3), keepdims=True)
     expected = ((w - mean) / np.sqrt(var + 1e-5)).reshape(x.shape)
     expected = expected * np.asarray(scale) + np.asarray(bias)
-    # A group of nearly equal elements is divided by little: its roundings grow as much.
+    # A group of nearly equal elements has a small deviation, which amplifies rounding.
     atol = 1e-5 / np.sqrt(var.min() + 1e-5)
     norm = jax.jit(functools.partial(group_norm, groups=groups))
     chex.assert_trees_all_close(norm(x, scale, bias), expected, atol=atol)
 
 
-def test_an_example_depends_on_no_other():
+def test_examples_do_not_depend_on_each_other():
     x, scale, bias, _ = inputs((3, 2, 2, 6))
     norm = jax.jit(functools.partial(group_norm, scale=scale, bias=bias, groups=3))
     alone = np.concatenate([norm(x[i : i + 1]) for i in range(3)])
@@ -100,14 +100,14 @@ def test_an_example_depends_on_no_other():
             assert i == j or not jacobian[i, j].any()
 
 
-def test_one_group_is_layer_norm():
+def test_one_group_matches_layer_norm():
     x, scale, bias, _ = inputs((5, 8))
     chex.assert_trees_all_close(
         group_norm(x, scale, bias, groups=1), fnet.layer_norm(x, scale, bias, eps=1e-5), atol=1e-5
     )
 
 
-def test_statistics_of_bfloat16_are_float32():
+def test_statistics_of_bfloat16_are_computed_in_float32():
     x, scale, bias, _ = inputs((2, 16, 16, 8))
     x = (x + 10).astype(jnp.bfloat16)
     y = group_norm(x, scale, bias, groups=2)
@@ -116,12 +116,12 @@ def test_statistics_of_bfloat16_are_float32():
     chex.assert_trees_all_close(y.astype(jnp.float32), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_a_batch_of_none_gives_none():
+def test_empty_batch_gives_an_empty_output():
     x, scale, bias, _ = inputs((0, 4, 4, 6))
     assert group_norm(x, scale, bias, groups=3).shape == (0, 4, 4, 6)
 
 
-def test_the_layer_begins_as_the_plain_normalisation():
+def test_layer_is_initialized_without_scale_and_bias():
     layer = layers.group_norm(64)
     params, state = layer.init(jax.random.key(0))
     assert state == {}
@@ -132,7 +132,7 @@ def test_the_layer_begins_as_the_plain_normalisation():
 
 
 @pytest.mark.parametrize("act", ["relu", "leaky_relu"])
-def test_under_recompute_a_block_keeps_one_array(act):
+def test_block_under_recompute_saves_one_array(act):
     shape = (8, 16, 16, 32)
 
     def activations_kept(blocks):
@@ -152,7 +152,7 @@ def test_under_recompute_a_block_keeps_one_array(act):
     assert (activations_kept(5) - activations_kept(3)) / 2 < 1.1
 
 
-def test_what_does_not_fit_is_refused():
+def test_rejects_invalid_arguments():
     x = jnp.ones((2, 4, 6))
     ones = jnp.ones(6)
     with pytest.raises(ValueError, match="got groups=4, channels=6"):

@@ -1,4 +1,4 @@
-"""Initial kernels: what they make of images, and of a channel."""
+"""Initializers of convolution kernels."""
 
 import jax
 import numpy as np
@@ -16,14 +16,14 @@ def test_cosine_patches_are_the_orthonormal_dct_and_its_negative():
     np.testing.assert_allclose(found, np.concatenate([wanted, -wanted]), atol=1e-5)
 
 
-def test_cosine_patches_tell_red_from_blue_and_green_from_both():
+def test_cosine_patches_separate_the_color_channels():
     kernel = layers.cosine_patches(jax.random.key(0), (1, 1, 3, 6))[0, 0, :, :3]
     axes = np.array([[1, 1, 1], [1, 0, -1], [1, -2, 1]], np.float32)
     np.testing.assert_allclose(kernel.T, axes / np.linalg.norm(axes, axis=1)[:, None], atol=1e-6)
 
 
-def test_cosine_patches_make_neighbours_independent():
-    # Of a Markov chain with correlation 0.95, which natural images are like.
+def test_cosine_patches_decorrelate_neighboring_pixels():
+    # Pixels of a Markov chain with correlation 0.95, a model of natural images.
     n = 3
     chain = 0.95 ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
     kernel = np.asarray(layers.cosine_patches(jax.random.key(0), (n, 1, 1, 2 * n)))[:, 0, 0, :n]
@@ -32,13 +32,13 @@ def test_cosine_patches_make_neighbours_independent():
     assert np.abs(found / np.outer(scale, scale) - np.eye(n)).max() < 0.1
 
 
-def test_cosine_patches_of_another_number_of_channels_are_refused():
-    with pytest.raises(ValueError, match=r"\(2, 2, 3\) make 24 channels, got 16"):
+def test_cosine_patches_reject_another_number_of_channels():
+    with pytest.raises(ValueError, match=r"\(2, 2, 3\) need 24 output channels, got 16"):
         layers.cosine_patches(jax.random.key(0), (2, 2, 3, 16))
 
 
 @pytest.mark.parametrize(("n_in", "n_out", "window"), [(3, 5, 3), (5, 3, 2), (4, 4, 3)])
-def test_a_partly_identity_passes_channels_on(n_in, n_out, window):
+def test_partly_identity_copies_channels(n_in, n_out, window):
     conv = layers.conv(n_in, n_out, window, bias=False, kernel_init=layers.partly_identity)
     params, state = conv.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4, 4, n_in))

@@ -19,7 +19,7 @@ NORMS = ["layer", "layer without bias", "rms"]
 
 
 def defining_formula(x, scale, bias, *, center=True, eps=EPS):
-    """The equations as autodiff sees them: in float32 or wider, nothing in place."""
+    """The equations under ordinary autodiff, in float32 or wider."""
     w = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if center:
         w = w - w.mean(-1, keepdims=True)
@@ -31,7 +31,7 @@ def defining_formula(x, scale, bias, *, center=True, eps=EPS):
 
 @functools.cache
 def pair(norm):
-    """The norm of that name and its defining formula, both of (x, scale, bias)."""
+    """The norm of that name and its formula, both functions of (x, scale, bias)."""
     return {
         "layer": (layer_norm, defining_formula),
         "layer without bias": (
@@ -68,7 +68,7 @@ def wide(tree):
 
 
 def relative_errors(got, exact):
-    """Of each array, in the norm, against float64."""
+    """The relative error of each array in the 2-norm, compared with float64."""
     return [
         float(np.linalg.norm(np.asarray(g, np.float64) - e) / np.linalg.norm(e))
         for g, e in zip(got, exact, strict=True)
@@ -81,7 +81,7 @@ def relative_errors(got, exact):
     norm=st.sampled_from(NORMS),
     seed=st.integers(0, 99),
 )
-def test_output_and_gradients_equal_the_defining_formula_on_random_shapes(shape, norm, seed):
+def test_output_and_gradients_match_the_formula_on_random_shapes(shape, norm, seed):
     with jax.enable_x64(True):
         x, scale, bias, dy = inputs(shape, seed)
 
@@ -97,7 +97,7 @@ def test_output_and_gradients_equal_the_defining_formula_on_random_shapes(shape,
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
-def test_gradients_equal_finite_differences_to_second_order(norm):
+def test_gradients_match_finite_differences_to_second_order(norm):
     x, scale, bias, _ = inputs((3, 5), seed=1)
     check_grads(
         jax.jit(pair(norm)[0]), (x, scale, bias), order=2, modes=["rev"], atol=1e-4, rtol=1e-4
@@ -112,7 +112,7 @@ def compiled_hessian(f):
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0, -0.0])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.usefixtures("float64")
-def test_the_hessian_equals_that_of_the_defining_formula_for_every_scale(norm, scale):
+def test_hessian_matches_the_formula_for_every_scale(norm, scale):
     x, _, _, dy = inputs((2, 3))
     ours, formula = (
         compiled_hessian(f)(x, jnp.full(3, scale), jnp.zeros(3), dy) for f in pair(norm)
@@ -121,19 +121,19 @@ def test_the_hessian_equals_that_of_the_defining_formula_for_every_scale(norm, s
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_only_the_output_is_kept_for_the_backward_pass(norm):
+def test_backward_pass_saves_only_the_output(norm):
     x, scale, bias, _ = inputs((64, 16), dtype=jnp.float32)
     y, vjp = jax.vjp(pair(norm)[0], x, scale, bias)
-    kept = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
-    assert len(kept) == 1
-    assert kept[0].unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
+    saved = [leaf for leaf in jax.tree.leaves(vjp) if getattr(leaf, "size", 0) >= x.size]
+    assert len(saved) == 1
+    assert saved[0].unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, -1e-6, 1e-12, 1e-25, 1e-31, 0.0, -0.0])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
-def test_without_bias_gradients_are_as_good_as_the_output_for_every_scale(norm, dtype, scale):
+def test_gradients_without_bias_are_accurate_for_every_scale(norm, dtype, scale):
     ours, formula = pair(norm)
     x, _, _, dy = inputs((32, 64), dtype=dtype)
     scale, bias = jnp.full(64, scale, jnp.float32), jnp.zeros(64, jnp.float32)
@@ -147,7 +147,7 @@ def test_without_bias_gradients_are_as_good_as_the_output_for_every_scale(norm, 
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_a_scale_of_0_gives_an_output_that_no_sum_shows_and_leaves_0_after_a_step(norm):
+def test_scale_0_gives_a_negligible_output_and_can_be_trained(norm):
     x, _, _, dy = inputs((8, 16), dtype=jnp.float32)
     scale, bias = jnp.zeros(16), jnp.zeros(16)
     ours, formula = pair(norm)
@@ -164,7 +164,7 @@ def test_a_scale_of_0_gives_an_output_that_no_sum_shows_and_leaves_0_after_a_ste
     [(1e-1, 3e-7), (1e-2, 3e-6), (1e-3, 3e-5), (1e-4, 3e-4), (1e-5, 3e-3), (1e-6, 3e-2)],
 )
 @pytest.mark.usefixtures("float64")
-def test_beside_a_bias_small_scales_lose_the_digits_the_documentation_states(scale, stated):
+def test_small_scale_with_bias_has_the_documented_error(scale, stated):
     x, _, _, dy = inputs((512, 256), dtype=jnp.float32)
     scale, bias = jnp.full(256, scale, jnp.float32), jnp.ones(256, jnp.float32)
     got = gradients(layer_norm, x, scale, bias, dy)
@@ -178,7 +178,7 @@ def test_beside_a_bias_small_scales_lose_the_digits_the_documentation_states(sca
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-8, 1e-7])
 @pytest.mark.usefixtures("float64")
-def test_a_feature_whose_bias_drowns_its_scale_loses_only_its_own_share(scale):
+def test_lost_feature_does_not_affect_the_gradients_of_others(scale):
     x, scales, biases, dy = inputs((32, 64), dtype=jnp.float32)
     scales, biases = scales.at[3].set(scale), biases.at[3].set(1.0)
     dx, dscale, dbias = gradients(layer_norm, x, scales, biases, dy)
@@ -194,7 +194,7 @@ def test_a_feature_whose_bias_drowns_its_scale_loses_only_its_own_share(scale):
 
 
 @pytest.mark.usefixtures("float64")
-def test_a_bias_left_to_the_dense_layer_behind_is_exact_for_small_scales():
+def test_bias_in_the_next_dense_layer_is_accurate_for_small_scales():
     x, _, bias, dy = inputs((128, 64), dtype=jnp.float32)
     scale = jnp.full(64, 1e-6, jnp.float32)
     kernel = jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)) / 8, jnp.float32)
@@ -218,8 +218,8 @@ def test_a_bias_left_to_the_dense_layer_behind_is_exact_for_small_scales():
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
-def test_gradients_in_narrow_dtypes_are_near_those_of_the_formula_that_keeps_x(norm, dtype):
-    # The formula computes in float32 from an x that was never rounded again: the best there is.
+def test_16_bit_gradients_are_close_to_the_formula_that_saves_x(norm, dtype):
+    # The formula computes in float32 from the x that was given: nothing is more accurate.
     ours, formula = pair(norm)
     x, _, bias, dy = inputs((256, 64), dtype=dtype)
     scale, bias = jnp.linspace(0.5, 2.0, 64, dtype=jnp.float32), bias / 4
@@ -237,7 +237,7 @@ def test_gradients_in_narrow_dtypes_are_near_those_of_the_formula_that_keeps_x(n
 
 
 @pytest.mark.usefixtures("float64")
-def test_float64_stays_float64():
+def test_float64_inputs_are_computed_in_float64():
     x, scale, bias, dy = inputs((4, 5))
     chex.assert_type([layer_norm(x, scale, bias), rms_norm(x, scale)], jnp.float64)
     narrow = gradients(layer_norm, x, scale.astype(jnp.float32), bias.astype(jnp.float32), dy)
@@ -246,7 +246,7 @@ def test_float64_stays_float64():
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.usefixtures("float64")
-def test_vmap_equals_a_loop(norm):
+def test_vmap_matches_a_loop(norm):
     ours, _ = pair(norm)
     x, scale, bias, dy = inputs((3, 4, 5))
     of_rows = jax.jit(jax.vmap(compiled_gradients(ours), (0, None, None, 0)))
@@ -262,7 +262,7 @@ def test_vmap_equals_a_loop(norm):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_parameter_gradients_are_summed_over_the_devices_of_a_mesh(norm, check_vma):
+def test_parameter_gradients_are_summed_over_devices(norm, check_vma):
     ours, _ = pair(norm)
     x, scale, bias, _ = inputs((8, 6), dtype=jnp.float32)
     mesh = jax.make_mesh((4,), ("data",))
@@ -279,7 +279,7 @@ def test_parameter_gradients_are_summed_over_the_devices_of_a_mesh(norm, check_v
     chex.assert_trees_all_close(got, jax.device_get(grad(ours)(x, scale, bias)), rtol=1e-4)
 
 
-def test_without_parameters_the_output_is_normalised():
+def test_output_without_parameters_is_normalized():
     x, _, _, _ = inputs((16, 32), dtype=jnp.float32)
     y = layer_norm(x, None, None)
     chex.assert_trees_all_close(y.mean(-1), jnp.zeros(16), atol=1e-6)
@@ -287,7 +287,7 @@ def test_without_parameters_the_output_is_normalised():
     chex.assert_trees_all_close(jnp.square(rms_norm(x, None)).mean(-1), jnp.ones(16), atol=1e-5)
 
 
-def test_a_constant_row_gives_the_bias_and_finite_gradients():
+def test_constant_row_gives_the_bias_and_finite_gradients():
     x, _, bias, dy = inputs((4, 8), dtype=jnp.float32)
     x = jnp.full_like(x, 3.0)
     chex.assert_trees_all_close(layer_norm(x, jnp.ones(8), bias)[1], bias)
@@ -295,11 +295,11 @@ def test_a_constant_row_gives_the_bias_and_finite_gradients():
     chex.assert_tree_all_finite(gradients(pair("rms")[0], x * 0, jnp.ones(8), bias, dy))
 
 
-def test_an_empty_batch_gives_an_empty_output():
+def test_empty_batch_gives_an_empty_output():
     assert layer_norm(jnp.ones((0, 3)), jnp.ones(3), jnp.zeros(3)).shape == (0, 3)
 
 
-def test_layers_start_as_the_plain_normalisation_and_hold_their_parameters():
+def test_layers_are_initialized_without_scale_and_bias():
     x, _, _, _ = inputs((4, 6), dtype=jnp.float32)
     for layer, names, options in (
         (layer_norm_layer(6, eps=0.1), {"scale", "bias"}, {"eps": 0.1}),
@@ -316,7 +316,7 @@ def test_layers_start_as_the_plain_normalisation_and_hold_their_parameters():
 
 
 def activations_kept(norm, depth, width=128, rows=2048):
-    """Temporaries of a stack's compiled gradient, in activations of one block."""
+    """Temporaries of the compiled gradient of a stack, in units of one block's activation."""
 
     def loss(params, x):
         for p in params:
@@ -338,9 +338,9 @@ def activations_kept(norm, depth, width=128, rows=2048):
 
 
 # Measured with jax 0.10.2: a block adds exactly 2 (y and the dense layer's output) where the
-# formula adds 4 (layer norm) or 3 (RMS norm); six blocks take 18.0 in place of 28.1 or 22.1.
+# formula adds 4 (layer norm) or 3 (RMS norm); six blocks need 18.0 instead of 28.1 or 22.1.
 @pytest.mark.parametrize(("norm", "ratio"), [("layer", 0.66), ("rms", 0.84)])
-def test_a_stack_of_blocks_takes_fewer_temporaries_than_the_formula(norm, ratio):
+def test_stack_of_blocks_needs_fewer_temporaries_than_the_formula(norm, ratio):
     ours, formula = pair(norm)
     of_six = activations_kept(ours, 6)
     assert of_six < ratio * activations_kept(formula, 6)
@@ -358,7 +358,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input_is_refused_with_what_was_given(change, error, message):
+def test_rejects_invalid_arguments(change, error, message):
     arguments = {"x": jnp.ones((4, 3)), "scale": jnp.ones(3), "bias": jnp.zeros(3)} | change
     with pytest.raises(error, match=message):
         layer_norm(**arguments)
@@ -367,7 +367,7 @@ def test_bad_input_is_refused_with_what_was_given(change, error, message):
             rms_norm(arguments["x"], arguments["scale"])
 
 
-def test_a_layer_of_another_width_is_refused():
+def test_layer_rejects_an_input_of_another_width():
     layer = layer_norm_layer(3)
     with pytest.raises(ValueError, match=r"scale must have shape \(4,\), .* got \(3,\)"):
         layer.apply(layer.init(jax.random.key(0))[0], {}, jnp.ones((2, 4)), train=True)

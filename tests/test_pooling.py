@@ -1,3 +1,5 @@
+"""Pooling of NHWC images."""
+
 import functools
 
 import chex
@@ -32,7 +34,7 @@ def of_layer(window, stride, padding):
 
 
 @PATCHES
-def test_derivatives_of_maxima_are_the_windowed_reductions(window, stride, padding):
+def test_max_pool_derivatives_match_windowed_reductions(window, stride, padding):
     ours, theirs = (make(window, stride, padding) for make in (of_layer, reduction))
     x, dx = jax.random.normal(jax.random.key(0), (2, 2, 7, 6, 3))
 
@@ -46,7 +48,7 @@ def test_derivatives_of_maxima_are_the_windowed_reductions(window, stride, paddi
 
 
 @PATCHES
-def test_on_a_tpu_a_gradient_is_one_instruction_on_patches(window, stride, padding):
+def test_max_pool_gradient_on_tpu_is_one_instruction(window, stride, padding):
     x = jax.ShapeDtypeStruct((2, 7, 6, 3), jnp.float32)
     gradient = jax.jit(jax.grad(lambda x: of_layer(window, stride, padding)(x).sum()))
     for platform in ("tpu", "cpu", "cuda"):
@@ -55,8 +57,8 @@ def test_on_a_tpu_a_gradient_is_one_instruction_on_patches(window, stride, paddi
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(2, 0), (1, 0), (2, 1)])
-def test_of_equal_maxima_the_first_has_the_gradient_and_a_nan_stays(stride, padding):
-    x = jax.random.randint(jax.random.key(0), (1, 8, 8, 3), 0, 2).astype(float)  # many are equal
+def test_first_of_equal_maxima_gets_the_gradient_and_nan_propagates(stride, padding):
+    x = jax.random.randint(jax.random.key(0), (1, 8, 8, 3), 0, 2).astype(float)  # with many ties
     ours, theirs = (make(2, stride, padding) for make in (of_layer, reduction))
     gradient = jax.jit(lambda f, x: jax.grad(lambda x: f(x).sum())(x), static_argnums=0)
     of_ours, of_theirs = (gradient(f, x) for f in (ours, theirs))
@@ -67,7 +69,7 @@ def test_of_equal_maxima_the_first_has_the_gradient_and_a_nan_stays(stride, padd
     chex.assert_trees_all_equal(there, jnp.isnan(theirs(nan)))
 
 
-def test_maxima_of_minus_infinities_change_by_nothing_that_is_not_finite():
+def test_max_pool_of_minus_infinity_has_finite_gradients():
     x = jnp.full((1, 2, 2, 1), -jnp.inf)
     layer = of_layer(2, 2, 1)
     y, change = jax.jvp(layer, (x,), (jnp.ones_like(x),))
@@ -76,7 +78,7 @@ def test_maxima_of_minus_infinities_change_by_nothing_that_is_not_finite():
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
-def test_maxima_are_of_the_inputs_dtype(dtype):
+def test_max_pool_preserves_the_dtype(dtype):
     x = jax.random.randint(jax.random.key(0), (2, 6, 6, 3), 0, 200).astype(dtype)
     y = of_layer(3, 2, 1)(x)
     chex.assert_type(y, dtype)
@@ -85,7 +87,7 @@ def test_maxima_are_of_the_inputs_dtype(dtype):
 
 
 @pytest.mark.parametrize(("window", "padding"), [(2, 0), (3, 1)])
-def test_behind_a_convolution_neither_input_nor_maxima_are_kept(window, padding):
+def test_max_pool_after_a_convolution_saves_neither_input_nor_output(window, padding):
     def gradient(pool):
         conv = layers.conv(3, 32, bias=False)
         params, _ = jax.eval_shape(conv.init, jax.random.key(0))
@@ -105,7 +107,9 @@ def test_behind_a_convolution_neither_input_nor_maxima_are_kept(window, padding)
 
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (3, 1, 0), (2, 2, 1)])
 def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
-    x = -1 - np.random.default_rng(0).random((2, 7, 6, 3), np.float32)  # a 0 would be the maximum
+    x = -1 - np.random.default_rng(0).random(
+        (2, 7, 6, 3), np.float32
+    )  # zero padding would be the maximum
     pads = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     wide = np.pad(x, pads, constant_values=-np.inf)
     rows, columns = (range(0, side - window + 1, stride) for side in wide.shape[1:3])
@@ -122,7 +126,7 @@ def test_avg_pool_and_global_avg_pool_are_means():
         pooled(layers.avg_pool(2), x)[0, ..., 0], jnp.asarray([[2.5, 4.5], [10.5, 12.5]])
     )
     chex.assert_trees_all_equal(pooled(layers.global_avg_pool(), x), jnp.asarray([[7.5]]))
-    # A last row and a last column that fill no window are left out, as by torch.
+    # The last row and column do not fill a window and are ignored, as in torch.
     odd = jnp.arange(25.0).reshape(1, 5, 5, 1)
     chex.assert_trees_all_equal(
         pooled(layers.avg_pool(2), odd), pooled(layers.avg_pool(2), odd[:, :4, :4])
@@ -130,18 +134,18 @@ def test_avg_pool_and_global_avg_pool_are_means():
 
 
 @pytest.mark.parametrize("name", ["max_pool", "avg_pool", "global_max_pool", "global_avg_pool"])
-def test_pools_refuse_an_image_without_the_axis_of_examples(name):
+def test_pools_reject_an_image_without_batch_axis(name):
     with pytest.raises(ValueError, match=rf"{name}: expected \[N, H, W, C\], got \(4, 4, 3\)"):
         pooled(getattr(layers, name)(), jnp.ones((4, 4, 3)))
 
 
-def test_pools_refuse_windows_that_do_not_fit():
+def test_pools_reject_windows_larger_than_the_image():
     for name in ("avg_pool", "max_pool"):
         with pytest.raises(ValueError, match=f"{name}: window 5 is larger than the image 4 x 4"):
             pooled(getattr(layers, name)(5), jnp.ones((1, 4, 4, 1)))
 
 
-def test_pools_of_whole_images_and_means_of_patches_are_those_of_each_channel():
+def test_pools_treat_channels_independently():
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 3)).astype(np.float32)
     np.testing.assert_array_equal(pooled(layers.global_max_pool(), jnp.asarray(x)), x.max((1, 2)))
     means = pooled(layers.global_avg_pool(), jnp.asarray(x))
@@ -152,6 +156,6 @@ def test_pools_of_whole_images_and_means_of_patches_are_those_of_each_channel():
 
 @pytest.mark.parametrize("name", ["avg_pool", "max_pool"])
 @pytest.mark.parametrize(("height", "width"), [(4, 1), (1, 4)])
-def test_pools_refuse_an_image_that_is_too_small_in_one_direction(name, height, width):
+def test_pools_reject_an_image_that_is_too_small_in_one_direction(name, height, width):
     with pytest.raises(ValueError, match=f"{name}: window 2 is larger than .* {height} x {width}"):
         pooled(getattr(layers, name)(2), jnp.ones((1, height, width, 1)))

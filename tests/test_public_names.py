@@ -22,8 +22,7 @@ ROOMS = ("fnet", *(f"fnet.{name}" for name in
 # Public without a list of names: all that they define.
 FILES = (
     "fnet.diffusion.samplers", "fnet.diffusion.schedules", "fnet.interop.linen",
-    "fnet.interop.nnx", "fnet.interop.torch", "fnet.layers.kernel_init", "fnet.layers.rotary",
-    "fnet.optim",
+    "fnet.interop.nnx", "fnet.interop.torch", "fnet.optim",
 )  # fmt: skip
 
 # Equations, and the paper or system each is from.
@@ -60,7 +59,7 @@ SOURCES = {
     "fnet.layers.mamba": "Gu and Dao 2023",
     "fnet.layers.mamba2": "Dao and Gu 2024",
     "fnet.layers.rg_lru": r"De et al\. 2024",
-    "fnet.layers.rotary.rotary": r"Su et al\. 2021",
+    "fnet.layers.rotary": r"Su et al\. 2021",
     "fnet.linear_cross_entropy": "Milakov,? Gimelshein 2018",
     "fnet.linear_recurrence": "Blelloch 1990",
     "fnet.losses.cross_entropy": r"Szegedy et al\. 2016",

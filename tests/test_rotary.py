@@ -19,14 +19,14 @@ def as_complex(x):
     return np.asarray(x[..., : D // 2]) + 1j * np.asarray(x[..., D // 2 :])
 
 
-def test_it_is_the_papers_product_with_exp_i_position_theta(float64):
+def test_rotary_matches_complex_rotation(float64):
     x, positions = inputs(), jnp.arange(T) + 5
     theta = 10000.0 ** (-2 * np.arange(D // 2) / D)
     turned = as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
     np.testing.assert_allclose(as_complex(rotary(x, positions)), turned, rtol=1e-12, atol=1e-12)
 
 
-def test_lengths_stay_and_position_zero_does_not_turn(float64):
+def test_rotary_preserves_norms_and_position_0(float64):
     x = inputs()
     chex.assert_trees_all_close(
         jnp.linalg.norm(rotary(x, jnp.arange(T)), axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-12
@@ -34,7 +34,7 @@ def test_lengths_stay_and_position_zero_does_not_turn(float64):
     chex.assert_trees_all_equal(rotary(x, jnp.zeros(T, int)), x)
 
 
-def test_scores_depend_on_differences_of_positions_alone(float64):
+def test_scores_depend_only_on_relative_positions(float64):
     q, k = inputs(), inputs(seed=1)
 
     def scores(of_queries, of_keys):
@@ -45,15 +45,15 @@ def test_scores_depend_on_differences_of_positions_alone(float64):
     assert float(abs(scores(1, 0) - scores(0, 0)).max()) > 0.1
 
 
-def test_positions_may_differ_between_examples_and_be_fractions(float64):
+def test_positions_may_be_per_example_and_fractional(float64):
     x = inputs()
     positions = jnp.asarray(np.random.default_rng(2).uniform(0, 50, size=(B, T)))
     each = jnp.concatenate([rotary(x[i : i + 1], positions[i]) for i in range(B)])
     chex.assert_trees_all_close(rotary(x, positions), each, rtol=1e-12)
 
 
-def test_angles_of_bfloat16_are_float32():
-    x, positions = inputs(jnp.bfloat16), jnp.arange(T) + 30_001  # not a bfloat16 number
+def test_angles_are_float32_for_bfloat16_inputs():
+    x, positions = inputs(jnp.bfloat16), jnp.arange(T) + 30_001  # not representable in bfloat16
     y = rotary(x, positions)
     assert y.dtype == jnp.bfloat16
     chex.assert_trees_all_close(
@@ -61,14 +61,14 @@ def test_angles_of_bfloat16_are_float32():
     )
 
 
-def test_nothing_of_the_size_of_x_is_kept_for_the_backward_pass():
+def test_backward_pass_saves_nothing_of_the_size_of_x():
     x = inputs(np.float32)
     _, back = jax.vjp(lambda x: rotary(x, jnp.arange(T)), x)
     assert sum(a.size for a in jax.tree.leaves(back)) <= 2 * T * D // 2
     chex.assert_trees_all_close(back(x)[0], rotary(x, -jnp.arange(T)), rtol=1e-5, atol=1e-6)
 
 
-def test_wrong_arguments_are_refused():
+def test_rejects_invalid_arguments():
     x = inputs(np.float32)
     with pytest.raises(ValueError, match=r"even D, got \(2, 9, 3, 7\)"):
         rotary(x[..., :7], jnp.arange(T))

@@ -1,8 +1,8 @@
-"""In-place activated batch norm: keeps its output, and runs it backwards.
+"""In-place activated batch norm (ABN): saves its output and runs backward from it.
 
 Source: Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for
 Memory-Optimized Training of DNNs", CVPR 2018, and its reference implementation
-(mapillary/inplace_abn), from which the |gamma| + eps form is taken.
+mapillary/inplace_abn, which uses |gamma| + eps as the scale.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, check_sizes
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.layers import activations
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
@@ -40,29 +40,30 @@ def abn(
     mask: Bool[Array, " n"] | None = None,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array | None, Array | None]:
-    """Batch norm and activation in one, with one array kept for the backward pass.
+    """Batch norm and activation that save one array for the backward pass.
 
     Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized
-    Training of DNNs", CVPR 2018. With n samples a channel::
+    Training of DNNs", CVPR 2018. With n samples per channel::
 
         mean = E[x];  var = E[(x - mean)^2]
         z = (x - mean) / sqrt(var + eps) * (|gamma| + eps) + beta
         y = act(z)
         running = decay * running + (1 - decay) * new      (new variance unbiased)
 
-    The backward pass never needs ``x``. Where the activation has a stable
-    inverse it keeps ``y`` and finds z and act'(z) from it:
+    The backward pass never needs ``x``. If the activation has a stable inverse, it saves
+    ``y`` and computes z and act'(z) from it:
 
     ======================================== ==================================
-    activation                               kept for the backward pass
+    activation                               saved for the backward pass
     ======================================== ==================================
     identity, leaky_relu, elu, softplus      y
-    relu, gelu, silu, tanh, sigmoid          z; act is recomputed under `fnet.recompute`
+    relu, gelu, silu, tanh, sigmoid          z, and residuals of the activation,
+                                             which `fnet.recompute` rematerializes
     ======================================== ==================================
 
-    What ``y`` lost by rounding comes back as an error of ``xhat`` of about
-    ``|beta| / |gamma|`` roundings, and shows in the gradient of ``gamma``. Largest
-    relative error over 4,096 samples, float32, ``beta`` standard normal:
+    Rounding of ``y`` causes an error in ``xhat`` of about ``|beta| / |gamma|`` roundings,
+    which shows in the gradient of ``gamma``. Largest relative error over 4,096 samples,
+    float32, ``beta`` standard normal:
 
     =========  =====  =====  =====  =====  =====  =====
     gamma      1      1e-1   1e-2   1e-3   1e-4   1e-5
@@ -70,48 +71,57 @@ def abn(
     dx         1e-7   1e-7   1e-7   8e-7   7e-6   4e-5
     =========  =====  =====  =====  =====  =====  =====
 
-    With ``beta`` 0 both stay at 2e-7 throughout. In bfloat16 dgamma has 2e-3 at
-    gamma 1, 2e-2 at 0.1 and 2e-1 at 0.01, where a norm that keeps ``x`` has 2e-5.
+    With ``beta`` 0 both stay at 2e-7. In bfloat16 the error of dgamma is 2e-3 at gamma 1,
+    2e-2 at 0.1 and 2e-1 at 0.01; a norm that saves ``x`` has 2e-5.
 
     Args:
       x: [N, ..., C] for ``axis=-1``, rank >= 2; float16, bfloat16, float32 or
         float64. Statistics are computed in float32 (float64 for float64).
-      gamma: scale [C], float32 or wider; None, with ``beta``: no affine part.
-      beta: offset [C], likewise.
-      running_mean: [C], float32 or wider; None, with ``running_var``: not
-        tracked, and evaluation uses the batch's own statistics.
-      running_var: [C], likewise.
-      train: True: normalise with the batch's statistics and renew the running
-        ones. False: normalise with the running ones and return them as they are.
+      gamma: scale [C], float32 or wider; None, together with ``beta``: no affine part.
+      beta: offset [C], float32 or wider.
+      running_mean: [C], float32 or wider; None, together with ``running_var``: not
+        tracked, and evaluation uses the statistics of the batch.
+      running_var: [C], float32 or wider.
+      train: True: normalize with the statistics of the batch and update the running
+        ones. False: normalize with the running ones and return them unchanged.
       activation: a name in the table above.
-      activation_param: slope of ``leaky_relu``, alpha of ``elu`` (elsewhere often 1); > 0.
+      activation_param: slope of ``leaky_relu`` (0.01 by default) or alpha of ``elu`` (1 by
+        default); > 0. The reference implementation defaults to 0.01 for both.
       eps: added to the variance and to |gamma|.
-      decay: weight of the old running statistics; may be traced. For a
-        cumulative average pass ``1 - 1 / count``, the count being the caller's.
+      decay: weight of the old running statistics; may be traced. For a cumulative average
+        count the batches and pass ``1 - 1 / count``.
       axis: the channel axis.
-      mask: [N], True for a real example. Others count in no statistic, come out
-        as 0 and receive no gradient: the result equals a smaller batch's. With no real
-        example the running statistics stay as they are.
-      axis_name: mapped axes (``jax.shard_map``, ``jax.vmap``) over which statistics are
-        global; with running ones they need not exist. Under ``jax.jit`` with sharded
-        arrays they are global without it. A gradient taken outside the mapped function
-        is complete. Inside it, differentiate each device's own part of the loss: the
-        gradient of ``x`` is that of all parts together; so are those of ``gamma`` and
-        ``beta`` with ``check_vma=True``. With ``check_vma=False`` and in ``jax.vmap``
-        theirs are one device's share, to be summed with ``jax.lax.psum``; there, a loss
-        that was itself summed over devices has a gradient as many times too large.
+      mask: [N] bool, True for real examples. Others are left out of the statistics, their
+        output is 0 and they receive no gradient: the result equals that of a smaller
+        batch. If no example is real, the running statistics do not change.
+      axis_name: mapped axes of ``jax.shard_map`` or ``jax.vmap`` over which to compute the
+        statistics; they need not exist in evaluation. Under ``jax.jit`` with sharded arrays
+        statistics are global without it. A gradient taken outside of the mapped function is
+        complete. Inside it, differentiate each device's own part of the loss. The
+        gradient of ``x`` is then that of all parts. With ``check_vma=True`` so are those of
+        ``gamma`` and ``beta``. With ``check_vma=False`` and in ``jax.vmap`` these are one
+        device's share: sum them with ``jax.lax.psum``. There, the gradient of a loss that is
+        already summed over devices is too large by the number of devices.
 
     Returns:
-      ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``,
-      the statistics those given. No gradient flows into the statistics.
+      ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``, the
+      statistics those of the arguments. No gradient flows into the statistics.
 
     Raises:
-      TypeError: if ``x`` is not floating, or a parameter or statistic is
-        narrower than float32; from JAX in forward mode (``jax.jvp``), which a
-        gradient of `abn` allows and `abn` itself does not.
-      ValueError: for a parameter of another length than C, ``gamma`` without
-        ``beta``, an empty batch, one sample a channel in training, an unknown
-        activation, or a slope or alpha that cannot be inverted.
+      TypeError: if ``x`` is not floating, or a parameter or statistic is narrower than
+        float32; from JAX in forward mode (``jax.jvp``), which works on a gradient of
+        `abn`, but not on `abn` itself.
+      ValueError: for a parameter that does not have shape [C], ``gamma`` without ``beta``,
+        an empty batch, one sample per channel in training, an unknown activation, or a
+        slope or alpha that cannot be inverted.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> x = jax.random.normal(jax.random.key(0), (64, 8, 8, 3))
+      >>> gamma, beta, mean, var = jnp.ones(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3)
+      >>> y, mean, var = fnet.abn(x, gamma, beta, mean, var, train=True)
+      >>> y.shape, bool(abs(mean).max() < 0.1)
+      ((64, 8, 8, 3), True)
     """
     activation_param = activations.check_parameter("abn", activation, activation_param)
     _check_arrays(x, axis, mask, gamma=gamma, beta=beta)
@@ -127,7 +137,7 @@ def abn(
         )
 
     act = activations.get(activation)
-    # With running statistics nothing is summed over devices, and the axes need not exist.
+    # With running statistics there is no sum over devices, so the axes need not exist.
     axes = None if frozen else axis_name
     spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
     channels = x.shape[axis]
@@ -137,13 +147,17 @@ def abn(
     statistics = (running_mean, running_var) if frozen else None
     y, mean, var, n = _normalize(spec, *equally_varying((x, g, b, statistics, mask)))
     if not act.inverse:
-        y = _real_rows(mask, act.forward(y, activation_param))
+        y = _zero_padding(mask, act.forward(y, activation_param))
     if not train or running_mean is None or running_var is None or decay is None:
         return y, running_mean, running_var
-    if mask is not None:  # a batch of padding alone has nothing to renew them with
-        decay = jnp.where(spec.over_devices(mask.sum()) > 0, decay, 1.0)
+    if mask is not None:  # a batch of padding only does not update the statistics
+        decay = jnp.where(spec.sum_over_devices(mask.sum()) > 0, decay, 1.0)
     unbiased = var * (n / jnp.maximum(n - 1, 1))
-    return y, _renew(running_mean, mean, decay), _renew(running_var, unbiased, decay)
+    return (
+        y,
+        _update_running(running_mean, mean, decay),
+        _update_running(running_var, unbiased, decay),
+    )
 
 
 def abn_layer(
@@ -158,24 +172,35 @@ def abn_layer(
     axis: int = -1,
     axis_name: AxisName = None,
 ) -> Layer:
-    """`fnet.abn` as a layer.
+    """In-place activated batch norm as a layer; see `fnet.abn`.
 
     Args:
-      channels: C, the size of the channel axis.
+      channels: C, size of the channel axis.
       activation, activation_param, eps, axis, axis_name: as for `fnet.abn`.
-      decay: weight of the old running statistics; None: a cumulative average,
-        whose count is kept in the state.
-      affine: whether there are ``gamma`` (ones at first) and ``beta`` (zeros).
-      track: whether running statistics are kept for evaluation.
+      decay: weight of the old running statistics; None: a cumulative average, whose
+        count is part of the state.
+      affine: whether there are ``gamma`` and ``beta``.
+      track: whether to track running statistics for evaluation.
 
     Returns:
-      A layer with params ``gamma``, ``beta`` [C] and state ``running_mean``,
-      ``running_var`` [C], for a cumulative average ``count`` []; all float32.
+      A layer, x [N, ..., C] -> [N, ..., C] in the dtype of x. Its params are ``gamma`` [C],
+      initially ones, and ``beta`` [C], initially zeros. Its state is ``running_mean`` [C],
+      ``running_var`` [C], and ``count`` [] for a cumulative average. All are float32.
 
     Raises:
-      ValueError: at construction for ``channels`` below 1 and an activation that is unknown
-        or cannot be inverted; when applied, as `fnet.abn`.
+      ValueError: if ``channels`` is below 1, or the activation is unknown or cannot be
+        inverted; when applied, as `fnet.abn`.
       TypeError: when applied, as `fnet.abn`.
+
+    Example:
+      >>> import jax
+      >>> from fnet import layers
+      >>> layer = layers.abn(3)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (64, 8, 8, 3))
+      >>> y, state = layer.apply(params, state, x, train=True)
+      >>> y.shape, sorted(params), sorted(state)
+      ((64, 8, 8, 3), ['beta', 'gamma'], ['running_mean', 'running_var'])
     """
     check_sizes("abn", channels=channels)
     activation_param = activations.check_parameter("abn", activation, activation_param)
@@ -215,13 +240,12 @@ def abn_layer(
 
 
 def _check_arrays(x: Array, axis: int, mask: Array | None, **pair: Array | None) -> None:
-    """Refuses an input, a mask or a pair of channel vectors that do not fit each other."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"abn: x must be floating, got {x.dtype}")
+    """Raise if the input, the mask and a pair of channel vectors do not match."""
+    check_floating("abn", x=x)
     if x.ndim < 2 or not -x.ndim <= axis < x.ndim:
         raise ValueError(f"abn: x must have rank >= 2 and an axis {axis}, got shape {x.shape}")
     if mask is not None and axis % x.ndim == 0:
-        raise ValueError("abn: a mask needs examples on axis 0, where axis=0 puts the channels")
+        raise ValueError("abn: a mask needs examples on axis 0, but axis=0 holds the channels")
     if mask is not None and (mask.dtype != bool or mask.shape != x.shape[:1]):
         raise ValueError(
             f"abn: mask must be bool of shape {x.shape[:1]}, got {mask.dtype} {mask.shape}"
@@ -240,24 +264,24 @@ def _check_arrays(x: Array, axis: int, mask: Array | None, **pair: Array | None)
             raise TypeError(f"abn: {name} must be float32 or wider, got {v.dtype}")
 
 
-def _renew(old: Array, new: Array, decay: ArrayLike) -> Array:
-    old_part = jnp.asarray(decay, old.dtype) * old
-    new_part = (1 - jnp.asarray(decay, new.dtype)) * jax.lax.stop_gradient(new)
-    return (old_part + new_part).astype(old.dtype)
+def _update_running(old: Array, new: Array, decay: ArrayLike) -> Array:
+    old_share = jnp.asarray(decay, old.dtype) * old
+    new_share = (1 - jnp.asarray(decay, new.dtype)) * jax.lax.stop_gradient(new)
+    return (old_share + new_share).astype(old.dtype)
 
 
 def _check_samples(x: Array, axis: int, axis_name: AxisName) -> None:
     devices = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     if x.size == 0 or x.size * devices == x.shape[axis]:
-        what = "one sample a channel" if x.size else "an empty batch"
+        what = "one sample per channel" if x.size else "an empty batch"
         raise ValueError(
-            f"abn: no batch statistics of {what}: x has shape {x.shape}, its channels on axis "
-            f"{axis}; give two samples or more, or use train=False with running statistics"
+            f"abn: {what} has no batch statistics: x has shape {x.shape}, with channels on axis "
+            f"{axis}; pass at least two samples, or train=False with running statistics"
         )
 
 
 class _Spec(NamedTuple):
-    """What is static in the normalisation, and the sums and broadcasts that follow from it."""
+    """Static arguments of the normalization, and its sums and broadcasts."""
 
     activation: str
     param: float
@@ -265,31 +289,31 @@ class _Spec(NamedTuple):
     axis: int
     axis_name: AxisName
 
-    def others(self, ndim: int) -> tuple[int, ...]:
+    def other_axes(self, ndim: int) -> tuple[int, ...]:
         return tuple(i for i in range(ndim) if i != self.axis)
 
     def sum(self, a: Array) -> Array:
         """[N, ..., C] -> [C] on this device."""
-        return a.sum(self.others(a.ndim))
+        return a.sum(self.other_axes(a.ndim))
 
-    def over_devices(self, a: Array) -> Array:
+    def sum_over_devices(self, a: Array) -> Array:
         return a if self.axis_name is None else jax.lax.psum(a, self.axis_name)
 
-    def spread(self, v: Array, like: Array) -> Array:
+    def expand(self, v: Array, like: Array) -> Array:
         """[C] -> [1, ..., C], in the dtype of ``like``."""
-        return jnp.expand_dims(v.astype(like.dtype), self.others(like.ndim))
+        return jnp.expand_dims(v.astype(like.dtype), self.other_axes(like.ndim))
 
 
 def initial_arrays(channels: int) -> tuple[Params, State]:
-    """Parameters and statistics of a batch norm that has seen nothing, float32 [channels]."""
-    # No array in two places, which could not be donated.
+    """Build initial params and running statistics of a batch norm, float32 [channels]."""
+    # One array per leaf: a shared one could not be donated.
     params = {"gamma": jnp.ones(channels, jnp.float32), "beta": jnp.zeros(channels, jnp.float32)}
     mean, var = jnp.zeros(channels, jnp.float32), jnp.ones(channels, jnp.float32)
     return params, {"running_mean": mean, "running_var": var}
 
 
-def _real_rows(mask: Array | None, a: Array) -> Array:
-    """``a`` [N, ...] with the rows that are padding set to 0."""
+def _zero_padding(mask: Array | None, a: Array) -> Array:
+    """Set the rows of ``a`` [N, ...] that are padding to 0."""
     if mask is None:
         return a
     return jnp.where(jnp.expand_dims(mask, range(1, a.ndim)), a, jnp.zeros_like(a))
@@ -304,9 +328,10 @@ def _normalize(
     statistics: tuple[Array, Array] | None,
     mask: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
-    """``act((x - mean) / sqrt(var + eps) * g + beta)`` with given or the batch's statistics.
+    """Compute ``act((x - mean) / sqrt(var + eps) * g + beta)``.
 
-    Returns y, the mean [C], the biased variance [C], and the samples a channel [].
+    The statistics are those given, or those of the batch. Returns y, the mean [C], the
+    biased variance [C], and the number of samples per channel [].
     """
     return _normalize_fwd(spec, x, g, beta, statistics, mask)[0]
 
@@ -320,21 +345,21 @@ def _normalize_fwd(
     mask: Array | None,
 ) -> tuple[tuple[Array, Array, Array, Array], tuple[Any, ...]]:
     w = widened(x)
-    samples = math.prod(x.shape[i] for i in spec.others(x.ndim))
+    samples = math.prod(x.shape[i] for i in spec.other_axes(x.ndim))
     n = jnp.asarray(samples, w.dtype)
-    if mask is not None and x.size:  # an empty batch has n = 0 as it is
+    if mask is not None and x.size:  # for an empty batch n is 0 already
         n = mask.sum(dtype=w.dtype) * (samples // x.shape[0])
-    n = jnp.maximum(spec.over_devices(n), 1)
+    n = jnp.maximum(spec.sum_over_devices(n), 1)
     if statistics is None:
-        mean = spec.over_devices(spec.sum(_real_rows(mask, w))) / n
-        deviation = _real_rows(mask, w - spec.spread(mean, w))
-        var = spec.over_devices(spec.sum(jnp.square(deviation))) / n
+        mean = spec.sum_over_devices(spec.sum(_zero_padding(mask, w))) / n
+        deviation = _zero_padding(mask, w - spec.expand(mean, w))
+        var = spec.sum_over_devices(spec.sum(jnp.square(deviation))) / n
     else:
         mean, var = statistics
     inv = jax.lax.rsqrt(var + spec.eps)
-    z = (w - spec.spread(mean, w)) * spec.spread(inv * g, w) + spec.spread(beta, w)
+    z = (w - spec.expand(mean, w)) * spec.expand(inv * g, w) + spec.expand(beta, w)
     y = activations.get(spec.activation).forward(z, spec.param).astype(x.dtype)
-    y, inv = keep(_real_rows(mask, y)), keep(inv)
+    y, inv = keep(_zero_padding(mask, y)), keep(inv)
     return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
 
 
@@ -345,22 +370,22 @@ def _normalize_bwd(
     activation = activations.get(spec.activation)
     inverse = activation.inverse
     assert inverse is not None
-    # Not before its turn: what follows from y alone is as large as y.
+    # Without the barrier XLA may compute z, as large as y, before dy is known.
     y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
     z, slope = inverse(widened(y), spec.param)
     if activation.min_output is not None and y.dtype.itemsize < 4:
-        # As far as y tells it in its own dtype, not where it would have saturated in a wider one.
-        least = jnp.asarray(activation.min_output(spec.param, y.dtype), z.dtype)
-        z = jnp.maximum(z, inverse(least, spec.param)[0])
-    dz = _real_rows(mask, widened(dy) * slope)
-    xhat = _real_rows(mask, (z - spec.spread(beta, z)) / spec.spread(g, z))
+        # An output that saturated in its own dtype looks unsaturated in a wider one: clip z.
+        min_y = jnp.asarray(activation.min_output(spec.param, y.dtype), z.dtype)
+        z = jnp.maximum(z, inverse(min_y, spec.param)[0])
+    dz = _zero_padding(mask, widened(dy) * slope)
+    xhat = _zero_padding(mask, (z - spec.expand(beta, z)) / spec.expand(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz
-    if n is not None:  # the batch's own statistics moved with x
-        # Each device's sum with its own g, should that differ between them.
-        means = (spec.spread(spec.over_devices(s * g) / (n * g), z) for s in (dbeta, dg))
+    if n is not None:  # the statistics of the batch depend on x
+        # Each device weights its sum by its own g, which may differ between devices.
+        means = (spec.expand(spec.sum_over_devices(s * g) / (n * g), z) for s in (dbeta, dg))
         dx = dx - next(means) - xhat * next(means)
-    dx = _real_rows(mask, dx * spec.spread(inv * g, z))
+    dx = _zero_padding(mask, dx * spec.expand(inv * g, z))
     return dx.astype(y.dtype), dg.astype(g.dtype), dbeta.astype(beta.dtype), None, None
 
 

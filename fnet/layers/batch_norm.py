@@ -1,4 +1,4 @@
-"""Plain batch norm, any sign of gamma: for weights that were trained with it elsewhere."""
+"""Plain batch norm with signed gamma, for pretrained weights of other libraries."""
 
 from jax import Array
 from jaxtyping import Float
@@ -21,21 +21,21 @@ def batch_norm(
     decay: float = 0.9,
     axis_name: AxisName = None,
 ) -> tuple[Array, Array, Array]:
-    """Batch norm as other libraries train it (Ioffe, Szegedy, ICML 2015).
+    """Batch norm as in other libraries (Ioffe, Szegedy, ICML 2015).
 
-    In training and evaluation, with the batch's statistics or running ones::
+    With the statistics of the batch in training, and running statistics in evaluation::
 
         y = (x - mean) / sqrt(var + eps) * gamma + beta
 
-    `fnet.abn` has |gamma| + eps in place of gamma, which it needs to run backwards, and
-    keeps its activated output. Here the normalised x, which has no gamma in it, is kept
-    for the backward pass; under `fnet.recompute` it is all that is kept, and what
-    follows it up to the next product is computed again.
+    `fnet.abn` uses |gamma| + eps instead of gamma, so that it can be inverted, and saves its
+    activated output. This function saves the normalized x, before gamma. Under
+    `fnet.recompute` it saves nothing else, and rematerializes what follows up to the next
+    matrix product.
 
     Args:
       x: [N, ..., C], rank >= 2, as for `fnet.abn`.
       gamma, beta, running_mean, running_var: [C], float32 or wider.
-      train: True: the batch's statistics, and running ones renewed. False: running ones.
+      train: whether to use the statistics of the batch, and update the running ones.
       eps: added to the variance.
       decay: weight of the old running statistics.
       axis_name: as for `fnet.abn`.
@@ -45,6 +45,15 @@ def batch_norm(
 
     Raises:
       TypeError, ValueError: as `fnet.abn`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.layers.batch_norm import batch_norm
+      >>> x = jax.random.normal(jax.random.key(0), (64, 3))
+      >>> gamma, beta, mean, var = jnp.full(3, -2.0), jnp.zeros(3), jnp.zeros(3), jnp.ones(3)
+      >>> y, mean, var = batch_norm(x, gamma, beta, mean, var, train=True)
+      >>> y.shape, [round(float(s), 2) for s in y.std(0)]
+      ((64, 3), [2.0, 2.0, 2.0])
     """
     check_parameters(
         "batch_norm", x, gamma=gamma, beta=beta, running_mean=running_mean, running_var=running_var
@@ -61,8 +70,8 @@ def batch_norm(
         decay=decay,
         axis_name=axis_name,
     )
-    spread = (1,) * (x.ndim - 1) + x.shape[-1:]
-    y = normalized * gamma.reshape(spread) + beta.reshape(spread)
+    channels_last = (1,) * (x.ndim - 1) + x.shape[-1:]
+    y = normalized * gamma.reshape(channels_last) + beta.reshape(channels_last)
     return y.astype(x.dtype), *statistics  # type: ignore[return-value]
 
 
@@ -75,22 +84,34 @@ def batch_norm_layer(
     decay: float = 0.9,
     axis_name: AxisName = None,
 ) -> Layer:
-    """`batch_norm`, and an activation behind it, as a layer.
+    """Batch norm followed by an activation, as a layer.
 
     Args:
-      channels: C, the size of the input's last axis.
-      activation, activation_param: one of `fnet.layers.activation`, and its parameter.
-      eps, decay, axis_name: as for `batch_norm`.
+      channels: C, size of the last axis of the input.
+      activation, activation_param: as for `fnet.layers.activation`.
+      eps: added to the variance.
+      decay: weight of the old running statistics.
+      axis_name: as for `fnet.abn`.
 
     Returns:
-      A layer with params ``gamma`` (ones at first), ``beta`` (zeros) and state
-      ``running_mean``, ``running_var``, all [C], float32; ``x`` [N, ..., C] ->
-      [N, ..., C], in the input's dtype.
+      A layer, x [N, ..., C] -> [N, ..., C] in the dtype of x. Its params are ``gamma``,
+      initially ones, and ``beta``, initially zeros; its state is ``running_mean`` and
+      ``running_var``; all [C], float32.
 
     Raises:
-      ValueError: for ``channels`` below 1 or an unknown activation; when applied, as
-        `batch_norm`.
-      TypeError: when applied, as `batch_norm`.
+      ValueError: if ``channels`` is below 1, or the activation is unknown; when applied,
+        if the shape of ``x`` does not match, or the batch has one sample per channel.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.batch_norm(3, activation="relu")
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (64, 3))
+      >>> y, state = layer.apply(params, state, x, train=True)
+      >>> y.shape, bool(y.min() >= 0), sorted(state)
+      ((64, 3), True, ['running_mean', 'running_var'])
     """
     check_sizes("batch_norm", channels=channels)
     act = activations.get(activation)
@@ -115,7 +136,7 @@ def batch_norm_layer(
             decay=decay,
             axis_name=axis_name,
         )
-        # Not in place: the normalised x is kept already.
+        # Not in place: the normalized x is saved anyway.
         return act.forward(y, param), {"running_mean": mean, "running_var": var}
 
     return Layer(init, apply)

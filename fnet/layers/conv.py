@@ -1,4 +1,4 @@
-"""Convolution of NHWC images."""
+"""2-D convolution of NHWC images."""
 
 from collections.abc import Sequence
 
@@ -30,29 +30,38 @@ def conv(
     bias: bool = True,
     kernel_init: jax.nn.initializers.Initializer = HE_NORMAL,
 ) -> Layer:
-    """Two-dimensional convolution, as the field calls cross-correlation.
+    """2-D convolution of NHWC images.
 
     Args:
       n_in: input channels.
       n_out: output channels.
-      window: kernel height and width.
-      stride: steps between outputs.
-      dilation: steps between kernel elements.
-      groups: channel groups convolved apart; divides ``n_in`` and ``n_out``.
+      window: kernel size, height and width.
+      stride: distance between outputs, in pixels of the input.
+      dilation: distance between kernel elements, in pixels of the input.
+      groups: number of channel groups that are convolved separately; divides ``n_in`` and
+        ``n_out``.
       padding: ``"SAME"``, ``"VALID"``, or (low, high) per spatial axis.
-      bias: whether a bias is added; without it, normalisation usually follows.
-      kernel_init: initial kernel; He et al. 2015 by default.
+      bias: whether to add a bias. It is usually left out before a norm.
+      kernel_init: initializer of the kernel; He et al. 2015 by default.
 
     Returns:
-      A layer with params ``kernel`` [kh, kw, n_in / groups, n_out] and ``bias``
-      [n_out] (float32; when applied, the kernel is cast to the input's dtype and the bias
-      added in float32 or wider), no state; ``x`` [N, H, W, n_in] -> [N, H', W', n_out],
-      in the input's dtype.
+      A layer, x [N, H, W, n_in] -> [N, H', W', n_out] in the dtype of x, without state. Its
+      params are ``kernel`` [kh, kw, n_in / groups, n_out] and ``bias`` [n_out], float32. The
+      kernel is cast to the dtype of x; the bias is added in float32 or wider.
 
     Raises:
       ValueError: for a size below 1, or if ``groups`` does not divide both channel
         counts; when applied, if the input is not [N, H, W, n_in].
-      TypeError: if the input is of integers, to which the kernel would be cast.
+      TypeError: when applied, if the input is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.conv(3, 8, stride=2)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 6, 6, 3)), train=True)
+      >>> y.shape
+      (2, 3, 3, 8)
     """
     sides = {"window": _pair(window), "stride": _pair(stride), "dilation": _pair(dilation)}
     smallest = {name: min(pair) for name, pair in sides.items()}

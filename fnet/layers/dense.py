@@ -1,4 +1,4 @@
-"""The dense layer."""
+"""Dense layers and the multilayer perceptron."""
 
 import itertools
 from collections.abc import Sequence
@@ -23,22 +23,31 @@ def dense(
     bias: bool = True,
     kernel_init: jax.nn.initializers.Initializer = HE_NORMAL,
 ) -> Layer:
-    """``y = x W + b`` on the last axis.
+    """Apply ``y = x W + b`` to the last axis.
 
     Args:
-      n_in: size of the input's last axis.
-      n_out: size of the output's last axis.
-      bias: whether ``b`` is added; without it, normalisation usually follows.
-      kernel_init: initial ``W``; He et al. 2015 by default.
+      n_in: size of the last axis of the input.
+      n_out: size of the last axis of the output.
+      bias: whether to add ``b``. It is usually left out before a norm.
+      kernel_init: initializer of ``W``; He et al. 2015 by default.
 
     Returns:
-      A layer with params ``kernel`` [n_in, n_out] and ``bias`` [n_out] (float32; when
-      applied, the kernel is cast to the input's dtype and the bias added in float32 or
-      wider), no state; ``x`` [..., n_in] -> [..., n_out], in the input's dtype.
+      A layer, x [..., n_in] -> [..., n_out] in the dtype of x, without state. Its params are
+      ``kernel`` [n_in, n_out] and ``bias`` [n_out], float32. The kernel is cast to the dtype
+      of x; the bias is added in float32 or wider.
 
     Raises:
       ValueError: for a size below 1; when applied, if ``x`` does not end in ``n_in``.
-      TypeError: if ``x`` is of integers, to which the kernel would be cast.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.dense(3, 8)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 3)), train=True)
+      >>> y.shape
+      (2, 8)
     """
     check_sizes("dense", n_in=n_in, n_out=n_out)
 
@@ -66,31 +75,43 @@ def dense(
 
 
 def mlp(sizes: Sequence[int], activation: str = "relu") -> Layer:
-    """Dense layers with an activation between each two.
+    """Multilayer perceptron: dense layers with an activation between them.
 
     Args:
       sizes: [n_in, hidden, ..., n_out], at least two.
-      activation: name of the activation between layers; none follows the last.
+      activation: name of the activation, as for `fnet.layers.activation`. The last dense
+        layer has none.
 
     Returns:
-      A layer; ``x`` [..., sizes[0]] -> [..., sizes[-1]]. Params are
-      ``{"dense_0": {"kernel", "bias"}, ...}``, no state.
+      A layer, x [..., sizes[0]] -> [..., sizes[-1]] in the dtype of x, without state. Its
+      params are ``{"dense_0": {"kernel", "bias"}, "dense_1": ...}``.
 
     Raises:
-      ValueError: if fewer than two sizes are given, one is below 1, or the activation is unknown.
+      ValueError: for fewer than two sizes, a size below 1, or an unknown activation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> net = layers.mlp([4, 16, 3])
+      >>> params, state = net.init(jax.random.key(0))
+      >>> sorted(params)
+      ['dense_0', 'dense_1']
+      >>> y, _ = net.apply(params, state, jnp.ones((2, 4)), train=True)
+      >>> y.shape
+      (2, 3)
     """
     if len(sizes) < 2:
         raise ValueError(f"mlp: expected at least an input and an output size, got {list(sizes)}")
-    between = activations.activation(activation)
+    act = activations.activation(activation)
     layers: dict[str, Layer] = {}
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         if i:
-            layers[f"activation_{i}"] = between
+            layers[f"activation_{i}"] = act
         layers[f"dense_{i}"] = dense(n_in, n_out)
     return serial(**layers)
 
 
 def add_bias(y: Array, params: Params) -> Array:
-    """``y + params["bias"]`` along the last axis in ``y``'s dtype, or ``y`` where there is none."""
+    """Add ``params["bias"]``, if there is one, to the last axis in the dtype of ``y``."""
     b = params.get("bias")
     return y if b is None else add(y, jnp.expand_dims(b, range(y.ndim - 1)))

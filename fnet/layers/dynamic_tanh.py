@@ -1,4 +1,4 @@
-"""Dynamic tanh, in place of a norm, that keeps its output and runs backwards from it."""
+"""Dynamic tanh, a replacement for norms that runs backward from its output."""
 
 import jax
 import jax.numpy as jnp
@@ -6,44 +6,56 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, check_sizes
-from fnet.layers.norm import never_zero, spread
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet.layers.norm import expand_like, invertible_scale
 from fnet.mesh import equally_varying
 from fnet.precision import widened
 
 
 def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
-    """``y = tanh(alpha x) * scale + bias``, position by position, without statistics.
+    """Apply ``y = tanh(alpha x) * scale + bias``, elementwise, instead of a norm.
 
-    Zhu et al., "Transformers without Normalization", CVPR 2025. For the backward pass it
-    keeps ``y``, which a dense layer behind it keeps anyway, and the parameters; never
-    ``x``. There, as in `fnet.layer_norm`::
+    Zhu et al., "Transformers without Normalization", CVPR 2025. The backward pass saves
+    ``y``, which a dense layer after it saves anyway, and the parameters, but not ``x``. As in
+    `fnet.layer_norm`, it inverts the layer::
 
         t = (y - bias) / scale;   x = atanh(t) / alpha
 
-    What ``y`` lost by rounding comes back in ``t`` as an error of about
-    ``u * (|t| + |bias / scale|)``, u being half the epsilon of the dtype of ``x``: without a
-    bias gradients are as good as the output, in bfloat16 to about 2^-8 of the largest.
-    Where ``|scale|`` is at most ``2 u |bias|``, ``t`` is gone and taken as 0; where
-    ``|alpha scale|`` is, ``x`` is taken as 0 in the gradient of alpha.
+    Rounding of ``y`` causes an error in ``t`` of about ``u * (|t| + |bias / scale|)``, where
+    u is half the epsilon of the dtype of ``x``. Without a bias, gradients are as accurate as
+    the output: in bfloat16 to about 2^-8 of the largest. If ``|scale| <= 2 u |bias|``, ``t``
+    is lost and replaced by 0. If ``|alpha scale| <= 2 u |bias|``, ``x`` is replaced by 0 in
+    the gradient of alpha.
 
     Args:
-      d: size of the input's last axis.
-      alpha: at first, not 0; one number a layer, trained. 0.5 is the paper's.
+      d: size of the last axis of the input.
+      alpha: initial value of the trained scalar, not 0. The paper uses 0.5.
 
     Returns:
-      A layer with params ``alpha`` [], ``scale`` (ones at first) and ``bias`` (zeros), [d],
-      float32; no state; ``x`` [..., d] -> [..., d], in the input's dtype; computed in
-      float32 (float64 for float64).
+      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its params are
+      ``alpha`` [], ``scale`` [d], initially ones, and ``bias`` [d], initially zeros, float32.
+      It is computed in float32 (float64 for float64).
 
     Raises:
-      ValueError: for ``d`` below 1 and ``alpha`` 0; when applied to an input that does not
-        end in ``d``.
+      ValueError: if ``d`` is below 1 or ``alpha`` is 0; when applied, if the input does
+        not end in ``d``.
       TypeError: when applied, if ``x`` is not floating; from JAX in forward mode.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.dynamic_tanh(4)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (2, 4))
+      >>> y, _ = layer.apply(params, state, x, train=True)
+      >>> bool(jnp.allclose(y, jnp.tanh(0.5 * x)))
+      True
     """
     check_sizes("dynamic_tanh", d=d)
     if alpha == 0:
-        raise ValueError("dynamic_tanh: alpha must not be 0 at first, where all inputs are alike")
+        raise ValueError(
+            "dynamic_tanh: alpha must not be 0, got 0; then the output does not depend on x"
+        )
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -59,51 +71,54 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
         train: bool,
     ) -> tuple[Float[Array, "... d"], State]:
         del key, train
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"dynamic_tanh: x must be floating, got {x.dtype}")
+        check_floating("dynamic_tanh", x=x)
         if x.shape[-1:] != (d,):
             raise ValueError(f"dynamic_tanh: expected [..., {d}], got {x.shape}")
         arrays = x, params["alpha"], params["scale"], params["bias"]
-        return _squash(*equally_varying(arrays)), state
+        return _dynamic_tanh(*equally_varying(arrays)), state
 
     return Layer(init, apply)
 
 
 @jax.custom_vjp
-def _squash(x: Array, alpha: Array, scale: Array, bias: Array) -> Array:
-    t = jnp.tanh(never_zero(alpha, x) * widened(x))
-    return (t * spread(never_zero(scale, x), x) + spread(bias, x)).astype(x.dtype)
+def _dynamic_tanh(x: Array, alpha: Array, scale: Array, bias: Array) -> Array:
+    t = jnp.tanh(invertible_scale(alpha, x) * widened(x))
+    return (t * expand_like(invertible_scale(scale, x), x) + expand_like(bias, x)).astype(x.dtype)
 
 
-def _squash_fwd(
+def _dynamic_tanh_fwd(
     x: Array, alpha: Array, scale: Array, bias: Array
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
-    # Without the barrier XLA keeps x, and computes y again from it.
+    # Without the barrier XLA saves x and recomputes y from it.
     y, alpha, scale, bias = jax.lax.optimization_barrier(
-        (keep(_squash(x, alpha, scale, bias)), alpha, scale, bias)
+        (keep(_dynamic_tanh(x, alpha, scale, bias)), alpha, scale, bias)
     )
     return y, (y, alpha, scale, bias)
 
 
-def _squash_bwd(
+def _dynamic_tanh_bwd(
     residuals: tuple[Array, Array, Array, Array], dy: Array
 ) -> tuple[Array, Array, Array, Array]:
     y, alpha, scale, bias = residuals
-    a, s, b = never_zero(alpha, y), spread(never_zero(scale, y), y), spread(bias, y)
+    a, s, b = (
+        invertible_scale(alpha, y),
+        expand_like(invertible_scale(scale, y), y),
+        expand_like(bias, y),
+    )
     noise = float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
-    # Where y rounds by more than the scale, what it still holds of t is noise.
+    # If y rounds by more than the scale, t cannot be recovered.
     t = (widened(y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
     t = jnp.clip(t, -1, 1)
 
     rows = tuple(range(y.ndim - 1))
     dz = widened(dy)
     dscale, dbias = (dz * t).sum(rows), dz.sum(rows)
-    dz = dz * spread(scale, y) * (1 - t * t)
-    # Where t rounds to 1 its derivative is 0, so that the exact x does not matter.
+    dz = dz * expand_like(scale, y) * (1 - t * t)
+    # If t rounds to 1 its derivative is 0, so the exact x does not matter.
     below_one = 1 - float(jnp.finfo(t.dtype).epsneg)
     x = jnp.arctanh(jnp.clip(t, -below_one, below_one)) / a
     dalpha = (dz * jnp.where(jnp.abs(a * s) > noise, x, 0)).sum()
-    # The sums come before dx: left for later, they would keep dy alive.
+    # Compute the sums before dx: otherwise XLA may delay them, and keep dy alive.
     dalpha, dscale, dbias, a = jax.lax.optimization_barrier((dalpha, dscale, dbias, a))
     return (
         (dz * a).astype(y.dtype),
@@ -113,4 +128,4 @@ def _squash_bwd(
     )
 
 
-_squash.defvjp(_squash_fwd, _squash_bwd)
+_dynamic_tanh.defvjp(_dynamic_tanh_fwd, _dynamic_tanh_bwd)

@@ -1,4 +1,4 @@
-"""Embedding of tokens, and the head that shares its table."""
+"""Token embedding, and the tied output head."""
 
 import jax
 import jax.numpy as jnp
@@ -11,31 +11,39 @@ from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.precision import as_int32
 
 
-def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Layer:
-    """``y = E[token]``: a row of a table for each token.
+def embedding(vocab_size: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Layer:
+    """Look up token embeddings: ``y = E[token]``.
 
-    A token outside of [0, words) gives a row of NaN and its gradient goes nowhere: a
-    wrong vocabulary shows in the first loss, where an index that is clamped or wraps
-    around would train on another word's row.
+    A token outside [0, vocab_size) gives NaN and receives no gradient. So a wrong vocabulary
+    shows in the first loss. A clamped or wrapped index would silently train another row.
 
     Args:
-      words: V, how many different tokens there are.
-      width: D.
-      dtype: of the output; the table is float32.
+      vocab_size: V, number of tokens in the vocabulary.
+      width: D, size of an embedding.
+      dtype: dtype of the output; the table is float32.
 
     Returns:
-      A layer with params ``embedding`` [V, D] (float32, normal with variance 1 / D, so
-      that `unembed` gives logits of about the size of its input), no state; integer
-      tokens [...] -> [..., D].
+      A layer, integer tokens [...] -> [..., D], without state. Its param ``embedding`` [V, D]
+      is float32, initially normal with variance 1 / D, so that the logits of `unembed` have
+      about the scale of its input.
 
     Raises:
-      ValueError: if ``words`` or ``width`` is below 1.
-      TypeError: when applied to anything but integers.
+      ValueError: if ``vocab_size`` or ``width`` is below 1.
+      TypeError: when applied, if the tokens are not integers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.embedding(vocab_size=256, width=8)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.array([[1, 2, 255]]), train=True)
+      >>> y.shape
+      (1, 3, 8)
     """
-    check_sizes("embedding", words=words, width=width)
+    check_sizes("embedding", vocab_size=vocab_size, width=width)
 
     def init(key: Array) -> tuple[Params, State]:
-        table = jax.random.normal(key, (words, width), jnp.float32) * width**-0.5
+        table = jax.random.normal(key, (vocab_size, width), jnp.float32) * width**-0.5
         return {"embedding": table}, {}
 
     def apply(
@@ -50,11 +58,14 @@ def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Laye
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"embedding: tokens must be integers, got {tokens.dtype}")
         rows = params["embedding"].at[as_int32(tokens)]
-        # Rows lie where their tokens do; on explicit axes a gather must be told.
-        of = jax.typeof(tokens).sharding
-        there = of.update(spec=PartitionSpec(*of.spec, None)) if any(of.spec) else None
+        # On explicit mesh axes, a gather needs the sharding of its output: that of the tokens.
+        sharding = jax.typeof(tokens).sharding
+        spec = PartitionSpec(*sharding.spec, None)
         y = rows.get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=there
+            mode="fill",
+            fill_value=jnp.nan,
+            wrap_negative_indices=False,
+            out_sharding=sharding.update(spec=spec) if any(sharding.spec) else None,
         )
         return y.astype(dtype), state
 
@@ -62,10 +73,10 @@ def embedding(words: int, width: int, *, dtype: DTypeLike = jnp.float32) -> Laye
 
 
 def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[Array, "... v"]:
-    """``x E^T``: logits from the table of an `embedding`, which both then train.
+    """Compute logits ``x E^T`` from the table of an `embedding`, which is shared.
 
-    Press, Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017. For
-    a cross-entropy without the logits ever being whole:
+    Press, Wolf, "Using the Output Embedding to Improve Language Models", EACL 2017. For a
+    cross-entropy that never materializes all logits, use
     ``fnet.linear_cross_entropy(x, embedding, labels, vocab_axis=0)``.
 
     Args:
@@ -78,6 +89,12 @@ def unembed(x: Float[Array, "... d"], embedding: Float[Array, "v d"]) -> Float[A
     Raises:
       ValueError: if ``x`` does not end in D.
       TypeError: if ``x`` is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layers.unembed(jnp.ones((1, 3, 8)), jnp.ones((256, 8))).shape
+      (1, 3, 256)
     """
     check_floating("unembed", x=x)
     if x.shape[-1:] != embedding.shape[-1:]:

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block, gated (SwiGLU) or plain."""
+"""Feed-forward layer of a transformer block, gated (SwiGLU) or plain."""
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +20,40 @@ def feed_forward(
     bias: bool = False,
     dropout: float = 0.0,
 ) -> Layer:
-    """``(act(x Wg) * (x Wu)) Wd``, or without a gate ``act(x Wu) Wd``.
+    """Gated feed-forward layer ``(act(x Wg) * (x Wu)) Wd``, or plain ``act(x Wu) Wd``.
 
-    Shazeer 2020, "GLU Variants Improve Transformer": SwiGLU with silu, GEGLU with gelu.
-    The backward pass keeps the products ``x Wg`` and ``x Wu`` and makes the activation
-    and the gated product, [..., hidden] each, again.
+    Shazeer 2020, "GLU Variants Improve Transformer": SwiGLU with ``silu``, GEGLU with
+    ``gelu``. The backward pass saves ``x Wg`` and ``x Wu`` [..., hidden] and rematerializes
+    the activation and the gated product.
 
     Args:
-      width: D, the size of the input's and the output's last axis.
-      hidden: the width between; with 8 / 3 D the gated form has as many parameters as the
-        plain one with 4 D.
-      activation: a name of `fnet.layers.activations`.
-      gated: whether half of what the first product gives scales the other half.
-      bias: whether the dense layers have one.
-      dropout: rate, of the output in training.
+      width: D, size of the last axis of input and output.
+      hidden: hidden width. With 8 / 3 D the gated form has as many parameters as the plain
+        one with 4 D.
+      activation: name of an activation, as for `fnet.layers.activation`.
+      gated: whether to multiply by a gate.
+      bias: whether the dense layers have biases.
+      dropout: dropout rate of the output in training.
 
     Returns:
-      A layer, [..., D] -> [..., D], with params ``expand``, whose kernel is [D, 2 hidden]
-      (gate, then up), without a gate [D, hidden], and ``contract`` [hidden, D]; no state.
+      A layer, [..., D] -> [..., D], without state. Its params are ``expand`` with kernel
+      [D, 2 hidden] (gate, then up) or without a gate [D, hidden], and ``contract`` with
+      kernel [hidden, D].
 
     Raises:
-      ValueError: if ``width`` or ``hidden`` is below 1, the activation unknown, or the rate
-        not in [0, 1); when applied in training with dropout and without a key.
+      ValueError: if ``width`` or ``hidden`` is below 1, the activation is unknown, or the
+        rate is not in [0, 1); when applied in training with dropout and without a key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.feed_forward(8, 32)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> jax.tree.map(jnp.shape, params)
+      {'contract': {'kernel': (32, 8)}, 'expand': {'kernel': (8, 64)}}
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> y.shape
+      (2, 5, 8)
     """
     check_sizes("feed_forward", width=width, hidden=hidden)
     act, param = activations.get(activation).forward, activations.parameter_of(activation, None)

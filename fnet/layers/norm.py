@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm that keep their output, and run backwards from it."""
+"""Layer norm and RMS norm that run backward from their output."""
 
 import functools
 
@@ -8,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from fnet.backward_pass import keep
-from fnet.layer import Layer, Params, State, check_sizes
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
 
@@ -20,29 +20,28 @@ def layer_norm(
     *,
     eps: float = 1e-6,
 ) -> Float[Array, "... d"]:
-    """Layer norm (Ba, Kiros, Hinton 2016, "Layer Normalization"), keeping its output.
+    """Layer norm (Ba, Kiros, Hinton 2016, "Layer Normalization") that saves its output.
 
-    Over the last axis, with D elements a row::
+    Over the last axis, with D elements per row::
 
         xhat = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
         y    = xhat * scale + bias
 
-    For the backward pass it keeps ``y``, which a dense layer behind it keeps
-    anyway, the inverse deviation of each row, and the parameters; never ``x``.
-    There ``xhat = (y - bias) / scale``. A scale closer to 0 than 2^-100 (for a
-    float16 ``x``: 2^-14) is applied as that number with its sign, below what a
-    sum with values near 1 shows, so that ``y`` carries ``xhat`` even there.
+    The backward pass saves ``y``, which a dense layer after the norm saves anyway, the
+    inverse deviation of each row, and the parameters, but not ``x``. It recovers
+    ``xhat = (y - bias) / scale``. A scale closer to 0 than 2^-100 (2^-14 for a float16
+    ``x``) is applied as that number with its sign, so that ``y`` still determines ``xhat``.
+    The difference is too small to change a sum with values near 1.
 
-    What ``y`` lost by rounding comes back in ``xhat`` as an error of about
-    ``u * (|xhat| + |bias / scale|)``, u being half the epsilon of ``x.dtype``:
+    Rounding of ``y`` causes an error in ``xhat`` of about ``u * (|xhat| + |bias / scale|)``,
+    where u is half the epsilon of ``x.dtype``:
 
-    * Without a bias, or where it is 0, gradients are as good as the output for
-      every scale, 0 included.
-    * Where ``|bias|`` is far above ``|scale|``, the gradient of ``scale`` loses
-      digits.
-    * Where ``|scale|`` is at most ``2 u |bias|``, ``xhat`` is gone and taken as
-      0: the feature's ``scale`` receives the gradient 0, and its part of the
-      gradient of ``x`` lacks the term ``xhat * mean(dxhat * xhat)``.
+    * Without a bias, or with bias 0, gradients are as accurate as the output for every
+      scale, including 0.
+    * If ``|bias|`` is much larger than ``|scale|``, the gradient of ``scale`` loses digits.
+    * If ``|scale| <= 2 u |bias|``, ``xhat`` is lost and replaced by 0: the gradient of the
+      feature's ``scale`` is 0, and its part of the gradient of ``x`` lacks the term
+      ``xhat * mean(dxhat * xhat)``.
 
     Relative error of the gradient of ``scale``, float32, measured on 512 rows of 256:
 
@@ -52,19 +51,18 @@ def layer_norm(
     bias 0     1e-7   1e-7   1e-7   1e-7   1e-7   1e-7   1e-7
     =========  =====  =====  =====  =====  =====  =====  =====
 
-    In bfloat16 it is 2e-2 at scale 0.1 and bias 1, and 2e-1 at scale 0.01.
-    The error of the gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
+    In bfloat16 it is 2e-2 at scale 0.1 and bias 1, and 2e-1 at scale 0.01. The error of the
+    gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
 
-    Where that matters (pruned scales beside biases, bfloat16 with small scales)
-    leave the bias to the dense layer behind, which has its own: exact, and the
-    same memory. Or write ``layer_norm(x, scale, None) + bias``: exact, and one
-    more array kept.
+    If this matters (pruned scales with biases, or small scales in bfloat16), omit the bias
+    and use that of the next dense layer: exact, at the same memory. Or write
+    ``layer_norm(x, scale, None) + bias``: exact, and saves one more array.
 
     Args:
       x: [..., D], rank >= 1; float16, bfloat16, float32 or float64. Statistics
         are computed in float32 (float64 for float64).
       scale: [D], float32 or wider; None: 1.
-      bias: [D], likewise; None: 0.
+      bias: [D], float32 or wider; None: 0.
       eps: added to the variance.
 
     Returns:
@@ -72,29 +70,36 @@ def layer_norm(
 
     Raises:
       TypeError: if ``x`` is not floating, or a parameter is narrower than float32.
-      ValueError: if ``x`` has rank 0, or a parameter another shape than [D].
+      ValueError: if ``x`` has rank 0, or a parameter does not have shape [D].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> x = jax.random.normal(jax.random.key(0), (2, 64))
+      >>> y = fnet.layer_norm(x, jnp.ones(64), jnp.zeros(64))
+      >>> bool(abs(y.mean(-1)).max() < 1e-6), [round(float(s), 3) for s in y.std(-1)]
+      (True, [1.0, 1.0])
     """
     check_parameters("layer_norm", x, scale=scale, bias=bias)
-    return _normalize_affine(True, eps, x, scale, bias)
+    return _norm(True, eps, x, scale, bias)
 
 
 def rms_norm(
     x: Float[Array, "... d"], scale: Float[Array, " d"] | None, *, eps: float = 1e-6
 ) -> Float[Array, "... d"]:
-    """RMS norm (Zhang, Sennrich 2019, "Root Mean Square Layer Normalization"), keeping its output.
+    """RMS norm (Zhang, Sennrich 2019, "Root Mean Square Layer Normalization"), saving its output.
 
     Over the last axis::
 
         y = x / sqrt(mean(x^2) + eps) * scale
 
-    What is kept, and how, is as for `layer_norm`. There is no bias, so that
-    gradients are as good as the output for every scale, 0 included.
+    The backward pass saves the same arrays as `layer_norm`. There is no bias, so gradients
+    are as accurate as the output for every scale, including 0.
 
     Args:
       x: [..., D], rank >= 1; float16, bfloat16, float32 or float64. The mean
         square is computed in float32 (float64 for float64).
-      scale: [D], float32 or wider; None: 1. A network that adds 1 to its stored
-        scale passes the sum.
+      scale: [D], float32 or wider; None: 1. For weights stored as ``scale - 1``, as in
+        Gemma, pass ``1 + weight``.
       eps: added to the mean square.
 
     Returns:
@@ -102,28 +107,44 @@ def rms_norm(
 
     Raises:
       TypeError: if ``x`` is not floating, or ``scale`` is narrower than float32.
-      ValueError: if ``x`` has rank 0, or ``scale`` another shape than [D].
+      ValueError: if ``x`` has rank 0, or ``scale`` does not have shape [D].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> x = jax.random.normal(jax.random.key(0), (2, 64))
+      >>> y = fnet.rms_norm(x, jnp.ones(64))
+      >>> [round(float(s), 3) for s in (y**2).mean(-1)]
+      [1.0, 1.0]
     """
     check_parameters("rms_norm", x, scale=scale)
-    return _normalize_affine(False, eps, x, scale, None)
+    return _norm(False, eps, x, scale, None)
 
 
 def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
-    """`fnet.layer_norm` as a layer.
+    """Layer norm as a layer; see `fnet.layer_norm` for the equation and its precision.
 
     Args:
-      d: size of the input's last axis.
-      bias: whether there is a bias. A dense layer with a bias behind the norm
-        makes it redundant, and without it every scale has good gradients.
+      d: size of the last axis of the input.
+      bias: whether to add a bias. It is redundant before a dense layer with a bias, and
+        without it gradients are accurate for every scale.
       eps: added to the variance.
 
     Returns:
-      A layer with params ``scale`` (ones at first) and ``bias`` (zeros), [d],
-      float32; no state; ``x`` [..., d] -> [..., d], in the input's dtype.
+      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its params are
+      ``scale`` [d], initially ones, and ``bias`` [d], initially zeros, float32.
 
     Raises:
-      ValueError: for ``d`` below 1; when applied to an input that does not end in ``d``.
-      TypeError: when applied, as `fnet.layer_norm`.
+      ValueError: if ``d`` is below 1; when applied, if the input does not end in ``d``.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.layer_norm(8)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 8)), train=True)
+      >>> y.shape
+      (2, 8)
     """
     check_sizes("layer_norm", d=d)
 
@@ -142,19 +163,28 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
 
 
 def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
-    """`fnet.rms_norm` as a layer.
+    """RMS norm as a layer; see `fnet.rms_norm` for the equation.
 
     Args:
-      d: size of the input's last axis.
+      d: size of the last axis of the input.
       eps: added to the mean square.
 
     Returns:
-      A layer with params ``scale`` [d] (ones at first, float32), no state;
-      ``x`` [..., d] -> [..., d], in the input's dtype.
+      A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its param is
+      ``scale`` [d], initially ones, float32.
 
     Raises:
-      ValueError: for ``d`` below 1; when applied to an input that does not end in ``d``.
-      TypeError: when applied, as `fnet.rms_norm`.
+      ValueError: if ``d`` is below 1; when applied, if the input does not end in ``d``.
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.rms_norm(8)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 8)), train=True)
+      >>> y.shape
+      (2, 8)
     """
     check_sizes("rms_norm", d=d)
 
@@ -172,9 +202,8 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
 
 
 def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
-    """Refuses an input that is not floating, and parameters that do not fit its last axis."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{where}: x must be floating, got {x.dtype}")
+    """Raise if x is not floating, or a parameter does not match its last axis."""
+    check_floating(where, x=x)
     if x.ndim < 1:
         raise ValueError(f"{where}: x must have rank >= 1, got shape {x.shape}")
     for name, v in parameters.items():
@@ -189,46 +218,45 @@ def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
             raise TypeError(f"{where}: {name} must be float32 or wider, got {v.dtype}")
 
 
-def _normalize_affine(
-    center: bool, eps: float, x: Array, scale: Array | None, bias: Array | None
-) -> Array:
+def _norm(center: bool, eps: float, x: Array, scale: Array | None, bias: Array | None) -> Array:
     scale = jnp.ones(x.shape[-1], wide(x)) if scale is None else scale
     bias = jnp.zeros(x.shape[-1], wide(x)) if bias is None else bias
     return _normalize(center, eps, *equally_varying((x, scale, bias)))
 
 
-def spread(v: Array, like: Array) -> Array:
-    """[D] -> [1, ..., D], in the dtype of the statistics of ``like``."""
+def expand_like(v: Array, like: Array) -> Array:
+    """[D] -> [1, ..., D] with the rank of ``like``, in the dtype of its statistics."""
     return jnp.expand_dims(v.astype(wide(like)), range(like.ndim - 1))
 
 
-def never_zero(scale: Array, x: Array) -> Array:
-    """A scale as it is applied, so that it can be undone, in the dtype of the statistics of ``x``.
+def invertible_scale(scale: Array, x: Array) -> Array:
+    """Replace scales near 0 by a small number of the same sign, so that they can be inverted.
 
-    Below what a sum shows it is that floor, with its sign.
+    The result has the dtype of the statistics of ``x``. The floor is too small to change a
+    sum with values near 1.
     """
     scale = scale.astype(wide(x))
     floor = max(float(jnp.finfo(x.dtype).smallest_normal), 2.0**-100)
-    step = jnp.where(jnp.abs(scale) < floor, jnp.copysign(floor, scale) - scale, 0)
-    return scale + jax.lax.stop_gradient(step)  # its derivative stays 1
+    change = jnp.where(jnp.abs(scale) < floor, jnp.copysign(floor, scale) - scale, 0)
+    return scale + jax.lax.stop_gradient(change)  # the derivative with respect to scale is 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normalize(center: bool, eps: float, x: Array, scale: Array, bias: Array) -> Array:
-    """``(x - mean) / sqrt(var + eps) * scale + bias`` along the last axis."""
+    """Compute ``(x - mean) / sqrt(var + eps) * scale + bias`` over the last axis."""
     return _forward(center, eps, x, scale, bias)[0]
 
 
 def _forward(
     center: bool, eps: float, x: Array, scale: Array, bias: Array
 ) -> tuple[Array, Array, Array]:
-    """The output, xhat and the inverse deviation."""
+    """Compute the output, xhat and the inverse deviation."""
     w = widened(x)
     if center:
         w = w - w.mean(-1, keepdims=True)
     inv = jax.lax.rsqrt(jnp.square(w).mean(-1, keepdims=True) + eps)
     xhat = w * inv
-    y = xhat * spread(never_zero(scale, x), x) + spread(bias, x)
+    y = xhat * expand_like(invertible_scale(scale, x), x) + expand_like(bias, x)
     return y.astype(x.dtype), xhat, inv
 
 
@@ -236,25 +264,26 @@ def _normalize_fwd(
     center: bool, eps: float, x: Array, scale: Array, bias: Array
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
     y, xhat, inv = _forward(center, eps, x, scale, bias)
-    # Without the barrier XLA computes y again from x in the backward pass and keeps x for
-    # that, and the parameters at the size of x.
+    # Without the barrier XLA saves x, and the parameters broadcast to the size of x, and
+    # recomputes y from them in the backward pass.
     y, inv, scale, bias = jax.lax.optimization_barrier((keep(y), keep(inv), scale, bias))
-    return y, (_kept(y, xhat, spread(never_zero(scale, x), x)), inv, scale, bias)
+    return y, (_saved_output(y, xhat, expand_like(invertible_scale(scale, x), x)), inv, scale, bias)
 
 
 @jax.custom_jvp
-def _kept(y: Array, xhat: Array, s: Array) -> Array:
-    """``y``; in a second derivative, ``xhat * s`` with ``s`` and the bias held still.
+def _saved_output(y: Array, xhat: Array, s: Array) -> Array:
+    """Return ``y``, with the derivative of ``xhat * s`` for fixed ``s`` and bias.
 
-    Nothing recovered from ``y`` moves with them: their own part would come in
-    twice and cancel, and for a small ``s`` the rounding of that would not.
+    Only second derivatives use it. What is recovered from ``y`` does not depend on scale
+    and bias: their contributions would enter twice and cancel, and for a small ``s`` their
+    rounding errors would not.
     """
     del xhat, s
     return y
 
 
-@_kept.defjvp
-def _kept_jvp(
+@_saved_output.defjvp
+def _saved_output_jvp(
     primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
     y, _, s = primals
@@ -266,17 +295,17 @@ def _normalize_bwd(
 ) -> tuple[Array, Array, Array]:
     del eps
     y, inv, scale, bias = residuals
-    s, b = jax.lax.stop_gradient((never_zero(scale, y), bias.astype(inv.dtype)))
-    # Where y rounds by more than the scale, what it still holds of xhat is noise.
-    readable = jnp.abs(s) > float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
-    xhat = (widened(y) - spread(b, y)) * spread(jnp.where(readable, 1 / s, 0), y)
+    s, b = jax.lax.stop_gradient((invertible_scale(scale, y), bias.astype(inv.dtype)))
+    # If y rounds by more than the scale, xhat cannot be recovered.
+    recoverable = jnp.abs(s) > float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
+    xhat = (widened(y) - expand_like(b, y)) * expand_like(jnp.where(recoverable, 1 / s, 0), y)
 
     rows = tuple(range(y.ndim - 1))
     dz = widened(dy)
     dscale, dbias = (dz * xhat).sum(rows), dz.sum(rows)
-    # The sums come before dx: left for later, they would keep dy alive.
+    # Compute the sums before dx: otherwise XLA may delay them, and keep dy alive.
     dscale, dbias, inv = jax.lax.optimization_barrier((dscale, dbias, inv))
-    dxhat = dz * spread(scale, y)
+    dxhat = dz * expand_like(scale, y)
     dx = dxhat - xhat * (dxhat * xhat).mean(-1, keepdims=True)
     if center:
         dx = dx - dxhat.mean(-1, keepdims=True)

@@ -13,28 +13,39 @@ from fnet.layer import Layer, check_sizes, stateless
 
 
 def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) -> Layer:
-    """Maximum over ``window`` x ``window`` patches, kept as where it was.
+    """Max pooling that saves the index of each maximum.
 
-    ``x`` [N, H, W, C] -> [N, H', W', C] with ``H' = (H + 2 padding - window) // stride + 1``.
-    The backward pass gives ``dy`` to the first maximum of each patch, as torch does. For it
-    one index an output is kept, a byte where a patch has no more than 256 elements, and
-    neither input nor output, which a windowed reduction of XLA compares once more.
+    x [N, H, W, C] -> [N, H', W', C] with ``H' = (H + 2 padding - window) // stride + 1``.
+    The backward pass gives ``dy`` to the first maximum of each patch, as torch does. It
+    saves one index per output, a uint8 for patches of at most 256 elements. A windowed
+    reduction of XLA would save input and output instead.
 
     Args:
-      window: height and width of a patch. The program has ``window ** 2`` operations a pass.
-      stride: steps between patches; ``window`` by default.
-      padding: rows and columns on each side that are never the maximum; fewer than ``window``.
+      window: height and width of a patch. A pass has ``window ** 2`` operations.
+      stride: distance between patches; ``window`` by default.
+      padding: rows and columns of -inf on each side; less than ``window``.
+
+    Returns:
+      A layer without params or state.
 
     Raises:
-      ValueError: for a window or stride below 1, or another padding; when applied, if the
-        input is not [N, H, W, C], or the image, padded, is smaller than one patch.
+      ValueError: for a window or stride below 1, or an invalid padding; when applied, if the
+        input is not [N, H, W, C], or the padded image is smaller than the window.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+      >>> y, _ = layers.max_pool(2).apply({}, {}, x, train=True)
+      >>> y.ravel().tolist()
+      [5.0, 7.0, 13.0, 15.0]
     """
     step = window if stride is None else stride
     check_sizes("max_pool", window=window, stride=step)
     if not 0 <= padding < window:
         raise ValueError(
-            f"max_pool: padding must be at least 0 and less than window={window}, which would "
-            f"else see nothing but padding, got {padding}"
+            f"max_pool: padding must be at least 0 and less than window={window}, "
+            f"got {padding}; otherwise a patch holds only padding"
         )
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
@@ -43,7 +54,7 @@ def max_pool(window: int = 2, *, stride: int | None = None, padding: int = 0) ->
             raise ValueError(f"max_pool: window {window} is larger than the image {h} x {w}")
         return _maximum(x, window, step, padding)
 
-    return _of_images("max_pool", pool)
+    return _image_layer("max_pool", pool)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -55,31 +66,34 @@ def _maximum(x: Array, window: int, step: int, padding: int) -> Array:
 def _maximum_jvp(
     window: int, step: int, padding: int, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    found: tuple[Array, Array] = jax.lax.platform_dependent(
+    y_and_dy: tuple[Array, Array] = jax.lax.platform_dependent(
         *(*primals, *tangents),
-        # What takes and gives patches is one instruction there; slices with steps are copies.
-        tpu=functools.partial(_by_reduction, window, step, padding),
-        default=functools.partial(_by_index, window, step, padding),
+        # On TPU a windowed reduction and its gradient are single instructions, and strided
+        # slices are copies.
+        tpu=functools.partial(_jvp_by_reduction, window, step, padding),
+        default=functools.partial(_jvp_by_index, window, step, padding),
     )
-    return found
+    return y_and_dy
 
 
-def _by_index(window: int, step: int, padding: int, x: Array, dx: Array) -> tuple[Array, Array]:
+def _jvp_by_index(window: int, step: int, padding: int, x: Array, dx: Array) -> tuple[Array, Array]:
     candidates = _shifted(x, window, step, padding, _lowest(x))
     largest = candidates[0]
-    where = jnp.zeros(largest.shape, jnp.uint8 if window**2 <= 256 else jnp.int32)
+    index = jnp.zeros(largest.shape, jnp.uint8 if window**2 <= 256 else jnp.int32)
     for i, candidate in enumerate(candidates[1:], 1):
-        greater = (candidate > largest) | (candidate != candidate)  # NaN: as in `jnp.maximum`
+        greater = (candidate > largest) | (candidate != candidate)  # NaN wins, as in jnp.maximum
         largest = jnp.where(greater, candidate, largest)
-        where = jnp.where(greater, jnp.asarray(i, where.dtype), where)
-    # Else XLA may find it once more in the backward pass, from an input it then keeps. The
-    # maxima are taken by it too, for else it would be found there alone.
-    where = jax.lax.optimization_barrier(where).astype(jnp.int32)
-    changes = _shifted(dx, window, step, padding, 0)
-    return jax.lax.select_n(where, *candidates), jax.lax.select_n(where, *changes)
+        index = jnp.where(greater, jnp.asarray(i, index.dtype), index)
+    # Without the barrier XLA may recompute the index in the backward pass and save the input
+    # for that. The output is selected by the index, so that the index exists in the forward pass.
+    index = jax.lax.optimization_barrier(index).astype(jnp.int32)
+    tangents = _shifted(dx, window, step, padding, 0)
+    return jax.lax.select_n(index, *candidates), jax.lax.select_n(index, *tangents)
 
 
-def _by_reduction(window: int, step: int, padding: int, x: Array, dx: Array) -> tuple[Array, Array]:
+def _jvp_by_reduction(
+    window: int, step: int, padding: int, x: Array, dx: Array
+) -> tuple[Array, Array]:
     sides = (padding, padding)
 
     def reduced(x: Array) -> Array:
@@ -91,16 +105,16 @@ def _by_reduction(window: int, step: int, padding: int, x: Array, dx: Array) -> 
         )
         return y
 
-    found: tuple[Array, Array] = jax.jvp(reduced, (x,), (dx,))
-    return found
+    y_and_dy: tuple[Array, Array] = jax.jvp(reduced, (x,), (dx,))
+    return y_and_dy
 
 
 def _shifted(x: Array, window: int, step: int, padding: int, fill: float) -> list[Array]:
-    """What stands at each place of a patch, row by row: [N, H', W', C] each."""
+    """Slice out each element of the patches, row by row: a list of [N, H', W', C]."""
     sides = (padding, padding)
     x = jnp.pad(x, ((0, 0), sides, sides, (0, 0)), constant_values=fill) if padding else x
     h, w = ((size - window) // step * step + 1 for size in x.shape[1:3])
-    # In this order the gradients of a row's patches are added first, which XLA fuses.
+    # Rows first: then the gradients within a row are added first, and XLA fuses them.
     rows = [x[:, i : i + h : step] for i in range(window)]
     return [row[:, :, j : j + w : step] for row in rows for j in range(window)]
 
@@ -111,13 +125,28 @@ def _lowest(x: Array) -> float:
 
 
 def avg_pool(window: int = 2) -> Layer:
-    """Mean over non-overlapping ``window`` x ``window`` patches; what is left over is not seen.
+    """Average pooling over non-overlapping patches.
 
-    ``x`` [N, H, W, C] -> [N, H // window, W // window, C], as torch's ``AvgPool2d``.
+    x [N, H, W, C] -> [N, H // window, W // window, C]. Rows and columns beyond the last
+    whole patch are ignored, as in torch's ``AvgPool2d``.
+
+    Args:
+      window: height and width of a patch, and the distance between patches.
+
+    Returns:
+      A layer without params or state.
 
     Raises:
       ValueError: for a window below 1; when applied, if the input is not [N, H, W, C], or
-        ``window`` is larger than the image.
+        the image is smaller than the window.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+      >>> y, _ = layers.avg_pool(2).apply({}, {}, x, train=True)
+      >>> y.ravel().tolist()
+      [2.5, 4.5, 10.5, 12.5]
     """
     check_sizes("avg_pool", window=window)
 
@@ -126,34 +155,48 @@ def avg_pool(window: int = 2) -> Layer:
         if h < window or w < window:
             raise ValueError(f"avg_pool: window {window} is larger than the image {h} x {w}")
         x = x[:, : h - h % window, : w - w % window]
-        # One axis at a time: a sharding is followed through no other reshape.
+        # One axis at a time: shardings propagate only through such reshapes.
         x = x.reshape(n, h // window, window, x.shape[2], c)
         return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
 
-    return _of_images("avg_pool", pool)
+    return _image_layer("avg_pool", pool)
 
 
 def global_avg_pool() -> Layer:
-    """Mean over height and width: ``x`` [N, H, W, C] -> [N, C].
+    """Average over height and width: x [N, H, W, C] -> [N, C].
 
     Raises:
       ValueError: when applied, if the input is not [N, H, W, C].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> y, _ = layers.global_avg_pool().apply({}, {}, jnp.ones((2, 4, 4, 3)), train=True)
+      >>> y.shape
+      (2, 3)
     """
-    return _of_images("global_avg_pool", lambda x: x.mean((1, 2)))
+    return _image_layer("global_avg_pool", lambda x: x.mean((1, 2)))
 
 
 def global_max_pool() -> Layer:
-    """Maximum over height and width: ``x`` [N, H, W, C] -> [N, C].
+    """Maximum over height and width: x [N, H, W, C] -> [N, C].
 
     Raises:
       ValueError: when applied, if the input is not [N, H, W, C].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> y, _ = layers.global_max_pool().apply({}, {}, jnp.ones((2, 4, 4, 3)), train=True)
+      >>> y.shape
+      (2, 3)
     """
-    return _of_images("global_max_pool", lambda x: x.max((1, 2)))
+    return _image_layer("global_max_pool", lambda x: x.max((1, 2)))
 
 
-def _of_images(name: str, f: Callable[[Array], Array]) -> Layer:
+def _image_layer(name: str, f: Callable[[Array], Array]) -> Layer:
     def checked(x: Array) -> Array:
-        # Without the axis of examples, width and channels would be pooled in silence.
+        # Without the batch axis, width and channels would be pooled silently.
         if x.ndim != 4:
             raise ValueError(f"{name}: expected [N, H, W, C], got {x.shape}")
         return f(x)

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow along time."""
+"""Rotary position embedding."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,34 +13,42 @@ def rotary(
     positions: Real[Array, " t"] | Real[Array, "b t"],
     base: float = 10000.0,
 ) -> Float[Array, "b t h d"]:
-    """Turns each pair of features by an angle proportional to the position.
+    """Apply rotary position embedding to queries or keys.
 
-    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
-    Feature i and feature i + D / 2 are a pair (the half-split convention of GPT-NeoX and
-    Llama's public weights; the paper pairs neighbours, which is another order of the
-    features), i = 0 ... D / 2 - 1::
+    Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding". Each
+    pair of features is rotated by an angle proportional to the position. Features i and
+    i + D / 2 form a pair, for i = 0 ... D / 2 - 1. This half-split convention is that of
+    GPT-NeoX and of the public Llama weights; the paper pairs neighboring features::
 
         angle = position * base^(-2 i / D)
         y[i]         = x[i] cos(angle) - x[i + D / 2] sin(angle)
         y[i + D / 2] = x[i + D / 2] cos(angle) + x[i] sin(angle)
 
-    The product of a query and a key, both turned, depends on the difference of their
-    positions alone, and lengths stay as they are. Nothing of the size of ``x`` is kept
-    for the backward pass.
+    The product of a rotated query and a rotated key depends only on the difference of
+    their positions. Norms do not change. The backward pass saves no array of the size of
+    ``x``.
 
     Args:
-      x: queries or keys [B, T, H, D], D even; floating.
-      positions: [T], or [B, T] where examples differ; integers or floating.
-      base: of the wavelengths, which grow from 2 pi to nearly 2 pi base; > 0.
+      x: queries or keys [B, T, H, D] with D even; floating.
+      positions: [T], or [B, T] if they differ between examples; integers or floating.
+      base: base of the wavelengths, which range from 2 pi to about 2 pi base; > 0.
 
     Returns:
       [B, T, H, D], in the dtype of ``x``. Angles are computed in float32 (float64 for a
       float64 ``x``).
 
     Raises:
-      ValueError: if ``x`` does not have rank 4, D is odd, positions do not fit, or
-        ``base`` is not > 0.
+      ValueError: if ``x`` does not have rank 4, D is odd, the shape of ``positions`` does
+        not match, or ``base`` is not > 0.
       TypeError: if ``x`` is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet import layers
+      >>> q = jnp.ones((1, 3, 2, 4))
+      >>> y = layers.rotary(q, jnp.arange(3))
+      >>> y.shape, bool((y[:, 0] == q[:, 0]).all())
+      ((1, 3, 2, 4), True)
     """
     check_floating("rotary", x=x)
     if x.ndim != 4 or x.shape[-1] % 2:
@@ -54,8 +62,8 @@ def rotary(
         raise ValueError(f"rotary: base must be > 0, got {base}")
     dtype = wide(x)
     half = x.shape[-1] // 2
-    speed = base ** (-jnp.arange(half, dtype=dtype) / half)
-    angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * speed[None, None]
+    frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
+    angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * frequency[None, None]
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
     a, b = widened(x[..., :half]), widened(x[..., half:])
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
