@@ -1,4 +1,4 @@
-"""``python -m train`` is the ``fnet`` command."""
+"""``python -m train`` runs the ``fnet`` command."""
 
 from train.cli import main
 

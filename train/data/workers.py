@@ -15,12 +15,14 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,15 @@ class Workers:
 
 
 class _Process(_SPAWN.Process):
+    def start(self) -> None:
+        """Start a process that imports this package, even next to a train.py of the user's."""
+        root = str(Path(__file__).parents[2])
+        sys.path.insert(0, root)  # the process gets a copy
+        try:
+            super().start()
+        finally:
+            sys.path.remove(root)
+
     def terminate(self) -> None:
         self.kill()  # of SIGTERM it would not end: see _begin
 

@@ -1,0 +1,62 @@
+"""The ``fnet`` command next to a user's own files named train."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from image_cases import class_folders
+
+ROOT = Path(__file__).parents[1]
+MODULE = (sys.executable, "-m", "fnet")
+SCRIPT = (sys.executable, "-c", "from fnet.__main__ import main; main()")
+
+RECIPE = """
+from train.config import Config, ImageFolder, Mlp, Train
+
+def config():
+    data = ImageFolder(path="images", image_size=8, batch_size=4, workers=2)
+    return Config(data=data, model=Mlp(hidden=(4,)), train=Train(steps=2))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a recipe, and a train.py and configs of the user's own."""
+    (tmp_path / "mine.py").write_text(RECIPE)
+    (tmp_path / "train.py").write_text("raise RuntimeError('the train.py of the user')")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "digits.py").write_text("raise RuntimeError('not the recipe')")
+    return tmp_path
+
+
+def run(folder, *command):
+    environment = os.environ | {"PYTHONPATH": f".{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, text=True, capture_output=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
+def test_ignores_a_train_module_of_the_user(command, folder):
+    assert "digits" in run(folder, *command, "configs")
+
+
+def test_ignores_a_train_package_of_the_user(folder):
+    (folder / "train").mkdir()
+    (folder / "train.py").rename(folder / "train" / "__init__.py")
+    assert "digits" in run(folder, *MODULE, "configs")
+
+
+@pytest.mark.parametrize(
+    "command", [SCRIPT, pytest.param(MODULE, marks=pytest.mark.slow)], ids=["script", "module"]
+)
+def test_recipes_and_worker_processes_find_the_program(command, folder):
+    class_folders(folder / "images", train=4, test=4)
+    assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
+
+
+def test_importing_the_library_does_not_import_the_program(folder):
+    code = "import fnet, sys; print('train' in sys.modules)"
+    assert run(folder, sys.executable, "-c", code) == "False\n"
