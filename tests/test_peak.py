@@ -69,13 +69,13 @@ def step(request):
     return step_of(*NETS[name]()).compile(compiler_options=OPTIONS[candidate])
 
 
-def test_a_train_steps_curve_reaches_what_the_compiler_assigned_and_never_more(step):
+def test_the_curve_of_a_train_step_stays_within_the_assigned_bytes(step):
     p = peak(step)
-    # What is missing are gaps that nothing fits: more of a small net than of a large one.
+    # The rest are gaps between buffers, a larger share in a small net.
     assert 0.985 * p.assigned <= max(p.curve) <= p.assigned
 
 
-def test_the_buffers_alive_at_the_peak_sum_to_the_curve_there(step):
+def test_buffers_at_the_peak_sum_to_the_curve(step):
     p = peak(step)
     # The list of a program's outputs is itself a buffer: one pointer each.
     pointers = 8 * len(jax.tree.leaves(step.out_info))
@@ -93,7 +93,7 @@ def test_donated_state_counts_once(step):
     assert bytes_of["output"] + pointers == p.outputs - p.aliased
 
 
-def test_arguments_carry_their_names_and_only_temporaries_have_a_phase(step):
+def test_arguments_have_names_and_no_phase(step):
     p = peak(step)
     named = [buffer.layer for buffer in p.timeline.at_peak if buffer.kind == "argument"]
     leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(step.args_info)]
@@ -104,13 +104,13 @@ def test_arguments_carry_their_names_and_only_temporaries_have_a_phase(step):
     assert {b.phase for b in p.timeline.at_peak if b.kind == "argument"} == {""}
 
 
-def test_the_largest_ten_are_the_largest(step):
+def test_largest_returns_the_ten_largest_buffers(step):
     p = peak(step)
     sizes = [buffer.bytes for buffer in p.timeline.at_peak]
     assert [buffer.bytes for buffer in p.largest] == sorted(sizes, reverse=True)[:10]
 
 
-def test_what_a_conv_net_keeps_is_named_by_its_layers():
+def test_temporaries_of_a_conv_net_have_layer_names():
     p = peak(step_of(*conv_net()).compile(compiler_options=OPTIONS[1]))
     activation = 4 * 8 * 16 * 16 * 16
     large = [b for b in p.largest if b.bytes >= activation]
@@ -120,7 +120,7 @@ def test_what_a_conv_net_keeps_is_named_by_its_layers():
     assert {b.dtype for b in large} == {"float32"}
 
 
-def test_what_a_scan_stacks_is_named_by_the_layer_inside():
+def test_stacks_of_a_scan_have_the_names_of_inner_layers():
     p = peak(step_of(*scanned_net()).compile(compiler_options=OPTIONS[1]))
     stacked = {(b.layer, b.phase) for b in p.timeline.at_peak if b.shape == (4, 256, 32)}
     assert ("blocks", "forward") in stacked
@@ -132,7 +132,7 @@ def test_what_a_scan_stacks_is_named_by_the_layer_inside():
     assert gradients == {("blocks/body/up", "backward"), ("blocks/body/down", "backward")}
 
 
-def test_the_workspace_of_a_convolution_goes_with_its_operands():
+def test_convolution_workspace_is_proportional_to_the_operands():
     def f(x, kernel):
         return jax.lax.conv_general_dilated(
             x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -146,15 +146,15 @@ def test_the_workspace_of_a_convolution_goes_with_its_operands():
     assert peak(compiled(lambda x, y: x @ y, X, X)).workspace == 0
 
 
-def test_the_report_of_a_step_gives_the_compilers_numbers():
+def test_peak_reports_the_numbers_of_the_compiler():
     model, x = dense_net()
     program = step_of(model, x).compile()
-    said = program.memory_analysis()
+    stats = program.memory_analysis()
     parts = {
-        "arguments": said.argument_size_in_bytes,
-        "outputs": said.output_size_in_bytes,
-        "aliased": said.alias_size_in_bytes,
-        "temporaries": said.temp_size_in_bytes,
+        "arguments": stats.argument_size_in_bytes,
+        "outputs": stats.output_size_in_bytes,
+        "aliased": stats.alias_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes,
         "workspace": 0,
     }
     total = parts["arguments"] + parts["outputs"] - parts["aliased"] + parts["temporaries"]
@@ -162,14 +162,14 @@ def test_the_report_of_a_step_gives_the_compilers_numbers():
     assert parts["temporaries"] > 0
 
 
-def test_the_curve_of_a_known_program_is_known_and_its_maximum_what_was_assigned():
+def test_the_curve_of_a_known_program():
     def f(x):
         with jax.named_scope("first"):
             a = jnp.sort(x, axis=0)
         with jax.named_scope("second"):
-            b = a @ a  # beside a
+            b = a @ a  # a and b are alive
         with jax.named_scope("third"):
-            c = jnp.sort(b @ x, axis=1)  # b @ x beside b; sorted in place, when b is gone
+            c = jnp.sort(b @ x, axis=1)  # b and b @ x are alive; then c sorts in place
         return c[0]
 
     p = peak(compiled(f, X))
@@ -199,7 +199,7 @@ PROGRAMS = {
         lambda x: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: jnp.tanh(c @ x), x),
         (X,),
     ),
-    "recomputation": (
+    "rematerialization": (
         jax.grad(
             lambda x: jax.lax.scan(
                 jax.checkpoint(lambda c, _: (jnp.tanh(jnp.tanh(c @ x) @ x), None)),
@@ -221,28 +221,28 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_curve_of_any_program_is_near_what_the_compiler_assigned_and_never_more(name):
+def test_the_curve_stays_within_the_assigned_bytes(name):
     f, args = PROGRAMS[name]
     p = peak(compiled(f, *args))
-    # What is missing are gaps that nothing fits: more of a small net than of a large one,
-    # and 8 % of the recomputation that JAX 0.11 compiles.
-    least = 0.91 if name == "recomputation" and jax.__version_info__ >= (0, 11) else 0.985
+    # The rest are gaps between buffers, a larger share in a small net. They are 8 % of the
+    # rematerialization that JAX 0.11 compiles.
+    least = 0.91 if name == "rematerialization" and jax.__version_info__ >= (0, 11) else 0.985
     assert least * p.assigned <= max(p.curve) <= p.assigned
 
 
-def test_of_a_sharded_program_it_is_what_one_device_holds():
+def test_a_sharded_program_reports_bytes_per_device():
     mesh = Mesh(jax.devices()[:4], ("data",))
     x = jax.ShapeDtypeStruct(
         (256, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data"))
     )
     p = peak(compiled(lambda x: jnp.sin(x) @ x.T @ x, x))
-    # What is missing are gaps that nothing fits: more of a small net than of a large one.
+    # The rest are gaps between buffers, a larger share in a small net.
     assert 0.985 * p.assigned <= max(p.curve) <= p.assigned
     argument = next(b for b in p.timeline.at_peak if b.kind == "argument")
     assert (argument.shape, argument.bytes) == ((64, 64), 4 * 64 * 64)
 
 
-def test_bytes_of_sharded_keys_are_those_of_one_device():
+def test_tree_bytes_of_sharded_keys_are_per_device():
     mesh = Mesh(jax.devices()[:4], ("data",))
     keys = jax.device_put(
         jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, PartitionSpec("data"))
@@ -252,23 +252,23 @@ def test_bytes_of_sharded_keys_are_those_of_one_device():
 
 
 def test_two_compilations_give_the_same_timeline():
-    # Of two equal networks, so that nothing is taken from a cache.
+    # Two equal networks, so that the second is not taken from a cache.
     first, second = (step_of(*dense_net()).compile() for _ in range(2))
     assert first.runtime_executable() is not second.runtime_executable()
     assert peak(first).timeline == peak(second).timeline
 
 
-def test_a_copied_peak_is_its_numbers_and_says_where_the_curve_is():
+def test_a_copied_peak_has_numbers_but_no_timeline():
     p = peak(compiled(lambda x: (x @ x) @ x, X))
     for numbers in (copy.copy(p), pickle.loads(pickle.dumps(p)), Peak(*p), p._replace(outputs=1)):
         assert isinstance(numbers, Peak)
-        with pytest.raises(ValueError, match=r"ask what peak\(compiled\) returned"):
+        with pytest.raises(ValueError, match=r"the object that peak\(compiled\) returned"):
             numbers.curve  # noqa: B018
     assert copy.deepcopy(p) == p
     assert len(p.curve) == len(p.timeline.instructions)
 
 
-def test_an_h100s_program_tells_its_curve_too():
+def test_the_curve_of_a_program_for_an_h100():
     try:
         h100 = target.describe("h100")
     except RuntimeError as error:

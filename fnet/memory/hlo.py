@@ -1,4 +1,9 @@
-"""A compiled program as its compiler prints it: instructions, their arrays, their order."""
+"""Reader of compiled HLO: instructions, their arrays, and their schedule.
+
+It reads the text ``compiled.as_text()``, which every backend gives. XLA's serialized buffer
+assignment (``memory_analysis().serialized_buffer_assignment_proto``) cannot replace it: with jax
+0.10 and 0.12 it is empty for GPUs and TPUs, and on CPU it has sizes and offsets but no lifetimes.
+"""
 
 import math
 import re
@@ -6,18 +11,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 Path = tuple[int, ...]
-"""Where an array stands in a nested tuple; empty for a result that is one array."""
+"""Position of an array in a nested tuple. Empty for a result that is a single array."""
 
 
 class Array(NamedTuple):
     """One array of an instruction's result.
 
     Attributes:
-      bytes: that it takes in the device's main memory: with a TPU's padding to
-        tiles, and 0 where it lives in another memory.
-      shape: without padding.
-      dtype: NumPy's name of it.
-      layout: the order of its dimensions in memory and what else is printed with it.
+      bytes: Size in the device's main memory, with the padding of a TPU's tiles. 0 for an array
+        in another memory.
+      shape: Shape without padding.
+      dtype: NumPy's name of the element type.
+      layout: Order of the dimensions in memory, tiles and memory space, as printed.
     """
 
     bytes: int
@@ -27,16 +32,16 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a computation.
+    """One instruction of a computation.
 
     Attributes:
-      name: unique in the module.
+      name: Name, unique in the module.
       opcode: ``fusion``, ``while``, ...
-      result: the type of what it gives, as printed; read by `arrays`.
-      operands: names of the instructions it takes.
-      attributes: all that is printed behind the operands, metadata among it.
-        For a parameter, its number comes first.
-      is_root: whether its result is the computation's.
+      result: Type of the result as printed. `arrays` parses it.
+      operands: Names of the operands.
+      attributes: Text after the operands, including metadata. For a parameter it starts with the
+        parameter's number.
+      is_root: Whether this is the result of the computation.
     """
 
     name: str
@@ -47,28 +52,28 @@ class Instruction(NamedTuple):
     is_root: bool
 
     @property
-    def number(self) -> int:
-        """Of a parameter, its place among the arguments."""
+    def parameter_number(self) -> int:
+        """Position of a parameter among the arguments."""
         return int(self.attributes.partition(")")[0])
 
     @property
-    def element(self) -> int:
-        """Of a get-tuple-element, which element."""
+    def tuple_index(self) -> int:
+        """Index of a get-tuple-element."""
         return int(self.attribute(r"index=(\d+)"))
 
     @property
     def op_name(self) -> str:
-        """The JAX operation it comes from, with its named scopes, or nothing."""
+        """JAX operation the instruction comes from, with named scopes, or empty."""
         return self.attribute(r'op_name="((?:[^"\\]|\\.)*)"').replace("\\", "")
 
     @property
-    def fused(self) -> str:
-        """Of a fusion, the computation that it does in one go."""
+    def fused_computation(self) -> str:
+        """Name of the computation of a fusion."""
         return self.attribute(r"calls=%([^\s,)]+)")
 
     @property
-    def runs(self) -> list[str]:
-        """The computations that it runs instruction by instruction; a loop's condition first."""
+    def called_computations(self) -> list[str]:
+        """Computations that run as scheduled instructions. The condition of a loop is first."""
         match self.opcode:
             case "while":
                 return [self.attribute(rf"{part}=%([^\s,)]+)") for part in ("condition", "body")]
@@ -84,19 +89,19 @@ class Instruction(NamedTuple):
         return []
 
     def attribute(self, pattern: str) -> str:
-        """The first group of a pattern found among the attributes, or nothing."""
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+        """Return the first group of a pattern in the attributes, or empty."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else ""
 
 
 class Module(NamedTuple):
-    """A scheduled program.
+    """A scheduled HLO module.
 
     Attributes:
-      computations: their instructions, in the order they run.
-      entry: the name of the computation that is run.
-      donated: of each output that takes a parameter's memory, its path, and that
-        parameter's number and the path in it.
+      computations: Instructions of each computation, in scheduled order.
+      entry: Name of the entry computation.
+      donated: For each output that lives in a parameter's buffer, by its path: the parameter's
+        number and the path in the parameter.
     """
 
     computations: dict[str, list[Instruction]]
@@ -104,105 +109,114 @@ class Module(NamedTuple):
     donated: dict[Path, tuple[int, Path]]
 
     def parameters(self, computation: str) -> list[Instruction]:
-        """The computation's parameters by number."""
-        found = (i for i in self.computations[computation] if i.opcode == "parameter")
-        return sorted(found, key=lambda i: i.number)
+        """Return the parameters of a computation, by number."""
+        parameters = (i for i in self.computations[computation] if i.opcode == "parameter")
+        return sorted(parameters, key=lambda i: i.parameter_number)
 
     def root(self, computation: str) -> Instruction:
-        """What gives the computation's result."""
+        """Return the instruction that gives a computation's result."""
         return next(i for i in self.computations[computation] if i.is_root)
 
     def schedule(self, computation: str | None = None) -> Iterator[Instruction]:
-        """All instructions as they run; what an instruction runs comes before it, once."""
+        """Yield all instructions in scheduled order. A called computation comes before its call."""
         for instruction in self.computations[computation or self.entry]:
-            for computation in instruction.runs:
-                yield from self.schedule(computation)
+            for called in instruction.called_computations:
+                yield from self.schedule(called)
             yield instruction
 
-    def results(self, fusion: Instruction) -> dict[Path, Instruction]:
-        """What makes each array of a fusion's result, inside it."""
-        body = {i.name: i for i in self.computations[fusion.fused]}
-        root = self.root(fusion.fused)
+    def fusion_results(self, fusion: Instruction) -> dict[Path, Instruction]:
+        """Return the instruction inside a fusion that makes each array of its result."""
+        body = {i.name: i for i in self.computations[fusion.fused_computation]}
+        root = self.root(fusion.fused_computation)
         if root.opcode != "tuple":
             return {(): root}
         return {(k,): body[name] for k, name in enumerate(root.operands)}
 
     def in_place(self, instruction: Instruction) -> list[tuple[Path, int, Path]]:
-        """Arrays of the result that are an operand's, changed: (path, operand, path in it)."""
+        """Return the results that overwrite an operand: (path, operand, path in the operand)."""
         if instruction.opcode in _UPDATES:
             return [((), 0, ())]
         # output_to_operand_aliasing={{0}: (1, {}), {1}: (2, {0})}
-        said = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
-        found = [
-            (_path(path), int(operand), _path(at))
-            for path, operand, at in re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}\)", said)
+        printed = instruction.attribute(r"output_to_operand_aliasing=\{(.*?\))\}")
+        aliases = [
+            (_path(path), int(operand), _path(inner))
+            for path, operand, inner in re.findall(
+                r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}\)", printed
+            )
         ]
         if instruction.opcode != "fusion":
-            return found
-        body = {i.name: i for i in self.computations[instruction.fused]}
-        for path, result in self.results(instruction).items():
-            update = _behind_bitcasts(result, body)
+            return aliases
+        body = {i.name: i for i in self.computations[instruction.fused_computation]}
+        for path, result in self.fusion_results(instruction).items():
+            update = _skip_bitcasts(result, body)
             if update.opcode in _UPDATES:
-                target = _behind_bitcasts(body[update.operands[0]], body)
+                target = _skip_bitcasts(body[update.operands[0]], body)
                 if target.opcode == "parameter":
-                    found.append((path, target.number, ()))
-        return found
+                    aliases.append((path, target.parameter_number, ()))
+        return aliases
 
     def is_elementwise(self, instruction: Instruction, operand: int) -> bool:
-        """Whether each element of the result follows from the one in its place in that operand."""
+        """Whether each element of the result depends on one element of that operand, in place."""
         if instruction.opcode != "fusion":
             return instruction.opcode in _ELEMENTWISE
-        touched = {self.parameters(instruction.fused)[operand].name}
-        for i in self.computations[instruction.fused]:
-            read = [k for k, name in enumerate(i.operands) if name in touched]
+        computation = instruction.fused_computation
+        dependent = {self.parameters(computation)[operand].name}
+        for i in self.computations[computation]:
+            read = [k for k, name in enumerate(i.operands) if name in dependent]
             if not read or (i.is_root and i.opcode == "tuple"):
                 continue
             if i.opcode not in _ELEMENTWISE | {"copy"} and (
                 i.opcode not in _UPDATES or read != [0]
             ):
                 return False
-            touched.add(i.name)
+            dependent.add(i.name)
         return True
 
 
 def read(text: str) -> Module:
-    """Reads ``compiled.as_text()``.
+    """Parse the text of a compiled program.
+
+    Args:
+      text: ``compiled.as_text()``.
+
+    Returns:
+      The module.
 
     Raises:
-      ValueError: if it is not the text of a program whose order is decided.
+      ValueError: If the program is not scheduled, for example because it is not compiled.
     """
     header, _, body = text.partition("\n")
     if "is_scheduled=true" not in header:
         raise ValueError(
-            "the order of the program's instructions is not known: expected the text of a "
-            f"compiled program (jax.jit(f).lower(...).compile()), got {header[:80]!r}"
+            "the program has no schedule: expected the text of a compiled program "
+            f"(jax.jit(f).lower(...).compile()), got {header[:80]!r}."
         )
     computations: dict[str, list[Instruction]] = {}
     entry = ""
     instructions: list[Instruction] = []
     for line in body.splitlines():
-        if found := _INSTRUCTION.match(line):
-            is_root, name, result, opcode, rest = found.groups()
+        if match := _INSTRUCTION.match(line):
+            is_root, name, result, opcode, rest = match.groups()
             operands, _, attributes = rest.partition(")")
             if opcode in ("constant", "parameter"):
                 operands, attributes = "", rest
             names = tuple(re.findall(r"%([^\s,()]+)", operands))
             instructions.append(Instruction(name, opcode, result, names, attributes, bool(is_root)))
-        elif found := _COMPUTATION.match(line):
-            instructions = computations[found[2]] = []
-            entry = found[2] if found[1] else entry
+        elif match := _COMPUTATION.match(line):
+            instructions = computations[match[2]] = []
+            entry = match[2] if match[1] else entry
     return Module(computations, entry, donated(header))
 
 
 def donated(header: str) -> dict[Path, tuple[int, Path]]:
-    """`Module.donated`, from the first line of a program's text."""
+    """Parse `Module.donated` from the first line of a program's text."""
     # input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, may-alias) }
     aliases = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}, (?:may|must)-alias\)", header)
     return {_path(output): (int(number), _path(path)) for output, number, path in aliases}
 
 
 def arrays(result: str) -> dict[Path, Array]:
-    """The arrays of a result's type, ``(f32[8,4]{1,0}, s32[])``, by their path."""
+    """Parse a result type such as ``(f32[8,4]{1,0}, s32[])`` into its arrays, by path."""
     found: dict[Path, Array] = {}
     path: list[int] = []
     for part in _PART.finditer(result):
@@ -233,39 +247,40 @@ _ELEMENTWISE = {
 }
 
 
-def _array(kind: str, dimensions: str, layout: str) -> Array:
+def _array(element_type: str, dimensions: str, layout: str) -> Array:
     shape = tuple(int(d.removeprefix("<=")) for d in dimensions.split(",") if d)
-    width = re.search(r"\d+", kind)
-    bits = int(width[0]) if width else 8 * (kind == "pred")
-    order, _, placed = layout.partition(":")
-    tile = re.search(r"T\(([\d,]+)\)", placed)
-    space = re.search(r"S\((\d+)\)", placed)
-    # Memory 1 is a TPU's scratchpad, but on a GPU a part of the main memory.
+    width = re.search(r"\d+", element_type)
+    bits = int(width[0]) if width else 8 * (element_type == "pred")
+    minor_to_major, _, placement = layout.partition(":")
+    tile = re.search(r"T\(([\d,]+)\)", placement)
+    space = re.search(r"S\((\d+)\)", placement)
+    # Memory space 1 is the scratchpad of a TPU, but a part of the main memory of a GPU.
     if space and (tile or space[1] != "1"):
         bits = 0
     padded = list(shape)
     if tile:
         sides = _path(tile[1])
-        padded = [shape[d] for d in reversed(_path(order))]
+        padded = [shape[d] for d in reversed(_path(minor_to_major))]
         padded = [1] * (len(sides) - len(padded)) + padded
         for k, side in enumerate(sides, start=len(padded) - len(sides)):
             padded[k] = -(-padded[k] // side) * side
-    return Array(-(-math.prod(padded) * bits // 8), shape, _dtype(kind), layout)
+    return Array(-(-math.prod(padded) * bits // 8), shape, _dtype(element_type), layout)
 
 
-def _dtype(kind: str) -> str:
-    """NumPy's name for ``f32``, ``bf16``, ``s8``, ``f8e4m3fn``, ``pred``, ..."""
-    if kind in ("pred", "bf16"):
-        return {"pred": "bool", "bf16": "bfloat16"}[kind]
-    letter = {"f": "float", "s": "int", "u": "uint", "c": "complex"}.get(kind[0], kind[0])
-    return letter + re.sub(r"^(\d+)(?=\D)", r"\1_", kind[1:])
+def _dtype(element_type: str) -> str:
+    """NumPy's name of ``f32``, ``bf16``, ``s8``, ``f8e4m3fn``, ``pred``, ..."""
+    if element_type in ("pred", "bf16"):
+        return {"pred": "bool", "bf16": "bfloat16"}[element_type]
+    letter = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
+    name = letter.get(element_type[0], element_type[0])
+    return name + re.sub(r"^(\d+)(?=\D)", r"\1_", element_type[1:])
 
 
 def _path(numbers: str) -> Path:
     return tuple(int(n) for n in numbers.split(",") if n.strip())
 
 
-def _behind_bitcasts(instruction: Instruction, body: dict[str, Instruction]) -> Instruction:
+def _skip_bitcasts(instruction: Instruction, body: dict[str, Instruction]) -> Instruction:
     while instruction.opcode == "bitcast":
         instruction = body[instruction.operands[0]]
     return instruction

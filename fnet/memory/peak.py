@@ -1,4 +1,4 @@
-"""Peak bytes at compile time, and the compiler options that make the savings real."""
+"""Peak memory of a compiled program, and compiler options that lower it."""
 
 import functools
 from typing import Any, NamedTuple
@@ -8,21 +8,19 @@ import jax
 from fnet.memory import hlo
 from fnet.memory.timeline import Buffer, Timeline, timeline
 
-# XLA's CPU compiler drops the barriers behind jax.checkpoint and then merges the
-# recomputation with the original; without that pass recomputation is kept.
-_KEEP_RECOMPUTATION = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-# Its default scheduler trades memory for concurrency.
+# jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
+# operations with the original ones. Without this pass it cannot.
+_KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# The default scheduler of the CPU compiler trades memory for concurrency.
 _SCHEDULE_FOR_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
 CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "cpu": (_KEEP_RECOMPUTATION, _KEEP_RECOMPUTATION | _SCHEDULE_FOR_MEMORY),
+    "cpu": (_KEEP_REMAT, _KEEP_REMAT | _SCHEDULE_FOR_MEMORY),
 }
-"""Compiler options worth trying, by backend; neither of CPU's is always the smaller."""
+"""Compiler options that `compile_min_memory` tries, by backend. Either may give the lower peak."""
 
-
-# What Eigen allocates for itself to convolve on CPU, in units of the operands of the
-# program's largest convolution: 2.4 to 2.6 in steps of a ResNet-50, batch 16 to 64 at
-# 64 and 128 pixels. XLA does not count it.
+# Eigen's workspace for a convolution on CPU, relative to the operands of the program's largest
+# convolution. Measured: 2.4 to 2.6 in steps of a ResNet-50, batch 16 to 64 at 64 and 128 pixels.
 _CONVOLUTION_WORKSPACE = 2.5
 
 
@@ -35,19 +33,19 @@ class _Parts(NamedTuple):
 
 
 class Peak(_Parts):
-    """Memory of a compiled program in bytes.
+    """Peak memory of a compiled program, in bytes per device.
 
-    The curve and the largest buffers are read from the program when first asked for,
-    which takes about a second for a ResNet-50's step. Until then the program is kept;
-    ``Peak(*peak(compiled))`` is the numbers alone.
+    The timeline and the largest buffers are computed on first access, which takes about a second
+    for the step of a ResNet-50. Until then the program is kept alive. ``Peak(*peak(compiled))``
+    holds the numbers alone.
 
     Attributes:
-      arguments: of all inputs.
-      outputs: of all outputs, those in an input's buffer included.
-      aliased: outputs that live in a donated input's buffer.
-      temporaries: everything between.
-      workspace: an estimate of what convolutions on CPU allocate for themselves,
-        beside all that the compiler has assigned; 0 elsewhere.
+      arguments: Bytes of all inputs.
+      outputs: Bytes of all outputs, including those in the buffer of an input.
+      aliased: Bytes of outputs in the buffer of a donated input.
+      temporaries: Bytes of everything in between.
+      workspace: Estimated memory that convolutions on CPU allocate outside of the compiler's
+        assignment. 0 on other devices.
     """
 
     _program: jax.stages.Compiled | None = None
@@ -59,67 +57,79 @@ class Peak(_Parts):
 
     @property
     def assigned(self) -> int:
-        """``arguments + outputs - aliased + temporaries``: the compiler's own count."""
+        """``arguments + outputs - aliased + temporaries``: the compiler's own number."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def as_dict(self) -> dict[str, int]:
-        """The parts and their total."""
+        """Return the parts and their total."""
         return self._asdict() | {"total": self.total}
 
     @functools.cached_property
     def timeline(self) -> Timeline:
-        """What is alive at each instruction; see `fnet.memory.timeline.timeline`.
+        """Bytes alive at each instruction; see `fnet.memory.timeline`.
 
         Raises:
-          ValueError: for numbers alone, without their program.
+          ValueError: If this is a copy, which holds numbers alone.
         """
         if self._program is None:
             raise ValueError(
-                "peak: a copy is the numbers alone, without the program that the curve is read "
-                "from; ask what peak(compiled) returned"
+                "peak: a copy holds the numbers without the program that the timeline is read "
+                "from; use the object that peak(compiled) returned."
             )
-        found = timeline(self._program)
+        computed = timeline(self._program)
         del self._program
-        return found
+        return computed
 
     @property
     def curve(self) -> list[int]:
-        """Bytes alive at each instruction, in the order they are scheduled.
+        """Bytes alive at each instruction, in scheduled order.
 
-        Its maximum is what of ``assigned`` is in use at once: see
-        `fnet.memory.timeline.timeline` for what it leaves out.
+        The maximum is the part of ``assigned`` that is in use at once; see
+        `fnet.memory.timeline`.
         """
         return self.timeline.live_bytes
 
     @property
     def largest(self) -> list[Buffer]:
-        """The ten largest buffers alive where the curve is highest."""
+        """The ten largest buffers alive at the peak."""
         return self.timeline.largest
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles are the numbers alone."""
+        """Reduce copies and pickles to the numbers."""
         return Peak, tuple(self)
 
 
 def peak(compiled: jax.stages.Compiled) -> Peak:
-    """What a compiled program will hold at most, without running it.
+    """Report the peak memory of a compiled program without running it.
+
+    XLA fixes memory use at compile time: it assigns every array to a buffer.
 
     Args:
-      compiled: ``jax.jit(f).lower(...).compile()``.
+      compiled: The compiled program, ``jax.jit(f).lower(...).compile()``.
 
     Returns:
-      Bytes by kind, their total, and the curve of what is alive.
+      Bytes by kind, their total, and the curve of bytes alive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> f = jax.jit(lambda x: jnp.sort(x) @ x)
+      >>> p = memory.peak(f.lower(jnp.zeros((64, 64))).compile())
+      >>> p.arguments, p.outputs, p.temporaries
+      (16384, 16384, 16384)
+      >>> p.total == p.arguments + p.outputs - p.aliased + p.temporaries + p.workspace
+      True
     """
-    m: Any = compiled.memory_analysis()
-    found = Peak(
-        arguments=m.argument_size_in_bytes,
-        outputs=m.output_size_in_bytes,
-        aliased=m.alias_size_in_bytes,
-        temporaries=m.temp_size_in_bytes,
+    stats: Any = compiled.memory_analysis()
+    measured = Peak(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
         workspace=_convolution_workspace(compiled),
     )
-    found._program = compiled
-    return found
+    measured._program = compiled
+    return measured
 
 
 def _convolution_workspace(compiled: jax.stages.Compiled) -> int:
@@ -137,20 +147,31 @@ def _convolution_workspace(compiled: jax.stages.Compiled) -> int:
 
 
 def platform(compiled: jax.stages.Compiled) -> str:
-    """Of the devices that a program was compiled for."""
+    """Return the platform of the devices that a program was compiled for."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((d.platform for s in shardings for d in s.device_set), jax.default_backend())
 
 
-def compile_min_memory(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, Any]]:
-    """Compiles with each of the default backend's candidate options; the one of lowest peak.
+def compile_min_memory(
+    lowered: jax.stages.Lowered,
+) -> tuple[jax.stages.Compiled, dict[str, Any]]:
+    """Compile with each of the backend's `CANDIDATE_OPTIONS` and return the smallest program.
+
+    On CPU, rematerialization needs these options: jax 0.10 undoes it by default.
 
     Args:
-      lowered: ``jax.jit(f).lower(...)``.
+      lowered: The lowered program, ``jax.jit(f).lower(...)``.
 
     Returns:
-      The compiled program and the options it was compiled with. Of equal ones,
-      the first.
+      The compiled program with the lowest peak, and the options it was compiled with.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> lowered = jax.jit(jnp.sin).lower(jnp.zeros(8))
+      >>> compiled, options = memory.compile_min_memory(lowered)
+      >>> options in memory.CANDIDATE_OPTIONS["cpu"]
+      True
     """
     candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]

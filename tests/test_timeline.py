@@ -9,7 +9,7 @@ from fnet.memory.timeline import layer_of, timeline
 
 
 def program(text, *, arguments, outputs=0, aliased=0):
-    """What `timeline` reads of a compiled program, from a program written by hand."""
+    """A stand-in for a compiled program, with the given text."""
     stats = SimpleNamespace(
         argument_size_in_bytes=arguments,
         output_size_in_bytes=outputs,
@@ -19,7 +19,7 @@ def program(text, *, arguments, outputs=0, aliased=0):
     return SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: stats)
 
 
-def test_an_array_is_alive_from_its_making_to_its_last_reader():
+def test_an_array_is_alive_from_its_maker_to_its_last_reader():
     text = """
 ENTRY %main (x: f32[25]) -> f32[25] {
   %x = f32[25]{0} parameter(0), metadata={op_name="x"}
@@ -74,14 +74,14 @@ ENTRY %main (x: f32[25]) -> f32[0] {
 """
 
 
-def test_a_loops_body_comes_once_and_its_carry_is_free_between_two_rounds():
+def test_a_loop_body_appears_once_and_its_carry_is_dead_between_read_and_write():
     found = timeline(program(LOOP, arguments=100))
     live = dict(zip(found.instructions, found.live_bytes, strict=True))
     held, counter, carry, whole, inside = 100, 4, 100, 1000, 200
     assert live["w"] == held + counter + carry + whole
     assert live["go"] == held + counter + carry + whole + 1
     assert live["t"] == held + counter + carry + whole + inside
-    assert live["k"] == held + counter + whole + inside  # read, and not yet written
+    assert live["k"] == held + counter + whole + inside  # the carry is read, and not yet written
     assert live["next"] == held + counter + carry + whole + inside
     assert live["out"] == held + counter + carry + whole
     assert live["y"] == held + carry
@@ -89,13 +89,13 @@ def test_a_loops_body_comes_once_and_its_carry_is_free_between_two_rounds():
     assert found.instructions.index("next") < found.instructions.index("out")
 
 
-def test_what_a_loop_carries_is_named_by_what_makes_it():
+def test_a_loop_carry_has_the_layer_of_its_maker():
     found = timeline(program(LOOP, arguments=100))
     by_instruction = {b.instruction: b for b in found.at_peak}
     assert by_instruction["next"].layer == "blocks"
 
 
-def test_a_slice_written_in_place_adds_nothing():
+def test_a_slice_written_in_place_takes_no_memory():
     text = """
 %fused (q: f32[100], u: f32[25], at: s32[]) -> f32[100] {
   %q = f32[100]{0} parameter(0)
@@ -122,7 +122,7 @@ ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
     assert found.live_bytes == [204, 204, 604, 604, 604, 604, 604]
 
 
-def test_an_output_in_a_donated_arguments_place_counts_once():
+def test_an_output_in_a_donated_buffer_counts_once():
     text = """, input_output_alias={ {0}: (1, {}, may-alias) }
 
 ENTRY %main (g: f32[25], w: f32[25]) -> (f32[25], f32[25]) {
@@ -142,8 +142,8 @@ ENTRY %main (g: f32[25], w: f32[25]) -> (f32[25], f32[25]) {
     ]
 
 
-def test_a_temporary_uses_an_outputs_memory_while_that_is_empty():
-    # %early fits into %y before that is made; %late would overlap with it.
+def test_a_temporary_uses_the_buffer_of_an_output_while_it_is_empty():
+    # %early fits into %y before %y is written. %late would overlap with it.
     text = """
 ENTRY %main (x: f32[25]) -> f32[50] {
   %x = f32[25]{0} parameter(0)
@@ -157,7 +157,7 @@ ENTRY %main (x: f32[25]) -> f32[50] {
 
 
 @pytest.mark.parametrize(("opcode", "temporary"), [("negate", 0), ("sort", 0), ("reverse", 200)])
-def test_only_what_is_elementwise_or_a_sort_may_write_over_what_it_reads(opcode, temporary):
+def test_only_elementwise_instructions_and_sorts_overwrite_their_operand(opcode, temporary):
     text = f"""
 ENTRY %main (x: f32[25]) -> f32[50] {{
   %x = f32[25]{{0}} parameter(0)
@@ -219,8 +219,8 @@ ENTRY %main (x: f32[25], i: s32[]) -> f32[25] {
         ),
     ],
 )
-def test_a_called_computation_is_part_of_the_program(start, done, read):
-    # What is done at the same time keeps its operand until it is waited for.
+def test_a_called_computation_is_part_of_the_timeline(start, done, read):
+    # An asynchronous call holds its operand until it is done.
     text = """
 %inner (p: f32[25]) -> f32[25] {
   %p = f32[25]{0} parameter(0)
@@ -243,7 +243,7 @@ ENTRY %main (x: f32[25]) -> f32[0] {
     assert live["r"] == 100 + read + 1000 + 100
 
 
-def test_a_copy_to_a_tpus_scratchpad_takes_no_main_memory():
+def test_a_copy_to_a_tpu_scratchpad_takes_no_main_memory():
     text = """
 ENTRY %main (x: f32[8,128]) -> f32[8,128] {
   %x = f32[8,128]{1,0:T(8,128)} parameter(0)
@@ -275,13 +275,13 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
         ("f32[16]{0:S(5)}", (), (0, (16,), "float32")),
     ],
 )
-def test_an_arrays_bytes_follow_from_its_printed_type(result, path, expected):
+def test_array_bytes_follow_from_the_printed_type(result, path, expected):
     array = arrays(result)[path]
     assert array[:3] == expected
     assert jnp.dtype(array.dtype)
 
 
-def test_a_program_whose_order_is_not_decided_is_refused():
+def test_rejects_a_program_without_a_schedule():
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
     text = lowered.as_text(dialect="hlo")
     with pytest.raises(ValueError, match=r"expected the text of a compiled program .*HloModule"):
@@ -319,11 +319,11 @@ def test_a_program_whose_order_is_not_decided_is_refused():
         ("", ("", "")),
     ],
 )
-def test_an_operations_name_tells_layer_and_phase(op_name, expected):
+def test_parses_layer_and_phase_from_op_name(op_name, expected):
     assert layer_of(op_name) == expected
 
 
-def test_a_copy_is_named_by_what_it_copies():
+def test_a_copy_has_the_layer_of_its_operand():
     text = """
 %fused (q: f32[25]) -> f32[25] {
   %q = f32[25]{0} parameter(0)
