@@ -105,7 +105,7 @@ def per_example_gradients(
         if not isinstance(out, list | tuple) or len(out) != 2:
             raise TypeError(
                 f"{name}: has_aux=True expects a loss that returns (losses, aux), "
-                f"got {type(out).__name__}"
+                f"got {type(out).__name__}."
             )
         losses, aux = out
         return losses, aux
@@ -194,7 +194,7 @@ def _trace(
         raise ValueError(
             f"{name}: {state.layer or 'the loss'} mixes the examples of a batch "
             f"({state.operation}), so the gradient of one example does not exist. For batch norm, "
-            "use frozen statistics (train=False) or group norm (fnet.layers.group_norm)"
+            "use frozen statistics (train=False) or group norm (fnet.layers.group_norm)."
         )
     shapes = [a.shape for a in jax.tree.leaves(aux)]
     return _Traced(
@@ -223,7 +223,10 @@ _Result = tuple[Array, list[Any], dict[int, ParameterGradients], ChunkedGradient
 
 
 def _differentiate_batch(traced: _Traced, width: int | None) -> _Result | None:
-    """Differentiate the loss of the whole batch; None if rows of examples cannot be told apart."""
+    """Differentiate the loss of the whole batch.
+
+    None if a use of a parameter does not provably have one row per example.
+    """
     params, examples = traced.params, traced.examples
     uses = find_uses(traced.closed, len(params))
     if examples.size < 2 or uses.without_data or not traced.has_one_row_per_example():
@@ -231,7 +234,7 @@ def _differentiate_batch(traced: _Traced, width: int | None) -> _Result | None:
     nonlinear = _nonlinear_equations(traced, uses, width)
     if nonlinear is None:
         return None
-    axes = []
+    axes = []  # Batch axes of each use's data and result.
     for use in uses.all:
         operands, (out, *_) = traced.state(use.path)
         data = BatchAxis(0) if use.equation.data is None else operands[use.equation.data]
@@ -372,7 +375,7 @@ def _differentiate_examples(traced: _Traced, width: int | None) -> _Result:
             raise ValueError(
                 f"{traced.name}: expected losses of shape [1] for a batch of one, got "
                 f"{jnp.shape(losses)}; pass arrays with one row per example as arguments, not by "
-                "closure or in params"
+                "closure or in params."
             )
 
         def without_batch_axis(a: Array, batch_shape: tuple[int, ...], batched: bool) -> Array:

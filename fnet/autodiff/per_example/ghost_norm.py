@@ -47,17 +47,17 @@ from jax.extend.core import JaxprEqn
 from fnet.jaxpr import aval
 from fnet.precision import wide, widened
 
-_INTERMEDIATES_FRACTION = 4
-"""Intermediates may take one part in this many of the bytes of the factors."""
+_FACTOR_BYTES_RATIO = 4
+"""Intermediates may take as many bytes as the factors, divided by this."""
 
-_MIN_INTERMEDIATES = 2**20
-"""Bytes that intermediates may take however small the factors are."""
+_MIN_BYTES = 2**20
+"""Bytes that intermediates may take in any case."""
 
 _MASKED_CHUNKS = 32
 """Number of chunks in which `weighted_sum` masks examples that are left out."""
 
 _WIDE_RANGE = 1e38
-"""Cotangents are scaled in their own dtype if it reaches this far, otherwise in float32."""
+"""Cotangents are scaled in their own dtype if its maximum exceeds this, otherwise in float32."""
 
 
 def squared_norms(u: Array, v: Array) -> Array:
@@ -171,7 +171,7 @@ def scale_rows(v: Array, scales: Array) -> tuple[Array, Array]:
     scales = jnp.broadcast_to(scales[:, None], v.shape[:2]).ravel()
     v = jax.lax.collapse(v, 0, 2)
     included = scales != 0
-    # Scales and scaled cotangents may leave float16's range at either end. bfloat16's is wide.
+    # Scales and scaled cotangents may exceed the range of float16, but not of bfloat16.
     v = v if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else widened(v)
     return jnp.where(included[:, None], v * scales[:, None].astype(v.dtype), 0), included
 
@@ -185,7 +185,7 @@ def map_in_chunks(f: Callable[..., Array], arrays: Sequence[Array], example_byte
       example_bytes: Bytes of its intermediates per example.
     """
     batch = arrays[0].shape[0]
-    allowed = max(_MIN_INTERMEDIATES, sum(a.nbytes for a in arrays) // _INTERMEDIATES_FRACTION)
+    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // _FACTOR_BYTES_RATIO)
     divisors = (n for n in range(1, batch + 1) if batch % n == 0)
     chunks = next((n for n in divisors if batch // n * example_bytes <= allowed), max(batch, 1))
     if chunks == 1:

@@ -28,8 +28,8 @@ from fnet.autodiff.per_example.taps import Use
 from fnet.autodiff.update import squared_norm
 from fnet.precision import wide, widened
 
-_SMALL = 4
-"""Factored gradients are materialized if they take one part in this many of the factors."""
+_FACTORS_RATIO = 4
+"""Gradients are materialized if their factors are at least this many times larger."""
 
 
 class ParameterGradients(Protocol):
@@ -109,7 +109,7 @@ class FactoredGradients(NamedTuple):
     def _is_small(self) -> bool:
         first = self.inputs[0]
         batch = first.ct.shape[len(first.use.scan_lengths)]
-        small: bool = _SMALL * batch * self.param.size <= sum(
+        small: bool = _FACTORS_RATIO * batch * self.param.size <= sum(
             i.x.size + i.ct.size for i in self.inputs
         )
         return small
