@@ -1,4 +1,4 @@
-"""What the backward pass keeps and in which order it works: hints that a compiler needs."""
+"""What the backward pass saves (`recompute`), and in which order it runs (`params_first`)."""
 
 import functools
 from collections.abc import Callable
@@ -13,78 +13,104 @@ from jax.extend.core import JaxprEqn
 
 from fnet.mesh import equally_varying
 
-KEPT = "fnet_kept"
-"""The name of arrays that are kept for the backward pass under `recompute`."""
+SAVED = "fnet_saved"
+"""Name of the arrays that `recompute` saves for the backward pass."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = TypeVar("P")
 
 
-def keep(x: Array) -> Array:
-    """Names an array as one to keep under `recompute`; otherwise the identity."""
-    named: Array = checkpoint_name(x, KEPT)
+def save(x: Array) -> Array:
+    """Name an array so that `recompute` saves it for the backward pass; otherwise the identity."""
+    named: Array = checkpoint_name(x, SAVED)
     return named
 
 
 def recompute(f: F) -> F:
-    """``f``, whose backward pass keeps only what fnet's layers name and recomputes the rest.
+    """Wrap ``f`` in `jax.checkpoint` so that the backward pass saves only what fnet's norms name.
 
-    Normalising layers name their output (where the activation has an inverse) or
-    the normalised pre-activation (where it has none) and their statistics. A
-    network of convolutions and `fnet.abn` then keeps one activation a block
-    whatever the activation is, and recomputes only activation functions, neither
-    a convolution nor a statistic.
+    This is ``jax.checkpoint(f, policy=save_only_these_names(SAVED))``: rematerialization, or
+    gradient checkpointing, with a policy for networks of normalization layers. Each norm names
+    its output, or if its activation has no inverse the normalized pre-activation, and its
+    statistics. A network of convolutions and `fnet.abn` then saves one activation per block
+    with any activation function. It rematerializes the activation functions, but no
+    convolution and no statistics.
 
-    Wrap what contains the whole network, for example its ``apply``; arguments by name that are
-    a bool, a string or None, such as ``train``, stay as they are. What has no
-    named array between it and the input is recomputed from the input, so a
-    network without fnet's norms gains nothing.
+    Wrap the whole network, for example its ``apply``. Everything before the first named
+    array is rematerialized from the input, so a network without fnet's norms saves no memory.
 
-    It is ``jax.checkpoint`` with ``save_only_these_names``; on CPU it takes effect
-    only with the compiler options that `fnet.compile_step` uses
-    (`fnet.memory.CANDIDATE_OPTIONS`).
+    On CPU it has an effect only with the compiler options that `fnet.compile_step` uses
+    (`fnet.memory.CANDIDATE_OPTIONS`). XLA otherwise removes the recomputation.
 
     Args:
-      f: a function of pytrees of arrays.
+      f: a function of pytrees of arrays. Keyword arguments that are a bool, a string or None,
+        such as ``train=True``, are static.
 
     Returns:
       A function with the same arguments, values and gradients.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import fnet
+      >>> model = fnet.serial(fnet.layers.conv(3, 4), fnet.layers.abn(4, activation="gelu"))
+      >>> params, state = model.init(jax.random.key(0))
+      >>> apply = fnet.recompute(model.apply)
+      >>> def loss(params, x):
+      ...     return jnp.square(apply(params, state, x, train=True)[0]).mean()
+      >>> grads = jax.grad(loss)(params, jnp.ones((2, 8, 8, 3)))
+      >>> grads["0"]["kernel"].shape
+      (3, 3, 3, 4)
     """
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with_switches, arrays = bind_switches(f, kwargs)
-        return jax.checkpoint(with_switches, policy=policy)(*args, **arrays)
+        with_static, arrays = bind_static(f, kwargs)
+        return jax.checkpoint(with_static, policy=policy)(*args, **arrays)
 
     return run  # type: ignore[return-value]
 
 
-def bind_switches(
+def bind_static(
     f: Callable[..., Any], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """``f`` with those arguments by name that are a bool, a string or None; and the others.
+    """Bind the keyword arguments that are a bool, a string or None; return the others too.
 
-    Such an argument decides what is traced, so that it cannot be traced itself.
+    Such an argument decides which operations are traced, so it must not be traced itself.
     """
-    switches = {k: v for k, v in kwargs.items() if v is None or isinstance(v, bool | str)}
-    return functools.partial(f, **switches), {k: kwargs[k] for k in kwargs if k not in switches}
+    static = {k: v for k, v in kwargs.items() if v is None or isinstance(v, bool | str)}
+    return functools.partial(f, **static), {k: kwargs[k] for k in kwargs if k not in static}
 
 
 def params_first(x: Array, params: P) -> tuple[Array, P]:
-    """``x`` and ``params`` as they are; backwards, params' cotangents are finished before x's.
+    """Return ``x`` and ``params``; in the backward pass, compute params' gradients before x's.
 
-    A compiler is free to go on backwards through the network and compute the
-    parameters' gradients last, for which it keeps each layer's input and
-    cotangent: one more activation a block. Layers with large parameters pass
-    their arguments through this, so that both are free once a layer is passed.
+    The backward pass of a layer computes two cotangents: that of its input ``x``, which the
+    layer below needs, and those of its parameters, which nothing needs until the optimizer
+    runs. XLA may postpone the parameters' gradients to the end. It must then hold the input
+    and the output cotangent of every layer until there, one more activation per layer.
+
+    Pass a layer's input and parameters through this function to prevent that. It adds a
+    barrier (`jax.lax.optimization_barrier`) to the cotangents: the cotangent of ``x`` is not
+    available before those of ``params``. fnet's dense and convolution layers do it. Use it in a
+    layer of your own if its parameters are matrices or kernels. Values and gradients do not
+    change, and nothing happens if only one of the two is differentiated.
 
     Args:
-      x: the layer's input, [...], of any dtype.
-      params: any pytree of arrays.
+      x: input of the layer, [...], of any dtype.
+      params: parameters of the layer, a pytree of arrays.
 
     Returns:
-      ``(x, params)``, as they were given: x [...].
+      ``(x, params)`` unchanged, with x [...].
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import fnet
+      >>> def dense(kernel, x):
+      ...     x, kernel = fnet.params_first(x, kernel)
+      ...     return x @ kernel
+      >>> jax.grad(lambda w: dense(w, jnp.ones((2, 3))).sum())(jnp.ones((3, 4))).shape
+      (3, 4)
     """
     return _params_first(*equally_varying((x, params)))
 
@@ -95,12 +121,12 @@ def _params_first(x: Array, params: Any) -> tuple[Array, Any]:
 
 
 def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
-    # Transposed, a barrier on tangents is one on cotangents. Where only one side
-    # is differentiated there is nothing to put in order.
+    # The transpose of a barrier on tangents is a barrier on cotangents. If only one argument is
+    # differentiated, there is nothing to order.
     if any(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
         return primals, tangents
     x, params = tangents
-    # JAX 0.11 fails to add what comes out of a barrier to a reference, but not of a copy.
+    # JAX 0.11 fails to add the output of a barrier to a reference, but can add a copy of it.
     return primals, jax.lax.optimization_barrier((x, jax.tree.map(jnp.copy, params)))
 
 
@@ -108,7 +134,7 @@ _params_first.defjvp(_params_first_jvp, symbolic_zeros=True)
 
 
 def is_params_first(eqn: JaxprEqn) -> bool:
-    """Whether an equation is `params_first`: it gives what it takes."""
+    """Whether an equation is `params_first`, which returns its inputs."""
     if eqn.primitive.name != "custom_jvp_call":
         return False
     return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "_params_first")

@@ -1,4 +1,4 @@
-"""Numbers of another width than their arrays: sums in float32 or wider, indices in 32 bits."""
+"""Mixed precision: sums in float32 or wider, and indices in 32 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -7,40 +7,40 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 
-def wide(*of: Array | DTypeLike) -> jnp.dtype:
-    """The dtype of sums over such arrays, or over arrays of such dtypes: float32 or wider."""
-    return jnp.promote_types(jnp.result_type(*of), jnp.float32)
+def wide(*operands: Array | DTypeLike) -> jnp.dtype:
+    """Return the dtype in which to sum these arrays or dtypes: float32 or wider."""
+    return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
 
 
 def widened(a: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``a`` in `wide`."""
+    """Cast an array to the dtype in which to sum it, float32 or wider."""
     return a.astype(wide(a))
 
 
 def add(x: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``x + b``, rounded once, to the dtype of ``x``; b may be 1 long where x is not.
+    """Add a bias to ``x`` in float32 or wider, and round once to the dtype of ``x``.
 
-    The gradient of b is then a sum in `wide`. XLA on CPU sums bfloat16 as it is, where
-    256 + 1 = 256: of 131,072 cotangents near 1 it had found 2,048.
+    ``b`` may have axes of length 1. Its gradient is then summed in float32 or wider. XLA on
+    CPU would sum bfloat16 in bfloat16, where 256 + 1 = 256.
     """
     return (widened(x) + b.astype(wide(x))).astype(x.dtype)
 
 
 def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``v`` at every place of ``x`` and in its dtype; its gradient is summed as in `add`.
+    """Broadcast ``v`` to the shape and dtype of ``x``; its gradient is summed as in `add`.
 
-    In one broadcast: the gradient of one from [1, 1, C] to [B, T, C] is a sum over T alone where
-    B is 1, which XLA on CPU does not vectorise; it takes 15 times as long.
+    Broadcast [C] to [B, T, C] in one step. The gradient of a broadcast from [1, 1, C] is a sum
+    over T alone if B is 1. XLA on CPU does not vectorize it and takes 15 times as long.
     """
     return jnp.broadcast_to(v.astype(wide(x)), x.shape).astype(x.dtype)
 
 
 @jax.custom_jvp
 def multiply(x: Float[Array, "..."], v: Float[Array, "..."]) -> Float[Array, "..."]:
-    """``x * v``, in the dtype of ``x``; ``v`` may be 1 long where x is not.
+    """Multiply ``x`` by a scale ``v`` in the dtype of ``x``; ``v`` may have axes of length 1.
 
-    The gradient of ``v`` is summed as in `add`, and for that of ``x`` it is kept as it is: times
-    `broadcast_like` each place of ``x`` keeps one of its own.
+    The gradient of ``v`` is summed as in `add`. The backward pass saves ``v`` itself, where
+    ``x * broadcast_like(v, x)`` would save the broadcast array.
     """
     return x * v.astype(x.dtype)
 
@@ -54,7 +54,7 @@ def _multiply_jvp(
 
 
 def as_int32(indices: Int[Array, "..."]) -> Int[Array, "..."]:
-    """``indices`` as JAX indexes with them; one that int32 does not hold, as 2^32, is -1, not 0."""
+    """Cast indices to int32, with -1 for indices that int32 cannot represent."""
     narrow = indices.astype(jnp.int32)
     if indices.dtype.itemsize <= 4:
         return narrow

@@ -303,7 +303,10 @@ def test_inside_shard_map_gradients_are_summed_over_devices_as_jax_grad_does(per
 
 
 def test_a_batch_that_has_no_equal_parts_is_refused_with_the_size_to_pad_to():
-    with pytest.raises(ValueError, match=r"12 examples has no 5 equal .* pad it to 15 examples"):
+    with pytest.raises(
+        ValueError,
+        match=r"5 microbatches do not divide a batch of 12 examples; pad it to 15 examples",
+    ):
         accumulate_grad(mlp_loss, 5)(mlp_params(), {}, mlp_batch(), None)
 
 

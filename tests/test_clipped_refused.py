@@ -98,11 +98,11 @@ INVALID = {
     ),
     "mean of the losses": (
         lambda: clipped_grad(lambda p, x: halves(p, x).mean(), 1.0)(jnp.float32(1), X),
-        r"got \(\); return the losses themselves",
+        r"got \(\); return the losses, not their mean",
     ),
     "aux without has_aux": (
         lambda: clipped_grad(lambda p, x: (halves(p, x), x), 1.0)(jnp.float32(1), X),
-        "got tuple; without has_aux=True return the losses alone",
+        "got tuple; return the losses alone, or set has_aux=True",
     ),
     "empty tree": (
         lambda: clipped_grad(halves, None, per_layer=True)(jnp.float32(1), X),
@@ -120,7 +120,7 @@ INVALID = {
     ),
     "raw key": (
         lambda: clipped_grad(lambda p, x, k: p * x, 1.0)(jnp.float32(1), X, jax.random.PRNGKey(0)),
-        r"argument 2: \(2,\); a raw key is an array like others: give jax.random.key\(seed\)",
+        r"argument 2: \(2,\); use jax.random.key\(seed\) instead of a raw uint32 key",
     ),
     "data in a closure": (
         lambda: clipped_grad(lambda p, x: (p * jax.lax.top_k(x, 2)[0]).sum(-1) * X, 1.0)(

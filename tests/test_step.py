@@ -151,7 +151,7 @@ def test_weights_in_a_column_are_refused():
         return params * batch["x"], fnet.Aux(state, {})
 
     batch = {"x": jnp.ones(4), "weight": jnp.ones((4, 1))}
-    with pytest.raises(ValueError, match=r"each of the losses \(4,\), got \(4, 1\)"):
+    with pytest.raises(ValueError, match=r"one weight per loss, shape \(4,\), got \(4, 1\)"):
         mean(loss)(jnp.float32(1), {}, batch, jax.random.key(0))
 
 

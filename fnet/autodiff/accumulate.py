@@ -1,4 +1,4 @@
-"""Gradient accumulation: a batch in equal parts, one after the other, into one accumulator."""
+"""Gradient accumulation: the gradient of a batch from one microbatch after the other."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class Mean(Mode):
     """The gradient of the mean loss, accumulated over microbatches.
 
     Attributes:
-      microbatches: Number of parts, >= 1.
+      microbatches: Number of microbatches, >= 1.
       unroll: As for `accumulate_grad`.
     """
 
@@ -41,10 +41,11 @@ class Mean(Mode):
 
 
 def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
-    """Gradient mode that accumulates over ``n`` microbatches; see `accumulate_grad`.
+    """Return a mode that accumulates the gradient over ``n`` microbatches.
 
-    ``make_step(loss, optimizer, mode=microbatches(8))`` equals ``make_step(loss, optimizer,
-    microbatches=8)``.
+    ``make_step(loss, optimizer, microbatches(8))`` equals ``make_step(loss, optimizer,
+    microbatches=8)``. It trains like ``make_step(loss, optimizer)``, with the activations of an
+    eighth of the batch. See `accumulate_grad` for the guarantees.
 
     Args:
       n: Number of microbatches, >= 1, a divisor of the batch size.
@@ -55,6 +56,11 @@ def microbatches(n: int, *, unroll: bool | None = None) -> Mean:
 
     Raises:
       ValueError: If ``n < 1``; when called, as `accumulate_grad`.
+
+    Example:
+      >>> from fnet.autodiff import microbatches
+      >>> microbatches(8)
+      Mean(microbatches=8, unroll=None)
     """
     return Mean(n, unroll)
 
@@ -78,55 +84,61 @@ def as_mode(mode: Mode | Callable[[Loss], Gradient]) -> Mode:
 
 
 def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None) -> Gradient:
-    """The gradient of the mean loss over the batch, from one part of the batch after the other.
+    """Return a function that computes the gradient of the mean loss, one microbatch at a time.
 
     With n microbatches B_i of the batch B, and w_i the weights of their examples,
 
-        g = sum_i s_i grad mean(loss(B_i)),    s_i = sum(w_i) / sum(w),
+        g = sum_i s_i grad mean(loss(B_i)),    s_i = sum(w_i) / sum(w).
 
-    which is the gradient of the mean over B wherever one example's loss does not
-    depend on the others; so are the metrics. Only the activations of one part
-    exist at a time. Each part's gradient is added to one accumulator while the
-    backward pass goes (``jax.vjp(...).with_refs``), layer by layer inside a scan
-    over layers too, so that beside the accumulator no array of the parameters'
-    size exists.
+    That is the gradient of the mean over B, if the loss of an example does not depend on other
+    examples. The metrics are those of the whole batch too. Only the activations of one
+    microbatch exist at a time. The backward pass adds to one accumulator
+    (``jax.vjp(...).with_refs``), also layer by layer inside a scan over layers. Besides the
+    accumulator no array of the parameters' size exists.
 
     Guarantees:
-      - Weights are those of the whole batch: a part that is all padding adds
-        nothing, and all weights 0 give 0, as in `mean`.
-      - Part i is every n-th example from the i-th on. Where the batch is sharded
-        over its leading axis, each device then takes its share of every part from
-        its own examples, if n divides their number: none is moved. (Contiguous
-        parts would lie on few devices each.) Gradients are summed over devices
-        once a part; inside `jax.shard_map`, with the parameters marked as varying
-        (``jax.lax.pcast``), that sum is left to the caller, once a batch.
-      - Part i gets the key ``fold_in(key, i)``.
-      - ``model_state`` goes from each part to the next. Statistics of the batch
-        (`fnet.abn`) are therefore those of a part, and running ones are renewed n
-        times: such a network does not have the gradient of the whole batch.
-      - The accumulator has the parameters' dtype: JAX adds a cotangent to a
-        reference of its own dtype only. Keep parameters in float32 and compute in
-        bfloat16, as fnet's layers do; sums over many parts round in bfloat16.
-      - One microbatch is `mean` itself.
+      - Weights are those of the whole batch. A microbatch of padding adds nothing, and if
+        all weights are 0, the gradient is 0, as in `mean`.
+      - Microbatch i is every n-th example, starting with example i. If the batch is sharded
+        over its leading axis and n divides each device's examples, every device takes its
+        share of a microbatch from its own examples and no example moves.
+      - Gradients are summed over devices once per microbatch. Inside `jax.shard_map`, mark
+        the parameters as varying (``jax.lax.pcast``) and sum once per batch yourself.
+      - Microbatch i gets the key ``fold_in(key, i)``.
+      - ``model_state`` passes from each microbatch to the next. A batch norm (`fnet.abn`) uses
+        the statistics of a microbatch and updates its running statistics n times, so such a
+        network does not have the gradient of the whole batch.
+      - The accumulator has the dtype of the parameters, since JAX requires it. Keep
+        parameters in float32 and compute in bfloat16, as fnet's layers do. A sum in bfloat16
+        rounds after every microbatch.
+      - One microbatch is `mean`.
 
     Args:
       loss: per-example losses; see `fnet.autodiff.Loss`.
-      microbatches: n, a divisor of the batch size.
-      unroll: whether the parts are written out one after the other rather than
-        looped over. A loop is compiled once; written out, compile time
-        grows with n. By default a loop, except on CPUs where the gradient has
-        convolutions in layouts that XLA only mends outside of loops: in one,
-        such a convolution takes 10 to 90 times as long.
+      microbatches: number n of microbatches, a divisor of the batch size.
+      unroll: whether to unroll the loop over microbatches. A loop compiles once; unrolled,
+        the compile time grows with n. None: a loop, except on CPUs if the gradient has
+        convolutions that XLA runs 10 to 90 times slower in loops.
 
     Returns:
-      ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``,
-      as `mean` returns it.
+      ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``, as `mean`.
 
     Raises:
-      ValueError: if ``microbatches < 1``; when called, if it does not divide the
-        batch, if the arrays of the batch differ in their leading axis, or if
-        ``loss`` does not give one loss per example.
-      TypeError: when called, for parameters or losses that have no gradient.
+      ValueError: if ``microbatches < 1``. When called: if it does not divide the batch
+        size, if the arrays of the batch differ in their leading axis, or if ``loss`` does
+        not return one loss per example.
+      TypeError: when called, if parameters or losses are not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return (params["w"] * batch["x"]) ** 2
+      >>> params, batch = {"w": jnp.float32(1.0)}, {"x": jnp.arange(6.0)}
+      >>> whole, _, _ = fnet.autodiff.mean(loss)(params, {}, batch, None)
+      >>> grads, _, metrics = fnet.accumulate_grad(loss, 3)(params, {}, batch, None)
+      >>> bool(jnp.allclose(grads["w"], whole["w"])), float(metrics["loss"])
+      (True, 9.166...)
     """
     _check_microbatches(microbatches)
     if microbatches == 1:
@@ -137,16 +149,16 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
         params: Any, model_state: Any, batch: dict[str, Array], key: Array
     ) -> tuple[Any, Any, dict[str, Array]]:
         check_params("accumulate_grad", params, jnp.inexact)
-        parts = equal_parts("accumulate_grad", batch, microbatches)
+        parts = split_batch("accumulate_grad", batch, microbatches)
         loop = functools.partial(_accumulate, objective, microbatches, False)
-        in_line = functools.partial(_accumulate, objective, microbatches, True)
+        unrolled = functools.partial(_accumulate, objective, microbatches, True)
         args = params, model_state, parts, key
         if unroll is None and _is_slow_in_loops_on_cpu(objective, *args):
-            found: tuple[Any, Any, dict[str, Array]] = jax.lax.platform_dependent(
-                *args, cpu=in_line, default=loop
+            outputs: tuple[Any, Any, dict[str, Array]] = jax.lax.platform_dependent(
+                *args, cpu=unrolled, default=loop
             )
-            return found
-        return in_line(*args) if unroll else loop(*args)
+            return outputs
+        return unrolled(*args) if unroll else loop(*args)
 
     return gradient
 
@@ -156,14 +168,19 @@ def _check_microbatches(microbatches: int) -> None:
         raise ValueError(f"accumulate_grad: microbatches must be at least 1, got {microbatches}")
 
 
-def equal_parts(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
-    """Every array [batch, ...] as [batch / n, n, ...]: part i is every n-th example.
+def split_batch(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
+    """Reshape every array [batch, ...] to [batch / n, n, ...]: microbatch i is ``[:, i]``.
 
-    Of a sharded batch each device then has its share of every part.
+    In a sharded batch every device then has its share of every microbatch. Contiguous
+    microbatches would lie on few devices each.
+
+    Args:
+      name: name of the caller, for error messages.
+      batch: arrays that share their leading axis.
+      n: number of microbatches.
 
     Raises:
-      ValueError: in the name of the caller, for arrays of unequal leading axes and
-        a batch that has no n equal parts.
+      ValueError: if the leading axes differ, or n does not divide them.
     """
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="."): x.shape
@@ -175,7 +192,7 @@ def equal_parts(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
     ((size,),) = sizes
     if size % n:
         raise ValueError(
-            f"{name}: a batch of {size} examples has no {n} equal microbatches; "
+            f"{name}: {n} microbatches do not divide a batch of {size} examples; "
             f"pad it to {size + -size % n} examples, with weight 0"
         )
     parts: dict[str, Array] = jax.tree.map(lambda x: x.reshape(size // n, n, *x.shape[1:]), batch)
@@ -190,7 +207,7 @@ def _part(parts: dict[str, Array], i: Array | int) -> dict[str, Array]:
 
 
 def _shares(weight: Array | None, n: int) -> Array:
-    """Of the sum of all weights [batch / n, n], each part's share [n]."""
+    """Return each microbatch's share [n] of the sum of the weights [batch / n, n]."""
     if weight is None:
         return jnp.full(n, 1 / n)
     sums = weight.sum(0, dtype=wide(weight))
@@ -206,38 +223,36 @@ def _accumulate(
     parts: dict[str, Array],
     key: Array,
 ) -> tuple[Any, Any, dict[str, Array]]:
-    """The gradient of all parts, by loop or in line."""
     shares = _shares(parts.get("weight"), n)
     sums = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
 
-    def one_part(model_state: Any, i: Array) -> tuple[Any, dict[str, Array]]:
+    def add_gradient(model_state: Any, i: Array) -> tuple[Any, dict[str, Array]]:
         part, current = _part(parts, i), _after(sums, params) if unroll else params
         part_key = None if key is None else jax.random.fold_in(key, i)
         f = _with_explicit_strides(objective, current, model_state, part, part_key)
         value, vjp, (model_state, means) = jax.vjp(
             lambda params: f(params, model_state, part, part_key), current, has_aux=True
         )
-        backward: Any = vjp  # typed as a plain function, but a jax.VJP
+        backward: Any = vjp  # a jax.VJP, which JAX types as a plain function
         share, _ = equally_varying((shares[i].astype(value.dtype), value))
         backward.with_refs(sums)(share)
         return model_state, means
 
     model_state, means = jax.lax.scan(
-        one_part, model_state, jnp.arange(n), unroll=n if unroll else 1
+        add_gradient, model_state, jnp.arange(n), unroll=n if unroll else 1
     )
     metrics = {name: (shares * m).sum().astype(m.dtype) for name, m in means.items()}
     return jax.tree.map(jax.freeze, sums), model_state, metrics
 
 
 def _after(sums: Any, params: Any) -> Any:
-    """``params`` as they are, not to be used before ``sums`` are up to date.
+    """Return ``params``, with a barrier that makes them wait until ``sums`` are updated.
 
-    In line, a compiler is free to start a part before the one before it has ended,
-    and then holds the activations of both; and to keep what it makes of the
-    parameters (transposed kernels) from the first part to the last.
+    In an unrolled loop the compiler may otherwise overlap microbatches, which then hold the
+    activations of both, and may hold transposed kernels from the first to the last.
     """
     values = jax.tree.map(lambda ref: ref[...], sums)
-    # The sums must come back out of the barrier: a compiler drops what is unused.
+    # Write the sums back from the barrier, since the compiler removes unused outputs.
     params, values = jax.lax.optimization_barrier((params, values))
     jax.tree.map(lambda ref, value: jax.ref.set(ref, ..., value), sums, values)
     return params
@@ -264,11 +279,10 @@ def _with_explicit_strides(f: Callable[..., Any], *args: Any) -> Callable[..., A
 def _is_slow_in_loops_on_cpu(
     objective: Objective, params: Any, model_state: Any, parts: dict[str, Array], key: Array
 ) -> bool:
-    """Whether the gradient has a convolution that XLA's CPU compiler would rather transpose.
+    """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops.
 
-    It has a fast implementation of convolutions in the layout [batch, space,
-    features] x [space, in, out], and transposes others to it: but in the program's
-    outermost computation only. Derivatives are among the others.
+    XLA has a fast implementation for the layout [batch, space, features] x [space, in, out].
+    It transposes other layouts, such as those of derivatives, but only outside of loops.
     """
     args = params, model_state, _part(parts, 0), key
     if not any(convolutions(jax.make_jaxpr(objective)(*args))):
@@ -283,7 +297,7 @@ def convolutions(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def is_in_fast_layout(eqn: JaxprEqn) -> bool:
-    """Whether it is [batch, space, features] x [space, in, out], fast in loops on CPU."""
+    """Whether a convolution is [batch, space, features] x [space, in, out], fast in CPU loops."""
     layout = eqn.params["dimension_numbers"]
     space = tuple(range(1, len(layout.lhs_spec) - 1))
     last = len(space) + 1

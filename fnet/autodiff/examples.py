@@ -1,4 +1,4 @@
-"""A batch as examples: the arguments of a loss, one example at a time."""
+"""Split the arguments of a loss into examples, and check losses and parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from jax import Array
 PerExampleLoss = Callable[..., Any]
 """``loss(params, *batch) -> losses [batch]``, or ``(losses, aux)``.
 
-Every array in ``batch`` has a leading axis of examples; scalars are shared by all. Arrays
-that the loss closes over are shared too: what has a row for each example is an argument.
-A `jax.random.key` without axes becomes one key an example.
+Every array in ``batch`` has a leading axis of examples. All examples share scalars, and arrays
+that the loss closes over, so an array with one row per example must be an argument.
+A single `jax.random.key` becomes one key per example.
 """
 
 
 class Examples(NamedTuple):
-    """Arguments of a loss, with a leading axis of examples.
+    """The arguments of a loss, split into examples.
 
     Attributes:
-      size: how many there are.
-      leaves: [size, ...] each.
-      rebuild: from one example's leaves, without that axis, to the arguments of a
-        batch of one.
-      rebuild_batch: from all leaves to the arguments of a batch.
+      size: number of examples.
+      leaves: arrays [size, ...].
+      rebuild: maps one example's leaves, without the leading axis, to the arguments of
+        the loss for a batch of one.
+      rebuild_batch: maps all leaves to the arguments of the loss.
     """
 
     size: int
@@ -33,21 +33,21 @@ class Examples(NamedTuple):
     rebuild_batch: Callable[[Sequence[Array]], tuple[Any, ...]]
 
     def map(self, f: Callable[[Sequence[Array]], Any], width: int) -> Any:
-        """``f`` of each example's leaves, ``width`` of them at a time, results stacked."""
+        """Call ``f`` with each example's leaves, ``width`` at a time; stack the results."""
         if self.size <= width:
             return jax.vmap(f)(self.leaves)
         return jax.lax.map(f, self.leaves, batch_size=width)
 
 
 def examples(name: str, batch: tuple[Any, ...]) -> Examples:
-    """Takes the arguments of a loss apart.
+    """Split the arguments of a loss into examples.
 
     Args:
-      name: of the caller, for errors.
-      batch: the arguments after the parameters.
+      name: name of the caller, for error messages.
+      batch: the arguments of the loss after the parameters.
 
     Raises:
-      ValueError: if arrays differ in their leading axis, or there are none.
+      ValueError: if the arrays differ in their leading axis, or there are none.
     """
     leaves, structure = jax.tree.flatten(batch)
     leaves = [a if isinstance(a, jax.Array) else jnp.asarray(a) for a in leaves]
@@ -60,7 +60,7 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
             for (path, _), a in zip(paths, leaves, strict=True)
         ]
         raw = any(a.shape == (2,) and a.dtype == jnp.uint32 for a in leaves)
-        hint = "; a raw key is an array like others: give jax.random.key(seed)" if raw else ""
+        hint = "; use jax.random.key(seed) instead of a raw uint32 key" if raw else ""
         raise ValueError(
             f"{name}: expected arrays that share a leading axis of examples, got "
             f"{', '.join(shapes) or 'none'}{hint}"
@@ -77,7 +77,7 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
         return arguments(one)
 
     def rebuild_batch(rows: Sequence[Array]) -> tuple[Any, ...]:
-        # All examples of a batch have the first one's key; of none, any will do.
+        # The loss of a whole batch gets the first example's key, of an empty batch the original.
         whole = [
             a if i not in keys else a[0] if len(a) else keys[i]
             for i, a in zip(order, rows, strict=True)
@@ -95,30 +95,30 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
 
 
 def is_key(a: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether an array is of typed keys, such as `jax.random.key` makes."""
+    """Whether an array holds typed keys, as from `jax.random.key`."""
     return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
 def by_example(a: Array, axis: int, size: int, before: int = 0) -> Array:
-    """Each example's part of that axis stays where it is; the examples go before another.
+    """Split an axis [size * rest] into [size] and [rest], and move the axis [size].
 
     Args:
       a: an array.
-      axis: that counts examples, with what was merged behind them.
-      size: how many there are.
-      before: which axis they become.
+      axis: the axis that merges examples with other elements.
+      size: number of examples.
+      before: position of the axis of examples in the result.
     """
     a = a.reshape(*a.shape[:axis], size, a.shape[axis] // size, *a.shape[axis + 1 :])
     return jnp.moveaxis(a, axis, before)
 
 
 def check_losses(name: str, losses: Any, size: int) -> None:
-    """Refuses what is not one real loss per example."""
+    """Raise ValueError unless there is one loss per example, TypeError unless it is floating."""
     got = getattr(losses, "shape", type(losses).__name__)
     if got != (size,):
         hints = {
-            (): "; return the losses themselves, not their mean",
-            "tuple": "; without has_aux=True return the losses alone",
+            (): "; return the losses, not their mean",
+            "tuple": "; return the losses alone, or set has_aux=True",
         }
         raise ValueError(
             f"{name}: expected one loss per example, shape [{size}], got {got}{hints.get(got, '')}"
@@ -127,24 +127,24 @@ def check_losses(name: str, losses: Any, size: int) -> None:
 
 
 def check_floating(name: str, losses: Any) -> None:
-    """Refuses losses that have no gradient, or none that is meant."""
+    """Raise TypeError for losses that are integer or complex."""
     if not jnp.issubdtype(losses.dtype, jnp.floating):
         raise TypeError(f"{name}: expected losses that are real and floating, got {losses.dtype}")
 
 
 def check_params(name: str, params: Any, kind: Any = jnp.floating) -> None:
-    """Refuses parameters that have no gradient."""
+    """Raise TypeError for parameters without a gradient."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         dtype = jnp.asarray(leaf).dtype if not hasattr(leaf, "dtype") else leaf.dtype
         if not jnp.issubdtype(dtype, kind):
             raise TypeError(
                 f"{name}: expected floating-point parameters, got {dtype} at "
-                f"{jax.tree_util.keystr(path) or 'params'}; keep it outside of params"
+                f"{jax.tree_util.keystr(path) or 'params'}; move it out of params"
             )
 
 
 def check_width(name: str, width: int | None) -> None:
-    """Refuses a number of examples at a time that is none."""
+    """Raise unless ``width`` is None or a number of examples that is at least 1."""
     if width is None:
         return
     if isinstance(width, bool) or not isinstance(width, int):
@@ -152,5 +152,5 @@ def check_width(name: str, width: int | None) -> None:
     if width < 1:
         raise ValueError(
             f"{name}: width must be at least 1, got {width}; "
-            "it is how many examples are taken at a time"
+            "it is the number of examples processed at a time"
         )

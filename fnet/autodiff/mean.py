@@ -1,4 +1,4 @@
-"""The plain gradient mode: the weighted mean of the losses, differentiated at once."""
+"""The default gradient mode: the gradient of the weighted mean of the losses."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -71,38 +71,59 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
 
 
 def weighted_mean(values: Array, weight: Array | None) -> Array:
-    """Mean of ``values`` [batch] over examples, weighted by ``weight`` [batch] where given.
+    """Average per-example values, weighted.
 
-    A padded example has weight 0. All weights 0 gives 0.
+    A value with weight 0, such as that of a padded example, has no effect even if it is NaN.
 
     Args:
-      values: [batch], floating.
-      weight: [batch], >= 0; None: all examples count the same.
+      values: one value per example, [batch], floating.
+      weight: [batch], >= 0. None: all examples have the same weight.
 
     Returns:
-      ``sum(weight values) / sum(weight)``, [].
+      ``sum(weight * values) / sum(weight)``, []; 0 if all weights are 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.autodiff import weighted_mean
+      >>> float(weighted_mean(jnp.asarray([1.0, 3.0, jnp.nan]), jnp.asarray([1.0, 1.0, 0.0])))
+      2.0
     """
     if weight is None:
         return values.mean()
-    whole = weight.sum(dtype=wide(weight))
-    return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(whole, 1e-12)
+    total = weight.sum(dtype=wide(weight))
+    return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(total, 1e-12)
 
 
 def mean(loss: Loss) -> Gradient:
-    """The gradient of the mean loss over the batch.
+    """Return a function that computes the gradient of the mean loss over the batch.
+
+    This is the default mode of `fnet.make_step`. With w_i = ``batch["weight"]``, or 1,
+
+        g = grad_params  sum_i w_i loss_i / sum_i w_i.
 
     Args:
-      loss: per-example losses; see `Loss`. A batch may carry ``weight`` [batch],
-        0 for padding; without it all examples count the same.
+      loss: per-example losses; see `Loss`. Give padded examples ``batch["weight"]`` 0.
 
     Returns:
-      ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``
-      with ``grads`` like ``params`` and ``metrics`` the means of the loss
-      (``"loss"``) and of every other per-example metric.
+      ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``:
+      ``grads`` like ``params``, and the weighted means of the loss (``"loss"``) and of the
+      per-example metrics.
 
     Raises:
-      ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
-      TypeError: for losses that are not floating, or a ``loss`` that returns something else.
+      ValueError: when called, if ``loss`` does not return one loss per example, or
+        ``batch["weight"]`` has another shape.
+      TypeError: when called, if the losses are not floating, or ``loss`` returns neither
+        losses nor ``(losses, Aux)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.autodiff import mean
+      >>> def loss(params, model_state, batch, key):
+      ...     return (params["w"] * batch["x"]) ** 2
+      >>> batch = {"x": jnp.asarray([1.0, 2.0, 9.0]), "weight": jnp.asarray([1.0, 1.0, 0.0])}
+      >>> grads, _, metrics = mean(loss)({"w": jnp.float32(1.0)}, {}, batch, None)
+      >>> float(grads["w"]), float(metrics["loss"])
+      (5.0, 2.5)
     """
     objective = mean_loss(loss)
 
@@ -118,17 +139,17 @@ def mean(loss: Loss) -> Gradient:
 
 
 def mean_loss(loss: Loss) -> Objective:
-    """What is differentiated: the mean loss of a batch, with all the loss returns beside it.
+    """Return the function that `mean` differentiates.
 
     Args:
-      loss: as `mean` takes it.
+      loss: per-example losses, as for `mean`.
 
     Returns:
       ``objective(params, model_state, batch, key) -> (mean loss [], (model_state, metrics))``.
 
     Raises:
-      ValueError: if ``loss`` does not give one loss per example, or ``weight`` is of another shape.
-      TypeError: for losses that are not floating, or a ``loss`` that returns something else.
+      ValueError: when called, as `mean`.
+      TypeError: when called, as `mean`.
     """
 
     def objective(
@@ -138,13 +159,13 @@ def mean_loss(loss: Loss) -> Objective:
         if losses.ndim != 1:
             raise ValueError(
                 f"mean: expected one loss per example, shape [batch], got {losses.shape}; "
-                "return the losses themselves, not their mean"
+                "return the losses, not their mean"
             )
         check_floating("mean", losses)
         weight = batch.get("weight")
         if weight is not None and weight.shape != losses.shape:
             raise ValueError(
-                f"mean: expected a weight for each of the losses {losses.shape}, got {weight.shape}"
+                f"mean: expected one weight per loss, shape {losses.shape}, got {weight.shape}"
             )
         value = weighted_mean(losses, weight)
         means = {name: weighted_mean(v, weight) for name, v in aux.metrics.items()}

@@ -16,9 +16,9 @@ Update = Callable[
     [Any, optax.OptState, Any, dict[str, Array], Array],
     tuple[Any, optax.OptState, Any, dict[str, Array]],
 ]
-"""``update(params, opt_state, model_state, batch, key)``: the first three renewed, and metrics.
+"""``update(params, opt_state, model_state, batch, key)`` of one train step.
 
-The metrics are scalars, among them ``grad_norm``."""
+It returns the first three updated, and scalar metrics, among them ``grad_norm``."""
 
 
 class Mode:
@@ -84,7 +84,7 @@ class GradientFunction(Mode):
 
 
 def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransformation) -> Update:
-    """The plain update: first the gradient of all parameters, then the optimizer."""
+    """Return the update that computes the whole gradient first and then applies the optimizer."""
 
     def update(
         params: Any,
@@ -104,10 +104,10 @@ def gradient_then_optimizer(gradient: Gradient, optimizer: optax.GradientTransfo
 
 
 def _norm_first(grads: Any) -> tuple[Array, Any]:
-    """The global norm, and the gradients once it has read them.
+    """Return the global norm and the gradients, with a barrier between them.
 
-    Otherwise a compiler keeps their squares for the norm and for Adam: as much as
-    the parameters once more.
+    Without it the compiler holds the squared gradients for both the norm and Adam, which
+    takes the memory of the parameters once more.
     """
     leaves, structure = jax.tree.flatten(grads)
     pairs = [jax.lax.optimization_barrier((squared_norm(g), g)) for g in leaves]
@@ -116,10 +116,6 @@ def _norm_first(grads: Any) -> tuple[Array, Any]:
 
 
 def squared_norm(tree: Any) -> Array:
-    """Of all elements together, in float32 at least: in float16 the square of 256 is infinite."""
-
-    def of(a: Array) -> Array:
-        size = jnp.abs(a)
-        return jnp.square(widened(size)).sum()
-
-    return jnp.asarray(sum(map(of, jax.tree.leaves(tree))))
+    """Return the squared L2 norm of all leaves together, in float32 or wider."""
+    squares = (jnp.square(widened(jnp.abs(a))).sum() for a in jax.tree.leaves(tree))
+    return jnp.asarray(sum(squares))

@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.layers import activations
 from fnet.mesh import equally_varying
@@ -359,7 +359,7 @@ def _normalize_fwd(
     inv = jax.lax.rsqrt(var + spec.eps)
     z = (w - spec.expand(mean, w)) * spec.expand(inv * g, w) + spec.expand(beta, w)
     y = activations.get(spec.activation).forward(z, spec.param).astype(x.dtype)
-    y, inv = keep(_zero_padding(mask, y)), keep(inv)
+    y, inv = save(_zero_padding(mask, y)), save(inv)
     return (y, mean, var, n), (y, inv, g, beta, mask, None if statistics else n)
 
 

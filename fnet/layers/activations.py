@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Layer, stateless
 
 
@@ -177,7 +177,7 @@ def in_place(z: Array, name: str, param: float) -> Array:
     If the next layer saves the output anyway, this saves nothing of its own. Under
     `fnet.recompute` the output is saved.
     """
-    return keep(get(name).forward(z, param))
+    return save(get(name).forward(z, param))
 
 
 @in_place.defjvp

@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import UNSEEN, dot_product_attention
@@ -110,7 +110,7 @@ def attention(
         y = dot_product_attention(
             q, k, v, causal=causal, window=window, mask=_of_keys(mask, x, causal), chunk=chunk
         )
-        return combine(params, keep(y), train), state
+        return combine(params, save(y), train), state
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Cache:
         return empty_cache(batch, length, groups, head_dim, dtype, window)

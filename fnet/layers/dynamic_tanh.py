@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.layers.norm import expand_like, invertible_scale
 from fnet.mesh import equally_varying
@@ -91,7 +91,7 @@ def _dynamic_tanh_fwd(
 ) -> tuple[Array, tuple[Array, Array, Array, Array]]:
     # Without the barrier XLA saves x and recomputes y from it.
     y, alpha, scale, bias = jax.lax.optimization_barrier(
-        (keep(_dynamic_tanh(x, alpha, scale, bias)), alpha, scale, bias)
+        (save(_dynamic_tanh(x, alpha, scale, bias)), alpha, scale, bias)
     )
     return y, (y, alpha, scale, bias)
 

@@ -10,7 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import (
     Layer,
     Params,
@@ -132,7 +132,7 @@ def mamba(
                 cache.get("state"),
                 chunk,
             )
-        y = child("out", keep(y) * jax.nn.silu(z))
+        y = child("out", save(y) * jax.nn.silu(z))
         return y, {"conv": past, "state": last}
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
@@ -266,7 +266,7 @@ def _normalize_fwd(
     y, xhat, inv = _forward(center, eps, x, scale, bias)
     # Without the barrier XLA saves x, and the parameters broadcast to the size of x, and
     # recomputes y from them in the backward pass.
-    y, inv, scale, bias = jax.lax.optimization_barrier((keep(y), keep(inv), scale, bias))
+    y, inv, scale, bias = jax.lax.optimization_barrier((save(y), save(inv), scale, bias))
     return y, (_saved_output(y, xhat, expand_like(invertible_scale(scale, x), x)), inv, scale, bias)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
@@ -110,7 +110,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
             h = linear_recurrence(jnp.exp(log_a), scale * i * u.astype(wide(x)), cache.get("state"))
-        y = keep(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
+        y = save(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
         return child("out", y), {"conv": past, "state": h[:, -1]}
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:

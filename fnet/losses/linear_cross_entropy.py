@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from fnet.backward_pass import keep
+from fnet.backward_pass import save
 from fnet.losses.chunks import Start, fori_chunks
 from fnet.mesh import equally_varying
 from fnet.precision import as_int32, wide
@@ -271,7 +271,7 @@ def _statistics_fwd(
     lowest = jnp.full_like(zero, jnp.finfo(zero.dtype).min)
     carry = (lowest, zero, zero, zero if spec.with_mean else None)
     top, total, label_logit, logit_sum = fori_chunks(body, carry, vocabulary, spec.chunk)
-    logsumexp = keep(top + jnp.log(total))
+    logsumexp = save(top + jnp.log(total))
     mean = None if logit_sum is None else logit_sum / vocabulary
     return _Statistics(logsumexp, label_logit, mean), (x, kernel, bias, labels, logsumexp)
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet import jaxprs
-from fnet.backward_pass import bind_switches, recompute
+from fnet.backward_pass import bind_static, recompute
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ def remat_in_segments(
 
     @functools.wraps(f)
     def recomputing(*args: Any, **kwargs: Any) -> Any:
-        with_switches, arrays = bind_switches(f, kwargs)
+        with_switches, arrays = bind_static(f, kwargs)
         leaves, structure = jax.tree.flatten((args, arrays))
 
         def flat(*leaves: Any) -> Any:

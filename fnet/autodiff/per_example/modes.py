@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.autodiff.accumulate import equal_parts
+from fnet.autodiff.accumulate import split_batch
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.batch_axis import depends_on
 from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_grad
@@ -304,7 +304,7 @@ def clipped_sum(
     if microbatches == 1:
         sums, info = function(params, batch, loss_key, mask=batch.get("weight"))
     else:
-        parts = equal_parts(name, batch, microbatches)
+        parts = split_batch(name, batch, microbatches)
         parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts)
         sums, info = _accumulate(function, params, model_state, parts, loss_key)
     return sums, info, _is_counted(info, batch.get("weight")), noise_key
