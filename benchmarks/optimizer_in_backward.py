@@ -22,7 +22,7 @@ import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
 from fnet import Layer, TrainState, layers
-from fnet.autodiff.in_backward import optimizer_in_backward
+from fnet.autodiff.fused_optimizer import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
 from fnet.memory.target import compile_for, describe
 

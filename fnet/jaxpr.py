@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,6 +19,20 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 CHECKPOINT = ("checkpoint", "remat2")
 """Names of the primitive behind `jax.checkpoint`."""
+
+ELEMENTWISE = frozenset(
+    (  # noqa: SIM905
+        "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj "
+        "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
+        "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg "
+        "nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left "
+        "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
+    ).split()
+)
+"""Primitives whose every output element depends on one element of each input, or on scalars."""
+
+Atom = Var | Literal
+"""An input of an equation, or a result of a jaxpr."""
 
 _CALLS = ("jit", "pjit", "closed_call")
 _CUSTOM_DERIVATIVES = ("custom_jvp_call", "custom_vjp_call")
@@ -273,6 +287,76 @@ def rewrite(
         return value
 
     return ClosedJaxpr(rewritten(closed.jaxpr), closed.consts)
+
+
+def inline(closed: ClosedJaxpr, *, custom_derivatives: bool = False) -> ClosedJaxpr:
+    """Replace `jax.jit` calls by the equations inside them, under the call's named scopes.
+
+    Args:
+      closed: a traced function.
+      custom_derivatives: whether to inline also functions with a `jax.custom_jvp` or
+        `jax.custom_vjp`, which then lose their derivative rules.
+    """
+
+    def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        inner = called_jaxpr(eqn, custom_derivatives=custom_derivatives)
+        if inner is None or eqn.primitive.name in CHECKPOINT:
+            return evaluate(eqn, inputs)
+        with in_scopes(eqn):
+            return interpret(inner, inputs, handle)
+
+    inlined: ClosedJaxpr = jax.make_jaxpr(lambda *args: interpret(closed, args, handle))(
+        *closed.in_avals
+    )
+    return inlined
+
+
+# Parts of a jaxpr.
+
+
+def dependencies(
+    jaxpr: Jaxpr, outputs: Iterable[Atom], known: Collection[Var] = ()
+) -> tuple[list[Var], list[JaxprEqn]]:
+    """Find the variables and the equations that some variables are computed from.
+
+    Args:
+      jaxpr: a jaxpr.
+      outputs: some of its variables; literals need nothing.
+      known: variables whose own dependencies do not matter.
+
+    Returns:
+      ``(inputs, eqns)``: the known variables, arguments and constants that are needed, and the
+      equations in between, in order.
+    """
+    needed = {v: None for v in outputs if not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        computed = [v for v in eqn.outvars if v in needed and v not in known]
+        if computed:
+            for v in computed:
+                del needed[v]
+            needed |= {v: None for v in eqn.invars if not isinstance(v, Literal)}
+            eqns.append(eqn)
+    return list(needed), eqns[::-1]
+
+
+def evaluate_from(jaxpr: Jaxpr, outputs: Sequence[Atom], values: Mapping[Var, Any]) -> list[Any]:
+    """Evaluate some variables of a jaxpr from the values of others.
+
+    Args:
+      jaxpr: a jaxpr.
+      outputs: variables to evaluate.
+      values: arrays for all that ``dependencies(jaxpr, outputs, values)`` names.
+    """
+    env = dict(values)
+
+    def read(atoms: Sequence[Atom]) -> list[Any]:
+        return [a.val if isinstance(a, Literal) else env[a] for a in atoms]
+
+    for eqn in dependencies(jaxpr, outputs, values)[1]:
+        # A known value is not overwritten by an equation with several outputs.
+        env = dict(zip(eqn.outvars, evaluate(eqn, read(eqn.invars)), strict=True)) | env
+    return read(outputs)
 
 
 # One equation: its arrays, named scopes and source line.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from fnet.autodiff.updating_scan import UpdatedStack
+from fnet.autodiff.fused_optimizer import StackPlaceholder
 
 Params = dict[str, Any]
 State = dict[str, Any]
@@ -274,7 +274,7 @@ def repeat(layer: Layer, n: int) -> Layer:
             s, k = state_and_key
             return layer.apply(p, s, x, key=k, train=train)
 
-        if isinstance(params, UpdatedStack):
+        if isinstance(params, StackPlaceholder):
             return params.scan(apply_copy, (state, keys), x)
         return jax.lax.scan(lambda x, pi: apply_copy(*pi, x), x, (params, (state, keys)), length=n)
 

@@ -1,4 +1,4 @@
-"""A program that does not renew its state in place is told why, leaf by leaf."""
+"""A DonationError names each leaf that is not updated in place, and why."""
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,19 @@ def compiled(f, state):
 STATE = {"w": jnp.ones((3, 2)), "v": jnp.ones((3, 2)), "n": jnp.zeros((), jnp.int32)}
 
 
-def test_a_dtype_drift_is_caught_and_named():
+def test_a_dtype_drift_is_named():
     def step(state, x):
         return state | {"w": (state["w"] * x.sum()).astype(jnp.bfloat16)}, x.sum()
 
     with pytest.raises(DonationError) as error:
         donation(compiled(step, STATE))
     assert str(error.value) == (
-        "state not renewed in place: ['w'] drifts from float32[3, 2] to bfloat16[3, 2]: "
+        "state not updated in place: ['w'] drifts from float32[3, 2] to bfloat16[3, 2]: "
         "cast it back with .astype(float32)"
     )
 
 
-def test_a_drift_is_named_even_where_another_leaf_could_use_its_buffer():
+def test_a_drift_is_named_even_if_another_leaf_takes_its_buffer():
     def step(state, x):
         return {"w": state["v"], "v": state["w"].astype(jnp.float16), "n": state["n"]}, x.sum()
 
@@ -44,7 +44,7 @@ def test_a_changed_shape_and_a_dropped_leaf_are_named():
     assert "['n'] (int32[]) has no output in its place: return it" in str(error.value)
 
 
-def test_a_leaf_that_is_overwritten_unread_is_named():
+def test_a_leaf_that_is_overwritten_without_being_read_is_named():
     def step(state, x):
         return state | {"v": jnp.zeros((3, 2))}, x.sum()
 
@@ -52,12 +52,12 @@ def test_a_leaf_that_is_overwritten_unread_is_named():
         donation(compiled(step, STATE))
 
 
-def test_a_step_that_gives_nothing_is_told_what_it_lost():
+def test_a_step_without_outputs_names_the_missing_leaves():
     with pytest.raises(DonationError, match=r"\['w'\] .* has no output in its place: return it"):
         donation(compiled(lambda state, x: (), STATE))
 
 
-def test_a_step_that_donates_nothing_is_told_so():
+def test_rejects_a_step_that_donates_nothing():
     with pytest.raises(DonationError, match="jit the step with donate_argnums=0"):
         donation(jax.jit(lambda s, x: (s, x)).lower(STATE, jnp.ones(3)).compile())
 

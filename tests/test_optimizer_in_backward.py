@@ -1,3 +1,5 @@
+"""`optimizer_in_backward` equals `mean`, without the memory of the gradients."""
+
 import collections
 import functools
 import re
@@ -7,22 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from in_backward_cases import BATCH, INSIDE, SMALL, WIDTH, classifier, loss_of, small_block
+from fused_optimizer_cases import BATCH, IN_BACKWARD, SMALL, WIDTH, classifier, loss_of, small_block
 from jax.sharding import NamedSharding, PartitionSpec
 from layer_cases import initial
 
 import fnet
 from fnet import Layer, TrainState, layers, repeat, residual, serial
 from fnet.autodiff import mean
-from fnet.autodiff.elementwise import layerwise_update
-from fnet.autodiff.in_backward import optimizer_in_backward
-from fnet.autodiff.layerwise import REST
+from fnet.autodiff.fused_optimizer import optimizer_in_backward
+from fnet.autodiff.fused_optimizer.layer_update import REST, trace_update
 from fnet.memory import peak, tree_bytes
 from fnet.memory.timeline import layer_of
 
 
 def full_block():
-    """With everything that a layer can have: parameters, state, randomness."""
+    """A block with parameters, state and randomness."""
     return residual(
         serial(
             norm=layers.abn(WIDTH),
@@ -35,7 +36,7 @@ def full_block():
 
 
 def trained(model, optimizer, mode, *, loss=None, steps=5, ema_decay=None, place=None):
-    """The state and the last metrics after some steps, all of them in the same buffers."""
+    """Return the state and the last metrics after some steps."""
     start = Layer(lambda key: jax.tree.map(jnp.asarray, initial(model)), model.apply)
     create = functools.partial(TrainState.create, start, optimizer, ema=ema_decay is not None)
     state = jax.jit(create)(jax.random.key(0))
@@ -43,18 +44,18 @@ def trained(model, optimizer, mode, *, loss=None, steps=5, ema_decay=None, place
     if place:
         state = place(state)
     else:
-        # One program, in place of the smallest of several.
+        # Compile once, instead of searching for the options with the least memory.
         step = fnet.compile_step(step, state, BATCH, compiler_options={})
     for _ in range(steps):
         state, metrics = step(state, BATCH)
     return state.replace(key=jax.random.key_data(state.key)), metrics
 
 
-def assert_the_same(model, optimizer, mode=INSIDE, *, atol=1e-6, **how):
-    inside = trained(model, optimizer, mode, **how)
-    after = trained(model, optimizer, mean, **how)
-    chex.assert_trees_all_close(inside, after, atol=atol, rtol=1e-5)
-    return inside, after
+def assert_equals_mean(model, optimizer, mode=IN_BACKWARD, *, atol=1e-6, **options):
+    fused = trained(model, optimizer, mode, **options)
+    plain = trained(model, optimizer, mean, **options)
+    chex.assert_trees_all_close(fused, plain, atol=atol, rtol=1e-5)
+    return fused, plain
 
 
 SCHEDULE = fnet.optim.make_schedule("cosine", 1e-2, 20, warmup_steps=2)
@@ -88,21 +89,21 @@ QUICK = "momentum", "adam", "partly frozen"
     "optimizer",
     [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMIZERS],
 )
-def test_five_steps_equal_those_with_the_optimizer_after_the_gradient(optimizer):
-    inside, after = assert_the_same(SMALL, OPTIMIZERS[optimizer])
+def test_five_steps_equal_mean(optimizer):
+    fused, plain = assert_equals_mean(SMALL, OPTIMIZERS[optimizer])
     if optimizer in ("sgd", "momentum"):
-        chex.assert_trees_all_equal(inside[0].params, after[0].params)
-        chex.assert_trees_all_equal(inside[0].opt_state, after[0].opt_state)
+        chex.assert_trees_all_equal(fused[0].params, plain[0].params)
+        chex.assert_trees_all_equal(fused[0].opt_state, plain[0].opt_state)
 
 
 @pytest.mark.slow
-def test_layers_with_statistics_and_dropout_are_the_same_and_so_is_the_average():
-    assert_the_same(classifier(repeat(full_block(), 2)), OPTIMIZERS["adam"], ema_decay=0.9)
+def test_layers_with_statistics_dropout_and_ema_equal_mean():
+    assert_equals_mean(classifier(repeat(full_block(), 2)), OPTIMIZERS["adam"], ema_decay=0.9)
 
 
 @pytest.mark.slow
-def test_recomputed_layers_are_the_same():
-    def recomputed(layer):
+def test_checkpointed_layers_equal_mean():
+    def checkpointed(layer):
         def apply(params, state, x, *, key=None, train):
             run = jax.checkpoint(
                 lambda params, state, x, key: layer.apply(params, state, x, key=key, train=train)
@@ -111,17 +112,19 @@ def test_recomputed_layers_are_the_same():
 
         return Layer(layer.init, apply)
 
-    assert_the_same(classifier(repeat(recomputed(full_block()), 2)), OPTIMIZERS["sgd"], steps=2)
+    assert_equals_mean(
+        classifier(repeat(checkpointed(full_block()), 2)), OPTIMIZERS["sgd"], steps=2
+    )
 
 
-def test_momentum_in_bfloat16_stays_in_bfloat16():
+def test_bfloat16_momentum_stays_bfloat16():
     rule = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
-    (state, _), _ = assert_the_same(SMALL, rule, steps=1, atol=1e-5)
+    (state, _), _ = assert_equals_mean(SMALL, rule, steps=1, atol=1e-5)
     chex.assert_type(state.opt_state[0].mu["blocks"]["dense"]["kernel"], jnp.bfloat16)
 
 
 @pytest.mark.slow
-def test_transformer_blocks_are_the_same():
+def test_transformer_blocks_equal_mean():
     blocks = repeat(layers.transformer(WIDTH, 2, 1, causal=True), 2)
     model = serial(embed=layers.dense(5, WIDTH), blocks=blocks, head=layers.dense(WIDTH, 3))
 
@@ -130,38 +133,42 @@ def test_transformer_blocks_are_the_same():
         y, state = model.apply(params, state, tokens, key=key, train=train)
         return y.mean(1), state
 
-    # A bias of the keys has no gradient but for rounding, which adam would divide by itself.
+    # The gradient of the keys' bias is only rounding error, which adam would scale up to 1.
     loss = loss_of(model, apply=apply)
-    assert_the_same(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
+    assert_equals_mean(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
 
 
 @pytest.mark.slow
-def test_several_stacks_may_lie_anywhere_in_the_parameters():
+def test_several_stacks_at_any_path():
     model = serial(
         encoder=serial(embed=layers.dense(5, WIDTH), blocks=repeat(small_block(), 2)),
         decoder=repeat(small_block(), 3),
         head=layers.dense(WIDTH, 3),
     )
-    assert_the_same(model, OPTIMIZERS["adamw"], optimizer_in_backward("encoder/blocks", "decoder"))
+    assert_equals_mean(
+        model, OPTIMIZERS["adamw"], optimizer_in_backward("encoder/blocks", "decoder")
+    )
 
 
-def test_parameters_may_be_in_an_order_of_their_own():
+def test_parameters_may_be_an_ordered_dict():
     def init(key):
         params, state = SMALL.init(key)
         return collections.OrderedDict((name, params[name]) for name in order), state
 
     order = ["head", "embed", "blocks"]
-    assert_the_same(Layer(init, SMALL.apply), OPTIMIZERS["momentum"], loss=loss_of(SMALL), steps=2)
+    assert_equals_mean(
+        Layer(init, SMALL.apply), OPTIMIZERS["momentum"], loss=loss_of(SMALL), steps=2
+    )
 
 
 @pytest.mark.parametrize("depth", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_stack_may_be_the_whole_network(depth):
     model = repeat(serial(dense=layers.dense(5, 5), act=layers.activation("gelu")), depth)
-    assert_the_same(model, OPTIMIZERS["adam"], optimizer_in_backward(""))
+    assert_equals_mean(model, OPTIMIZERS["adam"], optimizer_in_backward(""))
 
 
-def test_the_loss_may_use_the_layers_outputs_beside_x():
-    """As a mixture of experts does, whose layers give a loss of their own."""
+def test_the_loss_may_use_outputs_of_the_layers():
+    """Like a mixture of experts, whose layers return a load-balancing loss."""
     dense = layers.dense(WIDTH, WIDTH)
 
     def apply(params, state, x, *, key=None, train):
@@ -173,11 +180,11 @@ def test_the_loss_may_use_the_layers_outputs_beside_x():
 
     model = classifier(repeat(Layer(init, apply), 3))
     loss = loss_of(model, lambda params, state: state["blocks"]["load"].sum())
-    (inside, _), _ = assert_the_same(model, OPTIMIZERS["sgd"], loss=loss)
-    chex.assert_trees_all_equal(inside.model_state["blocks"]["calls"], jnp.full(3, 5))
+    (fused, _), _ = assert_equals_mean(model, OPTIMIZERS["sgd"], loss=loss)
+    chex.assert_trees_all_equal(fused.model_state["blocks"]["calls"], jnp.full(3, 5))
 
 
-def test_layers_may_close_over_what_is_trained():
+def test_layers_may_close_over_other_parameters():
     dense = layers.dense(WIDTH, WIDTH)
 
     def model_with(context):
@@ -192,7 +199,7 @@ def test_layers_may_close_over_what_is_trained():
         model = model_with(context)
         return loss_of(model)(params, state, batch, key)
 
-    assert_the_same(model_with(jnp.zeros(WIDTH)), OPTIMIZERS["sgd"], loss=loss)
+    assert_equals_mean(model_with(jnp.zeros(WIDTH)), OPTIMIZERS["sgd"], loss=loss)
 
 
 def test_sharded_parameters_stay_sharded():
@@ -208,25 +215,25 @@ def test_sharded_parameters_stay_sharded():
             jax.tree.map(lambda a: sharding(a) if a.ndim == 3 else everywhere, state),
         )
 
-    (inside, _), _ = assert_the_same(SMALL, OPTIMIZERS["momentum"], place=place, steps=2)
-    kernel = inside.params["blocks"]["dense"]["kernel"]
+    (fused, _), _ = assert_equals_mean(SMALL, OPTIMIZERS["momentum"], place=place, steps=2)
+    kernel = fused.params["blocks"]["dense"]["kernel"]
     assert kernel.sharding.spec == PartitionSpec(None, None, "data")
 
 
 @pytest.mark.slow
-def test_layers_may_be_trained_as_they_are_evaluated():
-    """With the statistics as they are and without dropout."""
+def test_layers_may_be_trained_in_evaluation_mode():
+    """With running statistics and without dropout."""
     model = classifier(repeat(full_block(), 2))
 
     def apply(params, state, x, *, key, train):
         return model.apply(params, state, x, train=False)
 
     loss = loss_of(model, apply=apply)
-    (inside, _), _ = assert_the_same(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
-    chex.assert_trees_all_equal(inside.model_state, initial(model)[1])
+    (fused, _), _ = assert_equals_mean(model, OPTIMIZERS["momentum"], loss=loss, steps=2)
+    chex.assert_trees_all_equal(fused.model_state, initial(model)[1])
 
 
-# Sizes of compiled programs, in bytes of the parameters.
+# Memory of compiled programs, relative to the parameters.
 
 DEPTH, WIDE = 16, 128
 
@@ -243,7 +250,7 @@ def wide_stack(dtype=jnp.float32):
 
 
 def wide_step(optimizer, mode, dtype=jnp.float32):
-    """The step of the wide stack, its arguments' shapes, and its parameters' bytes."""
+    """Return the step of the wide stack with the shapes of its arguments, and its parameters' bytes."""
     model, loss = wide_stack(dtype)
     create = functools.partial(TrainState.create, model, OPTIMIZERS[optimizer])
     state = jax.eval_shape(create, jax.random.key(0))
@@ -253,15 +260,15 @@ def wide_step(optimizer, mode, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 1), ("adam", 3)])
-def test_the_peak_is_the_state_and_little_more(optimizer, copies):
-    step, params = wide_step(optimizer, INSIDE)
+def test_peak_is_little_more_than_the_state(optimizer, copies):
+    step, params = wide_step(optimizer, IN_BACKWARD)
     report = fnet.compile_step(*step).report
-    # A layer's parameters are 1 / 16 of all.
+    # One layer has 1/16 of the parameters.
     assert report.peak.total <= (copies + 0.15) * params
     assert report.donation.aliased_bytes == report.state_bytes
     step, _ = wide_step(optimizer, mean)
-    after = fnet.compile_step(*step, compiler_options=report.compiler_options).report
-    assert report.peak.total <= after.peak.total - 0.95 * params
+    plain = fnet.compile_step(*step, compiler_options=report.compiler_options).report
+    assert report.peak.total <= plain.peak.total - 0.95 * params
 
 
 @pytest.mark.parametrize(
@@ -271,59 +278,59 @@ def test_the_peak_is_the_state_and_little_more(optimizer, copies):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sgd", 1), ("lion", 2))),
     ],
 )
-def test_a_compiler_that_drops_barriers_copies_nothing_either(optimizer, copies):
-    step, params = wide_step(optimizer, INSIDE)
+def test_a_compiler_that_drops_barriers_copies_nothing(optimizer, copies):
+    step, params = wide_step(optimizer, IN_BACKWARD)
     compiled = fnet.compile_step(*step, compiler_options={}).compiled
     assert peak(compiled).total <= (copies + 0.15) * params
 
 
-def test_parameters_that_are_cast_are_not_kept_a_second_time():
-    step, params = wide_step("sgd", INSIDE, jnp.bfloat16)
+def test_cast_parameters_are_not_saved():
+    step, params = wide_step("sgd", IN_BACKWARD, jnp.bfloat16)
     compiled = fnet.compile_step(*step, compiler_options={}).compiled
     assert peak(compiled).total <= 1.25 * params
 
 
-def test_the_update_carries_its_name_into_the_compiled_program():
-    (step, *shapes), _ = wide_step("sgd", INSIDE)
+def test_update_has_its_named_scope_in_the_compiled_program():
+    (step, *shapes), _ = wide_step("sgd", IN_BACKWARD)
     text = step.lower(*shapes).compile().as_text()
-    found = {layer_of(name) for name in re.findall(r'op_name="([^"]*)"', text)}
-    assert {("blocks/optimizer", "optimizer"), ("blocks/dense", "forward")} <= found
+    layers_of_ops = {layer_of(name) for name in re.findall(r'op_name="([^"]*)"', text)}
+    assert {("blocks/optimizer", "optimizer"), ("blocks/dense", "forward")} <= layers_of_ops
 
 
 # The order in which arrays are overwritten.
 
 
-def written(optimizer):
-    """Names of the arrays of a stack, by stage and group."""
+def written_order(optimizer):
+    """Return the names of a stack's arrays, by stage and group."""
     params = {"w": jnp.zeros((3, 2))}
-    update = layerwise_update(optimizer, params, optimizer.init(params), {"w": 0})
+    update = trace_update(optimizer, params, optimizer.init(params), {"w": 0})
     return [
         [[update.slots[n].name for n in group] for group in stage] for stage in update.stages(0)
     ]
 
 
-def test_what_depends_on_a_new_value_is_written_after_it():
-    assert written(optax.adam(0.1)) == [
+def test_params_are_written_after_the_moments_they_read():
+    assert written_order(optax.adam(0.1)) == [
         [["opt_state[0].mu['w']"], ["opt_state[0].nu['w']"]],
         [["params['w']"]],
     ]
 
 
-def test_what_depends_on_an_old_value_is_written_before_it_is_gone():
-    assert written(optax.lion(0.1, weight_decay=0.0)) == [
+def test_params_are_written_before_the_old_momentum_they_read():
+    assert written_order(optax.lion(0.1, weight_decay=0.0)) == [
         [["params['w']"]],
         [["opt_state[0].mu['w']"]],
     ]
 
 
-def test_what_depends_on_each_other_is_made_before_either_is_written():
-    assert written(OPTIMIZERS["lion with decay before it"]) == [
+def test_arrays_that_read_each_other_are_written_together():
+    assert written_order(OPTIMIZERS["lion with decay before it"]) == [
         [["params['w']", "opt_state[1].mu['w']"]]
     ]
 
 
-def test_what_does_not_change_is_not_written():
-    assert written(
+def test_unchanged_arrays_are_not_written():
+    assert written_order(
         optax.chain(optax.trace(0.9), optax.scale(-0.1), optax.masked(optax.ema(0.9), {"w": False}))
     ) == [
         [["opt_state[0].trace['w']"]],
@@ -331,10 +338,10 @@ def test_what_does_not_change_is_not_written():
     ]
 
 
-def test_what_is_in_no_stack_has_no_owner():
+def test_arrays_outside_of_stacks_have_no_owner():
     params = {"w": jnp.zeros((3, 2)), "head": jnp.zeros(2)}
     optimizer = optax.adam(0.1)
-    update = layerwise_update(optimizer, params, optimizer.init(params), {"w": 0, "head": REST})
+    update = trace_update(optimizer, params, optimizer.init(params), {"w": 0, "head": REST})
     owners = {slot.name: slot.owner for slot in update.slots}
     assert owners == {
         "params['head']": REST,

@@ -1,12 +1,14 @@
-"""What the backward pass keeps is listed, whatever the function is made of."""
+"""Residuals are listed by layer, for any function, and named by the equation that made them."""
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import fnet
 from fnet import layers, models, serial
@@ -26,7 +28,7 @@ def added(found):
     return sum(r.added for r in found)
 
 
-def test_a_dense_layer_keeps_its_input_and_relu_a_mask():
+def test_a_dense_layer_saves_its_input_and_relu_a_mask():
     def loss(params, x):
         with jax.named_scope("hidden"):
             h = jax.nn.relu(x @ params["w1"])
@@ -45,7 +47,7 @@ def test_a_dense_layer_keeps_its_input_and_relu_a_mask():
     assert all(r.source.endswith("loss)") and "test_residuals.py:" in r.source for r in found[2:])
 
 
-def test_layers_are_summed_in_forward_order_and_to_a_depth():
+def test_by_layer_sums_in_forward_order_to_a_depth():
     def loss(w, x):
         for name in ("b/first", "b/second", "a/first"):
             with jax.named_scope(name):
@@ -53,7 +55,7 @@ def test_layers_are_summed_in_forward_order_and_to_a_depth():
         return x.sum()
 
     found, one = residuals(loss, W, X), 8 * 16 * 4
-    # Each keeps its cosine; all but the last, whose sum needs nothing, their output too.
+    # Each layer saves its cosine. All but the last save their output too.
     assert by_layer(found) == [
         ("b/first", 2 * one, 2),
         ("b/second", 2 * one, 2),
@@ -64,7 +66,7 @@ def test_layers_are_summed_in_forward_order_and_to_a_depth():
         by_layer(found, depth=0)
 
 
-def test_without_named_scopes_a_layer_is_its_line():
+def test_without_named_scopes_a_layer_is_its_source_line():
     (row,) = by_layer(residuals(lambda w, x: jnp.sin(x @ w).sum(), W, X))
     assert row.layer.startswith("test_residuals.py:")
     assert row.bytes == 8 * 16 * 4
@@ -88,7 +90,7 @@ def loss_of(layer, wrap=lambda f: f):
     return lambda params, state, x: wrap(apply)(params, state, x).sum(), params, state
 
 
-def test_a_block_with_abn_keeps_one_activation_and_its_statistics():
+def test_a_block_with_abn_saves_one_activation_and_its_statistics():
     found = residuals(*loss_of(stack(3)), IMAGES)
     kept = [r for r in found if not r.alias_of]
     for i in range(3):
@@ -106,18 +108,18 @@ def test_a_block_with_abn_keeps_one_activation_and_its_statistics():
 
 
 @pytest.mark.parametrize(("activation", "without", "with_"), [("gelu", 2, 1), ("leaky_relu", 1, 1)])
-def test_recompute_keeps_what_the_layers_name(activation, without, with_):
+def test_recompute_saves_the_arrays_that_layers_name(activation, without, with_):
     def activations(wrap):
         found = residuals(*loss_of(stack(4, activation), wrap), IMAGES)
         return [r.layer for r in found if r.shape == IMAGES.shape and not r.alias_of]
 
-    # The last output goes into a sum, which keeps nothing of it.
+    # The last output goes into a sum, which saves nothing.
     assert len(activations(fnet.recompute)) == 4 * with_
     assert activations(fnet.recompute) == [f"{i}/abn" for i in range(4)]
     assert len(activations(lambda f: f)) >= 4 * without - 1
 
 
-def test_a_checkpointed_block_keeps_its_input():
+def test_a_checkpointed_block_saves_its_input():
     def loss(ws, x):
         for i, w in enumerate(ws):
             with jax.named_scope(f"block{i}"):
@@ -132,7 +134,7 @@ def test_a_checkpointed_block_keeps_its_input():
     ]
 
 
-def test_a_policy_keeps_what_it_names_and_may_keep_it_on_the_host():
+def test_a_checkpoint_policy_saves_named_arrays_on_device_or_host():
     def loss(w, x, policy):
         def f(w, x):
             with jax.named_scope("inside"):
@@ -154,19 +156,19 @@ def test_a_policy_keeps_what_it_names_and_may_keep_it_on_the_host():
     assert (kept.layer, kept.alias_of, kept.added) == ("inside", "host memory", 0)
 
 
-def test_of_a_scan_the_stack_of_all_iterations_is_kept():
+def test_a_scan_saves_the_stack_of_all_iterations():
     block = serial(dense=layers.dense(16, 16), act=layers.activation("softplus"))
     model = serial(first=layers.dense(16, 16), blocks=fnet.repeat(block, 5))
     found = residuals(*loss_of(model), X)
     stacked = [r for r in found if r.shape == (5, 8, 16)]
-    # The first iteration's input comes from outside, the others' from the one before.
+    # Only the input of the first iteration comes from outside.
     assert {r.layer for r in stacked} == {"blocks/act"}
     assert all(r.bytes == 5 * 8 * 16 * 4 for r in stacked)
     kernels = [r for r in found if r.shape == (5, 16, 16)]
     assert [r.alias_of for r in kernels] == ["argument params['blocks']['dense']['kernel']"]
 
 
-def test_a_reversible_stack_keeps_nothing_a_block():
+def test_a_reversible_stack_saves_nothing_per_block():
     half = serial(conv=layers.conv(3, 3, bias=False), abn=layers.abn(3))
 
     def kept(blocks, restore):
@@ -177,7 +179,7 @@ def test_a_reversible_stack_keeps_nothing_a_block():
     assert kept(6, False) == 7 * ONE
 
 
-def test_arguments_constants_and_outputs_are_kept_anyway():
+def test_arguments_constants_and_outputs_add_no_memory():
     table = np.linspace(0, 1, 8 * 16, dtype=np.float32).reshape(8, 16)
 
     def loss(params, batch, *, scale):
@@ -191,18 +193,18 @@ def test_arguments_constants_and_outputs_are_kept_anyway():
         "constant",
         "output [1]['y']",
     ]
-    # The product of what two arguments and the output give exists nowhere else.
+    # Only the product of two arguments takes new memory.
     assert added(found) <= 8 * 16 * 4
 
 
-def test_a_number_everywhere_takes_no_memory():
+def test_an_array_of_one_repeated_number_is_not_listed():
     def loss(w):
         return (jnp.full((8, 16), 3.0) * w * jnp.arange(8.0)[:, None]).sum()
 
     assert residuals(loss, X) == []
 
 
-def test_only_what_the_gradient_of_the_chosen_arguments_needs_is_kept():
+def test_lists_only_residuals_of_the_chosen_arguments():
     def loss(w, x):
         return jnp.sum(x @ w)
 
@@ -212,7 +214,7 @@ def test_only_what_the_gradient_of_the_chosen_arguments_needs_is_kept():
     assert both == ["argument w", "argument x"]
 
 
-def test_an_output_without_a_derivative_is_named():
+def test_rejects_an_output_that_is_not_floating():
     def predict(w, x):
         logits = x @ w
         return {"logits": logits, "label": logits.argmax(-1)}
@@ -221,7 +223,7 @@ def test_an_output_without_a_derivative_is_named():
         residuals(predict, W, X)
     assert str(error.value) == (
         "residuals: f cannot be differentiated: its output ['label'] is int32[8]; "
-        "return floating arrays only, or (value, aux) with has_aux=True"
+        "return floating arrays only, or (value, aux) with has_aux=True."
     )
     with pytest.raises(TypeError, match=r"its output is int32\[8\]; return floating"):
         residuals(lambda w, x: predict(w, x)["label"], W, X)
@@ -233,7 +235,7 @@ def test_an_output_without_a_derivative_is_named():
     assert [r.alias_of for r in found] == ["argument x"]
 
 
-def test_a_loop_that_cannot_be_run_backwards_is_jaxs_own_error():
+def test_a_loop_without_a_derivative_raises_the_error_of_jax():
     def loss(w, n):
         return jax.lax.fori_loop(0, n, lambda i, w: w @ w, w).sum()
 
@@ -241,7 +243,7 @@ def test_a_loop_that_cannot_be_run_backwards_is_jaxs_own_error():
         residuals(loss, W, jax.ShapeDtypeStruct((), jnp.int32))
 
 
-def test_a_call_with_nothing_to_differentiate_is_refused():
+def test_rejects_arguments_without_a_floating_leaf():
     integers = jax.ShapeDtypeStruct((3,), jnp.int32)
     with pytest.raises(TypeError, match="nothing to differentiate: labels has no floating leaf"):
         residuals(lambda labels, w: w.sum() * labels.sum(), integers, W)
@@ -249,7 +251,7 @@ def test_a_call_with_nothing_to_differentiate_is_refused():
         residuals(lambda labels, w: w.sum(), integers, W, argnums=2)
 
 
-def test_keys_integers_and_flags_are_no_obstacle():
+def test_accepts_keys_integers_and_flags():
     model = serial(first=layers.dense(16, 4), act=layers.activation("gelu"))
     params, state = jax.eval_shape(model.init, jax.random.key(0))
 
@@ -266,7 +268,7 @@ def test_keys_integers_and_flags_are_no_obstacle():
     assert not [r for r in found if "step" in r.alias_of or "key" in r.alias_of]
 
 
-def test_shapes_and_arrays_tell_the_same():
+def test_shapes_and_arrays_give_the_same_residuals():
     f, params, state = loss_of(stack(2))
     zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, a.dtype))
     assert residuals(f, params, state, IMAGES) == residuals(
@@ -274,7 +276,7 @@ def test_shapes_and_arrays_tell_the_same():
     )
 
 
-def test_a_network_has_its_layers_in_forward_order():
+def test_layers_of_a_network_are_in_forward_order():
     model = models.get("resnet18", num_classes=10)
     found = residuals(*loss_of(model), jax.ShapeDtypeStruct((2, 32, 32, 3), F32))
     rows = by_layer(found, depth=1)
@@ -285,7 +287,7 @@ def test_a_network_has_its_layers_in_forward_order():
     assert sum(r.arrays for r in rows) == sum(not r.alias_of for r in found)
 
 
-def test_the_sum_is_what_a_simple_program_holds():
+def test_residuals_of_a_simple_program_sum_to_its_temporaries():
     def loss(ws, x):
         for w in ws:
             x = jnp.sin(x @ w)
@@ -293,7 +295,131 @@ def test_the_sum_is_what_a_simple_program_holds():
 
     arguments = [jax.ShapeDtypeStruct((64, 64), F32)] * 8, jax.ShapeDtypeStruct((512, 64), F32)
     compiled = jax.jit(jax.grad(loss)).lower(*arguments).compile(CANDIDATE_OPTIONS["cpu"][0])
-    # A sine and a cosine a layer; beside them, while running, one cotangent at most.
+    # A sine and a cosine per layer, and at most one cotangent.
     one = 512 * 64 * 4
     assert added(residuals(loss, *arguments)) == 16 * one
     assert abs(peak(compiled).temporaries - 16 * one) <= one
+
+
+def test_finds_the_equation_inside_jit():
+    @jax.jit
+    def block(w, x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x @ w)
+
+    @jax.jit
+    def loss(w, x):
+        with jax.named_scope("one"):
+            x = block(w, x)
+        with jax.named_scope("two"):
+            return block(w, x).sum()
+
+    found = [r for r in residuals(loss, W, X) if not r.alias_of]
+    assert sorted((r.layer, r.operation) for r in found) == [
+        ("one/inner", "cos"),
+        ("one/inner", "sin"),
+        ("two/inner", "cos"),
+    ]
+    assert all(r.source.endswith("block)") for r in found)
+
+
+def test_a_function_of_jax_has_the_source_line_of_its_call():
+    def first(x):
+        return jax.nn.logsumexp(jnp.sin(x), axis=-1, keepdims=True)
+
+    def second(x):
+        return jax.nn.logsumexp(jnp.sin(x), axis=-1, keepdims=True)
+
+    for f in (first, second):
+        found = [r for r in residuals(lambda x, f=f: f(x).sum(), X) if not r.alias_of]
+        assert found
+        assert all(f"{f.__name__})" in r.source for r in found)
+
+
+def test_finds_the_equation_inside_cond_and_shard_map():
+    def branches(w, x, p):
+        def one(y):
+            with jax.named_scope("one"):
+                return jnp.sin(y)
+
+        return jax.lax.cond(p > 0, one, lambda y: 2 * y, x @ w).sum()
+
+    found = residuals(branches, W, X, jax.ShapeDtypeStruct((), F32))
+    assert ("one", "cos") in [(r.layer, r.operation) for r in found]
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def on_devices(w, x):
+        def each(w, x):
+            with jax.named_scope("each"):
+                return jax.lax.psum(jnp.sin(x @ w).sum(), "data")
+
+        return jax.shard_map(each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(w, x)
+
+    kept = [r for r in residuals(on_devices, W, X) if not r.alias_of]
+    assert [(r.layer, r.operation, r.shape) for r in kept] == [("each", "cos", (8, 16))]
+
+
+def test_a_carry_that_a_scan_never_changes_counts_once():
+    def loss(w, x):
+        def step(carry, _):
+            x, w = carry
+            with jax.named_scope("step"):
+                return (jnp.sin(x @ w), w), None
+
+        return jax.lax.scan(step, (x, w), None, length=4)[0][0].sum()
+
+    found = residuals(loss, W, X)
+    assert [r.alias_of for r in found if r.shape == W.shape] == ["argument w"]
+    assert {r.layer for r in found if r.shape == (4, 8, 16)} == {"step"}
+
+
+def test_flax_modules_name_their_layers():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.sin(nn.Dense(16, name="dense")(x))
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = Block(name="one")(x)
+            x = nn.remat(Block)(name="two")(x)
+            return nn.Dense(4, name="head")(x)
+
+    model = Net()
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    found = residuals(model.apply, variables, X)
+    assert [r.layer for r in found if not r.alias_of] == ["Net/one", "Net/one", "Net/two"]
+    assert "argument variables['params']['head']['kernel']" in {r.alias_of for r in found}
+
+
+@jax.custom_vjp
+def sine(x):
+    return jnp.sin(x)
+
+
+def sine_fwd(x):
+    with jax.named_scope("rule"):
+        cosine = jnp.cos(x)
+    unread = jnp.exp(x)
+    return jnp.sin(x), (cosine, cosine.reshape(-1), checkpoint_name(cosine, "c"), x, unread)
+
+
+def sine_bwd(saved, dy):
+    return (dy * (saved[0] + saved[1].reshape(dy.shape) + saved[2] + saved[3]),)
+
+
+sine.defvjp(sine_fwd, sine_bwd)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f))])
+def test_an_array_saved_twice_counts_once_and_one_never_read_does_not(transform):
+    def loss(x):
+        with jax.named_scope("loss"):
+            return transform(sine)(x).sum()
+
+    assert [(r.layer, r.operation, r.shape, r.alias_of) for r in residuals(loss, X)] == [
+        ("", "", (8, 16), "argument x"),
+        ("loss/rule", "cos", (8, 16), ""),
+    ]

@@ -11,7 +11,7 @@ from fnet.autodiff.batched import hvps
 from fnet.autodiff.batched import jacobian as jacobian
 from fnet.autodiff.batched import jvps as jvps
 from fnet.autodiff.batched import vjps as vjps
-from fnet.autodiff.in_backward import optimizer_in_backward
+from fnet.autodiff.fused_optimizer import optimizer_in_backward
 from fnet.autodiff.mean import Aux as Aux
 from fnet.autodiff.mean import Gradient as Gradient
 from fnet.autodiff.mean import Loss as Loss

@@ -1,4 +1,4 @@
-"""Proof that a compiled step renews its state in place, leaf by leaf."""
+"""Proof that a compiled step updates its state in place, leaf by leaf."""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +9,11 @@ from fnet.memory import hlo
 
 
 class Donation(NamedTuple):
-    """What a program was given to keep, all of which it reused.
-
-    Of a program that several devices share, the bytes are those of each.
+    """Donated buffers of a program, all of which its outputs reuse.
 
     Attributes:
-      aliased_bytes: bytes of outputs that live in a donated argument's buffer.
-      leaves: how many arrays were donated.
+      aliased_bytes: Bytes of outputs that live in the buffer of a donated argument, per device.
+      leaves: Number of donated arrays.
     """
 
     aliased_bytes: int
@@ -23,61 +21,81 @@ class Donation(NamedTuple):
 
 
 class DonationError(ValueError):
-    """A donated argument that the program does not reuse: it would exist twice."""
+    """A donated buffer is not reused, so that the array exists twice."""
 
 
 def donation(compiled: jax.stages.Compiled) -> Donation:
-    """Checks that every donated argument's buffer is reused by an output.
+    """Check that an output reuses the buffer of every donated argument.
 
-    JAX says nothing where donation fails, or only warns. Works on any program
-    compiled ahead of time from ``jax.jit(f, donate_argnums=...)`` where ``f``
-    returns the renewed argument as its (first) output.
+    JAX ignores a donation that fails, or only warns. `donation` works on any program compiled
+    ahead of time from ``jax.jit(f, donate_argnums=...)`` if ``f`` returns the updated argument as
+    its only or first output.
 
     Args:
-      compiled: ``jax.jit(f, donate_argnums=0).lower(...).compile()``.
+      compiled: The compiled program, ``jax.jit(f, donate_argnums=0).lower(...).compile()``.
 
     Returns:
-      The bytes that are reused, and of how many arrays.
+      The bytes that are reused, and the number of donated arrays.
 
     Raises:
-      DonationError: naming each leaf that is not renewed in place, its shape
-        and dtype in and out, and the reason.
+      DonationError: If a donated leaf is not updated in place. The message names the leaf, its
+        shape and dtype before and after, and the reason.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> def compiled(step):
+      ...     return jax.jit(step, donate_argnums=0).lower({"w": jnp.zeros(4)}).compile()
+      >>> memory.donation(compiled(lambda state: {"w": state["w"] + 1}))
+      Donation(aliased_bytes=16, leaves=1)
+      >>> try:
+      ...     memory.donation(compiled(lambda state: {"w": state["w"].astype(jnp.bfloat16)}))
+      ... except memory.DonationError as error:
+      ...     print(error)  # doctest: +NORMALIZE_WHITESPACE
+      state not updated in place: ['w'] drifts from float32[4] to bfloat16[4]: cast it back
+      with .astype(float32)
     """
     arguments = tree_flatten_with_path(compiled.args_info)[0]
-    kept = _kept(compiled, len(arguments))
-    header = (compiled.as_text() or "").partition("\n")[0]
-    aliased = {kept[number] for number, _ in hlo.donated(header).values()}
     donated = [(path, a) for path, a in arguments if a.donated]
-    debugging = [o for o in ("jax_debug_nans", "jax_debug_infs") if getattr(jax.config, o)]
-    if debugging:
-        raise DonationError(f"state not renewed in place: {debugging[0]} turns donation off")
+    for option in ("jax_debug_nans", "jax_debug_infs"):
+        if getattr(jax.config, option):
+            raise DonationError(f"state not updated in place: {option} turns donation off")
     if not donated:
         raise DonationError("nothing is donated: jit the step with donate_argnums=0")
-    not_reused = [
-        (path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased
-    ]
-    if not not_reused:
+    aliased = _aliased_arguments(compiled)
+    copied = [(path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased]
+    if not copied:
         memory: Any = compiled.memory_analysis()
         return Donation(memory.alias_size_in_bytes, len(donated))
 
-    outputs = _outputs_by_place(compiled.out_info)
-    # Buffers are interchangeable: if `a` drifts to another dtype, its buffer may
-    # serve `b`, and b's stay unused. The leaf to mend is `a`, so those come first.
+    outputs = _outputs_by_name(compiled.out_info)
+    # XLA may give the buffer of a leaf that changes its dtype to another leaf. The error names
+    # the leaf that changes.
     changed = [
         (path, a)
         for path, a in donated
-        if (out := outputs.get(_place(path))) is None or _type(out) != _type(a)
+        if (out := outputs.get(_name(path))) is None or _type(out) != _type(a)
     ]
-    lines = [_explain(path, a, outputs) for path, a in changed or not_reused]
-    raise DonationError("state not renewed in place: " + "; ".join(lines))
+    reasons = [_explain(path, a, outputs) for path, a in changed or copied]
+    raise DonationError("state not updated in place: " + "; ".join(reasons))
 
 
-def _place(path: Any) -> str:
-    """A leaf's path inside its argument or output: without the leading positions."""
+def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:
+    """Flat positions of the arguments whose buffers hold an output."""
+    # jit drops arguments that are never read; their sharding is None.
+    tree: Any = compiled.in_tree
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    positions = [i for i, sharding in enumerate(shardings) if sharding is not None]
+    header = (compiled.as_text() or "").partition("\n")[0]
+    return {positions[number] for number, _ in hlo.donated(header).values()}
+
+
+def _name(path: Any) -> str:
+    """The path of a leaf inside its argument, as it is inside the first output."""
     return keystr(path[2:])
 
 
-def _outputs_by_place(out_info: Any) -> dict[str, Any]:
+def _outputs_by_name(out_info: Any) -> dict[str, Any]:
     first = out_info[0] if type(out_info) is tuple and out_info else out_info
     return {keystr(path): leaf for path, leaf in tree_flatten_with_path(first)[0]}
 
@@ -88,8 +106,8 @@ def _type(a: Any) -> tuple[Any, Any]:
 
 def _explain(path: Any, a: Any, outputs: dict[str, Any]) -> str:
     shape, dtype = _type(a)
-    out = outputs.get(_place(path))
-    name = _place(path) or "the argument"
+    name = _name(path) or "the argument"
+    out = outputs.get(_name(path))
     if out is None:
         return f"{name} ({dtype}{list(shape)}) has no output in its place: return it"
     if out.dtype != dtype:
@@ -100,12 +118,6 @@ def _explain(path: Any, a: Any, outputs: dict[str, Any]) -> str:
     if out.shape != shape:
         return f"{name} changes shape from {dtype}{list(shape)} to {dtype}{list(out.shape)}"
     return (
-        f"{name} ({dtype}{list(shape)}) is overwritten without being read, which drops it, or "
-        "the compiler did not reuse its buffer: jit with keep_unused=True"
+        f"{name} ({dtype}{list(shape)}) is overwritten without being read, so that jit drops it "
+        "(jit with keep_unused=True), or XLA did not reuse its buffer"
     )
-
-
-def _kept(compiled: jax.stages.Compiled, arguments: int) -> list[int]:
-    """Which arguments the compiled program takes, in order: JAX drops those never read."""
-    kept = getattr(compiled._executable, "_kept_var_idx", None)
-    return sorted(range(arguments) if kept is None else kept)

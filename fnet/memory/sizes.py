@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Sizes in bytes: of arrays, and as people read and write them."""
 
 import math
 import re
@@ -21,47 +21,60 @@ _UNITS = {
 }
 
 
-def parse_bytes(text: str | int) -> int:
-    """``"4GB" -> 4_000_000_000``, ``"4GiB"`` and ``"4096MiB" -> 4_294_967_296``; an int is bytes.
+def parse_bytes(size: str | int) -> int:
+    """Parse an amount of memory such as ``"4GiB"``.
 
-    Units are B, and K, M, G or T with B (powers of 1000) or iB (powers of 1024),
-    in upper or lower case; a fraction and a space before the unit are allowed.
+    Units are B, and K, M, G or T followed by B (powers of 1000) or iB (powers of 1024), in upper
+    or lower case. Fractions and a space before the unit are allowed.
 
     Args:
-      text: a number with a unit, or an int.
+      size: A number with a unit, or an int, which is a number of bytes.
 
     Returns:
-      Bytes, rounded down.
+      The number of bytes, rounded down.
 
     Raises:
-      ValueError: for anything else, and for less than one byte.
+      ValueError: If ``size`` has another form, or is less than one byte.
+
+    Example:
+      >>> from fnet import memory
+      >>> memory.parse_bytes("4GB"), memory.parse_bytes("4GiB"), memory.parse_bytes("1.5 kib")
+      (4000000000, 4294967296, 1536)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(text).lower())
-    if isinstance(text, int) and not isinstance(text, bool):
-        value = Fraction(text)
-    elif found and found[2].upper() in _UNITS:
-        value = Fraction(found[1]) * _UNITS[found[2].upper()]
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(size).lower())
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = Fraction(size)
+    elif match and match[2].upper() in _UNITS:
+        value = Fraction(match[1]) * _UNITS[match[2].upper()]
     else:
         raise ValueError(
-            f"expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of 1000, "
-            f"KiB to TiB of 1024), got {text!r}"
+            "expected a number with a unit (4GB, 4GiB, 4096MiB; B, KB to TB are powers of 1000, "
+            f"KiB to TiB of 1024), got {size!r}."
         )
     if not 1 <= value <= sys.float_info.max:
-        raise ValueError(f"expected at least one byte, and not infinitely many, got {text!r}")
+        raise ValueError(f"expected at least one byte and a finite number, got {size!r}.")
     return int(value)
 
 
-def format_bytes(n: int | None) -> str:
-    """``1536 -> "1.50 KiB"``; None is unknown.
+def format_bytes(size: int | None) -> str:
+    """Format a number of bytes with a binary unit.
 
     Args:
-      n: bytes.
+      size: Number of bytes, or None for an unknown one.
+
+    Returns:
+      Two decimals and a unit up to TiB, or ``"unknown"``.
+
+    Example:
+      >>> from fnet import memory
+      >>> memory.format_bytes(1536), memory.format_bytes(12), memory.format_bytes(None)
+      ('1.50 KiB', '12 bytes', 'unknown')
     """
-    if n is None:
+    if size is None:
         return "unknown"
-    if abs(n) < 1024:
-        return f"{n:.0f} bytes"
-    value = n / 1024
+    if abs(size) < 1024:
+        return f"{size:.0f} bytes"
+    value = size / 1024
     for unit in ("KiB", "MiB", "GiB"):
         if round(abs(value), 2) < 1024:
             return f"{value:.2f} {unit}"
@@ -70,7 +83,7 @@ def format_bytes(n: int | None) -> str:
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array, a typed key, or the shape of either, on each device that shares it."""
+    """Return the bytes of an array, a typed key, or the shape of either, on one device."""
     sharding = getattr(leaf, "sharding", None)
     shape = sharding.shard_shape(leaf.shape) if sharding else leaf.shape
     size: int = math.prod(shape) * leaf.dtype.itemsize
@@ -78,10 +91,19 @@ def leaf_bytes(leaf: Any) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a tree of arrays or of their shapes.
+    """Sum the bytes of all arrays in a pytree. Sharded arrays count as their part on one device.
 
     Args:
-      tree: any pytree of arrays, typed keys, or their shapes; of a sharded array, the bytes on
-        each device.
+      tree: A pytree of arrays, typed keys, or their shapes (``jax.eval_shape``).
+
+    Returns:
+      Bytes on each device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((4, 8)), "step": jnp.int32(0)})
+      >>> memory.tree_bytes(shapes)
+      132
     """
     return sum(map(leaf_bytes, jax.tree.leaves(tree)))

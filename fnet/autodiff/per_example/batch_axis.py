@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet.autodiff.equations import ELEMENTWISE
-from fnet.jaxpr import Scan, aval, called_jaxpr, evaluate, interpret, scopes
+from fnet.jaxpr import ELEMENTWISE, Scan, aval, called_jaxpr, evaluate, interpret, scopes
 
 
 class BatchAxis(NamedTuple):

@@ -1,14 +1,14 @@
-"""What tests of the optimizer inside the backward pass share: a small network, loss and batch."""
+"""A small network, its loss and a batch for the tests of `optimizer_in_backward`."""
 
 import jax
 import jax.numpy as jnp
 
 import fnet
 from fnet import layers, losses, repeat, serial
-from fnet.autodiff.in_backward import optimizer_in_backward
+from fnet.autodiff.fused_optimizer import optimizer_in_backward
 
 WIDTH = 8
-INSIDE = optimizer_in_backward("blocks")
+IN_BACKWARD = optimizer_in_backward("blocks")
 
 
 def small_block():

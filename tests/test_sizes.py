@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Parsing and formatting of amounts of memory."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fnet.memory import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
-    ("text", "bytes_"),
+    ("text", "expected"),
     [
         ("4GB", 4_000_000_000),
         ("4GiB", 4 * 2**30),
@@ -19,17 +19,17 @@ from fnet.memory import format_bytes, parse_bytes
         (17, 17),
     ],
 )
-def test_amounts_are_read(text, bytes_):
-    assert parse_bytes(text) == bytes_
+def test_parses_binary_and_decimal_units(text, expected):
+    assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["4", "4G", "four GiB", "", "-1GB", "0GB", 0, True, "GB", "1e3MB"])
-def test_anything_else_is_answered_with_what_is_allowed(text):
+def test_rejects_other_text_and_shows_the_allowed_forms(text):
     with pytest.raises(ValueError, match=r"4GiB|at least one byte"):
         parse_bytes(text)
 
 
-def test_amounts_are_written():
+def test_formats_with_a_binary_unit():
     assert format_bytes(1536) == "1.50 KiB"
     assert format_bytes(12) == "12 bytes"
     assert format_bytes(None) == "unknown"
@@ -39,9 +39,9 @@ def test_amounts_are_written():
     assert format_bytes(-(2**30) + 1) == "-1.00 GiB"
 
 
-def test_amounts_beyond_a_double_are_exact_or_refused():
+def test_parses_large_integers_exactly_and_rejects_infinite_amounts():
     assert parse_bytes(2**53 + 1) == 2**53 + 1
-    with pytest.raises(ValueError, match="not infinitely many"):
+    with pytest.raises(ValueError, match="a finite number"):
         parse_bytes("9" * 400 + "GB")
-    with pytest.raises(ValueError, match="not infinitely many"):
+    with pytest.raises(ValueError, match="a finite number"):
         parse_bytes(10**400)
