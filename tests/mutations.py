@@ -55,7 +55,7 @@ TARGETS = {
     "fnet/autodiff/accumulate.py": "tests/test_accumulate.py tests/test_step.py",
     "fnet/autodiff/mean.py": "tests/test_step.py",
     "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
-    "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_refused.py",
+    "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
     "fnet/autodiff/per_example/ghost_norm.py": "tests/test_clipped.py",
     "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
     "fnet/step.py": "tests/test_step.py tests/test_guard.py",

@@ -41,6 +41,18 @@ class ClippedInfo(NamedTuple):
       nonfinite: Number of examples whose gradient is not finite, [].
       aux: Auxiliary output of the loss. Leaves are [batch, ...], or of any shape if they do not
         depend on the batch.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> def loss(params, x):
+      ...     losses = x @ params
+      ...     return losses, {"above_0": losses > 0}
+      >>> x = jnp.array([[3.0, 4.0], [0.0, jnp.nan]])
+      >>> _, info = fnet.clipped_grad(loss, 1.0, has_aux=True)(jnp.ones(2), x)
+      >>> print(info.losses, info.norms, info.scales, info.nonfinite)
+      [ 7. nan] [ 5. nan] [0.2 0. ] 1
+      >>> print(info.aux)
+      {'above_0': Array([ True, False], dtype=bool)}
     """
 
     losses: Array

@@ -216,6 +216,12 @@ class NoiseScale(NamedTuple):
     Attributes:
       grad_sq: Unbiased estimate of the squared norm of the true gradient, [].
       grad_var: Unbiased estimate of the trace of the covariance of per-example gradients, [].
+
+    Example:
+      >>> from fnet.autodiff import NoiseScale
+      >>> scale = NoiseScale(grad_sq=0.5, grad_var=64.0)  # Means over many steps.
+      >>> scale.grad_var / scale.grad_sq
+      128.0
     """
 
     grad_sq: Array
