@@ -34,7 +34,7 @@ from train.config import Config, PreactResNet
 from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder
 from train.tasks import images
-from train.tasks.diffusion import network_of
+from train.tasks.diffusion import build_network
 
 CONTEXT = ("--model.attention-context", "lagged")
 CASES = (
@@ -108,7 +108,7 @@ def judged(
     held_out = operator.attrgetter("source", "test_fraction", "split_seed")
     if held_out(config.data) != held_out(judge.data):
         raise SystemExit(f"{run.path} and the classifier hold out other digits: one saw the tests")
-    network = network_of(config)
+    network = build_network(config)
     with Checkpoints(run.checkpoints) as checkpoints:
         params, state, _ = checkpoints.restore_network(network[1].init)
     labels = np.repeat(np.arange(10), each)

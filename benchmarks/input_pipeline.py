@@ -33,7 +33,7 @@ from PIL import Image
 
 from benchmarks.claims import argument_parser, publish
 from train.data import Arrays
-from train.data.image_batches import EvaluationImages, KeptImages, TrainingImages
+from train.data.image_batches import CachedImages, EvaluationImages, TrainingImages
 from train.data.workers import Workers
 
 Make = Callable[[TrainingImages, Arrays], object]
@@ -118,12 +118,12 @@ def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[in
 def kept(images: TrainingImages, paths: np.ndarray) -> Make:
     """Decoded the first time, augmented each time."""
     whole = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
-    keep = KeptImages(whole, paths, Workers(0))
+    keep = CachedImages(whole, paths, Workers(0))
     index = {path: i for i, path in enumerate(paths.tolist())}
 
     def make(images: TrainingImages, rows: Arrays) -> None:
         which = np.array([index[path] for path in rows["path"].tolist()])
-        images.augmented(keep(which)["image"], rows)
+        images.augment(keep(which)["image"], rows)
 
     return make
 

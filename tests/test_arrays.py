@@ -125,7 +125,7 @@ def test_channels_may_stand_first(tmp_path, channels):
         chex.assert_trees_all_equal(batch["image"], given.transpose(0, 2, 3, 1)[batch["id"]])
     assert seen(load(path, axes="channels_last"), 1)[0][0]["image"].shape == (4, channels, 8, 7)
     assert refused(path) == (
-        f"data.axes: x in {path} has shape (30, {channels}, 8, 7), and its channels may be first "
+        f"data.axes: x in {path} has shape (30, {channels}, 8, 7), whose channels may be first "
         "or last; give channels_first or channels_last"
     )
 
@@ -212,7 +212,7 @@ def test_training_images_are_moved_and_mirrored_and_those_to_test_on_are_not(tmp
     assert len({(top, left) for top, left, _ in kinds}) > 8
     image, _, id = held_out(data)
     chex.assert_trees_all_equal(image, x[id])
-    chex.assert_trees_all_equal(arrays.read(path, "x"), x)
+    chex.assert_trees_all_equal(arrays._read_array(path, "x"), x)
 
 
 def test_what_comes_in_at_a_border_may_be_the_mirror_image(tmp_path):
@@ -241,13 +241,13 @@ def test_examples_have_names(file):
 def test_bytes_are_divided_by_255_and_then_by_channel():
     x = pixels(2)
     config = Config(data=ArrayFile(mean=(0.1, 0.2, 0.3), std=(0.5, 0.25, 1.0)))
-    got = images.normalized(config, jnp.asarray(x))
+    got = images.normalize(config, jnp.asarray(x))
     expected = (x / 255 - np.array([0.1, 0.2, 0.3])) / [0.5, 0.25, 1.0]
     chex.assert_trees_all_close(got, expected.astype(np.float32), atol=1e-6)
     assert got.dtype == jnp.float32
     one = Config(data=ArrayFile(mean=(0.5,), std=(0.25,)))
     chex.assert_trees_all_close(
-        images.normalized(one, jnp.asarray(x)),
+        images.normalize(one, jnp.asarray(x)),
         ((x / 255 - 0.5) / 0.25).astype(np.float32),
         atol=1e-6,
     )
@@ -256,9 +256,9 @@ def test_bytes_are_divided_by_255_and_then_by_channel():
 def test_floating_images_are_normalised_as_they_are():
     x = 7 * pixels(2, dtype=np.float32)
     config = Config(data=ArrayFile(mean=(3.0,), std=(2.0,)))
-    chex.assert_trees_all_close(images.normalized(config, jnp.asarray(x)), (x - 3) / 2, atol=1e-6)
-    chex.assert_trees_all_equal(images.normalized(Config(data=ArrayFile()), jnp.asarray(x)), x)
-    chex.assert_trees_all_equal(images.normalized(Config(data=Digits()), jnp.asarray(x)), x)
+    chex.assert_trees_all_close(images.normalize(config, jnp.asarray(x)), (x - 3) / 2, atol=1e-6)
+    chex.assert_trees_all_equal(images.normalize(Config(data=ArrayFile()), jnp.asarray(x)), x)
+    chex.assert_trees_all_equal(images.normalize(Config(data=Digits()), jnp.asarray(x)), x)
 
 
 NAMES = {

@@ -21,62 +21,64 @@ NEGATIVE, TWO_HOT = numbers(), np.eye(CLASSES)[numbers()]
 NEGATIVE[5] = -1
 TWO_HOT[4] = 1
 
-# What is in the file, options, and what is said of it, {} its path.
+# Arrays of the file, options, and the message, with {} for the path.
 MISTAKES = [
-    ({"a": X, "b": Y}, {}, "data.images: no array in {} is called as images usually are (x, image, images, x_train, image_train, images_train, ...); name one; there are a, b"),
-    ({"x": X, "b": Y}, {}, "data.labels: no array in {} is called as labels usually are (y, label, labels, y_train, label_train, labels_train, ...); name one; there are x, b"),
-    ({"x_train": X, "y_train": Y, "x_test": X}, {}, "data.labels: no array in {} is called as labels of test usually are (y_test, label_test, labels_test, ...); name one; there are x_train, y_train, x_test"),
-    ({"x_test": X, "y_test": Y}, {}, "data.images: no array in {} is called as images usually are"),
+    ({"a": X, "b": Y}, {}, "data.images: no array in {} has a common name for images (x, image, images, x_train, image_train, images_train, ...); name one; there are a, b"),
+    ({"x": X, "b": Y}, {}, "data.labels: no array in {} has a common name for labels (y, label, labels, y_train, label_train, labels_train, ...); name one; there are x, b"),
+    ({"x_train": X, "y_train": Y, "x_test": X}, {}, "data.labels: no array in {} has a common name for labels of test (y_test, label_test, labels_test, ...); name one; there are x_train, y_train, x_test"),
+    ({"x_test": X, "y_test": Y}, {}, "data.images: no array in {} has a common name for images"),
     ({}, {}, "; name one; there are no arrays"),
-    ({"x": X, "images": X, "y": Y}, {}, "data.images: x and images in {} could both be meant; name one"),
-    ({"x": X, "x_train": X, "y": Y}, {}, "data.images: x and x_train in {} could both be meant; name one"),
+    ({"x": X, "images": X, "y": Y}, {}, "data.images: {} has x and images; name one"),
+    ({"x": X, "x_train": X, "y": Y}, {}, "data.images: {} has x and x_train; name one"),
     ({"x": X, "y": Y}, {"images": ("xx",)}, "data.images: no array xx in {} (did you mean x?); there are x, y"),
-    ({"x": X, "y": Y}, {"labels": ("y", "z")}, "data.images: no array in {} is called as images of test usually are"),
-    ({"x": X, "y": Y}, {"images": ("x", "x"), "labels": ("y", "y")}, "data.test_split: x in {} would be trained on and tested on"),
-    (TEST, {"test_split": "train"}, "data.test_split: x_train in {} would be trained on and tested on"),
-    (TEST, {"test_split": "tests"}, "data.test_split: no part tests in {} (did you mean test?); there are test, train"),
+    ({"x": X, "y": Y}, {"labels": ("y", "z")}, "data.images: no array in {} has a common name for images of test"),
+    ({"x": X, "y": Y}, {"images": ("x", "x"), "labels": ("y", "y")}, "data.test_split: x in {} is both the training and the test set"),
+    (TEST, {"test_split": "train"}, "data.test_split: x_train in {} is both the training and the test set"),
+    (TEST, {"test_split": "tests"}, "data.test_split: no split tests in {} (did you mean test?); there are test, train"),
     (TEST, {"class_names": "names"}, "data.class_names: no array names in {}; there are x_train, y_train, x_test, y_test"),
     ({"x": X, "y": Y[:-2]}, {}, "data.labels: y in {} has 28 labels for the 30 images in x"),
     (TEST | {"y_test": numbers(7)}, {}, "data.labels: y_test in {} has 7 labels for the 6 images in x_test"),
-    ({"x": X.reshape(N, -1), "y": Y}, {}, "data.images: x in {} has shape (30, 60); images are [N, height, width] or [N, height, width, channels]"),
-    ({"x": X[None], "y": Y}, {}, "data.images: x in {} has shape (1, 30, 4, 5, 3); images are [N, height"),
+    ({"x": X.reshape(N, -1), "y": Y}, {}, "data.images: x in {} has shape (30, 60); expected [N, height, width] or [N, height, width, channels]"),
+    ({"x": X[None], "y": Y}, {}, "data.images: x in {} has shape (1, 30, 4, 5, 3); expected [N, height"),
     ({"x": X[:0], "y": Y[:0]}, {}, "data.images: x in {} is empty: its shape is (0, 4, 5, 3)"),
     (TEST | {"x_test": X[:0], "y_test": Y[:0]}, {}, "data.images: x_test in {} is empty: its shape is (0, 4, 5, 3)"),
     ({"x": X[:, :0], "y": Y}, {}, "data.images: x in {} is empty: its shape is (30, 0, 5, 3)"),
-    ({"x": X.astype(int), "y": Y}, {}, "data.images: x in {} is int64; images are uint8 or floating"),
+    ({"x": X.astype(int), "y": Y}, {}, "data.images: x in {} is int64; expected uint8 or floating"),
     ({"x": NAN, "y": Y}, {}, "data.images: x in {} has nan in image 7"),
     ({"x": INFINITE, "y": Y}, {}, "data.images: x in {} has -inf in image 9"),
     ({"x": LARGE, "y": Y}, {}, "data.images: x in {} has 1e+300 in image 3"),
-    (TEST | {"x_test": pixels(6, (4, 4, 3))}, {}, "data.images: x_train in {} has images of bytes (4, 5, 3), x_test in {} of bytes (4, 4, 3); those to test on are to be as those to train on"),
-    (TEST | {"x_test": pixels(6, dtype=np.float32)}, {}, "of bytes (4, 5, 3), x_test in {} of floating (4, 5, 3)"),
-    ({"x": X, "y": Y / 2}, {}, "data.labels: y in {} is float64; labels are integers from 0"),
-    ({"x": X, "y": Y.astype(str)}, {}, "data.labels: y in {} is <U21; labels are integers from 0"),
-    ({"x": X, "y": NEGATIVE}, {}, "data.labels: y in {} has -1 at 5; labels are integers from 0 to 2147483647"),
-    ({"x": X, "y": Y + 2**40}, {}, "data.labels: y in {} has 1099511627776 at 0; labels are integers"),
-    ({"x": X, "y": Y + 1000}, {}, "data.labels: {} has label 1002, which makes more classes than the 30 examples to train on; labels count classes from 0"),
+    (TEST | {"x_test": pixels(6, (4, 4, 3))}, {}, "data.images: x_train in {} has images uint8 (4, 5, 3), x_test in {} has uint8 (4, 4, 3); training and test images must match"),
+    (TEST | {"x_test": pixels(6, dtype=np.float32)}, {}, "uint8 (4, 5, 3), x_test in {} has floating (4, 5, 3)"),
+    ({"x": X, "y": Y / 2}, {}, "data.labels: y in {} is float64; expected integers from 0"),
+    ({"x": X, "y": Y.astype(str)}, {}, "data.labels: y in {} is <U21; expected integers from 0"),
+    ({"x": X, "y": NEGATIVE}, {}, "data.labels: y in {} has -1 at index 5; expected integers from 0 to 2147483647"),
+    ({"x": X, "y": Y + 2**40}, {}, "data.labels: y in {} has 1099511627776 at index 0; expected integers"),
+    ({"x": X, "y": Y + 1000}, {}, "data.labels: {} has label 1002, which makes more classes than the 30 training examples; labels count classes from 0"),
     ({"x": X, "y": TWO_HOT}, {}, "data.labels: y in {} has shape (30, 3), but row 4 is not one-hot: 1, 1, 1; give each image one label"),
     ({"x": X, "y": np.stack([Y, Y], 1)}, {}, "data.labels: y in {} has shape (30, 2), but row 0 is not one-hot: 0, 0"),
-    ({"x": X, "y": Y[:, None, None]}, {}, "data.labels: y in {} has shape (30, 1, 1); labels are [N], [N, 1] or one-hot [N, K]"),
-    ({"x": X, "y": 0 * Y}, {}, "data.labels: y in {} has one class only, 0; give examples of two or more"),
+    ({"x": X, "y": Y[:, None, None]}, {}, "data.labels: y in {} has shape (30, 1, 1); expected [N], [N, 1] or one-hot [N, K]"),
+    ({"x": X, "y": 0 * Y}, {}, "data.labels: y in {} has only the class 0; give examples of two or more"),
     ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_fraction: 0.2 does not work: The least populated class"),
-    ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: {} has label 2, but the names of 2 classes"),
-    ({"x": X, "y": Y, "classes": np.eye(3)}, {}, "data.class_names: classes in {} is float64 of shape (3, 3); the names of labels 0, 1, ... are strings [K]"),
-    ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: classes and class_names in {} could both be meant; name one"),
-    ({"x": X, "y": Y}, {"mean": (0.1, 0.2)}, "data.mean: 2 numbers for images of 3 channels; give one for each, or one for all"),
-    ({"x": X, "y": Y}, {"mean": (125.0,)}, "data.mean: 125; images that are bytes are divided by 255 first: give numbers in [0, 1]"),
-    ({"x": X, "y": Y}, {"crop": "padded"}, "data.padding: 4 pixels move all of an image of 4 x 5 out of sight; give fewer"),
-    ({"x": X, "y": Y}, {"std": (64.0,)}, "data.std: 64; images that are bytes"),
+    ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: {} has label 2, but there are 2 class names"),
+    ({"x": X, "y": Y, "classes": np.eye(3)}, {}, "data.class_names: classes in {} is float64 of shape (3, 3); expected strings [K]"),
+    ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: {} has classes and class_names; name one"),
+    ({"x": X, "y": Y}, {"mean": (0.1, 0.2)}, "data.mean: 2 numbers for images of 3 channels; give one per channel, or one for all"),
+    ({"x": X, "y": Y}, {"mean": (125.0,)}, "data.mean: 125; uint8 images are divided by 255 first: give numbers in [0, 1]"),
+    ({"x": X, "y": Y}, {"crop": "padded"}, "data.padding: 4 pixels can shift images of 4 x 5 out of view; give fewer"),
+    ({"x": X, "y": Y}, {"std": (64.0,)}, "data.std: 64; uint8 images"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("named", "options", "message"), MISTAKES)
-def test_what_cannot_be_trained_on_is_said_in_one_line(tmp_path, named, options, message):
+def test_invalid_arrays_are_refused_in_one_line(tmp_path, named, options, message):
     path = written(tmp_path / "data.npz", **named)
     assert message.replace("{}", str(path)) in refused(path, **options)
 
 
-def test_a_file_that_is_not_there_is_said(tmp_path):
-    expected = "it is an .npz file, or a folder with train.npz and, to test on, val.npz or test.npz"
+def test_missing_files_are_named(tmp_path):
+    expected = (
+        "expected an .npz file, or a folder with train.npz and optionally val.npz or test.npz"
+    )
     assert (
         refused(tmp_path / "no.npz")
         == f"data.path: {tmp_path / 'no.npz'} does not exist; {expected}"
@@ -91,28 +93,28 @@ def test_a_file_that_is_not_there_is_said(tmp_path):
     assert "holds neither val.npz nor test.npz; name the file with x and y" in message
 
 
-def test_a_file_that_is_no_npz_is_said(tmp_path):
+def test_files_that_are_not_npz_are_refused(tmp_path):
     path = tmp_path / "data.npz"
     for content, reason in (
         (b"", "is empty"),
-        (b"no zip at all", "is cut short, or no .npz file"),
+        (b"no zip at all", "is truncated or not an .npz file"),
     ):
         path.write_bytes(content)
-        assert refused(path) == f"data.path: {path} {reason}; numpy.savez writes such files"
+        assert refused(path) == f"data.path: {path} {reason}; write it with numpy.savez"
     np.save(tmp_path / "one.npy", X)
-    assert "is cut short, or no .npz file" in refused(tmp_path / "one.npy")
+    assert "is truncated or not an .npz file" in refused(tmp_path / "one.npy")
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x", b"text")
         file.writestr("y.npy", b"text")
-    assert refused(path) == f"data.path: x in {path} is no array"
+    assert refused(path) == f"data.path: x in {path} is not an array"
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_a_damaged_file_is_said(tmp_path, save):
+def test_damaged_files_are_refused(tmp_path, save):
     path = written(tmp_path / "data.npz", save, x=X, y=Y)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "is cut short" in refused(path)
+    assert "is truncated" in refused(path)
     path.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
     assert f"data.path: cannot read x in {path}: " in refused(path)
 
@@ -131,8 +133,8 @@ def test_python_objects_are_refused_and_never_unpickled(tmp_path, name):
     objects = np.array([Trap(trace)] * N)
     path = written(tmp_path / "data.npz", **{"x": X, "y": Y, name: objects})
     assert refused(path) == (
-        f"data.path: {name} in {path} holds Python objects, which only pickle could read, and "
-        "pickle runs what a file says; save numbers, or names as an array of strings"
+        f"data.path: {name} in {path} holds Python objects, which need pickle, and "
+        "unpickling can run any code; save numbers, or an array of strings"
     )
     assert not trace.exists()
     harmless = written(tmp_path / "harmless.npz", x=X, y=Y, other=objects)
@@ -140,7 +142,7 @@ def test_python_objects_are_refused_and_never_unpickled(tmp_path, name):
     assert not trace.exists()
 
 
-def test_a_header_that_promises_more_than_there_is_is_said(tmp_path):
+def test_a_header_with_a_larger_shape_than_the_data_is_refused(tmp_path):
     path, content = tmp_path / "data.npz", io.BytesIO()
     header = {"descr": "|u1", "fortran_order": False, "shape": (2**50, 8, 8)}
     np.lib.format.write_array_header_1_0(content, header)
@@ -152,7 +154,7 @@ def test_a_header_that_promises_more_than_there_is_is_said(tmp_path):
     assert f"data.path: cannot read x in {path}: " in refused(path)
 
 
-def test_images_to_train_on_are_in_the_unit_interval_too(tmp_path):
+def test_a_denoiser_refuses_training_images_outside_the_unit_interval(tmp_path):
     x, y = pixels(dtype=np.float32), numbers()
     path = written(tmp_path / "d.npz", x_train=255 * x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(UserError, match=r"data.images: values from .* in \[0, 1\]"):

@@ -9,13 +9,13 @@ import pytest
 from train.data import augment
 from train.data.augment import (
     RESIZED_CROP_DRAWS,
-    centre,
-    fitted,
-    mirrored,
-    moved,
-    resized_crop,
-    scaled_crop,
-    short_side,
+    center_crop,
+    fit,
+    horizontal_flip,
+    random_resized_crop,
+    random_scale_crop,
+    resize_shorter_side,
+    shift,
     ten_crops,
     two_crops,
 )
@@ -31,7 +31,7 @@ def images(n, height, width):
 
 def crops(width, height, n=2000, **options):
     draws = generator().random((n, RESIZED_CROP_DRAWS))
-    return np.array([resized_crop(width, height, 224, d, **options).box for d in draws])
+    return np.array([random_resized_crop(width, height, 224, d, **options).box for d in draws])
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (30, 200), (32, 32), (1, 1)])
@@ -41,7 +41,7 @@ def test_resized_crops_lie_within_the_image_and_are_square_afterwards(width, hei
     assert (top >= 0).all()
     assert ((right - left > 0) & (right <= width)).all()
     assert ((bottom - top > 0) & (bottom <= height)).all()
-    assert resized_crop(width, height, 224, np.zeros(RESIZED_CROP_DRAWS)).size == (224, 224)
+    assert random_resized_crop(width, height, 224, np.zeros(RESIZED_CROP_DRAWS)).size == (224, 224)
 
 
 def test_resized_crops_keep_to_their_areas_and_ratios():
@@ -69,7 +69,7 @@ def test_resized_crops_keep_to_their_areas_and_ratios():
 def test_where_no_try_fits_the_middle_is_taken(width, height, box):
     # The largest area each time, which no allowed ratio fits into.
     draws = np.full(RESIZED_CROP_DRAWS, 0.999)
-    assert resized_crop(width, height, 8, draws).box == box
+    assert random_resized_crop(width, height, 8, draws).box == box
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_where_no_try_fits_the_middle_is_taken(width, height, box):
     [(500, 375, (341, 256)), (375, 500, (256, 341)), (256, 256, (256, 256)), (32, 48, (256, 384))],
 )
 def test_the_shorter_side_is_resized_as_torchvision_does(width, height, expected):
-    assert short_side(256)(width, height) == ((0, 0, width, height), expected)
+    assert resize_shorter_side(256)(width, height) == ((0, 0, width, height), expected)
 
 
 def test_the_middle_is_cut_out():
     image = images(1, 7, 10)[0]
-    chex.assert_trees_all_equal(centre(image, 4), image[2:6, 3:7])
-    chex.assert_trees_all_equal(centre(image, 7), image[:, 2:9])
+    chex.assert_trees_all_equal(center_crop(image, 4), image[2:6, 3:7])
+    chex.assert_trees_all_equal(center_crop(image, 7), image[:, 2:9])
 
 
 def test_ten_crops_are_corners_middle_and_their_mirror_images():
@@ -101,7 +101,7 @@ def test_ten_crops_are_corners_middle_and_their_mirror_images():
 def test_images_are_moved_over_zeros_or_over_their_mirror_image(reflect):
     batch = images(9, 5, 5)
     by = np.array([(y, x) for y in (0, 2, 4) for x in (0, 2, 4)])
-    out = moved(batch.copy(), by, 2, reflect=reflect)
+    out = shift(batch.copy(), by, 2, reflect=reflect)
     chex.assert_trees_all_equal(out[4], batch[4])
     chex.assert_trees_all_equal(out[0, 2:, 2:], batch[0, :3, :3])
     chex.assert_trees_all_equal(out[8, :3, :3], batch[8, 2:, 2:])
@@ -111,18 +111,18 @@ def test_images_are_moved_over_zeros_or_over_their_mirror_image(reflect):
 
 def test_chosen_images_are_mirrored():
     batch = images(3, 4, 5)
-    out = mirrored(batch.copy(), np.array([True, False, True]))
+    out = horizontal_flip(batch.copy(), np.array([True, False, True]))
     chex.assert_trees_all_equal(out, np.stack([batch[0, :, ::-1], batch[1], batch[2, :, ::-1]]))
 
 
 def test_images_are_fitted_whole_into_one_size():
-    assert fitted(500, 375, 100) == (((0, 0, 500, 375), (100, 75)), (0, 0))
-    assert fitted(10, 2000, 100) == (((0, 0, 10, 2000), (1, 100)), (0, 0))
+    assert fit(500, 375, 100) == (((0, 0, 500, 375), (100, 75)), (0, 0))
+    assert fit(10, 2000, 100) == (((0, 0, 10, 2000), (1, 100)), (0, 0))
 
 
 def test_scaled_crops_lie_within_the_image_and_within_the_canvas():
     for draws in generator().random((500, 3)):
-        (box, size), at = scaled_crop(500, 375, 64, draws, (0.5, 2.0))
+        (box, size), at = random_scale_crop(500, 375, 64, draws, (0.5, 2.0))
         for start, end, side, place, length in zip(
             box[:2], box[2:], size, at, (500, 375), strict=True
         ):
@@ -135,9 +135,10 @@ def test_scaled_crops_lie_within_the_image_and_within_the_canvas():
 
 def test_a_scale_of_one_is_that_of_evaluation_and_of_two_shows_a_half():
     whole, half = (
-        scaled_crop(400, 400, 64, np.array([u, 0.5, 0.5]), (1.0, 2.0)) for u in (0.0, 1 - 1e-12)
+        random_scale_crop(400, 400, 64, np.array([u, 0.5, 0.5]), (1.0, 2.0))
+        for u in (0.0, 1 - 1e-12)
     )
-    assert whole == fitted(400, 400, 64)
+    assert whole == fit(400, 400, 64)
     assert half == (((100, 100, 300, 300), (64, 64)), (0, 0))
 
 
@@ -157,14 +158,14 @@ def test_colour_jitter_in_one_map_equals_its_steps(order):
     image = images(1, 6, 5)[0]
     blend = np.array([1.3, 0.7, 0.9])
     mean = image.mean((0, 1))
-    matrix = augment.colour_matrix(mean, np.array(order), blend, np.zeros(3))
+    matrix = augment.color_matrix(mean, np.array(order), blend, np.zeros(3))
     mapped = image @ matrix[:, :3].T + matrix[:, 3]
     chex.assert_trees_all_close(mapped, blended(image, order, blend), rtol=1e-9)
 
 
 def test_lighting_adds_the_principal_colours_of_imagenet():
     none = np.arange(3), np.ones(3)
-    offset = [augment.colour_matrix(np.zeros(3), *none, light)[:, 3] for light in np.eye(3)]
+    offset = [augment.color_matrix(np.zeros(3), *none, light)[:, 3] for light in np.eye(3)]
     # eigenvalue * eigenvector: mapillary/inplace_abn, scripts/imagenet/transforms.py.
     expected = [
         0.2175 * np.array([-0.5675, -0.5808, -0.5836]),
@@ -181,7 +182,7 @@ def test_colours_are_rounded_and_clipped_once():
         "blend": np.array([[1.4, 1.4, 1.4], [1.0, 1.0, 1.0]]),
         "light": np.array([[0.1, -0.1, 0.2], [0.0, 0.0, 0.0]]),
     }
-    out = augment.coloured(batch.copy(), drawn)
+    out = augment.color_jitter(batch.copy(), drawn)
     light = (
         255
         * 0.1
@@ -199,7 +200,7 @@ def test_colours_are_rounded_and_clipped_once():
 
 
 def test_what_is_drawn_of_colours_has_its_range_and_every_order():
-    drawn = augment.draw_colours(4000, 0.4, 0.1, generator())
+    drawn = augment.draw_color_jitter(4000, 0.4, 0.1, generator())
     assert 0.6 <= drawn["blend"].min() < 0.61
     assert 1.39 < drawn["blend"].max() <= 1.4
     assert drawn["light"].std() == pytest.approx(0.1, rel=0.05)
@@ -232,7 +233,7 @@ def batch_of(n):
 
 def test_mixup_shares_images_and_labels_alike():
     batch = batch_of(64)
-    out = augment.mixed(batch, 0.4, generator())
+    out = augment.mixup(batch, 0.4, generator())
     assert sorted(out["label_2"]) == list(range(64))
     share = out["mix"][:, None, None, None]
     assert out["mix"].dtype == np.float32
@@ -245,7 +246,7 @@ def test_mixup_shares_images_and_labels_alike():
 def test_what_could_not_be_read_is_mixed_into_nothing():
     batch = batch_of(32)
     batch["weight"][::3] = 0.0
-    out = augment.mixed(batch, 1.0, generator())
+    out = augment.mixup(batch, 1.0, generator())
     bad = (batch["weight"] == 0) | (batch["weight"][out["label_2"]] == 0)
     assert 0 < bad.sum() < 32
     assert (out["mix"][bad] == 1).all()
@@ -254,5 +255,5 @@ def test_what_could_not_be_read_is_mixed_into_nothing():
 
 def test_what_is_smaller_than_the_canvas_lies_anywhere_on_it():
     ends = [np.array([0.0, x, y]) for x in (0, 0.999) for y in (0, 0.999)]
-    at = [scaled_crop(10, 10, 16, draws, (0.5, 1.0)).at for draws in ends]
+    at = [random_scale_crop(10, 10, 16, draws, (0.5, 1.0)).at for draws in ends]
     assert at == [(0, 0), (0, 8), (8, 0), (8, 8)]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from train.data.augment import short_side
-from train.data.decode import MOST_PIXELS, UnreadableError, View, decode, decode_labels
+from train.data.augment import resize_shorter_side
+from train.data.decode import MAX_PIXELS, UnreadableError, View, decode, decode_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 IMAGE = Image.fromarray(PIXELS)
@@ -264,7 +264,7 @@ def test_noise_in_a_file_never_raises_anything_else(tmp_path, saved):
     assert len(refused) > 50
 
 
-@pytest.mark.parametrize("pixels", [MOST_PIXELS + 10**5, 10**9])
+@pytest.mark.parametrize("pixels", [MAX_PIXELS + 10**5, 10**9])
 def test_a_small_file_of_a_huge_image_is_not_decoded(tmp_path, pixels):
     side = int(pixels**0.5)
     buffer = io.BytesIO()
@@ -280,11 +280,13 @@ def test_a_small_file_of_a_huge_image_is_not_decoded(tmp_path, pixels):
 
 def test_a_thin_image_that_would_become_huge_is_not_resized(saved):
     thin = saved(np.zeros((60_000, 1), np.uint8), "thin.png")
-    most = MOST_PIXELS // 60_000
+    most = MAX_PIXELS // 60_000
     assert decode(thin).shape == (60_000, 1, 3)
-    words = f"1 x 60000 pixels become {most + 1} x 60000, more than {MOST_PIXELS:,}"
+    words = f"1 x 60000 pixels become {most + 1} x 60000, more than {MAX_PIXELS:,}"
     assert reason(thin, decode, lambda w, h: View((0, 0, w, h), (most + 1, h))) == words
-    assert reason(thin, decode, short_side(256)).startswith("1 x 60000 pixels become 256 x 1536")
+    assert reason(thin, decode, resize_shorter_side(256)).startswith(
+        "1 x 60000 pixels become 256 x 1536"
+    )
 
 
 def test_labels_are_grey_values_or_indices_of_a_palette(saved):
@@ -309,7 +311,7 @@ def test_labels_are_turned_as_their_image_is(saved):
 def test_labels_out_of_range_and_colours_are_refused(saved):
     labels = np.array([[0, 1, 7]], np.uint8)
     path = saved(labels, "a.png")
-    assert reason(path, decode_labels, 2) == "label 7, expected 0 to 2, or 255 for none"
+    assert reason(path, decode_labels, 2) == "label 7, expected 0 to 2, or 255 to ignore a pixel"
     deep = saved(np.array([[0, 300]], np.uint16), "b.png")
     assert reason(deep, decode_labels, 254).startswith("label 300")
     assert "mode is RGB" in reason(saved(IMAGE, "c.png"), decode_labels, 2)
@@ -330,7 +332,7 @@ def test_levels_of_grey_that_readers_spread_are_no_labels(saved, tmp_path):
     for name, second in (("a.pgm", 13), ("b.png", 17)):
         path = str(tmp_path / name)
         assert decode(path)[0, :, 0].tolist() == [0, second, 255]
-        assert reason(path, decode_labels, 20).startswith("its levels of grey are fewer than 256")
+        assert reason(path, decode_labels, 20).startswith("it has fewer than 256 gray levels")
     (tmp_path / "c.pgm").write_bytes(b"P5 3 1 255\n" + bytes([0, 1, 20]))
     assert np.asarray(decode_labels(str(tmp_path / "c.pgm"), 20)).tolist() == [[0, 1, 20]]
     palette = Image.fromarray(np.array([[0, 1, 15]], np.uint8), "P")

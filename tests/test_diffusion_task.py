@@ -101,18 +101,18 @@ def test_the_loss_is_that_of_the_config_of_images_from_minus_1_to_1(monkeypatch)
 def test_text_is_drawn_as_asked_and_from_as_far_back_as_it_was_trained(
     window, seen, tmp_path, monkeypatch
 ):
-    told, model_of = {}, language.model_of
+    told, build_network = {}, language.build_network
 
     def recorded(config):
         told["window"] = config.model.window
-        return model_of(config)
+        return build_network(config)
 
     def stream(network, params, state, prompt, key, length, **how):
         told.update(how, prompt=prompt.tolist(), length=length)
         return iter(())
 
     monkeypatch.setattr(sample, "Checkpoints", Restored)
-    monkeypatch.setattr(language, "model_of", recorded)
+    monkeypatch.setattr(language, "build_network", recorded)
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
     config = Config(data=TextFile(context=16), model=network)

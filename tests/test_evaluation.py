@@ -23,7 +23,7 @@ from train.output import examples, plots
 from train.run.evaluation import Evaluate, Evaluation
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
-from train.tasks import Measured, build
+from train.tasks import BatchMetrics, build
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
@@ -306,7 +306,7 @@ def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monke
 
 def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
     run, _, state = evaluated("colours", 4)
-    task = run.task._replace(measure=lambda p, s, batch: Measured({"loss": batch["weight"]}))
+    task = run.task._replace(measure=lambda p, s, batch: BatchMetrics({"loss": batch["weight"]}))
     evaluate = Evaluate(task, 4, run.state_shapes)
     found = evaluate(state)
     assert found == ({"loss": 1.0}, None)
@@ -393,7 +393,7 @@ def test_what_padding_measures_counts_nothing():
     run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
 
     def measure(params, state, batch):  # of ten examples, in batches of four
-        return Measured({"loss": jnp.where(batch["weight"] > 0, 1.0, jnp.nan)})
+        return BatchMetrics({"loss": jnp.where(batch["weight"] > 0, 1.0, jnp.nan)})
 
     state = jax.jit(run.init)(jax.random.key(0))
     evaluate = Evaluate(run.task._replace(measure=measure), 4, run.state_shapes)

@@ -199,7 +199,7 @@ def test_a_batch_says_which_examples_it_is_made_of():
     for _ in range(3):
         batch = next(batches)
         np.testing.assert_array_equal(batch["y"], batch["row"] * 10 + 1)
-    assert data.batch_of(dataset, 4)["row"].shape == (4,)
+    assert data.sample_batch(dataset, 4)["row"].shape == (4,)
 
 
 def test_steps_in_a_row_are_counted_anew_behind_a_good_one(tmp_path, monkeypatch):

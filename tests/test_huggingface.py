@@ -150,7 +150,7 @@ def test_of_what_was_saved_to_disk_there_is_one_version(hub, tmp_path, field):
     (tmp_path / "state.json").write_text("{}")
     message = refused(tmp_path, **{field: "v2"})
     assert message == (
-        f"data.{field}: {tmp_path} was written by save_to_disk, which keeps one; leave it out"
+        f"data.{field}: {tmp_path} was written by save_to_disk, which saves only one; omit it"
     )
 
 
@@ -279,19 +279,19 @@ MISTAKES = [
     (None, {"test_split": "tests"}, "data.test_split: no split tests in animals to test on (did you mean test?); there are test"),
     (None, {"test_split": "train"}, "data.test_split: no split train in animals to test on; there are test"),
     (None, {"image": "img"}, "data.image: no column img in animals (did you mean image?); there are image, label"),
-    (None, {"image": "label"}, "data.image: the column label is of ClassLabel"),
+    (None, {"image": "label"}, "data.image: the column label has ClassLabel"),
     (None, {"label": "lable"}, "data.label: no column lable in animals (did you mean label?)"),
-    (None, {"crop": "padded", "padding": 8}, "data.padding: 8 pixels move all of an image of 8 x 8 out of sight"),
+    (None, {"crop": "padded", "padding": 8}, "data.padding: 8 pixels can shift images of 8 x 8 out of view"),
     (None, {"image_size": 9}, "data.resize: 8 is less than data.image_size 9"),
-    (lambda sets: sets["animals"]["train"].features.update(label=Value("int64")), {}, "data.label: no column in animals is of class labels; name one; there are image, label"),
-    (lambda sets: sets["animals"]["train"].features.update(fine=ClassLabel([])), {}, "data.label: label, fine in animals could all be meant; name one; there are image, label, fine"),
-    (lambda sets: sets["animals"]["train"].features.update(image=Value("int64")), {}, "data.image: no column in animals is of images; name one"),
+    (lambda sets: sets["animals"]["train"].features.update(label=Value("int64")), {}, "data.label: animals has no class labels; name one; there are image, label"),
+    (lambda sets: sets["animals"]["train"].features.update(fine=ClassLabel([])), {}, "data.label: animals has several columns of class labels (label, fine); name one; there are image, label, fine"),
+    (lambda sets: sets["animals"]["train"].features.update(image=Value("int64")), {}, "data.image: animals has no images; name one"),
     (lambda sets: sets["animals"]["test"].features.pop("label"), {}, "data.test_split: the split test has no column label; there are image"),
-    (lambda sets: sets["animals"]["test"].features["label"].names.reverse(), {}, "data.test_split: label of the split test is ClassLabel(names=['cat', 'bear', 'ape']), and ClassLabel(names=['ape', 'bear', 'cat']) of train"),
-    (lambda sets: sets["animals"]["test"].columns["label"].__setitem__(2, -1), {}, "data.label: label of test in animals has -1 at 2; labels are integers from 0"),
-    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, 5), {}, "data.label: label in animals has label 5, but the names of 3 classes"),
-    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, None), {}, "data.label: label of train in animals is object; labels are integers"),
-    (lambda sets: sets["animals"]["train"].columns.update(label=[1] * 12), {}, "data.label: label of train in animals has one class only, 1"),
+    (lambda sets: sets["animals"]["test"].features["label"].names.reverse(), {}, "data.test_split: label is ClassLabel(names=['cat', 'bear', 'ape']) in the split test, but ClassLabel(names=['ape', 'bear', 'cat']) in train"),
+    (lambda sets: sets["animals"]["test"].columns["label"].__setitem__(2, -1), {}, "data.label: label of test in animals has -1 at index 2; expected integers from 0"),
+    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, 5), {}, "data.label: label in animals has label 5, but there are 3 class names"),
+    (lambda sets: sets["animals"]["train"].columns["label"].__setitem__(2, None), {}, "data.label: label of train in animals is object; expected integers"),
+    (lambda sets: sets["animals"]["train"].columns.update(label=[1] * 12), {}, "data.label: label of train in animals has only the class 1"),
     (lambda sets: sets["animals"].update(test=split(0)), {}, "data.label: label of test in animals is empty"),
     (lambda sets: sets["animals"].pop("test"), {"test_fraction": 0.1}, "data.test_fraction: 0.1 does not work: "),
 ]  # fmt: skip

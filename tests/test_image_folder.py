@@ -14,8 +14,8 @@ from program_cases import exit_code, said_in_one_line
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
 from train.data import evaluation_batches, image_folder, training_batches
-from train.data.augment import coloured, cutout, mirrored, moved
-from train.data.files import folders_in
+from train.data.augment import color_jitter, cutout, horizontal_flip, shift
+from train.data.files import subfolders
 from train.data.image_batches import TrainingImages
 from train.errors import UserError
 
@@ -114,7 +114,7 @@ def test_with_a_border_the_corners_look_over_the_edge(folder):
     chex.assert_trees_all_equal(ten[:, 0, 1:, 1:], plain[:, :-1, :-1])  # all is moved by a pixel
     chex.assert_trees_all_equal(ten[:, 0, 0, 1:], plain[:, 1, :-1])  # and mirrored at the edge
     chex.assert_trees_all_equal(ten[:, 5:], ten[:, :5, :, ::-1])
-    said = "data.border: 1, but the middle of an image is the same without it; give data.crops 10"
+    said = "data.border: 1, but only ten-crop uses a border; give data.crops 10"
     assert said in refused(folder, crops=2, border=1)
 
 
@@ -191,7 +191,7 @@ def test_what_is_kept_is_what_is_read(folder, options):
 
 
 def test_resized_crops_are_not_kept(folder):
-    assert "data.cache: resized crops are decoded anew" in refused(
+    assert "data.cache: resized crops decode each image again" in refused(
         folder, cache=True, crop="resized"
     )
 
@@ -229,11 +229,11 @@ refused = functools.partial(refusal, load)
 def test_a_folder_that_is_not_there_is_said(tmp_path):
     missing = tmp_path / "nowhere"
     assert refused(missing) == (
-        f"data.path: {missing} does not exist; it is a folder that holds train/ and val/ or test/, "
-        "each with a folder a class"
+        f"data.path: {missing} does not exist; expected a folder with train/ and val/ or test/, "
+        "each with one folder per class"
     )
     missing.write_text("a file")
-    assert f"{missing} is no folder" in refused(missing)
+    assert f"{missing} is not a folder" in refused(missing)
 
 
 def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path):
@@ -247,7 +247,9 @@ def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path
     message = refused(tmp_path, test_split="vald")
     assert message == f"data.test_split: no folder {tmp_path / 'vald'} (did you mean valid?)"
     message = refused(tmp_path, test_split="train")
-    assert message == f"data.test_split: {tmp_path / 'train'} is trained on; name another folder"
+    assert (
+        message == f"data.test_split: {tmp_path / 'train'} is the training set; name another folder"
+    )
 
 
 def test_images_that_lie_in_no_class_are_said(tmp_path):
@@ -256,7 +258,7 @@ def test_images_that_lie_in_no_class_are_said(tmp_path):
     (tmp_path / "val").mkdir()
     assert refused(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
-        "belong in one folder a class"
+        "belong in one folder per class"
     )
 
 
@@ -265,7 +267,7 @@ def test_an_empty_class_is_said_and_what_was_looked_for(folder):
         (folder / split / "empty").mkdir()
     (folder / "train" / "empty" / "a.txt").write_text("no image")
     assert refused(folder) == (
-        f"data.path: no image of a class in {folder / 'train' / 'empty'}; looked for files "
+        f"data.path: no image of a class in {folder / 'train' / 'empty'}; expected files "
         "*.jpg, *.jpeg, *.png, *.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp"
     )
 
@@ -276,7 +278,7 @@ def test_no_file_at_all_is_said(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
     message = refused(tmp_path)
     assert message.startswith(f"data.path: no image in {tmp_path / 'train' / 'a'}, ")
-    assert " and 2 more; looked for files *.jpg" in message
+    assert " and 2 more; expected files *.jpg" in message
 
 
 def test_classes_that_differ_are_named_on_both_sides(folder):
@@ -297,7 +299,7 @@ def test_a_crop_larger_than_the_image_it_is_cut_from_is_refused(folder):
 def test_a_crop_that_may_show_nothing_is_refused(folder, crop):
     load(folder, crop=crop, padding=7)
     assert refused(folder, crop=crop, padding=8) == (
-        "data.padding: 8 pixels move all of an image of 8 x 8 out of sight; give fewer"
+        "data.padding: 8 pixels can shift images of 8 x 8 out of view; give fewer"
     )
 
 
@@ -334,8 +336,8 @@ def test_a_test_image_is_explained_at_the_size_that_it_is_read_at(folder):
 
 
 def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"cannot look into .*nowhere: No such file"):
-        folders_in(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"cannot read .*nowhere: No such file"):
+        subfolders(tmp_path / "nowhere")
 
 
 def test_training_images_are_made_as_the_config_says():
@@ -343,7 +345,7 @@ def test_training_images_are_made_as_the_config_says():
         image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, color_jitter=0.2,
         lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8),
     )  # fmt: skip
-    assert TrainingImages.of(config, b"root") == TrainingImages(
+    assert TrainingImages.from_config(config, b"root") == TrainingImages(
         root=b"root", size=16, crop="reflected", area=(0.25, 1.0), padding=3, flip=False,
         color_jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
     )  # fmt: skip
@@ -357,11 +359,11 @@ PLAIN = {
 
 EACH = {
     "center": ({}, lambda image, drawn: image),
-    "padded": ({"crop": "padded"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=False)),
-    "reflected": ({"crop": "reflected"}, lambda image, drawn: moved(image, drawn["move"], 2, reflect=True)),
-    "flip": ({"flip": True}, lambda image, drawn: mirrored(image, drawn["flip"])),
-    "color_jitter": ({"color_jitter": 0.4}, coloured),
-    "lighting": ({"lighting": 0.1}, coloured),
+    "padded": ({"crop": "padded"}, lambda image, drawn: shift(image, drawn["shift"], 2, reflect=False)),
+    "reflected": ({"crop": "reflected"}, lambda image, drawn: shift(image, drawn["shift"], 2, reflect=True)),
+    "flip": ({"flip": True}, lambda image, drawn: horizontal_flip(image, drawn["flip"])),
+    "color_jitter": ({"color_jitter": 0.4}, color_jitter),
+    "lighting": ({"lighting": 0.1}, color_jitter),
     "cutout": ({"cutout": 3}, lambda image, drawn: cutout(image, drawn["cutout"], 3, np.array([1, 2, 3]))),
 }  # fmt: skip
 
@@ -372,16 +374,16 @@ def test_each_augmentation_is_done_to_the_images_where_it_is_asked_for(name):
     images = TrainingImages(**PLAIN | options)
     drawn = images.draw(16, np.random.default_rng(0))
     given = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
-    found = images.augmented(given.copy(), drawn)
+    found = images.augment(given.copy(), drawn)
     chex.assert_trees_all_equal(found, expected(given.copy(), drawn))
     assert (found != given).any() == (name != "center")
 
 
 def test_images_are_mixed_as_much_as_the_config_says(tmp_path, monkeypatch):
-    alphas, mixed = [], image_folder.mixed
+    alphas, mixed = [], image_folder.mixup
     monkeypatch.setattr(
         image_folder,
-        "mixed",
+        "mixup",
         lambda batch, alpha, g: alphas.append(alpha) or mixed(batch, alpha, g),
     )
     class_folders(tmp_path, train=4, test=2)

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from train.data import Dataset
-from train.data.poisson import OVERFLOW, poisson_batches, rows_of
+from train.data.poisson import OVERFLOW_PROBABILITY, padded_batch_size, poisson_batches
 
 EXAMPLES = 40
 
@@ -110,13 +110,17 @@ def test_an_empty_batch_is_all_padding():
 
 @pytest.mark.parametrize(("examples", "batch_size"), [(1437, 512), (60000, 256), (100, 1)])
 def test_the_rows_are_the_fewest_that_overflow_with_the_stated_probability(examples, batch_size):
-    rows = rows_of(examples, batch_size)
+    rows = padded_batch_size(examples, batch_size)
     probability = batch_size / examples
-    assert binom.sf(rows, examples, probability) <= OVERFLOW
-    assert binom.sf(rows - 1, examples, probability) > OVERFLOW
+    assert binom.sf(rows, examples, probability) <= OVERFLOW_PROBABILITY
+    assert binom.sf(rows - 1, examples, probability) > OVERFLOW_PROBABILITY
 
 
 def test_rows_are_rounded_up_to_a_multiple_and_never_fewer_than_all_examples():
-    assert rows_of(1437, 512, 16) % 16 == 0
-    assert rows_of(1437, 512) <= rows_of(1437, 512, 16) < rows_of(1437, 512) + 16
-    assert rows_of(100, 100) == 100
+    assert padded_batch_size(1437, 512, 16) % 16 == 0
+    assert (
+        padded_batch_size(1437, 512)
+        <= padded_batch_size(1437, 512, 16)
+        < padded_batch_size(1437, 512) + 16
+    )
+    assert padded_batch_size(100, 100) == 100

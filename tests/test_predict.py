@@ -21,7 +21,7 @@ from train.commands.predict import predict, predict_mask, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import evaluation_batches
-from train.data.image_input import Preparation, Prepared
+from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
 from train.output.palette import voc_colors
 from train.run.checkpoints import Checkpoints
@@ -150,7 +150,7 @@ def test_what_surrounds_an_image_on_its_canvas_is_not_in_its_mask():
     logits = np.zeros((4, 4, 3), np.float32)
     logits[:2, :2, 0] = logits[:2, 2:, 1] = 1
     logits[2:, :, 2] = 1  # below the image
-    prepared = Prepared(np.zeros((16, 16, 3), np.uint8), size=(40, 20), part=(16, 8))
+    prepared = PreprocessedImage(np.zeros((16, 16, 3), np.uint8), size=(40, 20), part=(16, 8))
     labels = predict_mask(logits, prepared)
     chex.assert_shape(labels, (20, 40))
     assert (labels[:18, :20] == 0).all()  # further down, between four of the logits, they mix
@@ -174,7 +174,7 @@ def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
     for i, image in enumerate(some):
         ink = np.round(255 * image[..., 0]).astype(np.uint8)
         Image.fromarray(ink).convert("RGB").save(recipes / f"{i}.png")
-    prepared = np.stack([Preparation(load("digits.py"))(f"{i}.png").image for i in range(5)])
+    prepared = np.stack([Preprocessor(load("digits.py"))(f"{i}.png").image for i in range(5)])
     chex.assert_type(prepared, np.float32)
     chex.assert_trees_all_close(prepared, some, atol=1 / 255)
     shown = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
@@ -187,7 +187,7 @@ def test_an_image_is_prepared_as_test_images_are(crops, border, recipes):
     data = ImageFolder(path="colours", image_size=7, crops=crops, border=border)
     config = Config(data=data)
     batch = next(evaluation_batches(images.load(config), 15))
-    prepare = Preparation(config)
+    prepare = Preprocessor(config)
     assert prepare.shape == (7, 7, 3)
     files = sorted(recipes.glob("colours/val/*/*.png"))
     found = np.stack([prepare(str(path)).image for path in files])
@@ -198,7 +198,7 @@ def test_an_image_is_prepared_as_test_images_with_masks_are(recipes):
     config = load("halves.py")
     dataset = build(config).dataset
     batch = next(evaluation_batches(dataset, 3))
-    prepare = Preparation(config)
+    prepare = Preprocessor(config)
     found = {path: prepare(str(path)) for path in recipes.glob("halves/images/*.png")}
     for image in batch["image"]:
         assert any(np.array_equal(image, prepared.image) for prepared in found.values())
@@ -252,11 +252,11 @@ def test_of_a_checkpoint_of_other_classes_both_shapes_are_named(run_of, capsys):
 
 
 def test_images_of_channels_that_no_file_has_are_refused():
-    assert Preparation(Config(data=Synthetic(channels=1, image_size=5))).shape == (5, 5, 1)
-    assert Preparation(Config(data=Digits())).shape == (8, 8, 1)
-    assert Preparation(Config(data=SegmentationFolder(image_size=9))).shape == (9, 9, 3)
+    assert Preprocessor(Config(data=Synthetic(channels=1, image_size=5))).shape == (5, 5, 1)
+    assert Preprocessor(Config(data=Digits())).shape == (8, 8, 1)
+    assert Preprocessor(Config(data=SegmentationFolder(image_size=9))).shape == (9, 9, 3)
     with pytest.raises(UserError, match="synthetic has images of 4 channels"):
-        Preparation(Config(data=Synthetic(channels=4)))
+        Preprocessor(Config(data=Synthetic(channels=4)))
 
 
 MISTAKES = [
@@ -268,7 +268,7 @@ MISTAKES = [
     (("colours", "--json", "colours"), "missing IMAGE; usage: fnet predict RUN IMAGE..."),
     (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
-    (("colours", "empty"), "no image in empty; looked for files *.jpg"),
+    (("colours", "empty"), "no image in empty; expected files *.jpg"),
     (("colours", "colours"), "no checkpoint in "),
     (("halves", "halves"), "no checkpoint in "),
     (("nowhere", "colours"), "no run in runs/nowhere: it has no config.json"),
@@ -322,9 +322,9 @@ def test_no_more_images_are_predicted_at_once_than_were_trained_on(run_of, recip
 
     def padded(arrays, rows):
         sizes.append(rows)
-        return data.padded(arrays, rows)
+        return data.pad_batch(arrays, rows)
 
-    monkeypatch.setattr("train.commands.predict.padded", padded)
+    monkeypatch.setattr("train.commands.predict.pad_batch", padded)
     for batch_size, crops, expected in ((20, 1, 15), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
         changed = dataclasses.replace(config.data, batch_size=batch_size, crops=crops)
         few = dataclasses.replace(config, data=changed)

@@ -120,7 +120,7 @@ def test_epsilon_begins_at_zero_and_rises_with_every_step():
 def test_dropping_what_overflows_a_padded_batch_changes_no_digit_of_epsilon():
     """An overflowing step keeps a uniform choice: accounted for exactly, it is as if none did."""
     examples, size, noise, steps = 1437, 512, 8.0, 300
-    rows = poisson.rows_of(examples, size)
+    rows = poisson.padded_batch_size(examples, size)
     truncated = TruncatedSubsampledGaussianDpEvent(examples, size / examples, rows, noise)
     exactly = PLDAccountant().compose(truncated, steps).get_epsilon(1e-5)
     spent = Privacy(noise, size / examples, 1e-5).epsilon(steps)

@@ -19,7 +19,7 @@ from train.data import evaluation_batches
 from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.output.palette import overlay_labels, voc_colors
 from train.tasks import build
-from train.tasks.segmentation import Views, logits_by_view, measuring
+from train.tasks.segmentation import Views, logits_by_view, make_measure
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)
 recipes = pytest.fixture(vision_cases.recipes)
@@ -109,8 +109,8 @@ def test_probabilities_are_averaged_over_scales_and_mirror_images(config, task, 
         mirrored = likelihoods(logits_of(task, network, scaled[:, :, ::-1]), (16, 16))
         expected.append(mirrored[:, :, ::-1])
     views = Views((0.75, 1.0, 1.2), flip=True)
-    assert views.number == len(expected)
-    measure = jax.jit(measuring(config, task.model, views))
+    assert views.num_views == len(expected)
+    measure = jax.jit(make_measure(config, task.model, views))
     found = measure(*network, batch)
     mean = sum(expected) / len(expected)
     chex.assert_trees_all_equal(np.asarray(found.confusion[1]), mean.argmax(-1).astype(np.uint8))
@@ -165,7 +165,7 @@ def test_labels_are_painted_over_the_image():
 
 
 MISTAKES = [
-    ({"model": DeepLab()}, "data.source: digits has no masks, which the network deeplab takes; give data.source segmentation_folder"),
+    ({"model": DeepLab()}, "data.source: digits has no masks, which the network deeplab needs; give data.source segmentation_folder"),
     ({"model": PreactResNet(), "data": DATA}, "data.source: segmentation_folder has no images"),
 ]  # fmt: skip
 

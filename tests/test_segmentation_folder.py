@@ -177,9 +177,11 @@ refused = functools.partial(refusal, load)
 
 def test_nobody_says_how_many_classes_there_are(folder):
     path = folder / "classes.txt"
-    assert refused(folder, classes=None).endswith(f"a name a line of {path}; there is no such file")
+    assert refused(folder, classes=None).endswith(
+        f"one name per line of {path}, which does not exist"
+    )
     path.write_text("alone\n")
-    assert refused(folder, classes=None).endswith("that names 1")
+    assert refused(folder, classes=None).endswith("which names 1")
 
 
 def bad_ones(data):
@@ -202,10 +204,10 @@ def test_what_does_not_fit_is_left_out_with_its_reason(folder):
     pictured(labels_of(28, 40)).save(val / "masks" / "01.png")
     assert bad_ones(load(folder)) == {
         1: f"{train / 'images' / '01.bmp'}: it is 40 x 28, its mask 40 x 24",
-        2: f"{train / 'masks' / '02.png'}: label 3, expected 0 to 2, or 255 for none",
+        2: f"{train / 'masks' / '02.png'}: label 3, expected 0 to 2, or 255 to ignore a pixel",
         3: f"{train / 'images' / '03.bmp'}: zero bytes",
         6: f"{val / 'masks' / '00.png'}: not an image: none of JPEG, PNG, WEBP, BMP, PPM, TIFF, GIF",
-        7: f"{val / 'masks' / '01.png'}: its mode is RGB; labels are the values of a grey or a "
+        7: f"{val / 'masks' / '01.png'}: its mode is RGB; labels are the values of a gray or "
         "palette image",
     }
 
@@ -244,7 +246,7 @@ def test_two_images_of_one_name_are_said(folder):
 
 def test_missing_folders_are_said(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
-    assert f"no folder {empty / 'train'}; {empty} is to hold images/ and masks/, or" in refused(
+    assert f"no folder {empty / 'train'}; {empty} must hold images/ and masks/, or" in refused(
         empty
     )
     (folder / "val" / "masks").rename(folder / "val" / "labels")
@@ -252,7 +254,7 @@ def test_missing_folders_are_said(folder, tmp_path_factory):
     for split in ("train", "val"):
         (empty / split / "images").mkdir(parents=True)
         (empty / split / "masks").mkdir()
-    assert f"no image in {empty / 'train' / 'images'}; looked for" in refused(empty)
+    assert f"no image in {empty / 'train' / 'images'}; expected" in refused(empty)
 
 
 def test_scales_in_the_wrong_order_are_refused(folder):

@@ -93,7 +93,9 @@ def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_p
     folder.resume(other)
     assert folder.read_config() == other
     cropped = dataclasses.replace(config, data=dataclasses.replace(data, crop="padded"))
-    with pytest.raises(UserError, match=r"run \(data.crop is center there and padded here\)"):
+    with pytest.raises(
+        UserError, match=r"another config \(data.crop is center there and padded here\)"
+    ):
         folder.resume(cropped)
     assert folder.read_config() == other
 

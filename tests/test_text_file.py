@@ -12,8 +12,8 @@ from train.config import (
     TextFile,
 )
 from train.data import text_file
-from train.data.buckets import batches_an_epoch, bucket_of, bucketed_batches
-from train.data.tokenizer import tokens_of
+from train.data.buckets import batches_per_epoch, bucket_lengths, bucketed_batches
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks import build
 
@@ -121,7 +121,7 @@ def test_bucketed_batches_go_on_where_they_stopped(tmp_path):
 
 def test_buckets_are_powers_of_two_within_bounds():
     lengths = np.array([1, 16, 17, 32, 33, 100, 500])
-    np.testing.assert_array_equal(bucket_of(lengths, 100), [16, 16, 32, 32, 64, 100, 100])
+    np.testing.assert_array_equal(bucket_lengths(lengths, 100), [16, 16, 32, 32, 64, 100, 100])
 
 
 def test_bytes_that_are_no_text_are_read(tmp_path):
@@ -141,7 +141,9 @@ def test_without_a_path_there_is_the_standard_library():
 def test_a_text_that_is_too_short_is_refused(tmp_path, content):
     path = tmp_path / "short.txt"
     path.write_text(content)
-    with pytest.raises(UserError, match=rf"short.txt is too short: {len(content)} tokens.*64"):
+    with pytest.raises(
+        UserError, match=rf"short.txt is too short: {len(content)} tokens.*65 tokens"
+    ):
         text_file.load(TextFile(path=str(path)))
 
 
@@ -161,7 +163,7 @@ def vocabulary_of(tmp_path):
 
     def read(tokenizer):
         tokenizer.save(str(tmp_path / "tokens.json"))
-        return tokens_of(TextFile(tokenizer=str(tmp_path / "tokens.json")))
+        return load_tokenizer(TextFile(tokenizer=str(tmp_path / "tokens.json")))
 
     return read
 
@@ -170,10 +172,10 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
     tokenizers, vocabulary_of
 ):
     pairs = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])
-    vocabulary = vocabulary_of(tokenizers.Tokenizer(pairs))
-    assert vocabulary.encode("abba").tolist() == [2, 1, 0]
+    tokenizer = vocabulary_of(tokenizers.Tokenizer(pairs))
+    assert tokenizer.encode("abba").tolist() == [2, 1, 0]
     with pytest.raises(UserError, match=r"tokens\.json has no token for some of 'abxbay'"):
-        vocabulary.encode("abxbay")
+        tokenizer.encode("abxbay")
 
 
 @pytest.mark.parametrize(
@@ -183,17 +185,17 @@ def test_what_a_vocabulary_without_a_word_for_the_unknown_would_drop_is_refused(
 def test_what_a_unigram_does_not_know_is_refused(unknown, reason, tokenizers, vocabulary_of):
     scores = [("a", -1.0), ("b", -1.0), ("<unk>", -2.0)]
     made = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, unknown, False))
-    vocabulary = vocabulary_of(made)
-    assert vocabulary.encode("abba").tolist() == [0, 1, 1, 0]
+    tokenizer = vocabulary_of(made)
+    assert tokenizer.encode("abba").tolist() == [0, 1, 1, 0]
     with pytest.raises(UserError, match=rf"tokens\.json {reason}"):
-        vocabulary.encode("axb")
+        tokenizer.encode("axb")
 
 
 def test_a_vocabulary_that_leaves_numbers_out_is_as_large_as_its_largest(tokenizers, vocabulary_of):
     words = tokenizers.models.WordLevel({"a": 0, "b": 300}, unk_token="a")
-    vocabulary = vocabulary_of(tokenizers.Tokenizer(words))
-    assert vocabulary.size == 301
-    assert vocabulary.encode("b").tolist() == [300]
+    tokenizer = vocabulary_of(tokenizers.Tokenizer(words))
+    assert tokenizer.vocab_size == 301
+    assert tokenizer.encode("b").tolist() == [300]
 
 
 def test_a_text_is_neither_cut_nor_padded_as_its_tokenizer_says(tokenizers, vocabulary_of):
@@ -214,16 +216,16 @@ def test_a_prompt_begins_as_a_text_does_and_does_not_end(tokenizers, vocabulary_
     ends = parts.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     # Trimmed, a space covers as little of the text as what the template adds.
     made.post_processor = parts.Sequence([parts.ByteLevel(trim_offsets=True), ends])
-    vocabulary = vocabulary_of(made)
-    assert vocabulary.encode("a ").tolist() == [0, 2, 3, 1]
-    assert vocabulary.prompt("a ").tolist() == [0, 2, 3]
-    assert vocabulary.prompt(" ").tolist() == [0, 3]
-    assert vocabulary.prompt("").tolist() == []
+    tokenizer = vocabulary_of(made)
+    assert tokenizer.encode("a ").tolist() == [0, 2, 3, 1]
+    assert tokenizer.encode_prompt("a ").tolist() == [0, 2, 3]
+    assert tokenizer.encode_prompt(" ").tolist() == [0, 3]
+    assert tokenizer.encode_prompt("").tolist() == []
 
 
 def test_batches_of_documents_come_in_another_order_each_epoch_and_for_each_seed(tmp_path):
     data = text_file.load(documents(tmp_path, LENGTHS))
-    n = batches_an_epoch(data, 1, 64)
+    n = batches_per_epoch(data, 1, 64)
 
     def rows(seed):
         batches = bucketed_batches(data, 1, seed, 64)
@@ -248,7 +250,7 @@ def test_a_seed_draws_which_documents_are_held_out(tmp_path):
 def test_an_epoch_is_as_many_batches_as_tell_each_row_once(tmp_path):
     data = text_file.load(documents(tmp_path, LENGTHS))
     batches, rows = bucketed_batches(data, 4, 0, 64), []
-    for _ in range(batches_an_epoch(data, 4, 64)):
+    for _ in range(batches_per_epoch(data, 4, 64)):
         batch = next(batches)
         rows += batch["row"][batch["weight"] > 0].tolist()
     assert sorted(rows) == list(range(len(data.train["length"])))

@@ -37,7 +37,7 @@ def text_folder(workplace):
 
 
 def network(folder):
-    model = language.model_of(recipes.load(str(folder)))
+    model = language.build_network(recipes.load(str(folder)))
     with Checkpoints(folder / "checkpoints", 2) as checkpoints:
         return jax.device_get(checkpoints.restore_network(model.init)[:2])
 

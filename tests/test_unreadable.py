@@ -33,7 +33,7 @@ def test_each_bad_file_is_said_once_and_counted(folder):
         next(batches)
     assert files.count == 2
     assert sorted(lines) == [
-        f"cannot read {folder / 'train' / 'cat' / name}: zero bytes; it is left out"
+        f"cannot read {folder / 'train' / 'cat' / name}: zero bytes; skipped"
         for name in ("000.png", "002.png")
     ]
 
@@ -45,7 +45,7 @@ def test_more_than_the_allowed_share_of_bad_files_ends_the_run(folder):
         [next(batches) for _ in range(8)]
     message = str(caught.value)
     assert message.startswith(
-        "data.max_bad_fraction: so far 2 of the 20 training files cannot be read, more than 0.09 "
+        "data.max_bad_fraction: so far 2 of the 20 training files are unreadable, more than 0.09 "
         "of all; the first is "
     )
     assert message.endswith(

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from train import config as configs
 from train.config import Config
 from train.config.section import Count, CountOrZero, Positive, Seed
-from train.errors import UserError, nearest
+from train.errors import UserError, did_you_mean
 
 # Tyro prints the docstrings below for --help: a class for the command, a field for its flag. It
 # keeps line breaks within a field's text and does not break long lines of the command's.
@@ -378,7 +378,7 @@ def _first_mistake(kind: Any, defaults: Any, flags: Sequence[str], prog: str) ->
         if name not in known:
             names = ["--" + k.replace("_", "-") for k in known]
             meant = re.sub(r"^--no-(.*\.)", r"--\1no-", flag)  # "no" goes with the field
-            return f"unknown option {flag}{nearest(meant, names)}; see {prog} --help"
+            return f"unknown option {flag}{did_you_mean(meant, names)}; see {prog} --help"
         try:
             _tyro(kind, defaults, [flag, *values], prog, quiet=True)
         except SystemExit:

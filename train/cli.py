@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.errors import TrainingError, UserError, is_of_memory, nearest
+from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("fnet: interrupted", file=sys.stderr)
         raise SystemExit(1) from None
     except Exception as error:
-        if not is_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         _fail(
@@ -98,7 +98,7 @@ def _dispatch(argv: list[str]) -> None:
         raise SystemExit(0 if argv else 2)
     name, *rest = argv
     if name not in _MODULES:
-        raise UserError(f"no command {name}{nearest(name, _MODULES)}; see fnet --help")
+        raise UserError(f"no command {name}{did_you_mean(name, _MODULES)}; see fnet --help")
     _prepare_jax()
     # Imported here, so that a command loads only the libraries it needs.
     importlib.import_module(f"train.commands.{_MODULES[name]}").main(rest)

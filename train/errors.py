@@ -1,50 +1,67 @@
-"""Mistakes in what the user gave: one clear line, exit code 2."""
+"""Exceptions that end the program with one line, and the words that their messages share."""
 
 import difflib
 import errno
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class UserError(Exception):
-    """A mistake in what the user gave; the message is the one line that is shown."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``" (did you mean X?)"`` for the known name closest to ``name``, else ``""``."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
+    """Mistake of the user. The program prints the message in one line, with exit code 2."""
 
 
 class TrainingError(Exception):
-    """Training cannot go on; the message is the one line that is shown."""
+    """Training cannot continue. The program prints the message in one line, with exit code 1."""
 
 
-def is_of_memory(error: Exception) -> bool:
-    """Whether there was too little, of this machine or of a device, which XLA says in words."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean X?)"`` for the known name that is closest to ``name``, or ``""``."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {matches[0]}?)" if matches else ""
+
+
+def shorten(names: Sequence[str], most: int = 5) -> str:
+    """Join the first names, and count the others."""
+    others = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
+
+
+def list_available(names: Sequence[str], what: str) -> str:
+    """Return ``"; there are a, b"``, or ``"; there are no WHAT"``, to end a message."""
+    return f"; there are {shorten(names, 12)}" if names else f"; there are no {what}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the machine or a device ran out of memory.
+
+    XLA raises one exception type for all its errors, so its message has to tell.
+    """
     jax = sys.modules.get("jax")
     if not jax or not isinstance(error, jax.errors.JaxRuntimeError):
         return isinstance(error, MemoryError)
     return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
-_OF_THE_MACHINE = {
+_MACHINE_ERRORS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
     *(errno.EACCES, errno.EPERM, errno.ESTALE, errno.ETIMEDOUT),
 }
 
 
-def is_of_the_machine(error: Exception) -> bool:
-    """Whether a file could not be read for want of memory, handles, rights or a connection."""
+def is_machine_error(error: Exception) -> bool:
+    """Whether a file was unreadable for lack of memory, file handles, permission or a connection.
+
+    TensorStore, which reads checkpoints, gives its error codes only in messages.
+    """
     return any(
-        is_of_memory(e)
-        or (isinstance(e, OSError) and e.errno in _OF_THE_MACHINE)
+        is_out_of_memory(e)
+        or (isinstance(e, OSError) and e.errno in _MACHINE_ERRORS)
         or "PERMISSION_DENIED" in str(e)
-        for e in _chain(error)
+        for e in _with_causes(error)
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[Exception]:
+def _with_causes(error: BaseException | None) -> Iterator[Exception]:
     while isinstance(error, Exception):
         yield error
         error = error.__cause__ or error.__context__

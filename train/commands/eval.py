@@ -22,7 +22,7 @@ from train.run.class_names import check_classes
 from train.run.evaluation import Evaluation
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
-from train.tasks.segmentation import Views, measuring
+from train.tasks.segmentation import Views, make_measure
 
 _MAX_CLASSES = 40
 """Largest number of rows in the table of classes."""
@@ -63,11 +63,13 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     check_classes(folder, run.task.dataset.classes)
     views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
-        run = run._replace(task=run.task._replace(measure=measuring(config, run.task.model, views)))
+        run = run._replace(
+            task=run.task._replace(measure=make_measure(config, run.task.model, views))
+        )
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         network = checkpoints.restore_network(run.task.model.init)
     # With several crops or views per image, fewer images make a batch of the same size.
-    batch_size = max(config.data.batch_size // max(run.crops, views.number), 1)
+    batch_size = max(config.data.batch_size // max(run.crops, views.num_views), 1)
     log = line_printer(console)
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.compile_evaluation(unreadable, batch_size)

@@ -18,17 +18,17 @@ from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
 from train.config import Config, DeepLab, Denoiser, LanguageModel
-from train.data import padded
+from train.data import pad_batch
 from train.data.decode import UnreadableError, decode
-from train.data.files import LOOKED_FOR, images_below
-from train.data.image_input import Preparation, Prepared
+from train.data.files import IMAGE_PATTERNS, list_images
+from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
 from train.output.palette import overlay_labels, voc_colors
 from train.output.progress import line_printer, printable
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.tasks.classification import logits_by_crop
+from train.tasks.classification import average_logits_over_crops
 from train.tasks.segmentation import Views, logits_by_view
 
 _BATCH_SIZE = 16
@@ -111,7 +111,7 @@ def predict(
         )
     paths = find_images(given)
     classes = read_classes(folder, config)
-    prepare = Preparation(config)
+    prepare = Preprocessor(config)
     model = config.model.build(prepare.shape, len(classes))
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, step = checkpoints.restore_network(model.init)
@@ -162,16 +162,16 @@ def find_images(given: Sequence[str]) -> list[str]:
             paths.append(name)
             continue
         try:
-            below = images_below(Path(name))
+            below = list_images(Path(name))
         except UserError as error:
             raise UserError(str(error).removeprefix("data.path: ")) from error
         if not below:
-            raise UserError(f"no image in {name}; looked for {LOOKED_FOR}")
+            raise UserError(f"no image in {name}; expected {IMAGE_PATTERNS}")
         paths += [os.path.join(name, image) for image in below]
     return paths
 
 
-def predict_mask(logits: np.ndarray, prepared: Prepared) -> np.ndarray:
+def predict_mask(logits: np.ndarray, prepared: PreprocessedImage) -> np.ndarray:
     """Return labels uint8 [H, W] from logits [h, w, K], resized to the image file's size."""
     height, width, classes = logits.shape
     side = prepared.image.shape[0]
@@ -229,42 +229,44 @@ def _network(config: Config, model: Any) -> Callable[[Any, Any, Any], Any]:
     if isinstance(config.model, DeepLab):
         view_logits = logits_by_view(config, model, Views())
         return lambda params, state, image: view_logits(params, state, image)[0]
-    mean_logits = logits_by_crop(config, model)
+    mean_logits = average_logits_over_crops(config, model)
     return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))
 
 
 def _outputs(
     paths: Sequence[str],
-    prepare: Preparation,
+    prepare: Preprocessor,
     network: Callable[[np.ndarray], Any],
     batch_size: int,
-) -> Iterator[tuple[str, Prepared | UnreadableError, Any]]:
+) -> Iterator[tuple[str, PreprocessedImage | UnreadableError, Any]]:
     """Yield each path with its prepared image and the network's output, or with its error."""
     for start in range(0, len(paths), batch_size):
         batch_paths = paths[start : start + batch_size]
         batch = [_read(prepare, path) for path in batch_paths]
-        images = [item.image for item in batch if isinstance(item, Prepared)]
+        images = [item.image for item in batch if isinstance(item, PreprocessedImage)]
         outputs: Iterator[np.ndarray] = iter(())
         if images:
             # Padded to one size, so that the network is compiled once.
-            padded_images = padded({"image": np.stack(images)}, batch_size)["image"]
+            padded_images = pad_batch({"image": np.stack(images)}, batch_size)["image"]
             outputs = iter(np.asarray(network(padded_images)))
         for path, item in zip(batch_paths, batch, strict=True):
-            yield path, item, next(outputs) if isinstance(item, Prepared) else None
+            yield path, item, next(outputs) if isinstance(item, PreprocessedImage) else None
 
 
-def _read(prepare: Preparation, path: str) -> Prepared | UnreadableError:
+def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableError:
     try:
         return prepare(path)
     except UnreadableError as error:
         return error
 
 
-_ToPrediction = Callable[[str, Prepared, np.ndarray], Prediction]
+_ToPrediction = Callable[[str, PreprocessedImage, np.ndarray], Prediction]
 
 
 def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
-    def to_prediction(path: str, prepared: Prepared, probabilities: np.ndarray) -> Prediction:
+    def to_prediction(
+        path: str, prepared: PreprocessedImage, probabilities: np.ndarray
+    ) -> Prediction:
         most_probable = np.argsort(-probabilities, kind="stable")[:top_k]
         return Prediction(path, [(classes[i], float(probabilities[i])) for i in most_probable])
 
@@ -277,7 +279,7 @@ def _segmentation(
     """Write ``NAME.mask.png`` and ``NAME.overlay.png``, in folders as those of the images."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
-    def to_prediction(path: str, prepared: Prepared, logits: np.ndarray) -> Prediction:
+    def to_prediction(path: str, prepared: PreprocessedImage, logits: np.ndarray) -> Prediction:
         labels = predict_mask(logits, prepared)
         name = out / os.path.relpath(os.path.abspath(path), root)
         name.parent.mkdir(parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from train import arguments
 from train.arguments import ImageArguments, TextArguments
 from train.commands.positional import positional
 from train.config import Config, Denoiser, LanguageModel, TextFile
-from train.data import Dataset, batch_of
-from train.data.tokenizer import tokens_of
+from train.data import Dataset, sample_batch
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.output import plots
 from train.output.progress import printable
@@ -26,7 +26,7 @@ from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
 from train.run.run_folder import RunFolder
 from train.tasks import language
-from train.tasks.diffusion import network_of, schedule_of
+from train.tasks.diffusion import build_network, build_schedule
 
 
 def main(argv: list[str]) -> None:
@@ -60,13 +60,13 @@ def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> 
     data, section = config.data, config.model
     assert isinstance(data, TextFile)
     assert isinstance(section, LanguageModel)
-    vocabulary = tokens_of(data)
-    prompt = vocabulary.prompt(options.prompt)
+    tokenizer = load_tokenizer(data)
+    prompt = tokenizer.encode_prompt(options.prompt)
     if not len(prompt):
         raise UserError("--prompt: is empty; give at least one character")
     window = min(section.window or data.context, data.context)
     section = dataclasses.replace(section, window=window)
-    model = language.model_of(dataclasses.replace(config, model=section))
+    model = language.build_network(dataclasses.replace(config, model=section))
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, _ = checkpoints.restore_network(model.init)
 
@@ -85,14 +85,14 @@ def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> 
     yield options.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     # Decode from the start each time: the text between two tokens depends on both.
     tokens = prompt.tolist()
-    printed = len(vocabulary.decode(tokens))
+    printed = len(tokenizer.decode(tokens))
     for chunk in stream:
         tokens += np.asarray(chunk)[0].tolist()
         # Hold back a character whose last bytes come with the next chunk.
-        text = vocabulary.decode(tokens).rstrip("\ufffd")
+        text = tokenizer.decode(tokens).rstrip("\ufffd")
         yield text[printed:]
         printed = max(printed, len(text))
-    yield vocabulary.decode(tokens)[printed:]
+    yield tokenizer.decode(tokens)[printed:]
 
 
 def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> Path:
@@ -105,7 +105,7 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
     """
     section = config.model
     assert isinstance(section, Denoiser)
-    dataset, model = network_of(config)
+    dataset, model = build_network(config)
     check_classes(folder, dataset.classes)
     names = options.labels or dataset.classes
     for name in names:
@@ -149,7 +149,7 @@ def sample_images(
 
     Args:
       config: config of the run.
-      network: its dataset and model (`train.tasks.diffusion.network_of`).
+      network: its dataset and model (`train.tasks.diffusion.build_network`).
       params: model parameters.
       state: model state; attention contexts are read as in training.
       labels: class indices [N].
@@ -162,8 +162,8 @@ def sample_images(
     assert isinstance(section, Denoiser)
     dataset, model = network
     # Rows of most datasets are paths, so that the shape of an image is known from a batch.
-    shape, classes = batch_of(dataset, 1)["image"].shape[1:], len(dataset.classes)
-    sampler, schedule = diffusion.samplers.get(options.sampler), schedule_of(section)
+    shape, classes = sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes)
+    sampler, schedule = diffusion.samplers.get(options.sampler), build_schedule(section)
 
     @jax.jit
     def run(params: Any, state: Any, labels: Array, key: Array) -> Array:

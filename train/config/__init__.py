@@ -44,7 +44,7 @@ from train.config.training import (
     Tracking,
     Train,
 )
-from train.errors import UserError, nearest
+from train.errors import UserError, did_you_mean
 
 _Data = Digits | ImageFolder | ArrayFile | HuggingFace | SegmentationFolder | Synthetic | TextFile
 _Model = (
@@ -234,7 +234,7 @@ def _first_mistake(error: ErrorDetails) -> str:
     name = ".".join(loc)
     if error["type"] == "unexpected_keyword_argument":
         known = flatten(default) if len(loc) > 1 else [f.name for f in fields(default)]
-        return f"unknown field {name}{nearest(name, known)}"
+        return f"unknown field {name}{did_you_mean(name, known)}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         context = error["ctx"]
         tag, allowed = context["discriminator"].strip("'"), ", ".join(map(repr, variants(name)))

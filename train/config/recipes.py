@@ -6,7 +6,7 @@ from pathlib import Path
 
 from train import config as configs
 from train.config import Config
-from train.errors import UserError, nearest
+from train.errors import UserError, did_you_mean
 
 _PROGRAM = Path(__file__).parent.parent
 # Inside the package when installed, next to it in a clone.
@@ -46,7 +46,7 @@ def load(given: str) -> Config:
     except OSError as error:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
     raise UserError(
-        f"no recipe {given}{nearest(path.stem, known)}; there are {', '.join(known)}; or give "
+        f"no recipe {given}{did_you_mean(path.stem, known)}; there are {', '.join(known)}; or give "
         "a recipe's file, or a run's folder or config.json"
     )
 

@@ -1,4 +1,4 @@
-"""Examples, in batches: what a task trains and is tested on."""
+"""Datasets, and their batches for training and evaluation."""
 
 import concurrent.futures
 import functools
@@ -13,23 +13,26 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""
 
-READ_AHEAD = 2
-"""Batches that lie ready; one more is in the making, and two belong to steps not yet looked at."""
+PREFETCHED_BATCHES = 2
+"""Batches that are ready; beyond these, one is being made and the loop holds up to two."""
 
 
 class Dataset(NamedTuple):
-    """A data source, split.
+    """Training and test examples of a data source.
+
+    A row is what a batch needs to make one example: the example itself, or where to find it, such
+    as an index into a list of files.
 
     Attributes:
-      train: training examples, or where they are: of a text, where each row begins.
-      test: held-out examples, seen by no step, or where they are.
-      classes: their names, by label; () where there are none.
-      augment: ``(rows, generator) -> batch`` makes training batches of rows of ``train``.
-      prepare: ``rows -> batch`` makes batches of rows of ``test``; by default they are one.
-      name: of a row of ``train``, what a person can find it by: its file, or its number.
-      explain: of an ``id`` of weight 0, why it is: its file and what is wrong with that; None
-        if nothing is.
-      max_bad_fraction: of the files of a split, so many may be unreadable.
+      train: Rows of the training examples.
+      test: Rows of the test examples.
+      classes: Class names by label; () without labels.
+      augment: ``(rows, generator) -> batch``, makes a training batch.
+      prepare: ``rows -> batch``, makes a test batch; by default the rows are the batch.
+      name: Describes a row of ``train`` to the user: its file, or its index.
+      explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
+        it can be read.
+      max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
     """
 
     train: Arrays
@@ -42,109 +45,107 @@ class Dataset(NamedTuple):
     max_bad_fraction: float = 0.0
 
 
-def size(arrays: Arrays) -> int:
-    """How many examples there are."""
+def num_examples(arrays: Arrays) -> int:
+    """Count the examples in named arrays."""
     return len(next(iter(arrays.values())))
 
 
+def select_rows(arrays: Arrays, index: Any) -> Arrays:
+    """Select rows, and add their indices as ``row``."""
+    return {name: a[index] for name, a in arrays.items()} | {"row": np.asarray(index, np.int32)}
+
+
+def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator) -> Arrays:
+    """Make a training batch of rows from `select_rows`; ``row`` [batch] is passed on."""
+    plain = {name: a for name, a in rows.items() if name != "row"}
+    return dataset.augment(plain, generator) | {"row": rows["row"]}
+
+
+def sample_batch(dataset: Dataset, batch_size: int) -> Arrays:
+    """Make a batch with the shapes and dtypes of a training batch from one example."""
+    row = select_rows(dataset.train, np.arange(1))
+    return _repeat(augment_rows(dataset, row, np.random.default_rng(0)), batch_size)
+
+
+def sample_evaluation_batch(dataset: Dataset, batch_size: int) -> Arrays:
+    """Make a batch with the shapes and dtypes of an evaluation batch from one example."""
+    row = {name: a[:1] for name, a in dataset.test.items()}
+    return _repeat(pad_batch(dataset.prepare(row), 1), batch_size)
+
+
+def _repeat(example: Arrays, batch_size: int) -> Arrays:
+    return {name: np.broadcast_to(a, (batch_size, *a.shape[1:])) for name, a in example.items()}
+
+
+def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.DatasetIterator":
+    """Iterate over full, augmented batches without end, reshuffled every epoch.
+
+    The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
+    with the same batches.
+    """
+    import grain  # imports JAX, which processes that decode images must not
+
+    return prefetch(
+        grain.MapDataset.source(_Rows(dataset.train))
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        .batch(batch_size, drop_remainder=True)  # drops nothing: the source is endless
+        .random_map(functools.partial(augment_rows, dataset))
+    )
+
+
 class _Rows:
-    """Arrays as grain's random access source: one example an index."""
+    """Rows as a random access source for grain."""
 
     def __init__(self, arrays: Arrays):
         self._arrays = arrays
 
     def __len__(self) -> int:
-        return size(self._arrays)
+        return num_examples(self._arrays)
 
     def __getitem__(self, index: Any) -> Arrays:
-        return numbered(self._arrays, index)
+        return select_rows(self._arrays, index)
 
 
-def numbered(arrays: Arrays, index: Any) -> Arrays:
-    """Some rows, and in ``row`` which they are."""
-    return {name: a[index] for name, a in arrays.items()} | {"row": np.asarray(index, np.int32)}
-
-
-def augmented(dataset: Dataset, rows: Arrays, generator: np.random.Generator) -> Arrays:
-    """A training batch of rows; ``row`` [batch] says which they are."""
-    plain = {name: a for name, a in rows.items() if name != "row"}
-    return dataset.augment(plain, generator) | {"row": rows["row"]}
-
-
-def batch_of(dataset: Dataset, rows: int) -> Arrays:
-    """What the shapes of a training batch of that many rows are, filled with one example."""
-    one = numbered(dataset.train, np.arange(1))
-    return _repeated(augmented(dataset, one, np.random.default_rng(0)), rows)
-
-
-def evaluation_batch_of(dataset: Dataset, rows: int) -> Arrays:
-    """The same of an evaluation batch: no more than one example is read."""
-    return _repeated(padded(dataset.prepare(_first(dataset.test)), 1), rows)
-
-
-def _first(arrays: Arrays) -> Arrays:
-    return {name: a[:1] for name, a in arrays.items()}
-
-
-def _repeated(one: Arrays, rows: int) -> Arrays:
-    return {name: np.broadcast_to(a, (rows, *a.shape[1:])) for name, a in one.items()}
-
-
-def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.DatasetIterator":
-    """Endless augmented batches, reshuffled every epoch, always full.
-
-    The iterator's ``get_state()`` is its position as JSON; after ``set_state``
-    the same batches follow.
-    """
-    import grain  # and JAX with it, which processes that decode images do without
-
-    return read_ahead(
-        grain.MapDataset.source(_Rows(dataset.train))
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .batch(batch_size, drop_remainder=True)  # of which there is none: the source is endless
-        .random_map(functools.partial(augmented, dataset))
-    )
-
-
-def read_ahead(batches: "grain.MapDataset") -> "grain.DatasetIterator":
-    """The batches in order, made by a thread while the device is at work."""
+def prefetch(batches: "grain.MapDataset") -> "grain.DatasetIterator":
+    """Iterate over batches in order; a thread makes them while the device computes."""
     import grain
 
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
     return iter(batches.to_iter_dataset(options))
 
 
 def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:
-    """Every held-out example once, in order; the last batch is padded. One is read ahead.
+    """Iterate over the test examples once, in order. One batch is prefetched.
 
-    Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for padding.
+    Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for the padding of the last batch.
     """
 
-    def batch(start: int) -> Arrays:
+    def make_batch(start: int) -> Arrays:
         rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
-        return padded(dataset.prepare(rows), batch_size)
+        return pad_batch(dataset.prepare(rows), batch_size)
 
-    starts = range(0, size(dataset.test), batch_size)
+    starts = range(0, num_examples(dataset.test), batch_size)
     with concurrent.futures.ThreadPoolExecutor(1) as reader:
-        ahead = reader.submit(batch, 0)
+        next_batch = reader.submit(make_batch, 0)
         for start in starts:
-            ready = ahead.result()
+            batch = next_batch.result()
             if start + batch_size in starts:
-                ahead = reader.submit(batch, start + batch_size)
-            yield ready
+                next_batch = reader.submit(make_batch, start + batch_size)
+            yield batch
 
 
-def padded(batch: Arrays, rows: int) -> Arrays:
-    """The batch with zeros up to that many rows, and ``weight`` [rows]: 0.0 for those, else 1.0.
+def pad_batch(batch: Arrays, batch_size: int) -> Arrays:
+    """Pad a batch with zeros, and add ``weight`` [batch_size]: 0.0 for padding, else 1.0.
 
-    A weight that the batch brings is kept. In ``id`` padding is -1: 0 is an example's.
+    A ``weight`` in the batch takes precedence. The padding of ``id`` is -1, because 0 is an id.
     """
-    real = size(batch)
-    batch = {"weight": np.ones(real, np.float32)} | batch
+    count = num_examples(batch)
+    batch = {"weight": np.ones(count, np.float32)} | batch
 
-    def longer(a: np.ndarray, fill: int) -> np.ndarray:
-        return np.pad(a, [(0, rows - real)] + [(0, 0)] * (a.ndim - 1), constant_values=fill)
+    def pad(a: np.ndarray, fill: int) -> np.ndarray:
+        widths = [(0, batch_size - count)] + [(0, 0)] * (a.ndim - 1)
+        return np.pad(a, widths, constant_values=fill)
 
-    return {name: longer(a, -1 if name == "id" else 0) for name, a in batch.items()}
+    return {name: pad(a, -1 if name == "id" else 0) for name, a in batch.items()}

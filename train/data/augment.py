@@ -1,4 +1,8 @@
-"""What is done to the colours of training images, what is cut out of them, what is mixed."""
+"""Crops, flips, color jitter, cutout and mixup, for training and for test-time augmentation.
+
+Functions that take ``draws`` are deterministic: all randomness is drawn before, so that the
+images can be made in other processes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +14,12 @@ from PIL import Image
 from train.data import Arrays
 from train.data.decode import View, ViewOf
 
-_ATTEMPTS = 10
-RESIZED_CROP_DRAWS = 2 * _ATTEMPTS + 2
-"""Numbers in [0, 1) that one random resized crop takes."""
+_CROP_ATTEMPTS = 10
+RESIZED_CROP_DRAWS = 2 * _CROP_ATTEMPTS + 2
+"""Random numbers that one `random_resized_crop` takes."""
 
 
-def resized_crop(
+def random_resized_crop(
     width: int,
     height: int,
     size: int,
@@ -24,25 +28,26 @@ def resized_crop(
     area: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> View:
-    """A part of random area and shape, at a random place, at one size.
+    """Crop a part of random area, aspect ratio and position, and resize it.
 
-    Of ten tries the first that lies within the image is taken, its area uniform, its
-    ratio log-uniform; else the largest part in the middle of an allowed ratio. As
-    torchvision's RandomResizedCrop; Szegedy et al. 2015, "Going deeper with convolutions".
+    The area is uniform and the aspect ratio log-uniform. The first of ten attempts that lies
+    within the image counts. If there is none, the result is the largest center crop with an
+    allowed ratio. This is torchvision's RandomResizedCrop (Szegedy et al. 2015, "Going deeper
+    with convolutions").
 
     Args:
-      width, height: of the image.
-      size: of the result, which is square.
+      width, height: size of the image.
+      size: height and width of the result.
       draws: [RESIZED_CROP_DRAWS] numbers in [0, 1).
-      area: smallest and largest share of the image.
+      area: smallest and largest area, as a fraction of the image.
       ratio: smallest and largest width / height.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     d: list[float] = draws.tolist()
-    for i in range(_ATTEMPTS):
-        target = width * height * (area[0] + (area[1] - area[0]) * d[2 * i])
+    for i in range(_CROP_ATTEMPTS):
+        pixels = width * height * (area[0] + (area[1] - area[0]) * d[2 * i])
         shape = math.exp(low + (high - low) * d[2 * i + 1])
-        w, h = round(math.sqrt(target * shape)), round(math.sqrt(target / shape))
+        w, h = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
         if 0 < w <= width and 0 < h <= height:
             left, top = int(d[-2] * (width - w + 1)), int(d[-1] * (height - h + 1))
             return View((left, top, left + w, top + h), (size, size))
@@ -55,8 +60,8 @@ def resized_crop(
     return View((left, top, left + w, top + h), (size, size))
 
 
-def short_side(size: int) -> ViewOf:
-    """The whole image, its shorter side of that many pixels, as torchvision's Resize."""
+def resize_shorter_side(size: int) -> ViewOf:
+    """Resize the image so that its shorter side has ``size`` pixels (torchvision's Resize)."""
 
     def view(width: int, height: int) -> View:
         short = min(width, height)
@@ -66,107 +71,107 @@ def short_side(size: int) -> ViewOf:
     return view
 
 
-def centre(image: np.ndarray, size: int) -> np.ndarray:
-    """The middle [size, size, C] of an image [H, W, C] that is not smaller."""
+def center_crop(image: np.ndarray, size: int) -> np.ndarray:
+    """Crop the center [size, size, C] of an image [H, W, C] that is at least as large."""
     top, left = (round((side - size) / 2) for side in image.shape[:2])
     return image[top : top + size, left : left + size]
 
 
 def ten_crops(image: np.ndarray, size: int) -> np.ndarray:
-    """The four corners and the middle, and the mirror image of each: [10, size, size, C]."""
+    """Crop the four corners and the center, and flip each: [10, size, size, C]."""
     first, last = slice(None, size), slice(-size, None)
-    five = [image[y, x] for y in (first, last) for x in (first, last)]
-    five.append(centre(image, size))
-    return np.stack([*five, *(crop[:, ::-1] for crop in five)])
+    crops = [image[y, x] for y in (first, last) for x in (first, last)]
+    crops.append(center_crop(image, size))
+    return np.stack([*crops, *(crop[:, ::-1] for crop in crops)])
 
 
 def two_crops(image: np.ndarray, size: int) -> np.ndarray:
-    """The middle and its mirror image: [2, size, size, C]."""
-    middle = centre(image, size)
-    return np.stack([middle, middle[:, ::-1]])
+    """Crop the center, and flip it: [2, size, size, C]."""
+    crop = center_crop(image, size)
+    return np.stack([crop, crop[:, ::-1]])
 
 
-_CUTS = {1: centre, 2: two_crops, 10: ten_crops}
+_EVALUATION_CROPS = {1: center_crop, 2: two_crops, 10: ten_crops}
 
 
-def views(image: np.ndarray, size: int, crops: int, border: int) -> np.ndarray:
-    """What is seen of an image in evaluation: [size, size, C], or [crops, size, size, C].
+def evaluation_crops(image: np.ndarray, size: int, crops: int, border: int) -> np.ndarray:
+    """Make the crops of a test image: [size, size, C], or [crops, size, size, C].
 
     Args:
-      image: [H, W, C], not smaller.
-      size: of each crop.
-      crops: how many: 1, 2 or 10.
-      border: pixels of its mirror image that are set around it before.
+      image: [H, W, C], with H and W at least ``size``.
+      size: height and width of each crop.
+      crops: number of crops: 1, 2 or 10.
+      border: pixels of reflected border that are added to the image first.
     """
     if border:
-        around = (border, border)
-        image = np.pad(image, (around, around, (0, 0)), "reflect")
-    return _CUTS[crops](image, size)
+        widths = (border, border)
+        image = np.pad(image, (widths, widths, (0, 0)), "reflect")
+    return _EVALUATION_CROPS[crops](image, size)
 
 
-def moved(images: np.ndarray, by: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:
-    """Each image [N, H, W, C] seen through a window of its size, moved by up to ``padding``.
+def shift(images: np.ndarray, offsets: np.ndarray, padding: int, *, reflect: bool) -> np.ndarray:
+    """Pad each image [N, H, W, C] and crop it to its size, in place.
 
     Args:
-      images: which may be changed.
-      by: int [N, 2], 0 to 2 * padding: the window's upper left corner in the padded image.
-      padding: pixels on each side.
-      reflect: what comes in is the image's mirror image; else it is 0.
+      images: [N, H, W, C]; modified.
+      offsets: int [N, 2], from 0 to 2 * padding: upper left corner (y, x) in the padded image.
+      padding: pixels per side.
+      reflect: pad by reflection instead of zeros.
     """
     if not padding:
         return images
     _, height, width, _ = images.shape
-    around = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    padded = np.pad(images, around, "reflect" if reflect else "constant")
-    for i, (y, x) in enumerate(by.tolist()):
+    widths = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    padded = np.pad(images, widths, "reflect" if reflect else "constant")
+    for i, (y, x) in enumerate(offsets.tolist()):
         images[i] = padded[i, y : y + height, x : x + width]
     return images
 
 
-def mirrored(images: np.ndarray, which: np.ndarray) -> np.ndarray:
-    """The images [N, H, W, ...], those mirrored left to right for which ``which`` [N] is True."""
-    for i in np.flatnonzero(which):
+def horizontal_flip(images: np.ndarray, flip: np.ndarray) -> np.ndarray:
+    """Flip the images [N, H, W, ...] whose entry of ``flip`` [N] is True, in place."""
+    for i in np.flatnonzero(flip):
         images[i] = images[i, :, ::-1].copy()
     return images
 
 
 class Placement(NamedTuple):
-    """Where a part of an image lies on a square canvas.
+    """Position of a part of an image on a square canvas.
 
     Attributes:
-      view: the part, and its size there.
-      at: x, y of its upper left corner.
+      view: part of the image, and its size on the canvas.
+      at: x and y of its upper left corner on the canvas.
     """
 
     view: View
     at: tuple[int, int]
 
 
-def fitted(width: int, height: int, size: int) -> Placement:
-    """The whole image, its longer side ``size``, in the canvas's upper left corner."""
+def fit(width: int, height: int, size: int) -> Placement:
+    """Resize the whole image so that its longer side is ``size``, at the upper left corner."""
     long = max(width, height)
     sides = max(round(width * size / long), 1), max(round(height * size / long), 1)
     return Placement(View((0, 0, width, height), sides), (0, 0))
 
 
-def scaled_crop(
+def random_scale_crop(
     width: int, height: int, size: int, draws: np.ndarray, scale: tuple[float, float]
 ) -> Placement:
-    """A part of the image at a random scale, at a random place; or all of it where it fits.
+    """Resize the image by a random scale, and crop it or place it at a random position.
 
     Args:
-      width, height: of the image.
-      size: of the canvas, which is square.
-      draws: [3] numbers in [0, 1): scale, horizontal and vertical place.
-      scale: smallest and largest; 1 is that of `fitted`.
+      width, height: size of the image.
+      size: height and width of the canvas.
+      draws: [3] numbers in [0, 1): scale, horizontal and vertical position.
+      scale: smallest and largest scale, relative to `fit`.
     """
-    u, *places = draws.tolist()
+    u, *positions = draws.tolist()
     factor = (scale[0] + (scale[1] - scale[0]) * u) * size / max(width, height)
     sides, starts, ends, at = [], [], [], []
-    for length, place in zip((width, height), places, strict=True):
+    for length, position in zip((width, height), positions, strict=True):
         scaled = max(round(length * factor), 1)
         if scaled > size:
-            start = int(place * (scaled - size + 1))
+            start = int(position * (scaled - size + 1))
             starts.append(start * length / scaled)
             ends.append((start + size) * length / scaled)
             sides.append(size)
@@ -175,15 +180,15 @@ def scaled_crop(
             starts.append(0.0)
             ends.append(float(length))
             sides.append(scaled)
-            at.append(int(place * (size - scaled + 1)))
+            at.append(int(position * (size - scaled + 1)))
     return Placement(
         View((starts[0], starts[1], ends[0], ends[1]), (sides[0], sides[1])), (at[0], at[1])
     )
 
 
-_GREY = np.array([0.299, 0.587, 0.114])
-# Of the pixels' covariance over ImageNet, in [0, 1]: Krizhevsky et al. 2012, as given in
-# fb.resnet.torch and in mapillary/inplace_abn, scripts/imagenet/transforms.py.
+_GRAY = np.array([0.299, 0.587, 0.114])
+# Eigenvalues and eigenvectors of the covariance of ImageNet's pixels in [0, 1] (Krizhevsky et al.
+# 2012), as in fb.resnet.torch and in scripts/imagenet/transforms.py of mapillary/inplace_abn.
 _EIGENVALUES = np.array([0.2175, 0.0188, 0.0045])
 _EIGENVECTORS = np.array(
     [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]]
@@ -191,112 +196,114 @@ _EIGENVECTORS = np.array(
 _SATURATION, _BRIGHTNESS, _CONTRAST = range(3)
 
 
-def in_bytes(colour: Sequence[float]) -> tuple[int, ...]:
-    """A colour of shares in [0, 1], in [0, 255]."""
-    return tuple(round(255 * share) for share in colour)
+def to_uint8(color: Sequence[float]) -> tuple[int, ...]:
+    """Convert a color from [0, 1] to [0, 255]."""
+    return tuple(round(255 * value) for value in color)
 
 
-def draw_colours(
-    n: int, jitter: float, lighting: float, generator: np.random.Generator
+def draw_color_jitter(
+    n: int, strength: float, lighting: float, generator: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """What is random about the colours of n images, for `colour_matrix`.
+    """Draw the arguments of `color_matrix` for n images.
 
     Args:
-      n: images.
-      jitter: by how much saturation, brightness and contrast may each be less or more.
-      lighting: standard deviation along the principal components of colours.
+      n: number of images.
+      strength: largest relative change of saturation, brightness and contrast.
+      lighting: standard deviation of the noise along the principal components of colors.
+      generator: source of randomness.
     """
     order = np.argsort(generator.random((n, 3)), axis=1)
-    blend = generator.uniform(1 - jitter, 1 + jitter, (n, 3))
+    blend = generator.uniform(1 - strength, 1 + strength, (n, 3))
     return {"order": order, "blend": blend, "light": generator.normal(0, lighting, (n, 3))}
 
 
-def colour_matrix(
+def color_matrix(
     mean: np.ndarray, order: np.ndarray, blend: np.ndarray, light: np.ndarray
 ) -> np.ndarray:
-    """Colour jitter and lighting as one affine map of RGB, [3, 4].
+    """Compute color jitter and lighting as one affine map of RGB, [3, 4].
 
-    Saturation blends each pixel with its grey value, brightness with black, contrast with
-    the image's mean grey value, in the given order, each as ``blend * x + (1 - blend) *
-    other``; lighting adds one colour to all pixels. All are affine, and what contrast needs
-    of the image, its mean, is mapped along: nothing is rounded or clipped in between.
+    Saturation blends each pixel with its gray value, brightness with black, and contrast with the
+    image's mean gray value: ``blend * x + (1 - blend) * other``. Lighting adds one color to all
+    pixels. The map also transforms the mean that contrast needs, so that nothing is rounded or
+    clipped between the operations.
 
     Args:
-      mean: [3], the image's mean colour, 0 to 255.
-      order: [3], a permutation: 0 saturation, 1 brightness, 2 contrast.
-      blend: [3], of each, by these numbers.
-      light: [3], along each principal component, in standard deviations of the pixels.
+      mean: [3], mean color of the image, 0 to 255.
+      order: [3], order of the operations: 0 saturation, 1 brightness, 2 contrast.
+      blend: [3], blend factor of each operation.
+      light: [3], noise along each principal component, in standard deviations of ImageNet's pixels.
     """
     matrix, offset = np.eye(3), np.zeros(3)
     for kind in order:
         alpha = blend[kind]
         if kind == _SATURATION:
-            step = alpha * np.eye(3) + (1 - alpha) * _GREY
+            step = alpha * np.eye(3) + (1 - alpha) * _GRAY
             matrix, offset = step @ matrix, step @ offset
         else:
             if kind == _CONTRAST:
-                grey = _GREY @ (matrix @ mean + offset)
+                gray = _GRAY @ (matrix @ mean + offset)
             matrix, offset = alpha * matrix, alpha * offset
             if kind == _CONTRAST:
-                offset = offset + (1 - alpha) * grey
+                offset = offset + (1 - alpha) * gray
     offset = offset + 255 * (_EIGENVECTORS @ (light * _EIGENVALUES))
     return np.column_stack([matrix, offset])
 
 
-def coloured(images: np.ndarray, colours: Arrays) -> np.ndarray:
-    """Images uint8 [N, H, W, 3], changed in place, each by its `colour_matrix`."""
+def color_jitter(images: np.ndarray, draws: Arrays) -> np.ndarray:
+    """Apply the `color_matrix` of each image uint8 [N, H, W, 3], in place."""
     pixels = images.shape[1] * images.shape[2]
     for i, image in enumerate(images):
         mean = image.sum(0, dtype=np.uint32).sum(0) / pixels
-        matrix = colour_matrix(mean, *(colours[k][i] for k in ("order", "blend", "light")))
+        matrix = color_matrix(mean, *(draws[k][i] for k in ("order", "blend", "light")))
         images[i] = Image.fromarray(image).convert("RGB", tuple(matrix.ravel().tolist()))
     return images
 
 
-def cutout(images: np.ndarray, centre: np.ndarray, side: int, fill: np.ndarray) -> np.ndarray:
-    """Images [N, H, W, C], changed in place, without a square that may reach over the border.
+def cutout(images: np.ndarray, center: np.ndarray, side: int, fill: np.ndarray) -> np.ndarray:
+    """Fill a square of each image [N, H, W, C], in place. The square can cross the border.
 
     DeVries and Taylor 2017, "Improved Regularization of Convolutional Neural Networks with
     Cutout".
 
     Args:
       images: uint8.
-      centre: float [N, 2] in [0, 1): its vertical and horizontal place.
-      side: of the square, in pixels.
-      fill: [C], what stands there instead.
+      center: float [N, 2] in [0, 1), relative position (y, x) of the square's center.
+      side: side of the square, in pixels.
+      fill: [C], color of the square.
     """
     _, height, width, _ = images.shape
-    for i, (y, x) in enumerate((centre * (height, width)).astype(int).tolist()):
+    for i, (y, x) in enumerate((center * (height, width)).astype(int).tolist()):
         top, left = y - side // 2, x - side // 2
         images[i, max(top, 0) : max(top + side, 0), max(left, 0) : max(left + side, 0)] = fill
     return images
 
 
-def mixed(batch: Arrays, alpha: float, generator: np.random.Generator) -> Arrays:
-    """Each image with a share of another one of the batch, and the label of that.
+def mixup(batch: Arrays, alpha: float, generator: np.random.Generator) -> Arrays:
+    """Mix each image with another one of the batch (Zhang et al. 2018, "mixup").
 
-    ``image = mix * image + (1 - mix) * other``, the share from Beta(alpha, alpha), in steps
-    of 1/256: Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization". An image that
-    could not be read is mixed with none.
+    ``image = mix * image + (1 - mix) * other``, with ``mix`` from Beta(alpha, alpha), rounded to
+    multiples of 1/256. Unreadable images are not mixed.
 
     Args:
       batch: ``image`` uint8 [N, H, W, C], ``label`` [N], ``weight`` [N].
-      alpha: more is nearer to halves.
-      generator: of shares and pairs.
+      alpha: parameter of the Beta distribution.
+      generator: source of randomness.
 
     Returns:
-      The batch, its images mixed, with ``label_2`` [N] and ``mix`` float32 [N], the share
-      of the first.
+      The batch with mixed images, ``label_2`` [N] of the other images, and ``mix`` float32 [N].
     """
     images, weight = batch["image"], batch["weight"]
     n = len(images)
     other = generator.permutation(n)
-    share = np.round(256 * generator.beta(alpha, alpha, n)).astype(np.uint16)
-    share[(weight == 0) | (weight[other] == 0)] = 256
+    mix = np.round(256 * generator.beta(alpha, alpha, n)).astype(np.uint16)
+    mix[(weight == 0) | (weight[other] == 0)] = 256
     out = np.empty_like(images)
-    for i in range(n):  # one at a time stays within the cache
-        own = images[i] * share[i]
-        rest = images[other[i]] * (256 - share[i])
-        out[i] = (own + rest + np.uint16(128)) >> 8
-    mix = (share / 256).astype(np.float32)
-    return batch | {"image": out, "label_2": batch["label"][other], "mix": mix}
+    for i in range(n):  # one image at a time stays in the cache
+        first = images[i] * mix[i]
+        second = images[other[i]] * (256 - mix[i])
+        out[i] = (first + second + np.uint16(128)) >> 8
+    return batch | {
+        "image": out,
+        "label_2": batch["label"][other],
+        "mix": (mix / 256).astype(np.float32),
+    }

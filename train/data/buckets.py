@@ -1,4 +1,4 @@
-"""Rows of many lengths in batches of few: padded to powers of two, so that few programs exist."""
+"""Length bucketing: rows are padded to powers of two, so that few programs are compiled."""
 
 import functools
 from typing import SupportsIndex
@@ -6,54 +6,55 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, augmented, numbered, padded, read_ahead
+from train.data import Arrays, Dataset, augment_rows, pad_batch, prefetch, select_rows
 
-SMALLEST = 16
-"""Fewest tokens a row is padded to: below, a program's overhead is more than its work."""
+SMALLEST_BUCKET = 16
+"""Smallest padded length in tokens. Overhead dominates programs for shorter rows."""
 
 
-def bucket_of(length: np.ndarray, longest: int) -> np.ndarray:
-    """The least power of two that holds each length, from `SMALLEST` up to ``longest``."""
-    power = 2 ** np.ceil(np.log2(np.maximum(length, 1))).astype(np.int64)
-    return np.minimum(np.maximum(power, SMALLEST), longest)
+def bucket_lengths(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """Round each length up to a power of two, from `SMALLEST_BUCKET` to ``longest``."""
+    power = 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
+    return np.minimum(np.maximum(power, SMALLEST_BUCKET), longest)
 
 
 def bucketed_batches(
     dataset: Dataset, batch_size: int, seed: int, longest: int
 ) -> grain.DatasetIterator:
-    """Endless batches of rows of about one length, cut to it; a last one of an epoch is padded.
+    """Iterate over batches of rows of similar length without end.
 
-    Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch], and ``weight``
-    [batch]: the share of the bucket that is real, 0.0 for padding, so that every token
-    counts the same within a batch. An epoch holds every row once, in another order each
-    time. The iterator's ``get_state()`` is its position as JSON; after ``set_state`` the
-    same batches follow.
+    Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. The
+    weight is length / bucket, so that all tokens of a batch count the same, and 0.0 for padding.
+    An epoch holds every row once, in a new order; the last batch of a bucket is padded.
+
+    The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
+    with the same batches.
 
     Args:
-      dataset: with ``length`` in ``train``; its ``augment`` gives ``tokens``.
-      batch_size: rows a batch.
-      seed: of the order.
-      longest: the last bucket, in tokens that are read.
+      dataset: Dataset with ``length`` in ``train``, whose ``augment`` returns ``tokens``.
+      batch_size: Rows per batch.
+      seed: Seed of the order.
+      longest: Largest bucket, in tokens of input.
     """
-    source = _Batches(dataset, batch_size, seed, longest)
-    return read_ahead(grain.MapDataset.source(source))
+    source = _BucketedBatches(dataset, batch_size, seed, longest)
+    return prefetch(grain.MapDataset.source(source))
 
 
-def batches_an_epoch(dataset: Dataset, batch_size: int, longest: int) -> int:
-    """How many batches hold every row once."""
-    bucket = bucket_of(dataset.train["length"], longest)
-    return sum(-(-int((bucket == b).sum()) // batch_size) for b in np.unique(bucket))
+def batches_per_epoch(dataset: Dataset, batch_size: int, longest: int) -> int:
+    """Count the batches that hold every row once."""
+    lengths = bucket_lengths(dataset.train["length"], longest)
+    return sum(-(-int((lengths == b).sum()) // batch_size) for b in np.unique(lengths))
 
 
-class _Batches:
-    """Grain's random access source: one whole batch an index."""
+class _BucketedBatches:
+    """Random access source for grain, with one batch per index."""
 
     def __init__(self, dataset: Dataset, batch_size: int, seed: int, longest: int):
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
-        self._epoch = functools.lru_cache(maxsize=2)(self._orders)
-        bucket = bucket_of(dataset.train["length"], longest)
-        self._buckets = {int(b): np.flatnonzero(bucket == b) for b in np.unique(bucket)}
-        # (bucket, which of its batches): the same in each epoch, in another order.
+        self._epoch = functools.lru_cache(maxsize=2)(self._shuffle_epoch)
+        lengths = bucket_lengths(dataset.train["length"], longest)
+        self._buckets = {int(b): np.flatnonzero(lengths == b) for b in np.unique(lengths)}
+        # (bucket, index of its batch): the same set in each epoch, in a new order.
         self._batches = [
             (b, i) for b, rows in self._buckets.items() for i in range(-(-len(rows) // batch_size))
         ]
@@ -62,18 +63,18 @@ class _Batches:
         return 2**62
 
     def __getitem__(self, index: SupportsIndex) -> Arrays:
-        epoch, turn = divmod(int(index), len(self._batches))
-        order, mixed = self._epoch(epoch)
-        bucket, i = self._batches[order[turn]]
-        rows = mixed[bucket][i * self._batch_size : (i + 1) * self._batch_size]
-        generator = np.random.Generator(np.random.Philox([self._seed, epoch, turn]))
-        batch = augmented(self._dataset, numbered(self._dataset.train, rows), generator)
+        epoch, position = divmod(int(index), len(self._batches))
+        order, shuffled = self._epoch(epoch)
+        bucket, i = self._batches[order[position]]
+        rows = shuffled[bucket][i * self._batch_size : (i + 1) * self._batch_size]
+        generator = np.random.Generator(np.random.Philox([self._seed, epoch, position]))
+        batch = augment_rows(self._dataset, select_rows(self._dataset.train, rows), generator)
         batch["tokens"] = batch["tokens"][:, : bucket + 1]
         batch["weight"] = (batch["length"] / bucket).astype(np.float32)
-        return padded(batch, self._batch_size)
+        return pad_batch(batch, self._batch_size)
 
-    def _orders(self, epoch: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """The order of batches, and that of each bucket's rows."""
+    def _shuffle_epoch(self, epoch: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Shuffle the batches of an epoch, and the rows of each bucket."""
         generator = np.random.Generator(np.random.Philox([self._seed, epoch]))
-        mixed = {b: generator.permutation(rows) for b, rows in self._buckets.items()}
-        return generator.permutation(len(self._batches)), mixed
+        shuffled = {b: generator.permutation(rows) for b, rows in self._buckets.items()}
+        return generator.permutation(len(self._batches)), shuffled

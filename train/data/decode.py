@@ -1,4 +1,4 @@
-"""Files as pixels: every kind of image comes out upright, 8 bits, RGB; or it is said why not."""
+"""Decoding of image files to upright 8-bit RGB, and of mask files to labels."""
 
 import io
 import math
@@ -9,14 +9,14 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
 EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
-"""Of files that are taken for images: those of torchvision's ImageFolder."""
+"""Extensions of image files, as in torchvision's ImageFolder."""
 
-MOST_PIXELS = 2**30 // 12
-"""Of an image that is decoded, about 89 million: Pillow warns of more."""
+MAX_PIXELS = 2**30 // 12
+"""Largest image that is decoded, about 89 million pixels; Pillow warns about larger ones."""
 
-# By content, which an extension may belie; not Pillow's others, some of which run programs.
+# By content, because extensions can be wrong. Some of Pillow's other formats run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
-_TURNS = {
+_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -25,23 +25,23 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# By those, what was last is upright at the left, and at the top.
+# Orientations whose upright image has the stored last column (row) first.
 _LAST_COLUMN_FIRST, _LAST_ROW_FIRST = {2, 3, 6, 7}, {3, 4, 7, 8}
-# A JPEG decoded at a half, a quarter or an eighth stays at least so many times as large as what
-# is made of it: then the rest of the way is averaged over pixels enough (as Pillow's thumbnails).
-_GAP = 2.0
+# A JPEG decoded at reduced scale stays at least this many times larger than the result, so that the
+# final resize averages enough pixels (as in Pillow's thumbnails).
+_REDUCING_GAP = 2.0
 
 
 class UnreadableError(Exception):
-    """A file is no image that can be used; the message is the reason, without the path."""
+    """An image file cannot be used. The message is the reason, without the path."""
 
 
 class View(NamedTuple):
-    """Which part of an image is wanted, and at which size.
+    """Part of an image, and the size to which it is resized.
 
     Attributes:
-      box: left, top, right, bottom in pixels of the upright image; fractions are allowed.
-      size: width, height of what is made of it.
+      box: left, top, right and bottom, in pixels of the upright image; can be fractional.
+      size: width and height of the result.
     """
 
     box: tuple[float, float, float, float]
@@ -53,86 +53,89 @@ ViewOf = Callable[[int, int], View]
 
 
 def whole(width: int, height: int) -> View:
-    """All of it, as it is."""
+    """View the whole image at its own size."""
     return View((0, 0, width, height), (width, height))
 
 
 def decode(path: str | bytes, view: ViewOf = whole) -> np.ndarray:
-    """The pixels of an image file, uint8 [height, width, 3].
+    """Decode an image file to uint8 [height, width, 3].
 
-    The first frame, turned as EXIF says. Grey, palette and CMYK become RGB, 16 bits are
-    scaled to 8, alpha is dropped. What is resized is filtered: bilinear, over all pixels
-    that fall into one, those beside the box too. Where much less than all pixels of a JPEG
-    is wanted, it is decoded at a half, a quarter or an eighth, at least twice as large as
-    wanted: that changes photos by one level of 255 on average, half of what bicubic instead
-    of bilinear does.
+    The result is the first frame, rotated as EXIF says. Gray, palette and CMYK become RGB, 16 bits
+    are scaled to 8, and alpha is dropped. Resizing is bilinear with antialiasing; its filter also
+    reads pixels next to the box. A JPEG that shrinks much is decoded at 1/2, 1/4 or 1/8 of its
+    size, at least twice as large as the result. This changes photos by one level of 255 on
+    average, half the difference between bicubic and bilinear.
 
     Args:
-      path: of the file.
-      view: which part of it, at which size.
+      path: image file.
+      view: part of the image, and its size.
 
     Raises:
-      UnreadableError: whatever is wrong with the file.
+      UnreadableError: for any problem with the file.
     """
-    return decode_content(_content(path), view)
+    return decode_content(_read(path), view)
 
 
 def decode_content(content: bytes, view: ViewOf = whole) -> np.ndarray:
-    """The same of what is in an image file.
+    """Decode the bytes of an image file, as `decode`.
 
     Raises:
-      UnreadableError: likewise.
+      UnreadableError: for any problem with the bytes.
     """
-    return np.asarray(_opened(content, lambda image: _viewed(image, view)))
+    return np.asarray(_open(content, lambda image: _apply_view(image, view)))
 
 
-def decode_labels(path: str | bytes, most: int, ignore: int = 255) -> Image.Image:
-    """An upright image of labels, mode L: the values of a grey image, the indices of a palette.
+def decode_labels(path: str | bytes, max_label: int, ignore: int = 255) -> Image.Image:
+    """Decode a mask file to an upright image of labels, in mode L.
+
+    Labels are the values of a gray image, or the indices of a palette image.
 
     Args:
-      path: of the file.
-      most: the largest label.
-      ignore: a label beside them.
+      path: mask file.
+      max_label: largest label.
+      ignore: additional label of ignored pixels.
 
     Raises:
-      UnreadableError: if the file cannot be read, has colours instead of labels, levels of grey
-        that are spread over others, or labels out of range; the first is named.
+      UnreadableError: if the file is unreadable, has colors, has gray values that readers rescale,
+        or has a label out of range.
     """
 
     def labels(image: Image.Image) -> Image.Image:
-        if _spread(image):
+        if _rescales_gray(image):
             raise UnreadableError(
-                "its levels of grey are fewer than 256, which readers spread over 0 to 255; labels "
-                "are 8 or 16 bits, or a palette's"
+                "it has fewer than 256 gray levels, which readers rescale to 0 to 255; save labels "
+                "with 8 or 16 bits, or as a palette image"
             )
         image = _upright(image)
         if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
             raise UnreadableError(
-                f"its mode is {image.mode}; labels are the values of a grey or a palette image"
+                f"its mode is {image.mode}; labels are the values of a gray or palette image"
             )
         values = np.asarray(image)
-        wrong = values[(values != ignore) & ((values > most) | (values < 0))]
-        if wrong.size:
-            raise UnreadableError(f"label {wrong[0]}, expected 0 to {most}, or {ignore} for none")
+        invalid = values[(values != ignore) & ((values > max_label) | (values < 0))]
+        if invalid.size:
+            raise UnreadableError(
+                f"label {invalid[0]}, expected 0 to {max_label}, or {ignore} to ignore a pixel"
+            )
         return Image.fromarray(values.astype(np.uint8))
 
-    return _opened(_content(path), labels)
+    return _open(_read(path), labels)
 
 
-def _spread(image: Image.Image) -> bool:
-    """Whether Pillow multiplies the grey levels of a file that is not loaded: 2 of 3 become 170."""
+def _rescales_gray(image: Image.Image) -> bool:
+    """Whether Pillow rescales gray values when it loads the image: 2 of 3 becomes 170."""
     assert isinstance(image, ImageFile.ImageFile), type(image)
     for tile in image.tile:
-        how = tile.args if isinstance(tile.args, tuple) else (tile.args,)
+        args = tile.args if isinstance(tile.args, tuple) else (tile.args,)
         if tile.codec_name.startswith("ppm"):
-            return how[-1] not in (255, 65535)
-        if str(how[0]).startswith(("L;2", "L;4")):
+            return args[-1] not in (255, 65535)
+        if str(args[0]).startswith(("L;2", "L;4")):
             return True
     return False
 
 
-def _content(path: str | bytes) -> bytes:
-    """All of a file: one that is cut short while it is mapped would end the process."""
+def _read(path: str | bytes) -> bytes:
+    """Read a whole file. A memory-mapped file that is truncated would kill the process."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
@@ -140,15 +143,15 @@ def _content(path: str | bytes) -> bytes:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
 
 
-def _opened(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Image:
-    """What is made of an opened image; whatever goes wrong is an `UnreadableError`."""
+def _open(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Image:
+    """Open an image and call ``use`` on it; raise `UnreadableError` for any problem."""
     if not content:
         raise UnreadableError("zero bytes")
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:
+            if image.width * image.height > MAX_PIXELS:
                 raise UnreadableError(
-                    f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}"
+                    f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}"
                 )
             return use(image)
     except UnreadableError:
@@ -157,65 +160,65 @@ def _opened(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.
         raise UnreadableError(f"not an image: none of {', '.join(_FORMATS)}") from None
     except OSError as error:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
-    except Exception as error:  # a damaged file makes Pillow raise whatever its parsers meet
+    except Exception as error:  # Pillow's parsers raise anything on a damaged file
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
 
-def _viewed(image: Image.Image, view: ViewOf) -> Image.Image:
-    by = turned = 1
+def _apply_view(image: Image.Image, view: ViewOf) -> Image.Image:
+    scale = orientation = 1
     if isinstance(image, JpegImagePlugin.JpegImageFile):
-        # A JPEG says how it is turned before its pixels; draft() acts on what is not loaded.
-        turned = _orientation(image)
-        width, height = image.size if turned < 5 else image.size[::-1]
+        # The orientation of a JPEG is known before it is loaded, and draft() must come before too.
+        orientation = _orientation(image)
+        width, height = image.size if orientation < 5 else image.size[::-1]
         box, size = view(width, height)
-        shrink = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]) / _GAP
+        shrink = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1]) / _REDUCING_GAP
         if shrink >= 2:
-            by = 2 ** min(int(math.log2(shrink)), 3)
-            image.draft(None, (image.width // by, image.height // by))
+            scale = 2 ** min(int(math.log2(shrink)), 3)
+            image.draft(None, (image.width // scale, image.height // scale))
         rgb = _rgb(_upright(image))
     else:
         rgb = _rgb(_upright(image))
         width, height = rgb.size
         box, size = view(width, height)
-    if size[0] * size[1] > MOST_PIXELS:
+    if size[0] * size[1] > MAX_PIXELS:
         raise UnreadableError(
-            f"{width} x {height} pixels become {size[0]} x {size[1]}, more than {MOST_PIXELS:,}"
+            f"{width} x {height} pixels become {size[0]} x {size[1]}, more than {MAX_PIXELS:,}"
         )
     if rgb.size != (width, height):
-        # The last of its columns and rows may stand for fewer pixels; turned, they are the first.
-        x = rgb.width - width / by if turned in _LAST_COLUMN_FIRST else 0.0
-        y = rgb.height - height / by if turned in _LAST_ROW_FIRST else 0.0
-        box = (x + box[0] / by, y + box[1] / by, x + box[2] / by, y + box[3] / by)
+        # The last stored column and row can stand for fewer pixels; rotation can put them first.
+        x = rgb.width - width / scale if orientation in _LAST_COLUMN_FIRST else 0.0
+        y = rgb.height - height / scale if orientation in _LAST_ROW_FIRST else 0.0
+        box = (x + box[0] / scale, y + box[1] / scale, x + box[2] / scale, y + box[3] / scale)
     if size == rgb.size and box == (0, 0, *size):
         return rgb
     return rgb.resize(size, Image.Resampling.BILINEAR, box=box)
 
 
 def _orientation(image: Image.Image) -> int:
-    """1 to 8 (EXIF 2.32, 4.6.4); damaged EXIF, or another value, leaves the pixels as they are."""
+    """EXIF orientation, 1 to 8 (EXIF 2.32, 4.6.4); 1 for damaged EXIF or another value."""
     try:
-        found = image.getexif().get(ExifTags.Base.Orientation, 1)
-        return found if found in _TURNS else 1
-    except Exception:  # Pillow raises whatever its parsers meet
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        return orientation if orientation in _TRANSPOSE else 1
+    except Exception:  # Pillow's parsers raise anything
         return 1
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    image.load()  # a PNG may say afterwards how it is turned; a TIFF is turned by Pillow
-    turn = _TURNS.get(_orientation(image))
-    return image if turn is None else image.transpose(turn)
+    image.load()  # a PNG's EXIF can follow its pixels; Pillow itself rotates a TIFF
+    method = _TRANSPOSE.get(_orientation(image))
+    return image if method is None else image.transpose(method)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
-    if image.mode.startswith("I"):  # of which Pillow's own conversion keeps the lowest 255 levels
+    if image.mode.startswith("I"):  # Pillow's own conversion clips at 255
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise UnreadableError(f"values {values.min()} to {values.max()} are more than 16 bits")
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode == "F":
-        raise UnreadableError("floating-point values, which do not say what is white")
+        raise UnreadableError("floating-point values, whose range is undefined")
     elif image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # Pillow warns of the direct way
+        image = image.convert("RGBA")  # Pillow warns about the direct conversion
     return image.convert("RGB")

@@ -1,7 +1,7 @@
-"""Scikit-learn's bundled handwritten digits (1,797 images of 8 x 8 pixels): no download.
+"""Scikit-learn's bundled handwritten digits: 1,797 images of 8 x 8 pixels, no download.
 
-Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI
-Machine Learning Repository, 1998; the test part of it, as scikit-learn ships it.
+Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998. Scikit-learn ships its test part.
 """
 
 import numpy as np
@@ -12,13 +12,12 @@ from train.data.labels import split_by_class
 
 
 def load(config: Digits) -> Dataset:
-    """Images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
+    """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
 
     Raises:
-      UserError: if a split of that share cannot hold every class.
+      UserError: If a split of that fraction cannot hold every class.
     """
-    # Imported where it is needed: it takes as long as everything else together.
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # slow to import
 
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
@@ -26,7 +25,7 @@ def load(config: Digits) -> Dataset:
     train, test = split_by_class(labels, config.test_fraction, config.split_seed)
 
     def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-        return batch | {"image": shifted(batch["image"], config.max_shift, generator)}
+        return batch | {"image": random_shift(batch["image"], config.max_shift, generator)}
 
     return Dataset(
         train={"image": images[train], "label": labels[train]},
@@ -36,8 +35,8 @@ def load(config: Digits) -> Dataset:
     )
 
 
-def shifted(images: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
-    """Each image [N, H, W, C] moved by its own offset of up to ``most`` pixels, zeros moving in."""
+def random_shift(images: np.ndarray, most: int, generator: np.random.Generator) -> np.ndarray:
+    """Shift each image [N, H, W, C] by its own offset of up to ``most`` pixels, padded with 0."""
     n, h, w, _ = images.shape
     padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
     dy, dx = generator.integers(0, 2 * most + 1, (2, n, 1, 1))

@@ -1,23 +1,22 @@
-"""Image files below a folder, and which of the user's folders is to be tested on."""
+"""Image files below a folder, and the folders of training and test images."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from train.data.decode import EXTENSIONS
-from train.errors import UserError, nearest
+from train.errors import UserError, did_you_mean, shorten
 
-LOOKED_FOR = f"files *.{', *.'.join(EXTENSIONS)}"
-"""In words."""
+IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
+"""Patterns of image files, for error messages."""
 
 
-def images_below(folder: Path) -> list[str]:
-    """Paths of all image files, relative to the folder, sorted.
+def list_images(folder: Path) -> list[str]:
+    """Find the paths of all image files, relative to the folder, sorted.
 
-    Links are followed, names that begin with a dot are passed over, and so is a folder that
-    contains itself.
+    Links are followed. Names that begin with a dot are skipped, and so is a folder that contains
+    itself.
     """
-    found: list[str] = []
+    paths: list[str] = []
 
     def walk(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
         status = os.stat(path)
@@ -31,79 +30,66 @@ def images_below(folder: Path) -> list[str]:
                 if entry.is_dir():
                     walk(entry.path, f"{prefix}{entry.name}/", above | {here})
                 elif entry.name.rpartition(".")[2].lower() in EXTENSIONS:
-                    found.append(prefix + entry.name)
+                    paths.append(prefix + entry.name)
 
     try:
         walk(str(folder), "", frozenset())
     except OSError as error:
-        raise UserError(
-            f"data.path: cannot look into {error.filename}: {error.strerror}"
-        ) from error
-    return sorted(found)
+        raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
+    return sorted(paths)
 
 
-def folders_in(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted, but for those that begin with a dot."""
+def subfolders(folder: Path) -> list[str]:
+    """List the names of the folders in a folder, sorted, without names that begin with a dot."""
     try:
         with os.scandir(folder) as entries:
             return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
-        raise UserError(f"data.path: cannot look into {folder}: {error.strerror}") from error
+        raise UserError(f"data.path: cannot read {folder}: {error.strerror}") from error
 
 
-def held_out_folder(root: Path, name: str | None) -> str:
-    """The folder to test on: the one that is named, else val or test.
+def find_test_folder(root: Path, name: str | None) -> str:
+    """Find the folder of test images: the given name, or val, or test.
 
     Raises:
-      UserError: if it is not there, or is trained on.
+      UserError: if it is missing, or is the training folder.
     """
-    there = folders_in(root)
+    names = subfolders(root)
     if name == "train":
-        raise UserError(f"data.test_split: {root / name} is trained on; name another folder")
+        raise UserError(f"data.test_split: {root / name} is the training set; name another folder")
     if name is not None:
-        if name not in there:
-            raise UserError(f"data.test_split: no folder {root / name}{nearest(name, there)}")
+        if name not in names:
+            raise UserError(f"data.test_split: no folder {root / name}{did_you_mean(name, names)}")
         return name
-    for usual in ("val", "test"):
-        if usual in there:
-            return usual
+    for default in ("val", "test"):
+        if default in names:
+            return default
     raise UserError(
         f"data.path: no folder {root / 'val'} or {root / 'test'} to test on; "
-        f"data.test_split names another{_there(there)}"
+        f"name another one with data.test_split{_available(names)}"
     )
 
 
-def training_folder(root: Path, expected: str) -> Path:
-    """``root/train``.
+def find_training_folder(root: Path, expected: str) -> Path:
+    """Find ``root/train``.
 
     Args:
-      root: what the user gave.
-      expected: what a folder of this kind holds, for the message.
+      root: folder that the user gave.
+      expected: description of the folder's contents, for the error.
 
     Raises:
-      UserError: if it is not there.
+      UserError: if it is missing.
     """
     if not root.is_dir():
-        what = "is no folder" if root.exists() else "does not exist"
-        raise UserError(f"data.path: {root} {what}; it is a folder that holds {expected}")
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"data.path: {root} {problem}; expected a folder with {expected}")
     if not (root / "train").is_dir():
-        there = _there(folders_in(root))
         raise UserError(
-            f"data.path: no folder {root / 'train'}; {root} is to hold {expected}{there}"
+            f"data.path: no folder {root / 'train'}; {root} must hold {expected}"
+            f"{_available(subfolders(root))}"
         )
     return root / "train"
 
 
-def shortened(names: list[str], most: int = 5) -> str:
-    """The first names, and how many there are more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def there_are(names: Sequence[str], what: str) -> str:
-    """What there is, behind what there is not."""
-    return f"; there are {shortened(list(names), 12)}" if names else f"; there are no {what}"
-
-
-def _there(folders: list[str]) -> str:
-    return f"; there are {shortened(folders)}" if folders else "; it holds no folders"
+def _available(folders: list[str]) -> str:
+    return f"; there are {shorten(folders)}" if folders else "; it holds no folders"

@@ -1,4 +1,4 @@
-"""Images of a data set that the package datasets loads, from the Hugging Face hub or from disk."""
+"""Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,63 +9,61 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.config import HuggingFace
-from train.data import Arrays, Dataset, size
-from train.data.augment import centre, short_side
+from train.data import Arrays, Dataset, num_examples
+from train.data.augment import center_crop, resize_shorter_side
 from train.data.decode import UnreadableError, ViewOf, decode, decode_content
-from train.data.files import shortened, there_are
-from train.data.image_batches import TrainingImages, check_cut, read_all
-from train.data.labels import as_labels, check_several, class_names, split_by_class
-from train.errors import UserError, nearest
+from train.data.image_batches import TrainingImages, check_crop, read_images
+from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
+from train.errors import UserError, did_you_mean, list_available, shorten
 
-_TRAINING, _HELD_OUT = "train", ("validation", "val", "test")
+_TRAIN, _TEST = "train", ("validation", "val", "test")
 _SAVED = ("dataset_dict.json", "state.json")
-"""Of a folder that save_to_disk wrote, either."""
+"""Files of which a folder from save_to_disk holds one."""
 
 
 def load(config: HuggingFace) -> Dataset:
-    """The images of a data set, decoded when a batch needs them.
+    """Open a data set; batches decode its images.
 
-    Rows and batches are as those of `train.data.image_folder`: ``id`` int32 [N], counted
-    through training and test images, and ``label`` int32 [N]; in batches besides ``image``
-    uint8 [N, H, W, 3] and ``weight`` float32 [N], 0.0 for what cannot be read. Everything is
-    decoded by one thread.
+    Rows and batches are as in `train.data.image_folder`: rows are ``id`` int32 [N], which counts
+    training images and then test images, and ``label`` int32 [N]. Batches add ``image`` uint8
+    [N, H, W, 3] and ``weight`` float32 [N], 0.0 for an unreadable image. One thread decodes.
 
     Raises:
-      UserError: if the package is not installed or cannot load the data; if splits or columns
-        are missing, or several could be meant; if labels are no integers from 0, or all the
-        same; if sizes do not go together.
+      UserError: if the library is missing or cannot load the data; if a split or column is
+        missing or ambiguous; if labels are not integers from 0 or have one class; or for options
+        that exclude each other.
     """
-    check_cut(config)
-    datasets = _library()
-    splits = _splits(datasets, config)
-    names = _parts(config, list(splits))
-    parts = [splits[name] for name in names]
-    image, label = _columns(datasets, config, parts[0].features)
-    for name, part in zip(names, parts, strict=True):
-        _compare(name, part.features, {n: parts[0].features[n] for n in (image, label)})
+    check_crop(config)
+    datasets = _import_library()
+    available = _load_splits(datasets, config)
+    names = _choose_splits(config, list(available))
+    splits = [available[name] for name in names]
+    image, label = _choose_columns(datasets, config, splits[0].features)
+    for name, split in zip(names, splits, strict=True):
+        _compare_features(name, split.features, {n: splits[0].features[n] for n in (image, label)})
     labels = [
-        _labels(part, label, f"data.label: {label} of {name} in {config.path}")
-        for name, part in zip(names, parts, strict=True)
+        _read_labels(split, label, f"data.label: {label} of {name} in {config.path}")
+        for name, split in zip(names, splits, strict=True)
     ]
-    check_several(labels[0], f"data.label: {label} of {_TRAINING} in {config.path}")
-    feature = parts[0].features[label]
-    named = feature.names if isinstance(feature, datasets.ClassLabel) else None
-    classes = class_names(labels, named, f"data.label: {label} in {config.path}")
-    places = [np.arange(len(part)) for part in labels]
-    if len(parts) == 1:
-        places = [*split_by_class(labels[0], config.test_fraction, config.split_seed)]
-        labels = [labels[0][which] for which in places]
-        names, parts = names * 2, parts * 2
+    check_several_classes(labels[0], f"data.label: {label} of {_TRAIN} in {config.path}")
+    feature = splits[0].features[label]
+    given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    classes = class_names(labels, given_names, f"data.label: {label} in {config.path}")
+    indices = [np.arange(len(split_labels)) for split_labels in labels]
+    if len(splits) == 1:
+        indices = [*split_by_class(labels[0], config.test_fraction, config.split_seed)]
+        labels = [labels[0][i] for i in indices]
+        names, splits = names * 2, splits * 2
     files = [
-        part.select_columns([image]).cast_column(image, datasets.Image(decode=False))
-        for part in parts
+        split.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        for split in splits
     ]
-    images = _Images(config, [_Part(*each) for each in zip(names, files, places, strict=True)])
+    images = _Images(config, [_Split(*s) for s in zip(names, files, indices, strict=True)])
     ids = np.arange(sum(map(len, labels)), dtype=np.int32)
-    at = len(labels[0])
+    num_train = len(labels[0])
     return Dataset(
-        train={"id": ids[:at], "label": labels[0]},
-        test={"id": ids[at:], "label": labels[1]},
+        train={"id": ids[:num_train], "label": labels[0]},
+        test={"id": ids[num_train:], "label": labels[1]},
         classes=classes,
         augment=images.augment,
         prepare=images.prepare,
@@ -75,78 +73,78 @@ def load(config: HuggingFace) -> Dataset:
     )
 
 
-class _Part(NamedTuple):
-    """What to train on, or to test on.
+class _Split(NamedTuple):
+    """Training or test images.
 
     Attributes:
-      split: its name.
-      files: the split's column of images, as files or their content.
-      places: [N], which of them.
+      name: name of the split in the data set.
+      files: its image column, as paths or encoded bytes.
+      indices: [N], rows of the column that belong to the split.
     """
 
-    split: str
+    name: str
     files: Any
-    places: np.ndarray
+    indices: np.ndarray
 
 
 class _Images:
-    """The images of both parts, by ids that are counted through them."""
+    """Training and test images by id."""
 
-    def __init__(self, config: HuggingFace, parts: Sequence[_Part]):
-        self._config, self._parts = config, parts
-        self._training = TrainingImages.of(config)
+    def __init__(self, config: HuggingFace, splits: Sequence[_Split]):
+        self._config, self._splits = config, splits
+        self._training = TrainingImages.from_config(config)
 
     def augment(self, rows: Arrays, generator: np.random.Generator) -> Arrays:
-        """A training batch."""
+        """Make a training batch."""
         training = self._training
-        drawn = training.draw(size(rows), generator)
+        draws = training.draw(num_examples(rows), generator)
 
-        def pixels(i: int, id: int) -> np.ndarray:
-            return training.seen(functools.partial(self._decoded, id), drawn, i)
+        def read(i: int, id: int) -> np.ndarray:
+            return training.crop_decoded(functools.partial(self._decode, id), draws, i)
 
-        batch = self._batch(rows, pixels)
-        return batch | {"image": training.augmented(batch["image"], drawn)}
+        batch = self._make_batch(rows, read)
+        return batch | {"image": training.augment(batch["image"], draws)}
 
     def prepare(self, rows: Arrays) -> Arrays:
-        """A batch to test on."""
-        return self._batch(rows, lambda i, id: self._tested(id))
+        """Make a test batch."""
+        return self._make_batch(rows, lambda i, id: self._read_test_image(id))
 
     def name(self, id: int) -> str:
-        """Split and place there."""
-        part, place = self._found(id)
-        return f"image {place} of {part.split} in {self._config.path}"
+        """Describe an image by its split and index."""
+        split, index = self._locate(id)
+        return f"image {index} of {split.name} in {self._config.path}"
 
     def explain(self, id: int) -> str | None:
-        """Why an image cannot be read, if so."""
+        """Return the error of an unreadable image, or None."""
         try:
-            self._tested(id)
+            self._read_test_image(id)
         except UnreadableError as error:
             return f"{self.name(id)}: {error}"
         return None
 
-    def _batch(self, rows: Arrays, pixels: Callable[[int, int], np.ndarray]) -> Arrays:
-        """The rows with ``image`` and ``weight``; of row i and its id, the pixels."""
+    def _make_batch(self, rows: Arrays, read: Callable[[int, int], np.ndarray]) -> Arrays:
+        """Add ``image`` from ``read(i, id)``, and ``weight``, to the rows."""
         ids, side = rows["id"].tolist(), self._config.image_size
         shape, fill = (side, side, 3), self._training.fill
-        return rows | read_all(len(ids), shape, lambda i: pixels(i, ids[i]), fill)
+        return rows | read_images(len(ids), shape, lambda i: read(i, ids[i]), fill)
 
-    def _tested(self, id: int) -> np.ndarray:
-        whole = self._decoded(id, short_side(self._config.shorter_side))
-        return centre(whole, self._config.image_size)
+    def _read_test_image(self, id: int) -> np.ndarray:
+        resized = self._decode(id, resize_shorter_side(self._config.shorter_side))
+        return center_crop(resized, self._config.image_size)
 
-    def _decoded(self, id: int, view: ViewOf) -> np.ndarray:
-        part, place = self._found(id)
-        (file,) = part.files[place].values()
-        return _decoded(file, view)
+    def _decode(self, id: int, view: ViewOf) -> np.ndarray:
+        split, index = self._locate(id)
+        (file,) = split.files[index].values()
+        return _decode_file(file, view)
 
-    def _found(self, id: int) -> tuple[_Part, int]:
-        training, held_out = self._parts
-        at = len(training.places)
-        part, which = (training, id) if id < at else (held_out, id - at)
-        return part, int(part.places[which])
+    def _locate(self, id: int) -> tuple[_Split, int]:
+        train, test = self._splits
+        num_train = len(train.indices)
+        split, position = (train, id) if id < num_train else (test, id - num_train)
+        return split, int(split.indices[position])
 
 
-def _library() -> ModuleType:
+def _import_library() -> ModuleType:
     try:
         import datasets
     except ImportError:
@@ -157,94 +155,94 @@ def _library() -> ModuleType:
     return datasets
 
 
-def _splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]:
-    """The splits by name; a saved one alone is to train on."""
+def _load_splits(datasets: ModuleType, config: HuggingFace) -> Mapping[str, Any]:
+    """Load the splits by name. A folder with a single saved split is the training set."""
     saved = any((Path(config.path) / name).is_file() for name in _SAVED)
     for field in ("subset", "revision"):
         if saved and getattr(config, field) is not None:
             raise UserError(
-                f"data.{field}: {config.path} was written by save_to_disk, which keeps one; leave "
-                "it out"
+                f"data.{field}: {config.path} was written by save_to_disk, which saves only one; "
+                "omit it"
             )
     try:
         if saved:
-            found = datasets.load_from_disk(config.path)
+            data = datasets.load_from_disk(config.path)
         else:
-            found = datasets.load_dataset(config.path, config.subset, revision=config.revision)
-    except Exception as error:  # of the file system, the network, and every format there is
+            data = datasets.load_dataset(config.path, config.subset, revision=config.revision)
+    except Exception as error:  # from the file system, the network and every format
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"data.path: datasets cannot load {config.path}: {reason}") from error
-    return found if isinstance(found, Mapping) else {_TRAINING: found}
+    return data if isinstance(data, Mapping) else {_TRAIN: data}
 
 
-def _parts(config: HuggingFace, there: list[str]) -> list[str]:
-    """The split to train on and, if there is one, that to test on."""
-    if _TRAINING not in there:
+def _choose_splits(config: HuggingFace, names: list[str]) -> list[str]:
+    """Choose the training split and, if there is one, the test split."""
+    if _TRAIN not in names:
         raise UserError(
-            f"data.path: {config.path} has no split {_TRAINING}{there_are(there, 'splits')}"
+            f"data.path: {config.path} has no split {_TRAIN}{list_available(names, 'splits')}"
         )
-    name = config.test_split
-    if name is not None and (name not in there or name == _TRAINING):
-        others = [split for split in there if split != _TRAINING]
+    test = config.test_split
+    if test is not None and (test not in names or test == _TRAIN):
+        others = [name for name in names if name != _TRAIN]
         raise UserError(
-            f"data.test_split: no split {name} in {config.path} to test on{nearest(name, others)}"
-            f"{there_are(others, 'others')}"
+            f"data.test_split: no split {test} in {config.path} to test on"
+            f"{did_you_mean(test, others)}{list_available(others, 'others')}"
         )
-    name = name or next((split for split in _HELD_OUT if split in there), None)
-    return [_TRAINING, name] if name else [_TRAINING]
+    test = test or next((name for name in _TEST if name in names), None)
+    return [_TRAIN, test] if test else [_TRAIN]
 
 
-def _columns(
+def _choose_columns(
     datasets: ModuleType, config: HuggingFace, features: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """The columns of images and of labels: those that are named, or the only ones."""
+    """Choose the columns of images and labels: the given ones, or the only ones."""
 
-    def column(field: str, name: str | None, kind: type, what: str) -> str:
+    def choose(field: str, name: str | None, kind: type, what: str) -> str:
         if name is not None and name not in features:
             raise UserError(
-                f"data.{field}: no column {name} in {config.path}{nearest(name, features)}"
-                f"{there_are(list(features), 'columns')}"
+                f"data.{field}: no column {name} in {config.path}{did_you_mean(name, features)}"
+                f"{list_available(list(features), 'columns')}"
             )
-        fitting = [name for name, feature in features.items() if isinstance(feature, kind)]
-        if name is None and len(fitting) != 1:
+        matches = [name for name, feature in features.items() if isinstance(feature, kind)]
+        if name is None and len(matches) != 1:
+            problem = f"several columns of {what} ({shorten(matches)})" if matches else f"no {what}"
             raise UserError(
-                f"data.{field}: {shortened(fitting) or 'no column'} in {config.path} "
-                + ("could all be meant" if fitting else f"is of {what}")
-                + f"; name one{there_are(list(features), 'columns')}"
+                f"data.{field}: {config.path} has {problem}; name one"
+                f"{list_available(list(features), 'columns')}"
             )
-        return name or fitting[0]
+        return name or matches[0]
 
-    image = column("image", config.image, datasets.Image, "images")
+    image = choose("image", config.image, datasets.Image, "images")
     if not isinstance(features[image], datasets.Image):
-        raise UserError(f"data.image: the column {image} is of {features[image]}, not of images")
-    return image, column("label", config.label, datasets.ClassLabel, "class labels")
+        raise UserError(f"data.image: the column {image} has {features[image]}, not images")
+    return image, choose("label", config.label, datasets.ClassLabel, "class labels")
 
 
-def _compare(name: str, features: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuses a split without the columns of the training images, or with others of that name."""
-    for column, feature in wanted.items():
+def _compare_features(name: str, features: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that a split has the columns of the training split, of the same kind."""
+    for column, feature in expected.items():
         if column not in features:
             raise UserError(
                 f"data.test_split: the split {name} has no column {column}"
-                f"{there_are(list(features), 'columns')}"
+                f"{list_available(list(features), 'columns')}"
             )
         kinds = [(type(f), getattr(f, "names", None)) for f in (features[column], feature)]
         if kinds[0] != kinds[1]:
             raise UserError(
-                f"data.test_split: {column} of the split {name} is {features[column]}, and "
-                f"{feature} of {_TRAINING}"
+                f"data.test_split: {column} is {features[column]} in the split {name}, but "
+                f"{feature} in {_TRAIN}"
             )
 
 
-def _labels(split: Any, column: str, what: str) -> np.ndarray:
+def _read_labels(split: Any, column: str, what: str) -> np.ndarray:
     values = split.select_columns([column]).with_format("numpy")[:][column]
     if not len(values):
         raise UserError(f"{what} is empty")
     return as_labels(np.asarray(values), what)
 
 
-def _decoded(file: Any, view: ViewOf) -> np.ndarray:
-    """Pixels of a file, or of its content, as `decode` makes them."""
+def _decode_file(file: Any, view: ViewOf) -> np.ndarray:
+    """Decode an image from a path or from encoded bytes."""
     if file is None or (file["bytes"] is None and file["path"] is None):
         raise UnreadableError("there is no image")
     return (

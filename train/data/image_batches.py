@@ -1,4 +1,8 @@
-"""From the paths of images to a batch of them: uint8, one size, weight 0 for what is unreadable."""
+"""Batches of images, and of their segmentation masks, from file paths.
+
+This module runs in the processes of `train.data.workers`, so it must not import JAX. All randomness
+is drawn before, with ``draw``; the calls are deterministic. Unreadable files get weight 0.
+"""
 
 import functools
 import os
@@ -7,55 +11,49 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
+from PIL import Image
 
 from train.data import Arrays
 from train.data.augment import (
     RESIZED_CROP_DRAWS,
-    centre,
-    coloured,
+    Placement,
+    center_crop,
+    color_jitter,
     cutout,
-    draw_colours,
-    in_bytes,
-    mirrored,
-    moved,
-    resized_crop,
-    short_side,
-    views,
+    draw_color_jitter,
+    evaluation_crops,
+    fit,
+    horizontal_flip,
+    random_resized_crop,
+    random_scale_crop,
+    resize_shorter_side,
+    shift,
+    to_uint8,
 )
-from train.data.decode import UnreadableError, ViewOf, decode
+from train.data.decode import UnreadableError, View, ViewOf, decode, decode_labels
 from train.errors import UserError
 
-if TYPE_CHECKING:  # it imports JAX, which processes that decode images do without
+if TYPE_CHECKING:  # imports JAX
     from train.config import HuggingFace, ImageFolder
-
-
-from PIL import Image
-
-from train.data.augment import Placement, fitted, scaled_crop
-from train.data.decode import View, decode_labels
 
 Crop = Literal["resized", "padded", "reflected", "center"]
 
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """How files become training images.
-
-    ``draw`` makes all that is random about some images; the call, which may take place
-    in another process, makes the images themselves of it.
+    """Reads and augments training images.
 
     Attributes:
-      root: the folder that paths start from.
+      root: folder of the paths.
       size: height and width of the result.
-      crop: a part of random size and shape; or the middle, moved over a border of zeros or of
-        its mirror image, or left where it is.
-      area: smallest and largest share of the image that a resized crop takes.
-      padding: pixels of the border.
-      flip: mirror each image with probability 1/2.
-      color_jitter: strength of the colour color_jitter.
-      lighting: standard deviation of the lighting.
-      cutout: side of the square that is cut out.
-      fill: mean colour, which stands for what is cut out or cannot be read.
+      crop: random resized crop; random crop with zero or reflection padding; or center crop.
+      area: smallest and largest area of a random resized crop, as a fraction of the image.
+      padding: pixels of padding per side.
+      flip: flip each image horizontally with probability 1/2.
+      color_jitter: strength of the color jitter.
+      lighting: standard deviation of the lighting noise.
+      cutout: side of the square that cutout removes.
+      fill: mean color, which fills cutouts and unreadable images.
     """
 
     root: bytes
@@ -70,8 +68,8 @@ class TrainingImages:
     fill: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: "ImageFolder | HuggingFace", root: bytes = b"") -> Self:
-        """Those that a config describes, of files below ``root``."""
+    def from_config(cls, config: "ImageFolder | HuggingFace", root: bytes = b"") -> Self:
+        """Use the options of a config, for files below ``root``."""
         return cls(
             root=root,
             size=config.image_size,
@@ -82,72 +80,78 @@ class TrainingImages:
             color_jitter=config.color_jitter,
             lighting=config.lighting,
             cutout=config.cutout,
-            fill=in_bytes(config.mean),
+            fill=to_uint8(config.mean),
         )
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
-        """What is random about n images: arrays of n rows."""
-        drawn: Arrays = {}
+        """Draw the randomness of n images: arrays with n rows."""
+        draws: Arrays = {}
         if self.crop == "resized":
-            drawn["crop"] = generator.random((n, RESIZED_CROP_DRAWS))
+            draws["crop"] = generator.random((n, RESIZED_CROP_DRAWS))
         elif self.crop != "center":
-            drawn["move"] = generator.integers(0, 2 * self.padding + 1, (n, 2))
+            draws["shift"] = generator.integers(0, 2 * self.padding + 1, (n, 2))
         if self.flip:
-            drawn["flip"] = generator.random(n) < 0.5
+            draws["flip"] = generator.random(n) < 0.5
         if self.color_jitter or self.lighting:
-            drawn |= draw_colours(n, self.color_jitter, self.lighting, generator)
+            draws |= draw_color_jitter(n, self.color_jitter, self.lighting, generator)
         if self.cutout:
-            drawn["cutout"] = generator.random((n, 2))
-        return drawn
+            draws["cutout"] = generator.random((n, 2))
+        return draws
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """``path`` [N] and what was drawn -> ``image`` uint8 [N, size, size, 3], ``weight`` [N]."""
+        """Make a batch of ``path`` [N] and the draws.
 
-        def pixels(i: int) -> np.ndarray:
+        Returns:
+          ``image`` uint8 [N, size, size, 3] and ``weight`` float32 [N].
+        """
+
+        def read(i: int) -> np.ndarray:
             path = os.path.join(self.root, rows["path"][i])
-            return self.seen(functools.partial(decode, path), rows, i)
+            return self.crop_decoded(functools.partial(decode, path), rows, i)
 
         shape = self.size, self.size, 3
-        batch = read_all(len(rows["path"]), shape, pixels, self.fill)
-        return batch | {"image": self.augmented(batch["image"], rows)}
+        batch = read_images(len(rows["path"]), shape, read, self.fill)
+        return batch | {"image": self.augment(batch["image"], rows)}
 
-    def seen(self, decoded: Callable[[ViewOf], np.ndarray], drawn: Arrays, i: int) -> np.ndarray:
-        """What was drawn as row i of an image, before `augmented`: uint8 [size, size, 3].
+    def crop_decoded(
+        self, decode_view: Callable[[ViewOf], np.ndarray], draws: Arrays, i: int
+    ) -> np.ndarray:
+        """Decode and crop one image, before `augment`: uint8 [size, size, 3].
 
         Args:
-          decoded: ``view -> pixels`` of the image, as `decode` makes them.
-          drawn: by `draw`.
-          i: the row.
+          decode_view: ``view -> pixels`` of the image, as `decode` returns them.
+          draws: from `draw`.
+          i: row of the draws.
         """
-        if "crop" not in drawn:
-            return centre(decoded(short_side(self.size)), self.size)
-        draws = drawn["crop"][i]
-        return decoded(lambda w, h: resized_crop(w, h, self.size, draws, area=self.area))
+        if "crop" not in draws:
+            return center_crop(decode_view(resize_shorter_side(self.size)), self.size)
+        crop = draws["crop"][i]
+        return decode_view(lambda w, h: random_resized_crop(w, h, self.size, crop, area=self.area))
 
-    def augmented(self, image: np.ndarray, drawn: Arrays) -> np.ndarray:
-        """Decoded images uint8 [N, size, size, 3], changed in place: all but a resized crop."""
-        if "move" in drawn:
-            image = moved(image, drawn["move"], self.padding, reflect=self.crop == "reflected")
-        if "flip" in drawn:
-            image = mirrored(image, drawn["flip"])
-        if "blend" in drawn:
-            image = coloured(image, drawn)
-        if "cutout" in drawn:
-            image = cutout(image, drawn["cutout"], self.cutout, np.array(self.fill))
+    def augment(self, image: np.ndarray, draws: Arrays) -> np.ndarray:
+        """Augment decoded images uint8 [N, size, size, 3] in place, apart from resized crops."""
+        if "shift" in draws:
+            image = shift(image, draws["shift"], self.padding, reflect=self.crop == "reflected")
+        if "flip" in draws:
+            image = horizontal_flip(image, draws["flip"])
+        if "blend" in draws:
+            image = color_jitter(image, draws)
+        if "cutout" in draws:
+            image = cutout(image, draws["cutout"], self.cutout, np.array(self.fill))
         return image
 
 
 @dataclass(frozen=True)
 class EvaluationImages:
-    """How files become images to evaluate on.
+    """Reads and crops test images.
 
     Attributes:
-      root: the folder that paths start from.
+      root: folder of the paths.
       size: height and width of the result.
-      resize: of the shorter side of the image that it is cut from.
-      crops: how many parts of each, as `views` takes them.
-      fill: mean colour, which stands for what cannot be read.
-      border: pixels of its mirror image around each, likewise.
+      resize: shorter side of the image before it is cropped.
+      crops: number of crops per image, as in `evaluation_crops`.
+      fill: mean color, which fills unreadable images.
+      border: pixels of reflected border, as in `evaluation_crops`.
     """
 
     root: bytes
@@ -158,68 +162,73 @@ class EvaluationImages:
     border: int = 0
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """``path`` [N] -> ``image`` uint8 [N, size, size, 3] or [N, crops, ...]; ``weight`` [N]."""
-        several = () if self.crops == 1 else (self.crops,)
+        """Make a batch of ``path`` [N].
 
-        def pixels(i: int) -> np.ndarray:
+        Returns:
+          ``image`` uint8 [N, size, size, 3], or [N, crops, size, size, 3] for several crops, and
+          ``weight`` float32 [N].
+        """
+
+        def read(i: int) -> np.ndarray:
             path = os.path.join(self.root, rows["path"][i])
-            image = decode(path, short_side(self.resize))
-            return views(image, self.size, self.crops, self.border)
+            image = decode(path, resize_shorter_side(self.resize))
+            return evaluation_crops(image, self.size, self.crops, self.border)
 
-        shape = *several, self.size, self.size, 3
-        return read_all(len(rows["path"]), shape, pixels, self.fill)
+        crops = () if self.crops == 1 else (self.crops,)
+        shape = *crops, self.size, self.size, 3
+        return read_images(len(rows["path"]), shape, read, self.fill)
 
 
-def read_all(
-    n: int, shape: Sequence[int], pixels: Callable[[int], np.ndarray], fill: Sequence[int]
+def read_images(
+    n: int, shape: Sequence[int], read: Callable[[int], np.ndarray], fill: Sequence[int]
 ) -> Arrays:
-    """``image`` uint8 [n, *shape] of ``pixels(i)``, and ``weight`` float32 [n].
+    """Make ``image`` uint8 [n, *shape] from ``read(i)``, and ``weight`` float32 [n].
 
-    Where the pixels are an `UnreadableError`, the image is the colour ``fill``, its weight 0.0.
+    Images for which ``read`` raises `UnreadableError` have the color ``fill`` and weight 0.0.
     """
     image, weight = np.empty((n, *shape), np.uint8), np.ones(n, np.float32)
     for i in range(n):
         try:
-            image[i] = pixels(i)
+            image[i] = read(i)
         except UnreadableError:
             image[i], weight[i] = fill, 0.0
     return {"image": image, "weight": weight}
 
 
-def check_cut(config: "ImageFolder | HuggingFace") -> None:
-    """Refuses a middle that is larger than the images it is cut from, and as `check_padding`.
+def check_crop(config: "ImageFolder | HuggingFace") -> None:
+    """Check that crops are not larger than the resized images.
 
     Raises:
-      UserError: then.
+      UserError: if they are, or as `check_padding`.
     """
     check_padding(config.crop, config.padding, config.image_size, config.image_size)
     if config.image_size > config.shorter_side:
         raise UserError(
             f"data.resize: {config.shorter_side} is less than data.image_size "
-            f"{config.image_size}, which is cut from it"
+            f"{config.image_size}, which is cropped from it"
         )
 
 
 def check_padding(crop: Crop, padding: int, height: int, width: int) -> None:
-    """Refuses crops that may show nothing of an image of that size.
+    """Check that every random crop shows a part of the image.
 
     Raises:
-      UserError: then.
+      UserError: if the padding is as large as an image.
     """
     if crop in ("padded", "reflected") and padding >= min(height, width):
         raise UserError(
-            f"data.padding: {padding} pixels move all of an image of {height} x {width} out "
-            "of sight; give fewer"
+            f"data.padding: {padding} pixels can shift images of {height} x {width} out of view; "
+            "give fewer"
         )
 
 
-class KeptImages:
-    """Images that are read when they are first asked for, and then kept.
+class CachedImages:
+    """Images that are read at their first use and then stay in memory.
 
     Args:
-      images: how files become images.
-      paths: [N] of all files.
-      read: ``(images, rows) -> batch``, here or elsewhere.
+      images: reads the files.
+      paths: [N], paths of all files.
+      read: ``(images, rows) -> batch``, calls ``images`` in this process or in others.
     """
 
     def __init__(
@@ -230,42 +239,42 @@ class KeptImages:
     ):
         self._images, self._paths, self._read = images, paths, read
         shape = images({"path": paths[:0]})["image"].shape[1:]
-        # Written to, so that the memory is taken now: what training takes is counted from later.
+        # Written to, so that the process takes this memory before training's is measured.
         self._image = np.full((len(paths), *shape), 1, np.uint8)
-        self._weight = np.full(len(paths), np.nan, np.float32)  # of those not read yet
+        self._weight = np.full(len(paths), np.nan, np.float32)  # nan: not read yet
 
-    def __call__(self, which: np.ndarray) -> Arrays:
-        """``image`` and ``weight`` of the chosen files, copied."""
-        new = np.unique(which[np.isnan(self._weight[which])])
+    def __call__(self, indices: np.ndarray) -> Arrays:
+        """Return copies of ``image`` and ``weight`` of some files."""
+        new = np.unique(indices[np.isnan(self._weight[indices])])
         if new.size:
-            made = self._read(self._images, {"path": self._paths[new]})
-            self._image[new], self._weight[new] = made["image"], made["weight"]
-        return {"image": self._image[which], "weight": self._weight[which]}
+            batch = self._read(self._images, {"path": self._paths[new]})
+            self._image[new], self._weight[new] = batch["image"], batch["weight"]
+        return {"image": self._image[indices], "weight": self._weight[indices]}
 
 
 IGNORE = 255
-"""The label of pixels that are not counted."""
+"""Label of pixels that count neither in the loss nor in metrics."""
 
 Place = Callable[[int, int], Placement]
-"""``(width, height) -> Placement`` of the image, and of its mask."""
+"""``(width, height) -> Placement`` of an image and its mask."""
 
 
 def decode_pair(
     root: bytes, image: bytes, mask: bytes, classes: int, place: Place
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """A part of an image, resized (bilinear), and the same part of its mask (nearest label).
+    """Decode a part of an image (bilinear) and the same part of its mask (nearest neighbor).
 
     Args:
-      root: the folder that both paths start from.
+      root: folder of both paths.
       image, mask: paths.
-      classes: labels are 0 to classes - 1, or `IGNORE`.
-      place: which part, and where it goes.
+      classes: number of classes; labels are 0 to classes - 1, or `IGNORE`.
+      place: chooses the part and its position on the canvas.
 
     Returns:
-      The image's part, uint8 [h, w, 3], the mask's, uint8 [h, w], and the x and y of both.
+      Part of the image, uint8 [h, w, 3], part of the mask, uint8 [h, w], and their x and y.
 
     Raises:
-      UnreadableError: with the path of the file that cannot be used, and why.
+      UnreadableError: with the path of the unreadable file and the reason.
     """
     path = os.path.join(root, mask)
     try:
@@ -291,17 +300,17 @@ def decode_pair(
 
 @dataclass(frozen=True)
 class TrainingMasks:
-    """How files become training images with masks; as `image_batches.TrainingImages`.
+    """Reads and augments training images with their masks.
 
     Attributes:
-      root: the folder that paths start from.
+      root: folder of the paths.
       size: height and width of the result.
-      classes: how many labels there are.
-      scale: smallest and largest; 1 is that of evaluation.
-      flip: mirror each image with probability 1/2.
-      color_jitter: strength of the colour color_jitter.
-      lighting: standard deviation of the lighting.
-      fill: mean colour, where there is no image.
+      classes: number of classes.
+      scale: smallest and largest random scale; 1 is the scale of evaluation.
+      flip: flip each image horizontally with probability 1/2.
+      color_jitter: strength of the color jitter.
+      lighting: standard deviation of the lighting noise.
+      fill: mean color, which fills the canvas around an image.
     """
 
     root: bytes
@@ -314,35 +323,37 @@ class TrainingMasks:
     fill: tuple[int, ...]
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
-        """What is random about n images: arrays of n rows."""
-        drawn: Arrays = {"place": generator.random((n, 3))}
+        """Draw the randomness of n images: arrays with n rows."""
+        draws: Arrays = {"scale_crop": generator.random((n, 3))}
         if self.flip:
-            drawn["flip"] = generator.random(n) < 0.5
+            draws["flip"] = generator.random(n) < 0.5
         if self.color_jitter or self.lighting:
-            drawn |= draw_colours(n, self.color_jitter, self.lighting, generator)
-        return drawn
+            draws |= draw_color_jitter(n, self.color_jitter, self.lighting, generator)
+        return draws
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """``path``, ``mask_path`` [N] and what was drawn -> `EvaluationMasks`' batch."""
+        """Make a batch of ``path`` [N], ``mask_path`` [N] and the draws, as `EvaluationMasks`."""
 
         def place(i: int, width: int, height: int) -> Placement:
-            return scaled_crop(width, height, self.size, rows["place"][i], self.scale)
+            return random_scale_crop(width, height, self.size, rows["scale_crop"][i], self.scale)
 
-        batch = _batch(self.root, rows, self.size, self.classes, self.fill, place)
+        batch = _masked_batch(self.root, rows, self.size, self.classes, self.fill, place)
         if "flip" in rows:
-            batch |= {name: mirrored(batch[name], rows["flip"]) for name in ("image", "mask")}
+            batch |= {
+                name: horizontal_flip(batch[name], rows["flip"]) for name in ("image", "mask")
+            }
         return batch
 
 
 @dataclass(frozen=True)
 class EvaluationMasks:
-    """How files become whole images, fitted into one size, with their masks.
+    """Reads whole test images with their masks, resized to fit into one size.
 
     Attributes:
-      root: the folder that paths start from.
+      root: folder of the paths.
       size: height and width of the result.
-      classes: how many labels there are.
-      fill: mean colour, where there is no image.
+      classes: number of classes.
+      fill: mean color, which fills the canvas around an image.
     """
 
     root: bytes
@@ -351,19 +362,20 @@ class EvaluationMasks:
     fill: tuple[int, ...]
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """``path`` and ``mask_path`` [N] -> a batch.
+        """Make a batch of ``path`` [N] and ``mask_path`` [N].
 
-        ``image`` uint8 [N, size, size, 3], ``mask`` uint8 [N, size, size], `IGNORE` where
-        there is no image, ``weight`` float32 [N].
+        Returns:
+          ``image`` uint8 [N, size, size, 3], ``mask`` uint8 [N, size, size], `IGNORE` outside the
+          image, and ``weight`` float32 [N].
         """
 
         def place(i: int, width: int, height: int) -> Placement:
-            return fitted(width, height, self.size)
+            return fit(width, height, self.size)
 
-        return _batch(self.root, rows, self.size, self.classes, self.fill, place)
+        return _masked_batch(self.root, rows, self.size, self.classes, self.fill, place)
 
 
-def _batch(
+def _masked_batch(
     root: bytes,
     rows: Arrays,
     size: int,
@@ -376,17 +388,18 @@ def _batch(
     image[:] = fill
     mask = np.full((n, size, size), IGNORE, np.uint8)
     weight = np.ones(n, np.float32)
-    colours: Arrays = {name: rows[name] for name in ("order", "blend", "light") if name in rows}
+    jitter: Arrays = {name: rows[name] for name in ("order", "blend", "light") if name in rows}
     for i, (path, mask_path) in enumerate(zip(rows["path"], rows["mask_path"], strict=True)):
         try:
-            placed = functools.partial(place, i)
-            pixels, labels, (x, y) = decode_pair(root, path, mask_path, classes, placed)
+            pixels, labels, (x, y) = decode_pair(
+                root, path, mask_path, classes, functools.partial(place, i)
+            )
         except UnreadableError:
             weight[i] = 0.0
             continue
-        if colours:  # of the image, not of what surrounds it
-            row = {name: a[i : i + 1] for name, a in colours.items()}
-            pixels = coloured(pixels[None].copy(), row)[0]
+        if jitter:  # before the image is placed, so that the canvas does not change its mean
+            row = {name: a[i : i + 1] for name, a in jitter.items()}
+            pixels = color_jitter(pixels[None].copy(), row)[0]
         height, width = labels.shape
         image[i, y : y + height, x : x + width] = pixels
         mask[i, y : y + height, x : x + width] = labels

@@ -1,8 +1,8 @@
-"""Poisson sampling: each example joins each step's batch independently, with one probability.
+"""Poisson sampling: each example joins each batch independently, with the same probability.
 
-The sampling that privacy amplification is proven for: batches differ in size, and a
-batch of fixed size, drawn from a shuffled epoch, has no such proof. Arrays keep one
-shape all the same: rows beyond the drawn examples are padding, of weight 0.
+Privacy amplification by subsampling is proven for this sampling, and not for batches of fixed size
+from shuffled epochs. Batches vary in size; their arrays do not, and rows beyond the sampled
+examples are padding of weight 0.
 """
 
 from typing import SupportsIndex
@@ -10,26 +10,27 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
-from train.data import Arrays, Dataset, augmented, numbered, padded, read_ahead, size
+from train.data import Arrays, Dataset, augment_rows, num_examples, pad_batch, prefetch, select_rows
 
-OVERFLOW = 1e-15
-"""Most probability that a step draws more examples than its arrays have rows."""
+OVERFLOW_PROBABILITY = 1e-15
+"""Largest probability that a step samples more examples than its arrays have rows."""
 
 
-def rows_of(examples: int, batch_size: int, multiple: int = 1) -> int:
-    """Rows of a padded batch: the least that a step overflows with probability <= OVERFLOW.
+def padded_batch_size(examples: int, batch_size: int, multiple: int = 1) -> int:
+    """Compute the rows of a batch's arrays, which overflow with probability <= 1e-15.
 
-    The number drawn is binomial; a batch of all examples is always whole.
+    The number of sampled examples has a binomial distribution. A batch of all examples never
+    overflows.
 
     Args:
-      examples: how many there are to draw from.
-      batch_size: examples drawn on average.
-      multiple: the rows are rounded up to a multiple of it.
+      examples: Number of training examples.
+      batch_size: Expected number of sampled examples.
+      multiple: The result is rounded up to a multiple of this number.
     """
     from scipy.stats import binom  # slow to import
 
     if batch_size < examples:
-        rows = int(binom.isf(OVERFLOW, examples, batch_size / examples))
+        rows = int(binom.isf(OVERFLOW_PROBABILITY, examples, batch_size / examples))
     else:
         rows = batch_size
     return rows + -rows % multiple
@@ -38,22 +39,23 @@ def rows_of(examples: int, batch_size: int, multiple: int = 1) -> int:
 def poisson_batches(
     dataset: Dataset, batch_size: int, seed: int, rows: int
 ) -> grain.DatasetIterator:
-    """Endless augmented batches, each example in each with probability batch_size / examples.
+    """Iterate over augmented batches without end, sampled with batch_size / examples.
 
-    The batch of step i depends on ``seed`` and i alone. The iterator's ``get_state()``
-    is its position as JSON; after ``set_state`` the same batches follow.
+    The batch of step i depends only on ``seed`` and i. The iterator's ``get_state()`` returns its
+    position as JSON. After ``set_state`` it continues with the same batches.
 
-    Each batch has ``weight`` [rows]: 1.0 for a drawn example, 0.0 for padding. Where
-    more than ``rows`` are drawn, that many of them are kept, chosen uniformly.
+    Each batch has ``weight`` [rows]: 1.0 for a sampled example, 0.0 for padding. If more than
+    ``rows`` examples are sampled, a uniform choice of ``rows`` of them remains.
 
-    Numpy's Philox is a good generator, not a cryptographic one: see docs/private_training.md.
+    The generator is NumPy's Philox, which is not cryptographically secure. See
+    docs/private_training.md.
     """
-    source = _Batches(dataset, batch_size / size(dataset.train), seed, rows)
-    return read_ahead(grain.MapDataset.source(source))
+    source = _PoissonBatches(dataset, batch_size / num_examples(dataset.train), seed, rows)
+    return prefetch(grain.MapDataset.source(source))
 
 
-class _Batches:
-    """Grain's random access source: one whole batch an index."""
+class _PoissonBatches:
+    """Random access source for grain, with one batch per index."""
 
     def __init__(self, dataset: Dataset, probability: float, seed: int, rows: int):
         self._dataset = dataset
@@ -65,12 +67,14 @@ class _Batches:
         return 2**62
 
     def __getitem__(self, index: SupportsIndex) -> Arrays:
-        # A stream for every step, and augmentation apart from drawing: what is drawn
-        # does not depend on what was done with the examples.
+        # Sampling and augmentation have their own streams, so that the sampled examples do not
+        # depend on the augmentation.
         streams = np.random.SeedSequence(self._seed, spawn_key=(int(index),)).spawn(2)
-        drawing, augmenting = (np.random.Generator(np.random.Philox(s)) for s in streams)
-        drawn = np.flatnonzero(drawing.random(size(self._dataset.train)) < self._probability)
-        if len(drawn) > self._rows:
-            drawn = np.sort(drawing.choice(drawn, self._rows, replace=False))
-        rows = numbered(self._dataset.train, drawn)
-        return padded(augmented(self._dataset, rows, augmenting), self._rows)
+        sampling, augmenting = (np.random.Generator(np.random.Philox(s)) for s in streams)
+        chosen = np.flatnonzero(
+            sampling.random(num_examples(self._dataset.train)) < self._probability
+        )
+        if len(chosen) > self._rows:
+            chosen = np.sort(sampling.choice(chosen, self._rows, replace=False))
+        rows = select_rows(self._dataset.train, chosen)
+        return pad_batch(augment_rows(self._dataset, rows, augmenting), self._rows)

@@ -1,4 +1,4 @@
-"""Images and their masks: files of the same name below images/ and masks/."""
+"""Images and their segmentation masks: files of the same name below images/ and masks/."""
 
 import os
 from collections.abc import Sequence
@@ -7,10 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from train.config import SegmentationFolder
-from train.data import Arrays, Dataset, size
-from train.data.augment import fitted, in_bytes
+from train.data import Arrays, Dataset, num_examples
+from train.data.augment import fit, to_uint8
 from train.data.decode import UnreadableError
-from train.data.files import LOOKED_FOR, held_out_folder, images_below, training_folder
+from train.data.files import (
+    IMAGE_PATTERNS,
+    find_test_folder,
+    find_training_folder,
+    list_images,
+)
 from train.data.image_batches import IGNORE, EvaluationMasks, TrainingMasks, decode_pair
 from train.data.workers import Workers
 from train.errors import UserError
@@ -20,27 +25,26 @@ Pair = tuple[str, str]
 
 
 def load(config: SegmentationFolder) -> Dataset:
-    """Images with a label for each pixel, read when a batch needs them.
+    """Find images and masks; batches read them.
 
-    An image's mask has its name, up to the extension; the values of a grey mask, or the
-    indices of a palette's, are the labels, and 255 is none. Rows are ``id`` int32 [N],
-    counted through training and test images. Batches have besides ``image`` uint8
-    [N, H, W, 3], ``mask`` uint8 [N, H, W], 255 where nothing is to be counted, and
-    ``weight`` float32 [N]: 0.0 for an example of which a file cannot be used.
+    A mask has the name of its image, up to the extension. Its labels are the values of a gray
+    image or the indices of a palette image; 255 is ignored. Rows are ``id`` int32 [N], which
+    counts training images and then test images. Batches add ``image`` uint8 [N, H, W, 3], ``mask``
+    uint8 [N, H, W], 255 outside the image, and ``weight`` float32 [N], 0.0 for an unreadable file.
 
     Raises:
-      UserError: if there is no image, an image without mask or a mask without image, or
-        nobody says how many classes there are.
+      UserError: if there is no image, an image or a mask without the other, or no number of
+        classes.
     """
     if config.scale[0] > config.scale[1]:
         raise UserError(f"data.scale: {config.scale[0]} is more than {config.scale[1]}")
     root = Path(config.path)
-    train, test = _splits(root, config)
-    names = _classes(root, config)
+    train, test = _find_splits(root, config)
+    names = _class_names(root, config)
     pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
     ids = np.arange(len(pairs), dtype=np.int32)
 
-    fill = in_bytes(config.mean)
+    fill = to_uint8(config.mean)
     folder = os.fsencode(root)
     training = TrainingMasks(
         root=folder,
@@ -55,22 +59,21 @@ def load(config: SegmentationFolder) -> Dataset:
     evaluation = EvaluationMasks(folder, config.image_size, len(names), fill)
     workers = Workers(config.workers)
 
-    def files(rows: Arrays) -> Arrays:
-        of = pairs[rows["id"]]
-        return {"path": of[:, 0], "mask_path": of[:, 1]}
+    def paths(rows: Arrays) -> Arrays:
+        selected = pairs[rows["id"]]
+        return {"path": selected[:, 0], "mask_path": selected[:, 1]}
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        return rows | workers(training, files(rows) | training.draw(size(rows), generator))
+        draws = training.draw(num_examples(rows), generator)
+        return rows | workers(training, paths(rows) | draws)
 
     def prepare(rows: Arrays) -> Arrays:
-        return rows | workers(evaluation, files(rows))
+        return rows | workers(evaluation, paths(rows))
 
     def explain(id: int) -> str | None:
         image, mask = pairs[id]
         try:
-            decode_pair(
-                folder, image, mask, len(names), lambda w, h: fitted(w, h, config.image_size)
-            )
+            decode_pair(folder, image, mask, len(names), lambda w, h: fit(w, h, config.image_size))
         except UnreadableError as error:
             return str(error)
         return None
@@ -87,70 +90,71 @@ def load(config: SegmentationFolder) -> Dataset:
     )
 
 
-def _splits(root: Path, config: SegmentationFolder) -> tuple[list[Pair], list[Pair]]:
-    """Pairs to train and to test on, paths relative to the root."""
+def _find_splits(root: Path, config: SegmentationFolder) -> tuple[list[Pair], list[Pair]]:
+    """Find training and test pairs, as paths relative to the root."""
     if _holds_pairs(root):
         if config.test_split is not None:
             raise UserError(
                 f"data.test_split: {root} itself holds images/ and masks/, and data.test_fraction "
                 "of them is held out; move the training images into train/"
             )
-        pairs = _pairs(root, "")
+        pairs = _find_pairs(root, "")
         order = np.random.default_rng(config.split_seed).permutation(len(pairs))
-        held_out = round(config.test_fraction * len(pairs))
-        if not 0 < held_out < len(pairs):
+        num_test = round(config.test_fraction * len(pairs))
+        if not 0 < num_test < len(pairs):
             raise UserError(
-                f"data.test_fraction: {config.test_fraction} of {len(pairs)} images leaves none to "
-                f"{'train' if held_out else 'test'} on"
+                f"data.test_fraction: {config.test_fraction} of {len(pairs)} images leaves none "
+                f"to {'train' if num_test else 'test'} on"
             )
-        test = set(order[:held_out].tolist())
-        split: tuple[list[Pair], list[Pair]] = [], []
+        test = set(order[:num_test].tolist())
+        splits: tuple[list[Pair], list[Pair]] = [], []
         for i, pair in enumerate(pairs):
-            split[i in test].append(pair)
-        return split
-    training_folder(root, "images/ and masks/, or train/ and val/ or test/, each with both")
-    held_out_name = held_out_folder(root, config.test_split)
-    for name in ("train", held_out_name):
+            splits[i in test].append(pair)
+        return splits
+    find_training_folder(root, "images/ and masks/, or train/ and val/ or test/, each with both")
+    test_folder = find_test_folder(root, config.test_split)
+    for name in ("train", test_folder):
         if not _holds_pairs(root / name):
             missing = [n for n in ("images", "masks") if not (root / name / n).is_dir()]
             raise UserError(f"data.path: no folder {root / name / missing[0]}")
-    return _pairs(root, "train/"), _pairs(root, f"{held_out_name}/")
+    return _find_pairs(root, "train/"), _find_pairs(root, f"{test_folder}/")
 
 
 def _holds_pairs(folder: Path) -> bool:
     return (folder / "images").is_dir() and (folder / "masks").is_dir()
 
 
-def _pairs(root: Path, prefix: str) -> list[Pair]:
-    """The images below one images/ with the masks below the masks/ beside it."""
-    found = {}
+def _find_pairs(root: Path, prefix: str) -> list[Pair]:
+    """Match the images below an images/ folder with the masks below its masks/ folder."""
+    files_by_name = {}
     for kind in ("images", "masks"):
         folder = root / f"{prefix}{kind}"
-        files = images_below(folder)
+        files = list_images(folder)
         if not files:
-            raise UserError(f"data.path: no image in {folder}; looked for {LOOKED_FOR}")
-        by_name = {name.rpartition(".")[0]: name for name in files}
+            raise UserError(f"data.path: no image in {folder}; expected {IMAGE_PATTERNS}")
+        by_name = {file.rpartition(".")[0]: file for file in files}
         if len(by_name) < len(files):
-            twice = next(f for f in files if by_name[f.rpartition(".")[0]] != f)
-            other = by_name[twice.rpartition(".")[0]]
-            raise UserError(f"data.path: {twice} and {other} in {folder} have the same name")
-        found[kind] = by_name
-    images, masks = found["images"], found["masks"]
-    for kind, here, there, other in (
+            duplicate = next(f for f in files if by_name[f.rpartition(".")[0]] != f)
+            other = by_name[duplicate.rpartition(".")[0]]
+            raise UserError(f"data.path: {duplicate} and {other} in {folder} have the same name")
+        files_by_name[kind] = by_name
+    images, masks = files_by_name["images"], files_by_name["masks"]
+    for kind, own, partners, partner_kind in (
         ("image", images, masks, "mask"),
         ("mask", masks, images, "image"),
     ):
-        alone = [name for name in here if name not in there]
-        if alone:
+        single = [name for name in own if name not in partners]
+        if single:
             raise UserError(
-                f"data.path: the {kind} {root / prefix / (kind + 's') / here[alone[0]]} has no "
-                f"{other}: no file {root / prefix / (other + 's') / alone[0]}.*"
-                + (f"; nor have {len(alone) - 1} others" if alone[1:] else "")
+                f"data.path: the {kind} {root / prefix / (kind + 's') / own[single[0]]} has no "
+                f"{partner_kind}: no file {root / prefix / (partner_kind + 's') / single[0]}.*"
+                + (f"; nor have {len(single) - 1} others" if single[1:] else "")
             )
     return [(f"{prefix}images/{images[n]}", f"{prefix}masks/{masks[n]}") for n in images]
 
 
-def _classes(root: Path, config: SegmentationFolder) -> tuple[str, ...]:
+def _class_names(root: Path, config: SegmentationFolder) -> tuple[str, ...]:
+    """Class names from classes.txt, or ``("0", "1", ...)``."""
     path = root / "classes.txt"
     names: Sequence[str] = ()
     if path.is_file():
@@ -161,10 +165,10 @@ def _classes(root: Path, config: SegmentationFolder) -> tuple[str, ...]:
         names = [name.strip() for name in names if name.strip()]
     if config.classes is None:
         if not 2 <= len(names) <= IGNORE:
-            what = f"that names {len(names)}" if path.is_file() else "there is no such file"
+            problem = f"names {len(names)}" if path.is_file() else "does not exist"
             raise UserError(
-                f"data.classes: how many labels there are, 2 to {IGNORE}, or a name a line of "
-                f"{path}; {what}"
+                f"data.classes: give the number of classes, 2 to {IGNORE}, or one name per line "
+                f"of {path}, which {problem}"
             )
         return tuple(names)
     if names and len(names) != config.classes:

@@ -1,4 +1,4 @@
-"""Random images: what a step takes can be measured without any data."""
+"""Random images, to measure training without data."""
 
 import numpy as np
 
@@ -7,10 +7,10 @@ from train.data import Arrays, Dataset
 
 
 def load(config: Synthetic) -> Dataset:
-    """Images float32 [N, H, W, C] from N(0, 1) and labels int32 [N], always the same."""
+    """Draw images float32 [N, H, W, C] from N(0, 1) and labels int32 [N], with a fixed seed."""
     generator = np.random.default_rng(0)
 
-    def examples(n: int) -> Arrays:
+    def draw(n: int) -> Arrays:
         shape = (n, config.image_size, config.image_size, config.channels)
         return {
             "image": generator.standard_normal(shape, np.float32),
@@ -18,8 +18,8 @@ def load(config: Synthetic) -> Dataset:
         }
 
     return Dataset(
-        train=examples(config.examples),
-        test=examples(max(config.examples // 4, 1)),
+        train=draw(config.examples),
+        test=draw(max(config.examples // 4, 1)),
         classes=tuple(str(c) for c in range(config.classes)),
         augment=lambda batch, generator: batch,
     )

@@ -1,4 +1,4 @@
-"""A text, cut into rows of tokens: each token is learned from those before it in its row."""
+"""Rows of tokens from a text file, for language models."""
 
 import sysconfig
 from pathlib import Path
@@ -8,70 +8,71 @@ import numpy as np
 
 from train.config import TextFile
 from train.data import Arrays, Dataset
-from train.data.tokenizer import tokens_of
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 
 
 def load(config: TextFile) -> Dataset:
-    """Rows of ``tokens`` [N, context + 1]: all but the last are read, all but the first told.
+    """Cut a text into rows of ``tokens`` [N, context + 1].
 
-    Without a separator, training rows lie a context apart, each moved on by less than
-    that, anew every time. With one, no row crosses from one document to the next, and
-    rows have a ``length``, the tokens that are read; what follows is 0. So do test rows.
+    All tokens of a row but the last are inputs, and all but the first are targets.
+
+    Without a separator, training rows are one context apart, and each batch shifts them by a
+    random offset. With a separator, rows do not cross document boundaries and have a ``length``,
+    the number of inputs; tokens beyond are 0. Test rows have a ``length`` in both cases.
 
     Raises:
-      UserError: if the text cannot be read, or is too short for a row in each split.
+      UserError: if the text is unreadable, or too short for one row in each split.
     """
-    tokens, documents = _documents(config)
-    train, test = _split(documents, config)
+    tokens, documents = _read_documents(config)
+    train, test = _split_documents(documents, config)
     context = config.context
-    start, length, slack = _rows(train, context, ragged=config.separator is not None)
-    at, real, _ = _rows(test, context, ragged=True)
-    if not len(start) or not len(at):
+    start, length, slack = _cut_rows(train, context, partial=config.separator is not None)
+    test_start, test_length, _ = _cut_rows(test, context, partial=True)
+    if not len(start) or not len(test_start):
         raise UserError(
-            f"data.path: {_name(config)} is too short: {len(tokens)} tokens, of which "
-            f"{sum(map(len, train))} to train on and {sum(map(len, test))} to test on; a row has "
-            f"data.context {context} tokens and one more"
+            f"data.path: {_describe_source(config)} is too short: {len(tokens)} tokens, "
+            f"{sum(map(len, train))} for training and {sum(map(len, test))} for testing; a row "
+            f"needs data.context + 1 = {context + 1} tokens"
         )
 
     if config.separator is None:
 
         def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
-            moved = batch["start"] + generator.integers(0, batch["slack"] + 1)
-            return {"tokens": tokens[moved[:, None] + np.arange(context + 1)]}
+            shifted = batch["start"] + generator.integers(0, batch["slack"] + 1)
+            return {"tokens": tokens[shifted[:, None] + np.arange(context + 1)]}
 
-        rows_to_train: Arrays = {"start": start, "slack": slack}
+        rows: Arrays = {"start": start, "slack": slack}
     else:
 
         def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
             del generator
-            return _gathered(tokens, batch["start"], batch["length"], context)
+            return _gather(tokens, batch["start"], batch["length"], context)
 
-        rows_to_train = {"start": start, "length": length}
-    # Every token counts the same.
-    weight = {"weight": (real / context).astype(np.float32)}
+        rows = {"start": start, "length": length}
+    weight = (test_length / context).astype(np.float32)  # every token counts the same
     return Dataset(
-        train=rows_to_train,
-        test=_gathered(tokens, at, real, context) | weight,
+        train=rows,
+        test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
         classes=(),
         augment=augment,
     )
 
 
 class _Rows(NamedTuple):
-    """Where rows begin, how many tokens they read, and by how many each may be moved on."""
+    """Rows of a text: first token, number of inputs, and largest random shift of each."""
 
     start: np.ndarray
     length: np.ndarray
     slack: np.ndarray
 
 
-def _rows(spans: list[range], context: int, *, ragged: bool) -> _Rows:
-    """Rows of spans of tokens, a context apart; whether the last of each may be shorter."""
+def _cut_rows(spans: list[range], context: int, *, partial: bool) -> _Rows:
+    """Cut spans of tokens into rows; ``partial`` keeps the shorter row at each span's end."""
     rows = [_Rows(*[np.zeros(0, np.int64)] * 3)]
     for span in spans:
-        reading = len(span) - 1  # the last token is only told
-        n = max(-(-reading // context) if ragged else reading // context, 0)
+        inputs = len(span) - 1  # the last token is only a target
+        n = max(-(-inputs // context) if partial else inputs // context, 0)
         start = span.start + context * np.arange(n)
         left = span.stop - 1 - start
         rows.append(
@@ -81,52 +82,52 @@ def _rows(spans: list[range], context: int, *, ragged: bool) -> _Rows:
     return _Rows(start, length.astype(np.int32), slack)
 
 
-def _gathered(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:
-    """``tokens`` [N, context + 1], 0 beyond each row's end, and ``length`` [N]."""
+def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:
+    """Gather ``tokens`` [N, context + 1], 0 after the end of each row, and ``length`` [N]."""
     offsets = np.arange(context + 1)
     inside = offsets <= length[:, None]
-    at = np.minimum(start[:, None] + offsets, len(tokens) - 1)
-    return {"tokens": np.where(inside, tokens[at], 0).astype(tokens.dtype), "length": length}
+    indices = np.minimum(start[:, None] + offsets, len(tokens) - 1)
+    return {"tokens": np.where(inside, tokens[indices], 0).astype(tokens.dtype), "length": length}
 
 
-def _documents(config: TextFile) -> tuple[np.ndarray, list[range]]:
-    """All tokens, and where each document lies."""
-    vocabulary = tokens_of(config)
-    text = _text(config)
-    pieces = text.split(config.separator) if config.separator else [text]
-    encoded = [vocabulary.encode(piece) for piece in pieces if piece]
+def _read_documents(config: TextFile) -> tuple[np.ndarray, list[range]]:
+    """Encode the text: all tokens, and the span of each document."""
+    tokenizer = load_tokenizer(config)
+    text = _read_text(config)
+    documents = text.split(config.separator) if config.separator else [text]
+    encoded = [tokenizer.encode(document) for document in documents if document]
     ends = np.cumsum([0] + [len(e) for e in encoded])
     spans = [range(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
     return np.concatenate([np.zeros(0, np.uint8), *encoded]), spans
 
 
-def _split(documents: list[range], config: TextFile) -> tuple[list[range], list[range]]:
-    """Spans to train and to test on: whole documents, or the one text's parts."""
+def _split_documents(documents: list[range], config: TextFile) -> tuple[list[range], list[range]]:
+    """Split into training and test spans: whole documents, or parts of the one text."""
     generator = None if config.split_seed is None else np.random.default_rng(config.split_seed)
     n = len(documents) if config.separator else sum(map(len, documents))
-    held_out = round(config.test_fraction * n)
+    num_test = round(config.test_fraction * n)
     if config.separator:
         order = np.arange(n) if generator is None else generator.permutation(n)
-        chosen = [documents[i] for i in order]
-        return chosen[: n - held_out], chosen[n - held_out :]
-    first = n - held_out if generator is None else int(generator.integers(0, n - held_out + 1))
-    parts = range(0, first), range(first + held_out, n)
-    return [part for part in parts if part], [range(first, first + held_out)]
+        ordered = [documents[i] for i in order]
+        return ordered[: n - num_test], ordered[n - num_test :]
+    first = n - num_test if generator is None else int(generator.integers(0, n - num_test + 1))
+    around = range(0, first), range(first + num_test, n)
+    return [span for span in around if span], [range(first, first + num_test)]
 
 
-def _text(config: TextFile) -> str:
-    """The text; bytes that are no UTF-8 survive as surrogates."""
+def _read_text(config: TextFile) -> str:
+    """Read the text; bytes that are not UTF-8 become surrogates."""
     try:
         if config.path is not None:
             return Path(config.path).read_bytes().decode("utf-8", "surrogateescape")
-        # The order is the same everywhere, the text follows the version of Python.
+        # The order is the same on all machines; the text depends on the version of Python.
         sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         return "\n".join(s.read_text("utf-8", "surrogateescape") for s in sources)
     except OSError as error:
         raise UserError(
-            f"data.path: cannot read {_name(config)}: {error.strerror}; give a text file"
+            f"data.path: cannot read {_describe_source(config)}: {error.strerror}; give a text file"
         ) from error
 
 
-def _name(config: TextFile) -> str:
+def _describe_source(config: TextFile) -> str:
     return config.path if config.path is not None else "the Python standard library's source"

@@ -1,11 +1,10 @@
-"""Rows of a batch, shared among processes that know numpy and Pillow, not JAX.
+"""Worker processes that decode the rows of a batch, without importing JAX.
 
-Each function of rows that is called here gives every row for itself, and all that is random
-is in the rows: what comes out does not depend on how many processes there are.
+The functions that workers run treat each row separately, and all randomness is in the rows. The
+result does not depend on the number of workers.
 
-Grain has processes of its own (``mp_prefetch``). They import JAX, which takes each of them
-a second and 85 MB; the position that they save is that of so many processes; and they stay
-where the program is killed.
+Grain's own workers (``mp_prefetch``) have three drawbacks here: they import JAX, which takes each
+a second and 85 MB; their saved position depends on their number; and they survive a killed parent.
 """
 
 import concurrent.futures
@@ -27,25 +26,25 @@ from typing import Any
 
 import numpy as np
 
-from train.data import Arrays, size
+from train.data import Arrays, num_examples
 from train.errors import TrainingError
 
-SLOT = 8 * 2**20
-"""Bytes of a piece of shared memory, in which a part of a batch comes back."""
+SLOT_BYTES = 8 * 2**20
+"""Bytes of a slot: shared memory in which a worker returns a part of a batch."""
 
-_slots: list[Any] = []  # in a worker
+_slots: list[Any] = []  # set in workers only
 
-_SPAWN = multiprocessing.get_context("spawn")  # a process that is forked from JAX may hang
+_SPAWN = multiprocessing.get_context("spawn")  # forking a process that runs JAX can deadlock
 
 
 class Workers:
-    """``workers(function, rows) -> function(rows)``, the rows shared among processes.
+    """``workers(function, rows) -> function(rows)``, with the rows split among processes.
 
-    They start with the first call of more than one row, and end with the program, however
-    that ends.
+    The processes start at the first call with more than one row. They end with the program, even
+    if it is killed.
 
     Args:
-      count: how many; with 0 all is done where it is called.
+      count: number of processes; 0 calls the function in this process.
     """
 
     def __init__(self, count: int):
@@ -54,67 +53,67 @@ class Workers:
         self._starting = threading.Lock()
 
     def __call__(self, function: Callable[[Arrays], Arrays], rows: Arrays) -> Arrays:
-        """What the function makes of the rows.
+        """Call a function on rows.
 
         Args:
-          function: gives arrays of as many rows; each depends on its own row alone. It is
-            pickled, and so must be what it is made of.
-          rows: as many of each.
+          function: returns arrays with as many rows; each must depend only on its own row. It
+            must be picklable.
+          rows: arrays with equally many rows.
 
         Raises:
-          TrainingError: if a process ended that should not.
+          TrainingError: if a worker process died.
         """
-        n = size(rows)
+        n = num_examples(rows)
         if not self._count or n <= 1:
             return function(rows)
         self._start()
-        kinds = function({name: a[:0] for name, a in rows.items()})
-        row_bytes = sum(a.dtype.itemsize * math.prod(a.shape[1:]) for a in kinds.values())
-        # Two parts a process, so that one that is slow does not hold up all others.
-        part = max(min(-(-n // (2 * self._count)), SLOT // max(row_bytes, 1)), 1)
-        out = {name: np.empty((n, *a.shape[1:]), a.dtype) for name, a in kinds.items()}
+        empty = function({name: a[:0] for name, a in rows.items()})
+        row_bytes = sum(a.dtype.itemsize * math.prod(a.shape[1:]) for a in empty.values())
+        # Two parts per process, so that a slow one does not delay all others.
+        part = max(min(-(-n // (2 * self._count)), SLOT_BYTES // max(row_bytes, 1)), 1)
+        out = {name: np.empty((n, *a.shape[1:]), a.dtype) for name, a in empty.items()}
         try:
             self._fill(out, function, rows, range(0, n, part))
         except BrokenProcessPool:
             raise TrainingError(
-                "data.workers: a process that decodes images was ended from outside, or crashed; "
-                "if memory ran out, give fewer workers"
+                "data.workers: a process that decodes images was killed or crashed; if memory ran "
+                "out, give fewer workers"
             ) from None
         return out
 
     def _fill(
         self, out: Arrays, function: Callable[[Arrays], Arrays], rows: Arrays, starts: range
     ) -> None:
-        """Puts what the function makes of the rows into ``out``, a part at each start."""
+        """Fill ``out`` with the function's results, one part per start."""
         assert self._pool is not None
         pending: deque[tuple[int, int, concurrent.futures.Future]] = deque()
 
         def collect() -> None:
             start, slot, future = pending.popleft()
             try:
-                made = future.result()
-                made = made if isinstance(made, dict) else _arrays(self._slots[slot], made)
-                for name, a in made.items():
+                result = future.result()
+                arrays = result if isinstance(result, dict) else _views(self._slots[slot], result)
+                for name, a in arrays.items():
                     out[name][start : start + len(a)] = a
             finally:
                 self._free.put(slot)
 
         try:
             for start in starts:
-                # Another thread may hold all slots: it gives them back when its own are done.
-                while (slot := self._slot(wait=not pending)) is None:
+                # Another thread can hold all slots; it frees them when its parts are done.
+                while (slot := self._take_slot(wait=not pending)) is None:
                     collect()
                 part = {name: a[start : start + starts.step] for name, a in rows.items()}
                 pending.append((start, slot, self._pool.submit(_work, function, part, slot)))
             while pending:
                 collect()
         finally:
-            for _, slot, future in pending:  # something went wrong with another part
+            for _, slot, future in pending:  # after an error in another part
                 if not future.cancel():
                     concurrent.futures.wait([future])
                 self._free.put(slot)
 
-    def _slot(self, *, wait: bool) -> int | None:
+    def _take_slot(self, *, wait: bool) -> int | None:
         try:
             return self._free.get(block=wait)
         except queue.Empty:
@@ -125,12 +124,14 @@ class Workers:
             if self._pool is not None:
                 return
             context = _Context()
-            self._slots = [context.RawArray(ctypes.c_uint8, SLOT) for _ in range(2 * self._count)]
+            self._slots = [
+                context.RawArray(ctypes.c_uint8, SLOT_BYTES) for _ in range(2 * self._count)
+            ]
             self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
             for slot in range(len(self._slots)):
                 self._free.put(slot)
             self._pool = concurrent.futures.ProcessPoolExecutor(
-                self._count, context, initializer=_begin, initargs=(self._slots,)
+                self._count, context, initializer=_initialize, initargs=(self._slots,)
             )
             weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
@@ -146,50 +147,51 @@ class _Process(_SPAWN.Process):
             sys.path.remove(root)
 
     def terminate(self) -> None:
-        self.kill()  # of SIGTERM it would not end: see _begin
+        self.kill()  # workers ignore SIGTERM: see _initialize
 
 
 class _Context(type(_SPAWN)):  # type: ignore[misc]
     Process = _Process
 
 
-def _begin(slots: list[Any]) -> None:
-    """In a new process: it ends with the one that started it, and not before."""
+def _initialize(slots: list[Any]) -> None:
+    """Prepare a new worker, so that it ends with its parent and not before."""
     _slots.extend(slots)
-    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal sends to all
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all processes
         signal.signal(number, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # what is wrong with a file is said by its reason
+    warnings.simplefilter("ignore")  # errors already name what is wrong with a file
     parent = multiprocessing.parent_process()
     assert parent is not None
 
-    def follow() -> None:
+    def exit_with_parent() -> None:
         parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-_Where = list[tuple[str, tuple[int, ...], str, int]]
+_Layout = list[tuple[str, tuple[int, ...], str, int]]
+"""Name, shape, dtype and first byte of each array in a slot."""
 
 
-def _work(function: Callable[[Arrays], Arrays], rows: Arrays, slot: int) -> Arrays | _Where:
-    """What the function makes of the rows, or where in the slot that lies."""
-    made = function(rows)
-    if sum(a.nbytes for a in made.values()) > SLOT:
-        return made
-    where, start = [], 0
-    # The larger first: each then begins at a multiple of its own items' size.
-    for name, a in sorted(made.items(), key=lambda item: -item[1].dtype.itemsize):
-        where.append((name, a.shape, a.dtype.str, start))
+def _work(function: Callable[[Arrays], Arrays], rows: Arrays, slot: int) -> Arrays | _Layout:
+    """Call the function in a worker; return its arrays, or their layout in the slot."""
+    arrays = function(rows)
+    if sum(a.nbytes for a in arrays.values()) > SLOT_BYTES:
+        return arrays
+    layout, start = [], 0
+    # Larger items first, so that each array is aligned.
+    for name, a in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
+        layout.append((name, a.shape, a.dtype.str, start))
         start += a.nbytes
-    for name, a in _arrays(_slots[slot], where).items():
-        a[...] = made[name]
-    return where
+    for name, view in _views(_slots[slot], layout).items():
+        view[...] = arrays[name]
+    return layout
 
 
-def _arrays(slot: Any, where: _Where) -> Arrays:
-    """The arrays that lie in a slot."""
+def _views(slot: Any, layout: _Layout) -> Arrays:
+    """View the arrays in a slot."""
     return {
         name: np.frombuffer(slot, dtype, math.prod(shape), start).reshape(shape)
-        for name, shape, dtype, start in where
+        for name, shape, dtype, start in layout
     }

@@ -78,7 +78,7 @@ def _answers(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bo
         + ("" if a.right else f"\nis {_short(classes[a.label])}")
         for a in found
     ]
-    of_all = data.size(run.task.dataset.test)
+    of_all = data.num_examples(run.task.dataset.test)
     of = "test images" if seen == of_all else f"of {of_all:,} test images"
     title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; the surest"
     if wrong < len(found):
@@ -100,6 +100,7 @@ def _segmentations(run: Setup, evaluate: Evaluate, trained: Trained, path: Path)
         return False
     images, truths, predictions = map(np.stack, zip(*found, strict=True))
     classes = run.task.dataset.classes
-    title = f"{run.config.name}: {len(found)} of {data.size(run.task.dataset.test):,} test images"
+    total = data.num_examples(run.task.dataset.test)
+    title = f"{run.config.name}: {len(found)} of {total:,} test images"
     plots.segmentations(images, truths, predictions, classes, title, path)
     return True

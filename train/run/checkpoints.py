@@ -18,7 +18,7 @@ from jax import Array
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from fnet import TrainState
-from train.errors import TrainingError, UserError, is_of_memory, is_of_the_machine
+from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.run.distributed import any_process
 from train.run.process_memory import release_free_memory
 from train.run.run_folder import check_no_pattern
@@ -252,8 +252,8 @@ class Checkpoints:
             except Exception as error:  # whatever orbax makes of a damaged file
                 failed = error
             wrong = _reason(failed) if failed else "as another process found"
-            if any_process(failed is not None and is_of_the_machine(failed)):
-                if failed and is_of_memory(failed):
+            if any_process(failed is not None and is_machine_error(failed)):
+                if failed and is_out_of_memory(failed):
                     raise failed
                 path = self._folder / str(step)
                 raise TrainingError(f"cannot read {path}, which is left as it is: {wrong}")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
-from train.data import Arrays, evaluation_batch_of, evaluation_batches, size
+from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
 from train.run.mesh import Layout
 from train.tasks import Task
 
@@ -95,7 +95,7 @@ class Evaluate:
             return (sums, counts), (confusion[1], probability)
 
         self._dataset, self._batch_size, self._watch = task.dataset, batch_size, watch
-        batch: Any = evaluation_batch_of(task.dataset, batch_size)
+        batch: Any = sample_evaluation_batch(task.dataset, batch_size)
         self._everywhere = layout.everywhere if layout else None
         self._put = layout.put if layout else lambda batch: batch
         batch = layout.batch(batch) if layout else batch
@@ -143,7 +143,7 @@ class Evaluate:
         """
         if not self._counts:
             return
-        n = size(self._dataset.test)
+        n = num_examples(self._dataset.test)
         rows = np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(int)
         some = {name: a[rows] for name, a in self._dataset.test.items()}
         for batch in evaluation_batches(self._dataset._replace(test=some), self._batch_size):

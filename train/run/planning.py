@@ -13,7 +13,7 @@ from fnet.memory import Candidate, Plan, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
 from fnet.step import Executable, plan_step
-from train.data import READ_AHEAD
+from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run.process_memory import FRAGMENTATION, RUNTIME_OVERHEAD
 from train.run.setup import Setup
@@ -225,7 +225,7 @@ def reserve(run: Setup, target: Target | None = None) -> int:
     if target or jax.default_backend() != "cpu":
         return 0
     holes = int(FRAGMENTATION * memory.tree_bytes(run.state_shapes))
-    return RUNTIME_OVERHEAD + holes + (READ_AHEAD + 3) * memory.tree_bytes(run.batch_shapes)
+    return RUNTIME_OVERHEAD + holes + (PREFETCHED_BATCHES + 3) * memory.tree_bytes(run.batch_shapes)
 
 
 def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:

@@ -149,7 +149,7 @@ def setup(config: Config) -> Setup:
     except ValueError as error:  # of the decays: what else it refuses was checked before
         given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
         raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
-    privacy = _privacy(config, data.size(task.dataset.train), steps)
+    privacy = _privacy(config, data.num_examples(task.dataset.train), steps)
     plain = optim.make_optimizer(
         o.name,
         schedule,
@@ -228,8 +228,8 @@ def _longest(config: Config) -> int | None:
 def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
     size, longest = config.data.batch_size, _longest(config)
     if longest and not config.is_private:
-        return buckets.batches_an_epoch(dataset, size, longest)
-    return data.size(dataset.train) / size
+        return buckets.batches_per_epoch(dataset, size, longest)
+    return data.num_examples(dataset.train) / size
 
 
 def _length(config: Config, steps_per_epoch: float) -> int:
@@ -301,8 +301,8 @@ def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]
         assert isinstance(grad, Clipped)
         # Whole vectors of 8, and as many on each device, in each part.
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * grad.microbatches
-        rows = poisson.rows_of(data.size(dataset.train), rows, multiple)
-    batch = data.batch_of(dataset, rows)
+        rows = poisson.padded_batch_size(data.num_examples(dataset.train), rows, multiple)
+    batch = data.sample_batch(dataset, rows)
     if config.is_private or _longest(config):
-        batch = data.padded(batch, rows)
+        batch = data.pad_batch(batch, rows)
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}

@@ -1,14 +1,14 @@
-"""What a config trains: one module a kind of task."""
+"""Tasks: what a config trains, one module per kind."""
 
 from typing import Any
 
 import jax
 
 from train.config import Config, DeepLab, Denoiser, LanguageModel
-from train.data import batch_of
+from train.data import sample_batch
 from train.errors import UserError
 from train.tasks import classification, diffusion, language, segmentation
-from train.tasks.task import Measured, Task
+from train.tasks.task import BatchMetrics, Task
 
 _TASKS: dict[type, Any] = {
     DeepLab: segmentation,
@@ -18,17 +18,17 @@ _TASKS: dict[type, Any] = {
 
 
 def build(config: Config) -> Task:
-    """The task of a config: that of its network.
+    """Build the task of a config, which follows from its network.
 
     Raises:
-      UserError: if the network cannot be built, or the data are not for it.
+      UserError: if the network is invalid, or the data do not fit it.
     """
     try:
         task = _TASKS.get(type(config.model), classification).build(config)
         params, state = jax.eval_shape(task.model.init, jax.random.key(0))
         batch = {
             name: jax.ShapeDtypeStruct(a.shape, a.dtype)
-            for name, a in batch_of(task.dataset, 2).items()
+            for name, a in sample_batch(task.dataset, 2).items()
         }
         jax.eval_shape(task.loss, params, state, batch, jax.random.key(0))
     except (TypeError, ValueError) as error:
@@ -36,4 +36,4 @@ def build(config: Config) -> Task:
     return task
 
 
-__all__ = ["Measured", "Task", "build"]
+__all__ = ["BatchMetrics", "Task", "build"]

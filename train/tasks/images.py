@@ -1,4 +1,4 @@
-"""Sources of labelled images."""
+"""Image data sources and the normalization of images."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from train.data import (
     digits,
     huggingface,
     image_folder,
-    size,
+    num_examples,
     synthetic,
 )
 from train.errors import UserError
@@ -28,13 +28,12 @@ _SOURCES: dict[type, Callable[[Any], Dataset]] = {
 }
 
 
-def normalized(config: Config, image: Array) -> Array:
-    """Images [..., H, W, C] as the network takes them.
+def normalize(config: Config, image: Array) -> Array:
+    """Convert images [..., H, W, C] to the network's input, in the config's precision.
 
-    Bytes are divided by 255. Then (x - mean) / std, channel by channel, of data that have them.
-    They are of the config's precision, and so is then what layers make of them.
+    uint8 images are divided by 255. Data with a mean and std are then standardized per channel.
     """
-    image = in_unit_interval(image)
+    image = to_unit_interval(image)
     if hasattr(config.data, "mean"):
         mean, std = (
             np.reshape(getattr(config.data, name), [1] * (image.ndim - 1) + [-1]).astype(np.float32)
@@ -44,22 +43,21 @@ def normalized(config: Config, image: Array) -> Array:
     return image.astype(config.train.precision)
 
 
-def in_unit_interval(image: Array) -> Array:
-    """Images in [0, 1], float32: bytes / 255; what is floating already stays as it is."""
+def to_unit_interval(image: Array) -> Array:
+    """Divide uint8 images by 255, in float32; return floating images unchanged."""
     return image.astype(np.float32) / 255 if image.dtype == np.uint8 else image
 
 
 def load(config: Config) -> Dataset:
-    """Images [N, H, W, C] with a label each.
+    """Load images [N, H, W, C] with one label each.
 
     Raises:
-      UserError: if the config's data are no images, or floating ones that the network, which
-        draws images in [0, 1], could not have drawn.
+      UserError: if the data source has no images, or a denoiser gets images outside [0, 1].
     """
     if type(config.data) not in _SOURCES:
         raise UserError(
             f"data.source: {config.data.source} has no images, which the network "
-            f"{config.model.name} takes; give data.source digits, image_folder, arrays, "
+            f"{config.model.name} needs; give data.source digits, image_folder, arrays, "
             "huggingface or synthetic"
         )
     dataset = _SOURCES[type(config.data)](config.data)
@@ -69,14 +67,14 @@ def load(config: Config) -> Dataset:
 
 
 def _check_unit_interval(dataset: Dataset) -> None:
-    def to_train(rows: Arrays) -> Arrays:
+    def augment(rows: Arrays) -> Arrays:
         return dataset.augment(rows, np.random.default_rng(0))
 
-    for part, made in ((dataset.train, to_train), (dataset.test, dataset.prepare)):
-        for start in range(0, size(part), 64):
-            image = made({name: a[start : start + 64] for name, a in part.items()})["image"]
+    for split, make_batch in ((dataset.train, augment), (dataset.test, dataset.prepare)):
+        for start in range(0, num_examples(split), 64):
+            image = make_batch({name: a[start : start + 64] for name, a in split.items()})["image"]
             if image.dtype != np.uint8 and (image.min() < 0 or image.max() > 1):
                 raise UserError(
-                    f"data.images: values from {image.min():g} to {image.max():g}; a network "
-                    "that draws images takes uint8, or floating ones in [0, 1]"
+                    f"data.images: values from {image.min():g} to {image.max():g}; a denoiser "
+                    "needs uint8 images, or floating ones in [0, 1]"
                 )

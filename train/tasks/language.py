@@ -1,4 +1,4 @@
-"""Each token of a text from those before it: data, network, loss and metrics."""
+"""Language modeling, which predicts each token from those before it: data, network and loss."""
 
 from typing import Any
 
@@ -9,67 +9,67 @@ from jax import Array
 import fnet
 from train.config import Config, LanguageModel, TextFile
 from train.data import text_file
-from train.data.tokenizer import tokens_of
+from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
-from train.tasks.task import Batch, Measured, Task
+from train.tasks.task import Batch, BatchMetrics, Task
 
 
-def model_of(config: Config) -> fnet.models.LanguageModel:
-    """The network alone, which needs no text.
+def build_network(config: Config) -> fnet.models.LanguageModel:
+    """Build the network without reading the text.
 
     Raises:
-      UserError: if the config names no text, or another network.
-      ValueError: if the network cannot be built.
+      UserError: if the data source has no text, or the network is not a language model.
+      ValueError: if the network is invalid.
     """
     data, model = config.data, config.model
     if not isinstance(data, TextFile) or not isinstance(model, LanguageModel):
         raise UserError(
-            f"data.source: {data.source} has no text, which the network {model.name} takes; "
+            f"data.source: {data.source} has no text, which the network {model.name} needs; "
             "give data.source text_file"
         )
-    return model.build(tokens_of(data).size, config.train.precision)
+    return model.build(load_tokenizer(data).vocab_size, config.train.precision)
 
 
 def build(config: Config) -> Task:
-    """The language task of a config.
+    """Build the language modeling task of a config.
 
     Raises:
-      UserError: if the text cannot be read.
-      ValueError: if the network cannot be built.
+      UserError: if the text is unreadable.
+      ValueError: if the network is invalid.
     """
-    model = model_of(config)
+    model = build_network(config)
     assert isinstance(config.data, TextFile)
     dataset = text_file.load(config.data)
     if config.is_private and "slack" in dataset.train:
-        # Rows that move on are told tokens of each other's: leaving one out would leave its
-        # tokens in, where privacy is promised to each row by itself.
-        still = np.zeros_like(dataset.train["slack"])
-        dataset = dataset._replace(train=dataset.train | {"slack": still})
+        # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
+        # must remove its tokens.
+        no_slack = np.zeros_like(dataset.train["slack"])
+        dataset = dataset._replace(train=dataset.train | {"slack": no_slack})
 
     def losses(params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float) -> Any:
         tokens = batch["tokens"].astype(jnp.int32)
-        told, mask = tokens[:, 1:], None
+        targets, mask = tokens[:, 1:], None
         if "length" in batch:
-            mask = jnp.arange(told.shape[1])[None] < batch["length"][:, None]
-        each, state = model.losses(
+            mask = jnp.arange(targets.shape[1])[None] < batch["length"][:, None]
+        per_token, state = model.losses(
             params,
             state,
             tokens[:, :-1],
-            told,
+            targets,
             key=key,
             train=key is not None,
             mask=mask,
             smoothing=smoothing,
         )
-        count = told.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
-        return each.sum(1) / count, state
+        count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
+        return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
-        each, state = losses(params, state, batch, key, config.optim.label_smoothing)
-        return each, fnet.Aux(state, {})
+        per_row, state = losses(params, state, batch, key, config.optim.label_smoothing)
+        return per_row, fnet.Aux(state, {})
 
-    def measure(params: Any, state: Any, batch: Batch) -> Measured:
-        each, _ = losses(params, state, batch, None, 0.0)
-        return Measured({"loss": each})
+    def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
+        per_row, _ = losses(params, state, batch, None, 0.0)
+        return BatchMetrics({"loss": per_row})
 
     return Task(dataset, model, loss, measure)

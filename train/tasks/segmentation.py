@@ -1,4 +1,4 @@
-"""A label for every pixel: data, network, loss and metrics."""
+"""Semantic segmentation: data, network, loss and metrics."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,63 +10,65 @@ from jax import Array
 import fnet
 from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from train.config import Config, DeepLab, SegmentationFolder
-from train.data import Dataset, batch_of, segmentation_folder
+from train.data import Dataset, sample_batch, segmentation_folder
 from train.errors import UserError
 from train.output.confusion import pixel_scores
 from train.tasks import images
-from train.tasks.task import Batch, Measured, Task
+from train.tasks.task import Batch, BatchMetrics, Task
 
 
 class Views(NamedTuple):
-    """How each image is seen in evaluation; probabilities are averaged over all views.
+    """Test-time augmentation: views of each image whose probabilities are averaged.
 
     Attributes:
-      scales: to which it is resized.
-      flip: whether each is seen mirrored as well.
+      scales: factors by which each image is resized.
+      flip: whether each view is also flipped horizontally.
     """
 
     scales: tuple[float, ...] = (1.0,)
     flip: bool = False
 
     @property
-    def number(self) -> int:
-        """Of each image."""
+    def num_views(self) -> int:
+        """Number of views per image."""
         return len(self.scales) * (2 if self.flip else 1)
 
 
 def build(config: Config) -> Task:
-    """The segmentation task of a config.
+    """Build the segmentation task of a config.
 
     Raises:
-      UserError: if the config names no images with masks.
-      ValueError: if the network cannot be built.
+      UserError: if the data source has no masks.
+      ValueError: if the network is invalid.
     """
     assert isinstance(config.model, DeepLab)
     dataset = _load(config)
-    model = config.model.build(batch_of(dataset, 1)["image"].shape[1:], len(dataset.classes))
+    model = config.model.build(sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes))
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
-        image = images.normalized(config, batch["image"])
+        image = images.normalize(config, batch["image"])
         logits, state = model.apply(params, state, image, key=key, train=True)
         with jax.named_scope("loss"):
             smoothing = config.optim.label_smoothing
-            found = pixel_cross_entropy(logits, batch["mask"], smoothing=smoothing)
-        return found.losses, fnet.Aux(state, {"pixel_accuracy": found.accuracy})
+            result = pixel_cross_entropy(logits, batch["mask"], smoothing=smoothing)
+        return result.losses, fnet.Aux(state, {"pixel_accuracy": result.accuracy})
 
-    return Task(dataset, model, loss, measuring(config, model, Views()), pixel_scores)
+    return Task(dataset, model, loss, make_measure(config, model, Views()), pixel_scores)
 
 
-def measuring(config: Config, model: Any, views: Views) -> Callable[[Any, Any, Batch], Measured]:
-    """A task's ``measure``, by several views of each image."""
-    logits_of = logits_by_view(config, model, views)
+def make_measure(
+    config: Config, model: Any, views: Views
+) -> Callable[[Any, Any, Batch], BatchMetrics]:
+    """Make the ``measure`` function of a task with test-time augmentation."""
+    apply = logits_by_view(config, model, views)
 
-    def measure(params: Any, state: Any, batch: Batch) -> Measured:
+    def measure(params: Any, state: Any, batch: Batch) -> BatchMetrics:
         mask = batch["mask"]
         _, height, width = mask.shape
-        logits = logits_of(params, state, batch["image"])
-        found = pixel_predictions(logits, (height, width), mask)
-        assert found.losses is not None  # there are labels
-        return Measured({"loss": found.losses}, (mask, found.labels))
+        logits = apply(params, state, batch["image"])
+        predictions = pixel_predictions(logits, (height, width), mask)
+        assert predictions.losses is not None  # because there are labels
+        return BatchMetrics({"loss": predictions.losses}, (mask, predictions.labels))
 
     return measure
 
@@ -74,32 +76,32 @@ def measuring(config: Config, model: Any, views: Views) -> Callable[[Any, Any, B
 def logits_by_view(
     config: Config, model: Any, views: Views
 ) -> Callable[[Any, Any, Array], list[Array]]:
-    """``(params, state, image [N, H, W, 3]) -> logits [N, h, w, classes] of each view``.
+    """Return ``(params, state, image [N, H, W, 3]) -> [logits [N, h, w, classes] per view]``.
 
-    As mapillary/inplace_abn tests its networks: the image is resized bilinearly, the logits
-    of a mirrored one are mirrored back.
+    As mapillary/inplace_abn tests its networks: images are resized bilinearly, and the logits of
+    a flipped image are flipped back.
     """
 
-    def logits_of(params: Any, state: Any, image: Array) -> list[Array]:
-        image = images.normalized(config, image)
+    def apply(params: Any, state: Any, image: Array) -> list[Array]:
+        image = images.normalize(config, image)
         n, height, width, channels = image.shape
-        found: list[Array] = []
+        logits: list[Array] = []
         for scale in views.scales:
             shape = (n, round(height * scale), round(width * scale), channels)
             view = jax.image.resize(image, shape, "bilinear", antialias=False)
-            found.append(model.apply(params, state, view, train=False)[0])
+            logits.append(model.apply(params, state, view, train=False)[0])
             if views.flip:
-                mirrored, _ = model.apply(params, state, jnp.flip(view, 2), train=False)
-                found.append(jnp.flip(mirrored, 2))
-        return found
+                flipped, _ = model.apply(params, state, jnp.flip(view, 2), train=False)
+                logits.append(jnp.flip(flipped, 2))
+        return logits
 
-    return logits_of
+    return apply
 
 
 def _load(config: Config) -> Dataset:
     if not isinstance(config.data, SegmentationFolder):
         raise UserError(
             f"data.source: {config.data.source} has no masks, which the network "
-            f"{config.model.name} takes; give data.source segmentation_folder"
+            f"{config.model.name} needs; give data.source segmentation_folder"
         )
     return segmentation_folder.load(config.data)

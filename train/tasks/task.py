@@ -1,4 +1,4 @@
-"""What a run learns: data, network, loss and metrics."""
+"""A task: data, network, loss and metrics."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ from train.data import Dataset
 Batch = dict[str, Array]
 
 
-class Measured(NamedTuple):
-    """What a network makes of a batch of held-out examples.
+class BatchMetrics(NamedTuple):
+    """Metrics and predictions of a network on a batch of test examples.
 
     Attributes:
-      metrics: {name: [batch]}, to be averaged over all examples.
-      confusion: ``(labels, predictions)`` [batch, ...], to be counted in a matrix [true,
-        predicted]; labels beyond the classes count nowhere. None where nothing is classified.
-      probability: [batch], of each prediction, where there is one an example.
+      metrics: {name: [batch]}; evaluation averages them over all examples.
+      confusion: ``(labels, predictions)`` [batch, ...], counted in a confusion matrix
+        [true, predicted]. Labels >= the number of classes are ignored. None without classes.
+      probability: [batch], probability of each prediction, if there is one per example.
     """
 
     metrics: dict[str, Array]
@@ -28,18 +28,18 @@ class Measured(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a config describes.
+    """Data, network, loss and metrics of a config.
 
     Attributes:
       dataset: training and test examples.
-      model: the network, of which the state is made; its ``apply`` is the task's own.
-      loss: ``(params, model_state, batch, key) -> (losses [batch], Aux)`` in training.
-      measure: ``(params, model_state, batch) -> Measured`` in evaluation.
-      scores: ``confusion matrix -> {metric: value}``: what it tells beside the measured metrics.
+      model: network. Only the task knows the arguments of its ``apply``.
+      loss: training loss, ``(params, model_state, batch, key) -> (losses [batch], Aux)``.
+      measure: evaluation, ``(params, model_state, batch) -> BatchMetrics``.
+      scores: ``confusion matrix -> {metric: value}``, additional metrics of all examples.
     """
 
     dataset: Dataset
     model: Any
     loss: fnet.autodiff.Loss
-    measure: Callable[[Any, Any, Batch], Measured]
+    measure: Callable[[Any, Any, Batch], BatchMetrics]
     scores: Callable[[np.ndarray], dict[str, float]] = lambda confusion: {}
