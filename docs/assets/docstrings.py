@@ -42,6 +42,7 @@ def _whole(target: Any) -> Any:
 
 def as_markdown(text: str) -> str:
     """A docstring in Markdown: sections of prose, tables, literal blocks and links."""
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # rendered as code
     text = _prose_sections(text)
     text = _tables(text)
     text = re.sub(r"^( *)::$\n", "", text, flags=re.MULTILINE)
