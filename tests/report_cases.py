@@ -1,4 +1,4 @@
-"""Folders of runs as they may lie there, and their page as a browser reads it."""
+"""Folders of runs, complete or not, and their page as a browser reads it."""
 
 import base64
 import functools
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from train.config import Config, Train
-from train.output.report import as_html, report
+from train.output.report import render, report
 from train.output.report.runs import read_runs
 from train.run.run_folder import RunFolder
 
@@ -24,7 +24,7 @@ VOID = {"img", "input", "link", "meta", "wbr"}
 
 
 class Page(HTMLParser):
-    """A page as a browser reads it; refuses what is not well-formed."""
+    """A page as a browser reads it; fails if it is not well-formed."""
 
     def __init__(self, text):
         super().__init__()
@@ -35,18 +35,21 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         assert len({name for name, _ in attrs}) == len(attrs), (tag, attrs)
-        made = SimpleNamespace(tag=tag, inside="", attributes=dict(attrs))
+        made = SimpleNamespace(tag=tag, inside="", attributes=dict(attrs), cells=[])
         self.elements.append(made)
         if tag not in VOID:
             self._open.append(made)
 
     def handle_endtag(self, tag):
-        assert self._open.pop().tag == tag
+        element = self._open.pop()
+        assert element.tag == tag
+        if tag in ("td", "th"):
+            self._open[-1].cells.append(element.inside)
 
     def handle_data(self, data):
         for element in self._open:
             element.inside += data
-        if self._open and self._open[-1].tag not in ("script", "style", "title"):
+        if self._open and self._open[-1].tag not in ("style", "title"):
             self.words += data
 
     def all(self, tag, **attributes):
@@ -61,19 +64,36 @@ class Page(HTMLParser):
 
     @property
     def charts(self):
-        """Of each chart, its title, its lines' coordinates, and what is read out at each."""
-        found = []
-        texts = iter(self.all("script", type="application/json"))
-        for figure in [
-            e for e in self.elements if "chart" in e.attributes.get("class", "").split()
-        ]:
-            where, words = json.loads(next(texts).inside)
-            found.append(SimpleNamespace(figure=figure, where=where, words=words))
-        return found
+        """Of each chart: its title, its caption, and the descriptions of its lines."""
+        charts = []
+        for element in self.elements:
+            if element.attributes.get("class") == "chart":
+                charts.append(SimpleNamespace(title="", lines=[], caption=""))
+            elif element.tag == "figcaption" and charts and not charts[-1].caption:
+                charts[-1].caption = " ".join(element.inside.split())
+            elif element.tag == "strong" and charts and not charts[-1].title:
+                charts[-1].title = element.inside
+            elif element.tag == "svg" and "viewbox" in element.attributes:
+                charts[-1].svg = element
+            elif element.tag == "title" and charts:
+                charts[-1].lines.append(element.inside)
+        return charts
+
+    @property
+    def facts(self):
+        """Names and values that are listed, of one run."""
+        names, values = self.all("dt"), self.all("dd")
+        return {n.inside: v.inside for n, v in zip(names, values, strict=True)}
+
+    @property
+    def rows(self):
+        """Rows of all tables, by their first cell; the last of a name."""
+        rows = (list(e.cells) for e in self.all("tr"))
+        return {cells[0]: cells[1:] for cells in rows if cells}
 
 
 def make_run(place, name="run", *, config=None, lines=None, summary=True, memory=True, files=()):
-    """The folder of a run; ended, if it is not said otherwise."""
+    """The folder of a run, finished by default."""
     folder = RunFolder(place / name)
     folder.create()
     folder.write_config(config or Config(train=Train(steps=40, log_every=10)))
@@ -91,12 +111,12 @@ def make_run(place, name="run", *, config=None, lines=None, summary=True, memory
 
 
 def make(tmp_path):
-    """A fixture: ``make(name, ...)`` is `make_run` in a folder of the test's own."""
+    """Fixture: ``make(name, ...)`` is `make_run` in the test's own folder."""
     return functools.partial(make_run, tmp_path)
 
 
 def line(step, **values):
-    """A line of metrics.jsonl; ``train_loss=1`` is train/loss."""
+    """A line of metrics.jsonl. ``train_loss=1`` sets train/loss."""
     named = {re.sub("^(train|test)_", r"\1/", k): v for k, v in values.items()}
     return {"step": step, "epoch": step / 8, "examples_per_second": 640.0} | named
 
@@ -134,7 +154,7 @@ MEMORY = {
     },
     "policy": "none",
     "microbatches": 1,
-    "kept": [
+    "residuals": [
         {"layer": "stage0/conv", "bytes": 3 * 2**18, "arrays": 2},
         {"layer": "head", "bytes": 2**18, "arrays": 1},
     ],
@@ -154,7 +174,7 @@ MEMORY = {
 
 
 def page_of(*folders, now=NOW):
-    return Page(as_html(read_runs(folders), now))
+    return Page(render(read_runs(folders), now))
 
 
 def written(*folders, out=None):

@@ -1,4 +1,4 @@
-"""`fnet report`: what the page tells of runs, whole or broken off."""
+"""`fnet report`: the facts that the page shows, of runs complete or not."""
 
 import base64
 import dataclasses
@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 import report_cases
 from program_cases import fnet_command
-from report_cases import (
-    LINES,
-    NOW,
-    Page,
-    line,
-    page_of,
-    written,
-)
+from report_cases import LINES, NOW, Page, line, page_of, written
 
 from train.config import (
     Clipped,
     Config,
+    Denoiser,
     Digits,
     HuggingFace,
     ImageFolder,
@@ -33,113 +27,132 @@ from train.config import (
     Train,
 )
 from train.errors import UserError
-from train.output.report import as_html
-from train.output.report.config import ABSENT, differences
+from train.output.report import render
 from train.output.report.runs import read_runs
+from train.output.report.sections import differences
 from train.run.run_folder import RunFolder
 
 make = pytest.fixture(report_cases.make)
 
 
 @pytest.mark.slow
-def test_a_run_as_it_is_trained_is_told_whole(workplace):
+def test_a_trained_run_is_shown_whole(workplace):
     fnet_command("train", "tiny.py", "--out", "r")
     folder = RunFolder(Path("r"))
     assert written(folder) == Path("r/report.html")
     (run,) = read_runs([folder])
     assert not run.notes
-    assert run.ended
+    assert run.finished
     page = Page(Path("r/report.html").read_text())
     summary = json.loads(folder.summary.read_text())
-    assert f"{summary['metrics']['test/accuracy']:.2%}" in page.words
-    assert "ended after 8 steps" in page.words
-    for kept in json.loads(folder.memory.read_text())["kept"]:
-        assert kept["layer"] in page.section("memory")
-    assert summary["versions"]["jaxlib"] in page.section("environment")
+    assert page.facts["test accuracy"].startswith(f"{summary['metrics']['test/accuracy']:.2%}")
+    assert "Finished after 8 steps." in page.words
+    assert run.memory.residuals
+    for residual in run.memory.residuals:
+        assert residual.layer in page.section("memory")
+    assert page.facts["jaxlib"] == summary["versions"]["jaxlib"]
     pictures = [
         base64.b64decode(image.attributes["src"].removeprefix("data:image/png;base64,"))
         for image in page.all("img")
     ]
     assert pictures == [folder.examples.read_bytes(), folder.confusion.read_bytes()]
-    titles = {chart.figure.inside.split("log scale")[0].split("train")[0] for chart in page.charts}
-    assert {title.strip() for title in titles} >= {"loss", "accuracy"}
+    assert {chart.title for chart in page.charts} >= {"loss", "accuracy", "live bytes"}
 
 
 def test_figures_are_those_of_the_files(make):
     page = page_of(make())
-    assert [e.inside for e in page.all("dd")][:2] == [
-        "0.625best 0.5 at step 20",
-        "70.00%best 75.00% at step 20",
+    assert page.facts["test loss"] == "0.625best 0.5 at step 20"
+    assert page.facts["test accuracy"] == "70.00%best 75.00% at step 20"
+    assert page.facts["train loss"] == "0.1"
+    # 40 steps of 64 examples at 640 a second. Half of the first and the last 10 steps waited.
+    assert page.facts["training time"] == "4.0 s"
+    assert page.facts["time per step"] == "100 ms"
+    assert page.facts["input wait"] == "25.00%"
+    assert page.facts["predicted peak"] == "3.00 MiB"
+    assert page.facts["measured peak"] == "5.00 MiB"
+    assert page.facts["temporaries"] == "1.00 MiB"
+    assert page.rows["stage0/conv"][:3] == ["backward", "float32[64,1024]", "256.00 KiB"]
+    assert page.rows["head"][:2] == ["1", "256.00 KiB"]
+
+
+def test_curves_are_described_by_their_ends_and_last_values(make):
+    page = page_of(make())
+    loss, accuracy, *_ = page.charts
+    assert loss.lines == [
+        "train loss: from 2 at step 10 to 0.1 at step 40.",
+        "test loss: from 0.5 at step 20 to 0.625 at step 40.",
     ]
-    # 40 steps of 64 examples at 640 a second; half of the first and the last 10 steps waited.
-    throughput = page.section("throughput")
-    assert "time in steps4.0 s" in throughput
-    assert "a step100 ms" in throughput
-    assert "input wait25.00%" in throughput
-    memory = page.section("memory")
-    assert "predicted3.00 MiB" in memory
-    assert "seen5.00 MiB" in memory
-    assert "stage0/conv2768.00 KiB" in memory
-    assert "2.00 MiB at most" in memory
+    assert loss.caption == "loss at step 40, log scale train 0.1 test 0.625"
+    assert accuracy.caption == "accuracy at step 40 train 90.00% test 70.00%"
+    live = page.charts[-1]
+    assert live.caption == (
+        "live bytes over the schedule, peak at instruction 2 of 4 peak 2.00 MiB "
+        "assigned by XLA 2.00 MiB"
+    )
 
 
-def test_a_run_that_has_not_ended_says_how_far_it_came(make):
+def test_an_unfinished_run_says_how_far_it_came(make):
     lines = [*LINES[:2], '{"step": 30, "train/lo']
     folder = make(lines=lines, summary=False, files={".lock": b"host, process 7\n"})
     (folder.checkpoints / "15").mkdir(parents=True)
     page = page_of(folder, now=folder.metrics.stat().st_mtime + 90)
     for words in (
-        "not ended: at step 20 of 40 (50%)",
-        "the last line was written 1 min 30 s before",
-        "about 2.0 s of training steps are left",
-        "host, process 7 writes into its folder, unless it was killed",
-        "the newest checkpoint is of step 15",
-        "metrics.jsonl: 1 line is cut off or without a step, left out",
-        "no examples.png and no confusion.png to show",
-        "summary.json has them",
+        "Not finished: step 20 of 40 (50%).",
+        "Last logged 1 min 30 s before this page was written.",
+        "About 2.0 s of training left.",
+        "In use by host, process 7, unless that process was killed.",
+        "Newest checkpoint: step 15.",
+        "metrics.jsonl: ignored 1 incomplete line.",
+        "There are no examples yet.",
+        "Versions are not known yet.",
     ):
         assert words in page.words, words
-    assert len(page.charts[0].words[0]) == 2
+    assert page.charts[0].lines[0] == "train loss: from 2 at step 10 to 1 at step 20."
 
 
 def test_the_length_of_a_run_of_epochs_follows_from_its_lines(make):
-    # 22.453125 steps an epoch, as `digits` has: 135 steps, where rounding errors would make 136.
-    of = Config(train=Train(epochs=6))
+    # `digits` has 22.453125 steps per epoch: 135 steps, which rounding errors would make 136.
+    config = Config(train=Train(epochs=6))
     lines = [{"step": n, "epoch": n / 22.453125, "train/loss": 1.0} for n in (50, 75)]
-    (run,) = read_runs([make(config=of, lines=lines, summary=False)])
-    assert run.planned == 135
+    (run,) = read_runs([make(config=config, lines=lines, summary=False)])
+    assert run.total_steps == 135
     lines = [{"step": n, "epoch": n / 7, "train/loss": 1.0} for n in range(1, 43)]
     for i in range(1, 43):
-        (run,) = read_runs([make(f"r{i}", config=of, lines=lines[:i], summary=False)])
-        assert run.planned == 42
+        (run,) = read_runs([make(f"r{i}", config=config, lines=lines[:i], summary=False)])
+        assert run.total_steps == 42
 
 
-def test_a_run_that_was_continued_is_not_ended_by_its_old_summary(make):
+def test_a_resumed_run_is_not_finished_by_its_old_summary(make):
     config = Config(train=Train(steps=80))
     page = page_of(make(config=config, lines=[*LINES, line(50, train_loss=0.1)]))
-    assert "not ended: at step 50 of 80" in page.words
-    assert "its summary is of step 40, before it was continued" in page.words
+    assert "Not finished: step 50 of 80" in page.words
+    assert "Its summary is of step 40, before it was resumed." in page.words
 
 
 def test_a_run_that_has_just_begun_says_what_is_missing(make):
     page = page_of(make(lines=[], summary=False, memory=False))
-    assert "not ended: there is no line of metrics yet" in page.words
-    assert "no line of metrics has been written" in page.section("curves")
-    assert "No memory.json was read" in page.section("memory")
-    assert "No rate has been written" in page.section("throughput")
+    assert "Not finished: no metrics are logged yet." in page.words
+    assert "No metrics are logged yet." in page.section("curves")
+    assert "There is no memory.json." in page.section("memory")
+    assert "No throughput is logged yet." in page.section("throughput")
     assert not page.charts
 
 
-def test_lines_that_only_tell_the_time_make_a_page_without_curves(make):
+def test_lines_without_metrics_make_a_page_without_curves(make):
     line = {"step": 10, "epoch": 1.25, "seconds": 2.0}
     page = page_of(make(lines=[line], summary=False, memory=False))
-    assert "not ended: at step 10 of 40" in page.words
+    assert "Not finished: step 10 of 40" in page.words
     assert not page.charts
 
 
-def test_scores_without_lines_are_the_summary_s(make):
-    page = page_of(make(lines=[]))
-    assert [e.inside for e in page.all("dd")][:2] == ["0.625", "70.00%"]
+def test_without_lines_scores_come_from_the_summary(make):
+    facts = page_of(make(lines=[])).facts
+    assert (facts["test loss"], facts["test accuracy"]) == ("0.625", "70.00%")
+
+
+def test_a_steps_run_without_a_summary_is_done_but_not_finished(make):
+    page = page_of(make(summary=False))
+    assert "All 40 steps are done, but there is no summary.json." in page.words
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(make):
@@ -152,11 +165,11 @@ def test_damaged_files_are_named_and_the_rest_is_shown(make):
         "bad_steps.jsonl": b'{"step": 3}\n',
     }
     page = page_of(make(lines=lines, files=files))
-    notes = [e.inside for e in page.all("li")]
+    notes = [e.inside for e in page.all("p", **{"class": "unfinished"})]
     for name in (*files, "metrics.jsonl"):
         assert any(note.startswith(name) for note in notes), (name, notes)
     page = page_of(make("b", files={"metrics.jsonl": b"\xff\xfe\x00"}))
-    assert "metrics.jsonl: 1 line is cut off or without a step" in page.words
+    assert "metrics.jsonl: ignored 1 incomplete line." in page.words
     assert "stage0/conv" in page.section("memory")
 
 
@@ -192,53 +205,61 @@ def test_whatever_is_damaged_there_is_a_page_or_one_line(make, seed):
 def test_values_that_are_not_finite_are_left_out_and_counted(make):
     lines = [*LINES, line(50, train_loss=math.nan), line(60, train_loss=math.inf, note="x", t=True)]
     page = page_of(make(lines=lines))
-    assert "not finite are left out: 2 of train/loss" in page.section("curves")
-    assert len(page.charts[0].words[0]) == 4
+    assert "train/loss has 2 values that are not finite." in page.section("curves")
+    assert page.charts[0].lines[0] == "train loss: from 2 at step 10 to 0.1 at step 40."
 
 
-def test_metrics_that_never_change_are_said_not_drawn(make):
+def test_constant_metrics_are_listed_not_drawn(make):
     lines = [x | {"train/nonfinite": 2.0, "train/learning_rate": 0.001} for x in LINES]
     page = page_of(make(lines=lines))
-    said = "The same wherever it was logged: learning rate 0.001; gradients not finite, a step 2."
-    assert said in page.section("curves")
-    assert [len(chart.words) for chart in page.charts][:2] == [2, 2]
-    assert not any("learning rate" in chart.figure.inside[:20] for chart in page.charts)
+    assert "Constant: learning rate 0.001." in page.section("curves")
+    assert "Constant: non-finite gradients per step 2." in page.section("curves")
+    assert "learning rate" not in {chart.title for chart in page.charts}
 
 
-def test_steps_that_were_left_out_are_listed(make):
+def test_skipped_steps_are_listed(make):
     names = [f"{i}.png" for i in range(20)]
     bad = {"step": 7, "loss": "nan", "grad_norm": "inf", "origin": "conv: log of 0"}
     file = json.dumps(bad | {"examples": names}).encode() + b"\n"
     page = page_of(make(files={"bad_steps.jsonl": file}))
-    assert "7naninfconv: log of 00.png, 1.png" in page.section("examples")
-    assert "and 12 more" in page.section("examples")
-    assert "steps left out" in page.words
+    assert page.facts["skipped steps"] == "1"
+    _, loss, norm, origin, examples = page.all("tr")[-1].cells
+    assert (loss, norm, origin) == ("nan", "inf", "conv: log of 0")
+    assert examples.startswith("0.png, 1.png")
+    assert examples.endswith("7.png and 12 more")
+    assert "step 7" in page.section("examples")
 
 
-def test_a_language_model_is_told_in_nats_and_perplexity(make):
+def test_a_language_model_has_perplexity_and_no_pictures(make):
     config = Config(data=TextFile(path="x.txt"), model=LanguageModel(), train=Train(steps=40))
     lines = [line(10, train_loss=3.0), line(40, train_loss=2.0, test_loss=math.log(9))]
     page = page_of(make(config=config, lines=lines))
     assert "perplexity 9" in page.words
-    assert "loss, nats a token" in page.section("curves")
-    assert "classifies nothing" in page.section("examples")
+    assert page.charts[0].title == "loss (nats per token)"
+    assert "A language model has no pictures." in page.section("examples")
 
 
-def test_a_private_run_says_what_it_spent(make):
+def test_a_diffusion_run_without_samples_says_how_to_draw_them(make):
+    page = page_of(make(config=Config(model=Denoiser(), train=Train(steps=40))))
+    assert "There is no samples.png. Use fnet sample to draw it." in page.section("examples")
+
+
+def test_a_private_run_shows_its_epsilon(make):
     config = Config(grad=Clipped(epsilon=3.0, delta=1e-5), train=Train(steps=40))
     lines = [x | {"privacy/epsilon": x["step"] / 20} for x in LINES]
     page = page_of(make(config=config, lines=lines))
-    assert "privacy, epsilon2at delta 1e-05" in page.words
-    assert "epsilon spent" in page.section("curves")
+    assert page.facts["epsilon"] == "2at delta 1e-05"
+    assert "epsilon: from 0.5 at step 10 to 2 at step 40." in page.raw
 
 
 def test_the_noise_scale_is_drawn_averaged_as_well(make):
     measured = {"train/grad_sq": 0.5, "train/grad_var": 100.0, "train/noise_scale": 200.0}
     lines = [x | measured | {"train/noise_scale": x["step"]} for x in LINES]
-    (scale,) = [
-        chart for chart in page_of(make(lines=lines)).charts if "noise scale" in chart.figure.inside
+    (scale,) = [c for c in page_of(make(lines=lines)).charts if c.title == "gradient noise scale"]
+    assert scale.lines == [
+        "train gradient noise scale: from 10 at step 10 to 40 at step 40.",
+        "averaged gradient noise scale: from 200 at step 10 to 200 at step 40.",
     ]
-    assert scale.words == [["10", "20", "30", "40"], ["200", "200", "200", "200"]]
 
 
 def test_classes_are_listed_from_the_lowest(make):
@@ -249,53 +270,62 @@ def test_classes_are_listed_from_the_lowest(make):
     ]
     content = {"step": 40, "options": {}, "metrics": {"test/mean_iou": 0.5}, "classes": classes}
     page = page_of(make(files={"evaluation.json": json.dumps(content).encode()}))
-    assert "fnet eval after step 40: mean IoU 50.00%." in page.section("examples")
-    assert "sky5025.00%road10090.00%" in page.section("examples")
+    assert "fnet eval at step 40: mean IoU 50.00%." in page.section("examples")
+    assert [row.cells for row in page.all("tr")[-2:]] == [
+        ["sky", "25.00%50 pixels"],
+        ["road", "90.00%100 pixels"],
+    ]
 
 
-def test_amounts_of_a_class_are_told_where_they_are_those_of_all_runs(make):
-    def run(name, pixels):
-        classes = [{"name": "sky", "pixels": pixels, "iou": 0.25}]
-        content = {"step": 40, "options": {}, "metrics": {}, "classes": classes}
-        return make(name, files={"evaluation.json": json.dumps(content).encode()})
-
-    assert "sky5025.00%25.00%" in page_of(run("a", 50), run("b", 50)).section("examples")
-    differing = page_of(run("c", 50), run("d", 70)).section("examples")
-    assert "sky25.00%25.00%" in differing
-    assert "amount" not in differing
-
-
-def test_only_fields_that_differ_are_compared():
+def test_fields_that_differ_are_compared(make):
     a = Config(optim=Optim(learning_rate=0.1), model=Mlp(hidden=(8,)))
     b = dataclasses.replace(a, optim=Optim(learning_rate=0.2))
     c = dataclasses.replace(a, data=ImageFolder(path="photos"))
-    different, same = differences([a, b])
-    assert different == {"optim.learning_rate": [0.1, 0.2]}
-    assert same["model.hidden"] == (8,)
-    different, _ = differences([a, c])
-    assert different["data.path"] == [ABSENT, "photos"]
-    assert different["data.source"] == ["digits", "image_folder"]
-    assert differences([a, a])[0] == {}
+    runs = read_runs([make(name, config=x) for name, x in {"a": a, "b": b, "c": c, "d": a}.items()])
+    different, equal = differences(runs[:2])
+    assert different == [{"optim.learning_rate": "0.1"}, {"optim.learning_rate": "0.2"}]
+    assert equal["model.hidden"] == "(8,)"
+    different, _ = differences([runs[0], runs[2]])
+    assert [fields["data.path"] for fields in different] == ["-", "photos"]
+    assert [fields["data.source"] for fields in different] == ["digits", "image_folder"]
+    assert differences([runs[0], runs[3]])[0] == [{}, {}]
 
 
-def test_runs_stand_side_by_side_and_over_each_other(make):
+def test_one_config_is_compared_with_its_defaults(make):
+    config = Config(optim=Optim(learning_rate=0.5), model=Mlp(hidden=(8,)))
+    ((different,), equal) = differences(read_runs([make(config=config)]))
+    assert different["optim.learning_rate"] == "0.5"
+    assert equal["data.source"] == "digits"
+    assert "optim.learning_rate" not in equal
+
+
+def test_several_runs_share_charts_and_tables(make):
     better = [x | {"test/accuracy": 0.95} if "test/accuracy" in x else x for x in LINES]
     config = Config(optim=Optim(learning_rate=0.25), train=Train(steps=40, log_every=10))
     page = page_of(make("a"), make("b", config=config, lines=better))
-    assert len(page.charts[0].words) == 4  # training and test of both
+    loss, accuracy, *_ = page.charts
+    assert [text.split(":")[0] for text in loss.lines] == [
+        "a train loss", "a test loss", "b train loss", "b test loss",
+    ]  # fmt: skip
+    assert accuracy.caption.endswith("a 90.00% / 70.00% b 90.00% / 95.00%")
     assert [e.attributes["id"] for e in page.all("input")] == ["show0", "show1"]
-    assert "body:has(#show1:not(:checked)) .run1" in page.all("style")[0].inside
-    best = [e.inside for e in page.all("span", **{"class": "best"})]
-    assert best == ["0.625", "0.625", "95.00%"]
-    assert "optim.learning_rate0.10.25" in page.section("config")
-    # One step, compiled alike, is shown once.
+    assert "body:has(#show1:not(:checked)) main .run1" in page.all("style")[0].inside
+    assert page.all("g", **{"class": "run1"})
+    assert best_scores(page) == ["0.625", "0.625", "95.00%"]
+    assert page.rows["optim.learning_rate"] == ["0.1", "0.25"]
+    # The runs have the same compiled step, which is shown once.
     assert page.section("memory").count("stage0/conv2") == 1
+    assert "Compiled train step of a, b" in page.section("memory")
 
 
-def test_losses_of_other_tasks_are_not_ranked(make):
+def best_scores(page):
+    """Test scores in bold."""
+    return [e.inside for e in page.all("strong") if re.fullmatch(r"[\d.]+%?", e.inside)]
+
+
+def test_losses_of_different_tasks_are_not_ranked(make):
     text = Config(data=TextFile(path="x"), model=LanguageModel(), train=Train(steps=40))
-    page = page_of(make("a"), make("b", config=text))
-    assert not page.all("span", **{"class": "best"})
+    assert not best_scores(page_of(make("a"), make("b", config=text)))
 
 
 @pytest.mark.parametrize(
@@ -306,34 +336,34 @@ def test_losses_of_other_tasks_are_not_ranked(make):
         (HuggingFace(path="a", subset="x"), HuggingFace(path="a", subset="y"), False),
     ],
 )
-def test_losses_on_other_data_are_not_ranked(first, other, ranked, make):
+def test_losses_on_different_data_are_not_ranked(first, other, ranked, make):
     folders = [
         make(name, config=Config(data=data, train=Train(steps=40)))
         for name, data in (("a", first), ("b", other))
     ]
     page = page_of(*folders)
-    assert bool(page.all("span", **{"class": "best"})) == ranked
-    assert ("the best is bold" in page.words) == ranked
+    assert bool(best_scores(page)) == ranked
+    assert ("the best test scores in bold" in page.words) == ranked
 
 
-def test_runs_with_batches_of_other_sizes_are_compared_by_epoch(make):
+def test_runs_with_different_batch_sizes_are_compared_by_epoch(make):
     config = Config(data=Digits(batch_size=32), train=Train(steps=40))
     page = page_of(make("a"), make("b", config=config))
-    assert "Along epochs" in page.section("curves")
-    assert page.charts[0].where[0] == ["1.25", "2.5", "3.75", "5"]
+    assert "Charts show epochs" in page.section("curves")
+    assert page.charts[0].lines[0] == "a train loss: from 2 at epoch 1.25 to 0.1 at epoch 5."
 
 
-def test_labels_are_folders_names_unless_two_have_the_same(make):
+def test_labels_are_folder_names_unless_two_are_the_same(make):
     a, b = make("x/run"), make("y/run")
     assert [run.label for run in read_runs([a, make("z")])] == ["run", "z"]
     assert [run.label for run in read_runs([a, b])] == [str(a.path), str(b.path)]
 
 
-def test_many_runs_stay_apart_and_below_a_few_megabytes(make):
+def test_many_runs_have_different_lines_and_less_than_four_megabytes(make):
     lines = [line(i, **{f"train_m{j}": math.sin(i + j) for j in range(12)}) for i in range(1, 400)]
     folders = [make(f"r{i}", lines=lines) for i in range(20)]
-    text = as_html(read_runs(folders), NOW)
+    text = render(read_runs(folders), NOW)
     assert len(text) < 4e6
-    curves = [e.attributes.get("data-points", "") for e in Page(text).all("path")]
-    styles = {words.rsplit(" ", 1)[0] for words in curves if "run" in words}
+    keys = {e.attributes["class"].split(maxsplit=1)[1] for e in Page(text).all("i")}
+    styles = {key.split(maxsplit=1)[1] for key in keys if key.startswith("run")}
     assert len(styles) == 20

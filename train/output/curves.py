@@ -1,6 +1,5 @@
 """Curves of metrics: the same panels for curves.png and for the report's page."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.output.formats import number, percent
+from train.output.stored import finite
 from train.run.metrics import noise_scale_course
 
 COLORS = (
@@ -20,14 +20,13 @@ COLORS = (
 """Colors of runs. The report's style sheet has the same, and lighter ones for dark mode."""
 DASHES = ("solid", "dashed", "dotted")
 """Line styles of runs, once the colors are used up."""
+GRID_COLOR = "#d8dbdf"
 MOST_POINTS = 300
 """Points of a curve, more than a chart has pixels on a phone."""
 
 SCORES = ("loss", "accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5")
 """Metrics that say how well a network does."""
 
-_TOO_LARGE = 1e100
-"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
 _PARTS = ("train", "test", "averaged")
 _HIDDEN = frozenset({"step", "epoch", "seconds", "skipped"})
 
@@ -57,6 +56,10 @@ _KNOWN = {
     "learning_rate": ("learning rate", _AMOUNT),
     "grad_norm": ("gradient norm", _SCORE),
     "noise_scale": ("gradient noise scale", _SCORE),
+    "grad_sq": ("squared gradient norm (estimate)", _SCORE),
+    "grad_var": ("gradient variance (estimate)", _SCORE),
+    "norm_median": ("median per-example norm", _SCORE),
+    "norm_max": ("largest per-example norm", _SCORE),
     "privacy/epsilon": ("epsilon", _AMOUNT),
     "clipped": ("share of gradients clipped", _SHARE),
     "nonfinite": ("non-finite gradients per step", _AMOUNT),
@@ -146,15 +149,6 @@ class XAxis(NamedTuple):
     def text(self, x: float) -> str:
         """Write a place on the axis: ``"step 1,200"``."""
         return f"step {x:,.0f}" if self.name == "step" else f"epoch {x:.4g}"
-
-
-def finite(value: Any) -> float:
-    """Return a number from JSON as a float, and anything else as nan."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    if not abs(value) < _TOO_LARGE:
-        return math.nan
-    return float(value) if abs(value) > 1 / _TOO_LARGE else 0.0
 
 
 def read_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -304,7 +298,7 @@ def _scale(ax: Axes, metric: Metric) -> None:
         return
     ax.yaxis.set_major_locator(round_ticks())
     if metric.scale.text is percent:
-        ax.yaxis.set_major_formatter(ticker.PercentFormatter(1))
+        ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.6g}%")
         if high <= 1:
             ax.set_ylim(top=min(ax.get_ylim()[1], 1))
     bottom = ax.get_ylim()[0]
@@ -314,10 +308,10 @@ def _scale(ax: Axes, metric: Metric) -> None:
 
 def style(ax: Axes) -> None:
     """Leave a panel with horizontal grid lines and without a frame."""
-    ax.grid(axis="y", color="#d8dbdf", lw=0.8)
+    ax.grid(axis="y", color=GRID_COLOR, lw=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color("#d8dbdf")
+    ax.spines["bottom"].set_color(GRID_COLOR)
     ax.tick_params(length=0)
 
 

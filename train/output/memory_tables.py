@@ -1,87 +1,21 @@
 """Where a train step's memory goes: the contents of memory.json, as tables."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from rich import table as rich_table
 
 from fnet.memory import REMAT_POLICIES, Candidate, Plan, format_bytes
+from train.output.stored import StoredMemory
 from train.output.tables import Table, to_rich
-from train.run.memory_report import MemoryReport
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+if TYPE_CHECKING:
+    from train.run.memory_report import MemoryReport
+
 _MOST_LAYERS = 40
 
 
-class _Stored(BaseModel):
-    """A part of memory.json."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class StoredPeak(_Stored):
-    """Bytes of a compiled step, see `fnet.memory.Peak`."""
-
-    arguments: Count
-    outputs: Count
-    aliased: Count
-    temporaries: Count
-    total: Count
-    workspace: Count = 0
-
-
-class StoredResiduals(_Stored):
-    """Arrays that one layer saves for the backward pass."""
-
-    layer: str
-    bytes: Count
-    arrays: Count
-
-
-class StoredBuffer(_Stored):
-    """A buffer that is alive at the peak, see `fnet.memory.Buffer`."""
-
-    bytes: Count
-    shape: tuple[Count, ...]
-    dtype: str
-    kind: str
-    layer: str
-    phase: str
-    instruction: str
-
-
-class StoredRemat(_Stored):
-    """Effect of a remat policy, see `fnet.memory.RematReport`."""
-
-    flops_before: Count
-    flops_after: Count
-    temporaries_before: Count
-    temporaries_after: Count
-
-
-class StoredMemory(_Stored):
-    """Contents of memory.json, as far as people look at them."""
-
-    parameters: Count
-    state_bytes: Count
-    peak: StoredPeak
-    policy: str
-    microbatches: Count
-    residuals: tuple[StoredResiduals, ...] = Field(
-        validation_alias=AliasChoices("residuals", "kept")
-    )
-    remat: StoredRemat | None = Field(None, validation_alias=AliasChoices("remat", "recomputation"))
-    largest_at_peak: tuple[StoredBuffer, ...] = ()
-    live_bytes: tuple[Count, ...] | None = None
-
-    @classmethod
-    def of(cls, report: MemoryReport) -> "StoredMemory":
-        """Return what memory.json holds of a compiled step."""
-        return cls.model_validate(report.as_dict())
-
-
-def memory_tables(report: MemoryReport) -> Iterator[rich_table.Table]:
+def memory_tables(report: "MemoryReport") -> Iterator[rich_table.Table]:
     """Render the memory of a compiled step for the terminal: sums, residuals, largest buffers."""
     memory = StoredMemory.of(report)
     sums = list(step_sums(memory).items())

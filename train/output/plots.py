@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import ticker
@@ -12,9 +12,11 @@ from matplotlib.patches import Patch
 
 from fnet.memory import format_bytes
 from train.output.curves import COLORS, round_ticks, style
-from train.output.memory_tables import StoredMemory
 from train.output.palette import overlay_labels, voc_colors
-from train.run.memory_report import MemoryReport
+from train.output.stored import StoredMemory
+
+if TYPE_CHECKING:
+    from train.run.memory_report import MemoryReport
 
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
@@ -144,7 +146,7 @@ def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, pat
     figure.savefig(path, dpi=110)
 
 
-def memory(report: MemoryReport, title: str, path: Path) -> None:
+def memory(report: "MemoryReport", title: str, path: Path) -> None:
     """Save memory.png: residuals by layer, and live bytes while the compiled step runs.
 
     Args:

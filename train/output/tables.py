@@ -18,12 +18,14 @@ class Cell(NamedTuple):
       note: Smaller text below it.
       strong: Whether the text is bold.
       run: Index of the run that the cell names. The page puts its line in front.
+      rank: Number that is smallest for the best run. None if no run is better than another.
     """
 
     text: str
     note: str = ""
     strong: bool = False
     run: int | None = None
+    rank: float | None = None
 
 
 class Table(NamedTuple):

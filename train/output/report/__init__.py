@@ -1,114 +1,115 @@
-"""`fnet report`: one or several runs as a page that needs nothing but a browser."""
+"""`fnet report`: a page about one or several runs that needs nothing but a browser."""
 
+import base64
 import datetime
+import hashlib
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
+from markupsafe import Markup, escape
 from rich.console import Console
 
 import fnet
+from train.config import LanguageModel
 from train.errors import UserError
+from train.output.curves import MOST_POINTS, describe, metrics_of
 from train.output.progress import line_printer
-from train.output.report.config import config, environment
-from train.output.report.curves import along, metrics_of
-from train.output.report.html import element, joined, page
-from train.output.report.memory import memory
-from train.output.report.overview import overview, title
-from train.output.report.pictures import pictures
-from train.output.report.progress import curves, throughput
-from train.output.report.runs import Run, read_runs
-from train.output.report.style import hiding
+from train.output.report import overview, sections
+from train.output.report.runs import PICTURES, Run, read_runs
+from train.output.tables import MISSING
 from train.run.run_folder import RunFolder, atomic_write
 
-_BEGINS = "<!doctype html>"
+_HERE = Path(__file__).parent
+_BEGINS = b"<!doctype html>"
+_POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:"
+"""Lets a browser fetch nothing and run no script, whatever text a run's files hold."""
+_THROUGHPUT = ("examples_per_second", "input_wait")
+_POINTS_OF_A_PAGE = 18_000
+"""Points of all curves, about a megabyte, so that a page of many runs opens at once."""
 
 
 def report(folders: Sequence[RunFolder], out: Path | None, console: Console) -> Path:
-    """Writes the page about some runs, ended or not; gives its path.
+    """Write the page about runs, finished or not, and return its path.
 
     Args:
-      folders: of the runs, at least one.
-      out: the page; by default report.html in the folder of the run, of several runs in the
-        folder where the command is given.
-      console: where its path is said.
+      folders: Folders of the runs, at least one.
+      out: Path of the page. By default report.html, in the folder of a single run, else in
+        the working directory.
+      console: Console that the path is printed on.
 
     Raises:
-      UserError: for a folder without a run, one that is named twice, and a page that
-        cannot be written, or would be written over something else.
+      UserError: if a folder holds no run or is given twice, or if the page cannot be written
+        or would overwrite a file that is not a report.
     """
     runs = read_runs(folders)
     path = out or (folders[0].report if len(folders) == 1 else Path("report.html"))
-    _check(path)
-    text = as_html(runs, time.time())
+    reason = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
+        if path.is_dir():
+            reason = "it is a directory; name a file"
+        elif path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            reason = "it is not a regular file"
+        elif path.exists() and not path.read_bytes().lower().startswith(_BEGINS):
+            reason = "the file there is not a report"
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, render(runs, time.time()))
     except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
+        reason = error.strerror or str(error)
+    if reason:
+        raise UserError(f"cannot write {path}: {reason}; choose another file with --out")
     line_printer(console)(f"report: {path}")
     return path
 
 
-def as_html(runs: Sequence[Run], now: float) -> str:
-    """The page.
+def render(runs: Sequence[Run], now: float) -> str:
+    """Return the page about runs, in ASCII so that no encoding garbles it.
 
     Args:
-      runs: at least one, no two with the same label.
-      now: seconds since 1970.
+      runs: Runs with different labels, at least one.
+      now: Time in seconds since 1970.
     """
-    metrics = metrics_of(runs)
-    where = along(runs)
-    sections = [
-        curves(runs, metrics, where),
-        throughput(runs, metrics, where),
-        memory(runs),
-        pictures(runs),
-        config(runs),
-        environment(runs),
-    ]
-    contents = {
-        "curves": "Curves",
-        "throughput": "Throughput",
-        "memory": "Memory",
-        "examples": "Examples",
-        "config": "Config",
-        "environment": "Environment",
-    }
-    links = [element("a", words, href=f"#{name}") for name, words in contents.items()]
-    body = joined(
-        [
-            element(
-                "header",
-                overview(runs, metrics["scores"], now),
-                element("nav", links, aria_label="contents"),
-            ),
-            element("main", sections),
-            element("footer", f"Made by fnet {fnet.__version__}, {_moment(now)}."),
-        ]
+    metrics = metrics_of([run.curves for run in runs])
+    if all(isinstance(run.config.model, LanguageModel) for run in runs):
+        title = "loss (nats per token)"
+        metrics = [m._replace(title=title) if m.name == "loss" else m for m in metrics]
+    curves = [curve for metric in metrics for curve in metric.curves.values()]
+    hide = "body:has(#show{0}:not(:checked)) main .run{0} {{ display: none; }}\n"
+    style = (_HERE / "style.css").read_text() + "".join(hide.format(i) for i in range(len(runs)))
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    loader = jinja2.FileSystemLoader(_HERE)
+    jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    filters: list[Callable[..., Any]] = [breakable, describe, sections.line_of]
+    filters += [sections.throughput, sections.memory_sums]
+    filters += [overview.describe_run, overview.describe_state]
+    jinja.filters |= {function.__name__: function for function in filters}
+    figures = [overview.figures_of(run, i, metrics) for i, run in enumerate(runs)]
+    page = jinja.get_template("page.html").render(
+        runs=runs,
+        several=len(runs) > 1,
+        now=now,
+        date=f"{datetime.datetime.fromtimestamp(now, datetime.UTC):%Y-%m-%d %H:%M} UTC",
+        version=fnet.__version__,
+        missing=MISSING,
+        pictures=PICTURES,
+        style=Markup(style),
+        policy=f"{_POLICY}; style-src 'sha256-{digest}'",
+        sections=sections,
+        axis=sections.shared_axis(runs),
+        points=min(max(_POINTS_OF_A_PAGE // max(len(curves), 1), 60), MOST_POINTS),
+        longest=max((len(curve.values) for curve in curves), default=0),
+        rates=[m for m in metrics if m.name in _THROUGHPUT],
+        others=[m for m in metrics if m.name not in _THROUGHPUT],
+        figures=figures[0],
+        ranking=overview.ranking(runs, figures),
     )
-    return page(f"{title(runs)}: fnet report", body, hiding(len(runs)))
+    return page.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
-def _moment(now: float) -> str:
-    return f"{datetime.datetime.fromtimestamp(now, datetime.UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def _check(path: Path) -> None:
-    """Refuses a path that holds something else than a report."""
-    try:
-        if path.is_dir():
-            raise _cannot_write(path, "it is a folder; name a file")
-        if path.exists() and not path.is_file():  # a pipe, say, which would be waited for
-            raise _cannot_write(path, "it is no file")
-        if path.exists():
-            with path.open(errors="replace") as file:
-                begins = file.read(len(_BEGINS))
-            if begins.lower() != _BEGINS:
-                raise _cannot_write(path, "there is a file that is no report")
-    except OSError as error:
-        raise _cannot_write(path, error.strerror or str(error)) from error
-
-
-def _cannot_write(path: Path, reason: str) -> UserError:
-    return UserError(f"cannot write {path}: {reason}; choose another file with --out")
+def breakable(text: str) -> Markup:
+    """Let a long name break into lines where its parts meet."""
+    return Markup(re.sub(r"(?<=[/_\]])|(?<=[a-z]\.)(?=[a-z])", "<wbr>", str(escape(text))))

@@ -1,227 +1,124 @@
-"""What a report says first: how each run went, in figures."""
+"""How each run went: its state and its figures, as the head of a report."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from fnet.memory import format_bytes
 from train.config import Clipped, DeepLab, Denoiser, LanguageModel
-from train.output.report.curves import Metric, known
-from train.output.report.html import Html, element, joined
+from train.output.curves import SCORES, Metric, describe
+from train.output.formats import duration, number
 from train.output.report.runs import Run
-from train.output.report.scales import duration, number
-from train.output.report.tables import below_each_other, label, notes
-
-_LOWER_IS_BETTER = frozenset({"loss"})
-_HIGHER_IS_BETTER = frozenset({"accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5"})
+from train.output.tables import Cell, Table
 
 
-class Figure(NamedTuple):
-    """A number of a run.
-
-    Attributes:
-      words: the number.
-      beside: what else there is to say, smaller.
-      rank: the least of several runs is the best; None where none is better.
-    """
-
-    words: str
-    beside: str = ""
-    rank: float | None = None
+def describe_run(run: Run) -> str:
+    """Describe model, data and folder of a run."""
+    count = (run.summary and run.summary.parameters) or (run.memory and run.memory.parameters)
+    size = f" with {count:,} parameters" if count else ""
+    return f"{run.config.model.name}{size} on {run.config.data.source}, in {run.folder.path}"
 
 
-def overview(runs: Sequence[Run], scores: Sequence[Metric], now: float) -> Html:
-    """Title, state and figures of the runs.
-
-    Args:
-      runs: at least one.
-      scores: their metrics that say how well they do.
-      now: seconds since 1970.
-    """
-    found = [_figures(run, i, scores) for i, run in enumerate(runs)]
-    if len(runs) == 1:
-        run = runs[0]
-        return joined(
-            [
-                element("h1", run.label),
-                element("p", f"{run.config.name}: {_what(run)}", class_="muted"),
-                _state(run, now),
-                notes(run.notes),
-                element("dl", [_tile(n, f) for n, f in found[0].items()], class_="figures"),
-            ]
-        )
-    states = [
-        element("li", label(run, i), f": {_what(run)}; {_state_words(run, now)}")
-        for i, run in enumerate(runs)
-    ]
-    damaged = [f"{run.label}: {note}" for run in runs for note in run.notes]
-    return joined(
-        [
-            element("h1", f"{len(runs)} runs"),
-            element("ul", states, class_="states"),
-            notes(damaged),
-            _ranking(runs, found),
-        ]
-    )
-
-
-def title(runs: Sequence[Run]) -> str:
-    """Of the window."""
-    return ", ".join(run.label for run in runs[:4]) + (", ..." if len(runs) > 4 else "")
-
-
-def _what(run: Run) -> str:
-    c = run.config
-    parameters = (run.summary and run.summary.parameters) or (run.memory and run.memory.parameters)
-    size = f", {parameters:,} parameters" if parameters else ""
-    return f"{c.model.name} on {c.data.source}{size}, in {run.folder.path}"
-
-
-def _state(run: Run, now: float) -> Html:
-    return element("p", _state_words(run, now), class_=None if run.ended else "unfinished")
-
-
-def _state_words(run: Run, now: float) -> str:
-    if run.ended:
-        assert run.summary is not None
-        return f"ended after {run.summary.steps:,} steps"
-    planned = run.planned
-    of = f" of {planned:,} ({run.step / planned:.0%})" if planned else ""
-    words = [f"not ended: at step {run.step:,}{of}"]
-    if planned and run.step >= planned and not run.summary:
-        words = [f"all {run.step:,} steps are taken, but there is no summary.json of them"]
+def describe_state(run: Run, now: float) -> str:
+    """Describe how far a run has come, at a time in seconds since 1970."""
+    if run.finished and run.summary:
+        return f"Finished after {run.summary.steps:,} steps."
+    total = run.total_steps
+    share = f" of {total:,} ({run.step / total:.0%})" if total else ""
+    sentences = [f"Not finished: step {run.step:,}{share}."]
+    if total and run.step >= total and not run.summary:
+        sentences = [f"All {run.step:,} steps are done, but there is no summary.json."]
     if run.written is None:
-        words = ["not ended: there is no line of metrics yet"]
+        sentences = ["Not finished: no metrics are logged yet."]
     elif run.lines:
         ago = duration(max(now - run.written, 0.0))
-        words.append(f"the last line was written {ago} before this page was made")
-        if run.training_seconds and planned and planned > run.step:
-            left = run.training_seconds * (planned - run.step) / run.step
-            words.append(f"about {duration(left)} of training steps are left")
-    words.append(
-        f"{run.owner} writes into its folder, unless it was killed"
-        if run.owner
-        else "no process writes into its folder"
-    )
+        sentences.append(f"Last logged {ago} before this page was written.")
+        if run.training_seconds and total and total > run.step:
+            left = run.training_seconds * (total - run.step) / run.step
+            sentences.append(f"About {duration(left)} of training left.")
+    if run.owner:
+        sentences.append(f"In use by {run.owner}, unless that process was killed.")
+    else:
+        sentences.append("No process is using its folder.")
     if run.checkpoints:
-        words.append(f"the newest checkpoint is of step {run.checkpoints[-1]:,}")
+        sentences.append(f"Newest checkpoint: step {run.checkpoints[-1]:,}.")
     if run.summary:
-        words.append(f"its summary is of step {run.summary.steps:,}, before it was continued")
-    return "; ".join(words)
+        sentences.append(f"Its summary is of step {run.summary.steps:,}, before it was resumed.")
+    return " ".join(sentences)
 
 
-def _figures(run: Run, i: int, scores: Sequence[Metric]) -> dict[str, Figure]:
-    found: dict[str, Figure] = {}
-    for metric in scores:
-        if figure := _score(metric, run, i, "test"):
-            found[f"test {metric.title}"] = figure
-    if not found and run.summary:  # the lines are gone
+def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cell]:
+    """Return the figures by name of the run that has this index in the metrics."""
+    tested = [metric for metric in metrics if (index, "test") in metric.curves]
+    figures = {f"test {metric.title}": _test_score(metric, run, index) for metric in tested}
+    if not figures and run.summary:  # metrics.jsonl may be gone
         for name, value in run.summary.metrics.items():
-            words, kind = known(name.removeprefix("test/"))
-            found[f"test {words}"] = Figure(kind.words(value))
-    for metric in scores:
-        if metric.name == "loss" and (figure := _score(metric, run, i, "train")):
-            found[f"train {metric.title}"] = figure
+            title, scale = describe(name.removeprefix("test/"))
+            figures[f"test {title}"] = Cell(scale.text(value))
+    if (loss := run.last("train/loss")) is not None:
+        figures["train loss"] = Cell(number(loss))
     if run.lines:
-        epochs = "" if run.epoch is None else f"{number(run.epoch)}\N{NO-BREAK SPACE}epochs"
-        found["steps"] = Figure(f"{run.step:,}", epochs)
+        epochs = "" if math.isnan(run.epoch) else f"{number(run.epoch)} epochs"
+        figures["steps"] = Cell(f"{run.step:,}", epochs)
     if seconds := run.training_seconds:
-        whole = run.summary.seconds if run.summary and run.ended else 0.0
-        beside = f"{duration(whole)} with all else" if whole >= seconds else ""
-        found["training steps took"] = Figure(duration(seconds), beside)
+        whole = run.summary.seconds if run.summary and run.finished else 0.0
+        note = f"{duration(whole)} in total" if whole >= seconds else ""
+        figures["training time"] = Cell(duration(seconds), note)
         rate = run.step * run.config.data.batch_size / seconds
-        found["examples a second"] = Figure(number(rate))
-    if peak := _peak(run):
-        found["peak memory"] = peak
-    if privacy := _privacy(run):
-        found["privacy, epsilon"] = privacy
-    if run.summary and run.summary.noise_scale is not None:
-        found["noise scale, examples"] = Figure(number(run.summary.noise_scale))
-    if run.bad_steps:
-        found["steps left out"] = Figure(f"{len(run.bad_steps):,}")
-    if unreadable := _last(run, "unreadable_files"):
-        found["unreadable files"] = Figure(number(unreadable))
-    return found
-
-
-def _score(metric: Metric, run: Run, i: int, part: str) -> Figure | None:
-    course = metric.courses.get((i, part))
-    if course is None:
-        return None
-    values, last = course.values, float(course.values[-1])
-    if metric.name not in _LOWER_IS_BETTER | _HIGHER_IS_BETTER or part != "test":
-        return Figure(metric.kind.words(last))
-    sign = 1 if metric.name in _LOWER_IS_BETTER else -1
-    beside = []
-    if metric.name == "loss" and isinstance(run.config.model, LanguageModel) and last < 50:
-        beside.append(f"perplexity {number(math.exp(last))}")
-    best = int(np.argmin(sign * values))
-    if sign * values[best] < sign * last:
-        beside.append(f"best {metric.kind.words(values[best])} at step {course.steps[best]:,.0f}")
-    return Figure(metric.kind.words(last), "; ".join(beside), sign * last)
-
-
-def _peak(run: Run) -> Figure | None:
-    predicted = run.memory.peak.total if run.memory else None
+        figures["examples per second"] = Cell(number(rate))
+    predicted, measured = run.memory.peak.total if run.memory else None, None
     if run.summary and run.summary.peak_bytes_predicted is not None:
-        predicted = run.summary.peak_bytes_predicted
-    if predicted is None:
-        return None
-    seen = run.summary.peak_bytes_seen if run.summary else None
-    beside = "predicted" if seen is None else f"predicted; seen {format_bytes(seen)}"
-    return Figure(format_bytes(predicted), beside)
+        predicted, measured = run.summary.peak_bytes_predicted, run.summary.peak_bytes_seen
+    if predicted is not None:
+        note = "" if measured is None else f"measured {format_bytes(measured)}"
+        figures["predicted peak"] = Cell(format_bytes(predicted), note)
+    epsilon, grad = run.last("privacy/epsilon"), run.config.grad
+    if epsilon is not None and isinstance(grad, Clipped) and grad.delta is not None:
+        figures["epsilon"] = Cell(number(epsilon), f"at delta {grad.delta:g}")
+    if run.summary and run.summary.noise_scale is not None:
+        figures["gradient noise scale"] = Cell(number(run.summary.noise_scale), "examples")
+    if run.bad_steps:
+        figures["skipped steps"] = Cell(f"{len(run.bad_steps):,}")
+    if unreadable := run.last("unreadable_files"):
+        figures["unreadable files"] = Cell(number(unreadable))
+    return figures
 
 
-def _privacy(run: Run) -> Figure | None:
-    spent = _last(run, "privacy/epsilon")
-    grad = run.config.grad
-    if spent is None or not isinstance(grad, Clipped) or grad.delta is None:
-        return None
-    return Figure(number(spent), f"at delta {grad.delta:g}")
+def _test_score(metric: Metric, run: Run, index: int) -> Cell:
+    curve = metric.curves[index, "test"]
+    last, text = float(curve.values[-1]), metric.scale.text
+    if metric.name not in SCORES:
+        return Cell(text(last))
+    sign = 1 if metric.name == "loss" else -1
+    notes = []
+    if metric.name == "loss" and isinstance(run.config.model, LanguageModel) and last < 50:
+        notes.append(f"perplexity {number(math.exp(last))}")
+    best = int(np.argmin(sign * curve.values))
+    if sign * curve.values[best] < sign * last:
+        notes.append(f"best {text(curve.values[best])} at step {curve.steps[best]:,.0f}")
+    return Cell(text(last), "; ".join(notes), rank=sign * last)
 
 
-def _last(run: Run, key: str) -> float | None:
-    course = run.courses.get(key)
-    return float(course.values[-1]) if course and len(course.values) else None
-
-
-def _tile(name: str, figure: Figure) -> Html:
-    small = element("small", figure.beside) if figure.beside else None
-    return element("div", element("dt", name), element("dd", figure.words, small))
-
-
-def _ranking(runs: Sequence[Run], found: Sequence[dict[str, Figure]]) -> Html:
-    fullest_first = sorted(found, key=len, reverse=True)
-    names = list(dict.fromkeys(name for figures in fullest_first for name in figures))
+def ranking(runs: Sequence[Run], figures: Sequence[dict[str, Cell]]) -> Table:
+    """Return the figures of several runs, with the best test scores in bold."""
+    fullest_first = sorted(figures, key=len, reverse=True)
+    names = list(dict.fromkeys(name for by_name in fullest_first for name in by_name))
     names.sort(key=lambda name: not name.startswith("test "))
-    best: dict[str, float | None] = dict.fromkeys(names)
-    alike = len({_task(run) for run in runs}) == 1
-    for name in names if alike else ():
-        ranks = [f[name].rank for f in found if name in f]
-        there = [rank for rank in ranks if rank is not None]
-        best[name] = min(there) if len(there) > 1 else None
-
-    def cell(name: str, figures: dict[str, Figure]) -> Html | None:
-        if name not in figures:
-            return None
-        figure = figures[name]
-        is_best = best[name] is not None and figure.rank == best[name]
-        small = element("small", figure.beside) if figure.beside else None
-        words = element("span", figure.words, class_="best") if is_best else figure.words
-        return joined([words, small])
-
-    rows = [
-        (label(run, i), [cell(name, figures) for name in names])
-        for i, (run, figures) in enumerate(zip(runs, found, strict=True))
-    ]
-    about = "Figures of each run" + ("; of test scores the best is bold" if alike else "")
-    return below_each_other(names, rows, about, "run")
+    comparable = len({_task(run) for run in runs}) == 1
+    rows: list[list[Cell | None]] = [[Cell(run.label, run=i)] for i, run in enumerate(runs)]
+    for name in names:
+        cells = [by_name.get(name) for by_name in figures]
+        ranks = [cell.rank for cell in cells if cell and cell.rank is not None]
+        best = min(ranks) if comparable and len(ranks) > 1 else math.nan
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(cell and cell._replace(strong=cell.rank == best))
+    title = "Results, with the best test scores in bold" if comparable else "Results"
+    return Table(title, ["run", *names], rows)
 
 
 def _task(run: Run) -> tuple[object, ...]:
-    """Runs of another task, or on other data, have other losses."""
+    """Identify task and data, because losses of different tasks cannot be compared."""
     data, model = run.config.data, run.config.model
     other = isinstance(model, LanguageModel | Denoiser | DeepLab)
     where = (getattr(data, name, None) for name in ("path", "subset", "tokenizer"))

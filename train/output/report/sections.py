@@ -1,0 +1,197 @@
+"""The sections of a report as data: charts and tables, which the template lays out."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from fnet.memory import format_bytes
+from train.config import Config, flatten
+from train.output.curves import COLORS, DASHES, Metric, XAxis, draw
+from train.output.formats import duration, number, percent
+from train.output.memory_tables import largest_table, residuals_table, step_sums
+from train.output.plots import draw_live_bytes
+from train.output.report.runs import Run
+from train.output.report.svg import to_svg
+from train.output.stored import StoredMemory
+from train.output.tables import MISSING, Cell, Table
+
+_MOST_ROWS = 20
+_MOST_NAMES = 8
+
+
+class Chart(NamedTuple):
+    """A chart: title, text behind it, values of lines by label and CSS classes, and the SVG."""
+
+    title: str
+    note: str
+    values: dict[tuple[str, str], list[str]]
+    svg: Markup
+
+
+def line_of(run: int) -> str:
+    """Return the CSS classes of a run's line: ``"run3 c3 solid"``."""
+    return f"run{run} c{run % len(COLORS)} {DASHES[run // len(COLORS) % len(DASHES)]}"
+
+
+def shared_axis(runs: Sequence[Run]) -> XAxis:
+    """Return the axis of all charts: steps, or epochs if runs differ in their batch size."""
+    curves = [c for run in runs for c in run.curves.values() if len(c.steps)]
+    sources = [run.config.data for run in runs if run.lines]
+    same_data = len({(data.source, getattr(data, "path", None)) for data in sources}) == 1
+    by_epoch = same_data and len({data.batch_size for data in sources}) > 1
+    by_epoch = by_epoch and not any(np.isnan(c.epochs).any() for c in curves)
+    axis = XAxis("epoch" if by_epoch else "step", 0.0, 1.0)
+    xs = np.concatenate([axis.of(c) for c in curves] or [np.zeros(1)])
+    low, high = float(xs.min()), float(xs.max())
+    return axis._replace(low=0.0 if low < 0.2 * high else low, high=high)
+
+
+def chart(metric: Metric, runs: Sequence[Run], axis: XAxis, points: int) -> Chart:
+    """Draw a metric of all runs with at most so many points per curve."""
+    several, text = len(runs) > 1, metric.scale.text
+    values: dict[tuple[str, str], list[str]] = {}
+    titles = {}
+    for (run, part), curve in metric.curves.items():
+        label = runs[run].label if several else metric.label(part)
+        line = line_of(run) if several else f"c{int(part in ('test', 'averaged'))} solid"
+        values.setdefault((label, line), []).append(text(curve.values[-1]))
+        first, last = (
+            f"{text(curve.values[i])} at {axis.text(axis.of(curve)[i])}" for i in (0, -1)
+        )
+        name = " ".join(dict.fromkeys([label, metric.label(part), metric.title])).strip()
+        titles[f"run{run}-{part}"] = f"{name}: from {first} to {last}."
+    ends = {axis.text(axis.of(curve)[-1]) for curve in metric.curves.values()}
+    notes = [" / ".join(filter(None, metric.parts))] if several and len(metric.parts) > 1 else []
+    notes += [f"at {ends.pop()}" if len(ends) == 1 else "at the end of each run"]
+    notes += ["log scale"] * metric.log
+    draw_metric = functools.partial(draw, metric=metric, x_axis=axis, runs=len(runs), points=points)
+    svg = to_svg(draw_metric, axis.name, metric.name, titles)
+    return Chart(metric.title, ", ".join(notes), values, svg)
+
+
+def compare(
+    title: str, columns: Sequence[Mapping[str, str]], runs: Sequence[Run], mark: bool = True
+) -> Table:
+    """Return a table of each run's texts by name, a column each; differences can be marked."""
+    fullest_first = sorted(columns, key=len, reverse=True)
+    rows = []
+    for name in dict.fromkeys(name for column in fullest_first for name in column):
+        texts = [column.get(name) for column in columns]
+        rows.append([Cell(name, strong=mark and len({*texts} - {None}) > 1), *texts])
+    heads = [Cell(run.label, run=i) for i, run in enumerate(runs)]
+    return Table(title, ["", *heads], rows, texts=1 + len(runs))
+
+
+def throughput(run: Run) -> dict[str, str]:
+    """Return how fast a run trained, by name."""
+    rate, wait = run.curves.get("examples_per_second"), run.curves.get("input_wait")
+    seconds = run.training_seconds
+    if rate is None or not seconds:
+        return {}
+    slowest = int(np.argmin(rate.values))
+    texts = {
+        "examples per second": number(run.step * run.config.data.batch_size / seconds),
+        "median": number(float(np.median(rate.values))),
+        "slowest": f"{number(rate.values[slowest])} at step {rate.steps[slowest]:,.0f}",
+        "time per step": f"{number(1000 * seconds / run.step)} ms",
+        "training time": duration(seconds),
+    }
+    if wait is not None and np.array_equal(wait.steps, rate.steps):
+        times = np.diff(rate.steps, prepend=0.0) / rate.values
+        texts["input wait"] = percent(float((wait.values * times).sum() / times.sum()))
+    return texts
+
+
+def memory_sums(run: Run) -> dict[str, str]:
+    """Return the memory of a run in sums, by name."""
+    sizes: dict[str, int | None] = {}
+    if s := run.summary:
+        sizes = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
+        sizes |= {"budget": s.budget_bytes}
+    sums = {name: format_bytes(size) for name, size in sizes.items() if size is not None}
+    return sums | (step_sums(run.memory) if run.memory else {})
+
+
+def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Chart | None, list[Table]]]:
+    """Yield the runs, live bytes and tables of each different compiled step, in one scale."""
+    labels: dict[StoredMemory, list[str]] = {}
+    for run in runs:
+        if run.memory:
+            labels.setdefault(run.memory, []).append(run.label)
+    longest = max((r.bytes for memory in labels for r in memory.residuals), default=0)
+    highest = max((max(memory.live_bytes or [0]) for memory in labels), default=0)
+    for i, (memory, names) in enumerate(labels.items()):
+        tables = [residuals_table(memory, longest), largest_table(memory)]
+        live = _live_bytes(memory, highest, f"live{i}") if memory.live_bytes else None
+        yield ", ".join(names), live, [table for table in tables if table.rows]
+
+
+def _live_bytes(memory: StoredMemory, highest: int, name: str) -> Chart:
+    live = memory.live_bytes or (0,)
+    most, at = format_bytes(max(live)), f"at instruction {live.index(max(live)):,}"
+    draw_memory = functools.partial(draw_live_bytes, stored=memory, highest=highest)
+    svg = to_svg(draw_memory, "", name, {"": f"Live bytes, at most {most} {at}."})
+    assigned = format_bytes(memory.peak.total - memory.peak.workspace)
+    values = {("peak", "c0 solid"): [most], ("assigned by XLA", "c1 dashed"): [assigned]}
+    return Chart("live bytes", f"over the schedule, peak {at} of {len(live):,}", values, svg)
+
+
+def class_scores(runs: Sequence[Run]) -> Table:
+    """Return the score of each class in `fnet eval`, the lowest first."""
+    rows: dict[str, dict[int, Cell]] = {}
+    lowest: dict[str, float] = {}
+    kinds = set()
+    for i, run in enumerate(runs):
+        for c in run.evaluation.classes if run.evaluation else ():
+            kind, score, count = "accuracy", c.accuracy, f"{c.examples or 0:,} examples"
+            if c.iou is not None:
+                kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
+            if score is not None:
+                kinds.add(kind)
+                rows.setdefault(c.name, {})[i] = Cell(percent(score), count)
+                lowest[c.name] = min(score, lowest.get(c.name, score))
+    names = sorted(rows, key=lambda name: lowest[name])[:_MOST_ROWS]
+    which = f"The {_MOST_ROWS} lowest classes" if len(rows) > _MOST_ROWS else "Classes"
+    heads = {i: Cell(run.label, run=i) for i, run in enumerate(runs) if run.evaluation}
+    return Table(
+        f"{which} in fnet eval by {' and '.join(sorted(kinds))}, the lowest first",
+        ["class", *heads.values()],
+        [[name, *(rows[name].get(i) for i in heads)] for name in names],
+    )
+
+
+def skipped_steps(runs: Sequence[Run]) -> Table:
+    """Return the steps that were skipped because a loss or a gradient was not finite."""
+    rows: list[list[str | Cell]] = []
+    for i, run in enumerate(runs):
+        for bad in run.bad_steps[:_MOST_ROWS]:
+            names, more = ", ".join(bad.examples[:_MOST_NAMES]), len(bad.examples) - _MOST_NAMES
+            names += f" and {more:,} more" if more > 0 else ""
+            step = Cell(run.label, f"step {bad.step:,}", run=i)
+            rows.append([step, bad.loss, bad.grad_norm, bad.origin, names])
+    columns = ["run", "loss", "gradient norm", "first non-finite result", "examples"]
+    return Table(f"Skipped steps, at most {_MOST_ROWS} of each run", columns, rows, texts=5)
+
+
+def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Return the fields in which runs differ, of each run, and the fields that are equal.
+
+    One run is compared with the defaults of its fields. A field that a config does not have,
+    because its section is of another kind, is `MISSING`.
+    """
+    configs = [run.config for run in runs]
+    if len(runs) == 1:
+        sections = {f.name: getattr(configs[0], f.name) for f in dataclasses.fields(Config)}
+        kinds = {k: type(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
+        configs.append(Config(**{k: kind() for k, kind in kinds.items()}))  # type: ignore
+    flat = [{name: str(value) for name, value in flatten(c).items()} for c in configs]
+    order = [f.name for f in dataclasses.fields(Config)]
+    names = sorted({n: 0 for c in flat for n in c}, key=lambda n: order.index(n.partition(".")[0]))
+    columns = [{name: fields.get(name, MISSING) for name in names} for fields in flat]
+    equal = {n: columns[0][n] for n in names if len({column[n] for column in columns}) == 1}
+    different = [{n: v for n, v in column.items() if n not in equal} for column in columns]
+    return different[: len(runs)], equal

@@ -1,0 +1,206 @@
+"""Files of a run's folder as data, checked when they are read."""
+
+import base64
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    TypeAdapter,
+    ValidationError,
+)
+
+from train.run.run_folder import read_metrics
+
+if TYPE_CHECKING:
+    from train.run.memory_report import MemoryReport
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+T = TypeVar("T")
+
+MOST_STEPS = 2**53
+"""Not every integer from here on is a float64."""
+_TOO_LARGE = 1e100
+"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
+_MOST_PICTURE_BYTES = 16 * 2**20
+
+
+class _Stored(BaseModel):
+    """A JSON object. Fields that nobody reads are ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class StoredPeak(_Stored):
+    """Bytes of a compiled step, see `fnet.memory.Peak`."""
+
+    arguments: Count
+    outputs: Count
+    aliased: Count
+    temporaries: Count
+    total: Count
+    workspace: Count = 0
+
+
+class StoredResiduals(_Stored):
+    """Arrays that one layer saves for the backward pass."""
+
+    layer: str
+    bytes: Count
+    arrays: Count
+
+
+class StoredBuffer(_Stored):
+    """A buffer that is alive at the peak, see `fnet.memory.Buffer`."""
+
+    bytes: Count
+    shape: tuple[Count, ...]
+    dtype: str
+    kind: str
+    layer: str
+    phase: str
+    instruction: str
+
+
+class StoredRemat(_Stored):
+    """Effect of a remat policy, see `fnet.memory.RematReport`."""
+
+    flops_before: Count
+    flops_after: Count
+    temporaries_before: Count
+    temporaries_after: Count
+
+
+class StoredMemory(_Stored):
+    """Contents of memory.json, as far as people look at them."""
+
+    parameters: Count
+    state_bytes: Count
+    peak: StoredPeak
+    policy: str
+    microbatches: Count
+    residuals: tuple[StoredResiduals, ...] = Field(
+        validation_alias=AliasChoices("residuals", "kept")
+    )
+    remat: StoredRemat | None = Field(None, validation_alias=AliasChoices("remat", "recomputation"))
+    largest_at_peak: tuple[StoredBuffer, ...] = ()
+    live_bytes: tuple[Count, ...] | None = None
+
+    @classmethod
+    def of(cls, report: "MemoryReport") -> "StoredMemory":
+        """Return what memory.json holds of a compiled step."""
+        return cls.model_validate(report.as_dict())
+
+
+class StoredSummary(_Stored):
+    """Contents of summary.json."""
+
+    steps: Count
+    seconds: FiniteFloat
+    metrics: dict[str, float] = {}
+    noise_scale: float | None = None
+    parameters: Count | None = None
+    budget_bytes: Count | None = None
+    peak_bytes_predicted: Count | None = None
+    peak_bytes_seen: Count | None = None
+    versions: dict[str, str] = {}
+
+
+class StoredClass(_Stored):
+    """A class in evaluation.json: examples and accuracy, or pixels and IoU."""
+
+    name: str
+    examples: Count | None = None
+    accuracy: float | None = None
+    pixels: Count | None = None
+    iou: float | None = None
+
+
+class StoredEvaluation(_Stored):
+    """Contents of evaluation.json, which `fnet eval` writes."""
+
+    step: Count
+    metrics: dict[str, float] = {}
+    classes: tuple[StoredClass, ...] = ()
+
+
+class StoredBadStep(_Stored):
+    """A line of bad_steps.jsonl: a step that was skipped."""
+
+    step: Count
+    loss: str
+    grad_norm: str
+    origin: str
+    examples: tuple[str, ...] = ()
+
+
+def load(kind: type[T], path: Path, notes: list[str], value: Any = None) -> T | None:
+    """Return the JSON in a file as a type, or None if there is no file or it does not fit.
+
+    Args:
+      kind: The type.
+      path: Path of the file.
+      notes: Remarks for people. Why a file cannot be read is added.
+      value: Contents of the file, if they are read already.
+    """
+    try:
+        if value is not None:
+            return TypeAdapter(kind).validate_python(value)
+        content = load_bytes(path, notes)
+        return None if content is None else TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        notes.append(f"{path.name} cannot be read: {place}{first['msg']}")
+        return None
+
+
+def load_lines(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the lines of a .jsonl file in the order of their steps, and when it was written."""
+    # Read the bytes first: a running process may write more lines before the others are read.
+    if (content := load_bytes(path, notes)) is None:
+        return [], None
+    try:
+        written = path.stat().st_mtime
+        lines = [x for x in read_metrics(path) if 0 <= finite(x["step"]) < MOST_STEPS]
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return [], None
+    if (bad := sum(map(bool, map(bytes.strip, content.splitlines()))) - len(lines)) > 0:
+        notes.append(f"{path.name}: ignored {bad} incomplete line{'s' * (bad > 1)}")
+    return sorted(lines, key=lambda line: line["step"]), written
+
+
+def load_picture(path: Path, notes: list[str]) -> str | None:
+    """Return a PNG file as a data URI."""
+    content = load_bytes(path, notes)
+    if content and len(content) > _MOST_PICTURE_BYTES:
+        notes.append(f"{path.name} is too large to show: {len(content) / 2**20:.0f} MiB")
+    elif content and content.startswith(b"\x89PNG\r\n\x1a\n"):
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    elif content is not None:
+        notes.append(f"{path.name} is not a PNG")
+    return None
+
+
+def load_bytes(path: Path, notes: list[str]) -> bytes | None:
+    """Return the contents of a file, or None if there is no file or it cannot be read."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror or error}")
+        return None
+
+
+def finite(value: Any) -> float:
+    """Return a number from JSON as a float, and anything else as nan."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    if not abs(value) < _TOO_LARGE:
+        return math.nan
+    return float(value) if abs(value) > 1 / _TOO_LARGE else 0.0
