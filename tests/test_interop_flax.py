@@ -1,4 +1,4 @@
-"""Flax models with fnet's norm in them: what BatchNorm and leaky_relu compute, in less memory."""
+"""Flax models with `InPlaceABN` against BatchNorm and leaky_relu: values and memory."""
 
 import functools
 import importlib
@@ -25,14 +25,14 @@ CLASSES, EPS = 3, 1e-5
 
 
 @pytest.mark.parametrize("name", ["linen", "nnx", "torch"])
-def test_an_adapter_is_there_without_being_imported_by_name(name, monkeypatch):
+def test_adapters_are_imported_on_first_use(name, monkeypatch):
     module = importlib.import_module(f"fnet.interop.{name}")
     monkeypatch.delattr(fnet.interop, name)
     assert getattr(fnet.interop, name) is module
 
 
 class LinenNet(nn.Module):
-    """Blocks of convolution, norm and leaky_relu; the mean over space; a dense head."""
+    """Blocks of convolution, norm and leaky_relu, average pooling and a dense head."""
 
     in_place: bool
     widths: tuple[int, ...] = (6, 6)
@@ -136,7 +136,7 @@ def random_like(tree, seed=1):
 
 @APIS
 @pytest.mark.parametrize("train", [True, False])
-def test_output_gradients_and_statistics_equal_batch_norm_and_leaky_relu(model, train):
+def test_matches_batch_norm_and_leaky_relu(model, train):
     x, labels = images(), jnp.arange(6) % CLASSES
     ours, theirs = model(x, in_place=True), model(x, in_place=False)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours[1:], theirs[1:])
@@ -176,7 +176,7 @@ def quick_key():
     return jax.random.key(0, impl="rbg")  # compiles in a tenth of threefry's time
 
 
-def test_a_linen_model_learns_and_evaluates_with_the_statistics_it_gathered():
+def test_linen_model_trains_and_evaluates_with_running_statistics():
     x, labels = toy_problem()
     net = LinenNet(in_place=True)
     variables = jax.jit(functools.partial(net.init, train=True))(quick_key(), x[:1])
@@ -211,7 +211,7 @@ def test_a_linen_model_learns_and_evaluates_with_the_statistics_it_gathered():
     assert float(jnp.abs(untrained - evaluate(stats)).max()) > 0.1
 
 
-def test_an_nnx_model_learns_and_evaluates_with_the_statistics_it_gathered():
+def test_nnx_model_trains_and_evaluates_with_running_statistics():
     x, labels = toy_problem()
     net = NnxNet(in_place=True, rngs=nnx.Rngs(quick_key()))
     optimizer = nnx.Optimizer(net, optax.adam(0.03), wrt=nnx.Param)
@@ -237,14 +237,14 @@ def test_an_nnx_model_learns_and_evaluates_with_the_statistics_it_gathered():
     assert float(jnp.abs(evaluate(net) - logits).max()) > 0.1
 
 
-def test_linen_statistics_must_be_mutable_to_train():
+def test_linen_training_needs_mutable_statistics():
     norm = fnet_linen.InPlaceABN(use_running_average=False)
     variables = norm.init(jax.random.key(0), images())
     with pytest.raises(flax.errors.ModifyScopeVariableError, match="batch_stats"):
         norm.apply(variables, images())
 
 
-def test_nnx_views_and_modes_switch_the_statistics_used():
+def test_nnx_views_and_modes_select_the_statistics():
     norm = fnet_nnx.InPlaceABN(3, rngs=nnx.Rngs(0))
     x = images()
     in_training = norm(x)
@@ -260,7 +260,7 @@ def test_nnx_views_and_modes_switch_the_statistics_used():
 
 
 @APIS
-def test_four_blocks_need_well_under_the_temporaries_of_batch_norm(model):
+def test_temporaries_of_four_blocks_are_below_batch_norms(model):
     x = images(n=4, size=16)
 
     def temporaries(in_place):
@@ -273,10 +273,10 @@ def test_four_blocks_need_well_under_the_temporaries_of_batch_norm(model):
         lowered = jax.jit(jax.grad(loss, has_aux=True)).lower(net.params, net.stats)
         return fnet.memory.peak(lowered.compile(CANDIDATE_OPTIONS["cpu"][-1])).temporaries
 
-    # Each block keeps 1 array against 3; the 2 or 3 in use at a time make that 6 or 7 against 12.
+    # A block saves 1 array instead of 3. With 2 or 3 live ones that is 6 or 7 arrays instead of 12.
     assert temporaries(in_place=True) < 0.65 * temporaries(in_place=False)
 
 
-def test_an_adapter_that_is_not_there_is_named():
+def test_unknown_adapter_raises_attribute_error():
     with pytest.raises(AttributeError, match=r"fnet.interop.* has no attribute 'tensorflow'"):
         _ = fnet.interop.tensorflow

@@ -1,4 +1,4 @@
-"""Flax's norms of this library, each by itself: the options and refusals of batch norm."""
+"""Options and errors of `InPlaceABN` in linen and nnx, compared with BatchNorm."""
 
 import functools
 
@@ -19,7 +19,7 @@ def images():
 
 
 def linen_norm(x, batch_norm=False, **options):
-    """One norm as ``(x, use_running_average, mask) -> y``, forgetting its new statistics."""
+    """A norm as ``(x, use_running_average, mask) -> y`` that drops its updated statistics."""
     module = (nn.BatchNorm if batch_norm else fnet_linen.InPlaceABN)(**options)
     init = functools.partial(module.init, use_running_average=False)
     variables = jax.jit(init)(jax.random.key(0), x)
@@ -32,7 +32,7 @@ def linen_norm(x, batch_norm=False, **options):
 
 
 def nnx_norm(x, batch_norm=False, axis=-1, **options):
-    """The same from nnx."""
+    """The same for nnx."""
     make = nnx.BatchNorm if batch_norm else fnet_nnx.InPlaceABN
     module = make(x.shape[axis], use_running_average=None, axis=axis, rngs=nnx.Rngs(0), **options)
     graph, state = nnx.split(module)
@@ -49,7 +49,7 @@ NORMS = pytest.mark.parametrize("norm", [linen_norm, nnx_norm], ids=["linen", "n
 
 @NORMS
 @pytest.mark.parametrize(("use_scale", "use_bias"), [(True, False), (False, True)])
-def test_each_affine_parameter_is_optional_as_in_batch_norm(norm, use_scale, use_bias):
+def test_scale_and_bias_are_optional_as_in_batch_norm(norm, use_scale, use_bias):
     x = images()
     options = {
         "use_scale": use_scale,
@@ -64,12 +64,12 @@ def test_each_affine_parameter_is_optional_as_in_batch_norm(norm, use_scale, use
 
 @NORMS
 @pytest.mark.parametrize(
-    ("of_input", "given"),
+    ("input_dtype", "given"),
     [(jnp.bfloat16, None), (jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.bfloat16)],
 )
 @pytest.mark.parametrize("affine", [True, False])
-def test_the_output_has_the_dtype_that_batch_norm_gives(norm, of_input, given, affine):
-    x = images().astype(of_input)
+def test_output_dtype_matches_batch_norm(norm, input_dtype, given, affine):
+    x = images().astype(input_dtype)
     options = {"dtype": given, "use_scale": affine, "use_bias": affine}
     y = norm(x, **options)(x, False)
     expected = nn.leaky_relu(norm(x, batch_norm=True, **options)(x, False))
@@ -81,7 +81,7 @@ def test_the_output_has_the_dtype_that_batch_norm_gives(norm, of_input, given, a
 
 @NORMS
 @pytest.mark.usefixtures("float64")
-def test_where_float64_is_enabled_float32_remains(norm):
+def test_float32_stays_float32_with_x64_enabled(norm):
     x = images()
     assert norm(x, use_scale=False, use_bias=False)(x, False).dtype == jnp.float32
     variables = fnet_linen.InPlaceABN(use_running_average=False).init(jax.random.key(0), x)
@@ -89,7 +89,7 @@ def test_where_float64_is_enabled_float32_remains(norm):
 
 
 @NORMS
-def test_masked_examples_count_in_no_statistic(norm):
+def test_masked_examples_do_not_enter_the_statistics(norm):
     x, mask = images(), jnp.arange(6) < 4
     elu = norm(x, activation="elu", activation_param=0.5)
     y = elu(jnp.where(mask[:, None, None, None], x, jnp.nan), False, mask=mask)
@@ -98,7 +98,7 @@ def test_masked_examples_count_in_no_statistic(norm):
 
 
 @NORMS
-def test_the_activation_and_its_parameter_can_be_chosen(norm):
+def test_activation_and_its_parameter(norm):
     x = images()
     z = norm(x, activation="identity")(x, False)
     y = norm(x, activation="elu", activation_param=0.5)(x, False)
@@ -106,7 +106,7 @@ def test_the_activation_and_its_parameter_can_be_chosen(norm):
 
 
 @NORMS
-def test_axis_name_makes_statistics_global_and_is_unused_in_init_and_evaluation(norm):
+def test_axis_name_averages_statistics_in_training_only(norm):
     x = images()
     synced, plain = norm(x, axis_name="replica"), norm(x)
     halves = x.reshape(2, 3, *x.shape[1:])
@@ -123,16 +123,16 @@ def test_axis_name_makes_statistics_global_and_is_unused_in_init_and_evaluation(
         ({"activation": "swish"}, r"expected one of .*'silu'.*, got 'swish'"),
     ],
 )
-def test_an_activation_without_inverse_is_refused_at_construction(norm, options, message):
+def test_rejects_activation_without_inverse_at_construction(norm, options, message):
     with pytest.raises(ValueError, match=message):
         norm(images(), **options)
 
 
 @NORMS
-def test_use_running_average_must_be_given_somewhere(norm):
-    undecided = norm(images())
+def test_use_running_average_is_required(norm):
+    module = norm(images())
     with pytest.raises(ValueError, match="use_running_average"):
-        undecided(images(), None)
+        module(images(), None)
 
 
 @NORMS
@@ -144,13 +144,13 @@ def test_use_running_average_must_be_given_somewhere(norm):
         ((1, 3), {}, ValueError, r"one sample per channel .*: x has shape \(1, 3\)"),
     ],
 )
-def test_input_that_abn_refuses_is_refused_in_training(norm, shape, options, error, message):
+def test_rejects_input_that_abn_rejects(norm, shape, options, error, message):
     x = jnp.ones(shape)
     with pytest.raises(error, match=message):
         norm(x, **options)(x, False)
 
 
-def test_an_axis_or_width_that_the_input_lacks_is_refused():
+def test_rejects_wrong_axis_or_width():
     x = jnp.ones((4, 3))
     with pytest.raises(ValueError, match=r"x has no axis 2, got shape \(4, 3\)"):
         fnet_linen.InPlaceABN(axis=2).init(jax.random.key(0), x, use_running_average=True)

@@ -1,17 +1,17 @@
-"""Torch's weights: their names and shapes are the originals'."""
+"""State-dict keys and shapes against mapillary/inplace_abn and torchvision."""
 
 import zlib
 
 import pytest
-from torch_cases import in_torch, keys_and_shapes
+from torch_cases import keys_and_shapes, torch_shapes
 
 from fnet import models
 from fnet.interop import torch_keys
 
 pytestmark = pytest.mark.slow
 
-# Number of arrays, and crc32 of their sorted lines "key shape", of the state dicts of
-# mapillary/inplace_abn 1.1's scripts/models, 1000 classes (of "3x3", with input_3x3=True).
+# Number of arrays and crc32 of the sorted lines "key shape" of the state dicts of the models in
+# mapillary/inplace_abn 1.1, scripts/models, 1000 classes ("3x3": input_3x3=True).
 REFERENCE = {
     "resnet18": (102, 0xA5CD3E97),
     "resnet34": (182, 0x2D39EB1A),
@@ -34,7 +34,7 @@ REFERENCE = {
     "wider_resnet38_a2": (193, 0x75556ADD),
 }
 
-# The same of torchvision 0.28.
+# The same for torchvision 0.28.
 TORCHVISION = {
     "resnet18": (102, 0x34D030BD),
     "resnet34": (182, 0x888943B5),
@@ -43,7 +43,7 @@ TORCHVISION = {
     "resnet152": (777, 0xADD45A78),
 }
 
-# Of the snapshot's parts that scripts/test_vistas_single_gpu.py reads.
+# The same for the snapshot that scripts/test_vistas_single_gpu.py loads.
 VISTAS = (212, 0x04DF3295)
 
 
@@ -53,29 +53,29 @@ def digest(shape_of):
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_names_and_shapes_are_the_references(name):
+def test_keys_and_shapes_match_the_reference(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
     assert digest(keys_and_shapes(name.split()[0], **options)) == REFERENCE[name]
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_names_and_shapes_of_resnets_are_torchvisions(name):
+def test_keys_and_shapes_of_resnets_match_torchvision(name):
     assert digest(keys_and_shapes(name, "torchvision")) == TORCHVISION[name]
 
 
-def test_names_and_shapes_of_a_deeplab_are_those_of_the_vistas_snapshot():
+def test_keys_and_shapes_of_deeplab_match_the_vistas_snapshot():
     body = models.get("wider_resnet38_a2", num_classes=None, dilated=True)
-    assert digest(in_torch(models.deeplab(body, 4096, num_classes=65), "reference")) == VISTAS
+    assert digest(torch_shapes(models.deeplab(body, 4096, num_classes=65), "reference")) == VISTAS
 
 
 @pytest.mark.parametrize("name", REFERENCE)
-def test_a_network_is_recognised_by_its_names(name):
+def test_recognizes_networks_by_their_keys(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
-    of_reference = keys_and_shapes(name.split()[0], **options)
-    known = name.split()[0].removesuffix("_a2")
-    assert torch_keys.recognise(of_reference) == known
-    in_parts = [f"body.{key}" for key in of_reference]
-    assert torch_keys.recognise(in_parts) == f"deeplab on {known}"
+    reference_keys = keys_and_shapes(name.split()[0], **options)
+    family_name = name.split()[0].removesuffix("_a2")
+    assert torch_keys.recognize(reference_keys) == family_name
+    deeplab_keys = [f"body.{key}" for key in reference_keys]
+    assert torch_keys.recognize(deeplab_keys) == f"deeplab on {family_name}"
     if name in TORCHVISION:
-        assert torch_keys.recognise(keys_and_shapes(name, "torchvision")) == name
-    assert torch_keys.recognise([key for key in of_reference if "mod3" not in key]) is None
+        assert torch_keys.recognize(keys_and_shapes(name, "torchvision")) == name
+    assert torch_keys.recognize([key for key in reference_keys if "mod3" not in key]) is None

@@ -151,7 +151,7 @@ def test_the_report_lists_what_was_read_renamed_and_left(place, capsys):
     assert report["names"] == "reference"
     assert set(report["read"]) == set(arrays)
     assert report["renamed"]["mod5.block1.convs.bn2.weight"] == "layer4.0.bn2.gamma"
-    assert report["left"] == [left]
+    assert report["unused"] == [left]
     assert (report["initial"], report["notes"]) == ([], [])
 
 
@@ -161,7 +161,7 @@ def test_a_new_classifier_has_the_runs_own_initial_values(place):
     words = ("--data.classes", 7, "--new-classifier", "--optim.ema-decay", 0.9)
     fnet_command("import", "small.py", "given.safetensors", "--out", "r", *words)
     report = json.loads((place / "r" / "import.json").read_text())
-    assert report["left"] == ["head.bias", "head.weight"]
+    assert report["unused"] == ["head.bias", "head.weight"]
     assert report["initial"] == ["head.bias", "head.kernel"]
 
     step, _, state, _ = checkpoint_of(RunFolder(place / "r"))
@@ -181,7 +181,7 @@ def test_weights_for_another_norm_or_activation_are_said_to_be(place):
     fnet_command("export", "plain", "--out", "told.safetensors")
     fnet_command("import", "resnet.py", "told.safetensors", "--out", "moved")
     assert json.loads((place / "moved" / "import.json").read_text())["notes"] == [
-        "weights of norm 'batch' were changed for norm 'abn'",
+        "weights of norm 'batch' were converted to norm 'abn'",
         "activation is leaky_relu here; the weights were trained with relu",
     ]
 
@@ -223,7 +223,7 @@ IMPORTING = [
     (("good.safetensors", "--model.depth", "34"), "look like resnet18, the network is resnet34"),
     (("good.safetensors", "--data.classes", "7"), "weights for other classes: classifier.fc.bias is (10,), in the network (7,); --new-classifier leaves"),
     (("good.safetensors", "--model.name", "preact_resnet"), "weights of another network"),
-    (("vision.safetensors",), "--model.norm batch takes them as they are; --trained-with batch moves"),
+    (("vision.safetensors",), "use --model.norm batch to keep it, --trained-with batch to convert it"),
     (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch, got group"),
     (("good.safetensors", "--new-clasifier"), "unknown option --new-clasifier (did you mean --new-classifier?)"),
     (("good.safetensors", "--out", "tiny.py"), "cannot write to tiny.py"),

@@ -1,4 +1,4 @@
-"""Weights under torch's names, for the tests that read and write them."""
+"""State dicts with torch's keys, for the tests of `fnet.interop.torch`."""
 
 import functools
 
@@ -7,7 +7,7 @@ import numpy as np
 
 from fnet import models
 from fnet.interop import torch_keys
-from fnet.interop.torch import fill
+from fnet.interop.torch import load_state_dict
 
 
 @functools.cache
@@ -17,21 +17,21 @@ def shapes(network):
 
 @functools.cache
 def keys_and_shapes(name, names="reference", **options):
-    """{key in torch: shape there}, found without any array."""
-    return in_torch(models.get(name, num_classes=1000, **options), names)
+    """``{torch key: torch shape}``, without materializing arrays."""
+    return torch_shapes(models.get(name, num_classes=1000, **options), names)
 
 
-def in_torch(network, names):
-    found = {}
+def torch_shapes(network, names):
+    shape_by_key = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(shapes(network))[0]:
         name = ".".join(step.key for step in path[1:])
         order = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[leaf.ndim]
-        found[torch_keys.torch_key(name, names)] = tuple(leaf.shape[i] for i in order)
-    return found
+        shape_by_key[torch_keys.torch_key(name, names)] = tuple(leaf.shape[i] for i in order)
+    return shape_by_key
 
 
-def drawn(shape_of, seed=0):
-    """A state dict of these shapes; gammas of both signs, some of them 0."""
+def random_state_dict(shape_of, seed=0):
+    """A random state dict with gammas of both signs and some of 0."""
     generator = np.random.default_rng(seed)
     arrays = {}
     for key, shape in shape_of.items():
@@ -46,8 +46,8 @@ def drawn(shape_of, seed=0):
     return arrays
 
 
-def read(network, arrays, **options):
-    return fill(*shapes(network), arrays, **options)[:2]
+def load(network, arrays, **options):
+    return load_state_dict(*shapes(network), arrays, **options)[:2]
 
 
 def preact(num_classes=3):

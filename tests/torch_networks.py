@@ -1,7 +1,7 @@
-"""Networks as torch runs them, in evaluation: straight from a state dict, NCHW and OIHW.
+"""Reference networks in numpy: evaluation from a torch state dict, in NCHW and OIHW.
 
-Written from mapillary/inplace_abn's scripts (models and modules) and torchvision's
-models/resnet.py, in numpy, with nothing of this library or of JAX.
+Written after the scripts of mapillary/inplace_abn (models and modules) and torchvision's
+models/resnet.py, without fnet or JAX.
 """
 
 import itertools
@@ -13,7 +13,7 @@ EPS = 1e-5
 
 
 class Network:
-    """A state dict that is run: ``plain`` batch norm or in-place, leaky_relu of that slope."""
+    """A state dict, with plain or in-place batch norm and leaky_relu of the given slope."""
 
     def __init__(self, state_dict, plain=False, slope=0.01):
         self.arrays, self.plain, self.slope = state_dict, plain, slope
@@ -26,8 +26,8 @@ class Network:
         patches = sliding_window_view(x, (reach, reach), (2, 3))
         patches = patches[:, :, ::stride, ::stride, ::dilation, ::dilation]
         parts = zip(np.split(patches, groups, 1), np.split(w, groups), strict=True)
-        made = [np.tensordot(p, v, [(1, 4, 5), (1, 2, 3)]) for p, v in parts]
-        return np.moveaxis(np.concatenate(made, -1), -1, 1)
+        outputs = [np.tensordot(p, v, [(1, 4, 5), (1, 2, 3)]) for p, v in parts]
+        return np.moveaxis(np.concatenate(outputs, -1), -1, 1)
 
     def norm(self, name, x, act=True):
         weight, bias, mean, var = (
@@ -48,7 +48,7 @@ class Network:
         return any(key.startswith(f"{name}.") for key in self.arrays)
 
     def blocks(self, pattern, start):
-        """``pattern`` filled with numbers from ``start`` on, as far as there are such blocks."""
+        """Names of the existing blocks, ``pattern`` with numbers from ``start`` on."""
         names = map(pattern.format, itertools.count(start))
         return list(itertools.takewhile(self.has, names))
 
@@ -61,8 +61,8 @@ def pooled(x):
 def post_activation(net, x, convs, shortcut, stride):
     y, last = x, 3 if net.has(f"{convs}conv3") else 2
     for i in range(1, last + 1):
-        striding = i == (2 if last == 3 else 1)
-        y = net.conv(f"{convs}conv{i}", y, stride if striding else 1)
+        strided = i == (2 if last == 3 else 1)
+        y = net.conv(f"{convs}conv{i}", y, stride if strided else 1)
         y = net.norm(f"{convs}bn{i}", y, act=i < last)
     conv, norm = shortcut
     if net.has(conv):
@@ -92,10 +92,10 @@ def resnet(net, x):
 
 def pre_activation(net, x, block, stride, dilation=1):
     a = net.norm(f"{block}.bn1", x)
-    convs, three = f"{block}.convs.", net.has(f"{block}.convs.conv3")
-    y = net.conv(f"{convs}conv1", a, stride, 1 if three else dilation)
+    convs, bottleneck = f"{block}.convs.", net.has(f"{block}.convs.conv3")
+    y = net.conv(f"{convs}conv1", a, stride, 1 if bottleneck else dilation)
     y = net.conv(f"{convs}conv2", net.norm(f"{convs}bn2", y), 1, dilation)
-    if three:
+    if bottleneck:
         y = net.conv(f"{convs}conv3", net.norm(f"{convs}bn3", y))
     projected = net.has(f"{block}.proj_conv")
     return y + (net.conv(f"{block}.proj_conv", a, stride) if projected else x)
@@ -149,8 +149,8 @@ def densenet(net, x):
     return net.linear("classifier.fc", net.norm("bn_out", x))
 
 
-def deeplab_scores(net, x, dilations=(12, 24, 36)):
-    """Of the head on WiderResNet's dilated A2 form, before they are interpolated."""
+def deeplab_logits(net, x, dilations=(12, 24, 36)):
+    """Logits of DeepLabV3 on the dilated WiderResNet A2, before upsampling."""
     x = wider_features(net, x, a2=True, dilated=True, part="body.")
     maps = [net.conv("head.map_convs.0", x)]
     for i, dilation in enumerate(dilations, start=1):

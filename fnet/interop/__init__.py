@@ -1,15 +1,31 @@
-"""Adapters to other libraries, each imported by its own name: `linen`, `nnx`, `torch`."""
+"""Adapters to other libraries: flax modules (`linen`, `nnx`) and pretrained weights from torch.
+
+Each is imported on first use, so that `import fnet` does not import flax. torch is never needed.
+"""
 
 import importlib
 from typing import Any
 
+__all__ = ["from_torch", "linen", "nnx", "to_torch"]
+
+_ATTRIBUTES = {
+    "linen": "fnet.interop.linen",
+    "nnx": "fnet.interop.nnx",
+    "torch": "fnet.interop.torch",
+    "from_torch": "fnet.interop.torch:from_torch",
+    "to_torch": "fnet.interop.torch:to_torch",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """The adapters, and torch's `from_torch` and `to_torch`, known when they are asked for."""
-    if name in ("linen", "nnx", "torch"):
-        return importlib.import_module(f"{__name__}.{name}")
-    if name not in ("from_torch", "to_torch"):
+    """Import an adapter on first use."""
+    if name not in _ATTRIBUTES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fnet.interop import torch
+    module, _, attribute = _ATTRIBUTES[name].partition(":")
+    imported = importlib.import_module(module)
+    return getattr(imported, attribute) if attribute else imported
 
-    return getattr(torch, name)
+
+def __dir__() -> list[str]:
+    """List the adapters too, although they are not imported yet."""
+    return sorted({*globals(), *_ATTRIBUTES})

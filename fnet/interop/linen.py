@@ -1,4 +1,4 @@
-"""In-place activated batch norm where a Flax linen model has BatchNorm and an activation."""
+"""In-place activated batch norm for flax linen models."""
 
 from typing import Any
 
@@ -14,57 +14,68 @@ from fnet.layers.abn import AxisName, abn
 
 
 class InPlaceABN(nn.Module):
-    """`flax.linen.BatchNorm` and the activation after it, with one array kept between them.
+    """Replace `flax.linen.BatchNorm` and its activation, and save only one array for both.
 
     ::
 
         x = nn.leaky_relu(nn.BatchNorm(use_running_average=not train)(x))     # before
         x = InPlaceABN(use_running_average=not train)(x)                      # after
 
-    The variables are BatchNorm's, so that its checkpoints load: params ``scale``
+    The variables have the names of BatchNorm's, so its checkpoints load: params ``scale``
     and ``bias``, collection ``batch_stats`` with ``mean`` and ``var``, all [C].
-    With the equations of `fnet.abn`, these differ from BatchNorm:
+    The equations are those of `fnet.abn`. Differences to BatchNorm:
 
     ========================= ==========================================================
     scale                     multiplies as ``|scale| + epsilon``: its sign is lost
-    running variance          moves to the unbiased variance, n / (n - 1) of BatchNorm's
-    mask                      is per example, [N]; the others' output is 0
-    use_scale=False           leaves a constant scale of 1, ``use_bias=False`` a bias of 0
-    dtype                     is that of the input from the start, as in `flax.nnx`: the
-                              statistics, always float32 or wider, are of the cast input
-    ``init``                  normalises with the initial statistics, so that one sample
-                              a channel is enough; as in BatchNorm it renews nothing
-    axis_index_groups         does not exist; nor do ``use_fast_variance`` (the variance is
-                              always that of the deviations) and
+    running variance          tracks the unbiased variance, n / (n - 1) of BatchNorm's
+    mask                      is per example, [N]; the output of masked examples is 0
+    use_scale=False           uses a constant scale of 1, ``use_bias=False`` a bias of 0
+    dtype                     casts the input before the statistics, as in `flax.nnx`; they
+                              are in float32 or wider
+    ``init``                  normalizes with the initial statistics, so one sample per
+                              channel is enough; like BatchNorm it updates nothing
+    axis_index_groups         does not exist; nor do ``use_fast_variance`` (never) and
                               ``force_float32_reductions`` (always)
     ========================= ==========================================================
 
     Attributes:
-      use_running_average: True: normalise with ``batch_stats`` and leave them.
-        False: with the batch's statistics, and renew ``batch_stats``, which must
-        be mutable. None: given at the call.
-      axis: the channel axis, one integer.
-      momentum: weight of the old running statistics.
-      epsilon: added to the variance and to |scale|.
-      dtype: of the output; None: the widest of input and parameters.
-      param_dtype: of ``scale`` and ``bias``, float32 or wider.
+      use_running_average: True: normalize with ``batch_stats``. False: normalize with the
+        statistics of the batch and update ``batch_stats``, which must be mutable. None: given
+        at the call.
+      axis: channel axis, one integer.
+      momentum: decay of the running statistics.
+      epsilon: constant added to the variance and to ``|scale|``.
+      dtype: dtype of the output. None: the widest of input and parameters.
+      param_dtype: dtype of ``scale`` and ``bias``, float32 or wider.
       use_bias: whether ``bias`` is a parameter.
       use_scale: whether ``scale`` is a parameter.
-      bias_init: initialiser of ``bias``.
-      scale_init: initialiser of ``scale``.
-      axis_name: mapped axes over which the batch's statistics are global. Unused
-        in ``init`` and with running statistics, where the axes need not exist.
-      activation: ``identity``, ``leaky_relu``, ``elu`` or ``softplus`` in place;
-        or ``relu``, ``gelu``, ``silu``, ``tanh``, ``sigmoid``; see `fnet.abn`.
-      activation_param: slope of ``leaky_relu``, 0.01 by default, or alpha of ``elu``,
-        1 by default; > 0.
+      bias_init: initializer of ``bias``.
+      scale_init: initializer of ``scale``.
+      axis_name: mesh axes over which the statistics of the batch are averaged. Ignored in
+        ``init`` and with running statistics.
+      activation: activation after the norm: ``identity``, ``leaky_relu``, ``elu`` or ``softplus``,
+        which are inverted in the backward pass, or ``relu``, ``gelu``, ``silu``, ``tanh``,
+        ``sigmoid``; see `fnet.abn`.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1); > 0.
 
     Raises:
-      ValueError: at construction, for an activation that is unknown or cannot be
-        inverted; when applied, if ``use_running_average`` is given twice or not at
-        all, and as `fnet.abn`.
+      ValueError: at construction, for an unknown activation or one whose parameter makes it not
+        invertible. When applied, if ``use_running_average`` is given twice or not at all, and as
+        `fnet.abn`.
       TypeError: when applied, for a ``dtype`` that is not floating or a
         ``param_dtype`` narrower than float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.interop.linen import InPlaceABN
+      >>> model = InPlaceABN(use_running_average=False)
+      >>> def normalize(key, x):
+      ...     variables = model.init(key, x)
+      ...     return model.apply(variables, x, mutable=["batch_stats"])
+      >>> y, updated = jax.eval_shape(normalize, jax.random.key(0), jnp.zeros((4, 2)))
+      >>> y.shape, sorted(updated["batch_stats"])
+      ((4, 2), ['mean', 'var'])
     """
 
     use_running_average: bool | None = None
@@ -93,13 +104,13 @@ class InPlaceABN(nn.Module):
         *,
         mask: Bool[Array, " n"] | None = None,
     ) -> Float[Array, "..."]:
-        """The normalised and activated input.
+        """Normalize and activate the input.
 
         Args:
           x: [N, ..., C] for ``axis=-1``, rank >= 2.
-          use_running_average: as the attribute, where that is None.
-          mask: [N], True for a real example; others count in no statistic, come
-            out as 0 and receive no gradient.
+          use_running_average: as the attribute; give it if the attribute is None.
+          mask: [N], True for a real example. Others do not enter the statistics; their
+            output is 0 and they receive no gradient.
 
         Returns:
           An array of the shape of ``x``.
@@ -114,7 +125,7 @@ class InPlaceABN(nn.Module):
 
         mean: nn.Variable[Any] = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var: nn.Variable[Any] = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
-        # Weakly typed, so that they do not widen the output.
+        # Weakly typed, so that constants do not widen the output.
         scale, bias = jnp.full(shape, 1.0), jnp.full(shape, 0.0)
         if self.use_scale:
             scale = self.param("scale", self.scale_init, shape, self.param_dtype)

@@ -1,4 +1,4 @@
-"""In-place activated batch norm where a Flax nnx model has BatchNorm and an activation."""
+"""In-place activated batch norm for flax nnx models."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -16,58 +16,67 @@ from fnet.layers.abn import AxisName, abn
 
 
 class InPlaceABN(nnx.Module):
-    """`flax.nnx.BatchNorm` and the activation after it, with one array kept between them.
+    """Replace `flax.nnx.BatchNorm` and its activation, and save only one array for both.
 
     ::
 
         self.norm = nnx.BatchNorm(64, rngs=rngs)      # before; then nnx.leaky_relu(self.norm(x))
         self.norm = InPlaceABN(64, rngs=rngs)         # after; then self.norm(x)
 
-    The variables are BatchNorm's, so that its checkpoints load: `nnx.Param`
+    The variables have the names of BatchNorm's, so its checkpoints load: `nnx.Param`
     ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].
-    ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in
-    BatchNorm. With the equations of `fnet.abn`, these differ from it:
+    ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in BatchNorm. The
+    equations are those of `fnet.abn`. Differences to BatchNorm:
 
     ========================= ==========================================================
     scale                     multiplies as ``|scale| + epsilon``: its sign is lost
-    running variance          moves to the unbiased variance, n / (n - 1) of BatchNorm's
-    mask                      is per example, [N]; the others' output is 0
-    use_scale=False           leaves a constant scale of 1, ``use_bias=False`` a bias of 0
+    running variance          tracks the unbiased variance, n / (n - 1) of BatchNorm's
+    mask                      is per example, [N]; the output of masked examples is 0
+    use_scale=False           uses a constant scale of 1, ``use_bias=False`` a bias of 0
     dtype                     never narrows parameters and statistics below float32
-    axis_index_groups         does not exist; nor do ``use_fast_variance`` (the variance is
-                              always that of the deviations) and ``promote_dtype``
+    axis_index_groups         does not exist; nor do ``use_fast_variance`` (never) and
+                              ``promote_dtype``
     ========================= ==========================================================
 
     Args:
-      num_features: C, the size of the channel axis.
-      use_running_average: True: normalise with ``mean`` and ``var`` and leave them.
-        False: with the batch's statistics, and renew ``mean`` and ``var``. None:
-        given at the call.
-      axis: the channel axis, one integer.
-      momentum: weight of the old running statistics.
-      epsilon: added to the variance and to |scale|.
-      dtype: of the output; None: the widest of input, parameters and statistics.
-      param_dtype: of ``scale`` and ``bias``, float32 or wider.
+      num_features: size of the channel axis.
+      use_running_average: True: normalize with ``mean`` and ``var``. False: normalize with the
+        statistics of the batch and update ``mean`` and ``var``. None: given at the call.
+      axis: channel axis, one integer.
+      momentum: decay of the running statistics.
+      epsilon: constant added to the variance and to ``|scale|``.
+      dtype: dtype of the output. None: the widest of input, parameters and statistics.
+      param_dtype: dtype of ``scale`` and ``bias``, float32 or wider.
       use_bias: whether ``bias`` is a parameter.
       use_scale: whether ``scale`` is a parameter.
-      bias_init: initialiser of ``bias``.
-      scale_init: initialiser of ``scale``.
-      axis_name: mapped axes over which the batch's statistics are global. Unused
-        with running statistics, where the axes need not exist.
-      activation: ``identity``, ``leaky_relu``, ``elu`` or ``softplus`` in place;
-        or ``relu``, ``gelu``, ``silu``, ``tanh``, ``sigmoid``; see `fnet.abn`.
-      activation_param: slope of ``leaky_relu``, 0.01 by default, or alpha of ``elu``,
-        1 by default; > 0.
-      rngs: random keys, of which ``params`` is used.
+      bias_init: initializer of ``bias``.
+      scale_init: initializer of ``scale``.
+      axis_name: mesh axes over which the statistics of the batch are averaged. Ignored with
+        running statistics.
+      activation: activation after the norm: ``identity``, ``leaky_relu``, ``elu`` or ``softplus``,
+        which are inverted in the backward pass, or ``relu``, ``gelu``, ``silu``, ``tanh``,
+        ``sigmoid``; see `fnet.abn`.
+      activation_param: negative slope of ``leaky_relu`` (default 0.01) or alpha of ``elu``
+        (default 1); > 0.
+      rngs: random keys; ``params`` is used.
       bias_metadata: metadata of the variable ``bias``, such as its sharding.
-      scale_metadata: likewise of ``scale``.
+      scale_metadata: metadata of the variable ``scale``.
 
     Raises:
-      ValueError: at construction, for an activation that is unknown or cannot be
-        inverted; when called, if ``use_running_average`` is not given, and as
-        `fnet.abn`.
+      ValueError: at construction, for an unknown activation or one whose parameter makes it not
+        invertible. When called, if ``use_running_average`` is not given, and as `fnet.abn`.
       TypeError: when called, for a ``dtype`` that is not floating or a
         ``param_dtype`` narrower than float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from fnet.interop.nnx import InPlaceABN
+      >>> norm = InPlaceABN(2, rngs=nnx.Rngs(0))
+      >>> norm(jnp.arange(8.0).reshape(4, 2)).shape
+      (4, 2)
+      >>> print(norm.mean[...].round(2))  # updated in place, with momentum 0.99
+      [0.03 0.04]
     """
 
     def __init__(
@@ -119,13 +128,13 @@ class InPlaceABN(nnx.Module):
         *,
         mask: Bool[Array, " n"] | None = None,
     ) -> Float[Array, "..."]:
-        """The normalised and activated input.
+        """Normalize and activate the input.
 
         Args:
           x: [N, ..., C] for ``axis=-1``, rank >= 2.
           use_running_average: takes precedence over the attribute.
-          mask: [N], True for a real example; others count in no statistic, come
-            out as 0 and receive no gradient.
+          mask: [N], True for a real example. Others do not enter the statistics; their
+            output is 0 and they receive no gradient.
 
         Returns:
           An array of the shape of ``x``.
@@ -134,8 +143,8 @@ class InPlaceABN(nnx.Module):
             use_running_average = self.use_running_average
         if use_running_average is None:
             raise ValueError(
-                "InPlaceABN: use_running_average is None in the module and at the call; give it "
-                "in either, or call the model's train() or eval()"
+                "InPlaceABN: use_running_average is None in the module and at the call; pass it, "
+                "or call the model's train() or eval()"
             )
         train = not use_running_average
         shape = (self.num_features,)
@@ -163,10 +172,10 @@ class InPlaceABN(nnx.Module):
         return y
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Called by `nnx.view`.
+        """Set attributes for `nnx.view`.
 
         Args:
-          use_running_average: True: normalise with the running statistics; None: as it is.
+          use_running_average: True: normalize with the running statistics. None: no change.
         """
         if use_running_average is not None:
             self.use_running_average = use_running_average

@@ -1,79 +1,82 @@
-"""Weights that were trained with one batch norm, for a network with the other."""
+"""Conversion of trained weights between in-place and plain batch norm."""
 
 import re
 
 import numpy as np
 
 EPS = 1e-5
-"""Of `fnet.abn`, as of torch's norms."""
+"""Epsilon of `fnet.abn` and of torch's norms."""
 
-_NORM_OF_A_RESNET = re.compile(r"((?:body\.)?(?:layer\d\.\d+\.)?)bn(\d)\.gamma")
+_RESNET_NORM = re.compile(r"((?:body\.)?(?:layer\d\.\d+\.)?)bn(\d)\.gamma")
 
 
-def change(arrays: dict[str, np.ndarray], there: str, here: str) -> dict[str, np.ndarray]:
-    """A network's arrays for the norm ``here``, which were trained with the norm ``there``.
+def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict[str, np.ndarray]:
+    """Convert the arrays of a network that was trained with another norm.
 
-    In place, a norm multiplies by ``|gamma| + eps``, plain batch norm by ``gamma``::
+    In-place norm multiplies by ``|gamma| + eps``, plain batch norm by ``gamma``::
 
         "abn" -> "batch":   gamma' = |gamma| + eps
         "batch" -> "abn":   m = max(|gamma|, eps);   s = gamma / m;   gamma' = m - eps
                             kernel' = s kernel;      running_mean' = s running_mean
 
-    with the kernel of the convolution before the norm. The first is exact. The second is the
-    same function in evaluation, to rounding; in training too where ``|gamma| >= eps``, s
-    being a sign. Below, training scales by eps or less, in place of ``|gamma|``.
+    The kernel is that of the convolution before the norm. The first conversion is exact. The
+    second gives the same function in evaluation, up to rounding. In training it is the same where
+    ``|gamma| >= eps``, because s is a sign there. Elsewhere training scales by at most eps instead
+    of ``|gamma|``.
 
-    The second needs a convolution whose output the norm alone reads, as all norms of a
-    ResNet have; of other networks, no gamma may be below eps.
+    The second needs a convolution whose output only the norm reads. All norms of a ResNet have
+    one. In other networks no gamma may be below eps.
 
     Args:
-      arrays: by their names here (``"layer1.0.bn1.gamma"``).
-      there, here: ``"abn"`` or ``"batch"``; the same name twice changes nothing.
+      arrays: arrays by name in the network (``"layer1.0.bn1.gamma"``).
+      trained_with, norm: ``"abn"`` or ``"batch"``. If they are equal, nothing changes.
+
+    Returns:
+      Converted arrays by name; the given dict is not changed.
 
     Raises:
-      ValueError: for another norm; for a gamma below eps that no convolution can take the
-        sign of, with how many there are and where.
+      ValueError: for another norm, or if a gamma is below eps and no convolution can absorb its
+        sign. The message says how many there are and in which norms.
     """
-    if there == here:
+    if trained_with == norm:
         return arrays
-    if {there, here} != {"abn", "batch"}:
-        raise ValueError(f"norm: weights are for 'abn' or 'batch', not for {there!r} in {here!r}")
+    if {trained_with, norm} != {"abn", "batch"}:
+        raise ValueError(f"norm: cannot convert weights of norm {trained_with!r} to norm {norm!r}")
     arrays = dict(arrays)
-    refused = {}
+    rejected = {}
     for name in [name for name in arrays if name.endswith("gamma")]:
         gamma = arrays[name]
-        if here == "batch":
+        if norm == "batch":
             arrays[name] = np.abs(gamma) + EPS
             continue
-        size = np.maximum(np.abs(gamma), EPS)
-        arrays[name] = size - EPS
-        if (gamma == size).all():
+        magnitude = np.maximum(np.abs(gamma), EPS)
+        arrays[name] = magnitude - EPS
+        if (gamma == magnitude).all():
             continue
         kernel, mean = convolution_before(name), re.sub("gamma$", "running_mean", name)
         if kernel is None:
-            refused[name] = gamma[gamma != size]
+            rejected[name] = gamma[gamma != magnitude]
             continue
         for scaled in (kernel, mean):
-            arrays[scaled] = arrays[scaled] * (gamma / size)
-    if refused:
-        first, total = next(iter(refused)), sum(map(len, refused.values()))
-        least = min(float(g.min()) for g in refused.values())
+            arrays[scaled] = arrays[scaled] * (gamma / magnitude)
+    if rejected:
+        first, total = next(iter(rejected)), sum(map(len, rejected.values()))
+        least = min(float(g.min()) for g in rejected.values())
         raise ValueError(
-            f"norm: in place, a norm multiplies by |gamma| + eps, and {total} gammas of "
-            f"{len(refused)} norms are below eps {EPS:g} (the least is {least:.3g}; {first} has "
-            f"{len(refused[first])}), where no convolution can take their sign; norm='batch' has "
-            "any gamma"
+            f"norm: {total} gammas of {len(rejected)} norms are below eps {EPS:g} (the least is "
+            f"{least:.3g}; {first} has {len(rejected[first])}), which in-place norm cannot "
+            "represent, and no convolution can absorb their sign; use norm='batch'"
         )
     return arrays
 
 
 def convolution_before(gamma: str) -> str | None:
-    """The kernel of the convolution whose output is read by this norm and nothing else.
+    """Name of the kernel of the convolution whose output only this norm reads.
 
     None for the norms of all networks but ResNets.
     """
-    if found := _NORM_OF_A_RESNET.fullmatch(gamma):
-        return f"{found[1]}conv{found[2]}.kernel"
+    if match := _RESNET_NORM.fullmatch(gamma):
+        return f"{match[1]}conv{match[2]}.kernel"
     if gamma.endswith("downsample.1.gamma"):
         return gamma.removesuffix("1.gamma") + "0.kernel"
     return None

@@ -1,4 +1,4 @@
-"""What torch calls the arrays of a network: mapillary/inplace_abn's names, and torchvision's."""
+"""State-dict keys of a network's arrays: the names of mapillary/inplace_abn and of torchvision."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from fnet.models.resnext import DEPTHS as RESNEXTS
 from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
 
 NAMES = ("reference", "torchvision")
-"""mapillary/inplace_abn's, of all its networks; torchvision's, of ResNets."""
+"""Naming schemes: mapillary/inplace_abn for all its networks, and torchvision for ResNets."""
 
 _LEAVES = {
     "kernel": "weight",
@@ -27,8 +27,8 @@ def _block(m: re.Match[str]) -> str:
     return f"mod{int(m[1]) + 1}.block{int(m[2]) + 1}."
 
 
-# Networks here have the reference's names but for two: a ResNet's are torchvision's, and a
-# DenseNet's layers hold their two convolutions, where there two lists hold the layers'.
+# fnet's names are the reference's, with two exceptions: ResNets have torchvision's names, and each
+# layer of a DenseNet contains its two convolutions, where the reference has two lists of them.
 _REFERENCE: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"layer(\d)\.(\d+)\.(?=conv|bn)", lambda m: f"{_block(m)}convs."),
     (r"layer(\d)\.(\d+)\.downsample\.0\.", lambda m: f"{_block(m)}proj_conv."),
@@ -42,49 +42,51 @@ _CLASSIFIER = re.compile(r"(fc|classifier\.fc|cls|head)\.(kernel|weight|bias)")
 
 
 def torch_key(name: str, names: str) -> str:
-    """``"layer1.0.bn2.gamma" -> "mod2.block1.convs.bn2.weight"``, or torchvision's.
+    """Convert an array's name to its torch key.
+
+    ``"layer1.0.bn2.gamma"`` is ``"mod2.block1.convs.bn2.weight"`` in the reference.
 
     Args:
-      name: of an array here: its path in ``params`` or ``state``, with dots.
+      name: path in ``params`` or ``state``, with dots.
       names: one of `NAMES`.
 
     Raises:
-      ValueError: for an array that these networks do not have.
+      ValueError: for an array that image networks do not have.
     """
     module, _, leaf = name.rpartition(".")
     if leaf not in _LEAVES:
         raise ValueError(
-            f"to_torch: {name} has no name in torch; there are those of networks for images, "
+            f"to_torch: {name} has no name in torch; only image networks are supported, "
             f"whose arrays are called {', '.join(_LEAVES)}"
         )
-    # Group norm and its activation are two layers here.
+    # In fnet, group norm and its activation are two layers.
     key = f"{module.removesuffix('.norm')}.{_LEAVES[leaf]}"
     for pattern, replacement in _REFERENCE if names == "reference" else ():
         key = re.sub(pattern, replacement, key)
     return key
 
 
-def namings(here: Iterable[str]) -> tuple[str, ...]:
-    """Which of `NAMES` a network's arrays can have in torch, by their names here."""
-    a_resnet = any(re.match(r"(body\.)?layer1\.", name) for name in here)
-    return NAMES if a_resnet else NAMES[:1]
+def namings(variables: Iterable[str]) -> tuple[str, ...]:
+    """Naming schemes of `NAMES` that exist for a network, given the names of its arrays."""
+    is_resnet = any(re.match(r"(body\.)?layer1\.", name) for name in variables)
+    return NAMES if is_resnet else NAMES[:1]
 
 
 def is_classifier(name: str) -> bool:
-    """Whether an array, by its name here or in torch, is of the layer that makes the logits."""
+    """Whether an array belongs to the classifier, by its name in fnet or in torch."""
     return _CLASSIFIER.fullmatch(name) is not None
 
 
-def recognise(keys: Iterable[str]) -> str | None:
-    """Which network has these arrays in torch, by the blocks of its stages; None: none of these.
+def recognize(keys: Iterable[str]) -> str | None:
+    """Recognize the network of a state dict by its blocks per stage; None if it is unknown.
 
-    A WiderResNet and its A2 form have the same arrays, and are told by the one name.
+    A WiderResNet and its variant A2 have the same arrays and get the same name.
     """
     keys = tuple(keys)
     stages = defaultdict(set)
     for key in keys:
-        if found := re.search(r"\b(?:layer|mod)(\d)\.(?:block|convs1\.)?(\d+)\.", key):
-            stages[found[1]].add(found[2])
+        if match := re.search(r"\b(?:layer|mod)(\d)\.(?:block|convs1\.)?(\d+)\.", key):
+            stages[match[1]].add(match[2])
     counts = tuple(len(stages[stage]) for stage in sorted(stages))
 
     def has(pattern: str) -> bool:
@@ -98,8 +100,8 @@ def recognise(keys: Iterable[str]) -> str | None:
     elif has(r"\bmod2\.block1\.bn1\."):
         family, depths = "resnext", RESNEXTS
     else:
-        three = has(r"\b(layer1\.0|mod2\.block1\.convs)\.conv3\.")
-        family, depths = "resnet", {d: n for d, n in RESNETS.items() if (d >= 50) == three}
+        bottlenecks = has(r"\b(layer1\.0|mod2\.block1\.convs)\.conv3\.")
+        family, depths = "resnet", {d: n for d, n in RESNETS.items() if (d >= 50) == bottlenecks}
     depth = next((depth for depth, blocks in depths.items() if blocks == counts), None)
     if depth is None:
         return None

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 def import_weights(
     config: Config, path: Path, out: Path, options: ImportArguments
-) -> interop.Report:
+) -> interop.LoadReport:
     """Create a run at step 0 with weights from a file.
 
     Args:
@@ -66,7 +66,7 @@ def import_weights(
     run = setup(config)
     network = weight_files.describe_network(config)
     try:
-        filled = interop.fill(
+        loaded = interop.load_state_dict(
             run.state_shapes.params,
             run.state_shapes.model_state,
             weights.state_dict,
@@ -76,12 +76,12 @@ def import_weights(
         )
     except (TypeError, ValueError) as error:
         raise UserError(f"{path}: {weight_files.with_flags(error)}") from error
-    report = filled.report
+    report = loaded.report
     notes = map(weight_files.with_flags, report.notes)
     differences = _differences(report, weights.metadata, network)
     report = report._replace(notes=(*notes, *differences))
 
-    state = _initial_state(run, filled.params, filled.state)
+    state = _initial_state(run, loaded.params, loaded.state)
     folder = RunFolder(out)
     with folder.lock():
         folder.create()
@@ -97,7 +97,7 @@ def import_weights(
     return report
 
 
-def report_table(report: interop.Report) -> Table:
+def report_table(report: interop.LoadReport) -> Table:
     """Count the arrays that were read, renamed and skipped, with the first few of each."""
     t = Table(title=f"weights with {report.names} names", title_justify="left")
     t.add_column("arrays")
@@ -107,7 +107,7 @@ def report_table(report: interop.Report) -> Table:
     for kind, names in {
         "read": list(report.read),
         "  renamed": renamed,
-        "unused": report.left,
+        "unused": report.unused,
         "initial values": report.initial,
     }.items():
         more = ["..."] if len(names) > _TABLE_EXAMPLES else []
@@ -118,7 +118,7 @@ def report_table(report: interop.Report) -> Table:
 
 
 def _differences(
-    report: interop.Report, theirs: dict[str, str], ours: dict[str, str]
+    report: interop.LoadReport, theirs: dict[str, str], ours: dict[str, str]
 ) -> tuple[str, ...]:
     """Compare the network's options with those in the file, which array shapes do not show."""
     theirs = ({"activation": "relu"} if report.names == "torchvision" else {}) | theirs
