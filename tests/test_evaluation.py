@@ -383,7 +383,7 @@ def test_training_goes_on_without_a_file_that_cannot_be_read(recipes, capsys):
     (recipes / "colours" / "train" / "red" / "0.png").write_bytes(b"")
     words = "train", "colours.py", "--train.steps", 4
     fnet_command(*words, "--data.max-bad-fraction", 0.1, "--out", "run")
-    assert capsys.readouterr().out.count("0.png: zero bytes; it is left out") == 1
+    assert capsys.readouterr().out.count("0.png: zero bytes; skipped") == 1
     assert json.loads((recipes / "run" / "summary.json").read_text())["unreadable_files"] == 1
     assert exit_code(*words, "--out", "other") == 2
     said_in_one_line(capsys, "data.max_bad_fraction: so far 1 of the 30 training files")

@@ -324,9 +324,9 @@ TRAINING_MISTAKES = [
     (("images.py", "--model.name", "language_model"), "data.source: digits has no text"),
     (("images.py", "--model.heads", "3"), "heads must divide width, got heads=3, width=16"),
     (("images.py", "--model.patch", "3"), "patch must divide height and width, got patch=3"),
-    ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but the network denoiser learns each image with its own"),
-    ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but the network denoiser takes one image of each"),
-    (("images.py", "--optim.label-smoothing", "0.1"), "optim.label_smoothing: 0.1, but the network denoiser tells no classes"),
+    ((*PHOTOS, "--data.mixup", "0.2"), "data.mixup: 0.2, but a denoiser needs one label per image"),
+    ((*PHOTOS, "--data.crops", "10"), "data.crops: 10, but a denoiser needs one crop per image"),
+    (("images.py", "--optim.label-smoothing", "0.1"), "optim.label_smoothing: 0.1, but a denoiser does not predict labels"),
     (("images.py", "--model.steps", "1"), "model.steps: expected greater than or equal to 2, got 1"),
 ]  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
         (("--data.source", "digits"), "data.source: digits has no text"),
         (
             ("--model.name", "mlp"),
-            "data.source: text_file has no images, which the network mlp takes",
+            "data.source: text_file has no images, which the network mlp needs",
         ),
         (("--data.path", "none.txt"), "data.path: cannot read none.txt: No such file or directory"),
         (("--data.path", "text.py", "--data.context", 9999), "data.path: text.py is too short: "),
