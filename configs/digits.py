@@ -1,4 +1,4 @@
-"""A residual network with in-place activated batch norm on 8 x 8 handwritten digits.
+"""Residual network with in-place activated batch norm on 8 x 8 handwritten digits.
 
     fnet train digits
 

@@ -1,4 +1,4 @@
-"""A multilayer perceptron on 8 x 8 handwritten digits, for comparison.
+"""Multilayer perceptron on 8 x 8 handwritten digits, as a baseline.
 
     fnet train digits_mlp
 

@@ -1,12 +1,12 @@
-"""The gradient noise scale over training, on 8 x 8 handwritten digits.
+"""Gradient noise scale during training, on 8 x 8 handwritten digits.
 
     fnet train digits_noise_scale
 
 About 15 s on two CPU cores, compilation included. 85,002 parameters, 2.0 MiB at the
 peak of the train step. The last panel of curves.png shows the simple noise scale
-(McCandlish et al. 2018), the batch size at which the noise of the gradient is as large
-as the gradient: about 100 examples at first, 1,780 at the end, where hardly any
-gradient is left. Test accuracy 96.7 %.
+(McCandlish et al. 2018): the batch size at which the gradient's noise is as large as
+the gradient. It is about 100 examples at first and 1,780 at the end, when the gradient
+is nearly 0. Test accuracy 96.7 %.
 """
 
 from train.config import Config, Digits, Mlp, Optim, PerExample, Train

@@ -1,10 +1,10 @@
-"""ImageNet, DenseNet-264 with in-place activated batch norm, as its authors trained it.
+"""ImageNet: DenseNet-264 with in-place activated batch norm (authors' settings).
 
     fnet train imagenet_densenet264 --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 256. Not
-trained here: the published top-1 / top-5 of the reference are 78.57 / 94.17 (224 x
-224), 79.72 / 94.93 (ten crops), 79.49 / 94.89 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50 with batch 256. Not trained here:
+the published top-1 / top-5 of the reference are 78.57 / 94.17 (224 x 224),
+79.72 / 94.93 (ten-crop), 79.49 / 94.89 (320 x 320).
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""ImageNet, ResNet-34 with in-place activated batch norm, as its authors trained it.
+"""ImageNet: ResNet-34 with in-place activated batch norm (authors' settings).
 
     fnet train imagenet_resnet34 --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50. Not trained here:
-the published top-1 / top-5 of the reference are 73.27 / 91.34 (224 x 224), 75.19 /
-92.66 (ten crops), 74.87 / 92.42 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50. Not trained here:
+the published top-1 / top-5 of the reference are 73.27 / 91.34 (224 x 224),
+75.19 / 92.66 (ten-crop), 74.87 / 92.42 (320 x 320).
 """
 
 from dataclasses import replace

@@ -1,13 +1,13 @@
-"""ImageNet, ResNet-50 with in-place activated batch norm, as its authors trained it.
+"""ImageNet: ResNet-50 with in-place activated batch norm (authors' settings).
 
     fnet train imagenet_resnet50 --data.path IMAGENET --data.workers 8
     fnet eval runs/imagenet_resnet50 --crops 10
 
-IMAGENET holds train/ and val/, each with a folder a class. Not trained here: the
-published top-1 / top-5 of the reference are 75.53 / 92.59 (224 x 224), 77.04 / 93.57 (ten
-crops), 76.60 / 93.49 (320 x 320). Batch 512, 90 epochs, a tenth of the rate every 30. Other
-than theirs, weight decay is on kernels alone, and kernels begin as He et al. 2015 have them.
-Where the memory is short: --memory.budget 20GiB. Any other image folder does as well.
+IMAGENET holds train/ and val/, each with one folder per class; any other image folder
+works too. Not trained here: the published top-1 / top-5 of the reference are 75.53 / 92.59
+(224 x 224), 77.04 / 93.57 (ten-crop), 76.60 / 93.49 (320 x 320). Batch 512, 90 epochs,
+learning rate divided by 10 every 30 epochs. Unlike the reference, weight decay applies to
+kernels only, and kernels have He initialization. To save memory: --memory.budget 20GiB.
 """
 
 from train.config import Checkpoint, Config, ImageFolder, Optim, ResNet, Train

@@ -1,10 +1,10 @@
-"""ImageNet, ResNeXt-101 in place, batch 256, as its authors trained it on several GPUs.
+"""ImageNet: ResNeXt-101 with in-place activated batch norm, batch 256 (authors' settings).
 
     fnet train imagenet_resnext101 --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 256. Not
-trained here: the published top-1 / top-5 of the reference are 77.70 / 93.78 (224 x
-224), 79.18 / 94.60 (ten crops), 78.98 / 94.56 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50 with batch 256. Not trained here:
+the published top-1 / top-5 of the reference are 77.70 / 93.78 (224 x 224),
+79.18 / 94.60 (ten-crop), 78.98 / 94.56 (320 x 320).
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""ImageNet, ResNeXt-101 in place, batch 512, as its authors trained it.
+"""ImageNet: ResNeXt-101 with in-place activated batch norm, batch 512 (authors' settings).
 
     fnet train imagenet_resnext101_512 --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 512. Not
-trained here: the published top-1 / top-5 of the reference are 78.08 / 93.79 (224 x
-224), 79.52 / 94.66 (ten crops), 79.38 / 94.67 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50. Not trained here:
+the published top-1 / top-5 of the reference are 78.08 / 93.79 (224 x 224),
+79.52 / 94.66 (ten-crop), 79.38 / 94.67 (320 x 320).
 """
 
 from dataclasses import replace

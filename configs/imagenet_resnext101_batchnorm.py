@@ -1,10 +1,10 @@
-"""ImageNet, ResNeXt-101 with plain batch norm and leaky relu, as its authors trained it.
+"""ImageNet: ResNeXt-101 with plain batch norm and leaky ReLU (authors' settings).
 
     fnet train imagenet_resnext101_batchnorm --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 256. Not
-trained here: the published top-1 / top-5 of the reference are 77.04 / 93.50 (224 x
-224), 78.72 / 94.47 (ten crops), 77.92 / 94.28 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50 with batch 256. Not trained here:
+the published top-1 / top-5 of the reference are 77.04 / 93.50 (224 x 224),
+78.72 / 94.47 (ten-crop), 77.92 / 94.28 (320 x 320).
 """
 
 from dataclasses import replace

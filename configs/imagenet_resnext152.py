@@ -1,10 +1,10 @@
-"""ImageNet, ResNeXt-152 with in-place activated batch norm, as its authors trained it.
+"""ImageNet: ResNeXt-152 with in-place activated batch norm (authors' settings).
 
     fnet train imagenet_resnext152 --data.path IMAGENET --data.workers 8
 
-The settings of mapillary/inplace_abn, otherwise as imagenet_resnet50, batch 256. Not
-trained here: the published top-1 / top-5 of the reference are 78.28 / 94.04 (224 x
-224), 79.73 / 94.82 (ten crops), 79.56 / 94.67 (320 x 320).
+The settings of mapillary/inplace_abn, as imagenet_resnet50 with batch 256. Not trained here:
+the published top-1 / top-5 of the reference are 78.28 / 94.04 (224 x 224),
+79.73 / 94.82 (ten-crop), 79.56 / 94.67 (320 x 320).
 """
 
 from dataclasses import replace

@@ -1,10 +1,10 @@
-"""A Mamba that continues a text, byte by byte, with as many parameters as the transformer.
+"""Language model with Mamba blocks, about as large as text_transformer, on bytes.
 
     fnet train text_mamba --data.path tinyshakespeare.txt
 
-849,152 parameters, 99 MiB at the peak of the train step, 330 s on two CPU cores. On
-tinyshakespeare, the last tenth held out, 1.545 nats a character after 2,000 steps (one
-seed), where the transformer of 824,448 parameters has 1.656.
+849,152 parameters, 99 MiB at the peak of the train step, 330 s on two CPU cores. Test
+loss on the last tenth of tinyshakespeare after 2,000 steps: 1.545 nats per character
+(one seed), compared with 1.656 for text_transformer with 824,448 parameters.
 """
 
 from train.config import Checkpoint, Config, LanguageModel, Optim, TextFile, Train
@@ -14,7 +14,7 @@ def config() -> Config:
     return Config(
         name="text_mamba",
         data=TextFile(context=64, batch_size=12),
-        # Mixers alone, as in the paper: what a feed-forward would take is more blocks.
+        # No feed-forward layers, as in the paper; more blocks instead.
         model=LanguageModel(mixers=("mamba",), blocks=7, width=128, hidden=0),
         optim=Optim(
             name="adamw",

@@ -1,13 +1,13 @@
-"""A transformer that continues a text, byte by byte.
+"""Transformer language model, on bytes.
 
     fnet train text_transformer --data.path tinyshakespeare.txt
     fnet sample runs/text_transformer --prompt 'ROMEO:'
 
-Without a path the text is that of the Python standard library's sources, 4.7 MB. 824,448
-parameters, 34 MiB at the peak of the train step, about two minutes on two CPU cores. On
-tinyshakespeare (1.1 MB), the last tenth held out: 1.656 nats a character, 0.005 the
-spread of three seeds; nanoGPT states 1.88 for a model of this size and these steps. With
---model.attention-context lagged 1.651, spread 0.016: no difference that three seeds show.
+Without a path the text is the source code of Python's standard library, 4.7 MB. 824,448
+parameters, 34 MiB at the peak of the train step, about two minutes on two CPU cores. Test
+loss on the last tenth of tinyshakespeare (1.1 MB): 1.656 nats per character, with a spread
+of 0.005 over three seeds. nanoGPT reports 1.88 for this model size and number of steps.
+With --model.attention-context lagged it is 1.651, spread 0.016: no significant difference.
 """
 
 from train.config import Checkpoint, Config, LanguageModel, Optim, TextFile, Train

@@ -254,7 +254,7 @@ MISTAKES = [
     (("train", "class.py"), "class.py: model"),
     (("train", "other.py"), "other.py: config() must return a Config, got int"),
     (("train", "exit.py"), "exit.py: SystemExit: 0"),
-    (("train", "empty.py"), "empty.py: a recipe has a function config() that returns a Config"),
+    (("train", "empty.py"), "empty.py: a recipe needs a function config() that returns a Config"),
     (("eval", "nowhere"), "no run in nowhere: it has no config.json"),
     (("eval",), "missing RUN; usage: fnet eval RUN"),
     (("memory", "tiny.py", "--budgett", "x"), "unknown option --budgett (did you mean --budget?)"),

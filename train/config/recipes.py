@@ -1,4 +1,4 @@
-"""Recipes: Python files with a ``config()``, and the JSON that runs leave behind."""
+"""Recipes: Python files with a function ``config()``, and the config.json of runs."""
 
 import ast
 import runpy
@@ -16,25 +16,25 @@ FOLDER = next(
 
 
 def recipes() -> dict[str, str]:
-    """{name: first line of its docstring} of the recipes that come with fnet."""
-    found = {}
+    """List the recipes that come with fnet: {name: first line of its docstring}."""
+    summaries = {}
     for path in sorted(FOLDER.glob("*.py")):
         doc = ast.get_docstring(ast.parse(path.read_bytes())) or ""
-        found[path.stem] = doc.split("\n", 1)[0]
-    return found
+        summaries[path.stem] = doc.split("\n", 1)[0]
+    return summaries
 
 
 def load(given: str) -> Config:
-    """The config that a user names.
+    """Load a config.
 
     Args:
-      given: a recipe's name, its file, a run's folder, or a config.json.
+      given: name of a recipe, recipe file, run folder, or config.json.
 
     Raises:
-      UserError: if there is no such thing, or it is not a valid config.
+      UserError: if it does not exist, or is not a valid config.
     """
     path, known = Path(given), recipes()
-    if given in known:  # whatever lies here: recipes are built on recipes
+    if given in known:  # before files of that name: recipes load other recipes by name
         return _run(FOLDER / f"{given}.py")
     try:
         if path.is_dir():
@@ -47,19 +47,19 @@ def load(given: str) -> Config:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
     raise UserError(
         f"no recipe {given}{did_you_mean(path.stem, known)}; there are {', '.join(known)}; or give "
-        "a recipe's file, or a run's folder or config.json"
+        "a recipe file, a run folder or a config.json"
     )
 
 
 def _run(path: Path) -> Config:
-    # Run, not imported: nothing is left beside the user's file.
+    # Run instead of imported, which would leave a __pycache__ in the user's folder.
     try:
         names = runpy.run_path(str(path))
-        made = names["config"]() if "config" in names else None
+        config = names["config"]() if "config" in names else None
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: {type(error).__name__}: {error}") from error
-    if made is None:
-        raise UserError(f"{path}: a recipe has a function config() that returns a Config")
-    if not isinstance(made, Config):
-        raise UserError(f"{path}: config() must return a Config, got {type(made).__name__}")
-    return configs.check(made, str(path))
+    if config is None:
+        raise UserError(f"{path}: a recipe needs a function config() that returns a Config")
+    if not isinstance(config, Config):
+        raise UserError(f"{path}: config() must return a Config, got {type(config).__name__}")
+    return configs.check(config, str(path))
