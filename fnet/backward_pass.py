@@ -1,4 +1,4 @@
-"""What the backward pass saves (`recompute`), and in which order it runs (`params_first`)."""
+"""Control what the backward pass saves (`recompute`) and its order (`params_first`)."""
 
 import functools
 from collections.abc import Callable
@@ -85,16 +85,17 @@ def bind_static(
 def params_first(x: Array, params: P) -> tuple[Array, P]:
     """Return ``x`` and ``params``; in the backward pass, compute params' gradients before x's.
 
-    The backward pass of a layer computes two cotangents: that of its input ``x``, which the
-    layer below needs, and those of its parameters, which nothing needs until the optimizer
+    The backward pass of a layer computes the cotangent of its input ``x``, which the layer
+    below needs, and the gradients of its parameters, which nothing needs until the optimizer
     runs. XLA may postpone the parameters' gradients to the end. It must then hold the input
     and the output cotangent of every layer until there, one more activation per layer.
 
     Pass a layer's input and parameters through this function to prevent that. It adds a
-    barrier (`jax.lax.optimization_barrier`) to the cotangents: the cotangent of ``x`` is not
-    available before those of ``params``. fnet's dense and convolution layers do it. Use it in a
-    layer of your own if its parameters are matrices or kernels. Values and gradients do not
-    change, and nothing happens if only one of the two is differentiated.
+    barrier (`jax.lax.optimization_barrier`) to the cotangents, so that the layer below gets
+    the cotangent of ``x`` only after the gradients of ``params`` are computed. fnet's dense and
+    convolution layers do it. Use it in a layer of your own if its parameters are matrices or
+    kernels. Values and gradients do not change. Nothing happens if only one of the two is
+    differentiated.
 
     Args:
       x: input of the layer, [...], of any dtype.

@@ -1,4 +1,4 @@
-"""A gradient of microbatches is that of the whole batch, summed into one accumulator."""
+"""`accumulate_grad` equals the gradient of the whole batch, in the memory of a microbatch."""
 
 import functools
 
@@ -17,7 +17,7 @@ from fnet.autodiff import accumulate_grad, mean, microbatches
 from fnet.layer import stateless
 from fnet.memory import compile_min_memory, peak, tree_bytes
 
-forms = pytest.mark.parametrize("unroll", [False, True])
+looped_and_unrolled = pytest.mark.parametrize("unroll", [False, True])
 
 
 def normal(*shapes, seed=0):
@@ -47,15 +47,15 @@ def mlp_batch(n=12):
 WEIGHTS = {
     "none": None,
     "unequal": np.arange(12.0),
-    "padding in every part": np.asarray([1.0, 1.0, 0.0] * 4),
-    "a part of padding alone": np.asarray([1.0, 0.0, 2.0, 3.0] * 3),
+    "padding in every microbatch": np.asarray([1.0, 1.0, 0.0] * 4),
+    "a microbatch of padding": np.asarray([1.0, 0.0, 2.0, 3.0] * 3),
     "all padding": np.zeros(12),
 }
 
 
-@forms
+@looped_and_unrolled
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS)
-def test_gradient_and_metrics_are_those_of_the_whole_batch(weight, unroll):
+def test_gradient_and_metrics_equal_the_whole_batch(weight, unroll):
     batch = mlp_batch() | ({} if weight is None else {"weight": jnp.asarray(weight, jnp.float32)})
     params = mlp_params()
     expected, _, metrics = whole_batch(params, {}, batch, None)
@@ -70,9 +70,9 @@ def test_gradient_and_metrics_are_those_of_the_whole_batch(weight, unroll):
         )
 
 
-@forms
-def test_gradients_are_a_tape_s_golden_values(unroll):
-    # Own tests of a tape that takes a gradient out of its slot, adds, and puts it back.
+@looped_and_unrolled
+def test_gradients_equal_golden_values(unroll):
+    # Golden values from the tests of an autograd tape that accumulates gradients in place.
     def gradient(f, *params):
         batch = {"twice": jnp.ones(2)}
 
@@ -95,8 +95,8 @@ def test_gradients_are_a_tape_s_golden_values(unroll):
     chex.assert_trees_all_equal(dw1, jnp.asarray([[-2.0, 4.0], [-2.0, 4.0]]))
 
 
-@forms
-def test_any_use_of_a_parameter_is_accumulated(unroll):
+@looped_and_unrolled
+def test_accumulates_every_use_of_a_parameter(unroll):
     def loss(params, state, batch, key):
         w, x = params["w"], batch["x"]
         y = x @ w + x @ w.T  # twice
@@ -110,17 +110,17 @@ def test_any_use_of_a_parameter_is_accumulated(unroll):
 
     params = {"w": jax.random.normal(jax.random.key(0), (4, 4)), "unused": jnp.ones(3)}
     batch = {"x": jax.random.normal(jax.random.key(1), (6, 4))}
-    # A branch is chosen by part, so parts are compared.
+    # Each microbatch takes its own branch of the cond, so compare microbatches.
     parts = [{"x": batch["x"][i::3]} for i in range(3)]
     whole = jax.jit(mean(loss))
-    each = [whole(params, {}, part, None)[0] for part in parts]
-    expected = jax.tree.map(lambda *g: sum(g) / 3, *each)
+    grads = [whole(params, {}, part, None)[0] for part in parts]
+    expected = jax.tree.map(lambda *g: sum(g) / 3, *grads)
     got, _, _ = jax.jit(accumulate_grad(loss, 3, unroll=unroll))(params, {}, batch, None)
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@forms
-def test_part_i_draws_from_the_key_folded_with_i(unroll):
+@looped_and_unrolled
+def test_microbatch_i_uses_the_key_folded_with_i(unroll):
     def loss(params, state, batch, key):
         noise = jax.random.normal(key, batch["x"].shape)
         return params * noise, fnet.Aux(state, {"noise": noise})
@@ -133,8 +133,8 @@ def test_part_i_draws_from_the_key_folded_with_i(unroll):
     chex.assert_trees_all_close(metrics["noise"], drawn.mean(), atol=1e-6)
 
 
-@forms
-def test_running_statistics_are_those_of_one_part_after_the_other(unroll):
+@looped_and_unrolled
+def test_running_statistics_pass_from_microbatch_to_microbatch(unroll):
     norm = layers.abn(3)
 
     def loss(params, state, batch, key):
@@ -145,22 +145,22 @@ def test_running_statistics_are_those_of_one_part_after_the_other(unroll):
     x = 2 + jax.random.normal(jax.random.key(1), (12, 3))
 
     @jax.jit
-    def in_a_row(params, state, x):
+    def one_after_another(params, state, x):
         for i in range(4):
             _, state = norm.apply(params, state, x[i::4], train=True)
         return state
 
     _, got, _ = jax.jit(accumulate_grad(loss, 4, unroll=unroll))(params, state, {"x": x}, None)
-    chex.assert_trees_all_close(got, in_a_row(params, state, x), atol=1e-6)
+    chex.assert_trees_all_close(got, one_after_another(params, state, x), atol=1e-6)
 
 
-def test_one_microbatch_is_the_mean_mode():
+def test_one_microbatch_is_mean():
     args = mlp_params(), {}, mlp_batch(), jax.random.key(0)
     one, whole = accumulate_grad(mlp_loss, 1), mean(mlp_loss)
     assert str(jax.make_jaxpr(one)(*args)) == str(jax.make_jaxpr(whole)(*args))
 
 
-def test_the_accumulator_has_the_parameters_dtype():
+def test_accumulator_has_the_dtype_of_the_parameters():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params())
     batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_batch())
     got, _, metrics = jax.jit(accumulate_grad(mlp_loss, 4))(params, {}, batch, None)
@@ -198,11 +198,9 @@ def compiled_step(optimizer, mode, *, scanned, batch=64, width=128):
     [(optax.sgd(0.1, momentum=0.9), 3), (optax.adam(1e-3), 4)],
     ids=["momentum", "adam"],
 )
-def test_a_step_holds_nothing_of_the_parameters_size_beside_state_and_accumulator(
-    optimizer, copies, scanned
-):
+def test_peak_is_state_and_accumulator(optimizer, copies, scanned):
     report, params = compiled_step(optimizer, microbatches(8), scanned=scanned)
-    # The rest is one layer's gradient, 1/24, and the activations of 8 examples, 1/16.
+    # Besides: the gradient of one layer (1/24) and the activations of 8 examples (1/16).
     assert report.peak.total <= (copies + 0.3) * params
     assert report.donation.aliased_bytes == report.state_bytes
 
@@ -214,7 +212,7 @@ def convolutions(depth=4, width=16):
 
 
 def lowering_of_convolutions(mode):
-    """Of their gradient by ``mode``: ``lower(lowering_platforms=...)``."""
+    """Return ``lower(lowering_platforms=...)`` of the gradient by ``mode``."""
     model = convolutions()
 
     def loss(params, state, batch, key):
@@ -229,21 +227,21 @@ def lowering_of_convolutions(mode):
     return jax.jit(mode(loss)).trace(params, state, batch, jax.random.key(0)).lower
 
 
-def test_in_line_parts_do_not_hold_each_other_s_activations():
+def test_unrolled_microbatches_do_not_share_activation_memory():
     def temporaries(mode):
         return peak(compile_min_memory(lowering_of_convolutions(mode)())[0]).temporaries
 
     assert temporaries(microbatches(4, unroll=True)) <= 0.35 * temporaries(mean)
 
 
-def test_convolutions_are_in_line_on_cpu_and_in_a_loop_elsewhere():
+def test_convolutions_are_unrolled_on_cpu_only():
     lower = lowering_of_convolutions(microbatches(2))
     assert "stablehlo.while" not in lower(lowering_platforms=("cpu",)).as_text()
     for platform in ("cuda", "tpu"):
         assert "stablehlo.while" in lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_what_is_fast_in_a_loop_is_in_a_loop_on_cpu():
+def test_fast_layouts_are_looped_on_cpu():
     def forward_convolution(params, state, batch, key):
         kernel = jnp.ones((3, 3, 3, 2))
         layout = ("NHWC", "HWIO", "NHWC")
@@ -262,7 +260,7 @@ def test_what_is_fast_in_a_loop_is_in_a_loop_on_cpu():
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_a_sharded_batch_has_the_same_gradient_and_no_example_moves(axis_type):
+def test_sharded_batch_gives_the_same_gradient_and_moves_no_example(axis_type):
     axis_types = (getattr(jax.sharding.AxisType, axis_type),)
     mesh = jax.make_mesh((4,), ("data",), axis_types=axis_types)
     params = mlp_params()
@@ -281,13 +279,13 @@ def test_a_sharded_batch_has_the_same_gradient_and_no_example_moves(axis_type):
         assert moving not in program
 
 
-@forms
+@looped_and_unrolled
 @pytest.mark.parametrize("per_device", [False, True])
-def test_inside_shard_map_gradients_are_summed_over_devices_as_jax_grad_does(per_device, unroll):
+def test_gradients_inside_shard_map_are_summed_as_by_jax_grad(per_device, unroll):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def gradient(mode, params, batch):
-        if per_device:  # no sum over devices before the last part
+        if per_device:  # sum over devices only after the last microbatch
             params = jax.lax.pcast(params, "data", to="varying")
         grads, _, metrics = mode(mlp_loss)(params, {}, batch, None)
         grads = jax.lax.pmean(grads, "data") if per_device else grads
@@ -302,7 +300,7 @@ def test_inside_shard_map_gradients_are_summed_over_devices_as_jax_grad_does(per
     chex.assert_trees_all_close(got, mapped(mean), atol=1e-5)
 
 
-def test_a_batch_that_has_no_equal_parts_is_refused_with_the_size_to_pad_to():
+def test_rejects_a_batch_that_microbatches_do_not_divide():
     with pytest.raises(
         ValueError,
         match=r"5 microbatches do not divide a batch of 12 examples; pad it to 15 examples",
@@ -310,21 +308,21 @@ def test_a_batch_that_has_no_equal_parts_is_refused_with_the_size_to_pad_to():
         accumulate_grad(mlp_loss, 5)(mlp_params(), {}, mlp_batch(), None)
 
 
-def test_less_than_one_microbatch_is_refused():
+def test_rejects_less_than_one_microbatch():
     with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
         accumulate_grad(mlp_loss, 0)
     with pytest.raises(ValueError, match="microbatches must be at least 1, got -2"):
         microbatches(-2)
 
 
-def test_arrays_of_different_lengths_are_refused():
+def test_rejects_arrays_of_different_lengths():
     for odd in (jnp.ones(11), jnp.ones(())):
         with pytest.raises(ValueError, match="must share their leading axis"):
             accumulate_grad(mlp_loss, 4)(mlp_params(), {}, mlp_batch() | {"odd": odd}, None)
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_losses_and_parameters_that_have_no_gradient_are_refused(n):
+def test_rejects_integer_losses_and_parameters(n):
     def whole(params, state, batch, key):
         losses, aux = mlp_loss(params, state, batch, key)
         return losses.astype(int), aux
@@ -335,7 +333,7 @@ def test_losses_and_parameters_that_have_no_gradient_are_refused(n):
         accumulate_grad(mlp_loss, n)((mlp_params(), jnp.int32(1)), {}, mlp_batch(), None)
 
 
-def test_a_loss_that_already_averages_is_refused():
+def test_rejects_a_loss_that_returns_its_mean():
     def averaged(params, state, batch, key):
         losses, aux = mlp_loss(params, state, batch, key)
         return losses.mean(), aux

@@ -1,4 +1,4 @@
-"""What the backward pass keeps under `recompute`, and in which order it works."""
+"""`recompute` saves what norms name; `params_first` orders the backward pass."""
 
 import functools
 import math
@@ -23,8 +23,8 @@ def stack(blocks, activation, channels=32):
     return serial(*[block] * blocks)
 
 
-def activations_kept(blocks, activation, *, recompute=True, shape=(8, 16, 16, 32)):
-    """Temporaries of the gradient's program, in activations."""
+def saved_activations(blocks, activation, *, recompute=True, shape=(8, 16, 16, 32)):
+    """Return the temporaries of the compiled gradient, in units of one activation."""
     layer = stack(blocks, activation, shape[-1])
     params, state = jax.eval_shape(layer.init, jax.random.key(0))
     apply = lambda p, s, x: layer.apply(p, s, x, train=True)[0]  # noqa: E731
@@ -36,8 +36,8 @@ def activations_kept(blocks, activation, *, recompute=True, shape=(8, 16, 16, 32
     return fnet.memory.peak(compiled).temporaries / (4 * math.prod(shape))
 
 
-def kept_by_a_block(activation, **options):
-    few, many = (activations_kept(blocks, activation, **options) for blocks in (6, 12))
+def saved_per_block(activation, **options):
+    few, many = (saved_activations(blocks, activation, **options) for blocks in (6, 12))
     return (many - few) / 6
 
 
@@ -45,19 +45,19 @@ def kept_by_a_block(activation, **options):
     "activation",
     ["leaky_relu", "gelu", *(pytest.param(a, marks=pytest.mark.slow) for a in ("elu", "relu"))],
 )
-def test_a_block_keeps_one_activation_whatever_the_activation_is(activation):
-    assert kept_by_a_block(activation) == pytest.approx(1.0, abs=0.05)
+def test_recompute_saves_one_activation_per_block(activation):
+    assert saved_per_block(activation) == pytest.approx(1.0, abs=0.05)
 
 
-def test_an_activation_with_an_inverse_needs_no_recomputation_for_that():
-    assert kept_by_a_block("leaky_relu", recompute=False) == pytest.approx(1.0, abs=0.05)
+def test_invertible_activation_saves_one_per_block_without_recompute():
+    assert saved_per_block("leaky_relu", recompute=False) == pytest.approx(1.0, abs=0.05)
 
 
-def test_without_recomputation_an_activation_without_an_inverse_keeps_more():
-    assert kept_by_a_block("gelu", recompute=False) > 1.9
+def test_gelu_saves_more_without_recompute():
+    assert saved_per_block("gelu", recompute=False) > 1.9
 
 
-def test_recomputation_changes_neither_gradients_nor_convolutions():
+def test_recompute_changes_no_gradient_and_repeats_no_convolution():
     layer = stack(3, "gelu", 8)
     params, state = jax.jit(layer.init)(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
@@ -67,13 +67,13 @@ def test_recomputation_changes_neither_gradients_nor_convolutions():
         f = jax.jit(jax.grad(lambda p: jnp.sin(apply(p, x)).sum()))
         return f.lower(params).compile(compiler_options=dict(FOR_MEMORY))
 
-    plain, again = gradient(lambda f: f), gradient(fnet.recompute)
-    chex.assert_trees_all_close(plain(params), again(params), rtol=1e-4, atol=1e-5)
-    flops = [f.cost_analysis()["flops"] for f in (plain, again)]
+    plain, recomputed = gradient(lambda f: f), gradient(fnet.recompute)
+    chex.assert_trees_all_close(plain(params), recomputed(params), rtol=1e-4, atol=1e-5)
+    flops = [f.cost_analysis()["flops"] for f in (plain, recomputed)]
     assert flops[1] < 1.1 * flops[0]
 
 
-def test_params_first_is_the_identity_with_the_identitys_derivatives():
+def test_params_first_is_the_identity_in_values_and_derivatives():
     x, params = jnp.arange(3.0), {"w": jnp.ones((2, 3))}
     chex.assert_trees_all_equal(fnet.params_first(x, params), (x, params))
 
@@ -96,7 +96,7 @@ def test_params_first_is_the_identity_with_the_identitys_derivatives():
 
 
 @pytest.mark.parametrize(("argnum", "products"), [(0, 2), (1, 2), ((0, 1), 3)])
-def test_params_first_computes_no_derivative_that_nobody_asked_for(argnum, products):
+def test_params_first_adds_no_unneeded_derivative(argnum, products):
     layer = layers.dense(200, 200)
     params, _ = layer.init(jax.random.key(0))
     f = jax.jit(jax.grad(lambda p, x: jnp.sin(layer.apply(p, {}, x, train=True)[0]).sum(), argnum))
@@ -105,7 +105,7 @@ def test_params_first_computes_no_derivative_that_nobody_asked_for(argnum, produ
     assert compiled.cost_analysis()["flops"] / one == pytest.approx(products, abs=0.1)
 
 
-def test_params_first_works_where_a_mesh_tracks_what_varies():
+def test_params_first_works_inside_shard_map():
     from jax.sharding import PartitionSpec as P
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

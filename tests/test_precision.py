@@ -41,15 +41,15 @@ def runs(config):
     return wide, setup(dataclasses.replace(config, train=train))
 
 
-def kept(run):
-    """Bytes that are kept for the backward pass."""
+def residual_bytes(run):
+    """Return the bytes that the backward pass saves."""
 
     def loss(params, state, batch):
         return run.task.loss(params, state, batch, jax.random.key(0))[0].mean()
 
     shapes = run.state_shapes
-    found = fnet.memory.residuals(loss, shapes.params, shapes.model_state, run.batch_shapes)
-    return sum(r.added for r in found)
+    residuals = fnet.memory.residuals(loss, shapes.params, shapes.model_state, run.batch_shapes)
+    return sum(r.added for r in residuals)
 
 
 SLOW = pytest.mark.slow
@@ -58,7 +58,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["images", pytest.param("denoiser", marks=SLOW), pytest.param("text", marks=SLOW)]
 )
-def test_activations_alone_are_narrow(kind, text):
+def test_only_activations_are_bfloat16(kind, text):
     config = {
         "images": IMAGES,
         "denoiser": DENOISER,
@@ -102,12 +102,12 @@ SHARED = {
     "a causal convolution's bias": lambda v, x: causal_conv(x, EYE, v)[0],
     "a context's strength": lambda v, x: layers.apply_context(x, EYE, v.sum()),
     "an image's mean": lambda v, x: add(x[None], v[None, None, None]),
-    "what is spread": lambda v, x: broadcast_like(v, x),
+    "a broadcast array": lambda v, x: broadcast_like(v, x),
 }
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_gradients_of_what_all_positions_share_are_summed_in_float32(name):
+def test_gradients_of_shared_arrays_are_summed_in_float32(name):
     @jax.jit
     def gradient(v, x, dy):
         y, pull = jax.vjp(lambda v: SHARED[name](v, x), v)
@@ -125,21 +125,21 @@ MODULATED = {
     "denoiser": (
         fnet.models.denoiser(image_shape=(4096, 1, 4), width=4, blocks=UNMIXED),
         (4096, 1, 4),
-        {"time": np.ones(1)},
+        {"timestep": np.ones(1)},
     ),
 }
 
 
 @pytest.mark.parametrize("name", MODULATED)
-def test_gradients_of_what_modulates_all_positions_are_summed_in_float32(name):
-    model, shape, told = MODULATED[name]
+def test_gradients_of_modulations_are_summed_in_float32(name):
+    model, shape, conditions = MODULATED[name]
     params, state = model.init(jax.random.key(0))
-    # Modulations begin as 0.
+    # Modulations start at zero.
     params = jax.tree.map(jnp.ones_like if name == "stack" else lambda a: a + 1, params)
 
     @jax.jit
     def gradient(params, x):
-        y, pull = jax.vjp(lambda p: model.apply(p, state, x, train=True, **told)[0], params)
+        y, pull = jax.vjp(lambda p: model.apply(p, state, x, train=True, **conditions)[0], params)
         (grads,) = pull(jnp.ones_like(y))
         return grads.get("0", grads)["modulation"]["bias"]
 
@@ -148,14 +148,14 @@ def test_gradients_of_what_modulates_all_positions_are_summed_in_float32(name):
     assert float(jnp.abs(narrow - wide).max() / jnp.abs(wide).max()) < 0.01
 
 
-def test_what_is_kept_is_half():
-    data = dataclasses.replace(IMAGES.data, batch_size=256)  # beside copies of kernels
-    wide, narrow = map(kept, runs(dataclasses.replace(IMAGES, data=data)))
+def test_residuals_take_half_the_bytes():
+    data = dataclasses.replace(IMAGES.data, batch_size=256)  # so that copies of kernels matter less
+    wide, narrow = map(residual_bytes, runs(dataclasses.replace(IMAGES, data=data)))
     assert narrow < 0.52 * wide
 
 
 @SLOW
-def test_a_run_in_it_ends_near_one_in_float32_and_is_evaluated(workplace, whole):
+def test_bfloat16_run_ends_near_float32_and_is_evaluated(workplace, whole):
     fnet_command("train", "tiny.py", "--out", "run", "--train.precision", "bfloat16")
     fnet_command("eval", "run")
     evaluation, ended, in_float32 = (

@@ -66,9 +66,9 @@ def jvps(
       tangents: one entry per argument in one of the layouts, or None (Enzyme's Const) for
         an argument that is constant. An argument that is an integer, a bool or a key must
         have None. Inside of a pytree the entry for such a leaf is ignored.
-      width: how many tangents are evaluated at a time, beside the results; it need not
-        divide N. "auto" chooses the fastest. It bounds memory except in the backward pass
-        of convolutions on CPUs.
+      width: how many tangents are evaluated at a time; it need not divide N. Only
+        as many intermediates exist at once, except in the backward pass of convolutions on
+        CPUs. "auto" chooses the fastest.
       primal: whether to return also ``f(*primals)``; False is Enzyme's DualOnly.
 
     Returns:
@@ -76,7 +76,7 @@ def jvps(
       derivative, such as integers, are ``float0``.
 
     Raises:
-      ValueError: if the number of tangents is not that of the arguments, if their
+      ValueError: if there is not one tangent entry per argument, if their
         shapes do not fit, if N differs between arguments or is 0, or if ``width < 1``.
       TypeError: if a dtype differs, if an argument with tangents has no derivative, if
         ``primals`` is not a tuple or ``width`` not an int. From JAX if ``f`` contains a
@@ -129,12 +129,12 @@ def vjps(
     ``f`` is evaluated once. Call this under `jax.jit`, as `jvps`.
 
     Guarantees:
-      - ``into`` is donated. Outside of any transformation its buffers become those of the
-        results, and the old arrays are deleted. Under an outer `jax.jit` it is updated in
-        place if that donates it. Besides ``into``, only ``width`` gradients exist at a time.
-      - A new array of N gradients costs the time in which the operating system provides its
-        memory. On CPUs, for hundreds of megabytes, that is more than the gradients take.
-        ``into`` and the separate layout avoid it.
+      - ``into`` is donated. Outside of any transformation the results take its
+        buffers, and the old arrays are deleted. Under an outer `jax.jit` that donates it,
+        it is updated in place. Besides ``into``, only ``width`` gradients exist at a time.
+      - Without ``into``, a new array of N gradients is allocated. On CPUs, for hundreds of
+        megabytes, the allocation takes longer than the gradients. ``into`` and the separate
+        layout avoid it.
 
     Args:
       f: a function of pytrees of arrays.
@@ -233,7 +233,7 @@ def jacobian(
       width: how many tangents or cotangents are evaluated at a time, as for `fnet.jvps`.
 
     Returns:
-      A function of f's arguments. Its result is that of `jax.jacfwd` and `jax.jacrev`: the
+      A function of f's arguments. It returns what `jax.jacfwd` and `jax.jacrev` return: the
       output of f with each leaf replaced by a tree like the argument (a tuple of trees for
       several argnums), whose leaves are [*shape of the output, *shape of the argument].
 
