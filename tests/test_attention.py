@@ -1,4 +1,4 @@
-"""The attention layer against a plain softmax, and step by step against itself."""
+"""The attention layer matches a plain softmax, and decoding matches the whole sequence."""
 
 import functools
 
@@ -38,7 +38,7 @@ def inputs(dtype=np.float32, t=T, seed=0):
 
 
 def plain(p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=None, **_):
-    """As it is written down: every score of every head, in the dtype of ``x``."""
+    """The formula with all scores, in the dtype of ``x``."""
     dense = lambda p, x: x @ p["kernel"] + jnp.asarray(p.get("bias", 0.0)).reshape(1, 1, -1)  # noqa: E731
     head = WIDTH // HEADS
     z = dense(p["query_key_value"], x).reshape(*x.shape[:2], HEADS + 2 * groups, head)
@@ -66,7 +66,7 @@ def of_each(fs, params, x, dy):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_a_plain_softmax_in_float64(name, float64):
+def test_layer_matches_a_plain_softmax_in_float64(name, float64):
     layer = attention(WIDTH, HEADS, **CASES[name])
     params = jax.tree.map(np.float64, initial(layer)[0])
     ours = lambda p, x: layer.apply(p, {}, x, train=True)[0]  # noqa: E731
@@ -76,7 +76,7 @@ def test_it_equals_a_plain_softmax_in_float64(name, float64):
 
 
 @pytest.mark.parametrize(("groups", "columns"), [(None, 48), (4, 48), (2, 32), (1, 24)])
-def test_the_kernel_is_as_wide_as_heads_and_groups_are(groups, columns):
+def test_kernel_width_follows_heads_and_groups(groups, columns):
     params, state = jax.eval_shape(attention(WIDTH, HEADS, groups=groups).init, jax.random.key(0))
     assert params["query_key_value"]["kernel"].shape == (WIDTH, columns)
     assert params["output"]["kernel"].shape == (WIDTH, WIDTH)
@@ -84,7 +84,7 @@ def test_the_kernel_is_as_wide_as_heads_and_groups_are(groups, columns):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_no_gradient_comes_from_later_positions_or_from_before_the_window(window):
+def test_gradients_respect_causality_and_window(window):
     layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0, chunk=4)
     params, _ = initial(layer)
     x = inputs(t=16)
@@ -99,7 +99,7 @@ def test_no_gradient_comes_from_later_positions_or_from_before_the_window(window
         np.testing.assert_array_equal(np.flatnonzero(seen(t)), np.arange(first, t + 1))
 
 
-def test_masked_tokens_are_not_attended(float64):
+def test_masked_tokens_are_not_attended_to(float64):
     layer = attention(WIDTH, HEADS, rotary=100.0)
     params = jax.tree.map(np.float64, initial(layer)[0])
     x = inputs(np.float64)
@@ -112,7 +112,7 @@ def test_masked_tokens_are_not_attended(float64):
     chex.assert_trees_all_close(y[:, :6], apply(x.at[1, 6:].set(7.0), mask)[:, :6], rtol=1e-12)
 
 
-def test_causal_attention_sees_no_padding_at_the_end_with_or_without_a_mask():
+def test_causal_attention_ignores_padding_at_the_end_with_or_without_a_mask():
     layer = attention(WIDTH, HEADS, causal=True)
     params, _ = initial(layer)
     x, mask = inputs(), jnp.broadcast_to(jnp.arange(T)[None] < 6, (B, T))
@@ -122,7 +122,7 @@ def test_causal_attention_sees_no_padding_at_the_end_with_or_without_a_mask():
 
 
 def extended(layer, params, x, splits, length, dtype=np.float32):
-    """For each way to cut a sequence in parts: the outputs of ``decode.extend``, and the cache."""
+    """Outputs of ``decode.extend`` and the cache, for several ways to split a sequence."""
     extend = jax.jit(layer.decode.extend)
     found = []
     for parts in splits:
@@ -140,7 +140,7 @@ def whole(layer, params, x):
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-def test_extending_by_parts_equals_the_whole(name):
+def test_decoding_in_parts_matches_the_whole_sequence(name):
     layer = attention(WIDTH, HEADS, causal=True, **CAUSAL[name])
     params, _ = initial(layer)
     x, length = inputs(), T if name == "plain" else T + 6
@@ -153,7 +153,7 @@ def test_extending_by_parts_equals_the_whole(name):
 
 
 @pytest.mark.parametrize("window", [None, 150])
-def test_a_long_past_is_read_in_parts(window):
+def test_long_cache_is_read_in_chunks(window):
     layer = attention(WIDTH, HEADS, groups=2, causal=True, window=window, rotary=100.0)
     params, _ = initial(layer)
     x = inputs(t=333)
@@ -161,7 +161,7 @@ def test_a_long_past_is_read_in_parts(window):
     chex.assert_trees_all_close(y, whole(layer, params, x), rtol=1e-5, atol=1e-5)
 
 
-def test_a_bfloat16_cache_stays_bfloat16():
+def test_bfloat16_cache_keeps_its_dtype():
     layer = attention(WIDTH, HEADS, causal=True, window=4, rotary=100.0)
     params, _ = initial(layer)
     x = inputs(jnp.bfloat16)
@@ -171,7 +171,7 @@ def test_a_bfloat16_cache_stays_bfloat16():
     chex.assert_trees_all_close(y.astype(np.float32), at_once.astype(np.float32), atol=3e-2)
 
 
-def test_a_nan_in_the_past_is_not_hidden():
+def test_nan_in_the_cache_propagates():
     layer = attention(WIDTH, HEADS, causal=True, window=4)
     params, _ = initial(layer)
     x = inputs().at[:, 2].set(jnp.nan)
@@ -181,7 +181,7 @@ def test_a_nan_in_the_past_is_not_hidden():
 
 
 def generation(layer, length, steps):
-    """``steps`` tokens in one compiled scan, the cache donated."""
+    """Compile a scan over ``steps`` tokens with a donated cache."""
     params, _ = jax.eval_shape(layer.init, jax.random.key(0))
     cache = jax.eval_shape(functools.partial(layer.decode.init_cache, 1, length, jnp.float32))
     x = jax.ShapeDtypeStruct((1, 1, WIDTH), jnp.float32)
@@ -198,7 +198,7 @@ def generation(layer, length, steps):
     return peak(compiled), sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
 
 
-def test_a_step_writes_its_cache_in_place_and_copies_little_of_it():
+def test_decoding_updates_the_cache_in_place():
     layer = attention(WIDTH, HEADS, groups=2, causal=True, rotary=100.0)
     memory, cache = generation(layer, 4096, 16)
     assert memory.aliased == cache
@@ -206,7 +206,7 @@ def test_a_step_writes_its_cache_in_place_and_copies_little_of_it():
     assert memory.temporaries <= 1.1 * generation(layer, 2048, 16)[0].temporaries
 
 
-def test_a_windows_cache_does_not_grow_with_the_length():
+def test_cache_of_a_window_does_not_grow_with_the_length():
     layer = attention(WIDTH, HEADS, causal=True, window=512)
     (short, slots), (long, same) = (generation(layer, length, 16) for length in (2048, 65536))
     assert slots == same == 2 * 512 * WIDTH * 4
@@ -214,11 +214,11 @@ def test_a_windows_cache_does_not_grow_with_the_length():
     assert short.temporaries == long.temporaries <= slots / 2
 
 
-def test_attention_to_both_sides_cannot_go_on():
+def test_bidirectional_attention_has_no_decode():
     assert attention(WIDTH, HEADS).decode is None
 
 
-def test_more_positions_than_a_cache_has_room_for_are_refused():
+def test_rejects_more_positions_than_the_cache_holds():
     layer = attention(WIDTH, HEADS, causal=True)
     with pytest.raises(ValueError, match="11 positions do not fit into a cache for 5"):
         extended(layer, initial(layer)[0], inputs(), [[11]], 5)
@@ -227,11 +227,11 @@ def test_more_positions_than_a_cache_has_room_for_are_refused():
 
 
 def scans(jaxpr):
-    """How many loops there are in a program."""
+    """The number of loops in a program."""
     return str(jaxpr).count("= scan[")
 
 
-def test_under_recompute_nothing_is_attended_to_again():
+def test_recompute_does_not_rematerialize_attention():
     layer = layers.attention(8, 2, causal=True)
     params, _ = layer.init(jax.random.key(0))
     x = jnp.ones((1, 300, 8))
@@ -253,16 +253,16 @@ def test_under_recompute_nothing_is_attended_to_again():
         ({"groups": 0}, "groups must divide heads, got groups=0, heads=4"),
         ({"window": 0}, "window must be at least 1, got 0"),
         ({"chunk": 0}, "chunk must be at least 1, got 0"),
-        ({"rotary": 0.0}, r"rotary, a base, must be > 0, got 0\.0"),
-        ({"heads": 16, "rotary": 10.0}, "got width 16 / heads 16 = 1 a head"),
+        ({"rotary": 0.0}, r"rotary is a base and must be > 0, got 0\.0"),
+        ({"heads": 16, "rotary": 10.0}, "got width 16 / heads 16 = 1 per head"),
     ],
 )
-def test_wrong_layers_are_refused(arguments, message):
+def test_rejects_invalid_options(arguments, message):
     with pytest.raises(ValueError, match=message):
         attention(WIDTH, **({"heads": HEADS} | arguments))
 
 
-def test_wrong_inputs_are_refused():
+def test_rejects_invalid_inputs():
     layer = attention(WIDTH, HEADS)
     params, _ = initial(layer)
     with pytest.raises(ValueError, match=r"expected \[B, T, 16\], got \(11, 16\)"):
@@ -276,7 +276,7 @@ def test_wrong_inputs_are_refused():
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_inside_shard_map_each_device_goes_on_with_its_own_examples(window):
+def test_decoding_inside_shard_map_matches_one_device(window):
     layer = attention(WIDTH, HEADS, causal=True, window=window, rotary=100.0)
     params, _ = initial(layer)
     types = (jax.sharding.AxisType.Auto,)

@@ -1,4 +1,4 @@
-"""The attention context: what its contract says must hold."""
+"""The attention context matches its formula and its documented properties."""
 
 import chex
 import jax
@@ -32,7 +32,7 @@ def naive_apply(x, context, strength):
 
 
 def naive_update(context, x, mixed, rate=0.01):
-    """As the contract writes it, in numpy float64, example by example."""
+    """The formula in numpy float64, example by example."""
     x, mixed, context = (np.asarray(a, np.float64) for a in (x, mixed, context))
     t = x.shape[1]
     stride = max(1, t // min(t, 32))
@@ -47,20 +47,20 @@ def naive_update(context, x, mixed, rate=0.01):
 
 
 @pytest.mark.parametrize("t", [1, 2, 31, 33, 64, 100])
-def test_update_is_the_contracts_formula(t):
+def test_update_matches_the_formula(t):
     x, mixed = arrays(3, t, 6, n=2)
     new = update(square(), x, mixed)
     chex.assert_trees_all_close(new, naive_update(square(), x, mixed).astype("f"), atol=1e-6)
 
 
-def test_update_is_the_contracts_formula_in_float64(float64):
+def test_update_matches_the_formula_in_float64(float64):
     x, mixed = arrays(3, 70, 6, n=2, dtype=jnp.float64)
     context = square(dtype=jnp.float64)
     new = update(context, x, mixed, rate=0.3)
     np.testing.assert_allclose(new, naive_update(context, x, mixed, rate=0.3), atol=1e-12)
 
 
-def test_apply_and_its_gradients_are_those_of_the_naive_form():
+def test_apply_and_its_gradients_match_the_formula():
     x, dy = arrays(2, 5, 6, n=2)
     strength = jnp.float32(1.7)
 
@@ -73,7 +73,7 @@ def test_apply_and_its_gradients_are_those_of_the_naive_form():
     chex.assert_trees_all_close(gradients(fnet.apply_context), gradients(naive_apply), rtol=1e-5)
 
 
-def test_gradients_are_those_of_finite_differences(float64):
+def test_gradients_match_finite_differences(float64):
     x, dy = arrays(5, 6, n=2, dtype=jnp.float64)
     context = square(dtype=jnp.float64)
     jax.test_util.check_grads(
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_finite_differences(float64):
     )
 
 
-def test_at_strength_0_it_is_the_identity_and_still_learns():
+def test_strength_0_is_the_identity_with_a_gradient():
     x = arrays(4, 6)
     y, pull = jax.vjp(lambda s: apply(x, square(), s), jnp.float32(0))
     chex.assert_trees_all_equal(y, x)
@@ -101,7 +101,7 @@ def test_no_gradient_flows_into_or_through_a_context():
     chex.assert_trees_all_equal(through, jnp.zeros_like(x))
 
 
-def test_the_backward_pass_is_one_product_and_keeps_nothing_but_x_and_the_context():
+def test_backward_pass_has_one_product_and_saves_only_x_and_the_context():
     x = arrays(8, 6)
     _, pull = jax.vjp(lambda x, s: apply(x, square(), s), x, jnp.float32(1))
     kept = [a.shape for a in jax.tree.leaves(pull) if getattr(a, "ndim", 0) == 2]
@@ -111,7 +111,7 @@ def test_the_backward_pass_is_one_product_and_keeps_nothing_but_x_and_the_contex
     assert products == 1
 
 
-def test_step_mode_gives_what_the_sequence_gives():
+def test_token_by_token_matches_the_sequence():
     x = arrays(3, 9, 6)
     whole = apply(x, square(), jnp.float32(2))
     steps = [apply(x[:, t], square(), jnp.float32(2)) for t in range(9)]
@@ -126,7 +126,7 @@ def test_constant_columns_give_0(value):
     assert (new[jnp.arange(6) != 2] != 0).all()
 
 
-def test_k_equal_steps_have_the_closed_form_of_an_average():
+def test_equal_updates_match_the_closed_form_of_a_moving_average():
     x, mixed = arrays(2, 40, 6, n=2)
     one = update(jnp.zeros((6, 6)), x, mixed, rate=1.0)
     context = start = square()
@@ -138,14 +138,14 @@ def test_k_equal_steps_have_the_closed_form_of_an_average():
 
 @given(st.integers(0, 10**6), st.sampled_from([1e-20, 1e-3, 1.0, 1e3, 1e25]), st.floats(0, 1))
 @settings(max_examples=15)
-def test_no_entry_leaves_the_bound(seed, size, rate):
+def test_entries_stay_within_the_bound(seed, size, rate):
     x = size * jax.random.normal(jax.random.key(seed), (2, 35, 4))
     context = BOUND * jax.random.uniform(jax.random.key(seed + 1), (4, 4), minval=-1)
     new = update(context, x, x, rate=rate)
     assert jnp.abs(new).max() <= BOUND + 1e-6
 
 
-def test_features_that_move_together_reach_the_bound():
+def test_perfectly_correlated_features_reach_the_bound():
     x = arrays(1, 40, 1)
     new = update(
         jnp.zeros((2, 2)), jnp.concatenate([x, -x], -1), jnp.concatenate([x, x], -1), rate=1.0
@@ -153,12 +153,12 @@ def test_features_that_move_together_reach_the_bound():
     np.testing.assert_allclose(new, BOUND * np.array([[1, 1], [-1, -1]]), rtol=1e-6)
 
 
-def test_one_row_is_pure_decay():
+def test_one_row_only_decays_the_context():
     x, mixed = arrays(3, 1, 6, n=2)
     chex.assert_trees_all_close(update(square(), x, mixed), 0.99 * square())
 
 
-def test_masked_examples_and_tokens_are_left_out():
+def test_masked_examples_and_tokens_are_ignored():
     x, mixed = arrays(3, 20, 6, n=2)
     two = update(square(), x[:2], mixed[:2])
     mask = jnp.array([True, True, False])
@@ -172,20 +172,20 @@ def test_masked_examples_and_tokens_are_left_out():
     chex.assert_trees_all_close(padded, short, atol=1e-7)
 
 
-def test_without_examples_a_context_stays_as_it_is():
+def test_empty_batch_does_not_change_the_context():
     nothing = jnp.ones((0, 4, 6))
     for mask in (None, jnp.ones(0, bool), jnp.ones((0, 4), bool)):
         chex.assert_trees_all_equal(update(square(), nothing, nothing, mask=mask), square())
 
 
-def test_rows_that_are_not_finite_count_as_zero():
+def test_nonfinite_rows_count_as_zero():
     x, mixed = arrays(2, 20, 6, n=2)
     bad = update(square(), x.at[0, 3, 1].set(jnp.nan), mixed)
     chex.assert_trees_all_close(bad, update(square(), x.at[0, 3].set(0.0), mixed), atol=1e-7)
     assert jnp.isnan(apply(x.at[0, 3, 1].set(jnp.nan), square(), jnp.float32(1))).any()
 
 
-def test_columns_whose_squares_overflow_correlate_with_nothing():
+def test_columns_whose_squares_overflow_have_correlation_0():
     x, mixed = arrays(1, 20, 6, n=2)
     got = update(jnp.zeros((6, 6)), x.at[..., 2].multiply(1e25), mixed.at[..., 3].multiply(1e25))
     chex.assert_tree_all_finite(got)
@@ -193,23 +193,23 @@ def test_columns_whose_squares_overflow_correlate_with_nothing():
     assert (got[:, 3] == 0).all()
 
 
-def test_columns_below_the_bound_give_exactly_0_and_those_above_it_their_correlation():
+def test_denominator_threshold_separates_zero_from_correlation():
     x, mixed = arrays(1, 20, 6, n=2)
     plain = update(jnp.zeros((6, 6)), x, mixed)
-    faint = update(jnp.zeros((6, 6)), 1e-7 * x, 1e-7 * mixed)  # lengths of about 4e-7
+    faint = update(jnp.zeros((6, 6)), 1e-7 * x, 1e-7 * mixed)  # column norms of about 4e-7
     assert (faint == 0).all()
     small = update(jnp.zeros((6, 6)), 1e-5 * x, 1e-5 * mixed)
     chex.assert_trees_all_close(small, plain, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(("examples", "width"), [(6, 512), (5, 600), (1, 1100)])
-def test_examples_taken_a_few_at_a_time_sum_to_the_same(examples, width):
+def test_sum_over_groups_of_examples_matches_one_sum(examples, width):
     x, y = arrays(examples, 8, width, n=2)
     each = sum(_sum_over_examples(x[i : i + 1], y[i : i + 1]) for i in range(examples))
     chex.assert_trees_all_close(_sum_over_examples(x, y), each, atol=1e-5)
 
 
-def test_inside_shard_map_each_device_takes_its_own_examples_a_few_at_a_time():
+def test_sum_over_groups_inside_shard_map_matches_one_device():
     x, y = arrays(10, 8, 600, n=2)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     rows, everywhere = PartitionSpec("data"), PartitionSpec()
@@ -218,7 +218,7 @@ def test_inside_shard_map_each_device_takes_its_own_examples_a_few_at_a_time():
     chex.assert_trees_all_close(got, _sum_over_examples(x, y), atol=1e-5)
 
 
-def test_no_more_than_a_few_examples_correlations_exist_at_a_time():
+def test_memory_is_bounded_by_a_group_of_examples():
     x = jax.ShapeDtypeStruct((64, 32, 512), jnp.float32)
     context = jax.ShapeDtypeStruct((512, 512), jnp.float32)
     compiled = jax.jit(fnet.update_context).lower(context, x, x).compile()
@@ -226,7 +226,7 @@ def test_no_more_than_a_few_examples_correlations_exist_at_a_time():
     assert fnet.memory.peak(compiled).temporaries < whole / 3
 
 
-def test_bfloat16_activations_leave_a_float32_context():
+def test_context_is_float32_for_bfloat16_activations():
     narrow = [a.astype(jnp.bfloat16) for a in arrays(2, 20, 6, n=2)]
     x, mixed = (a.astype(jnp.float32) for a in narrow)
     new, y = update(square(), *narrow), apply(narrow[0], square(), jnp.float32(1))
@@ -237,7 +237,7 @@ def test_bfloat16_activations_leave_a_float32_context():
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (
             lambda: fnet.apply_context(jnp.ones((3, 4)), square(), jnp.ones(())),
@@ -261,17 +261,17 @@ def test_bfloat16_activations_leave_a_float32_context():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_invalid_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_integers_are_refused():
+def test_rejects_integer_inputs():
     with pytest.raises(TypeError, match="x must be floating, got int32"):
         fnet.apply_context(jnp.ones((3, 6), int), square(), jnp.ones(()))
 
 
-def test_one_example_without_a_batch_axis_is_a_batch_of_one():
+def test_input_without_batch_axis_matches_a_batch_of_one():
     x, mixed = jax.random.normal(jax.random.key(0), (2, 6, 4))
     mask, context = jnp.arange(6) < 4, jnp.full((4, 4), 0.1)
     one = fnet.update_context(context, x, mixed, mask=mask)

@@ -1,4 +1,4 @@
-"""The fused kernel of a GPU: when it is taken, and what it is told. cuDNN itself is not there."""
+"""When the fused kernel of a GPU is used, and its arguments; cuDNN itself is mocked."""
 
 import functools
 import types
@@ -13,14 +13,14 @@ B, H, D = 2, 4, 8
 
 
 class Kernel:
-    """Stands for cuDNN's: what the program would compute for a GPU is told by a sine."""
+    """A mock of the cuDNN kernel, which marks its use with a sine."""
 
     def __init__(self, error=None):
-        self.error, self.told = error, []
+        self.error, self.expected_options = error, []
 
     def __call__(self, q, k, v, *, implementation, **how):
         assert implementation == "cudnn"
-        self.told.append(how)
+        self.expected_options.append(how)
         if self.error:
             raise self.error
         return jnp.sin(q)
@@ -28,11 +28,11 @@ class Kernel:
 
 def lowered_for(platform, f, dtype):
     x = jax.ShapeDtypeStruct((B, 16, H, D), dtype)
-    fresh = lambda *a: f(*a)  # noqa: E731  (not one that jit has seen before)
+    fresh = lambda *a: f(*a)  # noqa: E731  (a new function, not cached by jit)
     return jax.jit(fresh).trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_a_gpu_takes_its_fused_kernel_and_no_other_backend_does(monkeypatch):
+def test_only_gpus_use_the_fused_kernel(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel())
     for dtype in (jnp.bfloat16, jnp.float16):
         assert "sine" in lowered_for("cuda", dot_product_attention, dtype)
@@ -42,7 +42,7 @@ def test_a_gpu_takes_its_fused_kernel_and_no_other_backend_does(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected_options"),
     [
         ({}, {"is_causal": False, "scale": D**-0.5}),
         ({"causal": True, "scale": 0.3}, {"is_causal": True, "scale": 0.3}),
@@ -54,17 +54,17 @@ def test_a_gpu_takes_its_fused_kernel_and_no_other_backend_does(monkeypatch):
         ({"causal": True, "window": 16}, {"is_causal": True, "scale": D**-0.5}),  # all 16 keys
     ],
 )
-def test_the_fused_kernel_is_told_what_is_attended_to(given, told, monkeypatch):
+def test_fused_kernel_gets_mask_options_and_scale(given, expected_options, monkeypatch):
     kernel = Kernel()
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     f = functools.partial(dot_product_attention, **given)
     assert "sine" in lowered_for("cuda", f, jnp.bfloat16)
-    assert kernel.told
-    assert all(how == told for how in kernel.told)
+    assert kernel.expected_options
+    assert all(how == expected_options for how in kernel.expected_options)
 
 
 @pytest.mark.parametrize(("capability", "fused"), [("7.5", False), ("8.0", True)])
-def test_a_gpu_without_the_kernel_takes_chunks(capability, fused, monkeypatch):
+def test_gpu_older_than_ampere_uses_chunks(capability, fused, monkeypatch):
     gpu = types.SimpleNamespace(compute_capability=capability)
     devices = jax.local_devices
 
@@ -85,7 +85,7 @@ def test_a_gpu_without_the_kernel_takes_chunks(capability, fused, monkeypatch):
         (jnp.bfloat16, {"mask": jnp.ones((1, 1, 1, 16), bool)}),
     ],
 )
-def test_what_the_fused_kernel_does_not_do_goes_in_chunks(dtype, kwargs, monkeypatch):
+def test_unsupported_options_use_chunks(dtype, kwargs, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", Kernel())
     f = functools.partial(dot_product_attention, **kwargs)
     assert "sine" not in lowered_for("cuda", f, dtype)
@@ -95,8 +95,8 @@ def test_what_the_fused_kernel_does_not_do_goes_in_chunks(dtype, kwargs, monkeyp
     "error",
     [RuntimeError("cuDNN not found."), NotImplementedError("head dim"), ValueError("shape")],
 )
-def test_without_a_fused_kernel_for_these_arrays_a_gpu_takes_chunks(error, monkeypatch):
+def test_gpu_without_a_kernel_for_the_shapes_uses_chunks(error, monkeypatch):
     kernel = Kernel(error)
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     assert "dot_general" in lowered_for("cuda", dot_product_attention, jnp.bfloat16)
-    assert kernel.told
+    assert kernel.expected_options

@@ -1,4 +1,4 @@
-"""Attention in chunks of queries: a plain softmax, in memory that grows linearly."""
+"""Chunked attention matches a plain softmax, with memory linear in the sequence."""
 
 import functools
 
@@ -43,7 +43,7 @@ def inputs(dtype=np.float64, *, t=T, keys=None, heads=H, seed=0):
 
 
 def mask_of(shape):
-    """Random, but that each row attends to something: as jax.nn has it, and as fnet has it, agree."""
+    """A random mask without empty rows, where jax.nn and fnet agree."""
     mask = np.random.default_rng(1).random(shape) < 0.6
     mask[..., 0] = True
     mask |= np.eye(*shape[-2:], dtype=bool)
@@ -59,7 +59,7 @@ def case(name, dtype):
 
 
 def plain(q, k, v, *, causal=False, window=None, mask=None, scale=None):
-    """As it is written down, in the dtype of its arguments."""
+    """The formula in the dtype of its arguments."""
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     seen = jnp.ones(scores.shape, bool) if mask is None else jnp.broadcast_to(mask, scores.shape)
@@ -77,7 +77,7 @@ def jax_nn(q, k, v, *, causal=False, **kwargs):
 
 
 def value_and_gradients(f, arrays):
-    """Of ``f(q, k, v)``, with the last array as cotangent."""
+    """Value and gradients of ``f(q, k, v)``, with the last array as cotangent."""
     y, back = jax.vjp(f, *arrays[:3])
     return y, *back(arrays[3])
 
@@ -93,7 +93,7 @@ def assert_equal(ours, theirs, arrays, tolerance):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_equals_a_plain_softmax_in_float64(name, float64):
+def test_attention_matches_a_plain_softmax_in_float64(name, float64):
     arrays, kwargs = case(name, np.float64)
     ours = functools.partial(dot_product_attention, chunk=3, **kwargs)
     assert_equal(ours, functools.partial(plain, **kwargs), arrays, 1e-10)
@@ -102,19 +102,19 @@ def test_it_equals_a_plain_softmax_in_float64(name, float64):
 @pytest.mark.parametrize(
     "name", ["plain", "longer keys, causal", "mask of heads, grouped", "scale"]
 )
-def test_it_equals_jax_nn_in_float32(name):
+def test_attention_matches_jax_nn_in_float32(name):
     arrays, kwargs = case(name, np.float32)
     ours = functools.partial(dot_product_attention, **kwargs)
     assert_equal(ours, functools.partial(jax_nn, **kwargs), arrays, 1e-5)
 
 
 @pytest.mark.parametrize(("t", "chunk"), [(1, 4), (17, 2)])
-def test_any_length_goes_into_chunks(t, chunk, float64):
+def test_chunks_work_for_any_length(t, chunk, float64):
     ours = functools.partial(dot_product_attention, causal=True, chunk=chunk)
     assert_equal(ours, functools.partial(plain, causal=True), inputs(t=t), 1e-10)
 
 
-def test_a_row_with_nothing_to_attend_is_zero_and_receives_no_gradient():
+def test_fully_masked_query_gives_0_and_no_gradient():
     arrays = inputs(np.float32)
     mask = mask_of((B, 1, T, T)).at[0, 0, 4].set(False)
     with jax.debug_nans(True), jax.debug_infs(True):
@@ -125,11 +125,11 @@ def test_a_row_with_nothing_to_attend_is_zero_and_receives_no_gradient():
     q, k, v, dy = arrays
     (rest,) = of_each((functools.partial(jax_nn, mask=mask),), [q, k, v, dy.at[0, 4].set(0)])
     chex.assert_trees_all_close((dq, dk, dv), rest[1:], rtol=1e-5, atol=1e-5)
-    # What jax.nn makes of such a row: the mean of all values, masked as they are.
+    # jax.nn gives the mean over all values for such a row.
     chex.assert_trees_all_close(rest[0][0, 4], v[0].mean(0), rtol=1e-5, atol=1e-5)
 
 
-def test_queries_that_have_left_all_keys_behind_are_zero_and_receive_no_gradient():
+def test_query_whose_window_has_no_keys_gives_0_and_no_gradient():
     arrays = inputs(np.float32, keys=4)
     with jax.debug_nans(True), jax.debug_infs(True):
         ours = functools.partial(dot_product_attention, window=2, causal=True, chunk=3)
@@ -140,19 +140,19 @@ def test_queries_that_have_left_all_keys_behind_are_zero_and_receive_no_gradient
 
 
 @pytest.mark.parametrize(("t", "keys"), [(0, 3), (3, 0)])
-def test_without_queries_or_keys_it_is_zero(t, keys):
+def test_no_queries_or_no_keys_give_0(t, keys):
     q, k = jnp.ones((B, t, H, D)), jnp.ones((B, keys, H, D))
     chex.assert_trees_all_equal(dot_product_attention(q, k, k), jnp.zeros_like(q))
 
 
-def test_the_scale_may_be_traced_and_has_a_gradient(float64):
+def test_scale_may_be_traced_and_has_a_gradient(float64):
     q, k, v, _ = inputs()
     loss = lambda f, s: jnp.sin(f(q, k, v, scale=s)).sum()  # noqa: E731
     both = lambda s: [jax.grad(loss, argnums=1)(f, s) for f in (dot_product_attention, plain)]  # noqa: E731
     chex.assert_trees_all_close(*jax.jit(both)(0.3), rtol=1e-10)
 
 
-def test_keys_behind_a_band_of_causal_attention_are_not_read():
+def test_causal_bands_do_not_read_later_keys():
     q, k, v, _ = inputs(np.float32, t=16)
     v = v.at[:, 12:].set(jnp.nan)
     y = jax.jit(functools.partial(dot_product_attention, causal=True, chunk=2))(q, k, v)
@@ -161,7 +161,7 @@ def test_keys_behind_a_band_of_causal_attention_are_not_read():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_in_a_window_no_gradient_reaches_what_is_outside(causal):
+def test_gradients_respect_the_window(causal):
     q, k, v, _ = inputs(np.float32, t=32)
 
     @jax.jit
@@ -176,7 +176,7 @@ def test_in_a_window_no_gradient_reaches_what_is_outside(causal):
             np.testing.assert_array_equal(np.flatnonzero(reached), inside)
 
 
-def test_chunks_outside_of_the_window_are_not_read():
+def test_keys_outside_the_window_are_not_read():
     q, k, v, _ = inputs(np.float32, t=32)
     k, v = k.at[:, :8].set(jnp.nan), v.at[:, :8].set(jnp.nan)
     y = jax.jit(functools.partial(dot_product_attention, causal=True, window=3, chunk=4))(q, k, v)
@@ -185,7 +185,7 @@ def test_chunks_outside_of_the_window_are_not_read():
 
 
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 1, 3)])
-def test_vmap_equals_a_loop(mapped, float64):
+def test_vmap_matches_a_loop(mapped, float64):
     q, k, v, _ = inputs()
     stacked = [
         a if axis is None else jnp.stack([a, 2 * a, a - 1], axis)
@@ -198,7 +198,7 @@ def test_vmap_equals_a_loop(mapped, float64):
     chex.assert_trees_all_close(got, jnp.stack(each), rtol=1e-10, atol=1e-12)
 
 
-def test_forward_mode_and_second_derivatives_equal_those_of_a_plain_softmax(float64):
+def test_forward_mode_and_second_derivatives_match_a_plain_softmax(float64):
     q, k, v, _ = inputs()
     tangents = inputs(seed=1)[:3]
     mask = mask_of((B, 1, T, T))
@@ -213,9 +213,9 @@ def test_forward_mode_and_second_derivatives_equal_those_of_a_plain_softmax(floa
     chex.assert_trees_all_close(derivatives(ours), derivatives(plain), rtol=1e-9, atol=1e-11)
 
 
-def test_bfloat16_is_at_least_as_exact_as_jax_nn(float64):
+def test_bfloat16_is_at_least_as_accurate_as_jax_nn(float64):
     narrow = [a.astype(jnp.bfloat16) for a in inputs(t=96)]
-    fs = [functools.partial(dot_product_attention, chunk=4), jax_nn]  # 24 chunks, whose sums ...
+    fs = [functools.partial(dot_product_attention, chunk=4), jax_nn]  # sums over 24 chunks ...
     (exact,) = of_each((plain,), [a.astype(np.float64) for a in narrow])
     ours, theirs = (
         [float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
@@ -223,10 +223,10 @@ def test_bfloat16_is_at_least_as_exact_as_jax_nn(float64):
     )
     for our, their in zip(ours, theirs, strict=True):
         assert our <= 1.05 * their
-        assert our < 2e-3  # ... are not made in bfloat16: one rounding alone is 2^-9 at most
+        assert our < 2e-3  # ... are not in bfloat16, whose rounding error is up to 2^-9
 
 
-def test_float16_is_taken():
+def test_accepts_float16():
     narrow = inputs(np.float16)
     ((y, *grads),) = of_each((dot_product_attention,), narrow)
     (expected,) = of_each((plain,), [a.astype(np.float32) for a in narrow])
@@ -245,7 +245,7 @@ def of_gradient(f, t):
     return temporaries(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), argnums=(0, 1, 2)), x, x, x)
 
 
-def test_memory_grows_linearly_and_is_an_eighth_of_jax_nns_at_2048_tokens():
+def test_memory_grows_linearly_and_is_an_eighth_of_jax_nn_at_2048_tokens():
     at_2048 = of_gradient(dot_product_attention, 2048)
     causal = of_gradient(functools.partial(dot_product_attention, causal=True), 2048)
     assert max(at_2048, causal) <= 0.12 * of_gradient(jax_nn, 2048)
@@ -253,10 +253,10 @@ def test_memory_grows_linearly_and_is_an_eighth_of_jax_nns_at_2048_tokens():
     assert of_gradient(chunks, 2048) <= 2.1 * of_gradient(chunks, 1024)
 
 
-def test_work_and_memory_of_a_window_grow_linearly():
+def test_flops_and_memory_of_a_window_grow_linearly():
     windowed = functools.partial(dot_product_attention, causal=True, window=256)
     at_4096, one = of_gradient(windowed, 4096), 4096 * 8 * 64 * 4
-    # q, k, v, what is given back for each, and copies in which heads come first.
+    # q, k, v, their gradients, and transposed copies.
     assert at_4096 <= 5 * one
     assert at_4096 <= 2.1 * of_gradient(windowed, 2048)
     every_score = 8 * 4096 * 4096 * 4
@@ -272,19 +272,19 @@ def test_work_and_memory_of_a_window_grow_linearly():
 @pytest.mark.parametrize(
     ("batch", "t", "chunks"), [(1, 512, 1), (1, 513, 3), (1, 2048, 32), (64, 100, 2), (64, 60, 1)]
 )
-def test_by_default_short_sequences_go_at_once_and_long_ones_in_a_million_scores(batch, t, chunks):
+def test_default_chunk_is_all_queries_or_a_million_scores(batch, t, chunks):
     x = jax.ShapeDtypeStruct((batch, t, 8, 64), jnp.float32)
     assert f"length={chunks}\n" in str(jax.make_jaxpr(dot_product_attention)(x, x, x))
 
 
 @pytest.mark.parametrize(("t", "window", "chunks"), [(4096, 256, 32), (4096, 64, 64), (60, 8, 1)])
-def test_by_default_a_chunk_is_half_a_window_but_64_queries_at_least(t, window, chunks):
+def test_default_chunk_of_a_window_is_half_of_it_but_at_least_64(t, window, chunks):
     x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
     f = functools.partial(dot_product_attention, causal=True, window=window)
     assert f"length={chunks}\n" in str(jax.make_jaxpr(f)(x, x, x))
 
 
-def test_second_derivatives_and_forward_mode_never_hold_all_scores():
+def test_second_derivatives_and_forward_mode_do_not_materialize_all_scores():
     x = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
     f = functools.partial(dot_product_attention, chunk=32)
     loss = lambda *a: jnp.sin(f(*a)).sum()  # noqa: E731
@@ -294,7 +294,7 @@ def test_second_derivatives_and_forward_mode_never_hold_all_scores():
         assert temporaries(program, x, x, x) < 2048 * 2048 * 4
 
 
-def test_each_device_attends_to_its_part_of_the_batch():
+def test_shard_map_over_the_batch_matches_one_device():
     arrays = [a.repeat(2, axis=0) for a in inputs(np.float32)]  # a batch of 4
     arrays = [a * jnp.arange(1.0, 5)[:, None, None, None] for a in arrays]
     mask = mask_of((1, 1, T, T))
@@ -308,7 +308,7 @@ def test_each_device_attends_to_its_part_of_the_batch():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_arrays_sharded_over_batch_and_heads_stay_where_they_are(axis_type):
+def test_sharding_over_batch_and_heads_is_preserved(axis_type):
     mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(axis_type,) * 2)
     sharding = NamedSharding(mesh, PartitionSpec("data", None, "heads"))
     x = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32, sharding=sharding)
@@ -321,7 +321,7 @@ def test_arrays_sharded_over_batch_and_heads_stay_where_they_are(axis_type):
     assert all(s.is_equivalent_to(sharding, 4) for s in compiled.output_shardings)
 
 
-def test_wrong_arrays_are_refused():
+def test_rejects_invalid_arguments():
     q, k, v = inputs(np.float32)[:3]
     with pytest.raises(TypeError, match="got float32, float16 and float32"):
         dot_product_attention(q, k.astype(jnp.float16), v)

@@ -1,4 +1,4 @@
-"""Gomez et al. 2017 for the coupling; exactness is this project's own claim."""
+"""Reversible stacks: the coupling of Gomez et al. 2017, and exact restoration."""
 
 import functools
 
@@ -29,7 +29,7 @@ def dense_block(width):
 
 @functools.cache
 def compiled(layer):
-    """The layer's loss, new state, and gradients of params and x; it keeps recomputation."""
+    """Loss, new state, and gradients of params and x, compiled with options that preserve rematerialization."""
 
     def loss(params, x, state, key):
         y, after = layer.apply(params, state, x, key=key, train=True)
@@ -45,7 +45,7 @@ def value_and_gradients(layer, params, state, x, key=None):
 
 
 @pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
-def test_gradients_equal_those_of_the_same_network_without_reversal_bit_for_bit(blocks):
+def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
     pairs = [(convolution_block(4), convolution_block(4))] * blocks
     restored, kept = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
@@ -57,7 +57,7 @@ def test_gradients_equal_those_of_the_same_network_without_reversal_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_gradients_equal_those_without_reversal_at_64_blocks_too():
+def test_gradients_equal_those_without_restoration_at_64_blocks():
     block = serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
     pairs = [(block, block)] * 64
     restored, kept = reversible(pairs), reversible(pairs, restore=False)
@@ -69,7 +69,7 @@ def test_gradients_equal_those_without_reversal_at_64_blocks_too():
 
 
 def coupling(pairs, params, x, *, state=None, train=True):
-    """The stack's output without a grid."""
+    """The output of the stack without fixed-point rounding."""
     x1, x2 = jnp.split(x, 2, axis=-1)
     for i, (f, g) in enumerate(pairs):
         p, s = params[str(i)], state[str(i)] if state else {"f": {}, "g": {}}
@@ -78,7 +78,7 @@ def coupling(pairs, params, x, *, state=None, train=True):
     return jnp.concatenate([x1, x2], -1)
 
 
-def test_the_output_is_that_of_the_coupling_within_the_grid():
+def test_output_matches_the_coupling_up_to_rounding():
     pairs = [(dense_block(3), dense_block(3))] * 3
     layer = reversible(pairs)
     params, _ = initial(layer)
@@ -92,14 +92,14 @@ def test_the_output_is_that_of_the_coupling_within_the_grid():
     chex.assert_trees_all_close(*both(params, x), atol=50 * GRID)
 
 
-def test_a_stream_is_rounded_to_the_nearest_multiple_of_2_to_the_minus_16():
+def test_streams_are_rounded_to_multiples_of_2_to_the_minus_16():
     x = jax.random.normal(jax.random.key(1), (5, 6))
     y, _ = reversible([(scaled(0.0), scaled(0.0))]).apply({}, {}, x, train=True)
     chex.assert_trees_all_equal(y, jnp.round(x * 2**16) / 2**16)
 
 
 @pytest.mark.usefixtures("float64")
-def test_gradients_equal_autodiff_of_the_coupling_without_a_grid():
+def test_gradients_match_autodiff_of_the_coupling():
     pairs = [(dense_block(3), dense_block(3))] * 3
     layer = reversible(pairs)
     params = jax.tree.map(lambda p: p.astype(np.float64), initial(layer)[0])
@@ -113,7 +113,7 @@ def test_gradients_equal_autodiff_of_the_coupling_without_a_grid():
     chex.assert_trees_all_close(got, expected, atol=100 * GRID)
 
 
-def test_running_statistics_are_renewed_once():
+def test_running_statistics_are_updated_once():
     pairs = [(convolution_block(2), convolution_block(2))] * 2
     layer = reversible(pairs)
     params, state = initial(layer)
@@ -131,7 +131,7 @@ def test_running_statistics_are_renewed_once():
     chex.assert_trees_all_close(after["0"]["f"], direct, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_uses_and_leaves_the_running_statistics():
+def test_evaluation_does_not_update_running_statistics():
     pairs = [(convolution_block(2), convolution_block(2))]
     layer = reversible(pairs)
     params, state = initial(layer)
@@ -148,7 +148,7 @@ def test_evaluation_uses_and_leaves_the_running_statistics():
 
 
 @pytest.mark.slow
-def test_dropout_is_replayed_in_the_backward_pass():
+def test_backward_pass_redraws_the_same_dropout_mask():
     dense, dropout = layers.dense(4, 4), layers.dropout(0.5)
     pairs = [(serial(dense, dropout), serial(dropout, dense))] * 3
     restored, kept = reversible(pairs), reversible(pairs, restore=False)
@@ -160,7 +160,7 @@ def test_dropout_is_replayed_in_the_backward_pass():
     assert float(got[0][0]) != float(other[0][0])
 
 
-def test_each_block_draws_its_own():
+def test_each_block_draws_its_own_random_numbers():
     def noise(params, state, x, *, key=None, train):
         return jax.random.normal(key, x.shape), state
 
@@ -176,7 +176,7 @@ def test_each_block_draws_its_own():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
-def test_half_precision_streams_are_restored_exactly_too(dtype):
+def test_16_bit_inputs_are_restored_exactly(dtype):
     pairs = [(dense_block(3), dense_block(3))] * 4
     restored, kept = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
@@ -194,7 +194,7 @@ def scaled(factor):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf, 2 * LIMIT, -2 * LIMIT])
-def test_what_cannot_be_restored_comes_out_as_nan_and_not_as_a_number(bad):
+def test_output_is_nan_if_restoration_is_impossible(bad):
     layer = reversible([(scaled(1.0), scaled(1.0))])
     x = jnp.ones((2, 4)).at[0, 0].set(bad)
     assert bool(jnp.isnan(layer.apply({}, {}, x, train=True)[0]).all())
@@ -204,22 +204,22 @@ def test_what_cannot_be_restored_comes_out_as_nan_and_not_as_a_number(bad):
 
 
 def moved(*steps):
-    """What becomes of a first stream of ones when multiples of the limit are added to it."""
+    """The first stream, ones at first, after adding multiples of the limit."""
     layer = reversible([(scaled(step * LIMIT), scaled(0.0)) for step in steps])
     return layer.apply({}, {}, jnp.ones((2, 4)), train=True)[0]
 
 
-def test_a_stream_that_leaves_the_range_and_comes_back_is_noticed():
+def test_output_is_nan_if_a_stream_left_the_range_and_returned():
     chex.assert_trees_all_equal(moved(0.75, -0.75, -0.75, 0.75), jnp.ones((2, 4)))
     assert bool(jnp.isnan(moved(0.75, 0.75, -0.75, -0.75)).all())
 
 
 @pytest.mark.parametrize("step", [1.0, -1.5])
-def test_a_step_that_32_bits_do_not_hold_is_noticed_even_between_streams_that_they_do(step):
+def test_output_is_nan_if_an_update_exceeds_32_bits(step):
     assert bool(jnp.isnan(moved(-0.75 if step > 0 else 0.75, step)).all())
 
 
-def test_integers_are_refused():
+def test_rejects_integer_inputs():
     with pytest.raises(TypeError, match="reversible: x must be floating, got int32"):
         reversible([(scaled(1.0), scaled(1.0))]).apply({}, {}, jnp.ones((2, 4), int), train=True)
 
@@ -238,7 +238,7 @@ def temporaries(blocks, layer_of=reversible):
 
 
 def test_memory_does_not_grow_with_depth():
-    # Half an activation more or less is how the compiler packs its buffers.
+    # Allow half an activation for how the compiler packs buffers.
     few, many = (temporaries(blocks) for blocks in (3, 12))
     assert abs(many - few) < 0.75
     assert many < 5.5
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_depth():
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_examples_shared_among_devices_have_the_same_gradients(check_vma):
+def test_gradients_of_sharded_examples_match_one_device(check_vma):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     layer = reversible([(dense_block(2), dense_block(2))] * 2)
     params, _ = initial(layer)
@@ -272,10 +272,10 @@ def test_examples_shared_among_devices_have_the_same_gradients(check_vma):
     chex.assert_trees_all_close(jax.jit(inside)(params, x), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_vmap_equals_a_loop():
+def test_vmap_matches_a_loop():
     layer = reversible([(dense_block(2), dense_block(2))] * 2)
     params, _ = initial(layer)
-    # No sum lies on the border of two grid points here: there, its order decides which is nearer.
+    # No sum here is halfway between two multiples, where its order would decide the rounding.
     x = np.random.default_rng(10).normal(size=(3, 5, 4)).astype(np.float32)
     grad = jax.jit(jax.grad(lambda p, x: jnp.sin(layer.apply(p, {}, x, train=True)[0]).sum()))
     batched = jax.jit(jax.vmap(grad, in_axes=(None, 0)))(params, x)
@@ -283,7 +283,7 @@ def test_vmap_equals_a_loop():
     chex.assert_trees_all_close(batched, looped, rtol=1e-5, atol=1e-6)
 
 
-def test_it_trains_inside_a_larger_network_with_a_donated_state():
+def test_trains_inside_a_larger_network_with_donated_state():
     model = serial(
         stem=layers.conv(1, 8), body=reversible([(convolution_block(4), convolution_block(4))] * 2),
         pool=layers.global_avg_pool(), head=layers.dense(8, 3),
@@ -305,15 +305,15 @@ def test_it_trains_inside_a_larger_network_with_a_donated_state():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_gradient_that_is_differentiated_again_is_refused_not_wrong():
+def test_second_derivatives_raise_type_error():
     layer = reversible([(dense_block(2), dense_block(2))])
     params, _ = layer.init(jax.random.key(0))
     f = lambda x: jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()  # noqa: E731
-    with pytest.raises(TypeError, match="its gradient cannot be differentiated again"):
+    with pytest.raises(TypeError, match="second derivatives are not supported"):
         jax.grad(lambda x: jax.grad(f)(x).sum())(jnp.ones((3, 4)))
 
 
-def test_bad_input_is_refused_with_what_was_given():
+def test_rejects_invalid_arguments():
     with pytest.raises(ValueError, match=r"at least one block \(f, g\), got none"):
         reversible([])
     layer = reversible([(layers.dense(2, 3), layers.dense(2, 2))])

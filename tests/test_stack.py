@@ -1,4 +1,4 @@
-"""Stacks of blocks: contexts from block to block, conditions, and going on from where it stopped."""
+"""Stacks of blocks: attention contexts, conditions and incremental decoding."""
 
 import chex
 import jax
@@ -21,13 +21,13 @@ def causal_blocks(n=3):
 
 
 def compiled(layer):
-    """The same layer, quicker: each of its functions is one program."""
+    """The same layer with its functions jitted."""
     apply = jax.jit(layer.apply, static_argnames="train")
     return layer._replace(init=jax.jit(layer.init), apply=apply)
 
 
 def made(context="lagged", strength=3.0, **options):
-    """A stack, its parameters with that strength, and a state with contexts in it."""
+    """A stack, its parameters with that strength, and a state with random contexts."""
     stack = compiled(layers.stack(WIDTH, causal_blocks(), context=context, **options))
     params, state = stack.init(jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(
@@ -49,14 +49,14 @@ def test_every_block_but_the_first_has_a_context_and_a_strength():
     chex.assert_trees_all_equal_shapes(state, {i: {"context": jnp.zeros((16, 16))} for i in "12"})
 
 
-def test_without_contexts_there_is_no_buffer_for_one():
+def test_stack_without_context_has_no_state():
     _, params, state = made(context=None)
     assert state == {}
     assert "strength" not in params["1"]
 
 
 @pytest.mark.parametrize(("context", "condition"), [("lagged", 5), ("current", None), (None, None)])
-def test_a_stack_is_its_equations(context, condition):
+def test_stack_matches_its_formula(context, condition):
     (block, *_), norm = causal_blocks(), layers.rms_norm(WIDTH)
     stack = compiled(
         layers.stack(
@@ -94,7 +94,7 @@ def test_a_stack_is_its_equations(context, condition):
     chex.assert_trees_all_close(got, by_hand(params, state, tokens()), rtol=1e-4, atol=1e-4)
 
 
-def test_at_strength_0_a_context_changes_nothing():
+def test_context_at_strength_0_changes_nothing():
     plain, params, _ = made(context=None)
     stack, with_strength, state = made(strength=0.0)
     with_strength = {
@@ -106,21 +106,21 @@ def test_at_strength_0_a_context_changes_nothing():
     assert not jnp.array_equal(new["1"]["context"], state["1"]["context"])
 
 
-def test_a_lagged_context_is_read_from_the_step_before_and_a_current_one_from_this():
+def test_lagged_reads_the_previous_context_and_current_the_updated_one():
     lagged, params, state = made("lagged")
     current, _, _ = made("current")
     x = tokens()
     y, renewed = lagged.apply(params, state, x, train=True)
     z, _ = current.apply(params, state, x, train=True)
     assert jnp.abs(y - z).max() > 1e-4
-    # The next block's own context is of what went through this block, under the context read here.
+    # The next block's context depends on the context that this block read.
     chex.assert_trees_all_close(lagged.apply(params, state, x, train=False)[0], y, atol=1e-6)
     again, _ = lagged.apply(params, renewed, x, train=False)
     assert jnp.abs(again - y).max() > 1e-4
 
 
 @pytest.mark.parametrize("context", ["lagged", "current"])
-def test_evaluation_reads_contexts_and_renews_none(context):
+def test_evaluation_does_not_update_contexts(context):
     stack, params, state = made(context)
     y, after = stack.apply(params, state, tokens(), train=False)
     chex.assert_trees_all_equal(after, state)
@@ -137,7 +137,7 @@ def future_to_past(stack, params, state):
     return jnp.where((s > t)[:, None, :, None], jacobian, 0)
 
 
-def test_nothing_of_later_tokens_leaks_through_a_lagged_context():
+def test_lagged_context_is_causal():
     stack, params, state = made("lagged")
     assert not future_to_past(stack, params, state).any()
     early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
@@ -145,14 +145,14 @@ def test_nothing_of_later_tokens_leaks_through_a_lagged_context():
     chex.assert_trees_all_equal(stack.apply(params, state, changed, train=True)[0][:, :5], early)
 
 
-def test_a_current_context_leaks_as_its_docstring_says():
+def test_current_context_is_not_causal():
     stack, params, state = made("current")
     early = stack.apply(params, state, tokens(), train=True)[0][:, :5]
     changed = stack.apply(params, state, tokens().at[:, 5:].set(9.0), train=True)[0][:, :5]
     assert jnp.abs(changed - early).max() > 1e-5
 
 
-def test_a_lagged_step_does_not_depend_on_the_order_of_examples():
+def test_lagged_step_does_not_depend_on_the_order_of_examples():
     stack, params, state = made("lagged")
     y, new = stack.apply(params, state, tokens(), train=True)
     z, flipped = stack.apply(params, state, tokens()[::-1], train=True)
@@ -161,7 +161,7 @@ def test_a_lagged_step_does_not_depend_on_the_order_of_examples():
 
 
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [5, 1, 1, 5], [4, 8]])
-def test_going_on_piece_by_piece_gives_the_whole(pieces):
+def test_decoding_in_pieces_matches_the_whole_sequence(pieces):
     stack, params, state = made(norm="layer")
     whole, _ = stack.apply(params, state, tokens(), train=False)
     cache, position, parts = stack.decode.init_cache(2, 12, jnp.float32), 0, []
@@ -174,7 +174,7 @@ def test_going_on_piece_by_piece_gives_the_whole(pieces):
     chex.assert_trees_all_close(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
 
-def test_a_conditioned_block_begins_as_the_identity_and_learns():
+def test_conditioned_block_starts_as_the_identity_and_trains():
     stack = compiled(layers.stack(WIDTH, causal_blocks(2), condition=5))
     params, state = stack.init(jax.random.key(0))
     vector = jax.random.normal(jax.random.key(1), (2, 5))
@@ -187,7 +187,7 @@ def test_a_conditioned_block_begins_as_the_identity_and_learns():
     assert stack.decode is None
 
 
-def test_a_block_may_be_a_mixer_alone():
+def test_block_may_have_no_feed_forward():
     attention = layers.attention(WIDTH, HEADS, causal=True)
     stack = compiled(layers.stack(WIDTH, [layers.Block(attention)] * 2))
     params, _ = stack.init(jax.random.key(0))
@@ -199,7 +199,7 @@ def test_a_block_may_be_a_mixer_alone():
     chex.assert_trees_all_close(stack.apply(params, {}, tokens(), train=True)[0], x, atol=1e-5)
 
 
-def test_without_padding_a_mixer_need_not_take_a_mask():
+def test_mixer_without_mask_argument_works_without_a_mask():
     attention = layers.attention(WIDTH, HEADS, causal=True)
     mixer = fnet.serial(conv=layers.causal_conv(WIDTH), attention=attention)
     stack = compiled(layers.stack(WIDTH, [layers.Block(mixer)]))
@@ -212,7 +212,7 @@ def test_without_padding_a_mixer_need_not_take_a_mask():
         stack.apply(params, {}, tokens(), train=True, mask=jnp.ones((2, 12), bool))
 
 
-def test_dropout_acts_on_branches_in_training_alone():
+def test_dropout_acts_on_branches_in_training_only():
     stack, params, state = made(context=None, dropout=0.5)
 
     def run(seed, train):
@@ -222,7 +222,7 @@ def test_dropout_acts_on_branches_in_training_alone():
     chex.assert_trees_all_equal(run(2, False), run(3, False))
 
 
-def test_padding_has_no_part_in_a_context():
+def test_padding_does_not_enter_a_context():
     stack, params, state = made()
     mask = jnp.broadcast_to(jnp.arange(12) < 7, (2, 12))
     _, short = stack.apply(params, state, tokens()[:, :7], train=True)
@@ -231,7 +231,7 @@ def test_padding_has_no_part_in_a_context():
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: layers.stack(WIDTH, []), "at least one block"),
         (lambda: layers.stack(WIDTH, causal_blocks(), norm="batch"), "dynamic_tanh.*batch"),
@@ -239,31 +239,31 @@ def test_padding_has_no_part_in_a_context():
         (lambda: layers.stack(WIDTH, causal_blocks(), condition=0), "condition must be at least 1"),
     ],
 )
-def test_a_stack_that_cannot_be_is_refused(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_rejects_invalid_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_feed_forward_with_state_is_refused():
+def test_rejects_a_feed_forward_with_state():
     block = layers.Block(layers.attention(WIDTH, HEADS), layers.abn(WIDTH))
-    with pytest.raises(ValueError, match=r"of block 0 has state .*running_mean.* rms_norm for abn"):
+    with pytest.raises(ValueError, match=r"of block 0 has state .*running_mean.* rms_norm"):
         jax.eval_shape(layers.stack(WIDTH, [block]).init, jax.random.key(0))
 
 
-def test_a_condition_that_does_not_fit_is_refused():
+def test_rejects_a_condition_that_does_not_match():
     stack = compiled(layers.stack(WIDTH, causal_blocks(1), condition=5))
     params, _ = stack.init(jax.random.key(0))
     with pytest.raises(ValueError, match="with a condition, got none"):
         stack.apply(params, {}, tokens(), train=True)
     for shape in ((5,), (1, 5), (2, 1, 5)):
-        with pytest.raises(ValueError, match=r"one vector for each example of x \(2, 12"):
+        with pytest.raises(ValueError, match=r"one vector per example of x \(2, 12"):
             stack.apply(params, {}, tokens(), train=True, condition=jnp.ones(shape))
     plain, params, state = made()
     with pytest.raises(ValueError, match="without a condition"):
         plain.apply(params, state, tokens(), train=True, condition=jnp.ones((2, 5)))
 
 
-def test_clipped_gradients_of_a_stack_without_contexts_are_those_of_single_examples():
+def test_clipped_grad_matches_a_loop_over_examples():
     stack, params, _ = made(context=None)
 
     def loss(params, batch):
@@ -279,7 +279,7 @@ def test_clipped_gradients_of_a_stack_without_contexts_are_those_of_single_examp
     chex.assert_trees_all_close(clipped, expected, rtol=2e-4, atol=1e-6)
 
 
-def test_a_mixer_without_parameters_goes_on():
+def test_mixer_without_parameters_can_decode():
     same = fnet.Layer(
         lambda key: ({}, {}),
         lambda p, s, x, *, key=None, train: (x, s),

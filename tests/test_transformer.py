@@ -1,4 +1,4 @@
-"""Transformers of residual and of reversible blocks."""
+"""Transformers with residual and with reversible blocks."""
 
 import chex
 import jax
@@ -21,7 +21,7 @@ def dense(p, x):
 
 
 def attended(p, x):
-    """Causal attention of two heads, behind a norm."""
+    """Norm and causal attention with two heads."""
     b, t, width = x.shape
     z = dense(p["attention"]["query_key_value"], normed(p["norm"], x))
     q, k, v = (a.reshape(b, t, 2, width // 2) for a in np.split(z, 3, axis=-1))
@@ -37,7 +37,7 @@ def fed_forward(p, x):
 
 
 def applied(make, width):
-    """Two blocks' parameters, an input of that width, and what they make of it."""
+    """Params of two blocks, an input of that width, and the output."""
     layer = make(6, 2, 2, causal=True, activation="tanh")
     params = jax.tree.map(np.float64, initial(layer)[0])
     x = np.random.default_rng(1).normal(size=(3, 5, width))
@@ -45,7 +45,7 @@ def applied(make, width):
     return params.values(), x, y
 
 
-def test_a_block_adds_attention_and_then_an_mlp_each_behind_a_norm(float64):
+def test_block_matches_its_formula(float64):
     params, x, y = applied(layers.transformer, 6)
     for p in params:
         x = x + attended(p["0"]["body"], x)
@@ -53,7 +53,7 @@ def test_a_block_adds_attention_and_then_an_mlp_each_behind_a_norm(float64):
     chex.assert_trees_all_close(y, x, rtol=1e-9, atol=1e-9)
 
 
-def test_a_reversible_block_adds_to_each_stream_what_it_makes_of_the_other(float64):
+def test_reversible_block_matches_its_formula(float64):
     params, x, y = applied(layers.reversible_transformer, 12)
     x1, x2 = np.split(x, 2, axis=-1)
     for p in params:
@@ -71,13 +71,13 @@ def test_a_reversible_block_adds_to_each_stream_what_it_makes_of_the_other(float
         ({"width": 0}, "width must be at least 1, got 0"),
     ],
 )
-def test_a_transformer_without_size_is_refused(make, sizes, message):
+def test_rejects_invalid_sizes(make, sizes, message):
     with pytest.raises(ValueError, match=f"{make.__name__}: {message}"):
         make(**{"width": 8, "heads": 2, "blocks": 1} | sizes)
 
 
 @pytest.mark.slow
-def test_a_reversible_transformer_equals_itself_without_reversal():
+def test_reversible_transformer_equals_itself_without_restoration():
     restored = layers.reversible_transformer(8, 2, 3, causal=True)
     kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
     params, state = initial(restored)
@@ -91,7 +91,7 @@ def test_a_reversible_transformer_equals_itself_without_reversal():
 
 
 def transformer_activations(make, blocks, width):
-    """Temporaries of the gradient's program in activations, under the better options."""
+    """Temporaries of the compiled gradient in units of one activation, with the best options."""
     layer = make(64, 4, blocks)
     params, state = shapes(layer)
     x = jax.ShapeDtypeStruct((8, 128, width), jnp.float32)
@@ -101,7 +101,7 @@ def transformer_activations(make, blocks, width):
 
 
 @pytest.mark.slow
-def test_a_reversible_transformer_needs_no_more_memory_when_it_is_deeper():
+def test_memory_of_a_reversible_transformer_does_not_grow_with_depth():
     few, many = (transformer_activations(layers.reversible_transformer, n, 128) for n in (2, 5))
     assert many - few < 0.75
     few, many = (transformer_activations(layers.transformer, n, 64) for n in (1, 3))

@@ -92,20 +92,20 @@ def abn(
         count the batches and pass ``1 - 1 / count``.
       axis: the channel axis.
       mask: [N] bool, True for real examples. Others are left out of the statistics, their
-        output is 0 and they receive no gradient: the result equals that of a smaller
-        batch. If no example is real, the running statistics do not change.
+        output is 0 and they receive no gradient, as if the batch were smaller. If no example
+        is real, the running statistics do not change.
       axis_name: mapped axes of ``jax.shard_map`` or ``jax.vmap`` over which to compute the
         statistics; they need not exist in evaluation. Under ``jax.jit`` with sharded arrays
         statistics are global without it. A gradient taken outside of the mapped function is
-        complete. Inside it, differentiate each device's own part of the loss. The
-        gradient of ``x`` is then that of all parts. With ``check_vma=True`` so are those of
-        ``gamma`` and ``beta``. With ``check_vma=False`` and in ``jax.vmap`` these are one
-        device's share: sum them with ``jax.lax.psum``. There, the gradient of a loss that is
-        already summed over devices is too large by the number of devices.
+        complete. Inside it, differentiate each device's own part of the loss. ``x`` then gets
+        the gradient of all parts. With ``check_vma=True`` so do ``gamma`` and ``beta``. With
+        ``check_vma=False`` and in ``jax.vmap`` they get one device's share: sum it with
+        ``jax.lax.psum``. There, the gradient of a loss that is already summed over devices
+        is too large by the number of devices.
 
     Returns:
-      ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``, the
-      statistics those of the arguments. No gradient flows into the statistics.
+      ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``, and the
+      statistics have the shape and dtype of the arguments. No gradient flows into the statistics.
 
     Raises:
       TypeError: if ``x`` is not floating, or a parameter or statistic is narrower than
@@ -330,7 +330,7 @@ def _normalize(
 ) -> tuple[Array, Array, Array, Array]:
     """Compute ``act((x - mean) / sqrt(var + eps) * g + beta)``.
 
-    The statistics are those given, or those of the batch. Returns y, the mean [C], the
+    The statistics are given or computed from the batch. Returns y, the mean [C], the
     biased variance [C], and the number of samples per channel [].
     """
     return _normalize_fwd(spec, x, g, beta, statistics, mask)[0]

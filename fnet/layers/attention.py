@@ -1,4 +1,4 @@
-"""Self-attention as a layer: whole sequences, and step by step with a cache."""
+"""The self-attention layer, for whole sequences and for decoding with a key-value cache."""
 
 import functools
 from typing import Any
@@ -12,12 +12,13 @@ from jaxtyping import Bool, Float, Int
 from fnet.backward_pass import save
 from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
 from fnet.layers.dense import dense
-from fnet.layers.dot_product_attention import UNSEEN, dot_product_attention
-from fnet.layers.rotary import rotary as turned
+from fnet.layers.dot_product_attention import MASKED_SCORE, dot_product_attention
+from fnet.layers.rotary import rotary as apply_rotary
 from fnet.mesh import equally_varying
 from fnet.precision import wide
 
 Cache = dict[str, Array]
+"""Keys and values of past positions: ``{"key", "value"}``."""
 
 
 def attention(
@@ -31,44 +32,52 @@ def attention(
     bias: bool = True,
     chunk: int | None = None,
 ) -> Layer:
-    """``softmax(q k^T / sqrt(width / heads)) v`` in each head, and a dense layer after it.
+    """Multi-head self-attention: ``y = softmax(q k^T / sqrt(width / heads)) v W + b``.
 
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, computed by
-    `fnet.dot_product_attention`. Under `fnet.recompute` its output is kept.
+    `fnet.dot_product_attention`. Under `fnet.recompute` the output of the attention is saved.
 
-    Causal attention also goes on from where it stopped. Its cache is
-    ``{"key", "value"}``, each [B, length, groups, width / heads], keys as they are after
-    rotation; with a window the last min(length, window) positions, so that a further token
-    costs the same however many came before. A token is written in place where the cache is
-    donated; on CPU no more than a few positions of it are copied at a time, except in 16
-    bits, which XLA widens there.
+    Causal attention supports decoding with a key-value cache. The cache is
+    ``{"key", "value"}``, each [B, length, groups, width / heads], with keys after rotation.
+    With a window it holds the last min(length, window) positions, so the cost of a token
+    does not depend on the number of positions before it. If the cache is donated, a token is
+    written in place. On CPU at most a few positions of the cache are copied at a time,
+    except in 16 bits, which XLA converts to float32 there.
 
     Args:
-      width: D, the size of the input's and the output's last axis.
-      heads: of queries; divides ``width``.
-      groups: heads of keys and values, each read by heads / groups heads of queries
-        (grouped queries, Ainslie et al. 2023); divides ``heads``. None: ``heads``.
-      causal: whether a position sees only itself and those before it.
-      window: how many positions are seen at most, as for `fnet.dot_product_attention`.
-      rotary: base of the wavelengths of `fnet.layers.rotary.rotary`, by which queries and
-        keys are turned, 10000.0 in the paper; None: no positions.
-      bias: whether both dense layers have one.
+      width: D, size of the last axis of input and output.
+      heads: query heads; divides ``width``.
+      groups: key and value heads, each read by heads / groups query heads (grouped-query
+        attention, Ainslie et al. 2023); divides ``heads``. None: ``heads``.
+      causal: whether each position attends only to itself and earlier positions.
+      window: sliding window, as for `fnet.dot_product_attention`.
+      rotary: base of the rotary position embedding (`fnet.layers.rotary`), 10000.0 in the
+        paper; None: no position embedding.
+      bias: whether the dense layers have biases.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D], with params ``query_key_value``, whose kernel is
-      [D, (heads + 2 groups) width / heads] in this order, and ``output``, each
-      ``{"kernel", "bias"}``; no state. ``apply`` also takes ``mask``, [B, T] bool, True for
-      a real token: others are not attended. Causal attention does not look at it, so there
-      padding belongs at the end of a sequence. ``decode`` is None unless causal; then
-      ``start(batch, length, dtype)`` raises ValueError for ``length < 1``, and ``extend``
-      for more positions at once than a cache without a window has room for.
+      A layer, [B, T, D] -> [B, T, D], without state. Its params are ``query_key_value``, whose
+      kernel is [D, (heads + 2 groups) width / heads] in this order, and ``output``, each
+      ``{"kernel", "bias"}``. ``apply`` also takes ``mask`` [B, T] bool, True for real tokens;
+      others are not attended to. Causal attention ignores it, so padding must be at the end.
+      Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises ValueError for
+      ``length < 1``, and ``extend`` for more positions than fit into a cache without a window.
 
     Raises:
-      ValueError: if ``heads`` does not divide ``width`` or ``groups`` not ``heads``, if
-        ``window`` or ``chunk`` is below 1, ``rotary`` not above 0, or width / heads odd
-        with ``rotary``; when applied, if ``x`` or ``mask`` has another shape.
-      TypeError: when applied, if ``x`` is not floating or ``mask`` not bool.
+      ValueError: if ``heads`` does not divide ``width``, ``groups`` does not divide
+        ``heads``, ``window`` or ``chunk`` is below 1, ``rotary`` is not above 0, or width /
+        heads is odd with ``rotary``; when applied, if ``x`` or ``mask`` has another shape.
+      TypeError: when applied, if ``x`` is not floating or ``mask`` is not bool.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.attention(8, heads=2, causal=True, rotary=10000.0)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> y.shape
+      (2, 5, 8)
     """
     groups = heads if groups is None else groups
     _check(width, heads, groups, window, rotary, chunk)
@@ -81,15 +90,15 @@ def attention(
     def project(
         params: Params, x: Array, first: Array | int, train: bool
     ) -> tuple[Array, Array, Array]:
-        """Queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
+        """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
         qkv, _ = apply_child(children, "query_key_value", params, {}, x, key=None, train=train)
         qkv = qkv.reshape(*x.shape[:2], heads + 2 * groups, head_dim)
         q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
         if rotary is not None:
-            turn = functools.partial(turned, positions=first + jnp.arange(x.shape[1]), base=rotary)
-            q, k = turn(q), turn(k)
+            positions = first + jnp.arange(x.shape[1])
+            q, k = (apply_rotary(a, positions, rotary) for a in (q, k))
         return q, k, v
 
     def combine(params: Params, y: Array, train: bool) -> Array:
@@ -108,7 +117,7 @@ def attention(
         del key
         q, k, v = project(params, x, 0, train)
         y = dot_product_attention(
-            q, k, v, causal=causal, window=window, mask=_of_keys(mask, x, causal), chunk=chunk
+            q, k, v, causal=causal, window=window, mask=_key_mask(mask, x, causal), chunk=chunk
         )
         return combine(params, save(y), train), state
 
@@ -120,15 +129,15 @@ def attention(
     ) -> tuple[Float[Array, "b t d"], Cache]:
         del state
         q, k, v = project(params, x, position, False)
-        y, cache = attend_and_remember(cache, q, k, v, position, window=window)
+        y, cache = extend_cache_and_attend(cache, q, k, v, position, window=window)
         return combine(params, y, False), cache
 
     decode = Decode(init_cache, extend) if causal else None
     return Layer(lambda key: init_children(children, key), apply, decode)
 
 
-def _of_keys(mask: Array | None, x: Array, causal: bool) -> Array | None:
-    """[B, T] -> [B, 1, 1, T]; None for causal attention, which sees no padding at the end."""
+def _key_mask(mask: Array | None, x: Array, causal: bool) -> Array | None:
+    """[B, T] -> [B, 1, 1, T]; None for causal attention, which never attends to later padding."""
     if mask is None:
         return None
     if mask.dtype != bool:
@@ -160,18 +169,20 @@ def _check(
     if rotary is None:
         return
     if not rotary > 0:
-        raise ValueError(f"attention: rotary, a base, must be > 0, got {rotary}; None: no rotation")
+        raise ValueError(
+            f"attention: rotary is a base and must be > 0, got {rotary}; None disables it"
+        )
     if width // heads % 2:
         raise ValueError(
-            f"attention: rotary turns pairs of features, got width {width} / heads {heads} = "
-            f"{width // heads} a head; choose heads with an even width"
+            f"attention: rotary rotates pairs of features, got width {width} / heads {heads} = "
+            f"{width // heads} per head; choose heads so that it is even"
         )
 
 
 def empty_cache(
     batch: int, length: int, groups: int, head_dim: int, dtype: DTypeLike, window: int | None
 ) -> Cache:
-    """Zeros for ``length`` positions, of which a window keeps the last ``window``.
+    """Build a cache of zeros for ``length`` positions, or for the last ``window`` of them.
 
     Returns:
       ``{"key", "value"}``, each [batch, min(length, window), groups, head_dim].
@@ -185,7 +196,7 @@ def empty_cache(
     return {name: jnp.zeros((batch, slots, groups, head_dim), dtype) for name in ("key", "value")}
 
 
-def attend_and_remember(
+def extend_cache_and_attend(
     cache: Cache,
     q: Float[Array, "b t h d"],
     k: Float[Array, "b t k d"],
@@ -194,23 +205,23 @@ def attend_and_remember(
     *,
     window: int | None,
 ) -> tuple[Float[Array, "b t h d"], Cache]:
-    """Causal attention of t new positions to the past and to themselves.
+    """Write new positions to the cache, and attend from them to the past and to each other.
 
-    Position i lies in slot i modulo the number of slots, so that a window's cache is a
-    ring: one position is written in place, over the one that has just left the window.
+    Position i is stored in slot i modulo the number of slots. So the cache of a window is a
+    ring buffer: a position overwrites, in place, the one that just left the window.
 
     Args:
-      cache: from `empty_cache`, renewed ``position`` times.
+      cache: from `empty_cache`, extended by ``position`` positions.
       q, k, v: of positions ``position`` to ``position + t - 1``.
-      position: how many positions came before.
+      position: number of positions before.
       window: as for `fnet.dot_product_attention`.
 
     Returns:
-      ``(y, cache)``: [B, t, H, D] in the dtype of ``q``; the cache in its own dtype.
+      ``(y, cache)``: [B, t, H, D] in the dtype of ``q``, and the cache in its own dtype.
 
     Raises:
-      ValueError: if there are more positions than the cache has room for at all. That
-        ``position + t`` is too many is not seen: the last positions are then wrong.
+      ValueError: if there are more new positions than slots. It is not checked that
+        ``position + t`` exceeds the slots; the output of the last positions is then wrong.
     """
     t, slots = q.shape[1], cache["key"].shape[1]
     new = {"key": k.astype(cache["key"].dtype), "value": v.astype(cache["value"].dtype)}
@@ -224,18 +235,18 @@ def attend_and_remember(
         }
         at = position if window is None else jnp.minimum(position, slots - 1)
         return _attend_from(q, cache["key"], cache["value"], at, 0, slots), cache
-    # In the order of time: slots of the past, then the new; the last of all stay.
-    seen = {
+    # Sort the ring buffer by position, append the new positions, and keep the last ones.
+    both = {
         name: jnp.concatenate([jnp.roll(cache[name], -position % slots, axis=1), new[name]], axis=1)
         for name in cache
     }
-    cache = {name: jnp.roll(a[:, t:], (position + t) % slots, axis=1) for name, a in seen.items()}
+    cache = {name: jnp.roll(a[:, t:], (position + t) % slots, axis=1) for name, a in both.items()}
     first = jnp.maximum(slots - position, 0)
-    return _attend_from(q, seen["key"], seen["value"], slots, first, min(window, slots + t)), cache
+    return _attend_from(q, both["key"], both["value"], slots, first, min(window, slots + t)), cache
 
 
-# Queries and keys at a time. A loop over keys makes no copy of the cache but of a few positions,
-# and ends with the last one seen. An accelerator multiplies by the whole cache as it lies there.
+# Chunk sizes. On CPU a loop over chunks of keys copies only a few positions of the cache, and
+# stops at the last key that is needed. Accelerators multiply by the whole cache in place.
 _QUERIES, _KEYS_ON_CPU = 128, 64
 
 
@@ -247,21 +258,21 @@ def _attend_from(
     first: ArrayLike,
     window: int,
 ) -> Float[Array, "b t h d"]:
-    """Query i attends to keys at + i - window + 1 to at + i, none before ``first``."""
+    """Attend from query i to keys at + i - window + 1 to at + i, from ``first`` on."""
     (b, t, h, d), groups = q.shape, k.shape[2]
     n = -(-t // _QUERIES)
     size = -(-t // n)
     q = jnp.pad(q, ((0, 0), (0, n * size - t), (0, 0), (0, 0)))
     q = q.reshape(b, n, size, groups, h // groups, d).transpose(1, 0, 3, 4, 2, 5)
 
-    def some(q: Array, start: Array, keys: int) -> Array:
+    def attend(q: Array, start: Array, keys: int) -> Array:
         return _online_softmax(q, k, v, start + at, first, window, keys)
 
     def chunk(x: tuple[Array, Array]) -> Array:
         y: Array = jax.lax.platform_dependent(
             *x,
-            cpu=functools.partial(some, keys=min(_KEYS_ON_CPU, k.shape[1])),
-            default=functools.partial(some, keys=k.shape[1]),
+            cpu=functools.partial(attend, keys=min(_KEYS_ON_CPU, k.shape[1])),
+            default=functools.partial(attend, keys=k.shape[1]),
         )
         return y
 
@@ -282,9 +293,9 @@ def _online_softmax(
     queries, s = q.shape[-2], k.shape[1]
     dtype = wide(q)
     scaled = q.astype(dtype) * jnp.asarray(q.shape[-1] ** -0.5, dtype)
-    own = at + jnp.arange(queries)
+    query_positions = at + jnp.arange(queries)
 
-    def read(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def read_chunk(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, y = carry
         start = jnp.minimum(i * size, s - size)  # the last chunk overlaps the one before
         keys, values = (
@@ -292,26 +303,25 @@ def _online_softmax(
             for a in (k, v)
         )  # [B, K, size, D]
         j = (start + jnp.arange(size))[None]
-        seen = (
-            (j <= own[:, None]) & (j > own[:, None] - window) & (j >= jnp.maximum(first, i * size))
-        )
+        position = query_positions[:, None]
+        allowed = (j <= position) & (j > position - window) & (j >= jnp.maximum(first, i * size))
         scores = jnp.einsum("bksd,bkgtd->bkgts", keys, scaled)
-        scores = jnp.where(seen[None, None, None], scores, UNSEEN)
+        scores = jnp.where(allowed[None, None, None], scores, MASKED_SCORE)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         shrink = jnp.exp(top - new_top)
-        # By selection: where a chunk has nothing to see, all its scores are the maximum.
-        weights = jnp.where(seen[None, None, None], jnp.exp(scores - new_top), 0)
+        # Select again: if all keys of a chunk are masked, every score equals the maximum.
+        weights = jnp.where(allowed[None, None, None], jnp.exp(scores - new_top), 0)
         total = total * shrink + weights.sum(-1, keepdims=True)
         y = y * shrink + jnp.einsum("bkgts,bksd->bkgtd", weights, values)
         return new_top, total, y
 
     rows = (*q.shape[:-1], 1)
-    none = jnp.full(rows, UNSEEN, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype)
-    # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
-    none = equally_varying((none, q, k, v))[0]
+    carry = jnp.full(rows, MASKED_SCORE, dtype), jnp.zeros(rows, dtype), jnp.zeros(q.shape, dtype)
+    # In `jax.shard_map` the carry of a loop must vary over the same mesh axes throughout.
+    carry = equally_varying((carry, q, k, v))[0]
     lowest = jnp.maximum(jnp.maximum(at - window + 1, first), 0) // size
     highest = jnp.minimum(at + queries - 1, s - 1) // size + 1
     total: Array
     y: Array
-    _, total, y = jax.lax.fori_loop(lowest, highest, read, none)
+    _, total, y = jax.lax.fori_loop(lowest, highest, read_chunk, carry)
     return (y / jnp.where(total > 0, total, 1)).astype(q.dtype)

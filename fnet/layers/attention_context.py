@@ -1,4 +1,8 @@
-"""The attention context: a block tells the next one which features moved together.
+"""The attention context: each block passes feature correlations to the next block.
+
+The context is a [D, D] matrix, an exponential moving average of how the features that go
+into a mixer correlate with those that come out. The next block adds a multiple of
+``x @ context`` to its input.
 
 Source: the component of that name in a language model written in Rust, whose
 transformer, state-space and diffusion blocks share it.
@@ -11,67 +15,72 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from fnet.layer import check_floating
 from fnet.mesh import equally_varying
 from fnet.precision import broadcast_like, widened
 
 ROWS = 32
-"""Most positions of a sequence that are looked at."""
+"""Maximum number of positions per sequence that correlations are computed from."""
 
 RATE = 0.01
-"""Weight of what was just seen in a context."""
+"""Default weight of the current batch in the moving average."""
 
 Passing = Literal["lagged", "current"]
-"""Which context a block reads: that of the step before, or the one that this very step renews."""
+"""Which context a block reads: that of the previous step, or that updated in this step."""
 
 
 def apply_context(
     x: Float[Array, "... d"], context: Float[Array, "d d"], strength: Float[Array, ""]
 ) -> Float[Array, "... d"]:
-    """``x + (strength / D) x @ context``: features follow those that they moved with.
+    """Add correlated features: ``y = x + (strength / D) x @ context``.
 
-    The attention context of a language model written in Rust. No gradient flows into it.
-    The backward pass is one matrix product, which serves both gradients, and nothing is
-    kept for it but ``x`` and the context::
+    The attention context of a language model written in Rust. It acts on each position
+    separately, so a single token gives the same result as within its sequence. No gradient
+    flows into the context. The backward pass saves only ``x`` and the context, and needs
+    one matrix product::
 
         g = dy @ context^T;   dx = dy + (strength / D) g;   dstrength = <x, g> / D
 
-    Position by position, so that a token alone gives what it gives in its sequence.
-
     Args:
       x: [..., T, D] or [D], floating.
-      context: [D, D], floating; used in the dtype of ``x``.
-      strength: [], a trained parameter; at 0 this is the identity, and its gradient
-        is not 0.
+      context: [D, D], floating; cast to the dtype of ``x``.
+      strength: [], a trained parameter. At 0 this is the identity, with a nonzero gradient.
 
     Returns:
       [..., T, D], in the dtype of ``x``.
 
     Raises:
       TypeError: if ``x`` is not floating.
-      ValueError: if the context is not square of the width of ``x``, or the strength
-        not a scalar.
+      ValueError: if the context is not [D, D], or the strength is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, fnet
+      >>> x, context = jnp.ones((2, 5, 4)), jnp.eye(4)
+      >>> y = fnet.apply_context(x, context, jnp.float32(2.0))
+      >>> y.shape, float(y[0, 0, 0])
+      ((2, 5, 4), 1.5)
     """
     _check("apply_context", x, context)
     if jnp.ndim(strength):
         raise ValueError(f"apply_context: strength must be a scalar, got {jnp.shape(strength)}")
     scale = widened(jnp.asarray(strength)) / x.shape[-1]
-    return _applied(x, jax.lax.stop_gradient(context).astype(x.dtype), scale)
+    return _apply(x, jax.lax.stop_gradient(context).astype(x.dtype), scale)
 
 
 @jax.custom_jvp
-def _applied(x: Array, context: Array, scale: Array) -> Array:
+def _apply(x: Array, context: Array, scale: Array) -> Array:
     return x + scale.astype(x.dtype) * (x @ context)
 
 
-@_applied.defjvp
-def _applied_jvp(
+@_apply.defjvp
+def _apply_jvp(
     primals: tuple[Array, Array, Array], tangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array]:
-    """One product, of what is linear in both tangents; its transpose is the backward pass."""
+    """Use one product, linear in both tangents, so that the transpose has one product too."""
     x, context, scale = primals
     dx, _, dscale = tangents
     dscaled = scale.astype(x.dtype) * dx + broadcast_like(dscale, x) * x
-    return _applied(x, context, scale), dx + dscaled @ context
+    return _apply(x, context, scale), dx + dscaled @ context
 
 
 def update_context(
@@ -82,32 +91,41 @@ def update_context(
     rate: float = RATE,
     mask: Bool[Array, "*b"] | Bool[Array, "*b t"] | None = None,
 ) -> Float[Array, "d d"]:
-    """The context once a mixer has made ``mixed`` of ``x``: correlations of features, averaged.
+    """Update the attention context with the input and output of a mixer.
 
-    The attention context of a language model written in Rust. Of the first 32 rows at
-    stride ``max(1, T // min(T, 32))``, each column centred::
+    The attention context of a language model written in Rust: a moving average of feature
+    correlations. With X and Y the first 32 rows of ``x`` and ``mixed`` at stride
+    ``max(1, T // min(T, 32))``, and Xc, Yc these with each column centered::
 
-        corr    = Xc^T Yc / (|Xc| |Yc|^T)      0 where the denominator is <= 1e-12
+        corr    = Xc^T Yc / (|Xc| |Yc|^T)      0 if the denominator is <= 1e-12
         context = (1 - rate) context + rate mean(tanh(corr))
 
-    the mean being over examples. No entry leaves [-tanh(1), tanh(1)] once it is
-    within. A row with a number that is not finite counts as zeros. No gradient flows
-    through. At most about 2^20 correlations exist at a time, beside one example's.
+    The mean is over examples. Entries that start in [-tanh(1), tanh(1)] stay there. Rows
+    with a value that is not finite count as zeros. No gradient flows through the update. At
+    most about 2^20 correlations are materialized at a time, or those of one example.
 
     Args:
-      context: [D, D], float32 or float64; zeros at first. Computed in its dtype.
-      x: [T, D] or [B, T, D]: what went into the mixer's norm.
-      mixed: what came out of the mixer, of the shape of ``x``.
-      rate: weight of what was just seen, in [0, 1].
-      mask: [B], True for a real example, or [B, T], True for a real token; without an
-        example, [T]. Others are left out; with nothing left the context stays as it is.
+      context: [D, D], float32 or float64, initially zeros. The update is computed in its
+        dtype.
+      x: [T, D] or [B, T, D], the input of the mixer's norm.
+      mixed: the output of the mixer, of the shape of ``x``.
+      rate: weight of the current batch, in [0, 1].
+      mask: [B] bool, True for real examples, or [B, T], True for real tokens; [T] if ``x``
+        has no batch axis. Others are ignored. If nothing is real the context does not change.
 
     Returns:
       [D, D], in the dtype of ``context``.
 
     Raises:
       TypeError: if ``x`` is not floating.
-      ValueError: for shapes that do not fit, or a rate out of range.
+      ValueError: if the shapes do not match, or ``rate`` is not in [0, 1].
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> x = jax.random.normal(jax.random.key(0), (8, 16, 4))
+      >>> context = fnet.update_context(jnp.zeros((4, 4)), x, 2 * x, rate=1.0)
+      >>> [round(float(c), 2) for c in jnp.diag(context)]
+      [0.76, 0.76, 0.76, 0.76]
     """
     _check("update_context", x, context)
     if x.ndim not in (2, 3) or mixed.shape != x.shape:
@@ -122,19 +140,18 @@ def update_context(
         mask = None if mask is None else jnp.expand_dims(mask, 0)
     if not x.size:
         return context
-    seen = _seen(x.shape, mask)
+    real = _real_positions(x.shape, mask)
 
     stride = max(1, x.shape[1] // min(x.shape[1], ROWS))
-    x, mixed, seen = (jax.lax.stop_gradient(a)[:, ::stride][:, :ROWS] for a in (x, mixed, seen))
-    real = seen.any(1)
-    total = _sum_over_examples(*(_centred(a.astype(context.dtype), seen) for a in (x, mixed)))
-    count = real.sum()
+    x, mixed, real = (jax.lax.stop_gradient(a)[:, ::stride][:, :ROWS] for a in (x, mixed, real))
+    total = _sum_over_examples(*(_center(a.astype(context.dtype), real) for a in (x, mixed)))
+    count = real.any(1).sum()
     mean = total / jnp.maximum(count, 1).astype(total.dtype)
     return jnp.where(count > 0, (1 - rate) * context + rate * mean, context)
 
 
-def _seen(shape: tuple[int, ...], mask: Array | None) -> Bool[Array, "b t"]:
-    """Which positions are real."""
+def _real_positions(shape: tuple[int, ...], mask: Array | None) -> Bool[Array, "b t"]:
+    """Broadcast the mask to [B, T]."""
     examples = shape[:2]
     if mask is None:
         return jnp.ones(examples, bool)
@@ -146,48 +163,47 @@ def _seen(shape: tuple[int, ...], mask: Array | None) -> Bool[Array, "b t"]:
     return jnp.broadcast_to(mask.reshape(examples[0], -1), examples)
 
 
-def _centred(rows: Float[Array, "b r d"], seen: Bool[Array, "b r"]) -> Float[Array, "b r d"]:
-    """Columns less their means over the rows that are seen; exactly 0 where constant."""
-    seen = seen[..., None]
+def _center(rows: Float[Array, "b r d"], real: Bool[Array, "b r"]) -> Float[Array, "b r d"]:
+    """Subtract from each column its mean over the real rows; constant columns become exactly 0."""
+    real = real[..., None]
     finite = jnp.isfinite(rows).all(-1, keepdims=True)
     rows = jnp.where(finite, rows, 0)
-    mean = jnp.where(seen, rows, 0).sum(1, keepdims=True) / jnp.maximum(
-        seen.sum(1, keepdims=True), 1
+    mean = jnp.where(real, rows, 0).sum(1, keepdims=True) / jnp.maximum(
+        real.sum(1, keepdims=True), 1
     ).astype(rows.dtype)
-    # What rounding of the mean leaves of a constant column would correlate like any other.
-    highest = jnp.where(seen, rows, -jnp.inf).max(1, keepdims=True)
-    lowest = jnp.where(seen, rows, jnp.inf).min(1, keepdims=True)
-    return jnp.where(seen & (highest > lowest), rows - mean, 0)
+    # The rounding error of the mean of a constant column would be correlated like a signal.
+    highest = jnp.where(real, rows, -jnp.inf).max(1, keepdims=True)
+    lowest = jnp.where(real, rows, jnp.inf).min(1, keepdims=True)
+    return jnp.where(real & (highest > lowest), rows - mean, 0)
 
 
-_AT_A_TIME = 2**20
+_CORRELATIONS = 2**20
 
 
 def _sum_over_examples(x: Float[Array, "b r d"], y: Float[Array, "b r d"]) -> Float[Array, "d d"]:
-    """The sum of ``tanh(corr)``, a few examples at a time."""
+    """Sum ``tanh(corr)`` over examples, a group of examples at a time."""
     b, r, d = x.shape
-    group = max(g for g in range(1, b + 1) if b % g == 0 and g * d * d <= max(_AT_A_TIME, d * d))
+    group = max(g for g in range(1, b + 1) if b % g == 0 and g * d * d <= max(_CORRELATIONS, d * d))
 
-    def some(x: Array, y: Array) -> Array:
+    def sum_over_group(x: Array, y: Array) -> Array:
         lengths = (jnp.sqrt(jnp.square(a).sum(1)) for a in (x, y))
         denominator = jnp.einsum("bi,bj->bij", *lengths)
         corr = jnp.einsum("bri,brj->bij", x, y) / jnp.where(denominator > 1e-12, denominator, 1)
-        # Finite rows may have squares that are not; and rounding may exceed 1.
-        known = (denominator > 1e-12) & jnp.isfinite(corr)
-        return jnp.tanh(jnp.clip(jnp.where(known, corr, 0), -1, 1)).sum(0)
+        # Squares of finite rows may overflow, and rounding may exceed 1.
+        valid = (denominator > 1e-12) & jnp.isfinite(corr)
+        return jnp.tanh(jnp.clip(jnp.where(valid, corr, 0), -1, 1)).sum(0)
 
     if group == b:
-        return some(x, y)
-    # Examples of one device stay there: each turn takes some from every device.
-    turns = [a.reshape(group, b // group, r, d).swapaxes(0, 1) for a in (x, y)]
-    # Inside `jax.shard_map` what a loop carries varies from the start as in the end.
-    zero, *turns = equally_varying((jnp.zeros((d, d), x.dtype), *turns))
-    return jax.lax.scan(lambda total, xy: (total + some(*xy), None), zero, turns)[0]
+        return sum_over_group(x, y)
+    # With examples sharded over devices, each group takes examples from every device.
+    groups = [a.reshape(group, b // group, r, d).swapaxes(0, 1) for a in (x, y)]
+    # In `jax.shard_map` the carry of a loop must vary over the same mesh axes throughout.
+    zero, *groups = equally_varying((jnp.zeros((d, d), x.dtype), *groups))
+    return jax.lax.scan(lambda total, xy: (total + sum_over_group(*xy), None), zero, groups)[0]
 
 
 def _check(where: str, x: Array, context: Array) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{where}: x must be floating, got {x.dtype}")
+    check_floating(where, x=x)
     d = x.shape[-1] if x.ndim else 0
     if context.shape != (d, d):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Attention in chunks of queries: no more than a chunk's scores exist at a time."""
+"""Attention in chunks of queries, so that the scores of one chunk exist at a time."""
 
 import functools
 import itertools
@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float
 
 from fnet.precision import widened
 
-UNSEEN = 0.7 * float(jnp.finfo(jnp.float32).min)
-"""Score of a key that is not seen: finite, so that rows of such have no NaN, nor their gradient."""
+MASKED_SCORE = 0.7 * float(jnp.finfo(jnp.float32).min)
+"""Score of a masked key: finite, so that fully masked rows and their gradients have no NaN."""
 
 
 def dot_product_attention(
@@ -28,51 +28,49 @@ def dot_product_attention(
     scale: ArrayLike | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "b t h d"]:
-    """``softmax(scale * q k^T) v`` in each head, without all scores at a time.
+    """Multi-head attention ``y = softmax(scale * q k^T) v`` without materializing all scores.
 
-    The scores [B, H, T, S] are made for ``chunk`` queries at a time, and made again
-    in the backward pass, which keeps q, k and v alone (Rabe and Staats 2021,
-    "Self-attention Does Not Need O(n^2) Memory", without their chunks of keys)::
+    The scores [B, H, T, S] exist for ``chunk`` queries at a time, and are rematerialized in
+    the backward pass, which saves only q, k and v (Rabe and Staats 2021, "Self-attention
+    Does Not Need O(n^2) Memory", without chunks of keys)::
 
         weights = exp(scores - max(scores));  y = (weights v) / sum(weights)
 
-    Dividing last, the derivative with respect to the sum is found from ``y``, not
-    from the weights (Dao et al. 2022, "FlashAttention"). Causal attention leaves out
-    most keys that come later: queries are taken in up to four bands of two chunks or
-    more, each with the keys up to its end; with four, 5/8 of all scores are made.
-    With a window a chunk reads the keys that its queries see and no others, so that time
-    grows as T times the window. Arrays sharded over B and H stay where they are.
+    Since the division comes last, the derivative with respect to the sum is computed from
+    ``y`` (Dao et al. 2022, "FlashAttention"). Causal attention skips most later keys: the
+    queries form up to four bands of at least two chunks, and each band reads the keys up to
+    its end. With four bands, 5/8 of all scores are computed. With a window, a chunk reads
+    only the keys that its queries attend to, so compute grows as T times the window.
+    Shardings over B and H are preserved.
 
-    A row with nothing to attend gives 0 and receives no gradient, where
-    `jax.nn.dot_product_attention` gives it the mean of v over all keys.
+    A query without keys to attend to gives 0 and receives no gradient.
+    `jax.nn.dot_product_attention` gives the mean of v over all keys instead.
 
-    Where the backend has a fused kernel it is used instead: on NVIDIA GPUs from
-    Ampere on, cuDNN's, for float16 and bfloat16 without a mask (if causal, with
-    T = S; with a window, if causal), where cuDNN is found when the program is traced and
-    takes the shapes (``jax.nn.dot_product_attention(implementation="cudnn")``). It keeps
-    the output and one number a row besides q, k and v. It knows neither forward mode
-    (`jax.jvp`) nor second derivatives, nor a `jax.vmap` over some of q, k, v and
-    the cotangent alone. Chunks know all of these: give ``chunk``, and no other
-    kernel is used.
+    On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at
+    trace time and supports the shapes
+    (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
+    bfloat16 without a mask. Causal attention also needs T = S, and a window needs causal
+    attention. The kernel saves q, k, v, the output and one number per row. It supports
+    neither forward mode (`jax.jvp`), nor second derivatives, nor a `jax.vmap` over only some
+    of q, k, v and the cotangent. Chunks support all of these: pass ``chunk`` to use them.
 
     Args:
       q: queries [B, T, H, D]; float16, bfloat16, float32 or float64. Scores and
         softmax are computed in float32 (float64 for float64).
-      k: keys [B, S, K, D], K dividing H: query heads ``[i H / K, (i + 1) H / K)``
-        read head i (grouped queries, Ainslie et al. 2023; K = 1: multi-query).
+      k: keys [B, S, K, D] with K dividing H. Query heads ``[i H / K, (i + 1) H / K)`` read
+        head i (grouped-query attention, Ainslie et al. 2023; multi-query for K = 1).
       v: values [B, S, K, D].
-      causal: whether query i attends to no key after the i-th, counted from the
-        start of both.
-      window: how many positions are seen at most, >= 1 (sliding window, Beltagy et al.
-        2020, "Longformer"): with ``causal`` query i attends to keys i - window + 1 to i,
-        otherwise to keys i - window + 1 to i + window - 1. None: all.
-      mask: [B, H, T, S], each axis as long as that or 1; True: attend. With
-        ``causal`` and ``window`` all must allow.
-      scale: of the scores; 1 / sqrt(D) by default.
-      chunk: at most as many queries at a time, spread evenly. By default as many as
-        have 2^20 scores in all heads and examples, but at least 64; all of them if
-        they have 2^21 scores at most. With a window, at most half as many as it is
-        long, but at least 64. Examples that `jax.vmap` adds do not count.
+      causal: whether query i attends to keys 0 to i only.
+      window: sliding window, >= 1 (Beltagy et al. 2020, "Longformer"). With ``causal``, query
+        i attends to keys i - window + 1 to i; otherwise to keys i - window + 1 to
+        i + window - 1. None: no window.
+      mask: [B, H, T, S] bool, or 1 in place of any size. True: attend. ``causal`` and
+        ``window`` apply in addition.
+      scale: factor of the scores; default 1 / sqrt(D).
+      chunk: maximum number of queries per chunk; chunks are evenly sized. By default 2^20
+        scores per chunk over all heads and examples, but at least 64 queries; one chunk for
+        up to 2^21 scores. With a window, at most half the window, but at least 64. Axes
+        added by `jax.vmap` do not count.
 
     Returns:
       [B, T, H, D], in the dtype of ``q``.
@@ -80,7 +78,14 @@ def dot_product_attention(
     Raises:
       TypeError: if q, k and v are not floating or differ in dtype, or the mask is
         not bool.
-      ValueError: if a shape does not fit; if ``chunk < 1`` or ``window < 1``.
+      ValueError: if the shapes do not match; if ``chunk < 1`` or ``window < 1``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 4))
+      >>> y = fnet.dot_product_attention(q, k, v, causal=True)
+      >>> y.shape, bool(jnp.allclose(y[:, 0], v[:, 0]))
+      ((1, 6, 2, 4), True)
     """
     _check(q, k, v, mask, chunk, window)
     if not q.size or not k.size:
@@ -90,7 +95,7 @@ def dot_product_attention(
     if window is not None and window >= max(q.shape[1], k.shape[1]):
         window = None
 
-    size = _queries_at_a_time(q, k, window) if chunk is None else chunk
+    size = _default_chunk(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
         y: Array = _in_chunks(q, k, v, mask, scale, causal, window, size)
@@ -104,44 +109,44 @@ def dot_product_attention(
     if window is not None:
         before = window - 1
         fused = functools.partial(fused, local_window_size=(before, 0 if causal else before))
-    if not isinstance(scale, int | float) or not _takes(fused, q, k, v):
+    if not isinstance(scale, int | float) or not _supports(fused, q, k, v):
         return in_chunks(q, k, v)
     y: Array = jax.lax.platform_dependent(q, k, v, cuda=fused, default=in_chunks)
     return y
 
 
-# Scores at a time, and the fewest queries. Gradient for 8 heads of 64, float32, on two CPU
-# cores, time against jax.nn's: 512 tokens at once 0.75, in halves 0.9 to 1.0, in quarters 0.9 to
-# 1.1; 1,024 tokens in eighths, 2^20 scores each, 0.55, in quarters 0.72, at once 0.77. Causal,
-# 4,096 tokens, ms: window 256 in 64s 203, in 128s 201, in 256s 231; window 64 in 64s 205, in
-# 128s 284; without a window 1,334 or more.
+# Scores per chunk, and the minimum number of queries. Time of the gradient relative to jax.nn
+# for 8 heads of 64, float32, on two CPU cores: 512 tokens in one chunk 0.75, in two 0.9 to 1.0,
+# in four 0.9 to 1.1; 1,024 tokens in eight chunks of 2^20 scores 0.55, in four 0.72, in one
+# 0.77. Causal, 4,096 tokens, in ms: window 256 with chunks of 64 203, of 128 201, of 256 231;
+# window 64 with chunks of 64 205, of 128 284; without a window at least 1,334.
 _SCORES, _QUERIES = 2**20, 64
 
-_BANDS = 4  # of causal attention: each is compiled, and eight would save a tenth more
+_BANDS = 4  # each band is compiled separately; eight would save another tenth of the compute
 
-# Operands are wide, so that gradients of k and v are summed over chunks in float32; their
-# products are made as for bfloat16 nevertheless where the backend has such.
+# Operands are float32, so that gradients of k and v are summed over chunks in float32. Their
+# products still use the bfloat16 units of the backend, if it has them.
 _PRECISION = {jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32}
 
 
-def _queries_at_a_time(q: Array, k: Array, window: int | None) -> int:
+def _default_chunk(q: Array, k: Array, window: int | None) -> int:
     examples_and_heads, (t, s) = q.shape[0] * q.shape[2], (q.shape[1], k.shape[1])
-    if window is not None:  # half of it: a longer chunk makes more scores that are not seen
-        a_query = examples_and_heads * min(s, 2 * window)
-        return max(_QUERIES, min(_SCORES // a_query, window // 2))
+    if window is not None:  # half of it: longer chunks compute more masked scores
+        scores_per_query = examples_and_heads * min(s, 2 * window)
+        return max(_QUERIES, min(_SCORES // scores_per_query, window // 2))
     if t * s * examples_and_heads <= 2 * _SCORES:
         return t
     return max(_QUERIES, _SCORES // (s * examples_and_heads))
 
 
 def _span(size: int, causal: bool, window: int | None) -> float:
-    """How many keys that many neighbouring queries see."""
+    """Return the number of keys that ``size`` consecutive queries attend to."""
     if window is None:
         return math.inf
     return size + (window - 1) * (1 if causal else 2)
 
 
-# Once around all, so that q, k and v are kept as they came, and once around each chunk.
+# Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.
 @functools.partial(jax.checkpoint, static_argnums=(5, 6, 7))
 def _in_chunks(
     q: Array,
@@ -156,9 +161,9 @@ def _in_chunks(
     (b, t, h, d), s, groups = q.shape, k.shape[1], k.shape[2]
     n = -(-t // chunk)
     size = -(-t // n)
-    padding = (0, n * size - t)  # all chunks are equally long
+    padding = (0, n * size - t)  # to chunks of equal length
     q = jnp.pad(q, ((0, 0), padding, (0, 0), (0, 0)))
-    # One axis at a time: a sharding is followed through no other reshape.
+    # One axis at a time: shardings propagate only through such reshapes.
     q = q.reshape(b, n, size, h, d).reshape(b, n, size, groups, h // groups, d)
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, H / K, size, D]
     k, v = (widened(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
@@ -170,8 +175,8 @@ def _in_chunks(
     parts = []
     for first, last in itertools.pairwise(n * i // bands for i in range(bands + 1)):
         end = min(s, last * size) if causal else s
-        see = causal, window, int(min(span, end))
-        attend = functools.partial(_attend, k[:, :, :end], v[:, :, :end], mask, scale, *see)
+        static = causal, window, int(min(span, end))
+        attend = functools.partial(_attend, k[:, :, :end], v[:, :, :end], mask, scale, *static)
         parts.append(jax.lax.map(lambda x, f=attend: f(*x), (q[first:last], starts[first:last])))
     y = jnp.concatenate(parts).transpose(1, 0, 4, 2, 3, 5)  # [B, n, size, K, H / K, D]
     return y.reshape(b, n, size, h, d).reshape(b, n * size, h, d)[:, :t]
@@ -189,7 +194,7 @@ def _attend(
     q: Float[Array, "b k g c d"],
     start: Array,
 ) -> Float[Array, "b k g c d"]:
-    """What the queries from ``start`` on read from the ``span`` keys that they may see."""
+    """Attend from one chunk of queries, at ``start``, to the ``span`` keys in its reach."""
     size, end = q.shape[-2], k.shape[-2]
     first: ArrayLike = 0
     if span < end:
@@ -201,37 +206,37 @@ def _attend(
     scores = scores * jnp.asarray(scale, scores.dtype)
 
     if causal or window is not None:
-        ago = (start - first) + jnp.arange(size)[:, None] - jnp.arange(span)[None]
-        seen = ago >= 0 if causal else ago > -(window or 0)
+        distance = (start - first) + jnp.arange(size)[:, None] - jnp.arange(span)[None]
+        allowed = distance >= 0 if causal else distance > -(window or 0)
         if window is not None:
-            seen &= ago < window
-        scores = jnp.where(seen[None, None, None], scores, UNSEEN)
+            allowed &= distance < window
+        scores = jnp.where(allowed[None, None, None], scores, MASKED_SCORE)
     if mask is not None:
-        seen = mask
+        allowed = mask
         if mask.shape[-2] > 1:
-            seen = jax.lax.dynamic_slice_in_dim(seen, start, size, axis=-2)
+            allowed = jax.lax.dynamic_slice_in_dim(allowed, start, size, axis=-2)
         if mask.shape[-1] > 1:
-            seen = jax.lax.dynamic_slice_in_dim(seen, first, span, axis=-1)
-        scores = jnp.where(seen, scores, UNSEEN)
+            allowed = jax.lax.dynamic_slice_in_dim(allowed, first, span, axis=-1)
+        scores = jnp.where(allowed, scores, MASKED_SCORE)
 
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     y = product("bkgts,bksd->bkgtd", weights, v) / weights.sum(-1, keepdims=True)
     if mask is not None or window is not None:
-        y = jnp.where(top <= UNSEEN, 0, y)  # not of a NaN, which is never hidden
+        y = jnp.where(top <= MASKED_SCORE, 0, y)  # False for NaN, which must propagate
     return y.astype(q.dtype)
 
 
 def _by_group(mask: Array, groups: int, padding: tuple[int, int]) -> Array:
-    """[#B, #H, #T, #S] -> [#B, #K, #H / K, #T', #S], T' being T and its padding."""
+    """[#B, #H, #T, #S] -> [#B, #K, #H / K, #T', #S], with T padded to T'."""
     b, h, t, s = mask.shape
     if t > 1:
         mask = jnp.pad(mask, ((0, 0), (0, 0), padding, (0, 0)))
     return mask.reshape(b, *((groups, h // groups) if h > 1 else (1, 1)), -1, s)
 
 
-def _takes(fused: Callable[..., Array], q: Array, k: Array, v: Array) -> bool:
-    """Whether the fused kernel is installed, and takes such arrays; JAX raises where not."""
+def _supports(fused: Callable[..., Array], q: Array, k: Array, v: Array) -> bool:
+    """Whether the fused kernel is installed and supports these arrays; if not, JAX raises."""
     if q.dtype.itemsize != 2:
         return False
     try:
@@ -242,10 +247,10 @@ def _takes(fused: Callable[..., Array], q: Array, k: Array, v: Array) -> bool:
 
 
 def _older_than_ampere() -> bool:
-    """Whether there is an NVIDIA GPU without cuDNN's kernel, which JAX does not ask."""
+    """Whether there is a GPU too old for the kernel of cuDNN, which JAX does not check."""
     try:
         gpus = jax.local_devices(backend="cuda")
-    except RuntimeError:  # no GPU here; the program may be for one elsewhere
+    except RuntimeError:  # no GPU here, but the program may be compiled for one
         return False
     return any(float(gpu.compute_capability) < 8 for gpu in gpus)
 
@@ -253,7 +258,7 @@ def _older_than_ampere() -> bool:
 def _check(
     q: Array, k: Array, v: Array, mask: Array | None, chunk: int | None, window: int | None
 ) -> None:
-    """Refuses arrays that do not fit each other."""
+    """Raise if dtypes, shapes or options do not match."""
     where = "dot_product_attention"
     if not jnp.issubdtype(q.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(

@@ -20,11 +20,11 @@ def feed_forward(
     bias: bool = False,
     dropout: float = 0.0,
 ) -> Layer:
-    """Gated feed-forward layer ``(act(x Wg) * (x Wu)) Wd``, or plain ``act(x Wu) Wd``.
+    """Feed-forward layer, gated by default: ``y = (act(x Wg) * (x Wu)) Wd``.
 
     Shazeer 2020, "GLU Variants Improve Transformer": SwiGLU with ``silu``, GEGLU with
-    ``gelu``. The backward pass saves ``x Wg`` and ``x Wu`` [..., hidden] and rematerializes
-    the activation and the gated product.
+    ``gelu``. Without a gate, ``y = act(x Wu) Wd``. The backward pass saves ``x Wg`` and
+    ``x Wu`` [..., hidden] and rematerializes the activation and the gated product.
 
     Args:
       width: D, size of the last axis of input and output.

@@ -1,4 +1,4 @@
-"""Reversible stacks: blocks run backwards from their output, so that nothing is kept per block.
+"""Reversible stacks: the backward pass restores activations from the output.
 
 Source: Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network:
 Backpropagation Without Storing Activations", NeurIPS 2017, for the coupling;
@@ -15,52 +15,60 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layer import Layer, Params, State, apply_child, check_floating, init_children
 from fnet.mesh import equally_varying
 from fnet.precision import wide, widened
 
 GRID = 2.0**-16
-"""What the streams are integer multiples of."""
+"""The streams are integer multiples of this number."""
 
 LIMIT = 2.0**15
-"""Magnitude that streams and what is added to them must stay below: where 32 bits end."""
+"""Bound of the magnitude of streams and updates: the range of 32 bits."""
 
 
 def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -> Layer:
-    """A stack of additively coupled blocks whose activations are restored, not kept.
+    """Stack blocks whose activations are restored in the backward pass instead of saved.
 
     Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. With
-    ``x1, x2`` the halves of the last axis, each block ``(f, g)`` is::
+    ``x1, x2`` the halves of the last axis, each block ``(f, g)`` computes::
 
         y1 = x1 + f(x2);    y2 = x2 + g(y1)
 
-    and its backward pass starts from ``y1, y2``::
+    Its backward pass starts from ``y1, y2``::
 
         x2 = y2 - g(y1);    x1 = y1 - f(x2)
 
-    The streams are fixed-point numbers, multiples of 2^-16 in an int32: the
-    inputs and every value of ``f`` and ``g`` are rounded to the nearest one, with
-    the gradient passing straight through. Integer addition and subtraction are
-    exact, so what is restored equals what was there bit for bit, at any depth, and
-    so do the gradients. Each ``f`` and ``g`` is computed twice.
+    The streams are fixed-point numbers, multiples of 2^-16 in an int32. The inputs and the
+    values of ``f`` and ``g`` are rounded to the nearest multiple, with a straight-through
+    gradient. Integer arithmetic is exact, so restored activations equal the original ones
+    bit for bit at any depth, and so do the gradients. Each ``f`` and ``g`` runs twice.
 
     Args:
-      blocks: pairs of layers, each mapping [..., C / 2] to the same shape.
-        Their params, states and keys are threaded; running statistics are
-        renewed once, by the forward pass, and a dropout draws the same again.
-      restore: False keeps every stream, one activation a block, instead of
-        restoring it: for comparison; the result is the same.
+      blocks: pairs of layers, each mapping [..., C / 2] to the same shape. Layers may have
+        state and draw random numbers: running statistics are updated once, in the forward
+        pass, and dropout masks are the same in both passes.
+      restore: False saves every stream, one activation per block, instead of restoring it.
+        The result is the same; use it for comparison.
 
     Returns:
-      A layer, [..., C] -> [..., C], in the input's floating dtype. Params and
-      state are ``{"0": {"f": ..., "g": ...}, ...}``. The output is all NaN if a
-      stream, or a value of an ``f`` or ``g``, is not finite or leaves (-2^15, 2^15),
-      where 32 bits do not hold it.
+      A layer, [..., C] -> [..., C], in the floating dtype of the input. Its params and state
+      are ``{"0": {"f": ..., "g": ...}, ...}``. The output is all NaN if a stream, or a
+      value of an ``f`` or ``g``, is not finite or outside (-2^15, 2^15), the range of the
+      fixed-point numbers.
 
     Raises:
       ValueError: if there is no block; when applied, if the last axis is odd or
         a layer changes the shape of its input.
       TypeError: if the input is not floating; when its gradient is differentiated again.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> from fnet import layers
+      >>> net = fnet.reversible([(layers.dense(4, 4), layers.dense(4, 4))] * 3)
+      >>> params, state = net.init(jax.random.key(0))
+      >>> y, _ = net.apply(params, state, jnp.ones((2, 8)), train=True)
+      >>> y.shape, sorted(params), sorted(params["0"])
+      ((2, 8), ['0', '1', '2'], ['f', 'g'])
     """
     if not blocks:
         raise ValueError("reversible: needs at least one block (f, g), got none")
@@ -78,11 +86,10 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"reversible: x must be floating, got {x.dtype}")
+        check_floating("reversible", x=x)
         if not x.ndim or x.shape[-1] % 2:
             raise ValueError(f"reversible: the last axis must be even to be halved, got {x.shape}")
-        # Custom backward rules give what is shared a cotangent that varies as x does.
+        # In `jax.shard_map` the custom backward rule returns cotangents that all vary as x does.
         params, x = equally_varying((params, x))
         return _apply((stack, train), params, state, key, x)
 
@@ -95,11 +102,7 @@ class _Stack(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """One block of a stack, with all that its halves need but their input.
-
-    ``half`` of it is a function of the half's params and input, since that is what
-    is differentiated.
-    """
+    """One block of a stack with everything its halves need except their params and input."""
 
     pair: dict[str, Layer]
     name: str
@@ -109,7 +112,7 @@ class _Block(NamedTuple):
     train: bool
 
     def half(self, which: str, params: Params, x: Array) -> tuple[Array, State]:
-        """``f`` or ``g``: its value, and the block's state after it."""
+        """Apply ``f`` or ``g``; return its value and the updated state of the block."""
         with jax.named_scope(self.name):
             y, state = apply_child(
                 self.pair, which, {which: params}, self.state, x, key=self.key, train=self.train
@@ -117,7 +120,7 @@ class _Block(NamedTuple):
         if y.shape != x.shape:
             raise ValueError(
                 f"reversible: {which} of block {self.name} maps {x.shape} to {y.shape}; it must "
-                "keep the shape of its half of the last axis"
+                "preserve the shape of its input, one half of the last axis"
             )
         return y, state
 
@@ -129,32 +132,32 @@ def _block(stack: _Stack, train: bool, i: int, params: Params, state: State, key
 
 
 class _Stream(NamedTuple):
-    """One half of the activations.
+    """One of the two streams of activations, as fixed-point numbers.
 
     Attributes:
-      units: int32, the value in multiples of `GRID`.
-      inside: bool [], whether it has always been finite and within `LIMIT`.
+      units: int32, the values in multiples of `GRID`.
+      in_range: bool [], whether all values were finite and within `LIMIT` so far.
     """
 
     units: Array
-    inside: Array
+    in_range: Array
 
     def add(self, f: Array) -> "_Stream":
-        added = _units(f)
+        added = _to_units(f)
         total = self.units + added
-        # A sum of two integers of one sign that has the other has left the range.
-        left = ((self.units ^ total) & (added ^ total)) < 0
-        # False for NaN as well.
-        inside = self.inside & jnp.all((jnp.abs(f) < LIMIT) & ~left)
-        # Checked at once: a check put off would keep what it looks at.
-        return _Stream(*jax.lax.optimization_barrier((total, inside)))
+        # An integer sum overflowed if both summands have one sign and the sum the other.
+        overflow = ((self.units ^ total) & (added ^ total)) < 0
+        # The comparison is False for NaN.
+        in_range = self.in_range & jnp.all((jnp.abs(f) < LIMIT) & ~overflow)
+        # The barrier forces the check now: a delayed one would keep its inputs alive.
+        return _Stream(*jax.lax.optimization_barrier((total, in_range)))
 
 
-def _units(x: Array) -> Array:
+def _to_units(x: Array) -> Array:
     return jnp.round(widened(x) / GRID).astype(jnp.int32)
 
 
-def _value(units: Array, dtype: Any) -> Array:
+def _from_units(units: Array, dtype: Any) -> Array:
     return (units.astype(wide(dtype)) * GRID).astype(dtype)
 
 
@@ -172,41 +175,44 @@ def _forward(
     stack, train = static
     zero = _Stream(jnp.zeros_like(x[..., ::2], jnp.int32), jnp.asarray(True))
     x1, x2 = (zero.add(half) for half in jnp.split(x, 2, axis=-1))
-    after, streams = dict(state), []
+    new_state, streams = dict(state), []
     for i in range(len(stack.pairs)):
         streams.append((x1.units, x2.units))
         block = _block(stack, train, i, params, state, key)
-        f, s = block.half("f", block.params.get("f", {}), _value(x2.units, x.dtype))
+        f, s = block.half("f", block.params.get("f", {}), _from_units(x2.units, x.dtype))
         x1 = x1.add(f)
         block = block._replace(state=s)
-        g, s = block.half("g", block.params.get("g", {}), _value(x1.units, x.dtype))
+        g, s = block.half("g", block.params.get("g", {}), _from_units(x1.units, x.dtype))
         x2 = x2.add(g)
-        after |= {block.name: s} if s else {}
-    y = jnp.concatenate([_value(s.units, x.dtype) for s in (x1, x2)], axis=-1)
-    y = jnp.where(x1.inside & x2.inside, y, jnp.nan)
-    return (y, after), (x1.units, x2.units, None if stack.restore else streams)
+        new_state |= {block.name: s} if s else {}
+    y = jnp.concatenate([_from_units(s.units, x.dtype) for s in (x1, x2)], axis=-1)
+    y = jnp.where(x1.in_range & x2.in_range, y, jnp.nan)
+    return (y, new_state), (x1.units, x2.units, None if stack.restore else streams)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _backward_once(
+def _backward(
     static: tuple[_Stack, bool], residuals: tuple[Any, ...], dy: Array
 ) -> tuple[Params, Array]:
-    """The cotangents of params and input."""
+    """Compute the cotangents of params and input."""
     stack, train = static
-    params, state, key, (y1, y2, kept) = residuals
+    params, state, key, (y1, y2, saved) = residuals
 
     def undo(which: str, x: Array, y: Array, dy: Array, dx: Array) -> tuple[Array, Any, Array]:
-        """From ``y = old + half(x)``: old, the cotangent of params, dx with the half's share."""
-        # The barriers keep the compiler from finding that what is restored here
-        # was known before, and keeping that instead.
-        # The parameters too: their transposes would be laid out long before.
+        """Invert ``y = y_before + half(x)``.
+
+        Returns ``y_before``, the cotangent of the params, and ``dx`` plus the contribution
+        of this half.
+        """
+        # Without the barriers XLA finds that the restored values were known in the forward
+        # pass, and saves those. Without one on the params, it transposes all of them early.
         p = block.params.get(which, {})
         x, y, dy, dx, p = jax.lax.optimization_barrier((x, y, dy, dx, p))
         run = lambda p, x: block.half(which, p, x)[0]  # noqa: E731
-        value, vjp = jax.vjp(run, p, _value(x, dtype))
-        old, dy = jax.lax.optimization_barrier((y - _units(value), dy))
-        dp, share = vjp(dy.astype(value.dtype))
-        return old, dp, dx + share
+        value, vjp = jax.vjp(run, p, _from_units(x, dtype))
+        y_before, dy = jax.lax.optimization_barrier((y - _to_units(value), dy))
+        dp, dx_half = vjp(dy.astype(value.dtype))
+        return y_before, dp, dx + dx_half
 
     dtype = dy.dtype
     d1, d2 = jnp.split(widened(dy), 2, axis=-1)
@@ -214,39 +220,40 @@ def _backward_once(
     for i in reversed(range(len(stack.pairs))):
         block = _block(stack, train, i, params, state, key)
         y2, dg, d1 = undo("g", y1, y2, d2, d1)
-        if kept:
-            y2 = kept[i][1]
+        if saved:
+            y2 = saved[i][1]
         y1, df, d2 = undo("f", y2, y1, d1, d2)
-        if kept:
-            y1 = kept[i][0]
-        d = {which: d for which, d in (("f", df), ("g", dg)) if d}
-        grads |= {block.name: d} if d else {}
+        if saved:
+            y1 = saved[i][0]
+        block_grads = {which: d for which, d in (("f", df), ("g", dg)) if d}
+        grads |= {block.name: block_grads} if block_grads else {}
     return grads, jnp.concatenate([d1, d2], axis=-1).astype(dtype)
 
 
 def _refuse(*_: Any) -> Any:
     raise TypeError(
-        "reversible: its gradient cannot be differentiated again, since it starts from integers"
+        "reversible: second derivatives are not supported, since the backward pass starts from "
+        "integers"
     )
 
 
 def _forward_rule(
     static: tuple[_Stack, bool], params: Params, state: State, key: Array | None, x: Array
 ) -> tuple[tuple[Array, State], tuple[Any, ...]]:
-    # The backward pass draws the same again, on purpose.
-    again = None if key is None else jax.random.clone(key)
+    # The backward pass redraws the same random numbers; a clone tells jax_debug_key_reuse so.
+    key_again = None if key is None else jax.random.clone(key)
     out, streams = _forward(static, params, state, key, x)
-    return out, (params, state, again, streams)
+    return out, (params, state, key_again, streams)
 
 
 def _backward_rule(
     static: tuple[_Stack, bool], residuals: tuple[Any, ...], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    dparams, dx = _backward_once(static, residuals, cotangents[0])
+    dparams, dx = _backward(static, residuals, cotangents[0])
     return dparams, None, None, dx
 
 
 _apply.defvjp(_forward_rule, _backward_rule)
-# The two rules themselves have no derivatives: through integers they would be 0.
+# Derivatives of the two rules would silently be 0, since they pass through integers.
 _forward.defvjp(_refuse, _refuse)
-_backward_once.defvjp(_refuse, _refuse)
+_backward.defvjp(_refuse, _refuse)

@@ -1,4 +1,4 @@
-"""Blocks along time: a mixer, a feed-forward, and what each block tells the next."""
+"""Stacks of blocks over the sequence: norm, mixer, feed-forward, attention context."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,17 +23,22 @@ NORMS: dict[str, Callable[[int], Layer]] = {
     "layer": functools.partial(layer_norm_layer, bias=False),
     "dynamic_tanh": dynamic_tanh,
 }
-"""What may stand before a mixer or a feed-forward: width -> layer."""
+"""Norms by name: ``width -> layer``."""
 
 
 class Block(NamedTuple):
-    """What one block is made of.
+    """The layers of one block.
 
     Attributes:
-      mixer: a layer along time, [B, T, D] -> [B, T, D], which also takes ``mask`` where the
-        stack is given one.
-      feed_forward: a layer position by position, [B, T, D] -> [B, T, D], without state;
-        None for a block that is a mixer alone.
+      mixer: A layer over the sequence, [B, T, D] -> [B, T, D], such as attention or Mamba. It
+        must accept ``mask`` if the stack gets one.
+      feed_forward: A layer on each position, [B, T, D] -> [B, T, D], without state; or None.
+
+    Example:
+      >>> from fnet import layers
+      >>> block = layers.Block(layers.attention(8, heads=2), layers.feed_forward(8, 32))
+      >>> block._fields
+      ('mixer', 'feed_forward')
     """
 
     mixer: Layer
@@ -50,49 +55,59 @@ def stack(
     condition: int | None = None,
     dropout: float = 0.0,
 ) -> Layer:
-    """Blocks one after the other, with or without the attention context.
+    """Compose residual blocks, with or without the attention context.
 
-    A block is, with C the context that it reads and k its strength::
+    With C the context that a block reads and k its strength, a block computes::
 
         x' = x + (k / D) x @ C;   m = mixer(norm(x'))
         r  = x' + m;              y = r + feed_forward(norm(r))
 
-    and what the next block reads is renewed from ``x'`` and ``m``
-    (`fnet.update_context`). The first block reads none. ``lagged`` contexts are those
-    of the step before: causal, and independent of the order of examples in time.
-    ``current`` ones are renewed by the very sequence that reads them: the way of the
-    source, in which a little of the future reaches the past.
+    ``x'`` and ``m`` update the context that the next block reads (`fnet.update_context`). The
+    first block reads none. With ``lagged``, blocks read the context of the previous step:
+    causal, and independent of the order of examples within a batch. With ``current``, they
+    read the context that this batch just updated, as in the original system; there, a little
+    information flows from the future to the past.
 
-    With ``condition``, each norm's output is scaled and shifted, and each branch scaled,
-    by numbers that a dense layer makes of a vector per example; all 0 at first, so
-    that each block begins as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable
-    Diffusion Models with Transformers")::
+    With ``condition``, a dense layer of a vector per example scales and shifts the output
+    of each norm and scales each branch. Its parameters are initially 0, so each block
+    starts as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable Diffusion Models with
+    Transformers")::
 
         m = mixer(norm(x') (1 + s1) + b1);   r = x' + g1 m
 
     Args:
-      width: D.
+      width: D, size of the last axis of input and output.
       blocks: at least one.
-      norm: before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
+      norm: norm before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
         ``dynamic_tanh``.
-      context: how contexts are passed on; None: there are none, nor buffers for them.
-      context_rate: weight of what was just seen in a context.
-      condition: width of the vectors that ``apply`` is then given.
-      dropout: rate, on each branch before it is added; in training.
+      context: how contexts are passed, ``lagged`` or ``current``; None: no attention context.
+      context_rate: weight of the current batch in a context.
+      condition: size of the condition vectors; None: no condition.
+      dropout: dropout rate of each branch in training.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D]; ``apply`` also takes ``mask`` [B, T], True for a
-      real token, and ``condition`` [B, condition]. Params ``{"0": {"mixer_norm",
-      "mixer", "feed_forward_norm", "feed_forward", "modulation", "strength"}, ...}``;
-      state ``{"1": {"context": [D, D]}, ...}``, renewed in training, read in
-      evaluation. It can be decoded where all of its mixers can and there is no
+      A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real
+      tokens, and ``condition`` [B, condition]. Its params are ``{"0": {"mixer_norm",
+      "mixer", "feed_forward_norm", "feed_forward", "modulation", "strength"}, ...}``. Its
+      state is ``{"1": {"context": [D, D]}, ...}``, updated in training and read in
+      evaluation. It supports `fnet.layer.Decode` if all mixers do and there is no
       condition.
 
     Raises:
-      ValueError: if there is no block, for a width below 1, a dropout outside of [0, 1), or
-        an unknown norm or way to pass a context; when initialised, if a feed-forward has
-        state; when applied, if a condition is missing, given in vain, or not one vector an
-        example.
+      ValueError: without blocks, for a width below 1, a dropout rate outside [0, 1), or an
+        unknown ``norm`` or ``context``; when initialized, if a feed-forward has state; when
+        applied, if the condition is missing, unexpected, or not one vector per example.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> attention = layers.attention(8, heads=2, causal=True)
+      >>> blocks = [layers.Block(attention, layers.feed_forward(8, 32))] * 2
+      >>> net = layers.stack(8, blocks, context="lagged")
+      >>> params, state = net.init(jax.random.key(0))
+      >>> y, state = net.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> y.shape, jax.tree.map(jnp.shape, state)
+      ((2, 5, 8), {'1': {'context': (8, 8)}})
     """
     if not blocks:
         raise ValueError("stack: needs at least one block, got none")
@@ -103,17 +118,17 @@ def stack(
         raise ValueError(
             f"stack: context must be one of {get_args(Passing)} or None, got {context!r}"
         )
-    parts = [_parts(width, block, norm, condition, dropout) for block in blocks]
+    blocks_children = [_children(width, block, norm, condition, dropout) for block in blocks]
 
     def init(key: Array) -> tuple[Params, State]:
         params: Params = {}
         state: State = {}
-        for i, children in enumerate(parts):
+        for i, children in enumerate(blocks_children):
             p, s = init_children(children, jax.random.fold_in(key, i))
             if "feed_forward" in s:
                 raise ValueError(
                     f"stack: the feed-forward of block {i} has state {sorted(s['feed_forward'])}, "
-                    "which a stack does not carry; use layers without, as rms_norm for abn"
+                    "which a stack does not support; use layers without state, such as rms_norm"
                 )
             if context and i:
                 p |= {"strength": jnp.zeros((), jnp.float32)}
@@ -132,27 +147,29 @@ def stack(
         mask: Bool[Array, "b t"] | None = None,
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
-        _check_condition(parts, condition, x)
-        padded = {} if mask is None else {"mask": mask}
-        taken, given = x, x  # what the mixer of the block before took and gave
-        for i, children in enumerate(parts):
+        _check_condition(blocks_children, condition, x)
+        mask_input = {} if mask is None else {"mask": mask}
+        mixer_input, mixer_output = x, x  # of the previous block
+        for i, children in enumerate(blocks_children):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
             p, s = params[name], state.get(name, {})
             with jax.named_scope(name):
                 if "strength" in p:
-                    here = s["context"]
+                    block_context = s["context"]
                     if train:
-                        new = update_context(here, taken, given, rate=context_rate, mask=mask)
-                        # At once: put off, it would keep what went in and out of a mixer.
-                        x, new = jax.lax.optimization_barrier((x, new))
-                        s = s | {"context": new}
-                        here = new if context == "current" else here
-                    x = apply_context(x, here, p["strength"])
-                taken = x
+                        updated = update_context(
+                            block_context, mixer_input, mixer_output, rate=context_rate, mask=mask
+                        )
+                        # A delayed update would keep the mixer's input and output alive.
+                        x, updated = jax.lax.optimization_barrier((x, updated))
+                        s = s | {"context": updated}
+                        block_context = updated if context == "current" else block_context
+                    x = apply_context(x, block_context, p["strength"])
+                mixer_input = x
                 mix = functools.partial(
-                    apply_child, children, "mixer", p, s, key=k, train=train, **padded
+                    apply_child, children, "mixer", p, s, key=k, train=train, **mask_input
                 )
-                x, given, s = _block(children, p, x, mix, condition, key=k, train=train)
+                x, mixer_output, s = _block(children, p, x, mix, condition, key=k, train=train)
             state = state | {name: s} if s else state
         return x, state
 
@@ -162,43 +179,43 @@ def stack(
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
-        for i, (children, decode) in enumerate(zip(parts, decodes, strict=True)):
+        for i, (children, decode) in enumerate(zip(blocks_children, decodes, strict=True)):
             name = str(i)
             p, s = params[name], state.get(name, {})
             with jax.named_scope(name):
                 if "strength" in p:
                     x = apply_context(x, s["context"], p["strength"])
-                own = p.get("mixer", {}), s.get("mixer", {})
-                mix = _going_on(decode, *own, cache[name], position)
-                x, _, past = _block(children, p, x, mix, None, key=None, train=False)
-            cache = cache | {name: past}
+                arrays = p.get("mixer", {}), s.get("mixer", {}), cache[name]
+                mix = _extend_mixer(decode, *arrays, position)
+                x, _, mixer_cache = _block(children, p, x, mix, None, key=None, train=False)
+            cache = cache | {name: mixer_cache}
         return x, cache
 
-    decodes = [c["mixer"].decode for c in parts if c["mixer"].decode]
-    can_decode = condition is None and len(decodes) == len(parts)
+    decodes = [c["mixer"].decode for c in blocks_children if c["mixer"].decode]
+    can_decode = condition is None and len(decodes) == len(blocks)
     return Layer(init, apply, Decode(init_cache, extend) if can_decode else None)
 
 
-def _going_on(
+def _extend_mixer(
     decode: Decode, params: Params, state: State, cache: Any, position: Array
 ) -> Callable[[Array], tuple[Array, Any]]:
     return lambda x: decode.extend(params, state, cache, x, position)
 
 
-def _parts(
+def _children(
     width: int, block: Block, norm: str, condition: int | None, dropout: float
 ) -> dict[str, Layer]:
-    """A block's layers by name."""
-    parts = {"mixer_norm": NORMS[norm](width), "mixer": block.mixer}
+    """Build the layers of a block, by name."""
+    children = {"mixer_norm": NORMS[norm](width), "mixer": block.mixer}
     if block.feed_forward:
-        parts |= {"feed_forward_norm": NORMS[norm](width), "feed_forward": block.feed_forward}
+        children |= {"feed_forward_norm": NORMS[norm](width), "feed_forward": block.feed_forward}
     if dropout:
-        parts |= {f"{branch}_dropout": dropout_layer(dropout) for branch in _BRANCHES}
+        children |= {f"{branch}_dropout": dropout_layer(dropout) for branch in _BRANCHES}
     if condition:
         zeros = jax.nn.initializers.zeros
         numbers = 3 * width * (2 if block.feed_forward else 1)
-        parts["modulation"] = dense(condition, numbers, kernel_init=zeros)
-    return parts
+        children["modulation"] = dense(condition, numbers, kernel_init=zeros)
+    return children
 
 
 _BRANCHES = ("mixer", "feed_forward")
@@ -214,7 +231,7 @@ def _block(
     key: Array | None,
     train: bool,
 ) -> tuple[Array, Array, Any]:
-    """The block's output, what its mixer gave, and what ``mix`` gave beside that."""
+    """Apply a block; return its output, that of its mixer, and the second value of ``mix``."""
 
     def child(name: str, x: Array) -> Array:
         if name not in children:
@@ -224,37 +241,42 @@ def _block(
     modulation: dict[str, Sequence[Array]] = {}  # scale, shift and gate, [B, 1, D] each
     if condition is not None:
         numbers = child("modulation", jax.nn.silu(condition).astype(x.dtype))[:, None]
-        of_each = jnp.split(numbers, numbers.shape[-1] // (3 * x.shape[-1]), axis=-1)
-        modulation = {n: jnp.split(a, 3, axis=-1) for n, a in zip(_BRANCHES, of_each, strict=False)}
+        per_branch = jnp.split(numbers, numbers.shape[-1] // (3 * x.shape[-1]), axis=-1)
+        modulation = {
+            branch: jnp.split(a, 3, axis=-1)
+            for branch, a in zip(_BRANCHES, per_branch, strict=False)
+        }
 
-    def before(branch: str, x: Array) -> Array:
+    def normalize(branch: str, x: Array) -> Array:
         h = child(f"{branch}_norm", x)
         if branch not in modulation:
             return h
         scale, shift, _ = modulation[branch]
         return add(multiply(h, 1 + scale), shift)
 
-    def added(branch: str, x: Array, y: Array) -> Array:
+    def add_branch(branch: str, x: Array, y: Array) -> Array:
         y = child(f"{branch}_dropout", y)
         return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
-    mixed, beside = mix(before("mixer", x))
-    x = added("mixer", x, mixed)
+    mixed, mix_aux = mix(normalize("mixer", x))
+    x = add_branch("mixer", x, mixed)
     if "feed_forward" in children:
-        x = added("feed_forward", x, child("feed_forward", before("feed_forward", x)))
-    return x, mixed, beside
+        x = add_branch("feed_forward", x, child("feed_forward", normalize("feed_forward", x)))
+    return x, mixed, mix_aux
 
 
-def _check_condition(parts: Sequence[dict[str, Layer]], condition: Array | None, x: Array) -> None:
-    wanted = "modulation" in parts[0]
-    if wanted != (condition is not None):
+def _check_condition(
+    blocks_children: Sequence[dict[str, Layer]], condition: Array | None, x: Array
+) -> None:
+    expected = "modulation" in blocks_children[0]
+    if expected != (condition is not None):
         raise ValueError(
-            f"stack: made {'with' if wanted else 'without'} a condition, got "
-            f"{'none' if condition is None else condition.shape}; the condition's width is an "
-            "argument of stack, the condition one of apply"
+            f"stack: built {'with' if expected else 'without'} a condition, got "
+            f"{'none' if condition is None else condition.shape}; pass its size to stack and the "
+            "condition to apply"
         )
     if condition is not None and condition.shape[:-1] != x.shape[:1]:
         raise ValueError(
-            f"stack: the condition must be one vector for each example of x {x.shape}, got "
+            f"stack: the condition must be one vector per example of x {x.shape}, got "
             f"{condition.shape}"
         )

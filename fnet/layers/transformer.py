@@ -1,4 +1,4 @@
-"""Stacks of transformer blocks: residual, or reversible, which keeps nothing per block."""
+"""Transformers with residual or with reversible blocks."""
 
 from fnet.layer import Layer, check_sizes, residual, serial
 from fnet.layers.activations import activation
@@ -8,19 +8,19 @@ from fnet.layers.norm import rms_norm_layer
 from fnet.layers.reversible import reversible
 
 
-def _halves(
+def _mixer_and_mlp(
     where: str, width: int, heads: int, blocks: int, hidden: int | None, causal: bool, act: str
 ) -> tuple[Layer, Layer]:
     hidden = 4 * width if hidden is None else hidden
     check_sizes(where, width=width, blocks=blocks, hidden=hidden)
     mixer = serial(norm=rms_norm_layer(width), attention=attention(width, heads, causal=causal))
-    feed_forward = serial(
+    mlp = serial(
         norm=rms_norm_layer(width),
         expand=dense(width, hidden),
         act=activation(act),
         contract=dense(hidden, width),
     )
-    return mixer, feed_forward
+    return mixer, mlp
 
 
 def transformer(
@@ -32,26 +32,37 @@ def transformer(
     causal: bool = False,
     activation: str = "gelu",
 ) -> Layer:
-    """Pre-norm transformer blocks: ``x = x + attention(norm(x)); x = x + mlp(norm(x))``.
+    """Pre-norm transformer: ``x = x + attention(norm(x)); x = x + mlp(norm(x))`` per block.
+
+    For padded sequences, which need a mask, and for incremental decoding, use
+    `fnet.layers.stack`.
 
     Args:
-      width: D.
-      heads: of attention; divides ``width``.
-      blocks: how many.
-      hidden: width of the MLP; 4 D by default.
-      causal: whether a position sees only itself and those before it.
-      activation: of the MLP.
+      width: D, size of the last axis of input and output.
+      heads: attention heads; divides ``width``.
+      blocks: number of blocks.
+      hidden: hidden width of the MLP; default 4 D.
+      causal: whether each position attends only to itself and earlier positions.
+      activation: name of the MLP's activation, as for `fnet.layers.activation`.
 
     Returns:
-      A layer, [B, T, D] -> [B, T, D]; for padded rows, which need a mask, or to be decoded,
-      take `fnet.layers.stack`.
+      A layer, [B, T, D] -> [B, T, D], without state.
 
     Raises:
       ValueError: for a size below 1, an unknown activation, or if ``heads`` does not divide
         ``width``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> net = layers.transformer(8, heads=2, blocks=2, causal=True)
+      >>> params, state = net.init(jax.random.key(0))
+      >>> y, _ = net.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> y.shape
+      (2, 5, 8)
     """
-    mixer, feed_forward = _halves("transformer", width, heads, blocks, hidden, causal, activation)
-    return serial(*[serial(residual(mixer), residual(feed_forward))] * blocks)
+    mixer, mlp = _mixer_and_mlp("transformer", width, heads, blocks, hidden, causal, activation)
+    return serial(*[serial(residual(mixer), residual(mlp))] * blocks)
 
 
 def reversible_transformer(
@@ -64,23 +75,34 @@ def reversible_transformer(
     activation: str = "gelu",
     restore: bool = True,
 ) -> Layer:
-    """Transformer blocks on two coupled streams, with `fnet.reversible`.
+    """Transformer with reversible blocks: activations are recomputed from the output.
 
-    ``y1 = x1 + attention(norm(x2)); y2 = x2 + mlp(norm(y1))`` (Kitaev, Kaiser,
-    Levskaya, "Reformer: The Efficient Transformer", ICLR 2020).
+    With two streams, as in Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer",
+    ICLR 2020; see `fnet.reversible`::
+
+        y1 = x1 + attention(norm(x2));   y2 = x2 + mlp(norm(y1))
 
     Args:
-      width: of each stream; the input has both, one after the other.
+      width: D, width of each stream. The input holds both, concatenated.
       heads, blocks, hidden, causal, activation: as for `transformer`.
       restore: as for `fnet.reversible`.
 
     Returns:
-      A layer, [B, T, 2 D] -> [B, T, 2 D].
+      A layer, [B, T, 2 D] -> [B, T, 2 D], without state.
 
     Raises:
       ValueError: for a size below 1, an unknown activation, or if ``heads`` does not divide
         ``width``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> net = layers.reversible_transformer(8, heads=2, blocks=1)
+      >>> params, state = net.init(jax.random.key(0))
+      >>> y, _ = net.apply(params, state, jnp.ones((2, 5, 16)), train=True)
+      >>> y.shape
+      (2, 5, 16)
     """
     where = "reversible_transformer"
-    pair = _halves(where, width, heads, blocks, hidden, causal, activation)
+    pair = _mixer_and_mlp(where, width, heads, blocks, hidden, causal, activation)
     return reversible([pair] * blocks, restore=restore)
