@@ -112,7 +112,7 @@ def generate(
       ValueError: as `stream`.
 
     Example:
-      >>> import fnet, jax, jax.numpy as jnp
+      >>> import fnet, jax
       >>> block = fnet.layers.Block(fnet.layers.rg_lru(8, heads=2))
       >>> model = fnet.models.language_model(vocabulary=10, width=8, blocks=[block])
       >>> def generate(key, prompt):
@@ -172,6 +172,17 @@ def stream(
     Raises:
       ValueError: at the first chunk, for an empty prompt, a number out of range, or a model that
         does not support decoding, such as one whose attention is not causal.
+
+    Example:
+      >>> import fnet, jax
+      >>> block = fnet.layers.Block(fnet.layers.rg_lru(8, heads=2))
+      >>> model = fnet.models.language_model(vocabulary=10, width=8, blocks=[block])
+      >>> def chunks(key, prompt):
+      ...     params, state = model.init(key)
+      ...     return list(fnet.stream(model, params, state, prompt, key, 5, chunk=2))
+      >>> prompt = jax.ShapeDtypeStruct((2, 3), "int32")
+      >>> [chunk.shape for chunk in jax.eval_shape(chunks, jax.random.key(0), prompt)]
+      [(2, 2), (2, 2), (2, 1)]
     """
     if model.decode is None:
         raise ValueError(

@@ -224,7 +224,5 @@ def test_deeplab_accepts_the_weights_of_its_backbone(small):
     for part in ("head", "cls"):
         chex.assert_trees_all_equal(loaded.params[part], initial[part])
     assert loaded.report.unused == ("classifier.fc.bias", "classifier.fc.weight")
-    with pytest.raises(
-        ValueError, match="only those of the body; new_classifier=True leaves cls and"
-    ):
+    with pytest.raises(ValueError, match="cover only the body; new_classifier=True leaves cls and"):
         from_torch(network, arrays)

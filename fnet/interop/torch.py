@@ -139,7 +139,7 @@ def load_state_dict(
     trained_with: str | None = None,
     new_classifier: bool = False,
 ) -> Loaded:
-    """Replace the arrays of a network by those of a torch state dict.
+    """Replace the arrays of a network with the arrays of a torch state dict.
 
     Supported are the networks of mapillary/inplace_abn and torchvision's ResNets, with their own
     names. The state dict may be a checkpoint (``{"state_dict": ...}``), it may be split
@@ -196,7 +196,7 @@ def load_state_dict(
     if prefix and not new_classifier:
         others = sorted({name.partition(".")[0] for name in variables} - {"body"})
         raise ValueError(
-            "from_torch: the weights are only those of the body; new_classifier=True leaves "
+            "from_torch: the weights cover only the body; new_classifier=True leaves "
             f"{' and '.join(others)} at their initial values"
         )
     if names == "torchvision" and norm == "abn" and trained_with is None:
@@ -353,7 +353,7 @@ def _match_names(variables: Iterable[str], given: Iterable[str]) -> tuple[str, s
 
     Returns:
       ``(names, prefix, {key: name in the network})``. ``prefix`` is ``"body."`` if the keys are
-      those of the backbone only.
+      keys of the backbone only.
     """
     choices = []
     for names in torch_keys.namings(variables):
