@@ -11,9 +11,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from program_cases import exit_code, fnet_command, said_in_one_line, state_of
 
+from fnet import TrainState
 from train.config import recipes
 from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints, checksums
@@ -132,7 +134,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(errno.EMFILE, "Too many open files"), "checkpoints/8, which is left as it is: of"),
+        (OSError(errno.EMFILE, "Too many open files"), "checkpoints/8, which is not changed: of"),
         (MemoryError("no room"), "out of memory: of"),
     ],
     ids=["no handle", "no memory"],
@@ -246,7 +248,7 @@ def test_the_best_is_sought_among_those_whose_score_can_be_read(damage, run, cap
 
 def test_where_all_that_have_a_score_are_damaged_the_newest_can_be_asked_for(run, capsys):
     flip(run / "checkpoints" / "8")  # the one that was evaluated
-    refused = pytest.raises(UserError, match=r"that has a score is damaged; leave out --best$")
+    refused = pytest.raises(UserError, match=r"with a score in .* is damaged; leave out --best$")
     with Checkpoints(run / "checkpoints", best=True) as checkpoints, refused:
         checkpoints.restore_network()
     assert "checkpoints/8 is damaged (" in capsys.readouterr().err
@@ -332,7 +334,7 @@ def test_what_is_saved_or_restored_can_be_donated(tmp_path):
 
 
 def test_what_fails_in_the_background_is_told_at_the_end(failing):
-    message = r"^cannot save .*No space left on device\]; those that were"
+    message = r"^cannot save .*No space left on device\]; earlier checkpoints"
     with pytest.raises(TrainingError, match=message), failing:
         pass
 
@@ -340,3 +342,27 @@ def test_what_fails_in_the_background_is_told_at_the_end(failing):
 def test_what_fails_in_the_background_does_not_hide_what_went_wrong_before(failing):
     with pytest.raises(KeyError, match="first"), failing:
         raise KeyError("first")
+
+
+def test_reads_checkpoints_with_parameter_names_of_earlier_versions(tmp_path):
+    optimizer = optax.adam(0.1)
+
+    def state_with(names):
+        position, time = names
+        params = {position: jnp.arange(6.0), time: {"kernel": jnp.ones((2, 3))}, "w": jnp.zeros(2)}
+        opt_state = optimizer.init(params)
+        return TrainState(jnp.int32(0), params, {}, opt_state, params, jax.random.key(0))
+
+    def init(key):
+        return state_with(("pos_embedding", "timestep")).params, {}
+
+    with Checkpoints(tmp_path / "c", keep=1) as checkpoints:
+        checkpoints.save(1, state_with(("places", "time")), {})
+        checkpoints.wait()
+        expected = state_with(("pos_embedding", "timestep"))
+        restored = checkpoints.restore(jax.eval_shape(lambda: expected)).state
+        chex.assert_trees_all_equal(restored.params, expected.params)
+        chex.assert_trees_all_equal(restored.opt_state, expected.opt_state)
+        chex.assert_trees_all_equal(restored.ema, expected.params)
+        network = checkpoints.restore_network(init)
+        chex.assert_trees_all_equal(network.evaluation_params, expected.params)

@@ -1,12 +1,13 @@
-"""Checkpoints of a run: the only place that knows orbax."""
+"""Checkpoints of a run, the only module that uses orbax."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -23,18 +24,26 @@ from train.run.distributed import any_process
 from train.run.process_memory import release_free_memory
 from train.run.run_folder import check_no_pattern
 
-# Orbax tells of every directory it makes, and of an error in each of its threads; what matters
-# is raised, and said by the loop.
+# Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 IN_FLIGHT = 32 * 2**20
-"""Bytes of a state, beside its largest array, that go to disk or come from it at a time."""
+"""Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
 
-Found = TypeVar("Found")
+_RENAMED = {"pos_embedding": "places", "timestep": "time"}
+"""Parameters of the denoiser and their names in checkpoints of earlier versions."""
+
+Content = TypeVar("Content")
 
 
 class Restored(NamedTuple):
-    """A checkpoint: the state after ``step`` steps, and where the data stood."""
+    """A restored checkpoint.
+
+    Attributes:
+      step: Number of steps taken.
+      state: Train state after them.
+      position: Position in the data.
+    """
 
     step: int
     state: TrainState
@@ -42,7 +51,13 @@ class Restored(NamedTuple):
 
 
 class RestoredNetwork(NamedTuple):
-    """What of a checkpoint a trained network is: averaged parameters where they are kept."""
+    """Variables restored for inference.
+
+    Attributes:
+      evaluation_params: Averaged parameters if the run has them, else the parameters.
+      model_state: Model state, such as running statistics.
+      step: Number of steps taken.
+    """
 
     evaluation_params: Any
     model_state: Any
@@ -50,27 +65,27 @@ class RestoredNetwork(NamedTuple):
 
 
 class DamagedError(Exception):
-    """A checkpoint whose arrays are not those that were saved."""
+    """A checkpoint's arrays are not those that were saved."""
 
 
 class Checkpoints:
-    """The checkpoints of a run, each of them whole or absent.
+    """Checkpoints of a run; each is either complete or absent.
 
-    They are written in the background, from a copy on the host. On CPU, where the copy lies in
-    the same memory as the state, one of more than 32 MiB is written at once, a few arrays at a
-    time.
+    A checkpoint is written in the background from a copy on the host. On CPU, where the copy is
+    in the same memory as the state, a state above 32 MiB is written synchronously, a few arrays
+    at a time.
 
-    With each, the checksums of its arrays are kept, and compared when it is read: of a
-    damaged one, whatever the damage, the one before is taken.
+    Checksums of all arrays are saved and compared on reading. If a checkpoint is damaged, the one
+    before it is used.
 
     Args:
-      folder: where they are.
-      keep: how many of the newest are kept; None: they are only read.
-      say: shows a line; on stderr by default.
-      shapes: of the states that will be saved; None: writing, and reading, takes what memory
-        it will.
-      best: read that of the highest score, not the newest.
-      keep_best: keep that of the highest score beside the newest.
+      folder: folder of the checkpoints.
+      keep: number of the newest checkpoints to keep; None opens them for reading only.
+      log: prints a line, by default on stderr.
+      shapes: shapes of the states to save, which limit the memory of writing and reading on CPU;
+        without them it is not limited.
+      best: read the checkpoint with the highest score instead of the newest.
+      keep_best: keep the checkpoint with the highest score, too.
 
     Raises:
       UserError: for a folder whose path orbax cannot read.
@@ -80,27 +95,27 @@ class Checkpoints:
         self,
         folder: Path,
         keep: int | None = None,
-        say: Callable[[str], None] = lambda words: print(f"fnet: {words}", file=sys.stderr),
+        log: Callable[[str], None] = lambda line: print(f"fnet: {line}", file=sys.stderr),
         *,
         shapes: TrainState | None = None,
         best: bool = False,
         keep_best: bool = True,
     ):
-        best_of_all = BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy([LatestN(keep), *[best_of_all] * keep_best]),
-            best_fn=_score,  # without it, orbax writes no metrics
-            cleanup_tmp_directories=keep is not None,
-            read_only=keep is None,
-            create=keep is not None,
-            lightweight_initialize=keep is None,  # else it reads all scores, damaged or not
-            enable_async_checkpointing=_in_background(shapes),
-        )
-        self._folder, self._say, self._only_read = folder.absolute(), say, keep is None
+        self._folder, self._log, self._read_only = folder.absolute(), log, keep is None
         self._best = best
         check_no_pattern(folder)
-        self._some_put_aside = self._put_unread_scores_aside()
-        gigabytes = _at_a_time(shapes)
+        self._has_moved_damaged = self._move_damaged_scores()
+        best_policy = BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), *[best_policy] * keep_best]),
+            best_fn=_score,  # without it, orbax does not write metrics
+            cleanup_tmp_directories=not self._read_only,
+            read_only=self._read_only,
+            create=not self._read_only,
+            lightweight_initialize=self._read_only,  # otherwise orbax fails on damaged scores
+            enable_async_checkpointing=_in_background(shapes),
+        )
+        gigabytes = _gigabytes_in_flight(shapes)
         self._manager = ocp.CheckpointManager(
             self._folder,
             options=options,
@@ -116,234 +131,348 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Of a save that fails while something else is on its way, that is told.
+        # Don't mask an exception that is already propagating.
         with contextlib.suppress(Exception) if kind else _saving(self._folder):
             self._manager.close()
 
     @property
     def latest_step(self) -> int | None:
-        """The newest checkpoint's step, or None."""
+        """Step of the newest checkpoint, or None."""
         return self._manager.latest_step()
 
     @property
     def best_score(self) -> float:
-        """The highest score that a checkpoint was saved with; minus infinity without any."""
+        """Highest score of any checkpoint; minus infinity if none has a score."""
         return max(self._scores().values(), default=float("-inf"))
 
     def save(
         self, step: int, state: TrainState, position: dict[str, Any], score: float | None = None
     ) -> None:
-        """Starts to save; the state may be donated as soon as this returns.
+        """Start to save a checkpoint. The state may be donated as soon as this returns.
 
         Args:
-          step: how many steps were taken.
-          state: after them.
-          position: of the data.
-          score: how good the state is; the best one is kept.
+          step: number of steps taken.
+          state: train state after them.
+          position: position in the data.
+          score: quality of the state, by which the best checkpoint is kept.
 
         Raises:
-          TrainingError: if this one or the one before cannot be written.
+          TrainingError: if this checkpoint or the one before cannot be written.
         """
         if self.latest_step == step:
             return
-        sums = checksums(state)
+        data = {"position": position, "checksums": checksums(state)}
         with _saving(self._folder):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(state),
-                    data=ocp.args.JsonSave({"position": position, "checksums": sums}),
+                    state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data)
                 ),
                 metrics=None if score is None else {"score": score},
             )
         release_free_memory()
 
     def wait(self) -> None:
-        """Returns when everything is on disk.
+        """Wait until all checkpoints are on disk.
 
         Raises:
-          TrainingError: if it cannot be written.
+          TrainingError: if one cannot be written.
         """
         with _saving(self._folder):
             self._manager.wait_until_finished()
 
-    def restore(self, like: TrainState) -> Restored | None:
-        """The newest checkpoint that is not damaged, or None if there is none at all.
+    def restore(self, shapes: TrainState) -> Restored | None:
+        """Restore the newest intact checkpoint, or return None if there is none at all.
 
         Args:
-          like: the shapes of such a state, placed (`train.run.mesh`) or for one device.
+          shapes: shapes of the state, on one device or with shardings (`train.run.mesh`).
 
         Raises:
-          UserError: if the checkpoint's arrays have other names or shapes, or all are damaged.
+          UserError: if the names or shapes of the arrays differ, or all checkpoints are damaged.
         """
-        target = jax.tree.map(_placed, like)
+        target = jax.tree.map(_with_sharding, shapes)
 
         def read(step: int) -> Restored:
-            self._compare(step, self._manager.item_metadata(step).state.tree, like)
-            state, position = self._read(step, target)
-            return Restored(step, jax.tree.map(to_jax_buffer, state), position)
+            saved = self._manager.item_metadata(step).state.tree
+            renamed = _renamed_in(saved["params"])
+            self._compare(step, saved, _rename_keys(shapes, renamed))
+            state, position = self._read(step, _rename_keys(target, renamed))
+            state = jax.tree.map(to_jax_buffer, state)
+            return Restored(step, _rename_keys(state, _inverse(renamed)), position)
 
         return self._newest(read)
 
     def restore_network(
         self, init: Callable[[Array], tuple[Any, Any]] | None = None
     ) -> RestoredNetwork:
-        """The network of the newest checkpoint that is not damaged.
+        """Restore the network of the newest intact checkpoint.
 
-        Needs neither the data nor the optimizer that they were made with, and reads neither the
-        optimizer's state nor, beside averaged parameters, those they are the average of.
+        Only the variables for inference are read: no optimizer state, and no parameters if there
+        are averaged ones. Neither the data nor the optimizer of the run is needed.
 
         Args:
-          init: the network's, ``key -> (params, model_state)``, to compare with; None: what is
-            there is taken.
+          init: the network's ``key -> (params, model_state)``, whose names and shapes are
+            compared with the checkpoint's; None skips the comparison.
 
         Raises:
-          UserError: if there is no checkpoint, its arrays have other names or shapes, or all
-            are damaged.
+          UserError: if there is no checkpoint, if the names or shapes of its arrays differ, or if
+            all checkpoints are damaged.
         """
 
         def read(step: int) -> RestoredNetwork:
-            tree = self._manager.item_metadata(step).state.tree
-            averaged = "params" if tree.get("ema") is None else "ema"
-            there = {name: tree[name] for name in (averaged, "model_state")}
+            saved = self._manager.item_metadata(step).state.tree
+            params_name = "params" if saved.get("ema") is None else "ema"
+            renamed = _renamed_in(saved["params"])
+            network = {name: saved[name] for name in (params_name, "model_state")}
             if init is not None:
                 params, model_state = jax.eval_shape(init, jax.random.key(0))
-                self._compare(step, there, {averaged: params, "model_state": model_state})
-            like = jax.tree.map(_on_one_device, there, is_leaf=lambda a: hasattr(a, "shape"))
-            network, _ = self._read(step, like)
-            return RestoredNetwork(network[averaged], network["model_state"], step)
+                here = {params_name: params, "model_state": model_state}
+                self._compare(step, network, _rename_keys(here, renamed))
+            target = jax.tree.map(_on_one_device, network, is_leaf=lambda a: hasattr(a, "shape"))
+            restored, _ = self._read(step, target)
+            restored = _rename_keys(restored, _inverse(renamed))
+            return RestoredNetwork(restored[params_name], restored["model_state"], step)
 
-        found = self._newest(read)
-        if found is None:
+        network = self._newest(read)
+        if network is None:
             raise UserError(f"no checkpoint in {self._folder}: the run has not saved one yet")
-        return found
+        return network
 
-    def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The part of a state that is asked for, compared with its checksums, and the position."""
-        self._score_of(step)  # raises where it is damaged
+    def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
+        """Read the arrays of a target tree and the position; compare the arrays' checksums."""
+        self._score_of(step)  # raises if it is damaged
         part = ocp.args.PyTreeRestore(
-            like, ocp.checkpoint_utils.construct_restore_args(like), partial_restore=True
+            target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
         restored = self._manager.restore(
             step, args=ocp.args.Composite(state=part, data=ocp.args.JsonRestore())
         )
-        saved, found = restored.data["checksums"], checksums(restored.state)
-        wrong = sorted(name for name in found if saved.get(name) != found[name])
-        if wrong:
-            raise DamagedError(f"{wrong[0]} is not what was saved")
+        expected = restored.data["checksums"]
+        actual = checksums(restored.state)
+        different = sorted(name for name in actual if expected.get(name) != actual[name])
+        if different:
+            raise DamagedError(f"{different[0]} is not what was saved")
         return restored.state, restored.data["position"]
 
-    def _newest(self, read: Callable[[int], Found]) -> Found | None:
-        """What is read of the newest checkpoint, or the best, of which it can be."""
+    def _newest(self, read: Callable[[int], Content]) -> Content | None:
+        """Read the newest intact checkpoint, or the best one; all processes take the same."""
         steps = sorted(self._manager.all_steps(), reverse=True)
-        among, mend = "", "start anew with --out"
+        which, fix = "", "start a new run with another --out"
         if self._best and steps:
             scores = self._scores()
             steps = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
             if not steps:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
-            among, mend = " that has a score", "leave out --best"
+            which, fix = " with a score", "leave out --best"
         for step in steps:
-            failed: Exception | None = None
+            error: Exception | None = None
             try:
-                found = read(step)
+                content = read(step)
             except UserError:
                 raise
-            except Exception as error:  # whatever orbax makes of a damaged file
-                failed = error
-            wrong = _reason(failed) if failed else "as another process found"
-            if any_process(failed is not None and is_machine_error(failed)):
-                if failed and is_out_of_memory(failed):
-                    raise failed
+            except Exception as raised:  # orbax raises many kinds for a damaged file
+                error = raised
+            reason = _reason(error) if error else "found by another process"
+            if any_process(error is not None and is_machine_error(error)):
+                if error and is_out_of_memory(error):
+                    raise error
                 path = self._folder / str(step)
-                raise TrainingError(f"cannot read {path}, which is left as it is: {wrong}")
-            if not any_process(failed is not None):
-                return found
-            self._say_damaged(step, wrong)
-            self._put_aside(step)
-        if steps or self._some_put_aside:
-            raise UserError(f"every checkpoint in {self._folder}{among} is damaged; {mend}")
+                raise TrainingError(f"cannot read {path}, which is not changed: {reason}")
+            if not any_process(error is not None):
+                return content
+            self._log_damaged(step, reason)
+            self._move_damaged(step)
+        if steps or self._has_moved_damaged:
+            raise UserError(f"every checkpoint{which} in {self._folder} is damaged; {fix}")
         return None
 
     def _scores(self) -> dict[int, float]:
-        """Of the checkpoints that were saved with one, by step."""
-        found = {}
+        """Return the score of each checkpoint that has one, by step."""
+        scores = {}
         for step in self._manager.all_steps():
             try:
                 if (score := self._score_of(step)) is not None:
-                    found[step] = score
+                    scores[step] = score
             except ValueError as error:
-                if self._best:  # else it is said where the checkpoint is read
-                    self._say_damaged(step, str(error))
-        return found
+                if self._best:  # otherwise it is logged when the checkpoint is read
+                    self._log_damaged(step, str(error))
+        return scores
 
     def _score_of(self, step: int) -> float | None:
         metrics = self._manager.metrics(step)
         return None if metrics is None else _score(metrics)
 
-    def _put_unread_scores_aside(self) -> bool:
-        """Whether there were checkpoints with a damaged score: orbax would not begin, or save."""
-        if self._only_read:
+    def _move_damaged_scores(self) -> bool:
+        """Move checkpoints with a damaged score away, with which orbax could not save.
+
+        Returns:
+          Whether there were any.
+        """
+        if self._read_only:
             return False
-        found = False
+        has_moved = False
         if jax.process_index() == 0:
             for path in sorted(self._folder.glob("*/metrics/metrics")):
-                folder = path.parents[1]
+                checkpoint = path.parents[1]
                 try:
                     _score(json.loads(path.read_bytes()))
                 except ValueError as error:
-                    if folder.name.isdecimal():  # no save that a kill has cut off
-                        step = int(folder.name)
-                        self._say_damaged(step, str(error))
+                    if checkpoint.name.isdecimal():  # not a save that a kill cut off
+                        step = int(checkpoint.name)
+                        self._log_damaged(step, str(error))
                         self._rename(step)
-                        found = True
-        return any_process(found)  # the others wait until they are there
+                        has_moved = True
+        return any_process(has_moved)  # the other processes wait here
 
-    def _say_damaged(self, step: int, why: str) -> None:
-        self._say(f"checkpoint {self._folder / str(step)} is damaged ({why}); the next is taken")
+    def _log_damaged(self, step: int, why: str) -> None:
+        self._log(
+            f"checkpoint {self._folder / str(step)} is damaged ({why}); trying the one before"
+        )
 
-    def _put_aside(self, step: int) -> None:
-        """Makes room for a checkpoint of the same step, without losing what was there."""
-        if self._only_read:
+    def _move_damaged(self, step: int) -> None:
+        """Move a checkpoint away, so that its step can be saved again."""
+        if self._read_only:
             return
         if jax.process_index() == 0:
             self._rename(step)
-        any_process(False)  # the others wait until it is there
+        any_process(False)  # the other processes wait here
         self._manager.reload()
 
     def _rename(self, step: int) -> None:
-        aside = self._folder.parent / f"damaged_checkpoint_{step}"
-        shutil.rmtree(aside, ignore_errors=True)
-        (self._folder / str(step)).rename(aside)
+        damaged = self._folder.parent / f"damaged_checkpoint_{step}"
+        shutil.rmtree(damaged, ignore_errors=True)
+        (self._folder / str(step)).rename(damaged)
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
-        """Refuses a checkpoint whose arrays are not those that are here."""
-        found, wanted = _shapes(there), _shapes(here)
-        for name in sorted(found.keys() | wanted.keys()):
-            if found.get(name) != wanted.get(name):
+        """Raise `UserError` if names or shapes of the saved arrays are not those of ``here``."""
+        saved, expected = _shapes(there), _shapes(here)
+        for name in sorted(saved.keys() | expected.keys()):
+            if saved.get(name) != expected.get(name):
                 raise UserError(
-                    f"checkpoint {self._folder / str(step)} is another model's: "
-                    f"{name} is {found.get(name, 'absent')} there, "
-                    f"{wanted.get(name, 'absent')} here"
+                    f"checkpoint {self._folder / str(step)} is of another model: "
+                    f"{name} is {saved.get(name, 'absent')} there, "
+                    f"{expected.get(name, 'absent')} here"
                 )
 
 
-def _shapes(tree: Any) -> dict[str, str]:
-    """{path: shape} of all leaves but the typed key, which is saved as its data."""
+def checksums(tree: Any) -> dict[str, int]:
+    """Return a checksum of each array, ``{"params.stem.kernel": 2873465, ...}``.
+
+    It is the sum over all elements, modulo 2^32, of their bits and their index, mixed by a
+    bijection (the last step of MurmurHash3). A change of one element always changes it. Arrays
+    are neither moved nor copied; each device sums its own shard.
+
+    Args:
+      tree: arrays or typed keys of any dtype.
+    """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    shapes = {dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
+    # One after the other: on CPU each needs as much memory again as its array.
+    return {_dotted(path): int(_checksum(leaf)) for path, leaf in leaves}
+
+
+@jax.jit
+def _checksum(a: Array) -> Array:
+    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+        a = jax.random.key_data(a)
+    if a.dtype == bool:
+        a = a.astype(np.uint8)
+    if jnp.issubdtype(a.dtype, jnp.complexfloating):
+        a = jnp.stack([a.real, a.imag])
+    bits = min(a.dtype.itemsize * 8, 32)  # wider dtypes are split on a new axis
+    number = jax.lax.bitcast_convert_type(a, np.dtype(f"uint{bits}")).astype(np.uint32)
+    index = jnp.zeros(number.shape, np.uint32)
+    for axis in range(number.ndim):
+        stride = math.prod(number.shape[axis + 1 :]) % 2**32
+        index += jax.lax.broadcasted_iota(np.uint32, number.shape, axis) * np.uint32(stride)
+    return _mix(number ^ _mix(index)).sum(dtype=np.uint32)
+
+
+def _mix(h: Array) -> Array:
+    """Apply a bijection of 32 bits in which every bit changes half of the others."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def to_jax_buffer(leaf: Array) -> Array:
+    """Copy a restored array into JAX's own memory and delete the original.
+
+    On CPU most restored arrays are in memory of orbax. JAX cannot donate them, so that the first
+    step would hold them twice.
+    """
+    copy = jax.block_until_ready(jax.device_put(leaf, leaf.sharding, may_alias=False))
+    leaf.delete()
+    release_free_memory()  # otherwise the next array does not quite fit in the space of this one
+    return copy
+
+
+def _in_background(shapes: Any) -> bool:
+    """Whether a state is written in the background.
+
+    On CPU a state that is being written cannot be donated, so that each step makes another. Only
+    a small state, below `IN_FLIGHT`, is worth that.
+    """
+    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
+
+
+def _gigabytes_in_flight(shapes: Any) -> float | None:
+    """Return orbax's limit on gigabytes in flight; None for no limit."""
+    if shapes is None or jax.default_backend() != "cpu":
+        return None
+    return (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # no array may be above the limit
+
+
+def _sizes(shapes: Any) -> list[int]:
+    """Return bytes of whole arrays, because orbax may read all of an array for one shard."""
+    return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
+
+
+def _dotted(path: Any) -> str:
+    """Return a leaf's path, ``"opt_state.0.mu"``, in one form for attributes, keys and indices."""
+    parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
+    return ".".join(str(p) for p in parts)
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """Return {path: shape} of all leaves except the typed key, which is saved as its data."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    shapes = {_dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
     return {name: shape for name, shape in shapes.items() if name != "key"}
 
 
+def _renamed_in(saved_params: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of parameters in a checkpoint of an earlier version, by today's names."""
+    return {new: old for new, old in _RENAMED.items() if old in saved_params}
+
+
+def _inverse(names: dict[str, str]) -> dict[str, str]:
+    return {new: old for old, new in names.items()}
+
+
+def _rename_keys(tree: Any, names: dict[str, str]) -> Any:
+    """Rename dict keys throughout a train state or a part of one."""
+    if not names:
+        return tree
+    if isinstance(tree, TrainState):
+        state = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+        return dataclasses.replace(tree, **{k: _rename_keys(v, names) for k, v in state.items()})
+    if isinstance(tree, dict):
+        return {names.get(k, k): _rename_keys(v, names) for k, v in tree.items()}
+    if isinstance(tree, tuple):
+        items = [_rename_keys(item, names) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return tree
+
+
 def _score(metrics: Any) -> float:
-    """What was saved as ``{"score": ...}``; raises ValueError for anything else."""
+    """Return the score in ``{"score": ...}``; raise ValueError for anything else."""
     score = metrics.get("score") if isinstance(metrics, dict) else None
     if not isinstance(score, int | float) or not -math.inf < score < math.inf:
         raise ValueError(f"its score is {score}, not a finite number")
     return score
 
 
-def _placed(shape: Any) -> jax.ShapeDtypeStruct:
+def _with_sharding(shape: Any) -> jax.ShapeDtypeStruct:
     return shape if shape.sharding else _on_one_device(shape)
 
 
@@ -354,95 +483,17 @@ def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _saving(folder: Path) -> Iterator[None]:
-    """What goes wrong while a checkpoint is written, as one line."""
+    """Raise any error in writing a checkpoint as `TrainingError`."""
     try:
         yield
     except Exception as error:
         raise TrainingError(
-            f"cannot save a checkpoint in {folder}: {_reason(error)}; those that were "
-            "saved before are whole"
+            f"cannot save a checkpoint in {folder}: {_reason(error)}; earlier checkpoints are "
+            "intact"
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """Its first line, of a long one the end: there the reason is, behind paths within paths."""
+    """Return the error's first line; only the end of a long one, where the reason is."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line if len(line) <= 200 else f"... {line[-200:]}"
-
-
-def _in_background(shapes: Any) -> bool:
-    """Whether there is room to go on with the training while such a state is written.
-
-    On CPU a state that is being written cannot be donated: each step makes another one. That of
-    a small network is less than `IN_FLIGHT`.
-    """
-    return jax.default_backend() != "cpu" or sum(_sizes(shapes)) <= IN_FLIGHT
-
-
-def _at_a_time(shapes: Any) -> float | None:
-    """Gigabytes of arrays that may be on their way at a time; None: any number."""
-    if shapes is None or jax.default_backend() != "cpu":
-        return None
-    return (IN_FLIGHT + max(_sizes(shapes))) / 1e9  # each array must be below orbax's limit
-
-
-def to_jax_buffer(leaf: Array) -> Array:
-    """A restored array, copied into JAX's own memory, in place of the one that was read.
-
-    On CPU most lie where orbax read them to. These cannot be donated: the first step would hold
-    them twice.
-    """
-    copy = jax.block_until_ready(jax.device_put(leaf, leaf.sharding, may_alias=False))
-    leaf.delete()
-    release_free_memory()  # what is free now is too small for the next one by a few bytes
-    return copy
-
-
-def _sizes(shapes: Any) -> list[int]:
-    """Bytes of whole arrays: orbax may read one whole of which a device has a part."""
-    return [a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes)]
-
-
-def checksums(tree: Any) -> dict[str, int]:
-    """``{"params.stem.kernel": 2873465, ...}`` of every array of a tree.
-
-    The sum over all elements, modulo 2^32, of their bits and their place, mixed by a bijection
-    (the last step of MurmurHash3): one changed element is always seen. No array is moved or
-    copied; of one that is spread over devices each sums its own part.
-
-    Args:
-      tree: of arrays or typed keys of any dtype.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    # One after the other: on CPU each takes as much memory again as its array.
-    return {dotted(path): int(_sum(leaf)) for path, leaf in leaves}
-
-
-def dotted(path: Any) -> str:
-    """A leaf's path, ``"opt_state.0.mu"``, the same for attributes, keys and positions."""
-    parts = (getattr(p, a) for p in path for a in ("key", "name", "idx") if hasattr(p, a))
-    return ".".join(str(p) for p in parts)
-
-
-@jax.jit
-def _sum(a: Array) -> Array:
-    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a = jax.random.key_data(a)
-    if a.dtype == bool:
-        a = a.astype(np.uint8)
-    if jnp.issubdtype(a.dtype, jnp.complexfloating):
-        a = jnp.stack([a.real, a.imag])
-    bits = min(a.dtype.itemsize * 8, 32)  # of wider ones the halves, on an axis of their own
-    number = jax.lax.bitcast_convert_type(a, np.dtype(f"uint{bits}")).astype(np.uint32)
-    place = jnp.zeros(number.shape, np.uint32)
-    for axis in range(number.ndim):
-        after = math.prod(number.shape[axis + 1 :]) % 2**32
-        place += jax.lax.broadcasted_iota(np.uint32, number.shape, axis) * np.uint32(after)
-    return _mixed(number ^ _mixed(place)).sum(dtype=np.uint32)
-
-
-def _mixed(h: Array) -> Array:
-    """A bijection of 32 bits in which every bit changes half of the others."""
-    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
