@@ -73,6 +73,7 @@ COMMANDS = (
     ("fnet", "configs"),
     ("fnet", "train", "digits", "--train.steps", "20", "--optim.warmup-steps", "2", "--out", "a"),
     ("fnet", "eval", "a"),
+    ("fnet", "report", "a"),
     ("fnet", "train", "mine.py", "--out", "b"),
     ("python", "-m", "fnet", "train", "mine.py", "--out", "c"),
     ("python", "make_images.py"),

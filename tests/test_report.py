@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import report_cases
 from program_cases import fnet_command
-from report_cases import LINES, NOW, Page, line, page_of, written
+from report_cases import LINES, MEMORY, NOW, Page, line, page_of, written
 
 from train.config import (
     Clipped,
@@ -136,6 +136,24 @@ def test_a_run_that_has_just_begun_says_what_is_missing(make):
     assert "There is no memory.json." in page.section("memory")
     assert "No throughput is logged yet." in page.section("throughput")
     assert not page.charts
+
+
+def test_a_step_without_residuals_and_timeline_has_a_memory_section(make):
+    page = page_of(make(memory={"residuals": [], "largest_at_peak": [], "live_bytes": None}))
+    assert "saved for the backward pass, in forward order: 0 bytes" in page.section("memory")
+    assert "does not report when buffers are live" in page.section("memory")
+
+
+def test_memory_of_an_older_version_is_shown(make):
+    layers = [{"layer": "old/conv", "bytes": 3, "arrays": 2}]
+    proof = {"flops_before": 3, "flops_after": 4, "temporaries_before": 2, "temporaries_after": 1}
+    older = MEMORY | {"kept": layers, "policy": "named", "recomputation": proof}
+    del older["residuals"]
+    folder = make(files={"memory.json": json.dumps(older).encode()})
+    page = page_of(folder)
+    assert page.rows["old/conv"] == ["2", "3 bytes", ""]
+    assert page.facts["remat policy"] == "named"
+    assert page.facts["FLOPs, compiled"] == "1.33 times those without remat"
 
 
 def test_lines_without_metrics_make_a_page_without_curves(make):

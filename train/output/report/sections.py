@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
@@ -66,7 +66,7 @@ def chart(metric: Metric, runs: Sequence[Run], axis: XAxis, points: int) -> Char
         titles[f"run{run}-{part}"] = f"{name}: from {first} to {last}."
     ends = {axis.text(axis.of(curve)[-1]) for curve in metric.curves.values()}
     notes = [" / ".join(filter(None, metric.parts))] if several and len(metric.parts) > 1 else []
-    notes += [f"at {ends.pop()}" if len(ends) == 1 else "at the end of each run"]
+    notes += [f"at {ends.pop()}" if len(ends) == 1 else "last values"]
     notes += ["log scale"] * metric.log
     draw_metric = functools.partial(draw, metric=metric, x_axis=axis, runs=len(runs), points=points)
     svg = to_svg(draw_metric, axis.name, metric.name, titles)
@@ -74,9 +74,11 @@ def chart(metric: Metric, runs: Sequence[Run], axis: XAxis, points: int) -> Char
 
 
 def compare(
-    title: str, columns: Sequence[Mapping[str, str]], runs: Sequence[Run], mark: bool = True
+    title: str, columns: Sequence[Mapping[str, str]], runs: Sequence[Run], mark: bool = False
 ) -> Table:
     """Return a table of each run's texts by name, a column each; differences can be marked."""
+    mark = mark and len(runs) > 1
+    title += ", differences in bold" if mark else ""
     fullest_first = sorted(columns, key=len, reverse=True)
     rows = []
     for name in dict.fromkeys(name for column in fullest_first for name in column):
@@ -116,8 +118,8 @@ def memory_sums(run: Run) -> dict[str, str]:
     return sums | (step_sums(run.memory) if run.memory else {})
 
 
-def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Chart | None, list[Table]]]:
-    """Yield the runs, live bytes and tables of each different compiled step, in one scale."""
+def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | None, Table]]:
+    """Yield runs, residuals, live bytes and largest buffers of each compiled step, to one scale."""
     labels: dict[StoredMemory, list[str]] = {}
     for run in runs:
         if run.memory:
@@ -125,9 +127,8 @@ def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Chart | None, lis
     longest = max((r.bytes for memory in labels for r in memory.residuals), default=0)
     highest = max((max(memory.live_bytes or [0]) for memory in labels), default=0)
     for i, (memory, names) in enumerate(labels.items()):
-        tables = [residuals_table(memory, longest), largest_table(memory)]
         live = _live_bytes(memory, highest, f"live{i}") if memory.live_bytes else None
-        yield ", ".join(names), live, [table for table in tables if table.rows]
+        yield ", ".join(names), residuals_table(memory, longest), live, largest_table(memory)
 
 
 def _live_bytes(memory: StoredMemory, highest: int, name: str) -> Chart:
@@ -186,8 +187,8 @@ def differences(runs: Sequence[Run]) -> tuple[list[dict[str, str]], dict[str, st
     configs = [run.config for run in runs]
     if len(runs) == 1:
         sections = {f.name: getattr(configs[0], f.name) for f in dataclasses.fields(Config)}
-        kinds = {k: type(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
-        configs.append(Config(**{k: kind() for k, kind in kinds.items()}))  # type: ignore
+        kinds: Any = {k: type(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
+        configs.append(Config(**{name: kind() for name, kind in kinds.items()}))
     flat = [{name: str(value) for name, value in flatten(c).items()} for c in configs]
     order = [f.name for f in dataclasses.fields(Config)]
     names = sorted({n: 0 for c in flat for n in c}, key=lambda n: order.index(n.partition(".")[0]))
