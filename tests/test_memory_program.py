@@ -111,7 +111,7 @@ def test_a_policy_can_be_named_without_a_budget(workplace):
 
 def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
     assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
-    assert "memory.policy: norms: the policy saves nothing" in capsys.readouterr().err
+    assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -40,39 +40,39 @@ def both(wrap, options):
     return [gradient(dense_blocks(w), WEIGHTS, X, options=options) for w in (lambda f: f, wrap)]
 
 
-def test_a_checkpoint_a_block_repeats_the_forward_pass_and_holds_less():
-    # Backward there are two products a block, but for the first, whose input has no gradient.
+def test_a_checkpoint_per_block_repeats_the_forward_pass_and_saves_memory():
+    # Two products per block in the backward pass, but one for the first block.
     found = check_remat(*both(jax.checkpoint, KEEP))
     assert found.flops_before == pytest.approx((3 * BLOCKS - 1) * PRODUCT, rel=0.06)
     assert found.flops_after - found.flops_before == pytest.approx(BLOCKS * PRODUCT, rel=0.01)
     assert found.flops_ratio == found.flops_after / found.flops_before
     assert found.temporaries_ratio == found.temporaries_after / found.temporaries_before
-    # A sine and a cosine a block before; one of them after.
+    # A sine and a cosine per block before, one of them after.
     assert found.temporaries_ratio < 0.65
     assert found.bytes_after > found.bytes_before > 0
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="the compiler keeps the barriers")
-def test_the_cpu_compiler_undoes_it_by_default_and_that_is_an_error():
+def test_rejects_remat_that_the_cpu_compiler_undoes():
     with pytest.raises(RematError) as error:
         check_remat(*both(jax.checkpoint, DEFAULT))
     message = str(error.value)
-    assert "arithmetic times 1.0" in message
+    assert "FLOPs times 1.0" in message
     assert "cse_barrier_expander" in message
     assert f"compile with compiler_options={KEEP}" in message
 
 
-def test_without_a_barrier_it_is_merged_with_any_options():
+def test_without_a_barrier_xla_merges_it_with_any_options():
     policy = functools.partial(jax.checkpoint, prevent_cse=False)
-    with pytest.raises(RematError, match=r"times 1\.000.*or prevent_cse=False let the"):
+    with pytest.raises(RematError, match=r"times 1\.000.*\(prevent_cse=False\)"):
         check_remat(*both(policy, KEEP))
 
 
-def test_one_checkpoint_around_everything_saves_nothing():
+def test_one_checkpoint_around_everything_saves_no_memory():
     plain = gradient(dense_blocks(), WEIGHTS, X, options=KEEP)
     whole = gradient(dense_blocks(around=jax.checkpoint), WEIGHTS, X, options=KEEP)
     assert flops(whole) > 1.3 * flops(plain)
-    with pytest.raises(RematError, match="wrap parts, a block each"):
+    with pytest.raises(RematError, match="wrap each block by itself"):
         check_remat(plain, whole)
 
 
@@ -87,14 +87,14 @@ def abn_stack(activation, wrap):
     )
 
 
-def test_recompute_repeats_activation_functions_and_no_convolution():
+def test_recompute_repeats_activation_functions_but_no_convolution():
     found = check_remat(abn_stack("gelu", lambda f: f), abn_stack("gelu", fnet.recompute))
     assert 1 < found.flops_ratio < 1.05
     assert found.temporaries_ratio < 0.65
 
 
 @pytest.mark.parametrize("wrap", [fnet.recompute, fnet.memory.remat_in_segments])
-def test_words_and_switches_by_name_stay_as_they_are(wrap):
+def test_strings_and_bools_by_keyword_are_static(wrap):
     model = serial(dense=layers.dense(4, 4), drop=layers.dropout(0.5))
     params, state = model.init(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 4))
@@ -117,13 +117,13 @@ def test_words_and_switches_by_name_stay_as_they_are(wrap):
     assert wrap(f).__name__ == "f"
 
 
-def test_a_policy_with_nothing_to_drop_is_told_so():
+def test_rejects_a_policy_that_drops_no_residual():
     programs = [abn_stack("leaky_relu", wrap) for wrap in (lambda f: f, fnet.recompute)]
-    with pytest.raises(RematError, match="nothing was kept before that the policy drops"):
+    with pytest.raises(RematError, match="no residuals that the policy drops"):
         check_remat(*programs)
 
 
-def test_inside_a_scan_it_holds_without_options_and_an_iteration_is_counted():
+def test_remat_inside_a_scan_needs_no_options_and_counts_one_iteration():
     def loss(wrap):
         step = wrap(lambda x, w: (jnp.sin(x @ w), None))
         return lambda ws, x: jnp.square(jax.lax.scan(step, x, ws)[0]).mean()
@@ -137,8 +137,8 @@ def test_inside_a_scan_it_holds_without_options_and_an_iteration_is_counted():
     assert found.temporaries_ratio < 0.65
 
 
-# As XLA's compiler for an H100 writes it, shortened.
-GPU_TEXT = """
+# Printed by XLA for an H100, shortened.
+GPU_TEXT = """HloModule m, is_scheduled=true
 ENTRY %main (x: f32[4,16,16,16], k: f32[16,3,3,16], dy: f32[4,16,16,16]) -> f32[8,512,1024] {
   %x = f32[4,16,16,16]{3,2,1,0} parameter(0)
   %k = f32[16,3,3,16]{3,2,1,0} parameter(1)
@@ -154,13 +154,13 @@ ENTRY %main (x: f32[4,16,16,16], k: f32[16,3,3,16], dy: f32[4,16,16,16]) -> f32[
 """
 
 
-def test_where_the_compiler_counts_nothing_products_are_read_from_the_program():
+def test_flops_without_a_cost_analysis_are_those_of_products():
     gpu = types.SimpleNamespace(cost_analysis=lambda: None, as_text=lambda: GPU_TEXT)
     convolution, product = 2 * (4 * 16 * 16 * 16) * (3 * 3 * 16), 2 * (8 * 512 * 1024) * 256
     assert flops(gpu) == 3 * convolution + 2 * product
 
 
-def test_it_holds_for_a_gpu_that_is_not_there():
+def test_remat_for_a_gpu_compiled_ahead_of_time():
     try:
         gpu = target.describe("h100")
     except RuntimeError as error:
@@ -176,7 +176,7 @@ def test_it_holds_for_a_gpu_that_is_not_there():
     assert found.temporaries_ratio < 0.65
 
 
-def test_products_read_from_a_program_are_those_its_compiler_counts():
+def test_flops_of_products_agree_with_the_cost_analysis():
     def loss(kernels, x):
         x = jnp.sin(fnet.layers.conv(4, 8, 3).apply({"kernel": kernels[0]}, {}, x, train=True)[0])
         return jnp.sin(x.reshape(8, -1) @ kernels[1]).sum()
@@ -185,19 +185,19 @@ def test_products_read_from_a_program_are_those_its_compiler_counts():
     images = jax.ShapeDtypeStruct((8, 8, 8, 4), F32)
     compiled = gradient(loss, kernels, images, options=KEEP)
     silent = types.SimpleNamespace(cost_analysis=lambda: None, as_text=compiled.as_text)
-    # Beside products a compiler counts sums, and leaves out products with padding.
+    # The compiler also counts sums, and no products with padding.
     assert flops(silent) == pytest.approx(flops(compiled), rel=0.1)
 
 
-def test_a_program_compared_with_itself_saves_nothing():
+def test_a_program_compared_with_itself_saves_no_memory():
     compiled = both(jax.checkpoint, KEEP)[1]
-    with pytest.raises(RematError, match=r"arithmetic times 1\.000") as error:
+    with pytest.raises(RematError, match=r"FLOPs times 1\.000") as error:
         check_remat(compiled, compiled)
     held = f"{peak(compiled).temporaries:,}"
     assert f"temporaries {held} bytes before, {held} after" in str(error.value)
 
 
-def test_where_nothing_was_held_nothing_is_saved():
+def test_rejects_programs_without_temporaries():
     compiled = jax.jit(lambda x: x + 1).lower(X).compile()
     with pytest.raises(RematError, match="temporaries 0 bytes before, 0 after"):
         check_remat(compiled, compiled)

@@ -59,7 +59,7 @@ def plain(f):
 @pytest.mark.parametrize(
     "policy", ["segments", "dots", pytest.param("norms", marks=pytest.mark.slow)]
 )
-def test_recomputing_changes_neither_values_nor_gradients(f, policy):
+def test_policies_change_neither_values_nor_gradients(f, policy):
     ours = jax.jit(jax.value_and_grad(REMAT_POLICIES[policy].apply(f)))(*inputs())
     chex.assert_trees_all_close(ours, plain(f), rtol=1e-5)
 
@@ -67,19 +67,19 @@ def test_recomputing_changes_neither_values_nor_gradients(f, policy):
 @pytest.mark.parametrize(
     "f", [chain, pytest.param(jax.jit(chain), marks=pytest.mark.slow)], ids=["chain", "jit"]
 )
-def test_a_deep_network_keeps_about_the_root_of_what_it_kept(f):
-    # 24 blocks of three arrays; two roots of 72 are 17, and the gradients are 3 more.
+def test_temporaries_of_a_deep_network_grow_with_the_root_of_its_depth(f):
+    # 24 blocks of three arrays: 2 * sqrt(72) is 17, and the gradients are 3 more.
     assert temporaries(f) > 48
     assert temporaries(remat_in_segments(f)) < 22
 
 
-def test_a_loop_keeps_its_carry_and_recomputes_a_round():
-    # One carry a round, and twice the kernels, each stack of which is as large as 3 activations.
+def test_a_loop_saves_its_carry_and_rematerializes_each_iteration():
+    # One carry per iteration, and two stacks of kernels as large as 3 activations each.
     assert temporaries(scanned) > 3 * DEPTH
     assert DEPTH < temporaries(remat_in_segments(scanned)) < DEPTH + 12
 
 
-def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
+def test_cuts_are_optimal_with_one_large_part_that_cannot_be_cut():
     blocks, made_a_block, head = 6, 4 * ACTIVATION, 10 * ACTIVATION
 
     def f(kernels, wide, x):
@@ -92,7 +92,7 @@ def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
     jaxpr = jax.make_jaxpr(f)(kernels[:blocks], wide, x).jaxpr
 
     def needed(cuts):
-        """What passes at the cuts, which are behind blocks, and what the largest segment makes."""
+        """Bytes that pass at the cuts after blocks, plus bytes of the largest segment."""
         bounds = [0, *cuts, blocks]
         made = [(b - a) * made_a_block for a, b in itertools.pairwise(bounds)]
         made[-1] += head
@@ -106,15 +106,15 @@ def test_no_division_keeps_less_where_one_part_is_large_and_cannot_be_divided():
     assert needed([cut // of_block for cut in cuts[1:-1]]) == best
 
 
-def test_arithmetic_grows_by_less_than_one_forward_pass():
-    # Of the three products a layer takes, one is done again, except in the last segment.
+def test_flops_grow_by_less_than_one_forward_pass():
+    # One of three products per layer runs again, except in the last segment.
     assert flops(chain) < flops(remat_in_segments(chain)) < 4 / 3 * flops(chain)
 
 
 @pytest.mark.parametrize(
     "f", [chain, pytest.param(scanned, marks=pytest.mark.slow)], ids=["chain", "scan"]
 )
-def test_keeping_products_repeats_none(f):
+def test_policy_dots_repeats_no_product(f):
     products = (3 * DEPTH - 1) * 2 * BATCH * WIDTH**2
     repeated = flops(REMAT_POLICIES["dots"].apply(f)) - flops(f)
     assert 0 < repeated < 0.05 * products
@@ -149,7 +149,7 @@ def test_model_state_keys_and_named_scopes_pass_through():
     assert "blocks/2/body" in lowered.as_text(debug_info=True)
 
 
-def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
+def test_named_scopes_around_jit_and_scan_pass_through():
     @jax.jit
     def f(params, x):
         with jax.named_scope("outer"):
@@ -160,7 +160,7 @@ def test_what_is_jitted_or_looped_over_keeps_the_scopes_around_it():
     assert "outer/while" in text
 
 
-def test_functions_with_little_to_cut_give_what_they_gave():
+def test_functions_without_cuts_return_the_same():
     x = jnp.arange(3.0)
     chex.assert_trees_all_equal(remat_in_segments(lambda x: x)(x), x)
     chex.assert_trees_all_equal(remat_in_segments(lambda x: {"a": 2 * x})(x), {"a": 2 * x})
@@ -171,7 +171,7 @@ def test_functions_with_little_to_cut_give_what_they_gave():
 
 
 @pytest.mark.slow
-def test_it_nests_in_other_transformations():
+def test_composes_with_vmap_and_jvp():
     params, x = inputs()
     tangents = jax.tree.map(np.ones_like, (params, x))
 
@@ -184,7 +184,7 @@ def test_it_nests_in_other_transformations():
     chex.assert_trees_all_close(ours, transformed(chain, params, x, tangents), rtol=1e-5)
 
 
-def test_offload_keeps_the_carries_of_a_loop_on_the_host():
+def test_offload_saves_the_carries_of_a_loop_in_host_memory():
     def kept(policy):
         found = fnet.memory.residuals(REMAT_POLICIES[policy].apply(scanned), *inputs())
         return [(r.alias_of, r.added) for r in found if r.shape == (DEPTH, BATCH, WIDTH)]
