@@ -4,11 +4,10 @@
 
 1. Trace the loss of the whole batch, find the batch axis of every value (`batch_axis`), and
    refuse losses that mix examples.
-2. If every equation that combines a parameter with data has one row per example, differentiate
-   the loss of the whole batch with respect to taps (`taps`). Data and cotangents of these
-   equations are the factors of all per-example gradients (`ghost_norm`). An equation that is not
-   linear in a parameter runs per example with copies of the parameter, see
-   `taps.PerExampleEquation`.
+2. Differentiate the loss of the whole batch with respect to taps (`taps`), if each equation that
+   combines a parameter with data has one row per example. Data and cotangents of these equations
+   are the factors of all per-example gradients (`ghost_norm`). An equation that is not linear in
+   a parameter runs per example with copies of the parameter, see `taps.PerExampleEquation`.
 3. Otherwise, trace the loss of one example and vectorize it with `jax.vmap`. This is right for
    every loss. It is not the first choice because XLA keeps some arrays twice if they have axes
    of size 1. A parameter with nonlinear uses gets one copy per example. If the copies would
@@ -388,8 +387,8 @@ def _differentiate_examples(traced: _Traced, width: int | None) -> _Result:
     shapes = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in examples.leaves]
     closed = jax.make_jaxpr(example_loss)(*params, *shapes)
     uses = find_uses(closed, n)
-    # If a parameter is combined with a value that all examples share, the tap would be as large
-    # as one copy of that value per example. Copy the parameter instead.
+    # A tap behind an equation without data would be as large as its result for each example.
+    # Copy the parameter instead.
     with_data = reachable(closed, [False] * n + [True] * len(shapes)).equations
     shared = {use.view.param for use in uses.all if use.path not in with_data}
     uses = uses._replace(nonlinear=uses.nonlinear | shared)

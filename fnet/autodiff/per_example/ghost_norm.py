@@ -21,10 +21,9 @@ equations that are linear in a parameter (``add``, ``mul``, ``dot_general``, ``g
 Shapes:
   - Factors are [groups, batch, time, n]. A group is a layer of a scanned stack or an attention
     head: it has a matrix of its own. ``time`` counts tokens, pixels, or uses of one parameter.
-  - Equations get data and cotangents as [stack, batch, time, *shape]. ``stack`` counts the
-    iterations of scans that slice the parameter, ``time`` the iterations that share it, and
-    ``shape`` is the shape in one iteration for one example. They return gradients as
-    [stack, *parameter shape].
+  - Equations get data and cotangents as [stack, batch, time, *shape], where ``shape`` is for one
+    example in one iteration. ``stack`` counts the iterations of scans that slice the parameter,
+    ``time`` the iterations that share it. Gradients are [stack, *parameter shape].
 
 References:
   - Goodfellow 2015, "Efficient per-example gradient computations", arXiv:1510.01799.

@@ -147,9 +147,9 @@ def influence(loss: PerExampleLoss) -> Callable[..., Array]:
     `jax.custom_vjp`, such as fnet's norms, have no forward derivative. A loss that has one is
     differentiated backward twice instead, which takes the residuals of a gradient.
 
-    With the gradient of a validation loss as the direction, the result estimates by how much a
-    step on each example lowers the validation loss (TracIn: Pruthi et al. 2020). With the mean
-    gradient and `per_example_norms`, it gives the cosine to the mean gradient.
+    Take the gradient of a validation loss as the direction: the result estimates how much a step
+    on each example lowers the validation loss (TracIn: Pruthi et al. 2020). With the mean gradient
+    and `per_example_norms`, it gives the cosine to the mean gradient.
 
     Args:
       loss: ``loss(params, *batch) -> losses [batch]``.

@@ -61,15 +61,14 @@ def clipped(
       microbatches: Number of equal parts a batch is taken in, one after the other.
 
     Returns:
-      A mode for `fnet.make_step`. Additional metrics: ``clipped``, the fraction of examples whose
-      gradient norm is above ``clip``; ``norm_median`` and ``norm_max`` of the gradient norms; and
+      A mode for `fnet.make_step`. It adds metrics: ``clipped``, the fraction of examples whose
+      gradient norm is above ``clip``. ``norm_median`` and ``norm_max`` of the gradient norms.
       ``nonfinite``, the number of examples left out.
 
     Raises:
-      ValueError: `fnet.clipped_grad` rejects ``clip`` or ``automatic``, ``noise_multiplier`` is
-        negative or infinite, there is noise without ``expected_batch_size`` or with an infinite
-        ``clip``, ``expected_batch_size`` is not above 0, or ``microbatches`` is below 1. When
-        called with noise: the model state depends on the examples.
+      ValueError: An argument is out of range, or there is noise without ``expected_batch_size``
+        or with an infinite ``clip``. When called with noise: the model state depends on the
+        examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -154,10 +153,10 @@ def per_example() -> "PerExampleMode":
     ================================  ===========================================================
 
     Returns:
-      A mode for `fnet.make_step`. Additional metrics: ``norm_median`` and ``norm_max`` of the
-      gradient norms; ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`, whose means
-      over steps give the noise scale ``grad_var / grad_sq`` in examples; and ``nonfinite``, the
-      number of examples left out.
+      A mode for `fnet.make_step`. It adds metrics: ``norm_median`` and ``norm_max`` of the
+      gradient norms. ``nonfinite``, the number of examples left out. ``grad_sq`` and ``grad_var``
+      of `fnet.autodiff.noise_scale`; their means over steps give the noise scale
+      ``grad_var / grad_sq`` in examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet

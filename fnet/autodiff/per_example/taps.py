@@ -41,7 +41,7 @@ class View(NamedTuple):
       from_param: ``parameter -> view``, without casts and scales.
       scans: Numbers of the enclosing scans that slice the parameter, outermost first. Each is a
         leading axis of ``elements``.
-      scale: Factor that the elements were multiplied by.
+      scale: Factor that the elements were multiplied by. Added constants do not change gradients.
     """
 
     param: int
@@ -384,8 +384,8 @@ def evaluate_with_taps(
       nonlinear: The equations of uses with an operand, to run with per-example copies.
 
     Returns:
-      The results; and for each use the data that meets the parameter, [*scan_lengths, ...],
-      or an empty array if the gradient does not depend on data.
+      The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
+      The data is an empty array if the gradient does not depend on it.
     """
     at_path: dict[Path, list[int]] = {}
     for number, use in enumerate(uses):
