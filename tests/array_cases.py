@@ -1,9 +1,9 @@
-"""Small .npz files, and what is loaded of them."""
+"""Small .npz files of images and labels."""
 
 import functools
 
 import numpy as np
-from data_cases import refusal
+from data_cases import error_message
 
 from train.config import ArrayFile
 from train.data import arrays
@@ -11,17 +11,17 @@ from train.data import arrays
 N, CLASSES = 30, 3
 
 
-def pixels(n=N, shape=(4, 5, 3), dtype=np.uint8, seed=0):
-    """Images that differ from each other."""
+def make_images(n=N, shape=(4, 5, 3), dtype=np.uint8, seed=0):
+    """Make random images [n, *shape]."""
     values = np.random.default_rng(seed).integers(0, 256, (n, *shape))
     return values.astype(dtype) if dtype == np.uint8 else (values / 255).astype(dtype)
 
 
-def numbers(n=N, classes=CLASSES):
+def make_labels(n=N, classes=CLASSES):
     return np.arange(n) % classes
 
 
-def written(path, save=np.savez, **named):
+def write_npz(path, save=np.savez, **named):
     save(path, **named)
     return path
 
@@ -30,6 +30,6 @@ def load(path, **options):
     return arrays.load(ArrayFile(path=str(path), **{"batch_size": 4} | options))
 
 
-refused = functools.partial(refusal, load)
+load_error = functools.partial(error_message, load)
 
-X, Y = pixels(), numbers()
+X, Y = make_images(), make_labels()

@@ -1,4 +1,4 @@
-"""Functions of rows that processes without JAX can import."""
+"""Functions of rows for worker processes, which must not import JAX."""
 
 import os
 import signal
@@ -18,17 +18,17 @@ def large(rows):
 
 def modules(rows):
     n = len(rows["x"])
-    known = [name in sys.modules for name in ("jax", "fnet", "grain", "PIL.Image")]
-    return {"known": np.tile(known, (n, 1)), "process": np.full(n, os.getpid())}
+    imported = [name in sys.modules for name in ("jax", "fnet", "grain", "PIL.Image")]
+    return {"imported": np.tile(imported, (n, 1)), "process": np.full(n, os.getpid())}
 
 
-def refuses_five(rows):
+def raises_for_five(rows):
     if 5 in rows["x"]:
         raise ValueError("five")
     return rows
 
 
-def ends_its_process(rows):
+def kills_its_process(rows):
     if len(rows["x"]):
         os.kill(os.getpid(), signal.SIGKILL)
     return rows

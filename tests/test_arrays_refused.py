@@ -1,23 +1,23 @@
-"""Arrays in .npz files that cannot be trained on: each is said in one line."""
+"""Errors for .npz files that cannot be used for training."""
 
 import io
 import zipfile
 
 import numpy as np
 import pytest
-from array_cases import CLASSES, N, X, Y, load, numbers, pixels, refused, written
+from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 
 from train.config import ArrayFile, Config, Denoiser
 from train.errors import UserError
 from train.tasks import images
 
-TEST = {"x_train": X, "y_train": Y, "x_test": pixels(6), "y_test": numbers(6)}
-NAN, LARGE = pixels(dtype=np.float32), pixels(dtype=np.float64)
+TEST = {"x_train": X, "y_train": Y, "x_test": make_images(6), "y_test": make_labels(6)}
+NAN, LARGE = make_images(dtype=np.float32), make_images(dtype=np.float64)
 NAN[7, 1, 2, 0] = np.nan
-INFINITE = pixels(dtype=np.float16)
+INFINITE = make_images(dtype=np.float16)
 INFINITE[9] = -np.inf
 LARGE[3] = 1e300
-NEGATIVE, TWO_HOT = numbers(), np.eye(CLASSES)[numbers()]
+NEGATIVE, TWO_HOT = make_labels(), np.eye(CLASSES)[make_labels()]
 NEGATIVE[5] = -1
 TWO_HOT[4] = 1
 
@@ -37,7 +37,7 @@ MISTAKES = [
     (TEST, {"test_split": "tests"}, "data.test_split: no split tests in {} (did you mean test?); there are test, train"),
     (TEST, {"class_names": "names"}, "data.class_names: no array names in {}; there are x_train, y_train, x_test, y_test"),
     ({"x": X, "y": Y[:-2]}, {}, "data.labels: y in {} has 28 labels for the 30 images in x"),
-    (TEST | {"y_test": numbers(7)}, {}, "data.labels: y_test in {} has 7 labels for the 6 images in x_test"),
+    (TEST | {"y_test": make_labels(7)}, {}, "data.labels: y_test in {} has 7 labels for the 6 images in x_test"),
     ({"x": X.reshape(N, -1), "y": Y}, {}, "data.images: x in {} has shape (30, 60); expected [N, height, width] or [N, height, width, channels]"),
     ({"x": X[None], "y": Y}, {}, "data.images: x in {} has shape (1, 30, 4, 5, 3); expected [N, height"),
     ({"x": X[:0], "y": Y[:0]}, {}, "data.images: x in {} is empty: its shape is (0, 4, 5, 3)"),
@@ -47,8 +47,8 @@ MISTAKES = [
     ({"x": NAN, "y": Y}, {}, "data.images: x in {} has nan in image 7"),
     ({"x": INFINITE, "y": Y}, {}, "data.images: x in {} has -inf in image 9"),
     ({"x": LARGE, "y": Y}, {}, "data.images: x in {} has 1e+300 in image 3"),
-    (TEST | {"x_test": pixels(6, (4, 4, 3))}, {}, "data.images: x_train in {} has images uint8 (4, 5, 3), x_test in {} has uint8 (4, 4, 3); training and test images must match"),
-    (TEST | {"x_test": pixels(6, dtype=np.float32)}, {}, "uint8 (4, 5, 3), x_test in {} has floating (4, 5, 3)"),
+    (TEST | {"x_test": make_images(6, (4, 4, 3))}, {}, "data.images: x_train in {} has images uint8 (4, 5, 3), x_test in {} has uint8 (4, 4, 3); training and test images must match"),
+    (TEST | {"x_test": make_images(6, dtype=np.float32)}, {}, "uint8 (4, 5, 3), x_test in {} has floating (4, 5, 3)"),
     ({"x": X, "y": Y / 2}, {}, "data.labels: y in {} is float64; expected integers from 0"),
     ({"x": X, "y": Y.astype(str)}, {}, "data.labels: y in {} is <U21; expected integers from 0"),
     ({"x": X, "y": NEGATIVE}, {}, "data.labels: y in {} has -1 at index 5; expected integers from 0 to 2147483647"),
@@ -71,8 +71,8 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("named", "options", "message"), MISTAKES)
 def test_invalid_arrays_are_refused_in_one_line(tmp_path, named, options, message):
-    path = written(tmp_path / "data.npz", **named)
-    assert message.replace("{}", str(path)) in refused(path, **options)
+    path = write_npz(tmp_path / "data.npz", **named)
+    assert message.replace("{}", str(path)) in load_error(path, **options)
 
 
 def test_missing_files_are_named(tmp_path):
@@ -80,16 +80,16 @@ def test_missing_files_are_named(tmp_path):
         "expected an .npz file, or a folder with train.npz and optionally val.npz or test.npz"
     )
     assert (
-        refused(tmp_path / "no.npz")
+        load_error(tmp_path / "no.npz")
         == f"data.path: {tmp_path / 'no.npz'} does not exist; {expected}"
     )
-    assert refused(tmp_path) == (
+    assert load_error(tmp_path) == (
         f"data.path: no file {tmp_path / 'train.npz'}; {expected}; there are no files"
     )
-    written(tmp_path / "training.npz", x=X, y=Y)
-    assert refused(tmp_path).endswith("; there are training")
+    write_npz(tmp_path / "training.npz", x=X, y=Y)
+    assert load_error(tmp_path).endswith("; there are training")
     (tmp_path / "training.npz").rename(tmp_path / "train.npz")
-    message = refused(tmp_path, images=("x", "x"), labels=("y", "y"))
+    message = load_error(tmp_path, images=("x", "x"), labels=("y", "y"))
     assert "holds neither val.npz nor test.npz; name the file with x and y" in message
 
 
@@ -100,23 +100,23 @@ def test_files_that_are_not_npz_are_refused(tmp_path):
         (b"no zip at all", "is truncated or not an .npz file"),
     ):
         path.write_bytes(content)
-        assert refused(path) == f"data.path: {path} {reason}; write it with numpy.savez"
+        assert load_error(path) == f"data.path: {path} {reason}; write it with numpy.savez"
     np.save(tmp_path / "one.npy", X)
-    assert "is truncated or not an .npz file" in refused(tmp_path / "one.npy")
+    assert "is truncated or not an .npz file" in load_error(tmp_path / "one.npy")
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x", b"text")
         file.writestr("y.npy", b"text")
-    assert refused(path) == f"data.path: x in {path} is not an array"
+    assert load_error(path) == f"data.path: x in {path} is not an array"
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_damaged_files_are_refused(tmp_path, save):
-    path = written(tmp_path / "data.npz", save, x=X, y=Y)
+    path = write_npz(tmp_path / "data.npz", save, x=X, y=Y)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "is truncated" in refused(path)
+    assert "is truncated" in load_error(path)
     path.write_bytes(whole[:600] + bytes([whole[600] ^ 1]) + whole[601:])
-    assert f"data.path: cannot read x in {path}: " in refused(path)
+    assert f"data.path: cannot read x in {path}: " in load_error(path)
 
 
 class Trap:
@@ -131,13 +131,13 @@ class Trap:
 def test_python_objects_are_refused_and_never_unpickled(tmp_path, name):
     trace = tmp_path / "trace"
     objects = np.array([Trap(trace)] * N)
-    path = written(tmp_path / "data.npz", **{"x": X, "y": Y, name: objects})
-    assert refused(path) == (
+    path = write_npz(tmp_path / "data.npz", **{"x": X, "y": Y, name: objects})
+    assert load_error(path) == (
         f"data.path: {name} in {path} holds Python objects, which need pickle, and "
         "unpickling can run any code; save numbers, or an array of strings"
     )
     assert not trace.exists()
-    harmless = written(tmp_path / "harmless.npz", x=X, y=Y, other=objects)
+    harmless = write_npz(tmp_path / "harmless.npz", x=X, y=Y, other=objects)
     assert load(harmless).classes == ("0", "1", "2")
     assert not trace.exists()
 
@@ -151,11 +151,11 @@ def test_a_header_with_a_larger_shape_than_the_data_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("x.npy", content.getvalue())
         file.writestr("y.npy", y.getvalue())
-    assert f"data.path: cannot read x in {path}: " in refused(path)
+    assert f"data.path: cannot read x in {path}: " in load_error(path)
 
 
 def test_a_denoiser_refuses_training_images_outside_the_unit_interval(tmp_path):
-    x, y = pixels(dtype=np.float32), numbers()
-    path = written(tmp_path / "d.npz", x_train=255 * x, y_train=y, x_test=x, y_test=y)
+    x, y = make_images(dtype=np.float32), make_labels()
+    path = write_npz(tmp_path / "d.npz", x_train=255 * x, y_train=y, x_test=x, y_test=y)
     with pytest.raises(UserError, match=r"data.images: values from .* in \[0, 1\]"):
         images.load(Config(data=ArrayFile(path=str(path)), model=Denoiser()))

@@ -1,4 +1,4 @@
-"""Crops, colours, cutout and mixup: what is random, within which bounds, and what is exact."""
+"""Crops, flips, color jitter, cutout and mixup."""
 
 import math
 
@@ -35,7 +35,7 @@ def crops(width, height, n=2000, **options):
 
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (30, 200), (32, 32), (1, 1)])
-def test_resized_crops_lie_within_the_image_and_are_square_afterwards(width, height):
+def test_resized_crops_lie_within_the_image_and_give_squares(width, height):
     left, top, right, bottom = crops(width, height).T
     assert (left >= 0).all()
     assert (top >= 0).all()
@@ -44,17 +44,17 @@ def test_resized_crops_lie_within_the_image_and_are_square_afterwards(width, hei
     assert random_resized_crop(width, height, 224, np.zeros(RESIZED_CROP_DRAWS)).size == (224, 224)
 
 
-def test_resized_crops_keep_to_their_areas_and_ratios():
+def test_resized_crops_have_the_given_areas_and_ratios():
     left, top, right, bottom = crops(640, 640, area=(0.25, 0.5)).T
     w, h = right - left, bottom - top
-    share = w * h / 640**2
-    assert 0.248 < share.min() < 0.26
-    assert 0.49 < share.max() < 0.502
-    assert abs(share.mean() - 0.375) < 0.01  # uniform
+    fraction = w * h / 640**2
+    assert 0.248 < fraction.min() < 0.26
+    assert 0.49 < fraction.max() < 0.502
+    assert abs(fraction.mean() - 0.375) < 0.01  # uniform
     ratio = np.log(w / h)
     assert np.abs(ratio).max() < math.log(4 / 3) + 0.01
-    assert abs(ratio.mean()) < 0.01  # as often wide as high
-    # Both ends are reached: places are uniform among those that are possible.
+    assert abs(ratio.mean()) < 0.01  # symmetric
+    # Positions are uniform among the possible ones.
     for start, free in ((left, 640 - w), (top, 640 - h)):
         assert abs((start / free).mean() - 0.5) < 0.02
 
@@ -66,8 +66,8 @@ def test_resized_crops_keep_to_their_areas_and_ratios():
         (10, 100, (0, 43, 10, 56)),  # 10 / (3/4) = 13 high
     ],
 )
-def test_where_no_try_fits_the_middle_is_taken(width, height, box):
-    # The largest area each time, which no allowed ratio fits into.
+def test_resized_crop_falls_back_to_the_center(width, height, box):
+    # The largest area, for which no allowed ratio fits.
     draws = np.full(RESIZED_CROP_DRAWS, 0.999)
     assert random_resized_crop(width, height, 8, draws).box == box
 
@@ -77,20 +77,20 @@ def test_where_no_try_fits_the_middle_is_taken(width, height, box):
     # torchvision.transforms.Resize(256): the longer side is int(256 * long / short).
     [(500, 375, (341, 256)), (375, 500, (256, 341)), (256, 256, (256, 256)), (32, 48, (256, 384))],
 )
-def test_the_shorter_side_is_resized_as_torchvision_does(width, height, expected):
+def test_resizes_the_shorter_side_like_torchvision(width, height, expected):
     assert resize_shorter_side(256)(width, height) == ((0, 0, width, height), expected)
 
 
-def test_the_middle_is_cut_out():
+def test_center_crop_takes_the_center():
     image = images(1, 7, 10)[0]
     chex.assert_trees_all_equal(center_crop(image, 4), image[2:6, 3:7])
     chex.assert_trees_all_equal(center_crop(image, 7), image[:, 2:9])
 
 
-def test_ten_crops_are_corners_middle_and_their_mirror_images():
+def test_ten_crops_are_corners_and_center_with_their_flips():
     image = images(1, 6, 8)[0]
     ten = ten_crops(image, 4)
-    # torchvision's order: top left, top right, bottom left, bottom right, centre.
+    # torchvision's order: top left, top right, bottom left, bottom right, center.
     five = [image[:4, :4], image[:4, 4:], image[2:, :4], image[2:, 4:], image[1:5, 2:6]]
     chex.assert_trees_all_equal(ten[:5], np.stack(five))
     chex.assert_trees_all_equal(ten[5:], np.stack(five)[:, :, ::-1])
@@ -98,10 +98,10 @@ def test_ten_crops_are_corners_middle_and_their_mirror_images():
 
 
 @pytest.mark.parametrize("reflect", [False, True])
-def test_images_are_moved_over_zeros_or_over_their_mirror_image(reflect):
+def test_shift_pads_with_zeros_or_by_reflection(reflect):
     batch = images(9, 5, 5)
-    by = np.array([(y, x) for y in (0, 2, 4) for x in (0, 2, 4)])
-    out = shift(batch.copy(), by, 2, reflect=reflect)
+    offsets = np.array([(y, x) for y in (0, 2, 4) for x in (0, 2, 4)])
+    out = shift(batch.copy(), offsets, 2, reflect=reflect)
     chex.assert_trees_all_equal(out[4], batch[4])
     chex.assert_trees_all_equal(out[0, 2:, 2:], batch[0, :3, :3])
     chex.assert_trees_all_equal(out[8, :3, :3], batch[8, 2:, 2:])
@@ -109,18 +109,18 @@ def test_images_are_moved_over_zeros_or_over_their_mirror_image(reflect):
     chex.assert_trees_all_equal(out[0, :2, 2:], border)
 
 
-def test_chosen_images_are_mirrored():
+def test_horizontal_flip_flips_only_the_chosen_images():
     batch = images(3, 4, 5)
     out = horizontal_flip(batch.copy(), np.array([True, False, True]))
     chex.assert_trees_all_equal(out, np.stack([batch[0, :, ::-1], batch[1], batch[2, :, ::-1]]))
 
 
-def test_images_are_fitted_whole_into_one_size():
+def test_fit_resizes_the_whole_image_to_the_canvas():
     assert fit(500, 375, 100) == (((0, 0, 500, 375), (100, 75)), (0, 0))
     assert fit(10, 2000, 100) == (((0, 0, 10, 2000), (1, 100)), (0, 0))
 
 
-def test_scaled_crops_lie_within_the_image_and_within_the_canvas():
+def test_random_scale_crops_lie_within_image_and_canvas():
     for draws in generator().random((500, 3)):
         (box, size), at = random_scale_crop(500, 375, 64, draws, (0.5, 2.0))
         for start, end, side, place, length in zip(
@@ -128,12 +128,12 @@ def test_scaled_crops_lie_within_the_image_and_within_the_canvas():
         ):
             assert 0 <= start < end <= length + 1e-9
             assert 0 <= place <= place + side <= 64
-        # One scale in both directions, but for whole pixels.
+        # The same scale in both directions, up to rounding.
         scale = [(e - s) / n for s, e, n in zip(box[:2], box[2:], size, strict=True)]
         assert scale[0] == pytest.approx(scale[1], rel=0.05)
 
 
-def test_a_scale_of_one_is_that_of_evaluation_and_of_two_shows_a_half():
+def test_random_scale_crop_with_scale_one_equals_fit():
     whole, half = (
         random_scale_crop(400, 400, 64, np.array([u, 0.5, 0.5]), (1.0, 2.0))
         for u in (0.0, 1 - 1e-12)
@@ -142,28 +142,28 @@ def test_a_scale_of_one_is_that_of_evaluation_and_of_two_shows_a_half():
     assert half == (((100, 100, 300, 300), (64, 64)), (0, 0))
 
 
-def blended(image, order, blend):
-    """Jitter step by step, as each step is defined."""
+def apply_jitter_in_steps(image, order, blend):
+    """Apply the operations of color jitter one after the other, by their definitions."""
     x = image.astype(np.float64)
     weights = np.array([0.299, 0.587, 0.114])
     for kind in order:
-        grey = (x @ weights)[..., None]
-        other = (grey, 0.0, grey.mean())[kind]
+        gray = (x @ weights)[..., None]
+        other = (gray, 0.0, gray.mean())[kind]
         x = blend[kind] * x + (1 - blend[kind]) * other
     return x
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (2, 0, 1)])
-def test_colour_jitter_in_one_map_equals_its_steps(order):
+def test_color_matrix_equals_the_separate_operations(order):
     image = images(1, 6, 5)[0]
     blend = np.array([1.3, 0.7, 0.9])
     mean = image.mean((0, 1))
     matrix = augment.color_matrix(mean, np.array(order), blend, np.zeros(3))
     mapped = image @ matrix[:, :3].T + matrix[:, 3]
-    chex.assert_trees_all_close(mapped, blended(image, order, blend), rtol=1e-9)
+    chex.assert_trees_all_close(mapped, apply_jitter_in_steps(image, order, blend), rtol=1e-9)
 
 
-def test_lighting_adds_the_principal_colours_of_imagenet():
+def test_lighting_adds_imagenets_principal_components():
     none = np.arange(3), np.ones(3)
     offset = [augment.color_matrix(np.zeros(3), *none, light)[:, 3] for light in np.eye(3)]
     # eigenvalue * eigenvector: mapillary/inplace_abn, scripts/imagenet/transforms.py.
@@ -175,7 +175,7 @@ def test_lighting_adds_the_principal_colours_of_imagenet():
     chex.assert_trees_all_close(np.stack(offset) / 255, np.stack(expected), rtol=1e-9)
 
 
-def test_colours_are_rounded_and_clipped_once():
+def test_color_jitter_rounds_and_clips_once():
     batch = images(2, 6, 5)
     drawn = {
         "order": np.array([[2, 0, 1], [0, 1, 2]]),
@@ -194,12 +194,12 @@ def test_colours_are_rounded_and_clipped_once():
             ]
         )
     )
-    expected = blended(batch[0], (2, 0, 1), drawn["blend"][0]) + light
+    expected = apply_jitter_in_steps(batch[0], (2, 0, 1), drawn["blend"][0]) + light
     assert np.abs(out[0] - expected.clip(0, 255)).max() <= 0.5 + 1e-3
     chex.assert_trees_all_equal(out[1], batch[1])
 
 
-def test_what_is_drawn_of_colours_has_its_range_and_every_order():
+def test_color_jitter_draws_have_the_given_range_and_every_order():
     drawn = augment.draw_color_jitter(4000, 0.4, 0.1, generator())
     assert 0.6 <= drawn["blend"].min() < 0.61
     assert 1.39 < drawn["blend"].max() <= 1.4
@@ -210,20 +210,20 @@ def test_what_is_drawn_of_colours_has_its_range_and_every_order():
 
 
 @pytest.mark.parametrize("side", [1, 4, 5])
-def test_cutout_takes_a_square_that_ends_at_the_border(side):
+def test_cutout_fills_a_square_clipped_at_the_border(side):
     batch = images(200, 9, 12)
     fill = np.array([1, 2, 3])
-    centres = generator().random((200, 2))
-    out = augment.cutout(batch.copy(), centres, side, fill)
-    for image, cut, (y, x) in zip(batch, out, (centres * (9, 12)).astype(int), strict=True):
+    centers = generator().random((200, 2))
+    out = augment.cutout(batch.copy(), centers, side, fill)
+    for image, result, (y, x) in zip(batch, out, (centers * (9, 12)).astype(int), strict=True):
         rows, columns = np.ogrid[:9, :12]
         top, left = y - side // 2, x - side // 2
-        gone = (rows >= top) & (rows < top + side) & (columns >= left) & (columns < left + side)
-        assert gone[y, x]
-        chex.assert_trees_all_equal(cut, np.where(gone[..., None], fill, image))
+        inside = (rows >= top) & (rows < top + side) & (columns >= left) & (columns < left + side)
+        assert inside[y, x]
+        chex.assert_trees_all_equal(result, np.where(inside[..., None], fill, image))
 
 
-def batch_of(n):
+def make_batch(n):
     return {
         "image": images(n, 4, 4),
         "label": np.arange(n, dtype=np.int32),
@@ -231,20 +231,20 @@ def batch_of(n):
     }
 
 
-def test_mixup_shares_images_and_labels_alike():
-    batch = batch_of(64)
+def test_mixup_mixes_images_and_labels_by_the_same_weight():
+    batch = make_batch(64)
     out = augment.mixup(batch, 0.4, generator())
     assert sorted(out["label_2"]) == list(range(64))
-    share = out["mix"][:, None, None, None]
+    mix = out["mix"][:, None, None, None]
     assert out["mix"].dtype == np.float32
-    expected = share * batch["image"] + (1 - share) * batch["image"][out["label_2"]]
+    expected = mix * batch["image"] + (1 - mix) * batch["image"][out["label_2"]]
     assert np.abs(out["image"] - expected).max() <= 0.5
     chex.assert_trees_all_equal(out["label"], batch["label"])
     assert {*np.round(out["mix"] * 256)} > {0, 256}  # Beta(0.4, 0.4) is mostly at the ends
 
 
-def test_what_could_not_be_read_is_mixed_into_nothing():
-    batch = batch_of(32)
+def test_mixup_leaves_out_unreadable_images():
+    batch = make_batch(32)
     batch["weight"][::3] = 0.0
     out = augment.mixup(batch, 1.0, generator())
     bad = (batch["weight"] == 0) | (batch["weight"][out["label_2"]] == 0)
@@ -253,7 +253,7 @@ def test_what_could_not_be_read_is_mixed_into_nothing():
     chex.assert_trees_all_equal(out["image"][bad], batch["image"][bad])
 
 
-def test_what_is_smaller_than_the_canvas_lies_anywhere_on_it():
+def test_small_images_are_placed_anywhere_on_the_canvas():
     ends = [np.array([0.0, x, y]) for x in (0, 0.999) for y in (0, 0.999)]
     at = [random_scale_crop(10, 10, 16, draws, (0.5, 1.0)).at for draws in ends]
     assert at == [(0, 0), (0, 8), (8, 0), (8, 8)]

@@ -1,4 +1,4 @@
-"""Data sets of the package datasets: by a stand-in of it, and by itself where it is installed."""
+"""Hugging Face data sets, with a fake of the package datasets and with the package if installed."""
 
 import dataclasses
 import functools
@@ -10,8 +10,8 @@ import types
 import chex
 import numpy as np
 import pytest
-from data_cases import poisson_weights, refusal, seen
-from image_cases import class_folders, colour, write
+from data_cases import error_message, sampled_counts, take_batches
+from image_cases import color, write_class_folders, write_image
 from PIL import Image
 from program_cases import exit_code, fnet_command, said_in_one_line
 
@@ -59,7 +59,7 @@ class Split:
 
     def __getitem__(self, key):
         for feature in self.features.values():
-            assert not getattr(feature, "decode", False), "an image would be decoded by the package"
+            assert not getattr(feature, "decode", False), "the package would decode an image"
         rows = {name: values[key] for name, values in self.columns.items()}
         if not self.as_numpy:
             return rows
@@ -67,9 +67,9 @@ class Split:
 
 
 def content(i, size=(12, 10), kind="PNG"):
-    """The file of image i."""
+    """Encoded bytes of image i."""
     file = io.BytesIO()
-    Image.new("RGB", size, colour(i)).save(file, kind)
+    Image.new("RGB", size, color(i)).save(file, kind)
     return {"bytes": file.getvalue(), "path": None}
 
 
@@ -86,26 +86,26 @@ def split(n, first=0, classes=CLASSES, **others):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Data sets by name; what is asked for is written down."""
-    there, asked = {}, []
+    """Fake package with data sets by name, which records the calls."""
+    data_sets, calls = {}, []
 
     def load_dataset(path, name=None, *, revision=None):
-        asked.append((path, name, revision))
-        if path not in there:
+        calls.append((path, name, revision))
+        if path not in data_sets:
             raise FileNotFoundError(f"no such data set\non the hub: {path}")
-        return there[path]
+        return data_sets[path]
 
     def load_from_disk(path):
-        asked.append(path)
-        return there["saved"]
+        calls.append(path)
+        return data_sets["saved"]
 
-    stand_in = types.ModuleType("datasets")
-    stand_in.Image, stand_in.ClassLabel = ImageFeature, ClassLabel
-    stand_in.load_dataset, stand_in.load_from_disk = load_dataset, load_from_disk
-    monkeypatch.setitem(sys.modules, "datasets", stand_in)
-    there["animals"] = {"train": split(12), "test": split(6, first=12)}
-    there["asked"] = asked
-    return there
+    fake = types.ModuleType("datasets")
+    fake.Image, fake.ClassLabel = ImageFeature, ClassLabel
+    fake.load_dataset, fake.load_from_disk = load_dataset, load_from_disk
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    data_sets["animals"] = {"train": split(12), "test": split(6, first=12)}
+    data_sets["calls"] = calls
+    return data_sets
 
 
 SMALL = {"image_size": 8, "batch_size": 4, "crop": "center", "flip": False, "resize": 8}
@@ -118,65 +118,65 @@ def load(path="animals", **options):
 def test_batches_have_the_images_of_their_ids(hub):
     data = load()
     assert data.classes == CLASSES
-    for batch in seen(data)[0]:
+    for batch in take_batches(data)[0]:
         chex.assert_shape(batch["image"], (4, 8, 8, 3))
         assert batch["image"].dtype == np.uint8
         assert batch["weight"].tolist() == [1.0] * 4
         assert (batch["label"] == batch["id"] % 3).all()
         for image, id in zip(batch["image"], batch["id"], strict=True):
-            assert (image == colour(id)).all()
+            assert (image == color(id)).all()
     batches = list(evaluation_batches(data, 4))
     assert [b["weight"].tolist() for b in batches] == [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
     assert np.concatenate([b["id"] for b in batches])[:6].tolist() == list(range(12, 18))
-    assert (batches[0]["image"][2] == colour(14)).all()
+    assert (batches[0]["image"][2] == color(14)).all()
 
 
-def test_a_data_set_is_loaded_by_name_subset_and_revision(hub):
+def test_loads_a_data_set_by_name_subset_and_revision(hub):
     load(subset="small", revision="v2")
-    assert hub["asked"] == [("animals", "small", "v2")]
+    assert hub["calls"] == [("animals", "small", "v2")]
 
 
 @pytest.mark.parametrize("file", ["dataset_dict.json", "state.json"])
-def test_what_was_saved_to_disk_is_loaded_from_there(hub, tmp_path, file):
+def test_loads_folders_from_save_to_disk(hub, tmp_path, file):
     (tmp_path / file).write_text("{}")
     hub["saved"] = hub["animals"] if file == "dataset_dict.json" else split(30)
     data = load(tmp_path)
-    assert hub["asked"] == [str(tmp_path)]
+    assert hub["calls"] == [str(tmp_path)]
     assert len(data.train["id"]) == (12 if file == "dataset_dict.json" else 24)
 
 
 @pytest.mark.parametrize("field", ["subset", "revision"])
-def test_of_what_was_saved_to_disk_there_is_one_version(hub, tmp_path, field):
+def test_refuses_subset_and_revision_for_folders_from_save_to_disk(hub, tmp_path, field):
     (tmp_path / "state.json").write_text("{}")
-    message = refused(tmp_path, **{field: "v2"})
+    message = load_error(tmp_path, **{field: "v2"})
     assert message == (
         f"data.{field}: {tmp_path} was written by save_to_disk, which saves only one; omit it"
     )
 
 
-def test_validation_is_tested_on_before_test_and_another_split_where_it_is_said(hub):
+def test_the_test_split_is_validation_then_test_or_the_given_one(hub):
     hub["animals"] |= {"validation": split(7), "more": split(8)}
-    held_out = {name: len(load(test_split=name).test["id"]) for name in (None, "test", "more")}
-    assert held_out == {None: 7, "test": 6, "more": 8}
+    sizes = {name: len(load(test_split=name).test["id"]) for name in (None, "test", "more")}
+    assert sizes == {None: 7, "test": 6, "more": 8}
 
 
-def test_a_share_of_every_class_is_held_out_where_there_is_one_split(hub):
+def test_holds_out_a_fraction_of_every_class_of_a_single_split(hub):
     hub["one"] = {"train": split(30)}
     data = load("one", test_fraction=0.2)
     assert np.bincount(data.test["label"]).tolist() == [2, 2, 2]
     chex.assert_trees_all_equal(load("one", test_fraction=0.2).test, data.test)
-    found = {}
-    for batch in [*seen(data, 12)[0], *evaluation_batches(data, 6)]:
+    colors = {}
+    for batch in [*take_batches(data, 12)[0], *evaluation_batches(data, 6)]:
         for image, label, id in zip(batch["image"], batch["label"], batch["id"], strict=True):
-            found[int(id)] = image[0, 0].tolist()
-            place = next(i for i in range(30) if found[int(id)] == list(colour(i)))
-            assert place % 3 == label
-            assert f"image {place} of train in one" == data.name(id)
-    assert sorted(found) == list(range(30))
-    assert len({tuple(c) for c in found.values()}) == 30
+            colors[int(id)] = image[0, 0].tolist()
+            index = next(i for i in range(30) if colors[int(id)] == list(color(i)))
+            assert index % 3 == label
+            assert f"image {index} of train in one" == data.name(id)
+    assert sorted(colors) == list(range(30))
+    assert len({tuple(c) for c in colors.values()}) == 30
 
 
-def test_columns_are_found_by_their_feature_or_named(hub):
+def test_finds_columns_by_their_feature_or_name(hub):
     column = split(12).columns
     features = {"picture": ImageFeature(), "label": Value("int64"), "kind": ClassLabel(["a", "b"])}
     kinds = [i % 2 for i in range(12)]
@@ -187,20 +187,22 @@ def test_columns_are_found_by_their_feature_or_named(hub):
     assert load("other", image="picture", label="kind").train["label"].tolist() == kinds
 
 
-EVERYTHING = {"crop": "resized", "flip": True, "color_jitter": 0.4, "lighting": 0.1, "cutout": 3}
+AUGMENTATION = {"crop": "resized", "flip": True, "color_jitter": 0.4, "lighting": 0.1, "cutout": 3}
 
 
-def test_batches_go_on_where_they_stopped(hub):
-    data = load(**EVERYTHING)
-    _, batches = seen(data, 3)
+def test_batches_resume_at_a_saved_position(hub):
+    data = load(**AUGMENTATION)
+    _, batches = take_batches(data, 3)
     position = batches.get_state()
-    chex.assert_trees_all_equal(seen(data, 3, after=position)[0], [next(batches) for _ in range(3)])
+    chex.assert_trees_all_equal(
+        take_batches(data, 3, after=position)[0], [next(batches) for _ in range(3)]
+    )
 
 
 @pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "center"])
-def test_augmentation_is_that_of_image_folders(hub, tmp_path, crop):
+def test_gives_the_same_batches_as_image_folders(hub, tmp_path, crop):
     rng = np.random.default_rng(0)
-    class_folders(tmp_path, train=12, test=6, classes=CLASSES)
+    write_class_folders(tmp_path, train=12, test=6, classes=CLASSES)
     for path in tmp_path.rglob("*.png"):
         Image.fromarray(rng.integers(0, 256, (10, 12, 3), np.uint8)).save(path)
     hub["same"] = {}
@@ -210,32 +212,34 @@ def test_augmentation_is_that_of_image_folders(hub, tmp_path, crop):
         cells = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
         columns = {"image": cells, "label": labels}
         hub["same"][name] = Split(columns, split(1).features)
-    options = EVERYTHING | {"crop": crop}
-    here = load("same", **options)
-    there = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | options))
-    chex.assert_trees_all_equal(seen(here)[0], seen(there)[0])
+    options = AUGMENTATION | {"crop": crop}
+    actual = load("same", **options)
+    expected = image_folder.load(ImageFolder(path=str(tmp_path), **SMALL | options))
+    chex.assert_trees_all_equal(take_batches(actual)[0], take_batches(expected)[0])
     chex.assert_trees_all_equal(
-        list(evaluation_batches(here, 4)), list(evaluation_batches(there, 4))
+        list(evaluation_batches(actual, 4)), list(evaluation_batches(expected, 4))
     )
 
 
-def test_images_may_be_files_and_of_any_kind(hub, tmp_path):
+def test_reads_paths_and_all_kinds_of_images(hub, tmp_path):
     cells = hub["animals"]["train"].columns["image"]
-    write(tmp_path / "0.png", 0)
+    write_image(tmp_path / "0.png", 0)
     cells[0] = {"bytes": None, "path": str(tmp_path / "0.png")}
     cells[1] = content(1, (40, 30), "JPEG")
-    grey = io.BytesIO()
-    Image.fromarray(np.full((9, 9), 257 * 77, np.uint16)).save(grey, "PNG")
-    cells[2] = {"bytes": grey.getvalue(), "path": None}
+    gray = io.BytesIO()
+    Image.fromarray(np.full((9, 9), 257 * 77, np.uint16)).save(gray, "PNG")
+    cells[2] = {"bytes": gray.getvalue(), "path": None}
     data = load()
-    images = {int(i): a for b in seen(data)[0] for i, a in zip(b["id"], b["image"], strict=True)}
-    assert (images[0] == colour(0)).all()
-    assert np.abs(images[1].astype(int) - colour(1)).max() < 4
+    images = {
+        int(i): a for b in take_batches(data)[0] for i, a in zip(b["id"], b["image"], strict=True)
+    }
+    assert (images[0] == color(0)).all()
+    assert np.abs(images[1].astype(int) - color(1)).max() < 4
     assert (images[2] == 77).all()
     assert data.explain(2) is None
 
 
-def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(hub):
+def test_unreadable_images_have_weight_0_the_mean_color_and_a_reason(hub):
     cells = hub["animals"]["train"].columns["image"]
     cells[1]["bytes"] = cells[1]["bytes"][:45]
     cells[2] = None
@@ -243,7 +247,7 @@ def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(hub):
     cells[5] = {"bytes": None, "path": "/nowhere/x.png"}
     data = load(mean=(0.2, 0.4, 0.6))
     bad = [1, 2, 4, 5]
-    for batch in seen(data)[0]:
+    for batch in take_batches(data)[0]:
         assert (batch["weight"] == ~np.isin(batch["id"], bad)).all()
         assert (batch["image"][batch["weight"] == 0] == (51, 102, 153)).all()
     assert re.fullmatch(r"image 1 of train in animals: .*truncated.*", data.explain(1))
@@ -252,27 +256,27 @@ def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(hub):
     assert "No such file" in data.explain(5)
     lines = []
     with pytest.raises(UserError, match=r"max_bad_fraction: so far \d of the 12 training files"):
-        for _ in UnreadableFiles(data, lines.append).watch(iter(seen(data, 12)[0])):
+        for _ in UnreadableFiles(data, lines.append).watch(iter(take_batches(data, 12)[0])):
             pass
     assert lines[0].startswith("cannot read image ")
 
 
-def test_batches_for_private_training_are_padded_even_where_none_is_drawn(hub):
-    weights = poisson_weights(load(**EVERYTHING), image=(8, 8, 3))
+def test_pads_poisson_batches_even_without_a_sampled_example(hub):
+    weights = sampled_counts(load(**AUGMENTATION), image=(8, 8, 3))
     assert min(weights) == 0 < max(weights)
 
 
-refused = functools.partial(refusal, load)
+load_error = functools.partial(error_message, load)
 
 
-def test_without_the_package_it_is_said_what_to_install(monkeypatch):
+def test_names_the_missing_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert refused() == (
+    assert load_error() == (
         "data.source: huggingface needs the package datasets; pip install 'fnet-jax[huggingface]'"
     )
 
 
-# What is changed of the data set, options, and what is said.
+# Change of the data set, options, and the message.
 MISTAKES = [
     (lambda sets: sets.clear(), {}, "data.path: datasets cannot load animals: no such data set on the hub: animals"),
     (lambda sets: sets["animals"].pop("train"), {}, "data.path: animals has no split train; there are test"),
@@ -298,13 +302,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("change", "options", "message"), MISTAKES)
-def test_what_cannot_be_trained_on_is_said_in_one_line(hub, change, options, message):
+def test_invalid_data_sets_are_refused_in_one_line(hub, change, options, message):
     if change:
         change(hub)
-    assert message in refused(**options)
+    assert message in load_error(**options)
 
 
-def test_the_section_survives_json():
+def test_the_config_section_round_trips_through_json():
     config = Config(data=HuggingFace(path="x/y", subset="z", mean=(0.1, 0.2, 0.3)))
     assert from_json(to_json(config), "here") == config
 
@@ -325,18 +329,18 @@ def test_the_program_trains_and_evaluates(hub, workplace, capsys):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The package itself, away from the network and the user's files."""
+    """The real package, without network and without the user's files."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "home" / "datasets"))
     return pytest.importorskip("datasets")
 
 
-def test_the_package_reads_a_folder_of_images_and_what_it_saved(package, tmp_path):
+def test_the_real_package_reads_folders_and_saved_data_sets(package, tmp_path):
     package.config.HF_DATASETS_CACHE = tmp_path / "cache"
     package.disable_progress_bars()
     root = tmp_path / "images"
-    class_folders(root, train=12, test=6, classes=CLASSES)
+    write_class_folders(root, train=12, test=6, classes=CLASSES)
     (root / "val").rename(root / "test")
     loaded = package.load_dataset(str(root), cache_dir=str(tmp_path / "cache"))
     in_bytes = package.Dataset.from_dict(
@@ -347,19 +351,19 @@ def test_the_package_reads_a_folder_of_images_and_what_it_saved(package, tmp_pat
     )
     loaded.save_to_disk(str(tmp_path / "saved"))
     in_bytes.save_to_disk(str(tmp_path / "bytes"))
-    colours = [colour(i) for i in range(12)]
+    colors = [color(i) for i in range(12)]
     for path in (root, tmp_path / "saved"):
         data = load(path)
         assert data.classes == CLASSES
         assert np.bincount(data.train["label"]).tolist() == [4, 4, 4]
-        for batch in [*seen(data)[0], *evaluation_batches(data, 6)]:
+        for batch in [*take_batches(data)[0], *evaluation_batches(data, 6)]:
             assert (batch["weight"] == 1).all()
-            which = [colours.index(tuple(image[0, 0].tolist())) for image in batch["image"]]
-            assert [i % 3 for i in which] == batch["label"].tolist()
+            indices = [colors.index(tuple(image[0, 0].tolist())) for image in batch["image"]]
+            assert [i % 3 for i in indices] == batch["label"].tolist()
     data = load(tmp_path / "bytes")
     assert len(data.test["id"]) == 6
-    for batch in seen(data)[0]:
+    for batch in take_batches(data)[0]:
         for image, label in zip(batch["image"], batch["label"], strict=True):
-            assert any((image == colour(i)).all() for i in range(label, 30, 3))
-    assert "datasets cannot load" in refused(tmp_path / "home")
-    assert "datasets cannot load nobody/nothing: " in refused("nobody/nothing")
+            assert any((image == color(i)).all() for i in range(label, 30, 3))
+    assert "datasets cannot load" in load_error(tmp_path / "home")
+    assert "datasets cannot load nobody/nothing: " in load_error("nobody/nothing")

@@ -1,4 +1,4 @@
-"""Folders of images in batches: what is found, what is made of it, and what is said otherwise."""
+"""Image folders: classes, batches, augmentation, and errors."""
 
 import functools
 import re
@@ -6,8 +6,8 @@ import re
 import chex
 import numpy as np
 import pytest
-from data_cases import poisson_weights, refusal, seen
-from image_cases import class_folders, colour, write
+from data_cases import error_message, sampled_counts, take_batches
+from image_cases import color, write_class_folders, write_image
 from PIL import Image
 from program_cases import exit_code, said_in_one_line
 
@@ -22,7 +22,7 @@ from train.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path):
-    class_folders(tmp_path)
+    write_class_folders(tmp_path)
     return tmp_path
 
 
@@ -31,9 +31,9 @@ def load(path, **options):
     return image_folder.load(ImageFolder(path=str(path), **defaults | options))
 
 
-def test_a_folder_is_a_class_in_the_order_of_names(folder):
-    write(folder / "train" / "ape" / "deep" / "deeper" / "x.PNG", 40)
-    write(folder / "val" / "ape" / "y.jpeg", 40)
+def test_each_folder_is_a_class_in_alphabetical_order(folder):
+    write_image(folder / "train" / "ape" / "deep" / "deeper" / "x.PNG", 40)
+    write_image(folder / "val" / "ape" / "y.jpeg", 40)
     data = load(folder)
     assert data.classes == ("ape", "cat", "dog")
     assert data.train["label"].tolist() == [0] + [1] * 6 + [2] * 6
@@ -42,18 +42,18 @@ def test_a_folder_is_a_class_in_the_order_of_names(folder):
     assert data.test["id"].tolist() == list(range(13, 20))
 
 
-def test_hidden_files_and_other_files_are_passed_over(folder):
+def test_skips_hidden_files_and_other_files(folder):
     before = load(folder).train["id"]
-    write(folder / "train" / "cat" / ".hidden.png")
-    write(folder / "train" / ".cache" / "x.png")
+    write_image(folder / "train" / "cat" / ".hidden.png")
+    write_image(folder / "train" / ".cache" / "x.png")
     (folder / "train" / "cat" / "notes.txt").write_text("no image")
     (folder / "train" / "Thumbs.db").write_text("no image")
     chex.assert_trees_all_equal(load(folder).train["id"], before)
 
 
-def test_links_are_followed_but_not_in_circles(folder, tmp_path_factory):
+def test_follows_links_but_not_in_circles(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    write(elsewhere / "more" / "z.png")
+    write_image(elsewhere / "more" / "z.png")
     (folder / "train" / "cat" / "linked").symlink_to(elsewhere / "more")
     (folder / "train" / "cat" / "circle").symlink_to(folder / "train" / "cat")
     (folder / "val" / "dog" / "z.png").symlink_to(elsewhere / "more" / "z.png")
@@ -61,8 +61,8 @@ def test_links_are_followed_but_not_in_circles(folder, tmp_path_factory):
     assert (len(data.train["id"]), len(data.test["id"])) == (13, 7)
 
 
-def test_images_are_tested_on_in_val_or_else_in_test_or_where_it_is_said(folder):
-    class_folders(folder / "other", train=2, test=4)
+def test_the_test_folder_is_val_then_test_or_the_given_one(folder):
+    write_class_folders(folder / "other", train=2, test=4)
     (folder / "other" / "val").rename(folder / "test")
     assert len(load(folder).test["id"]) == 6
     assert len(load(folder, test_split="test").test["id"]) == 4
@@ -74,29 +74,31 @@ def test_images_are_tested_on_in_val_or_else_in_test_or_where_it_is_said(folder)
 def test_batches_have_the_images_of_their_ids(folder):
     data = load(folder)
     by_id = [2 * i for i in range(6)] + [2 * i + 1 for i in range(6)]  # cats, then dogs
-    for batch in seen(data)[0]:
+    for batch in take_batches(data)[0]:
         chex.assert_shape(batch["image"], (4, 8, 8, 3))
         assert batch["image"].dtype == np.uint8
         assert batch["weight"].tolist() == [1.0] * 4
         assert (batch["label"] == batch["id"] // 6).all()
         for image, id in zip(batch["image"], batch["id"], strict=True):
-            assert (image == colour(by_id[id])).all()
+            assert (image == color(by_id[id])).all()
 
 
-def test_a_batch_may_be_one_image(folder):
-    assert [b["image"].shape for b in seen(load(folder), 2, size=1)[0]] == [(1, 8, 8, 3)] * 2
+def test_a_batch_can_have_one_image(folder):
+    assert [b["image"].shape for b in take_batches(load(folder), 2, size=1)[0]] == [
+        (1, 8, 8, 3)
+    ] * 2
 
 
-def test_evaluation_sees_every_image_once_and_pads(folder):
+def test_evaluation_gives_every_image_once_and_pads(folder):
     batches = list(evaluation_batches(load(folder), 4))
     assert [b["weight"].tolist() for b in batches] == [[1.0] * 4, [1.0, 1.0, 0.0, 0.0]]
     ids = np.concatenate([b["id"][b["weight"] > 0] for b in batches])
     assert ids.tolist() == list(range(12, 18))
-    assert (batches[0]["image"][0] == colour(0)).all()
+    assert (batches[0]["image"][0] == color(0)).all()
 
 
-def test_test_images_are_resized_and_their_middle_is_cut(tmp_path):
-    class_folders(tmp_path, size=(40, 20))
+def test_test_images_are_resized_and_center_cropped(tmp_path):
+    write_class_folders(tmp_path, size=(40, 20))
     image = next(evaluation_batches(load(tmp_path, image_size=14, resize=None), 2))["image"]
     chex.assert_shape(image, (2, 14, 14, 3))
     ten = next(evaluation_batches(load(tmp_path, image_size=14, resize=16, crops=10), 2))["image"]
@@ -104,21 +106,21 @@ def test_test_images_are_resized_and_their_middle_is_cut(tmp_path):
     chex.assert_trees_all_equal(ten[:, 4], image)
 
 
-def test_with_a_border_the_corners_look_over_the_edge(folder):
+def test_ten_crops_extend_into_a_reflected_border(folder):
     for i, path in enumerate(sorted(folder.glob("val/*/*"))):
         pixels = np.random.default_rng(i).integers(0, 256, (8, 8, 3), np.uint8)
         Image.fromarray(pixels).save(path)
     plain = next(evaluation_batches(load(folder, crops=1), 2))["image"]
     ten = next(evaluation_batches(load(folder, crops=10, border=1), 2))["image"]
     chex.assert_trees_all_equal(ten[:, 4], plain)
-    chex.assert_trees_all_equal(ten[:, 0, 1:, 1:], plain[:, :-1, :-1])  # all is moved by a pixel
-    chex.assert_trees_all_equal(ten[:, 0, 0, 1:], plain[:, 1, :-1])  # and mirrored at the edge
+    chex.assert_trees_all_equal(ten[:, 0, 1:, 1:], plain[:, :-1, :-1])  # shifted by one pixel
+    chex.assert_trees_all_equal(ten[:, 0, 0, 1:], plain[:, 1, :-1])  # and reflected at the edge
     chex.assert_trees_all_equal(ten[:, 5:], ten[:, :5, :, ::-1])
-    said = "data.border: 1, but only ten-crop uses a border; give data.crops 10"
-    assert said in refused(folder, crops=2, border=1)
+    message = "data.border: 1, but only ten-crop uses a border; give data.crops 10"
+    assert message in load_error(folder, crops=2, border=1)
 
 
-EVERYTHING = {
+AUGMENTATION = {
     "crop": "resized",
     "flip": True,
     "color_jitter": 0.4,
@@ -129,8 +131,8 @@ EVERYTHING = {
 
 
 @pytest.mark.parametrize("crop", ["resized", "padded", "reflected", "center"])
-def test_every_augmentation_leaves_shapes_and_dtypes(folder, crop):
-    batch = seen(load(folder, **EVERYTHING | {"crop": crop}), 1)[0][0]
+def test_augmentation_preserves_shapes_and_dtypes(folder, crop):
+    batch = take_batches(load(folder, **AUGMENTATION | {"crop": crop}), 1)[0][0]
     chex.assert_tree_shape_prefix(batch, (4,))
     chex.assert_shape(batch["image"], (4, 8, 8, 3))
     kinds = {name: a.dtype.name for name, a in batch.items()}
@@ -145,76 +147,80 @@ def test_every_augmentation_leaves_shapes_and_dtypes(folder, crop):
     }
 
 
-def test_augmentation_differs_from_epoch_to_epoch(tmp_path):
+def test_augmentation_differs_between_epochs(tmp_path):
     rng = np.random.default_rng(0)
-    class_folders(tmp_path, train=4)
+    write_class_folders(tmp_path, train=4)
     for path in (tmp_path / "train").rglob("*.png"):
         Image.fromarray(rng.integers(0, 256, (10, 12, 3), np.uint8)).save(path)
     first, second = (
         dict(zip(b["id"], b["image"], strict=True))
-        for b in seen(load(tmp_path, crop="padded"), 2)[0]
+        for b in take_batches(load(tmp_path, crop="padded"), 2)[0]
     )
     assert {*first} == {*second}
     assert any((first[i] != second[i]).any() for i in first)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_the_batches_are_the_same_with_any_number_of_processes(folder, workers):
-    here, _ = seen(load(folder, **EVERYTHING))
-    chex.assert_trees_all_equal(seen(load(folder, workers=workers, **EVERYTHING))[0], here)
+def test_batches_do_not_depend_on_the_number_of_workers(folder, workers):
+    expected, _ = take_batches(load(folder, **AUGMENTATION))
+    chex.assert_trees_all_equal(
+        take_batches(load(folder, workers=workers, **AUGMENTATION))[0], expected
+    )
 
 
-def test_batches_go_on_where_they_stopped_with_other_processes_too(folder):
-    here, batches = seen(load(folder, workers=2, **EVERYTHING), 5)
+def test_batches_resume_at_a_saved_position_with_any_number_of_workers(folder):
+    before, batches = take_batches(load(folder, workers=2, **AUGMENTATION), 5)
     position = batches.get_state()
     more = [next(batches) for _ in range(4)]
     chex.assert_trees_all_equal(
-        seen(load(folder, workers=2, **EVERYTHING), 4, after=position)[0], more
+        take_batches(load(folder, workers=2, **AUGMENTATION), 4, after=position)[0], more
     )
-    chex.assert_trees_all_equal(seen(load(folder, **EVERYTHING), 4, after=position)[0], more)
-    assert not np.array_equal(more[0]["image"], here[0]["image"])
+    chex.assert_trees_all_equal(
+        take_batches(load(folder, **AUGMENTATION), 4, after=position)[0], more
+    )
+    assert not np.array_equal(more[0]["image"], before[0]["image"])
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 1}, {"crops": 10, "resize": 10}])
-def test_what_is_kept_is_what_is_read(folder, options):
+def test_cached_images_equal_read_images(folder, options):
     (folder / "train" / "cat" / "004.png").write_bytes(b"")
-    options |= EVERYTHING | {"crop": "reflected"}
-    read, kept = load(folder, **options), load(folder, cache=True, **options)
-    chex.assert_trees_all_equal(seen(kept)[0], seen(read)[0])
+    options |= AUGMENTATION | {"crop": "reflected"}
+    read, cached = load(folder, **options), load(folder, cache=True, **options)
+    chex.assert_trees_all_equal(take_batches(cached)[0], take_batches(read)[0])
     expected = list(evaluation_batches(read, 4))
-    chex.assert_trees_all_equal(list(evaluation_batches(kept, 4)), expected)
+    chex.assert_trees_all_equal(list(evaluation_batches(cached, 4)), expected)
     for path in folder.rglob("*.png"):
         path.unlink()
-    chex.assert_trees_all_equal(list(evaluation_batches(kept, 4)), expected)
-    seen(kept, 12)
-    assert (next(training_batches(kept, 12, 0))["weight"] == 0).sum() == 1
+    chex.assert_trees_all_equal(list(evaluation_batches(cached, 4)), expected)
+    take_batches(cached, 12)
+    assert (next(training_batches(cached, 12, 0))["weight"] == 0).sum() == 1
 
 
-def test_resized_crops_are_not_kept(folder):
-    assert "data.cache: resized crops decode each image again" in refused(
+def test_refuses_to_cache_resized_crops(folder):
+    assert "data.cache: resized crops decode each image again" in load_error(
         folder, cache=True, crop="resized"
     )
 
 
-def test_another_seed_makes_other_batches(folder):
+def test_another_seed_gives_other_batches(folder):
     data = load(folder)
     assert any(
         (a["id"] != b["id"]).any()
-        for a, b in zip(seen(data)[0], seen(data, seed=1)[0], strict=True)
+        for a, b in zip(take_batches(data)[0], take_batches(data, seed=1)[0], strict=True)
     )
 
 
-def test_batches_for_private_training_are_padded_even_where_none_is_drawn(folder):
-    weights = poisson_weights(load(folder, **EVERYTHING), image=(8, 8, 3))
+def test_pads_poisson_batches_even_without_a_sampled_example(folder):
+    weights = sampled_counts(load(folder, **AUGMENTATION), image=(8, 8, 3))
     assert min(weights) == 0 < max(weights)
 
 
-def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(folder):
+def test_unreadable_images_have_weight_0_the_mean_color_and_a_reason(folder):
     path = folder / "train" / "cat" / "004.png"
     path.write_bytes(path.read_bytes()[:45])
     data = load(folder, mean=(0.2, 0.4, 0.6))
     bad = 2  # the third cat
-    for batch in seen(data)[0]:
+    for batch in take_batches(data)[0]:
         assert (batch["weight"] == (batch["id"] != bad)).all()
         assert (batch["image"][batch["id"] == bad] == (51, 102, 153)).all()
     assert re.fullmatch(re.escape(str(path)) + ": .*truncated.*", data.explain(bad))
@@ -223,87 +229,87 @@ def test_what_cannot_be_read_has_weight_0_the_mean_colour_and_a_reason(folder):
     assert data.explain(17) == f"{folder / 'val' / 'dog' / '005.png'}: zero bytes"
 
 
-refused = functools.partial(refusal, load)
+load_error = functools.partial(error_message, load)
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path):
+def test_refuses_missing_folders(tmp_path):
     missing = tmp_path / "nowhere"
-    assert refused(missing) == (
+    assert load_error(missing) == (
         f"data.path: {missing} does not exist; expected a folder with train/ and val/ or test/, "
         "each with one folder per class"
     )
     missing.write_text("a file")
-    assert f"{missing} is not a folder" in refused(missing)
+    assert f"{missing} is not a folder" in load_error(missing)
 
 
-def test_a_folder_without_train_or_without_something_to_test_on_is_said(tmp_path):
-    assert f"no folder {tmp_path / 'train'}" in refused(tmp_path)
-    assert "it holds no folders" in refused(tmp_path)
-    write(tmp_path / "train" / "cat" / "a.png")
-    message = refused(tmp_path)
+def test_refuses_folders_without_training_or_test_images(tmp_path):
+    assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
+    assert "it holds no folders" in load_error(tmp_path)
+    write_image(tmp_path / "train" / "cat" / "a.png")
+    message = load_error(tmp_path)
     assert f"no folder {tmp_path / 'val'} or {tmp_path / 'test'} to test on" in message
     assert message.endswith("there are train")
     (tmp_path / "valid").mkdir()
-    message = refused(tmp_path, test_split="vald")
+    message = load_error(tmp_path, test_split="vald")
     assert message == f"data.test_split: no folder {tmp_path / 'vald'} (did you mean valid?)"
-    message = refused(tmp_path, test_split="train")
+    message = load_error(tmp_path, test_split="train")
     assert (
         message == f"data.test_split: {tmp_path / 'train'} is the training set; name another folder"
     )
 
 
-def test_images_that_lie_in_no_class_are_said(tmp_path):
+def test_refuses_images_outside_of_class_folders(tmp_path):
     for i in range(3):
-        write(tmp_path / "train" / f"{i}.png")
+        write_image(tmp_path / "train" / f"{i}.png")
     (tmp_path / "val").mkdir()
-    assert refused(tmp_path) == (
+    assert load_error(tmp_path) == (
         f"data.path: no folders in {tmp_path / 'train'}, which are the classes; its 3 images "
         "belong in one folder per class"
     )
 
 
-def test_an_empty_class_is_said_and_what_was_looked_for(folder):
+def test_refuses_a_class_without_images(folder):
     for split in ("train", "val"):
         (folder / split / "empty").mkdir()
     (folder / "train" / "empty" / "a.txt").write_text("no image")
-    assert refused(folder) == (
+    assert load_error(folder) == (
         f"data.path: no image of a class in {folder / 'train' / 'empty'}; expected files "
         "*.jpg, *.jpeg, *.png, *.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp"
     )
 
 
-def test_no_file_at_all_is_said(tmp_path):
+def test_refuses_folders_without_any_image(tmp_path):
     for split in ("train", "val"):
         for name in "abcdefg":
             (tmp_path / split / name).mkdir(parents=True)
-    message = refused(tmp_path)
+    message = load_error(tmp_path)
     assert message.startswith(f"data.path: no image in {tmp_path / 'train' / 'a'}, ")
     assert " and 2 more; expected files *.jpg" in message
 
 
-def test_classes_that_differ_are_named_on_both_sides(folder):
+def test_names_the_classes_that_differ_between_training_and_test(folder):
     for i in range(9):
-        write(folder / "train" / f"new{i}" / "a.png")
-    write(folder / "val" / "old" / "a.png")
-    assert refused(folder) == (
+        write_image(folder / "train" / f"new{i}" / "a.png")
+    write_image(folder / "val" / "old" / "a.png")
+    assert load_error(folder) == (
         f"data.path: the classes differ: only in {folder / 'train'}: new0, new1, new2, new3, new4 "
         f"and 4 more; only in {folder / 'val'}: old"
     )
 
 
-def test_a_crop_larger_than_the_image_it_is_cut_from_is_refused(folder):
-    assert "data.resize: 8 is less than data.image_size 9" in refused(folder, image_size=9)
+def test_refuses_crops_larger_than_the_resized_image(folder):
+    assert "data.resize: 8 is less than data.image_size 9" in load_error(folder, image_size=9)
 
 
 @pytest.mark.parametrize("crop", ["padded", "reflected"])
-def test_a_crop_that_may_show_nothing_is_refused(folder, crop):
+def test_refuses_padding_as_large_as_the_image(folder, crop):
     load(folder, crop=crop, padding=7)
-    assert refused(folder, crop=crop, padding=8) == (
+    assert load_error(folder, crop=crop, padding=8) == (
         "data.padding: 8 pixels can shift images of 8 x 8 out of view; give fewer"
     )
 
 
-def test_the_section_survives_json():
+def test_the_config_section_round_trips_through_json():
     config = Config(data=ImageFolder(path="x", crops=10, mean=(0.1, 0.2, 0.3)))
     assert from_json(to_json(config), "here") == config
     with pytest.raises(UserError, match=r"data.crops: expected 1, 2 or 10, got 5"):
@@ -319,7 +325,7 @@ def config():
 """
 
 
-def test_the_program_ends_with_one_line_where_there_are_no_images(tmp_path, monkeypatch, capsys):
+def test_the_program_reports_missing_images_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.py").write_text(RECIPE)
     assert exit_code("train", "recipe.py") == 2
@@ -328,19 +334,19 @@ def test_the_program_ends_with_one_line_where_there_are_no_images(tmp_path, monk
     assert "center" in capsys.readouterr().err
 
 
-def test_a_test_image_is_explained_at_the_size_that_it_is_read_at(folder):
+def test_explains_a_test_image_at_the_size_of_evaluation(folder):
     Image.new("L", (1, 1500)).save(folder / "val" / "cat" / "thin.png")
     data = load(folder, image_size=224, resize=256)
     (thin,) = [i for i in data.test["id"].tolist() if "thin" in data.name(i)]
     assert "1 x 1500 pixels become 256 x 384000, more than" in data.explain(thin)
 
 
-def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path):
+def test_names_a_folder_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*nowhere: No such file"):
         subfolders(tmp_path / "nowhere")
 
 
-def test_training_images_are_made_as_the_config_says():
+def test_training_images_have_the_options_of_the_config():
     config = ImageFolder(
         image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, color_jitter=0.2,
         lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8),
@@ -351,42 +357,42 @@ def test_training_images_are_made_as_the_config_says():
     )  # fmt: skip
 
 
-PLAIN = {
+NO_AUGMENTATION = {
     "root": b"", "size": 8, "crop": "center", "area": (1.0, 1.0), "padding": 2, "flip": False,
     "color_jitter": 0.0, "lighting": 0.0, "cutout": 0, "fill": (1, 2, 3),
 }  # fmt: skip
 
 
-EACH = {
-    "center": ({}, lambda image, drawn: image),
-    "padded": ({"crop": "padded"}, lambda image, drawn: shift(image, drawn["shift"], 2, reflect=False)),
-    "reflected": ({"crop": "reflected"}, lambda image, drawn: shift(image, drawn["shift"], 2, reflect=True)),
-    "flip": ({"flip": True}, lambda image, drawn: horizontal_flip(image, drawn["flip"])),
+SINGLE_AUGMENTATIONS = {
+    "center": ({}, lambda image, draws: image),
+    "padded": ({"crop": "padded"}, lambda image, draws: shift(image, draws["shift"], 2, reflect=False)),
+    "reflected": ({"crop": "reflected"}, lambda image, draws: shift(image, draws["shift"], 2, reflect=True)),
+    "flip": ({"flip": True}, lambda image, draws: horizontal_flip(image, draws["flip"])),
     "color_jitter": ({"color_jitter": 0.4}, color_jitter),
     "lighting": ({"lighting": 0.1}, color_jitter),
-    "cutout": ({"cutout": 3}, lambda image, drawn: cutout(image, drawn["cutout"], 3, np.array([1, 2, 3]))),
+    "cutout": ({"cutout": 3}, lambda image, draws: cutout(image, draws["cutout"], 3, np.array([1, 2, 3]))),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_each_augmentation_is_done_to_the_images_where_it_is_asked_for(name):
-    options, expected = EACH[name]
-    images = TrainingImages(**PLAIN | options)
-    drawn = images.draw(16, np.random.default_rng(0))
-    given = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
-    found = images.augment(given.copy(), drawn)
-    chex.assert_trees_all_equal(found, expected(given.copy(), drawn))
-    assert (found != given).any() == (name != "center")
+@pytest.mark.parametrize("name", SINGLE_AUGMENTATIONS)
+def test_each_option_applies_its_augmentation(name):
+    options, expected = SINGLE_AUGMENTATIONS[name]
+    images = TrainingImages(**NO_AUGMENTATION | options)
+    draws = images.draw(16, np.random.default_rng(0))
+    image = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
+    augmented = images.augment(image.copy(), draws)
+    chex.assert_trees_all_equal(augmented, expected(image.copy(), draws))
+    assert (augmented != image).any() == (name != "center")
 
 
-def test_images_are_mixed_as_much_as_the_config_says(tmp_path, monkeypatch):
-    alphas, mixed = [], image_folder.mixup
+def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
+    alphas, mixup = [], image_folder.mixup
     monkeypatch.setattr(
         image_folder,
         "mixup",
-        lambda batch, alpha, g: alphas.append(alpha) or mixed(batch, alpha, g),
+        lambda batch, alpha, g: alphas.append(alpha) or mixup(batch, alpha, g),
     )
-    class_folders(tmp_path, train=4, test=2)
+    write_class_folders(tmp_path, train=4, test=2)
     data = image_folder.load(ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3))
     next(training_batches(data, 4, 0))
     assert {*alphas} == {0.3}

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from image_cases import class_folders
+from image_cases import write_class_folders
 
 ROOT = Path(__file__).parents[1]
 MODULE = (sys.executable, "-m", "fnet")
@@ -53,7 +53,7 @@ def test_ignores_a_train_package_of_the_user(folder):
     "command", [SCRIPT, pytest.param(MODULE, marks=pytest.mark.slow)], ids=["script", "module"]
 )
 def test_recipes_and_worker_processes_find_the_program(command, folder):
-    class_folders(folder / "images", train=4, test=4)
+    write_class_folders(folder / "images", train=4, test=4)
     assert "2/2" in run(folder, *command, "train", "mine.py", "--out", "run")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from image_cases import class_folders
+from image_cases import write_class_folders
 from program_cases import fnet_command
 
 from train.config import (
@@ -42,7 +42,7 @@ LARGE = (
 def test_every_recipe_loads_and_builds(name, tmp_path):
     config = recipes.load(name)
     if isinstance(config.data, ImageFolder):  # any folder will do
-        class_folders(tmp_path, train=2, test=2)
+        write_class_folders(tmp_path, train=2, test=2)
         assert image_folder.load(replace(config.data, path=str(tmp_path))).classes
         network = config.model.build((224, 224, 3), 1000)
         assert jax.eval_shape(network.init, jax.random.key(0))[0]
@@ -68,7 +68,7 @@ def test_a_step_takes_at_its_peak_what_the_recipe_tells(name, workplace):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in recipes.recipes() if n.startswith("imagenet_")])
 def test_a_recipe_for_imagenet_takes_a_step_on_any_folder(name, tmp_path):
-    class_folders(tmp_path, train=4, test=2, size=(70, 66))
+    write_class_folders(tmp_path, train=4, test=2, size=(70, 66))
     config = recipes.load(name)
     data = replace(config.data, path=str(tmp_path), batch_size=2, image_size=64, resize=64)
     run = setup(replace(config, data=data))

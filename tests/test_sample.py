@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from image_cases import class_folders
+from image_cases import write_class_folders
 from matplotlib import image as pictures
 from program_cases import exit_code, fnet_command, said_in_one_line
 
@@ -335,7 +335,7 @@ TRAINING_MISTAKES = [
 def test_a_network_that_cannot_be_is_refused_before_training(words, message, recipes, capsys):
     (recipes / "short.txt").write_text("to be")
     (recipes / "empty.txt").write_text("")
-    class_folders(recipes / "photos")
+    write_class_folders(recipes / "photos")
     assert exit_code("train", *words, "--out", "new") == 2
     said_in_one_line(capsys, message)
     assert not (recipes / "new").exists()

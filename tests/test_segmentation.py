@@ -1,4 +1,4 @@
-"""A label for every pixel: the task, its scores, its colours."""
+"""Semantic segmentation: the task, its scores and its colors."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def task(config):
 
 @pytest.fixture
 def network(task):
-    """Parameters and state, as they begin."""
+    """Initial parameters and state."""
     return jax.jit(task.model.init)(jax.random.key(0))
 
 
@@ -48,40 +48,42 @@ def batch(task):
     return next(evaluation_batches(task.dataset, 3))
 
 
-def likelihoods(logits, size):
-    """Of every pixel's classes, by logits that are interpolated."""
+def upsampled_probabilities(logits, size):
+    """Upsample logits to ``size`` and apply the softmax."""
     whole = (len(logits), *size, logits.shape[-1])
     return np.asarray(jax.nn.softmax(jax.image.resize(logits, whole, "bilinear", antialias=False)))
 
 
-def logits_of(task, network, image):
-    """Of images as the network takes them."""
+def apply_network(task, network, image):
+    """Apply the network to normalized images."""
     return task.model.apply(*network, image, train=False)[0]
 
 
-def normalized(image):
+def normalize(image):
     return ((np.asarray(image) / 255 - DATA.mean) / DATA.std).astype(np.float32)
 
 
-def test_the_loss_is_the_mean_over_the_pixels_that_are_counted(task, network, batch):
+def test_the_loss_is_the_mean_over_pixels_that_are_not_ignored(task, network, batch):
     batch["mask"][1] = 255
     losses, aux = jax.jit(task.loss)(*network, batch, jax.random.key(0))
-    logits, _ = task.model.apply(*network, normalized(batch["image"]), train=True)
-    found = likelihoods(logits, (16, 16))
+    logits, _ = task.model.apply(*network, normalize(batch["image"]), train=True)
+    probabilities = upsampled_probabilities(logits, (16, 16))
     for i, mask in enumerate(batch["mask"]):
         counted = mask < 3
         if i == 1:
             assert not counted.any()
             assert losses[i] == aux.metrics["pixel_accuracy"][i] == 0
             continue
-        assert 0 < counted.sum() < mask.size  # some are not
-        picked = np.take_along_axis(found[i], np.where(counted, mask, 0)[..., None], -1)[..., 0]
+        assert 0 < counted.sum() < mask.size  # some pixels are ignored
+        picked = np.take_along_axis(probabilities[i], np.where(counted, mask, 0)[..., None], -1)[
+            ..., 0
+        ]
         chex.assert_trees_all_close(losses[i], -np.log(picked)[counted].mean(), rtol=1e-4)
-        right = (found[i].argmax(-1) == mask)[counted].mean()
+        right = (probabilities[i].argmax(-1) == mask)[counted].mean()
         chex.assert_trees_all_close(aux.metrics["pixel_accuracy"][i], right, rtol=1e-5)
 
 
-def test_smoothing_is_a_part_of_the_loss_in_training_alone(config, task, network, batch):
+def test_label_smoothing_applies_only_to_the_training_loss(config, task, network, batch):
     smooth = build(dataclasses.replace(config, optim=Optim(label_smoothing=0.2)))
     key = jax.random.key(0)
     losses, _ = jax.jit(smooth.loss)(*network, batch, key)
@@ -91,48 +93,51 @@ def test_smoothing_is_a_part_of_the_loss_in_training_alone(config, task, network
     )
 
 
-def test_what_is_measured_is_the_likeliest_class_of_each_pixel(task, network, batch):
-    found = jax.jit(task.measure)(*network, batch)
-    labels, predictions = found.confusion
+def test_predicts_the_most_probable_class_of_each_pixel(task, network, batch):
+    labels, predictions = jax.jit(task.measure)(*network, batch).confusion
     chex.assert_trees_all_equal(labels, batch["mask"])
-    expected = likelihoods(logits_of(task, network, normalized(batch["image"])), (16, 16))
+    expected = upsampled_probabilities(
+        apply_network(task, network, normalize(batch["image"])), (16, 16)
+    )
     chex.assert_trees_all_equal(np.asarray(predictions), expected.argmax(-1).astype(np.uint8))
 
 
-def test_probabilities_are_averaged_over_scales_and_mirror_images(config, task, network, batch):
-    image = normalized(batch["image"])
+def test_averages_probabilities_over_scales_and_flips(config, task, network, batch):
+    image = normalize(batch["image"])
     n, _, _, channels = image.shape
     expected = []
     for side in (12, 16, 19):  # 0.75, 1 and 1.2 of 16, rounded
         scaled = jax.image.resize(image, (n, side, side, channels), "bilinear", antialias=False)
-        expected.append(likelihoods(logits_of(task, network, scaled), (16, 16)))
-        mirrored = likelihoods(logits_of(task, network, scaled[:, :, ::-1]), (16, 16))
-        expected.append(mirrored[:, :, ::-1])
+        expected.append(upsampled_probabilities(apply_network(task, network, scaled), (16, 16)))
+        flipped = upsampled_probabilities(
+            apply_network(task, network, scaled[:, :, ::-1]), (16, 16)
+        )
+        expected.append(flipped[:, :, ::-1])
     views = Views((0.75, 1.0, 1.2), flip=True)
     assert views.num_views == len(expected)
     measure = jax.jit(make_measure(config, task.model, views))
-    found = measure(*network, batch)
+    result = measure(*network, batch)
     mean = sum(expected) / len(expected)
-    chex.assert_trees_all_equal(np.asarray(found.confusion[1]), mean.argmax(-1).astype(np.uint8))
+    chex.assert_trees_all_equal(np.asarray(result.confusion[1]), mean.argmax(-1).astype(np.uint8))
     counted = batch["mask"] < 3
     picked = np.take_along_axis(mean, np.where(counted, batch["mask"], 0)[..., None], -1)[..., 0]
     losses = np.where(counted, -np.log(picked), 0).sum((1, 2)) / counted.sum((1, 2))
-    chex.assert_trees_all_close(found.metrics["loss"], losses, rtol=1e-4)
+    chex.assert_trees_all_close(result.metrics["loss"], losses, rtol=1e-4)
 
 
-def test_a_view_is_a_network_s_logits_of_the_image_and_of_its_mirror_image(config, task, network, batch):  # fmt: skip
-    see = logits_by_view(config, task.model, Views((1.0,), flip=True))
-    plain, mirrored = see(*network, batch["image"])
-    swapped, back = see(*network, batch["image"][:, :, ::-1])
-    chex.assert_trees_all_close((swapped, back), (mirrored[:, :, ::-1], plain[:, :, ::-1]))
-    assert not np.allclose(plain, mirrored, atol=1e-3)
+def test_views_are_the_logits_of_the_image_and_its_flip(config, task, network, batch):  # fmt: skip
+    apply = logits_by_view(config, task.model, Views((1.0,), flip=True))
+    plain, flipped = apply(*network, batch["image"])
+    swapped, back = apply(*network, batch["image"][:, :, ::-1])
+    chex.assert_trees_all_close((swapped, back), (flipped[:, :, ::-1], plain[:, :, ::-1]))
+    assert not np.allclose(plain, flipped, atol=1e-3)
 
 
-# Rows are true classes; the last is neither there nor predicted, the third only predicted.
+# Rows are true classes. The third class is only predicted, the last neither true nor predicted.
 COUNTS = np.array([[6, 2, 0, 0], [1, 3, 4, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
 
 
-def test_scores_are_those_reckoned_by_hand():
+def test_scores_equal_values_computed_by_hand():
     chex.assert_trees_all_close(accuracy_by_class(COUNTS), np.array([6 / 8, 3 / 8, np.nan, np.nan]))
     chex.assert_trees_all_close(iou_by_class(COUNTS), np.array([6 / 9, 3 / 10, 0, np.nan]))
     chex.assert_trees_all_close(
@@ -145,23 +150,23 @@ def test_scores_are_those_reckoned_by_hand():
     )
 
 
-def test_scores_of_nothing_are_zero():
+def test_scores_without_pixels_are_zero():
     assert set(pixel_scores(np.zeros((4, 4), int)).values()) == {0.0}
 
 
-def test_colours_are_those_of_voc():
+def test_colors_are_those_of_voc():
     # VOClabelcolormap: background, aeroplane, bicycle, ..., tv/monitor; void.
-    colours = voc_colors()
-    assert colours[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
-    assert colours[20].tolist() == [0, 64, 128]
-    assert colours[255].tolist() == [224, 224, 192]
-    assert len(np.unique(colours, axis=0)) == 256
+    colors = voc_colors()
+    assert colors[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
+    assert colors[20].tolist() == [0, 64, 128]
+    assert colors[255].tolist() == [224, 224, 192]
+    assert len(np.unique(colors, axis=0)) == 256
 
 
-def test_labels_are_painted_over_the_image():
+def test_overlays_labels_on_the_image():
     image = np.full((1, 2, 3), 200, np.uint8)
-    found = overlay_labels(image, np.array([[1, 0]]), opacity=0.5)
-    assert found.tolist() == [[[164, 100, 100], [100, 100, 100]]]
+    overlay = overlay_labels(image, np.array([[1, 0]]), opacity=0.5)
+    assert overlay.tolist() == [[[164, 100, 100], [100, 100, 100]]]
 
 
 MISTAKES = [
@@ -171,7 +176,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("sections", "message"), MISTAKES)
-def test_data_of_another_kind_are_refused(sections, message, recipes, capsys):
+def test_refuses_data_of_another_kind(sections, message, recipes, capsys):
     text = f"from train.config import *\ndef config(): return {Config(**sections)!r}"
     (recipes / "other.py").write_text(text)
     assert exit_code("train", "other.py", "--out", "new") == 2

@@ -1,12 +1,12 @@
-"""Images with masks: one geometry for both, and what is said of those that do not fit."""
+"""Images with segmentation masks: the same geometry for both, and errors for invalid pairs."""
 
 import functools
 
 import chex
 import numpy as np
 import pytest
-from data_cases import refusal, seen
-from image_cases import write, write_mask
+from data_cases import error_message, take_batches
+from image_cases import write_image, write_mask
 from PIL import Image
 
 from train.config import Config, from_json, to_json
@@ -14,30 +14,30 @@ from train.config.data import SegmentationFolder
 from train.data import evaluation_batches, segmentation_folder
 
 
-def labels_of(height, width):
-    """Left and right halves, 1 and 2, with a border of 0 above."""
+def make_mask(height, width):
+    """Make a mask with labels 1 (left), 2 (right) and 0 (top quarter)."""
     labels = np.ones((height, width), np.uint8)
     labels[:, width // 2 :] = 2
     labels[: height // 4] = 0
     return labels
 
 
-def pictured(labels):
-    """An image that shows its own labels: 100 levels of each colour."""
+def as_image(labels):
+    """Make an image that shows a mask: gray value 100 * label."""
     return Image.fromarray(np.repeat((labels * 100)[..., None], 3, axis=-1))
 
 
 def write_pair(folder, name, labels):
     write_mask(folder / "masks" / f"{name}.png", labels)
     (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
-    pictured(labels).save(folder / "images" / f"{name}.bmp")
+    as_image(labels).save(folder / "images" / f"{name}.bmp")
 
 
 @pytest.fixture
 def folder(tmp_path):
     for split, n in (("train", 6), ("val", 3)):
         for i in range(n):
-            write_pair(tmp_path / split, f"{i:02}", labels_of(24 + 4 * i, 40))
+            write_pair(tmp_path / split, f"{i:02}", make_mask(24 + 4 * i, 40))
     return tmp_path
 
 
@@ -46,12 +46,12 @@ def load(path, **options):
     return segmentation_folder.load(SegmentationFolder(path=str(path), **defaults | options))
 
 
-def test_batches_hold_images_and_their_masks(folder):
+def test_batches_hold_images_and_masks(folder):
     data = load(folder)
     assert data.train["id"].tolist() == list(range(6))
     assert data.test["id"].tolist() == [6, 7, 8]
     assert data.classes == ("0", "1", "2")
-    for batch in (seen(data, 1)[0][0], next(evaluation_batches(data, 4))):
+    for batch in (take_batches(data, 1)[0][0], next(evaluation_batches(data, 4))):
         kinds = {name: (a.shape, a.dtype.name) for name, a in batch.items() if name != "row"}
         assert kinds == {
             "id": ((4,), "int32"),
@@ -62,85 +62,87 @@ def test_batches_hold_images_and_their_masks(folder):
 
 
 def far_from_edges(mask, radius):
-    """Pixels [N, H, W] around which all labels, where there are any, are one."""
+    """Whether all labels around each pixel [N, H, W] are the same."""
     height, width = mask.shape[1:]
-    around = np.pad(mask, ((0, 0), (radius, radius), (radius, radius)), constant_values=254)
+    padded = np.pad(mask, ((0, 0), (radius, radius), (radius, radius)), constant_values=254)
     far = mask != 255
     for y, x in np.ndindex(2 * radius + 1, 2 * radius + 1):
-        other = around[:, y : y + height, x : x + width]
+        other = padded[:, y : y + height, x : x + width]
         far &= (other == mask) | (other == 255)
     return far
 
 
 @pytest.mark.parametrize(
     ("options", "radius"),
-    # Interpolation reaches to the next pixel of the image or of the canvas, the larger.
+    # Interpolation reaches to the next pixel of the image or the canvas, whichever is larger.
     [({}, 2), ({"flip": True}, 2), ({"scale": (0.5, 0.8)}, 1), ({"scale": (2.0, 3.0)}, 3)],
 )
-def test_image_and_mask_are_scaled_cut_and_mirrored_alike(folder, options, radius):
+def test_scales_crops_and_flips_image_and_mask_alike(folder, options, radius):
     compared = set()
-    for batch in seen(load(folder, **options), 12)[0]:
+    for batch in take_batches(load(folder, **options), 12)[0]:
         mask, image = batch["mask"], batch["image"]
         assert {*np.unique(mask)} <= {0, 1, 2, 255}
         far = far_from_edges(mask, radius)
         chex.assert_trees_all_equal(image[far], np.repeat(mask[far][:, None] * 100, 3, axis=1))
-        assert (image[mask == 255] == (124, 116, 104)).all()  # the mean colour
+        assert (image[mask == 255] == (124, 116, 104)).all()  # the mean color
         compared |= {*mask[far].tolist()}
     assert compared >= {1, 2}
 
 
-def test_mirrored_masks_have_left_and_right_exchanged(folder):
-    plain, _ = seen(load(folder, scale=(1.0, 1.0)), 6)
-    batches, _ = seen(load(folder, scale=(1.0, 1.0), flip=True), 6)
+def test_flipped_masks_have_left_and_right_exchanged(folder):
+    plain, _ = take_batches(load(folder, scale=(1.0, 1.0)), 6)
+    batches, _ = take_batches(load(folder, scale=(1.0, 1.0), flip=True), 6)
     sides = [m[m != 255].tolist()[-1] for b in batches for m in b["mask"]]
-    assert {*sides} == {1, 2}  # of the last row's last pixel
+    assert {*sides} == {1, 2}  # label of the last pixel
     assert {m[m != 255].tolist()[-1] for b in plain for m in b["mask"]} == {2}
 
 
-def test_scales_reach_from_the_smallest_to_the_largest(folder):
-    shares = [
+def test_random_scales_cover_the_given_range(folder):
+    fractions = [
         (mask != 255).any(0).mean()
-        for b in seen(load(folder, scale=(0.5, 2.0)), 10, 2)[0]
+        for b in take_batches(load(folder, scale=(0.5, 2.0)), 10, 2)[0]
         for mask in b["mask"]
     ]
-    assert min(shares) < 0.6
-    assert max(shares) == 1.0
+    assert min(fractions) < 0.6
+    assert max(fractions) == 1.0
 
 
-def test_whole_test_images_are_fitted_and_the_rest_is_not_counted(folder):
+def test_test_images_fit_the_canvas_and_the_rest_is_ignored(folder):
     batch = next(evaluation_batches(load(folder), 3))
     for i, height in enumerate((24, 28, 32)):
         rows = round(height * 20 / 40)
         mask = batch["mask"][i]
         assert (mask[rows:] == 255).all()
-        expected = Image.fromarray(labels_of(height, 40)).resize(
+        expected = Image.fromarray(make_mask(height, 40)).resize(
             (20, rows), Image.Resampling.NEAREST
         )
         chex.assert_trees_all_equal(mask[:rows], np.asarray(expected))
         assert (batch["image"][i, rows:] == (124, 116, 104)).all()
 
 
-def test_colours_change_images_and_not_what_surrounds_them(folder):
+def test_color_jitter_leaves_the_canvas_around_the_image(folder):
     options = {"scale": (0.5, 0.5), "color_jitter": 0.4, "lighting": 0.1}
-    plain, changed = (seen(load(folder, **o), 1)[0][0] for o in ({"scale": (0.5, 0.5)}, options))
+    plain, changed = (
+        take_batches(load(folder, **o), 1)[0][0] for o in ({"scale": (0.5, 0.5)}, options)
+    )
     chex.assert_trees_all_equal(plain["mask"], changed["mask"])
     outside = plain["mask"] == 255
     chex.assert_trees_all_equal(plain["image"][outside], changed["image"][outside])
     assert (plain["image"] != changed["image"]).any((1, 2, 3)).all()
 
 
-def test_the_batches_are_the_same_with_processes_and_after_a_stop(folder):
+def test_batches_are_the_same_with_workers_and_after_resuming(folder):
     options = {"flip": True, "color_jitter": 0.2}
-    here, _ = seen(load(folder, **options), 6)
-    there, batches = seen(load(folder, workers=2, **options), 3)
-    chex.assert_trees_all_equal(there, here[:3])
-    after = seen(load(folder, **options), 3, after=batches.get_state())[0]
-    chex.assert_trees_all_equal(after, here[3:])
+    expected, _ = take_batches(load(folder, **options), 6)
+    first, batches = take_batches(load(folder, workers=2, **options), 3)
+    chex.assert_trees_all_equal(first, expected[:3])
+    after = take_batches(load(folder, **options), 3, after=batches.get_state())[0]
+    chex.assert_trees_all_equal(after, expected[3:])
 
 
-def test_images_without_a_split_are_split_by_a_seed(tmp_path):
+def test_a_seed_splits_images_without_split_folders(tmp_path):
     for i in range(10):
-        write_pair(tmp_path, f"sub/{i}", labels_of(24 + i, 40))
+        write_pair(tmp_path, f"sub/{i}", make_mask(24 + i, 40))
     sizes = {}
     for seed in (0, 0, 1):
         data = load(tmp_path, test_fraction=0.3, split_seed=seed)
@@ -148,61 +150,61 @@ def test_images_without_a_split_are_split_by_a_seed(tmp_path):
         heights = [(m[:, 0] != 255).sum() for b in evaluation_batches(data, 3) for m in b["mask"]]
         assert sizes.setdefault(seed, heights) == heights
     assert sizes[0] != sizes[1]
-    assert "leaves none to test on" in refused(tmp_path, test_fraction=0.01)
-    assert "leaves none to train on" in refused(tmp_path, test_fraction=0.99)
+    assert "leaves none to test on" in load_error(tmp_path, test_fraction=0.01)
+    assert "leaves none to train on" in load_error(tmp_path, test_fraction=0.99)
 
 
-def test_images_without_a_split_are_tested_on_no_folder(tmp_path):
+def test_refuses_a_test_folder_for_images_without_split_folders(tmp_path):
     for i in range(4):
-        write_pair(tmp_path, f"{i}", labels_of(24, 40))
-    assert refused(tmp_path, test_split="val").startswith(
+        write_pair(tmp_path, f"{i}", make_mask(24, 40))
+    assert load_error(tmp_path, test_split="val").startswith(
         f"data.test_split: {tmp_path} itself holds images/ and masks/, and data.test_fraction"
     )
 
 
-def test_classes_are_named_in_a_file(folder):
+def test_reads_class_names_from_a_file(folder):
     (folder / "classes.txt").write_text("sky\nleft half\n\nright half\n")
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")
     assert load(folder, classes=3).classes == ("sky", "left half", "right half")
-    assert refused(folder, classes=4) == f"data.classes: 4, but {folder / 'classes.txt'} names 3"
+    assert load_error(folder, classes=4) == f"data.classes: 4, but {folder / 'classes.txt'} names 3"
 
 
-def test_a_byte_order_mark_is_of_no_class_name(folder):
+def test_ignores_a_byte_order_mark_in_class_names(folder):
     (folder / "classes.txt").write_text("sky\nleft half\n", "utf-8-sig")  # as Windows writes it
     assert load(folder, classes=None).classes == ("sky", "left half")
 
 
-refused = functools.partial(refusal, load)
+load_error = functools.partial(error_message, load)
 
 
-def test_nobody_says_how_many_classes_there_are(folder):
+def test_refuses_an_unknown_number_of_classes(folder):
     path = folder / "classes.txt"
-    assert refused(folder, classes=None).endswith(
+    assert load_error(folder, classes=None).endswith(
         f"one name per line of {path}, which does not exist"
     )
     path.write_text("alone\n")
-    assert refused(folder, classes=None).endswith("which names 1")
+    assert load_error(folder, classes=None).endswith("which names 1")
 
 
-def bad_ones(data):
-    """Reasons by id, of all that has weight 0."""
-    found = {}
-    for batch in [*evaluation_batches(data, 3), *seen(data, 4, 3)[0]]:
+def unreadable_reasons(data):
+    """Reasons of the examples with weight 0, by id."""
+    reasons = {}
+    for batch in [*evaluation_batches(data, 3), *take_batches(data, 4, 3)[0]]:
         for id, weight, mask in zip(batch["id"], batch["weight"], batch["mask"], strict=True):
             if weight == 0:
                 assert (mask == 255).all()
-                found[int(id)] = data.explain(id)
-    return found
+                reasons[int(id)] = data.explain(id)
+    return reasons
 
 
-def test_what_does_not_fit_is_left_out_with_its_reason(folder):
+def test_skips_invalid_pairs_with_a_reason(folder):
     train, val = folder / "train", folder / "val"
-    write_mask(train / "masks" / "01.png", labels_of(24, 40))
+    write_mask(train / "masks" / "01.png", make_mask(24, 40))
     write_mask(train / "masks" / "02.png", np.full((32, 40), 3))
     (train / "images" / "03.bmp").write_bytes(b"")
     (val / "masks" / "00.png").write_bytes(b"no image")
-    pictured(labels_of(28, 40)).save(val / "masks" / "01.png")
-    assert bad_ones(load(folder)) == {
+    as_image(make_mask(28, 40)).save(val / "masks" / "01.png")
+    assert unreadable_reasons(load(folder)) == {
         1: f"{train / 'images' / '01.bmp'}: it is 40 x 28, its mask 40 x 24",
         2: f"{train / 'masks' / '02.png'}: label 3, expected 0 to 2, or 255 to ignore a pixel",
         3: f"{train / 'images' / '03.bmp'}: zero bytes",
@@ -212,8 +214,8 @@ def test_what_does_not_fit_is_left_out_with_its_reason(folder):
     }
 
 
-def test_what_is_not_to_be_counted_is_255_in_a_mask(folder):
-    labels = labels_of(24, 40)
+def test_masks_ignore_pixels_with_255(folder):
+    labels = make_mask(24, 40)
     labels[:, :20] = 255
     write_mask(folder / "val" / "masks" / "00.png", labels)
     data = load(folder)
@@ -224,43 +226,43 @@ def test_what_is_not_to_be_counted_is_255_in_a_mask(folder):
     assert data.explain(6) is None
 
 
-def test_an_image_without_mask_and_a_mask_without_image_are_said(folder):
-    write(folder / "train" / "images" / "new.png")
+def test_refuses_images_without_masks_and_masks_without_images(folder):
+    write_image(folder / "train" / "images" / "new.png")
     images, masks = folder / "train" / "images", folder / "train" / "masks"
-    assert refused(folder) == (
+    assert load_error(folder) == (
         f"data.path: the image {images / 'new.png'} has no mask: no file {masks / 'new'}.*"
     )
     (images / "new.png").unlink()
     for i in range(3):
         (images / f"{i:02}.bmp").unlink()
-    assert refused(folder) == (
+    assert load_error(folder) == (
         f"data.path: the mask {masks / '00.png'} has no image: no file {images / '00'}.*; "
         "nor have 2 others"
     )
 
 
-def test_two_images_of_one_name_are_said(folder):
-    write(folder / "train" / "images" / "02.png")
-    assert "02.bmp and 02.png in" in refused(folder)
+def test_refuses_two_images_with_the_same_name(folder):
+    write_image(folder / "train" / "images" / "02.png")
+    assert "02.bmp and 02.png in" in load_error(folder)
 
 
-def test_missing_folders_are_said(folder, tmp_path_factory):
+def test_refuses_missing_folders(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
-    assert f"no folder {empty / 'train'}; {empty} must hold images/ and masks/, or" in refused(
+    assert f"no folder {empty / 'train'}; {empty} must hold images/ and masks/, or" in load_error(
         empty
     )
     (folder / "val" / "masks").rename(folder / "val" / "labels")
-    assert refused(folder) == f"data.path: no folder {folder / 'val' / 'masks'}"
+    assert load_error(folder) == f"data.path: no folder {folder / 'val' / 'masks'}"
     for split in ("train", "val"):
         (empty / split / "images").mkdir(parents=True)
         (empty / split / "masks").mkdir()
-    assert f"no image in {empty / 'train' / 'images'}; expected" in refused(empty)
+    assert f"no image in {empty / 'train' / 'images'}; expected" in load_error(empty)
 
 
-def test_scales_in_the_wrong_order_are_refused(folder):
-    assert refused(folder, scale=(2.0, 0.5)) == "data.scale: 2.0 is more than 0.5"
+def test_refuses_scales_in_the_wrong_order(folder):
+    assert load_error(folder, scale=(2.0, 0.5)) == "data.scale: 2.0 is more than 0.5"
 
 
-def test_the_section_survives_json():
+def test_the_config_section_round_trips_through_json():
     config = Config(data=SegmentationFolder(path="x", classes=21, scale=(0.75, 1.25)))
     assert from_json(to_json(config), "here") == config

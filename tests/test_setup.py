@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from image_cases import class_folders
+from image_cases import write_class_folders
 
 import fnet
 from fnet import autodiff
@@ -59,7 +59,7 @@ def test_decay_epochs_are_counted_in_the_steps_of_an_epoch():
 
 @pytest.mark.parametrize("grad", [PerExample(), Clipped()], ids=lambda grad: grad.mode)
 def test_mixed_images_have_no_gradient_of_their_own(grad, tmp_path):
-    class_folders(tmp_path, train=2, test=2)
+    write_class_folders(tmp_path, train=2, test=2)
     data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2, mixup=0.2)
     with pytest.raises(UserError, match=f"data.mixup: .* grad.mode {grad.mode} takes each"):
         setup(Config(data=data, model=NETWORK, grad=grad))
@@ -101,7 +101,7 @@ def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_p
 
 
 def test_noise_is_for_as_many_steps_however_files_are_read(tmp_path):
-    class_folders(tmp_path, train=2, test=2)
+    write_class_folders(tmp_path, train=2, test=2)
     data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2)
     config = Config(data=data, model=Mlp(hidden=()), train=Train(steps=4))
     run = setup(config)  # whose noise is not looked for here

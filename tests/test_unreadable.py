@@ -1,9 +1,9 @@
-"""Files that cannot be read: said once, counted, and too many of them."""
+"""Unreadable files: reported once, counted, and limited."""
 
 import chex
 import numpy as np
 import pytest
-from image_cases import class_folders
+from image_cases import write_class_folders
 
 from train.config.data import ImageFolder
 from train.data import Dataset, evaluation_batches, image_folder, training_batches
@@ -14,7 +14,7 @@ from train.errors import UserError
 
 @pytest.fixture
 def folder(tmp_path):
-    class_folders(tmp_path, train=20, test=4)
+    write_class_folders(tmp_path, train=20, test=4)
     for name in ("000.png", "002.png"):
         (tmp_path / "train" / "cat" / name).write_bytes(b"")
     return tmp_path
@@ -24,7 +24,7 @@ def load(path, **options):
     return image_folder.load(ImageFolder(path=str(path), image_size=8, resize=8, **options))
 
 
-def test_each_bad_file_is_said_once_and_counted(folder):
+def test_reports_each_unreadable_file_once(folder):
     lines = []
     dataset = load(folder, max_bad_fraction=0.1)
     files = UnreadableFiles(dataset, lines.append)
@@ -38,7 +38,7 @@ def test_each_bad_file_is_said_once_and_counted(folder):
     ]
 
 
-def test_more_than_the_allowed_share_of_bad_files_ends_the_run(folder):
+def test_too_many_unreadable_files_end_the_run(folder):
     dataset = load(folder, max_bad_fraction=0.09)
     batches = UnreadableFiles(dataset, lambda line: None).watch(training_batches(dataset, 5, 0))
     with pytest.raises(UserError) as caught:
@@ -53,7 +53,7 @@ def test_more_than_the_allowed_share_of_bad_files_ends_the_run(folder):
     )
 
 
-def test_test_files_are_counted_by_themselves(folder):
+def test_counts_test_files_separately(folder):
     path = folder / "val" / "dog" / "001.png"
     path.write_bytes(b"no image")
     dataset = load(folder, max_bad_fraction=0.1)
@@ -62,7 +62,7 @@ def test_test_files_are_counted_by_themselves(folder):
         list(files.watch(evaluation_batches(dataset, 3)))
 
 
-def test_no_readable_file_ends_the_run_whatever_is_allowed(folder):
+def test_ends_the_run_if_no_file_is_readable(folder):
     for path in (folder / "val").rglob("*.png"):
         path.write_bytes(b"no image")
     dataset = load(folder, max_bad_fraction=1.0)
@@ -71,23 +71,25 @@ def test_no_readable_file_ends_the_run_whatever_is_allowed(folder):
         list(files.watch(evaluation_batches(dataset, 3)))
 
 
-def test_padding_is_no_file(folder):
-    dataset = load(folder, max_bad_fraction=0.0)  # whose first training file is a bad one
-    unasked = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
-    files = UnreadableFiles(unasked, pytest.fail)
+def test_ignores_padding(folder):
+    dataset = load(folder, max_bad_fraction=0.0)  # the first training file is unreadable
+    must_not_explain = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
+    files = UnreadableFiles(must_not_explain, pytest.fail)
     assert sum(b["weight"].sum() for b in files.watch(evaluation_batches(dataset, 3))) == 4
     assert files.count == 0
 
 
-def test_padding_of_private_batches_is_no_file(tmp_path):
-    class_folders(tmp_path, train=20, test=4)
+def test_ignores_padding_of_poisson_batches(tmp_path):
+    write_class_folders(tmp_path, train=20, test=4)
     dataset = load(tmp_path, max_bad_fraction=0.0)
-    unasked = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
-    drawn = UnreadableFiles(unasked, pytest.fail).watch(poisson_batches(dataset, 4, 0, 10))
-    assert any(next(drawn)["weight"].sum() < 10 for _ in range(5))
+    must_not_explain = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
+    batches = UnreadableFiles(must_not_explain, pytest.fail).watch(
+        poisson_batches(dataset, 4, 0, 10)
+    )
+    assert any(next(batches)["weight"].sum() < 10 for _ in range(5))
 
 
-def test_the_position_is_that_of_the_batches_beneath(folder):
+def test_saves_and_restores_the_position_of_the_batches(folder):
     dataset = load(folder, max_bad_fraction=0.5)
     files = UnreadableFiles(dataset, lambda line: None)
     first = files.watch(training_batches(dataset, 4, 0))
@@ -98,8 +100,8 @@ def test_the_position_is_that_of_the_batches_beneath(folder):
     chex.assert_trees_all_equal(next(second), next(first))
 
 
-def test_batches_that_are_no_files_are_passed_on():
+def test_passes_on_batches_without_files():
     rows = {"x": np.arange(6.0), "weight": np.zeros(6, np.float32)}
     dataset = Dataset(rows, rows, (), lambda batch, generator: batch)
-    watched = UnreadableFiles(dataset, pytest.fail).watch(evaluation_batches(dataset, 6))
-    assert [b["x"].tolist() for b in watched] == [list(range(6))]
+    checked = UnreadableFiles(dataset, pytest.fail).watch(evaluation_batches(dataset, 6))
+    assert [b["x"].tolist() for b in checked] == [list(range(6))]
