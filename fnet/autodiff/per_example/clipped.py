@@ -109,7 +109,7 @@ def clipped_grad(
     parameter without effect          a gradient of 0
     layer that mixes examples         ValueError with the layer's name
     indexing of other examples        not detected: a batch of one example has no others
-    division by the batch size        not detected: the size is 1 or that of the batch
+    division by the batch size        not detected: it may be 1 or the whole batch
     ================================  ===========================================================
 
     Args:
@@ -284,7 +284,7 @@ def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], l
 
 
 def check_clip(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
-    """Reject bounds out of range; the arguments are those of `clipped_grad`."""
+    """Reject bounds out of range. The arguments have the meaning they have in `clipped_grad`."""
     if not per_layer and not jax.tree_util.all_leaves([clip]):
         raise ValueError(
             f"clipped_grad: clip must be a number, got {clip!r}; a tree of bounds needs "
