@@ -228,7 +228,7 @@ class NoiseScale(NamedTuple):
     grad_var: Array
 
 
-def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> NoiseScale:
+def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> NoiseScale:
     """Estimate the gradient noise scale from one batch (McCandlish et al. 2018, appendix A.1).
 
     Compares the gradients g_b of B examples, batches of size 1, with their mean, a batch of size B:
@@ -239,7 +239,7 @@ def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> 
     Args:
       norms: Norms of the per-example gradients, [batch], floating.
       mean_norm: Norm of their mean, [].
-      weight: [batch], 0 for padding, anything else counts as 1. By default all examples count.
+      mask: [batch], True (or nonzero) for real examples. By default all examples count.
 
     Returns:
       Both estimates, [] in the dtype of ``norms``. They are not finite for a single example.
@@ -253,7 +253,7 @@ def noise_scale(norms: Array, mean_norm: Array, weight: Array | None = None) -> 
     References:
       McCandlish et al. 2018, "An empirical model of large-batch training", arXiv:1812.06162.
     """
-    is_real = jnp.ones(norms.shape, bool) if weight is None else weight != 0
+    is_real = jnp.ones(norms.shape, bool) if mask is None else mask != 0
     count = is_real.sum().astype(norms.dtype)
     mean_square = jnp.where(is_real, jnp.square(norms), 0).sum() / count
     square_of_mean = jnp.square(mean_norm)
