@@ -1,17 +1,23 @@
 """`fnet.jaxpr`: the interpreter, and what it is built from."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.jaxpr import (
+    CHECKPOINT,
     Scan,
     call_like,
     called_jaxpr,
+    dependencies,
     evaluate,
+    evaluate_from,
     find_equations,
     in_scopes,
+    inline,
     interpret,
     rewrite,
     scopes,
@@ -115,8 +121,6 @@ def test_handlers_enter_calls_and_loops():
 
 
 def test_values_are_dropped_after_their_last_use():
-    import weakref
-
     class Value:
         pass
 
@@ -179,3 +183,61 @@ def test_rewriting_reaches_inner_jaxprs_and_leaves_others_alone():
     assert rewrite(new, replace).jaxpr is new.jaxpr
     assert isinstance(new, ClosedJaxpr)
     assert not jnp.array_equal(jaxpr_as_fun(new)(X)[2], jaxpr_as_fun(closed)(X)[2])
+
+
+@pytest.mark.parametrize("custom_derivatives", [False, True])
+def test_inlining_replaces_calls_under_their_scopes(custom_derivatives):
+    def f(x):
+        with jax.named_scope("block"):
+            return jax.jit(lambda a: jax.nn.silu(a) + jax.jit(jnp.sin)(a))(x)
+
+    closed = inline(jax.make_jaxpr(f)(X), custom_derivatives=custom_derivatives)
+    names = [eqn.primitive.name for eqn in closed.eqns]
+    assert "sin" in names
+    assert not {"jit", "pjit"} & set(names)
+    assert {scopes(eqn)[:1] for eqn in closed.eqns} == {("block",)}
+    assert jnp.allclose(jaxpr_as_fun(closed)(X)[0], f(X))
+
+
+def test_checkpoint_is_not_inlined():
+    closed = inline(jax.make_jaxpr(jax.checkpoint(jnp.sin))(X))
+    assert [eqn.primitive.name in CHECKPOINT for eqn in closed.eqns] == [True]
+
+
+def test_dependencies_stop_at_known_values():
+    def f(x, y):
+        a = jnp.sin(x)
+        b = a * y
+        return b, jnp.cos(y)
+
+    jaxpr = jax.make_jaxpr(f)(X, X).jaxpr
+    (x, y), (b, c) = jaxpr.invars, jaxpr.outvars
+    a = jaxpr.eqns[0].outvars[0]
+    inputs, eqns = dependencies(jaxpr, [b])
+    assert set(inputs) == {x, y}
+    assert [eqn.primitive.name for eqn in eqns] == ["sin", "mul"]
+    inputs, eqns = dependencies(jaxpr, [b], known=[a])
+    assert set(inputs) == {a, y}
+    assert [eqn.primitive.name for eqn in eqns] == ["mul"]
+    assert dependencies(jaxpr, [c])[0] == [y]
+
+
+def test_evaluating_a_part_uses_known_values():
+    jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2.0)(X).jaxpr
+    sine = jaxpr.eqns[0].outvars[0]
+    (result,) = evaluate_from(jaxpr, jaxpr.outvars, {sine: jnp.ones(3)})
+    assert jnp.array_equal(result, jnp.full(3, 2.0))
+
+
+def test_known_values_are_not_overwritten():
+    """An equation with two outputs runs for the other output only."""
+
+    def f(x):
+        carry, rows = jax.lax.scan(lambda c, row: (c + row, c * row), 0.0, x)
+        return carry * rows
+
+    jaxpr = jax.make_jaxpr(f)(X).jaxpr
+    (x,), (scan,) = jaxpr.invars, [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    carry = scan.outvars[0]
+    (result,) = evaluate_from(jaxpr, jaxpr.outvars, {x: X, carry: jnp.float32(0.0)})
+    assert jnp.array_equal(result, jnp.zeros(3))
