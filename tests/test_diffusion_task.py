@@ -1,4 +1,4 @@
-"""What diffusion trains on, and what it draws."""
+"""Diffusion: training loss, sampling, and text sampling options."""
 
 import types
 
@@ -26,7 +26,7 @@ SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5
 
 
 class Restored:
-    """Stands for `Checkpoints`: a network without arrays."""
+    """Fake `Checkpoints` with a network without arrays."""
 
     def __init__(self, *_, **__):
         pass
@@ -41,23 +41,23 @@ class Restored:
         return {}, {}, 0
 
 
-def test_an_image_is_what_the_network_predicts_for_its_label():
+def test_samples_are_the_networks_prediction_for_their_labels():
     def apply(params, state, x, *, timestep, label, train):
-        """Of label k it knows that all is of level k / 4."""
+        """Predict the constant k / 4 for label k."""
         level = jnp.expand_dims(label / 2 - 1, (1, 2, 3))
         return jnp.broadcast_to(level, x.shape), state
 
     config = Config(data=SMALL, model=Denoiser(predicts="x0", steps=20))
     network = synthetic.load(SMALL), types.SimpleNamespace(apply=apply)
     labels = jnp.array([3, 0, 4])
-    asked = ImageArguments(steps=3, guidance=1.0)
-    got = sample.sample_images(config, network, {}, {}, labels, asked)
+    options = ImageArguments(steps=3, guidance=1.0)
+    got = sample.sample_images(config, network, {}, {}, labels, options)
     expected = np.broadcast_to(np.array([0.75, 0, 1]).reshape(3, 1, 1, 1), (3, 4, 4, 1))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_each_row_of_a_picture_has_the_images_of_its_label(tmp_path, monkeypatch):
-    drawn = {}
+def test_each_row_of_the_picture_has_one_label(tmp_path, monkeypatch):
+    plotted = {}
     monkeypatch.setattr(sample, "Checkpoints", Restored)
     monkeypatch.setattr(
         sample, "sample_images",
@@ -65,15 +65,15 @@ def test_each_row_of_a_picture_has_the_images_of_its_label(tmp_path, monkeypatch
     )  # fmt: skip
     monkeypatch.setattr(
         sample.plots, "image_grid",
-        lambda images, names, title, path: drawn.update(images=images, names=names),
+        lambda images, names, title, path: plotted.update(images=images, names=names),
     )  # fmt: skip
     config = Config(data=SMALL, model=Denoiser(steps=20))
     sample.draw_images(RunFolder(tmp_path), config, ImageArguments(labels=("3", "1"), count=2))
-    assert drawn["names"] == ("3", "1")
-    assert drawn["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
+    assert plotted["names"] == ("3", "1")
+    assert plotted["images"][..., 0, 0, 0].tolist() == [[3, 3], [1, 1]]
 
 
-def test_the_loss_is_that_of_the_config_of_images_from_minus_1_to_1(monkeypatch):
+def test_the_loss_follows_the_config_with_images_from_minus_1_to_1(monkeypatch):
     seen = {}
 
     def losses(denoise, x0, key, schedule, **how):
@@ -98,17 +98,17 @@ def test_the_loss_is_that_of_the_config_of_images_from_minus_1_to_1(monkeypatch)
 
 
 @pytest.mark.parametrize(("window", "seen"), [(None, 16), (40, 16), (8, 8)])
-def test_text_is_drawn_as_asked_and_from_as_far_back_as_it_was_trained(
+def test_generates_text_with_the_options_and_the_window_of_training(
     window, seen, tmp_path, monkeypatch
 ):
-    told, build_network = {}, language.build_network
+    calls, build_network = {}, language.build_network
 
     def recorded(config):
-        told["window"] = config.model.window
+        calls["window"] = config.model.window
         return build_network(config)
 
     def stream(network, params, state, prompt, key, length, **how):
-        told.update(how, prompt=prompt.tolist(), length=length)
+        calls.update(how, prompt=prompt.tolist(), length=length)
         return iter(())
 
     monkeypatch.setattr(sample, "Checkpoints", Restored)
@@ -116,9 +116,9 @@ def test_text_is_drawn_as_asked_and_from_as_far_back_as_it_was_trained(
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)
     config = Config(data=TextFile(context=16), model=network)
-    asked = TextArguments(prompt="ab", length=3, temperature=0.5, top_k=4, top_p=0.9)
-    assert "".join(sample.generate_text(RunFolder(tmp_path), config, asked)) == "ab"
-    assert told == {
+    options = TextArguments(prompt="ab", length=3, temperature=0.5, top_k=4, top_p=0.9)
+    assert "".join(sample.generate_text(RunFolder(tmp_path), config, options)) == "ab"
+    assert calls == {
         "window": seen, "prompt": [[97, 98]], "length": 3, "temperature": 0.5, "top_k": 4,
         "top_p": 0.9,
     }  # fmt: skip

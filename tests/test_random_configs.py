@@ -1,8 +1,8 @@
-"""200 random configs, many of them wrong: each trains two steps, or ends with one line.
+"""200 random configs, many of them invalid: each trains two steps, or ends with a one-line error.
 
-Fields are drawn by their types, sizes small enough to compile; in one config of three some are
-of a wrong type or out of range. Deep networks and packages that are not installed are left out:
-other tests build them.
+Fields are drawn by their types, with sizes small enough to compile. In a third of the configs, some
+fields have a wrong type or are out of range. Deep networks and packages that are not installed are
+excluded; other tests build them.
 """
 
 import json
@@ -22,15 +22,15 @@ from pydantic import TypeAdapter, ValidationError
 from train.config import Config, variants
 
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
-LEFT_OUT = {
-    "data": {"huggingface", "segmentation_folder"},  # masks are for deeplab alone
+EXCLUDED = {
+    "data": {"huggingface", "segmentation_folder"},  # only deeplab takes masks
     "model": {"resnext", "densenet", "wider_resnet", "deeplab"},
 }
-OF_TEXT = {"language_model"}
+TEXT_MODELS = {"language_model"}
 
 
 def values(hint):
-    """Small values of a type, most of which its range allows."""
+    """Strategy for small values of a type, most of them in range."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return values(args[0])
@@ -54,7 +54,7 @@ def values(hint):
 VARIANTS = {kind for f in fields(Config) for kind in variants(f.name).values()}
 
 
-def allowed(hint):
+def is_valid(hint):
     adapter = TypeAdapter(hint)
 
     def is_allowed(value):
@@ -69,15 +69,15 @@ def allowed(hint):
 
 @st.composite
 def sections(draw, kind, wrong):
-    """Some fields of a section, the others as they are by default."""
+    """Strategy for a section with some fields; the others have their defaults."""
     hints = typing.get_type_hints(kind, include_extras=True)
     names, section = [f.name for f in fields(kind)], {}
-    if kind in VARIANTS:  # of those the first field says which it is
+    if kind in VARIANTS:  # their first field names the variant
         tag, *names = names
         section[tag] = typing.get_args(hints[tag])[0]
     for name in draw(st.permutations(names))[: draw(st.integers(0, 4))]:
-        right = values(hints[name]).filter(allowed(hints[name]))
-        section[name] = draw(WRONG if wrong and draw(st.integers(0, 4)) == 0 else right)
+        valid = values(hints[name]).filter(is_valid(hints[name]))
+        section[name] = draw(WRONG if wrong and draw(st.integers(0, 4)) == 0 else valid)
     return section
 
 
@@ -95,30 +95,32 @@ SMALL = {
     "arrays": {"batch_size": 8, "path": "data.npz"},
     "text_file": {"batch_size": 8, "context": 16, "path": "text.txt"},
 }
-"""What makes a network small, and says where the data are."""
+"""Fields that make networks small and give the paths of data."""
 
 
 @st.composite
 def configs(draw):
-    """A config as JSON has it, in one of three something wrong."""
+    """Strategy for configs as JSON, a third of them invalid."""
     wrong = draw(st.integers(0, 2)) == 0
-    made = {"train": {"steps": 2, "log_every": 1}}
+    config = {"train": {"steps": 2, "log_every": 1}}
     for f in fields(Config):
         if sections_by_name := variants(f.name):
-            names = set(sections_by_name) - LEFT_OUT.get(f.name, set())
+            names = set(sections_by_name) - EXCLUDED.get(f.name, set())
             if f.name == "model" and not wrong:
-                names &= OF_TEXT if made["data"]["source"] == "text_file" else names - OF_TEXT
+                names &= (
+                    TEXT_MODELS if config["data"]["source"] == "text_file" else names - TEXT_MODELS
+                )
             name = draw(st.sampled_from(sorted(names)))
-            made[f.name] = draw(sections(sections_by_name[name], wrong)) | SMALL.get(name, {})
+            config[f.name] = draw(sections(sections_by_name[name], wrong)) | SMALL.get(name, {})
         elif f.name not in ("name", "tracking") and draw(st.booleans()):
             section = draw(sections(typing.get_type_hints(Config)[f.name], wrong))
-            made[f.name] = section | made.get(f.name, {})
+            config[f.name] = section | config.get(f.name, {})
     if wrong and draw(st.integers(0, 4)) == 0:
-        made[draw(st.sampled_from(["modle", "opt", "steps"]))] = 1
-    return made
+        config[draw(st.sampled_from(["modle", "opt", "steps"]))] = 1
+    return config
 
 
-def test_no_integer_is_larger_than_an_array_may_be():
+def test_integer_fields_have_an_upper_bound():
     hints = typing.get_type_hints(Config)
     for kind in {*VARIANTS, *(hints[f.name] for f in fields(Config) if not variants(f.name))} - {
         str
@@ -127,15 +129,15 @@ def test_no_integer_is_larger_than_an_array_may_be():
         for name in (f.name for f in fields(kind)):
             for value in (2**32, *([2**32] * n for n in (1, 2, 3, 4))):
                 try:
-                    made = getattr(adapter.validate_json(json.dumps({name: value})), name)
+                    loaded = getattr(adapter.validate_json(json.dumps({name: value})), name)
                 except ValidationError:
                     continue
-                assert {type(n) for n in np.ravel(made).tolist()} == {float}, (kind, name)
+                assert {type(n) for n in np.ravel(loaded).tolist()} == {float}, (kind, name)
 
 
 @pytest.fixture
 def files(workplace):
-    """What the configs name."""
+    """Files that the configs name."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 12), ("test", 4)):
         for name in "ab":
@@ -152,8 +154,8 @@ def files(workplace):
 
 
 @pytest.mark.slow
-def test_every_config_trains_or_is_refused_in_one_line(files, capsys):
-    ends = {"trained": 0, "refused": 0}
+def test_random_configs_train_or_are_refused_in_one_line(files, capsys):
+    outcomes = {"trained": 0, "refused": 0}
 
     @settings(
         max_examples=200,
@@ -173,16 +175,16 @@ def test_every_config_trains_or_is_refused_in_one_line(files, capsys):
         except SystemExit as end:
             code = end.code
         jax.clear_caches()
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         if code == 0:
             lines = (files / f"run{number}" / "metrics.jsonl").read_text().splitlines()
             assert json.loads(lines[-1])["step"] == 2
-            ends["trained"] += 1
+            outcomes["trained"] += 1
         else:
-            assert code == 2, said
-            assert len(said.err.strip().splitlines()) == 1, said.err
+            assert code == 2, output
+            assert len(output.err.strip().splitlines()) == 1, output.err
             assert not (files / f"run{number}" / "metrics.jsonl").exists()
-            ends["refused"] += 1
+            outcomes["refused"] += 1
 
     check()
-    assert min(ends.values()) > 40, ends
+    assert min(outcomes.values()) > 40, outcomes

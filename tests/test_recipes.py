@@ -1,4 +1,4 @@
-"""Recipes: each can be loaded and built, and those of papers have their settings."""
+"""Recipes: all load and build, and recipes of papers have the published settings."""
 
 import json
 import re
@@ -41,7 +41,7 @@ LARGE = (
 )
 def test_every_recipe_loads_and_builds(name, tmp_path):
     config = recipes.load(name)
-    if isinstance(config.data, ImageFolder):  # any folder will do
+    if isinstance(config.data, ImageFolder):  # any folder works
         write_class_folders(tmp_path, train=2, test=2)
         assert image_folder.load(replace(config.data, path=str(tmp_path))).classes
         network = config.model.build((224, 224, 3), 1000)
@@ -52,22 +52,22 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
 
 PEAK = re.compile(r"([\d.]+)\s+MiB\s+at\s+the\s+peak")
 CONFIGS = Path(__file__).parent.parent / "configs"
-FOUND = {path.stem: PEAK.search(path.read_text()) for path in CONFIGS.glob("digits*.py")}
-TOLD = {name: found[1] for name, found in sorted(FOUND.items()) if found}
+PEAKS = {path.stem: PEAK.search(path.read_text()) for path in CONFIGS.glob("digits*.py")}
+STATED_PEAKS = {name: peak[1] for name, peak in sorted(PEAKS.items()) if peak}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TOLD)
-def test_a_step_takes_at_its_peak_what_the_recipe_tells(name, workplace):
-    fnet_command("memory", name, "--out", "told")
-    told = json.loads((workplace / "told" / "memory.json").read_text())
-    mebibytes = told["peak"]["total"] / 2**20
-    assert mebibytes == pytest.approx(float(TOLD[name]), rel=0.04)
+@pytest.mark.parametrize("name", STATED_PEAKS)
+def test_the_peak_memory_is_as_the_recipe_states(name, workplace):
+    fnet_command("memory", name, "--out", "out")
+    memory = json.loads((workplace / "out" / "memory.json").read_text())
+    mebibytes = memory["peak"]["total"] / 2**20
+    assert mebibytes == pytest.approx(float(STATED_PEAKS[name]), rel=0.04)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in recipes.recipes() if n.startswith("imagenet_")])
-def test_a_recipe_for_imagenet_takes_a_step_on_any_folder(name, tmp_path):
+def test_imagenet_recipes_train_on_any_folder(name, tmp_path):
     write_class_folders(tmp_path, train=4, test=2, size=(70, 66))
     config = recipes.load(name)
     data = replace(config.data, path=str(tmp_path), batch_size=2, image_size=64, resize=64)
@@ -79,14 +79,14 @@ def test_a_recipe_for_imagenet_takes_a_step_on_any_folder(name, tmp_path):
     assert metrics["loss"].shape == ()
 
 
-def test_a_path_in_a_recipe_is_its_name(workplace):
+def test_a_recipe_can_give_paths_as_path_objects(workplace):
     head = "from pathlib import Path\nfrom train.config import *\ndef config(): return "
     (workplace / "path.py").write_text(head + 'Config(data=ImageFolder(path=Path("photos/a")))')
     assert recipes.load("path.py") == Config(data=ImageFolder(path="photos/a"))
 
 
-def test_a_run_that_is_called_as_a_recipe_does_not_stand_for_it(workplace):
-    # configs/imagenet_resnet101.py is made of the recipe imagenet_resnet50.
+def test_a_folder_named_like_a_recipe_does_not_replace_it(workplace):
+    # configs/imagenet_resnet101.py loads the recipe imagenet_resnet50.
     base, built = recipes.load("imagenet_resnet50"), recipes.load("imagenet_resnet101")
     other = replace(base, optim=replace(base.optim, learning_rate=0.5))
     (workplace / "imagenet_resnet50").mkdir()
@@ -97,8 +97,7 @@ def test_a_run_that_is_called_as_a_recipe_does_not_stand_for_it(workplace):
 
 
 @pytest.mark.parametrize("kind", ["Config", "Mlp"])
-def test_a_class_of_ones_own_in_a_recipe_is_refused(workplace, kind):
-    # It was taken for the class that it is made from, without a word.
+def test_refuses_subclasses_in_a_recipe(workplace, kind):
     own = f"from train.config import *\nclass Own({kind}):\n    def build(self, *_): return None\n"
     value = "Own()" if kind == "Config" else "Config(model=Own())"
     (workplace / "own.py").write_text(f"{own}def config(): return {value}")
@@ -106,8 +105,8 @@ def test_a_class_of_ones_own_in_a_recipe_is_refused(workplace, kind):
         recipes.load("own.py")
 
 
-# mapillary/inplace_abn: experiments/*.json, and the table of its README: top-1 / top-5 of one
-# crop, of ten, and at 320 x 320.
+# mapillary/inplace_abn: experiments/*.json, and top-1 / top-5 from the table of its README, with
+# one crop, with ten-crop, and at 320 x 320.
 IMAGENET = {
     "resnet34": (ResNet(depth=34), 512, 0.2, "73.27 / 91.34", "75.19 / 92.66", "74.87 / 92.42"),
     "resnet50": (ResNet(depth=50), 512, 0.2, "75.53 / 92.59", "77.04 / 93.57", "76.60 / 93.49"),
@@ -122,7 +121,7 @@ IMAGENET = {
 
 
 @pytest.mark.parametrize("name", IMAGENET)
-def test_a_recipe_for_imagenet_is_the_experiment_of_its_source(name):
+def test_imagenet_recipes_equal_the_published_experiments(name):
     model, batch_size, learning_rate, *published = IMAGENET[name]
     config = recipes.load(f"imagenet_{name}")
     assert config.model == model
@@ -141,11 +140,11 @@ def test_a_recipe_for_imagenet_is_the_experiment_of_its_source(name):
     assert (data.batch_size, data.image_size, data.resize) == (batch_size, 224, 256)
     assert (data.crop, data.flip, data.color_jitter, data.lighting) == ("resized", True, 0.4, 0.1)
     assert config.train.epochs == 90
-    told = " ".join((recipes.FOLDER / f"imagenet_{name}.py").read_text().split())
-    assert all(figure in told for figure in published)
+    text = " ".join((recipes.FOLDER / f"imagenet_{name}.py").read_text().split())
+    assert all(figure in text for figure in published)
 
 
-def test_all_nine_experiments_are_there():
+def test_all_nine_published_experiments_have_a_recipe():
     assert {f"imagenet_{name}" for name in IMAGENET} == {
         name for name in recipes.recipes() if name.startswith("imagenet_")
     }

@@ -1,4 +1,4 @@
-"""From a config to what runs: what its settings do, and which do not go together."""
+"""Setup of a run from a config: effects of settings, and refused combinations."""
 
 import dataclasses
 
@@ -33,24 +33,24 @@ from train.run.setup import check_resumed, setup
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
 
 
-def test_the_classifier_has_a_learning_rate_of_its_own():
-    def moved(rate):
+def test_the_classifier_can_have_its_own_learning_rate():
+    def update(rate):
         optim = Optim(
             learning_rate=0.1, schedule="constant", momentum=0.0, classifier_learning_rate=rate
         )
         run = setup(Config(data=Digits(batch_size=8), model=NETWORK, optim=optim))
         state = jax.jit(run.init)(jax.random.key(0))
-        before = jax.tree.map(np.array, state.params)  # a copy: the step takes the buffers
+        before = jax.tree.map(np.array, state.params)  # copied, because the step donates the state
         state, _ = run.step(state, next(run.training_batches()))
         return jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
 
-    plain, own = moved(None), moved(1.0)
+    plain, own = update(None), update(1.0)
     chex.assert_trees_all_close(own["stem"], plain["stem"], rtol=1e-4, atol=1e-6)
     tenfold = jax.tree.map(lambda a: 10 * a, plain["head"])
     chex.assert_trees_all_close(own["head"], tenfold, rtol=1e-4, atol=1e-6)
 
 
-def test_decay_epochs_are_counted_in_the_steps_of_an_epoch():
+def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)
     rate = setup(Config(data=data, model=Mlp(hidden=(2,)), optim=optim)).schedule
@@ -58,7 +58,7 @@ def test_decay_epochs_are_counted_in_the_steps_of_an_epoch():
 
 
 @pytest.mark.parametrize("grad", [PerExample(), Clipped()], ids=lambda grad: grad.mode)
-def test_mixed_images_have_no_gradient_of_their_own(grad, tmp_path):
+def test_refuses_mixup_with_per_example_gradients(grad, tmp_path):
     write_class_folders(tmp_path, train=2, test=2)
     data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2, mixup=0.2)
     with pytest.raises(UserError, match=f"data.mixup: .* grad.mode {grad.mode} takes each"):
@@ -76,16 +76,16 @@ def test_mixed_images_have_no_gradient_of_their_own(grad, tmp_path):
         ),
     ],
 )
-def test_a_quantile_has_one_bound_and_enough_noise(grad, message):
+def test_refuses_adaptive_clipping_with_other_clipping_or_too_little_noise(grad, message):
     with pytest.raises(UserError, match=message):
         setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=()), grad=grad))
 
 
-def test_what_may_change_on_resume_are_fields():
+def test_fields_that_can_change_on_resume_exist():
     assert set(MAY_CHANGE_ON_RESUME) <= set(flatten(Config(data=ImageFolder())))
 
 
-def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_path):
+def test_resuming_can_change_how_files_are_read_but_not_the_images(tmp_path):
     config, folder = Config(data=ImageFolder(crop="center")), RunFolder(tmp_path)
     folder.write_config(config)
     data = dataclasses.replace(config.data, workers=2, cache=True, max_bad_fraction=0.1)
@@ -100,11 +100,11 @@ def test_files_may_be_read_in_another_way_on_resume_but_not_seen_otherwise(tmp_p
     assert folder.read_config() == other
 
 
-def test_noise_is_for_as_many_steps_however_files_are_read(tmp_path):
+def test_resuming_keeps_the_number_of_private_steps(tmp_path):
     write_class_folders(tmp_path, train=2, test=2)
     data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2)
     config = Config(data=data, model=Mlp(hidden=()), train=Train(steps=4))
-    run = setup(config)  # whose noise is not looked for here
+    run = setup(config)  # without noise, whose calibration is slow
     grad = Clipped(epsilon=2.0, delta=1e-5)
     here = dataclasses.replace(config, grad=grad, data=dataclasses.replace(data, workers=2))
     run = run._replace(config=here)
@@ -152,7 +152,7 @@ def test_every_setting_of_clipping_reaches_its_mode(how, monkeypatch):
     assert seen == expected | whole
 
 
-OTHERWISE = {
+OTHER_VALUES = {
     LanguageModel(
         width=16, heads=4, blocks=2, mixers=("attention", "rg_lru"), attention_context="lagged"
     ): {
@@ -167,8 +167,8 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-def program(section):
-    """What a network of a section computes in training."""
+def training_jaxpr(section):
+    """Jaxpr of a network's training computation."""
     key = jax.random.key(0)
     if isinstance(section, LanguageModel):
         network, given = section.build(11), (jnp.zeros((2, 6), jnp.int32), {})
@@ -182,8 +182,8 @@ def program(section):
 
 
 @pytest.mark.parametrize(
-    ("section", "field"), [(s, f) for s, others in OTHERWISE.items() for f in others]
+    ("section", "field"), [(s, f) for s, others in OTHER_VALUES.items() for f in others]
 )
 def test_every_field_of_a_network_changes_what_it_computes(section, field):
-    other = dataclasses.replace(section, **{field: OTHERWISE[section][field]})
-    assert program(other) != program(section)
+    other = dataclasses.replace(section, **{field: OTHER_VALUES[section][field]})
+    assert training_jaxpr(other) != training_jaxpr(section)
