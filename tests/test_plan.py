@@ -50,7 +50,7 @@ def step_and_peaks():
     return args, plan, peaks
 
 
-def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
+def test_without_a_budget_the_fastest_candidate_is_chosen(step_and_peaks):
     _, plan, _ = step_and_peaks
     assert plan.chosen.policy == "none"
     assert plan.chosen.microbatches == 1
@@ -58,7 +58,7 @@ def test_without_a_budget_the_least_work_is_chosen(step_and_peaks):
     assert {c.policy for c in plan.candidates} == {"none", "norms", "dots", "segments"}
 
 
-def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
+def test_the_fastest_candidate_that_fits_the_budget_is_chosen(step_and_peaks):
     args, _, peaks = step_and_peaks
     budget = (peaks["none"] + peaks["segments"]) // 2
     plan = fnet.plan_step(*args, budget, policies=("none", "segments"), microbatch_choices=(1,))
@@ -69,7 +69,7 @@ def test_a_budget_is_met_by_the_fastest_that_fits(step_and_peaks):
 
 
 @pytest.mark.slow
-def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
+def test_microbatches_come_before_rematerialization(step_and_peaks):
     args, _, peaks = step_and_peaks
     plan = fnet.plan_step(*args, int(0.9 * peaks["none"]))
     assert (plan.chosen.policy, plan.chosen.microbatches) == ("none", 2)
@@ -77,7 +77,7 @@ def test_splitting_the_batch_comes_before_computing_twice(step_and_peaks):
 
 
 @pytest.mark.slow
-def test_what_was_planned_is_what_is_compiled(step_and_peaks):
+def test_the_compiled_step_has_the_planned_peak(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
     chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["none"])).chosen
     executable = fnet.compile_step(
@@ -90,7 +90,7 @@ def test_what_was_planned_is_what_is_compiled(step_and_peaks):
 
 
 @pytest.mark.slow
-def test_batch_statistics_are_split_last():
+def test_a_batch_with_statistics_is_split_last():
     model = fnet.serial(
         *[fnet.serial(layers.dense(WIDTH, WIDTH), layers.abn(WIDTH, activation="gelu"))] * 4,
         head=layers.dense(WIDTH, 10),
@@ -103,24 +103,24 @@ def test_batch_statistics_are_split_last():
     assert plan.chosen.microbatches == 1
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
-    # Parts of one example have no statistics: another policy may still do.
+    # A microbatch of one example has no statistics, so another policy is chosen.
     plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
     assert (plan.chosen.policy, plan.chosen.microbatches) == ("norms", 1)
-    with pytest.raises(BudgetError, match=r"the least is .* by norms"):
+    with pytest.raises(BudgetError, match=r"the lowest peak is .* by norms"):
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
 
-def test_a_budget_below_the_state_names_what_the_state_takes(step_and_peaks):
+def test_rejects_a_budget_below_the_state(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     with pytest.raises(BudgetError, match=r"state, which alone takes \d\d.\d\d KiB"):
         fnet.plan_step(step, state, batch, "50kB")
 
 
-def test_a_budget_that_nothing_fits_names_the_least_and_its_policy(step_and_peaks):
+def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
     budget, some = memory.tree_bytes(state) + 1, ("none", "segments")
     with pytest.raises(
-        BudgetError, match=f"least is {memory.format_bytes(peaks['segments'])}, by seg"
+        BudgetError, match=f"lowest peak is {memory.format_bytes(peaks['segments'])}, by seg"
     ):
         fnet.plan_step(step, state, batch, budget, policies=some, microbatch_choices=(1,))
 
@@ -134,7 +134,7 @@ def test_a_reserve_is_taken_from_the_budget(step_and_peaks):
     assert plan.chosen.peak.total < peaks["none"]
 
 
-def test_mistakes_are_answered(step_and_peaks):
+def test_rejects_unknown_policies_and_unreadable_budgets(step_and_peaks):
     args, *_ = step_and_peaks
     with pytest.raises(ValueError, match=r"expected policies for cpu of .*'segments'.*got 'hope'"):
         fnet.plan_step(*args, policies=("hope",))
@@ -146,21 +146,21 @@ def test_mistakes_are_answered(step_and_peaks):
         fnet.plan_step(*args, "much")
 
 
-def test_progress_is_told_of_every_candidate(step_and_peaks):
+def test_progress_is_called_with_each_candidate_on_one_thread(step_and_peaks):
     args, *_ = step_and_peaks
-    told, threads = [], set()
+    candidates, threads = [], set()
 
     def progress(candidate):
-        told.append(candidate)
+        candidates.append(candidate)
         threads.add(threading.get_ident())
 
     plan = fnet.plan_step(*args, policies=("none",), progress=progress)
-    assert sorted(map(str, told)) == sorted(map(str, plan.candidates))
+    assert sorted(map(str, candidates)) == sorted(map(str, plan.candidates))
     assert threads == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"])
-def test_a_batch_may_hold_a_number(step_and_peaks, budget):
+def test_accepts_a_batch_with_a_scalar(step_and_peaks, budget):
     (step, state, batch), *_ = step_and_peaks
     batch = {"at": jax.ShapeDtypeStruct((), jnp.float32), **batch}
     assert fnet.plan_step(step, state, batch, budget, policies=("none",)).chosen.microbatches == 1
@@ -206,46 +206,46 @@ def test_a_private_step_fits_a_budget_by_microbatches(step_and_peaks):
 
 
 @pytest.mark.parametrize(
-    ("said", "bytes_"),
+    ("message", "bytes_"),
     [
         ("RESOURCE_EXHAUSTED: Ran out. Used 20.06G of 15.75G hbm.", int(20.06 * 2**30)),
         ("RESOURCE_EXHAUSTED: buffer (512.00M) exceeds available HBM (15.75G)", 512 * 2**20),
     ],
 )
-def test_what_a_compiler_refuses_as_too_large_is_its_own_account(said, bytes_):
+def test_the_peak_of_a_program_rejected_as_too_large_is_the_size_in_the_message(message, bytes_):
     def refuse(compiler_options):
-        raise jax.errors.JaxRuntimeError(said)
+        raise jax.errors.JaxRuntimeError(message)
 
-    found = memory.estimate_peak(types.SimpleNamespace(compile=refuse), {})
-    assert (found.temporaries, found.total) == (bytes_, bytes_)
+    estimate = memory.estimate_peak(types.SimpleNamespace(compile=refuse), {})
+    assert (estimate.temporaries, estimate.total) == (bytes_, bytes_)
 
 
-@pytest.mark.parametrize("said", ["INTERNAL: Used 1.0G of 2.0G", "RESOURCE_EXHAUSTED: threads"])
-def test_any_other_error_of_a_compiler_is_not_an_account(said):
+@pytest.mark.parametrize("message", ["INTERNAL: Used 1.0G of 2.0G", "RESOURCE_EXHAUSTED: threads"])
+def test_other_compiler_errors_are_raised(message):
     def refuse(compiler_options):
-        raise jax.errors.JaxRuntimeError(said)
+        raise jax.errors.JaxRuntimeError(message)
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match=said[:8]):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message[:8]):
         memory.estimate_peak(types.SimpleNamespace(compile=refuse), {})
 
 
 @pytest.mark.parametrize(
     ("platform", "offloads"), [("cpu", False), ("cuda", True), ("rocm", True), ("tpu", True)]
 )
-def test_the_hosts_memory_serves_devices_that_have_their_own(platform, offloads):
+def test_offload_works_on_platforms_with_host_memory(platform, offloads):
     assert ("offload" in policies_for(platform)) == offloads
 
 
-def test_a_plan_tells_what_a_tighter_budget_would_take():
+def test_smaller_is_the_fastest_candidate_with_a_lower_peak():
     programs = {
         "none": lambda x: jnp.broadcast_to(x.sum(), (1000,)),
         "segments": lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, length=1000)[0],
     }
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
-    def found(*policies):
+    def plan_with(*policies):
         return plan(lambda policy, split: jax.jit(programs[policy]).trace(x), policies=policies)
 
-    both = found("none", "segments")
+    both = plan_with("none", "segments")
     assert (both.chosen.policy, both.smaller.policy) == ("none", "segments")
-    assert found("segments").smaller is None
+    assert plan_with("segments").smaller is None

@@ -1,4 +1,4 @@
-"""Work of a traced program: what is counted, and how often."""
+"""FLOPs and bytes of traced programs."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def count(f, *shapes):
     return estimate_cost(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, "float32") for s in shapes)))
 
 
-def test_a_matrix_product_is_two_operations_a_multiply_add():
+def test_a_matrix_product_takes_two_flops_per_multiply_add():
     assert count(lambda a, b: a @ b, (3, 5), (5, 7)) == Cost(
         flops=2 * 3 * 5 * 7, bytes=4 * (15 + 35 + 21)
     )
@@ -39,7 +39,7 @@ def test_a_gradient_takes_two_more_products():
     assert 3 * one <= both < 3.5 * one
 
 
-def test_recomputation_counts():
+def test_rematerialization_counts():
     def f(x, kernel):
         return jnp.sin(jnp.sin(x @ kernel) @ kernel).sum()
 
@@ -48,7 +48,7 @@ def test_recomputation_counts():
     assert again >= plain + 2 * 16**3
 
 
-def test_it_agrees_with_the_compiler_about_a_resnet():
+def test_flops_of_a_resnet_agree_with_the_compiler():
     model = fnet.models.get("resnet18", num_classes=10)
     params, state = jax.eval_shape(model.init, jax.random.key(0))
 
@@ -57,7 +57,7 @@ def test_it_agrees_with_the_compiler_about_a_resnet():
 
     args = params, state, jax.ShapeDtypeStruct((1, 224, 224, 3), "float32")
     traced = jax.jit(jax.grad(loss)).trace(*args)
-    # XLA leaves out where a window sees only padding.
+    # XLA does not count windows that see only padding.
     compilers = traced.lower().cost_analysis()["flops"]
     assert abs(estimate_cost(traced.jaxpr).flops / compilers - 1) < 0.1
 
@@ -67,13 +67,13 @@ def strided(x, kernel):
     return jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=layout)
 
 
-def test_what_is_elementwise_reads_nothing_and_a_convolution_both():
+def test_bytes_of_elementwise_operations_are_their_results_alone():
     assert count(jnp.sin, (8,)) == Cost(flops=8, bytes=32)
     x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
     assert count(strided, x, kernel).bytes == 4 * sum(map(np.prod, (x, kernel, y)))
 
 
-def test_the_zeros_between_what_a_stride_left_out_are_not_multiplied():
+def test_dilation_zeros_do_not_count():
     x, kernel, y = (2, 8, 8, 3), (3, 3, 3, 5), (2, 4, 4, 5)
 
     def transposed(dy, kernel):
@@ -84,11 +84,11 @@ def test_the_zeros_between_what_a_stride_left_out_are_not_multiplied():
     assert count(transposed, y, kernel).flops == pytest.approx(forward, rel=0.05)
 
 
-def test_twenty_operations_take_as_long_as_a_byte():
+def test_twenty_flops_take_as_long_as_a_byte():
     assert Cost(flops=40, bytes=3).time == 5
 
 
-def test_a_loop_counts_every_round_and_a_branch_the_largest():
+def test_a_scan_counts_every_iteration_and_a_cond_its_largest_branch():
     def f(x):
         x, _ = jax.lax.scan(lambda x, _: (x @ x, None), x, length=6)
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: (x @ x) @ x, x)

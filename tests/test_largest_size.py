@@ -12,7 +12,7 @@ from fnet.memory import largest_size
     room=st.integers(0, 50_000),
     start=st.integers(1, 300),
 )
-def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent, room, start):
+def test_finds_the_largest_size_that_fits_to_within_2_percent(fixed, each, bent, room, start):
     def peak(n):
         return int(fixed + each * n + bent * n**0.5)
 
@@ -24,12 +24,12 @@ def test_it_finds_the_largest_that_fits_within_two_hundredths(fixed, each, bent,
         assert max(fits) >= found >= 0.98 * max(fits) - 1
 
 
-def test_it_does_not_begin_at_nothing():
+def test_rejects_a_start_below_1():
     with pytest.raises(ValueError, match="start must be at least 1, got 0"):
         largest_size(lambda n: n, 10, 0)
 
 
-def test_it_asks_few_times_where_memory_is_linear():
+def test_calls_peak_fewer_than_12_times_if_memory_is_linear():
     asked = []
 
     def peak(n):
