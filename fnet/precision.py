@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 
-def wide(*operands: Array | DTypeLike) -> jnp.dtype:
+def sum_dtype(*operands: Array | DTypeLike) -> jnp.dtype:
     """Return the dtype in which to sum these arrays or dtypes: float32 or wider."""
     return jnp.promote_types(jnp.result_type(*operands), jnp.float32)
 
 
-def widened(a: Float[Array, "..."]) -> Float[Array, "..."]:
+def upcast(a: Float[Array, "..."]) -> Float[Array, "..."]:
     """Cast an array to the dtype in which to sum it, float32 or wider."""
-    return a.astype(wide(a))
+    return a.astype(sum_dtype(a))
 
 
 def add(x: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -23,7 +23,7 @@ def add(x: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:
     ``b`` may have axes of length 1. Its gradient is then summed in float32 or wider. XLA on
     CPU would sum bfloat16 in bfloat16, where 256 + 1 = 256.
     """
-    return (widened(x) + b.astype(wide(x))).astype(x.dtype)
+    return (upcast(x) + b.astype(sum_dtype(x))).astype(x.dtype)
 
 
 def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -32,7 +32,7 @@ def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Arra
     Broadcast [C] to [B, T, C] in one step. The gradient of a broadcast from [1, 1, C] is a sum
     over T alone if B is 1. XLA on CPU does not vectorize it and takes 15 times as long.
     """
-    return jnp.broadcast_to(v.astype(wide(x)), x.shape).astype(x.dtype)
+    return jnp.broadcast_to(v.astype(sum_dtype(x)), x.shape).astype(x.dtype)
 
 
 @jax.custom_jvp

@@ -15,7 +15,7 @@ from fnet.autodiff.mean import Gradient, Loss, Objective, mean, mean_loss
 from fnet.autodiff.update import GradientFunction, Mode
 from fnet.jaxpr import find_equations, rewrite
 from fnet.mesh import equally_varying
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _shares(weight: Array | None, n: int) -> Array:
     """Return each microbatch's share [n] of the sum of the weights [batch / n, n]."""
     if weight is None:
         return jnp.full(n, 1 / n)
-    sums = weight.sum(0, dtype=wide(weight))
+    sums = weight.sum(0, dtype=sum_dtype(weight))
     return sums / jnp.maximum(sums.sum(), 1e-12)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet.autodiff.examples import check_floating
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 
 class Aux(NamedTuple):
@@ -90,7 +90,7 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     """
     if weight is None:
         return values.mean()
-    total = weight.sum(dtype=wide(weight))
+    total = weight.sum(dtype=sum_dtype(weight))
     return jnp.where(weight != 0, values * weight, 0).sum() / jnp.maximum(total, 1e-12)
 
 

@@ -10,7 +10,7 @@ import optax
 from jax import Array
 
 from fnet.autodiff.mean import Gradient, Loss
-from fnet.precision import widened
+from fnet.precision import upcast
 
 Update = Callable[
     [Any, optax.OptState, Any, dict[str, Array], Array],
@@ -117,5 +117,5 @@ def _norm_first(grads: Any) -> tuple[Array, Any]:
 
 def squared_norm(tree: Any) -> Array:
     """Return the squared L2 norm of all leaves together, in float32 or wider."""
-    squares = (jnp.square(widened(jnp.abs(a))).sum() for a in jax.tree.leaves(tree))
+    squares = (jnp.square(upcast(jnp.abs(a))).sum() for a in jax.tree.leaves(tree))
     return jnp.asarray(sum(squares))

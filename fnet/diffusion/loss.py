@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, PRNGKeyArray
 from fnet.diffusion import schedules
 from fnet.diffusion.schedules import Schedule
 from fnet.diffusion.targets import add_noise, check_target, target
-from fnet.precision import widened
+from fnet.precision import upcast
 
 WEIGHTINGS = ("uniform", "min_snr")
 """Weightings of timesteps: ``uniform``, or ``min_snr`` (`min_snr_weight`)."""
@@ -76,7 +76,7 @@ def denoising_losses(
     _check_gamma(gamma)
     if not jnp.issubdtype(x0.dtype, jnp.floating):
         raise TypeError(f"denoising_losses: x0 must be floating, got {x0.dtype}")
-    clean = widened(x0)
+    clean = upcast(x0)
     t_key, noise_key = jax.random.split(key)
     t = sample_timesteps(t_key, x0.shape[0], schedule.steps, stratified=stratified)
     noise = jax.random.normal(noise_key, clean.shape, clean.dtype)

@@ -19,7 +19,7 @@ from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.layers import activations
 from fnet.mesh import equally_varying
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 AxisName = str | tuple[str, ...] | None
 
@@ -142,8 +142,12 @@ def abn(
     spec = _Spec(activation if act.inverse else "identity", activation_param, eps, axis, axes)
     channels = x.shape[axis]
     # The derivative at gamma = 0 is taken as +1.
-    g = jnp.ones(channels, wide(x)) if gamma is None else jnp.where(gamma < 0, -gamma, gamma) + eps
-    b = jnp.zeros(channels, wide(x)) if beta is None else beta
+    g = (
+        jnp.ones(channels, sum_dtype(x))
+        if gamma is None
+        else jnp.where(gamma < 0, -gamma, gamma) + eps
+    )
+    b = jnp.zeros(channels, sum_dtype(x)) if beta is None else beta
     statistics = (running_mean, running_var) if frozen else None
     y, mean, var, n = _normalize(spec, *equally_varying((x, g, b, statistics, mask)))
     if not act.inverse:
@@ -344,7 +348,7 @@ def _normalize_fwd(
     statistics: tuple[Array, Array] | None,
     mask: Array | None,
 ) -> tuple[tuple[Array, Array, Array, Array], tuple[Any, ...]]:
-    w = widened(x)
+    w = upcast(x)
     samples = math.prod(x.shape[i] for i in spec.other_axes(x.ndim))
     n = jnp.asarray(samples, w.dtype)
     if mask is not None and x.size:  # for an empty batch n is 0 already
@@ -372,12 +376,12 @@ def _normalize_bwd(
     assert inverse is not None
     # Without the barrier XLA may compute z, as large as y, before dy is known.
     y, dy = jax.lax.optimization_barrier((y, cotangents[0]))
-    z, slope = inverse(widened(y), spec.param)
+    z, slope = inverse(upcast(y), spec.param)
     if activation.min_output is not None and y.dtype.itemsize < 4:
         # An output that saturated in its own dtype looks unsaturated in a wider one: clip z.
         min_y = jnp.asarray(activation.min_output(spec.param, y.dtype), z.dtype)
         z = jnp.maximum(z, inverse(min_y, spec.param)[0])
-    dz = _zero_padding(mask, widened(dy) * slope)
+    dz = _zero_padding(mask, upcast(dy) * slope)
     xhat = _zero_padding(mask, (z - spec.expand(beta, z)) / spec.expand(g, z))
     dbeta, dg = spec.sum(dz), spec.sum(dz * xhat)
     dx = dz

@@ -15,7 +15,7 @@ from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import MASKED_SCORE, dot_product_attention
 from fnet.layers.rotary import rotary as apply_rotary
 from fnet.mesh import equally_varying
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 Cache = dict[str, Array]
 """Keys and values of past positions: ``{"key", "value"}``."""
@@ -291,7 +291,7 @@ def _online_softmax(
 ) -> Float[Array, "b k g c d"]:
     """Attention in one pass over chunks of ``size`` keys (Milakov and Gimelshein 2018)."""
     queries, s = q.shape[-2], k.shape[1]
-    dtype = wide(q)
+    dtype = sum_dtype(q)
     scaled = q.astype(dtype) * jnp.asarray(q.shape[-1] ** -0.5, dtype)
     query_positions = at + jnp.arange(queries)
 

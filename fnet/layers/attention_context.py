@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from fnet.layer import check_floating
 from fnet.mesh import equally_varying
-from fnet.precision import broadcast_like, widened
+from fnet.precision import broadcast_like, upcast
 
 ROWS = 32
 """Maximum number of positions per sequence that correlations are computed from."""
@@ -63,7 +63,7 @@ def apply_context(
     _check("apply_context", x, context)
     if jnp.ndim(strength):
         raise ValueError(f"apply_context: strength must be a scalar, got {jnp.shape(strength)}")
-    scale = widened(jnp.asarray(strength)) / x.shape[-1]
+    scale = upcast(jnp.asarray(strength)) / x.shape[-1]
     return _apply(x, jax.lax.stop_gradient(context).astype(x.dtype), scale)
 
 

@@ -11,7 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
-from fnet.precision import widened
+from fnet.precision import upcast
 
 MASKED_SCORE = 0.7 * float(jnp.finfo(jnp.float32).min)
 """Score of a masked key: finite, so that fully masked rows and their gradients have no NaN."""
@@ -166,7 +166,7 @@ def _in_chunks(
     # One axis at a time: shardings propagate only through such reshapes.
     q = q.reshape(b, n, size, h, d).reshape(b, n, size, groups, h // groups, d)
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, H / K, size, D]
-    k, v = (widened(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
+    k, v = (upcast(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
     mask = None if mask is None else _by_group(mask, groups, padding)
     starts = size * jnp.arange(n)
 
@@ -202,7 +202,7 @@ def _attend(
         first = jnp.clip(start - window + 1, 0, end - span)
         k, v = (jax.lax.dynamic_slice_in_dim(a, first, span, axis=2) for a in (k, v))
     product = functools.partial(jnp.einsum, precision=_PRECISION.get(q.dtype))
-    scores = product("bkgtd,bksd->bkgts", widened(q), k)
+    scores = product("bkgtd,bksd->bkgts", upcast(q), k)
     scores = scores * jnp.asarray(scale, scores.dtype)
 
     if causal or window is not None:

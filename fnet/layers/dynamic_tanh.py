@@ -9,7 +9,7 @@ from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.layers.norm import expand_like, invertible_scale
 from fnet.mesh import equally_varying
-from fnet.precision import widened
+from fnet.precision import upcast
 
 
 def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
@@ -82,7 +82,7 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
 
 @jax.custom_vjp
 def _dynamic_tanh(x: Array, alpha: Array, scale: Array, bias: Array) -> Array:
-    t = jnp.tanh(invertible_scale(alpha, x) * widened(x))
+    t = jnp.tanh(invertible_scale(alpha, x) * upcast(x))
     return (t * expand_like(invertible_scale(scale, x), x) + expand_like(bias, x)).astype(x.dtype)
 
 
@@ -107,11 +107,11 @@ def _dynamic_tanh_bwd(
     )
     noise = float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
     # If y rounds by more than the scale, t cannot be recovered.
-    t = (widened(y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
+    t = (upcast(y) - b) * jnp.where(jnp.abs(s) > noise, 1 / s, 0)
     t = jnp.clip(t, -1, 1)
 
     rows = tuple(range(y.ndim - 1))
-    dz = widened(dy)
+    dz = upcast(dy)
     dscale, dbias = (dz * t).sum(rows), dz.sum(rows)
     dz = dz * expand_like(scale, y) * (1 - t * t)
     # If t rounds to 1 its derivative is 0, so the exact x does not matter.

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_sizes
 from fnet.layers.norm import check_parameters, expand_like
-from fnet.precision import widened
+from fnet.precision import upcast
 
 
 def group_norm(
@@ -61,7 +61,7 @@ def group_norm(
         raise ValueError(f"group_norm: x must be [N, ..., C], got shape {x.shape}")
     check_parameters("group_norm", x, scale=scale, bias=bias)
     _check_groups(x.shape[-1], groups)
-    w = widened(save(x))
+    w = upcast(save(x))
     centered = w - save(_group_mean(w, groups))
     factor = save(jax.lax.rsqrt(_group_mean(jnp.square(centered), groups) + eps))
     # Scale the statistics first: they are smaller than x.

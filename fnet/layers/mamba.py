@@ -24,7 +24,7 @@ from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import recurrent
 from fnet.mesh import equally_varying
-from fnet.precision import broadcast_like, wide, widened
+from fnet.precision import broadcast_like, sum_dtype, upcast
 
 TORCH_LINEAR = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """Initializer of torch's ``nn.Linear``, which the authors' code uses."""
@@ -125,7 +125,7 @@ def mamba(
             y, last = selective_scan(
                 u,
                 time_steps(child("dt", r), params["dt_bias"]),
-                -jnp.exp(params["A_log"].astype(wide(x))),
+                -jnp.exp(params["A_log"].astype(sum_dtype(x))),
                 B,
                 C,
                 params["D"],
@@ -139,7 +139,7 @@ def mamba(
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, state, inner), wide(dtype)),
+            "state": jnp.zeros((batch, state, inner), sum_dtype(dtype)),
         }
 
     return recurrent("mamba", width, init, mix, init_cache)
@@ -154,7 +154,7 @@ def init_step_bias(key: Array, n: int) -> Array:
 
 def time_steps(x: Array, bias: Array) -> Array:
     """Compute ``softplus(x + bias)`` for [B, T, C] and [C], in float32 or wider."""
-    x = widened(x)
+    x = upcast(x)
     return jax.nn.softplus(x + broadcast_like(bias, x))
 
 
@@ -238,7 +238,7 @@ def selective_scan(
     size = _near_root(t) if chunk is None else min(t, chunk)
     size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
 
-    dtype = wide(*(a for a in (x, dt, A, B, C, initial) if a is not None))
+    dtype = sum_dtype(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, None], A.shape[1], axis=1), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)

@@ -24,7 +24,7 @@ from fnet.layers.mamba import TORCH_LINEAR, check_shapes, init_step_bias, time_s
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.recurrence import recurrent
 from fnet.mesh import equally_varying
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 
 def state_space_dual(
@@ -88,7 +88,7 @@ def state_space_dual(
     size = min(t, chunk or _CHUNK)
     size = -(-t // -(-t // size))  # the same number of chunks, of nearly equal length
 
-    dtype = wide(*(a for a in (x, dt, A, B, C, initial) if a is not None))
+    dtype = sum_dtype(*(a for a in (x, dt, A, B, C, initial) if a is not None))
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, :, None], n, axis=2), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
@@ -215,7 +215,7 @@ def mamba2(
             y, last = state_space_dual(
                 u.reshape(*u.shape[:2], heads, head),
                 time_steps(r, params["dt_bias"]),
-                -jnp.exp(params["A_log"].astype(wide(x))),
+                -jnp.exp(params["A_log"].astype(sum_dtype(x))),
                 B.reshape(*B.shape[:2], groups, state),
                 C.reshape(*C.shape[:2], groups, state),
                 params["D"],
@@ -229,7 +229,7 @@ def mamba2(
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner + 2 * shared), dtype),
-            "state": jnp.zeros((batch, heads, state, head), wide(dtype)),
+            "state": jnp.zeros((batch, heads, state, head), sum_dtype(dtype)),
         }
 
     return recurrent("mamba2", width, init, mix, init_cache)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from fnet.backward_pass import save
 from fnet.layer import Layer, Params, State, check_floating, check_sizes
 from fnet.mesh import equally_varying
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 
 def layer_norm(
@@ -219,14 +219,14 @@ def check_parameters(where: str, x: Array, **parameters: Array | None) -> None:
 
 
 def _norm(center: bool, eps: float, x: Array, scale: Array | None, bias: Array | None) -> Array:
-    scale = jnp.ones(x.shape[-1], wide(x)) if scale is None else scale
-    bias = jnp.zeros(x.shape[-1], wide(x)) if bias is None else bias
+    scale = jnp.ones(x.shape[-1], sum_dtype(x)) if scale is None else scale
+    bias = jnp.zeros(x.shape[-1], sum_dtype(x)) if bias is None else bias
     return _normalize(center, eps, *equally_varying((x, scale, bias)))
 
 
 def expand_like(v: Array, like: Array) -> Array:
     """[D] -> [1, ..., D] with the rank of ``like``, in the dtype of its statistics."""
-    return jnp.expand_dims(v.astype(wide(like)), range(like.ndim - 1))
+    return jnp.expand_dims(v.astype(sum_dtype(like)), range(like.ndim - 1))
 
 
 def invertible_scale(scale: Array, x: Array) -> Array:
@@ -235,7 +235,7 @@ def invertible_scale(scale: Array, x: Array) -> Array:
     The result has the dtype of the statistics of ``x``. The floor is too small to change a
     sum with values near 1.
     """
-    scale = scale.astype(wide(x))
+    scale = scale.astype(sum_dtype(x))
     floor = max(float(jnp.finfo(x.dtype).smallest_normal), 2.0**-100)
     change = jnp.where(jnp.abs(scale) < floor, jnp.copysign(floor, scale) - scale, 0)
     return scale + jax.lax.stop_gradient(change)  # the derivative with respect to scale is 1
@@ -251,7 +251,7 @@ def _forward(
     center: bool, eps: float, x: Array, scale: Array, bias: Array
 ) -> tuple[Array, Array, Array]:
     """Compute the output, xhat and the inverse deviation."""
-    w = widened(x)
+    w = upcast(x)
     if center:
         w = w - w.mean(-1, keepdims=True)
     inv = jax.lax.rsqrt(jnp.square(w).mean(-1, keepdims=True) + eps)
@@ -298,10 +298,10 @@ def _normalize_bwd(
     s, b = jax.lax.stop_gradient((invertible_scale(scale, y), bias.astype(inv.dtype)))
     # If y rounds by more than the scale, xhat cannot be recovered.
     recoverable = jnp.abs(s) > float(jnp.finfo(y.dtype).eps) * jnp.abs(b)
-    xhat = (widened(y) - expand_like(b, y)) * expand_like(jnp.where(recoverable, 1 / s, 0), y)
+    xhat = (upcast(y) - expand_like(b, y)) * expand_like(jnp.where(recoverable, 1 / s, 0), y)
 
     rows = tuple(range(y.ndim - 1))
-    dz = widened(dy)
+    dz = upcast(dy)
     dscale, dbias = (dz * xhat).sum(rows), dz.sum(rows)
     # Compute the sums before dx: otherwise XLA may delay them, and keep dy alive.
     dscale, dbias, inv = jax.lax.optimization_barrier((dscale, dbias, inv))

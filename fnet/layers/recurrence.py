@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from fnet.layer import Decode, Layer, Params, State, check_floating
 from fnet.mesh import equally_varying
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 
 def linear_recurrence(
@@ -117,7 +117,7 @@ def recurrent(
 @jax.custom_vjp
 def _recurrence(a: Array, b: Array, initial: Array) -> Array:
     """Compute the states in the dtype of ``b``."""
-    dtype = wide(b)
+    dtype = sum_dtype(b)
     arrays = a.astype(dtype), b.astype(dtype), initial.astype(dtype)
     h: Array = jax.lax.platform_dependent(*arrays, cpu=_sequential, default=_associative)
     return h.astype(b.dtype)
@@ -130,7 +130,7 @@ def _recurrence_fwd(a: Array, b: Array, initial: Array) -> tuple[Array, tuple[Ar
 
 def _recurrence_bwd(residuals: tuple[Array, Array, Array], dh: Array) -> tuple[Array, Array, Array]:
     a, initial, h = residuals
-    dtype = wide(h)
+    dtype = sum_dtype(h)
     decays, initial_wide = a.astype(dtype), initial.astype(dtype)
     g = jax.lax.platform_dependent(
         decays, dh.astype(dtype), cpu=_sequential_backward, default=_associative_backward

@@ -17,7 +17,7 @@ from jax import Array
 
 from fnet.layer import Layer, Params, State, apply_child, check_floating, init_children
 from fnet.mesh import equally_varying
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 GRID = 2.0**-16
 """The streams are integer multiples of this number."""
@@ -154,11 +154,11 @@ class _Stream(NamedTuple):
 
 
 def _to_units(x: Array) -> Array:
-    return jnp.round(widened(x) / GRID).astype(jnp.int32)
+    return jnp.round(upcast(x) / GRID).astype(jnp.int32)
 
 
 def _from_units(units: Array, dtype: Any) -> Array:
-    return (units.astype(wide(dtype)) * GRID).astype(dtype)
+    return (units.astype(sum_dtype(dtype)) * GRID).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -215,7 +215,7 @@ def _backward(
         return y_before, dp, dx + dx_half
 
     dtype = dy.dtype
-    d1, d2 = jnp.split(widened(dy), 2, axis=-1)
+    d1, d2 = jnp.split(upcast(dy), 2, axis=-1)
     grads: Params = {}
     for i in reversed(range(len(stack.pairs))):
         block = _block(stack, train, i, params, state, key)

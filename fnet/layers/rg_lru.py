@@ -12,7 +12,7 @@ from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_chil
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import linear_recurrence, recurrent
-from fnet.precision import broadcast_like, wide, widened
+from fnet.precision import broadcast_like, sum_dtype, upcast
 
 _SHARPNESS = 8.0  # c in the paper
 _MIN_DECAY, _MAX_DECAY = 0.9, 0.999  # range of the initial exp(-c softplus(L))
@@ -106,10 +106,12 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         with jax.named_scope("input_gate"):
             i = _gate(params["input_gate"], u)
         with jax.named_scope("scan"):
-            rate = jax.nn.softplus(params["L"].astype(wide(x)))
+            rate = jax.nn.softplus(params["L"].astype(sum_dtype(x)))
             log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
-            h = linear_recurrence(jnp.exp(log_a), scale * i * u.astype(wide(x)), cache.get("state"))
+            h = linear_recurrence(
+                jnp.exp(log_a), scale * i * u.astype(sum_dtype(x)), cache.get("state")
+            )
         y = save(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
         return child("out", y), {"conv": past, "state": h[:, -1]}
 
@@ -117,7 +119,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
         del length
         return {
             "conv": jnp.zeros((batch, conv - 1, inner), dtype),
-            "state": jnp.zeros((batch, inner), wide(dtype)),
+            "state": jnp.zeros((batch, inner), sum_dtype(dtype)),
         }
 
     return recurrent("rg_lru", width, init, mix, init_cache)
@@ -128,7 +130,7 @@ def _gate(params: Params, u: Array) -> Array:
     heads, block, _ = params["kernel"].shape
     parts = u.reshape(*u.shape[:2], heads, block)
     z = jnp.einsum("bthi,hij->bthj", parts, params["kernel"].astype(u.dtype))
-    z = widened(z.reshape(u.shape))
+    z = upcast(z.reshape(u.shape))
     return jax.nn.sigmoid(z + broadcast_like(params["bias"], z))
 
 

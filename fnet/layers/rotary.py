@@ -5,7 +5,7 @@ from jax import Array
 from jaxtyping import Float, Real
 
 from fnet.layer import check_floating
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 
 def rotary(
@@ -60,10 +60,10 @@ def rotary(
         )
     if not base > 0:
         raise ValueError(f"rotary: base must be > 0, got {base}")
-    dtype = wide(x)
+    dtype = sum_dtype(x)
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
     angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * frequency[None, None]
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
-    a, b = widened(x[..., :half]), widened(x[..., half:])
+    a, b = upcast(x[..., :half]), upcast(x[..., half:])
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int
 
-from fnet.precision import as_int32, widened
+from fnet.precision import as_int32, upcast
 
 
 def cross_entropy(
@@ -39,7 +39,7 @@ def cross_entropy(
     if not 0 <= smoothing < 1:
         raise ValueError(f"cross_entropy: smoothing must be in [0, 1), got {smoothing}")
     _check_labels("cross_entropy", logits, labels)
-    logits = widened(logits)
+    logits = upcast(logits)
     labels = as_int32(labels)
     losses: Array = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
     losses = jnp.where(labels < 0, jnp.nan, losses)  # A negative index counts from the end.

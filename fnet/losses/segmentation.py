@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from fnet.losses.chunks import Start, fori_chunks
 from fnet.mesh import equally_varying
-from fnet.precision import widened
+from fnet.precision import upcast
 
 _CHUNK_LOGITS = 2**20
 """Default number of upsampled logits per chunk. On CPU, with 21 and 150 classes, 2^18 to 2^22 are
@@ -189,7 +189,7 @@ class _Upsampling(NamedTuple):
     @classmethod
     def create(cls, logits: Array, size: Sequence[int]) -> "_Upsampling":
         """Prepare logits [N, h, w, k] for upsampling to H x W."""
-        logits = widened(logits)
+        logits = upcast(logits)
         row_weights, column_weights = (
             None if n_in == n_out else _bilinear_weights(n_in, n_out, logits.dtype)
             for n_in, n_out in zip(logits.shape[1:3], size, strict=True)

@@ -9,7 +9,7 @@ from jax import Array
 from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children
 from fnet.models.blocks import NormActivation, convolution, resolve_norm
-from fnet.precision import add, widened
+from fnet.precision import add, upcast
 
 
 def deeplab(
@@ -152,7 +152,7 @@ def _concatenated(branches: Sequence[Layer]) -> Layer:
 def _sliding_mean(x: Array, size: tuple[int, int]) -> Array:
     """Average over a window around each position, with edge padding after the pooling."""
     window = tuple(min(w, n) for w, n in zip(size, x.shape[1:3], strict=True))
-    sums = widened(x)
+    sums = upcast(x)
     # Summing rows and then columns takes fewer additions than summing the whole window.
     for dimensions in ((1, window[0], 1, 1), (1, 1, window[1], 1)):
         sums = jax.lax.reduce_window(sums, 0.0, jax.lax.add, dimensions, (1, 1, 1, 1), "VALID")

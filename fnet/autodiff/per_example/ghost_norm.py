@@ -44,7 +44,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet.jaxpr import aval
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 _FACTOR_BYTES_RATIO = 4
 """Intermediates may take as many bytes as the factors, divided by this."""
@@ -90,7 +90,7 @@ def squared_norms(u: Array, v: Array) -> Array:
     else:
 
         def norms(u: Array, v: Array) -> Array:
-            return jnp.square(widened(materialize(u, v))).sum((0, 2, 3))
+            return jnp.square(upcast(materialize(u, v))).sum((0, 2, 3))
 
         size = groups * rows * cols
     return map_groups_in_chunks(norms, (u, v), 4 * size)
@@ -113,7 +113,7 @@ def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Array:
 
 def materialize(u: Array, v: Array) -> Array:
     """Per-example gradients G, [groups, batch, rows, cols]."""
-    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=wide(u, v))
+    return jnp.einsum("gbtr,gbtc->gbrc", u, v, preferred_element_type=sum_dtype(u, v))
 
 
 def weighted_sum(u: Array, v: Array, scales: Array) -> Array:
@@ -139,7 +139,7 @@ def _weighted_sum(u: Array, v: Array, scales: Array) -> Array:
     u = jax.lax.collapse(u, 0, 2)
 
     def product(u: Array) -> Array:
-        return jnp.einsum("nr,nc->rc", u, v, preferred_element_type=wide(u, v))
+        return jnp.einsum("nr,nc->rc", u, v, preferred_element_type=sum_dtype(u, v))
 
     rows = u.shape[-1]
     chunks = next(n for n in range(min(_MASKED_CHUNKS, rows), rows + 1) if rows % n == 0)
@@ -171,7 +171,7 @@ def scale_rows(v: Array, scales: Array) -> tuple[Array, Array]:
     v = jax.lax.collapse(v, 0, 2)
     included = scales != 0
     # Scales and scaled cotangents may exceed the range of float16, but not of bfloat16.
-    v = v if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else widened(v)
+    v = v if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else upcast(v)
     return jnp.where(included[:, None], v * scales[:, None].astype(v.dtype), 0), included
 
 
@@ -223,7 +223,7 @@ def _gram(u: Array, other: Array) -> Array:
         other,
         # Terms cancel in the norm, which would lose half of the default precision's digits.
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=wide(u, other),
+        preferred_element_type=sum_dtype(u, other),
     )
 
 
@@ -231,7 +231,7 @@ def _squared_lengths(factor: Array) -> Array:
     """Squared lengths [batch] of factors [1, batch, 1, n], or of one-hot vectors [1, batch, 1]."""
     if _is_one_hot(factor):
         return jnp.ones(factor.shape[1], jnp.float32)
-    return jnp.square(widened(factor.reshape(factor.shape[1], -1))).sum(1)
+    return jnp.square(upcast(factor.reshape(factor.shape[1], -1))).sum(1)
 
 
 def _is_one_hot(factor: Array) -> bool:
@@ -299,7 +299,7 @@ class BiasAdd(NamedTuple):
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
         axes = (2, *(3 + i for i in self.broadcast_axes))
-        return widened(ct).sum(axes, keepdims=True).squeeze(2)
+        return upcast(ct).sum(axes, keepdims=True).squeeze(2)
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
@@ -307,7 +307,7 @@ class BiasAdd(NamedTuple):
 
         def bias_gradient(ct: Array) -> Array:
             scaled, _ = scale_rows(ct.reshape(*ct.shape[:2], -1), scales)
-            gradient = widened(scaled).sum(0)
+            gradient = upcast(scaled).sum(0)
             return gradient.reshape(shape).sum(self.broadcast_axes, keepdims=True)
 
         return bias_gradient(ct[0])[None] if len(ct) == 1 else jax.vmap(bias_gradient)(ct)
@@ -339,7 +339,7 @@ class Scale(NamedTuple):
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
         axes = (2, *(3 + i for i in self.broadcast_axes))
-        grads = (x.astype(wide(x, ct)) * ct).sum(axes, keepdims=True)
+        grads = (x.astype(sum_dtype(x, ct)) * ct).sum(axes, keepdims=True)
         return grads.squeeze(2)
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
@@ -514,7 +514,7 @@ class Embedding(NamedTuple):
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), wide(rows))
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), sum_dtype(rows))
         scatter_add: Callable[[Array, Array], Array] = jax.vmap(
             jax.vmap(lambda indices, rows: table.at[indices].add(rows))
         )
@@ -524,7 +524,7 @@ class Embedding(NamedTuple):
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), wide(rows))
+        table = jnp.zeros((self.parameter[0], rows.shape[-1]), sum_dtype(rows))
 
         def scatter_add(indices: Array, rows: Array) -> Array:
             return table.at[indices.ravel()].add(scale_rows(rows, scales)[0])
@@ -647,7 +647,7 @@ class Convolution(NamedTuple):
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`. This is the transposed convolution of any backward pass."""
         # In a narrow dtype of the kernel, the sum over the batch would be rounded.
-        dtype = wide(x, ct)
+        dtype = sum_dtype(x, ct)
         kernel_shape = jax.ShapeDtypeStruct(self.kernel.shape, dtype)
         params = self.params | {"preferred_element_type": None}
         dims = params["dimension_numbers"]

@@ -15,7 +15,7 @@ from fnet.autodiff.per_example.batch_axis import depends_on
 from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_grad
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
-from fnet.precision import wide
+from fnet.precision import sum_dtype
 
 
 def clipped(
@@ -260,7 +260,7 @@ def _widen(params: Any) -> Any:
 
     def widen(p: Any) -> Any:
         is_floating = jnp.issubdtype(jnp.result_type(p), jnp.floating)
-        return _cast(p, wide(p)) if is_floating else p  # `clipped_grad` rejects others.
+        return _cast(p, sum_dtype(p)) if is_floating else p  # `clipped_grad` rejects others.
 
     return jax.tree.map(widen, params)
 

@@ -26,7 +26,7 @@ from fnet.autodiff.per_example import ghost_norm
 from fnet.autodiff.per_example.ghost_norm import Dot, Embedding
 from fnet.autodiff.per_example.taps import Use
 from fnet.autodiff.update import squared_norm
-from fnet.precision import wide, widened
+from fnet.precision import sum_dtype, upcast
 
 _FACTORS_RATIO = 4
 """Gradients are materialized if their factors are at least this many times larger."""
@@ -223,7 +223,7 @@ class MaterializedGradients(NamedTuple):
 
     def squared_norms(self) -> Array:
         """See `ParameterGradients`."""
-        gradients = widened(self.gradients)
+        gradients = upcast(self.gradients)
         return jnp.square(gradients).sum(tuple(range(1, gradients.ndim)))
 
     def materialize(self) -> Array:
@@ -233,7 +233,7 @@ class MaterializedGradients(NamedTuple):
     def weighted_sum(self, scales: Array) -> Array:
         """See `ParameterGradients`."""
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
-        rows = self.gradients.reshape(len(scales), -1).astype(wide(self.gradients))
+        rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
         total = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
         return total.reshape(self.gradients.shape[1:])
 
@@ -309,7 +309,7 @@ class ChunkedGradients(NamedTuple):
             triples = zip(sums, gradients, scales, strict=True)
             return [total + g.weighted_sum(scale) for total, g, scale in triples], None
 
-        zeros = [jnp.zeros(self.params[i].shape, wide(self.params[i])) for i in self.numbers]
+        zeros = [jnp.zeros(self.params[i].shape, sum_dtype(self.params[i])) for i in self.numbers]
         rows = [split(a) for a in self.examples.leaves]
         # Padding examples have scale 0.
         scales = [split(scales_by_param[i]).at[-1, width - padding :].set(0) for i in self.numbers]
