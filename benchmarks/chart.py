@@ -1,4 +1,4 @@
-"""The chart of the first page: what a gradient holds by depth, plain, in place and reversible."""
+"""Chart of the first page: memory of a gradient by depth, with and without in-place layers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,22 +8,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 SOURCE = "abn_stack_on_cpu"
-"""The benchmark whose data are drawn."""
+"""Benchmark that the data come from."""
 
-# Grey for peers; the others of Okabe, Ito 2008, which are told apart without red or green.
-_COLOURS = ("#555555", "#0072B2", "#999999", "#D55E00")
+# Grey for baselines. The others are from Okabe and Ito 2008, for people who cannot see red or green.
+_COLORS = ("#555555", "#0072B2", "#999999", "#D55E00")
 
 
 def memory_by_depth(results: Mapping[str, Mapping[str, Any]], path: Path) -> bool:
-    """Draws it as a PNG.
+    """Draw temporaries by depth as a PNG.
 
     Args:
-      results: by benchmark; `SOURCE`'s data are ``{"depths": [...], "network": words,
+      results: Results by benchmark. The data of `SOURCE` are ``{"depths": [...], "network": text,
         "temporaries": {name: [bytes at each depth]}}``.
-      path: where it is written.
+      path: Path of the PNG.
 
     Returns:
-      Whether there was something to draw.
+      Whether the results hold data to draw.
     """
     data = results.get(SOURCE, {}).get("data")
     if not data:
@@ -35,14 +35,14 @@ def memory_by_depth(results: Mapping[str, Mapping[str, Any]], path: Path) -> boo
     lines = {name: [size / 1e6 for size in sizes] for name, sizes in data["temporaries"].items()}
     last = {name: sizes[-1] for name, sizes in lines.items()}
     heights = _apart(last, 0.12 * max(last.values()))
-    for colour, (name, sizes) in zip(_COLOURS, lines.items(), strict=False):
-        ax.plot(depths, sizes, color=colour, marker="o", ms=5, lw=2)
+    for color, (name, sizes) in zip(_COLORS, lines.items(), strict=False):
+        ax.plot(depths, sizes, color=color, marker="o", ms=5, lw=2)
         ax.annotate(
             f"{name}\n{last[name]:,.0f} MB",
             (depths[-1], heights[name]),
             xytext=(10, 0),
             textcoords="offset points",
-            color=colour,
+            color=color,
             va="center",
             annotation_clip=False,
         )
@@ -59,9 +59,9 @@ def memory_by_depth(results: Mapping[str, Mapping[str, Any]], path: Path) -> boo
 
 
 def _apart(heights: Mapping[str, float], gap: float) -> dict[str, float]:
-    """The same heights, moved up where need be so that no two are closer than the gap."""
-    moved: dict[str, float] = {}
+    """Move labels up where they would be closer than a gap."""
+    apart: dict[str, float] = {}
     for name in sorted(heights, key=lambda name: heights[name]):
-        least = max(moved.values(), default=-gap) + gap
-        moved[name] = max(heights[name], least)
-    return moved
+        lowest = max(apart.values(), default=-gap) + gap
+        apart[name] = max(heights[name], lowest)
+    return apart
