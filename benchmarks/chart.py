@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 SOURCE = "abn_stack_on_cpu"
 """Benchmark that the data come from."""
 
-# Grey for baselines. The others are from Okabe and Ito 2008, for people who cannot see red or green.
+# Grey for baselines. The others are from Okabe and Ito 2008, for readers with color blindness.
 _COLORS = ("#555555", "#0072B2", "#999999", "#D55E00")
 
 

@@ -153,7 +153,7 @@ def test_memory_of_an_older_version_is_shown(make):
     page = page_of(folder)
     assert page.rows["old/conv"] == ["2", "3 bytes", ""]
     assert page.facts["remat policy"] == "named"
-    assert page.facts["FLOPs, compiled"] == "1.33 times those without remat"
+    assert page.facts["FLOPs relative to no remat"] == "1.33"
 
 
 def test_lines_without_metrics_make_a_page_without_curves(make):

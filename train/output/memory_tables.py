@@ -32,7 +32,7 @@ def step_sums(memory: StoredMemory) -> dict[str, str]:
     sums = {
         "parameters": f"{memory.parameters:,}",
         "train state": format_bytes(memory.state_bytes),
-        "train state updated in place (aliased)": format_bytes(peak.aliased),
+        "updated in place (aliased)": format_bytes(peak.aliased),
         "arguments (state and batch)": format_bytes(peak.arguments),
         "temporaries": format_bytes(peak.temporaries),
     }
@@ -43,8 +43,8 @@ def step_sums(memory: StoredMemory) -> dict[str, str]:
     if remat := memory.remat:
         flops = remat.flops_after / max(remat.flops_before, 1)
         temporaries = remat.temporaries_after / max(remat.temporaries_before, 1)
-        sums["FLOPs, compiled"] = f"{flops:.2f} times those without remat"
-        sums["temporaries, compiled"] = f"{temporaries:.2f} times those without remat"
+        sums["FLOPs relative to no remat"] = f"{flops:.2f}"
+        sums["temporaries relative to no remat"] = f"{temporaries:.2f}"
     sums["microbatches"] = f"{memory.microbatches:,}"
     return sums
 

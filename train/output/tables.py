@@ -1,13 +1,15 @@
 """Tables as data, so that the terminal and the report's page show the same rows."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich import table as rich_table
 from rich.text import Text
 
 MISSING = "-"
 """Text of a cell whose value is not known."""
+_BAR = 20
+"""Characters of a full bar in the terminal."""
 
 
 class Cell(NamedTuple):
@@ -36,7 +38,8 @@ class Table(NamedTuple):
       columns: Heads of the columns. All are empty for a table without a head.
       rows: Cells of each row. None is shown as `MISSING`.
       texts: Number of leading columns that hold text. The others hold numbers.
-      bars: Length of each row's bar between 0 and 1. Empty for a table without bars.
+      bars: Length of each row's bar between 0 and 1. Empty for a table without bars. The
+        terminal shows them next to a single column of text.
     """
 
     title: str
@@ -51,12 +54,14 @@ def to_rich(table: Table) -> rich_table.Table:
     show_header = any(_text(column).plain for column in table.columns)
     rich = rich_table.Table(title=table.title, title_justify="left", show_header=show_header)
     for i, column in enumerate(table.columns):
-        numeric: dict[str, Any] = {"justify": "right", "no_wrap": True}
-        rich.add_column(_text(column), **({"overflow": "fold"} if i < table.texts else numeric))
-    if table.bars:
+        folds = i == 0 or not show_header
+        justify: Literal["left", "right"] = "left" if i < table.texts else "right"
+        rich.add_column(_text(column), justify=justify, no_wrap=not folds, overflow="fold")
+    bars = table.bars if table.texts == 1 else ()
+    if bars:
         rich.add_column("", no_wrap=True)
     for i, row in enumerate(table.rows):
-        bar = ["█" * round(12 * table.bars[i])] if table.bars else []
+        bar = ["█" * round(_BAR * bars[i])] if bars else []
         rich.add_row(*map(_text, row), *bar)
     return rich
 
