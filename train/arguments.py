@@ -49,7 +49,7 @@ class TrainArguments:
     out: Annotated[str | None, _default("runs/NAME, or the run to resume")] = None
     """Run folder."""
     resume: bool = False
-    """Continue the run in the run folder."""
+    """Resume the run in the run folder, or start it if there is none."""
     profile: Annotated[int, Ge(0), _default("none")] = 0
     """Number of steps to trace for TensorBoard and Perfetto, starting at step 6."""
     distributed: bool = False
@@ -165,7 +165,7 @@ class EvalArguments(CheckpointArguments):
 class PredictArguments(CheckpointArguments):
     """Predict the labels of images, or of their pixels.
 
-    RUN is a run folder. IMAGE is an image file.
+    RUN is a run folder. IMAGE is an image file, or a folder of images.
     """
 
     top_k: Count = 5

@@ -13,7 +13,7 @@ class Digits(Section):
     """Scikit-learn's handwritten digits: 1,797 grayscale images of 8 x 8 pixels, no download."""
 
     source: Literal["digits"] = "digits"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     batch_size: Count = 64
     """Batch size."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
@@ -29,7 +29,7 @@ class Synthetic(Section):
     """Random images with random labels, for measurements."""
 
     source: Literal["synthetic"] = "synthetic"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     batch_size: Count = 32
     """Batch size."""
     image_size: Count = 224
@@ -47,7 +47,7 @@ class ImageFolder(Section):
     """Images in one folder per class, as torchvision's ImageFolder reads them."""
 
     source: Literal["image_folder"] = "image_folder"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
     """Folder that holds train/ and val/ or test/, each with one folder per class."""
     test_split: Annotated[str, MinLen(1)] | None = None
@@ -100,7 +100,7 @@ class ArrayFile(Section):
     """Images and labels as arrays in an .npz file, as Keras and MedMNIST store them."""
 
     source: Literal["arrays"] = "arrays"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.npz"
     """An .npz file, or a folder with train.npz and optionally val.npz or test.npz."""
     images: Annotated[tuple[str, ...], MaxLen(2)] = ()
@@ -136,7 +136,7 @@ class HuggingFace(Section):
     """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
     source: Literal["huggingface"] = "huggingface"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
     """Name on the hub (ylecun/mnist), folder of images, or folder from save_to_disk."""
     subset: Annotated[str, MinLen(1)] | None = None
@@ -191,7 +191,7 @@ class SegmentationFolder(Section):
     """Images with segmentation masks: images of the same size whose values are labels."""
 
     source: Literal["segmentation_folder"] = "segmentation_folder"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
     """Folder with images/ and masks/, or with train/ and val/ or test/ that hold both."""
     test_split: Annotated[str, MinLen(1)] | None = None
@@ -229,7 +229,7 @@ class TextFile(Section):
     """A text file for a language model."""
 
     source: Literal["text_file"] = "text_file"
-    """Data source; add --help to see the fields of another one."""
+    """Data source; --data.source NAME --help lists the fields of another one."""
     path: str | None = None
     """Text file; None reads the sources of Python's standard library."""
     tokenizer: str | None = None

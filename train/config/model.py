@@ -20,7 +20,7 @@ class LanguageModel(Section):
     """Language model: a transformer, a state-space model, or a hybrid of both."""
 
     name: Literal["language_model"] = "language_model"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     mixers: Annotated[tuple[Mixer, ...], MinLen(1)] = ("attention",)
     """Token mixer of each block, repeated cyclically from the first block to the last."""
     blocks: Count = 4
@@ -88,7 +88,7 @@ class Denoiser(Section):
     """
 
     name: Literal["denoiser"] = "denoiser"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     patch: Count = 1
     """Patch size in pixels; must divide height and width."""
     blocks: Count = 4
@@ -152,7 +152,7 @@ class PreactResNet(Section):
     """Pre-activation ResNet for small images (He et al. 2016)."""
 
     name: Literal["preact_resnet"] = "preact_resnet"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: Annotated[tuple[Count, ...], MinLen(1)] = (16, 32)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks_per_stage: Count = 2
@@ -180,7 +180,7 @@ class ResNet9(Section):
     """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
 
     name: Literal["resnet9"] = "resnet9"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: tuple[Count, Count, Count] = (128, 256, 512)
     """Channels of the three stages; each halves the resolution."""
     norm: Norm = "abn"
@@ -200,7 +200,7 @@ class ResNet(Section):
     """ResNet (He et al. 2015)."""
 
     name: Literal["resnet"] = "resnet"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[18, 34, 50, 101, 152] = 50
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -224,7 +224,7 @@ class ResNeXt(Section):
     """ResNeXt with pre-activation (Xie et al. 2017)."""
 
     name: Literal["resnext"] = "resnext"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[50, 101, 152] = 50
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -250,7 +250,7 @@ class WiderResNet(Section):
     """Wider ResNet with pre-activation (Wu et al. 2016)."""
 
     name: Literal["wider_resnet"] = "wider_resnet"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[16, 20, 38] = 38
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -276,7 +276,7 @@ class DenseNet(Section):
     """DenseNet (Huang et al. 2017)."""
 
     name: Literal["densenet"] = "densenet"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     depth: Literal[121, 169, 201, 264] = 121
     """Number of layers."""
     activation: Activation = "leaky_relu"
@@ -304,7 +304,7 @@ class RevNet(Section):
     """RevNet: its backward pass recomputes activations and saves none per block."""
 
     name: Literal["revnet"] = "revnet"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     widths: Annotated[tuple[EvenCount, ...], MinLen(1)] = (32, 64)
     """Channels of each stage; each stage after the first halves the resolution."""
     blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3)
@@ -328,7 +328,7 @@ class Mlp(Section):
     """Multilayer perceptron on flattened images."""
 
     name: Literal["mlp"] = "mlp"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     hidden: tuple[Count, ...] = (256, 256)
     """Widths of the hidden layers."""
     activation: Literal["relu", "leaky_relu", "elu", "softplus", "gelu", "silu", "tanh"] = "relu"
@@ -363,7 +363,7 @@ class DeepLab(Section):
     """DeepLabV3 for semantic segmentation (Chen et al. 2017)."""
 
     name: Literal["deeplab"] = "deeplab"
-    """Network; add --help to see the fields of another one."""
+    """Network; --model.name NAME --help lists the fields of another one."""
     backbone: Backbone = "resnet50"
     """Backbone, whose features have an eighth of the image's resolution."""
     activation: Activation = "leaky_relu"

@@ -56,7 +56,7 @@ class Mean(Section):
     """Gradient of the mean loss; a memory budget may split the batch into microbatches."""
 
     mode: Literal["mean"] = "mean"
-    """Gradient mode; add --help to see the fields of another one."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Microbatch(Section):
     """Gradient of the mean loss, accumulated over microbatches."""
 
     mode: Literal["microbatch"] = "microbatch"
-    """Gradient mode; add --help to see the fields of another one."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     microbatches: Count = 2
     """Number of microbatches that each batch is split into."""
 
@@ -74,7 +74,7 @@ class PerExample(Section):
     """Gradient of the mean loss, and the gradient noise scale from per-example gradients."""
 
     mode: Literal["per_example"] = "per_example"
-    """Gradient mode; add --help to see the fields of another one."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Clipped(Section):
     """Per-example gradient clipping; with noise, differentially private training (DP-SGD)."""
 
     mode: Literal["clipped"] = "clipped"
-    """Gradient mode; add --help to see the fields of another one."""
+    """Gradient mode; --grad.mode MODE --help lists the fields of another one."""
     clip: Positive = 1.0
     """Clipping norm of per-example gradients."""
     per_layer: bool = False
