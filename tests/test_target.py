@@ -21,7 +21,7 @@ def _fresh():
 
 @pytest.fixture
 def without_compilers(monkeypatch):
-    """Descriptions are read, devices stand for themselves."""
+    """Descriptions are checked, but no compiler is loaded."""
     monkeypatch.setattr(target, "_gpu", lambda name, text: jax.local_devices()[1])
 
 
@@ -29,8 +29,8 @@ def here():
     return target.Target("here", jax.local_devices()[1], 2**30, {})
 
 
-# float32 TFLOP/s and GB/s of NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200
-# SXM, L4, T4; and the Ada and Blackwell white papers. B200's are "up to".
+# float32 TFLOP/s and GB/s from NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, L4, T4)
+# and the Ada and Blackwell white papers. The data sheet of the B200 says "up to".
 DATA_SHEETS = {
     "a100": (19.5, 2039),
     "h100": (67, 3350),
@@ -43,7 +43,7 @@ DATA_SHEETS = {
 
 
 @pytest.mark.parametrize("name", DATA_SHEETS)
-def test_a_gpus_cores_clock_and_lanes_make_the_arithmetic_of_its_data_sheet(name):
+def test_properties_of_a_gpu_agree_with_its_data_sheet(name):
     gpu = TARGETS[name]
     teraflops, gigabytes = DATA_SHEETS[name]
     lanes = int(re.search(r"fpus_per_core: (\d+)", gpu.as_text())[1])
@@ -51,7 +51,7 @@ def test_a_gpus_cores_clock_and_lanes_make_the_arithmetic_of_its_data_sheet(name
     assert gpu.bandwidth / 1e9 == pytest.approx(gigabytes, rel=0.005)
 
 
-def test_a_device_that_nobody_knows_is_refused_with_those_that_are_known():
+def test_rejects_an_unknown_target_and_lists_the_known_ones():
     with pytest.raises(
         ValueError, match=r"expected one of \['a100', 'h100', .*'v6e'\], got 'h900'"
     ):
@@ -60,12 +60,12 @@ def test_a_device_that_nobody_knows_is_refused_with_those_that_are_known():
 
 @pytest.mark.usefixtures("without_compilers")
 @pytest.mark.parametrize("name", GPUS)
-def test_a_known_gpu_is_described_by_a_text_like_any_other(name):
+def test_describe_reads_the_text_of_a_known_gpu(name):
     assert target.describe(name).memory == TARGETS[name].memory
 
 
 @pytest.mark.usefixtures("without_compilers")
-def test_comments_and_strings_are_not_mistaken_for_properties():
+def test_ignores_comments_and_strings():
     text = TARGETS["h100"].as_text()
     text = text.replace("NVIDIA H100", r"# \" device_memory_size: 7 \"")
     text = "# device_memory_size: 8, or { more\n" + text
@@ -73,36 +73,36 @@ def test_comments_and_strings_are_not_mistaken_for_properties():
 
 
 @pytest.mark.parametrize("field", [*target._NEEDED, "cuda_compute_capability", "platform_name"])
-def test_a_description_that_would_crash_or_mislead_the_compiler_is_refused(field):
-    # Tried with jax 0.10.2: without threads_per_warp or block_dim_limit_x the process
-    # dies of SIGFPE; the others give an unclear error or other figures.
-    text, found = re.subn(rf"\b{field}\b", "unknown", TARGETS["h100"].as_text())
-    assert found == 1
+def test_rejects_a_description_that_lacks_a_needed_property(field):
+    # With jax 0.10.2, XLA dies of SIGFPE without threads_per_warp or block_dim_limit_x. Without
+    # the others it gives an unclear error or wrong numbers.
+    text, replaced = re.subn(rf"\b{field}\b", "unknown", TARGETS["h100"].as_text())
+    assert replaced == 1
     with pytest.raises(ValueError, match=rf"mine: expected a GPU's properties .* missing: {field}"):
         target.from_text("mine", text)
 
 
-def test_a_property_that_must_not_be_zero_is_missing_where_it_is():
+def test_rejects_a_needed_property_that_is_zero():
     text = TARGETS["h100"].as_text().replace("threads_per_warp: 32", "threads_per_warp: 0")
     with pytest.raises(ValueError, match=r"missing: threads_per_warp$"):
         target.from_text("mine", text)
 
 
-def test_a_text_that_describes_no_gpu_is_told_what_one_is_and_where_xla_writes_it():
+def test_rejects_other_text_and_shows_where_xla_writes_descriptions():
     message = r"GpuTargetConfigProto in text, .*gpu_target_config.pbtxt of XLA_FLAGS=.*: all of it$"
     with pytest.raises(ValueError, match=message) as error:
         target.from_text("readme", "# A graphics card\nIt has 24 GB.")
     assert "\n" not in str(error.value)
 
 
-def test_another_makers_gpu_is_refused():
+def test_rejects_a_gpu_of_another_vendor():
     text = TARGETS["h100"].as_text().replace('"CUDA"', '"ROCM"')
     with pytest.raises(ValueError, match='expected platform_name: "CUDA", got "ROCM"'):
         target.from_text("mi300", text)
 
 
 @pytest.mark.parametrize(("name", "extra"), [("h200", "target-gpu"), ("v6e", "target-tpu")])
-def test_a_compiler_that_is_not_installed_is_named_by_its_extra(name, extra, monkeypatch):
+def test_a_missing_compiler_names_the_extra_to_install(name, extra, monkeypatch):
     def missing(*_, **__):
         raise NotImplementedError("topology not implemented")
 
@@ -112,7 +112,7 @@ def test_a_compiler_that_is_not_installed_is_named_by_its_extra(name, extra, mon
         target.describe(name)
 
 
-def test_a_plugin_that_jax_dropped_for_want_of_cudas_libraries_is_loaded_without_them(monkeypatch):
+def test_loads_a_plugin_that_jax_skipped_because_cuda_libraries_are_missing(monkeypatch):
     skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     monkeypatch.delenv(skip, raising=False)
     loaded = []
@@ -139,47 +139,45 @@ def test_a_plugin_that_jax_dropped_for_want_of_cudas_libraries_is_loaded_without
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         "INTERNAL: libdevice not found at ./libdevice.10.bc",
         "UNAVAILABLE: No PTX compilation provider is available.\n - ptxas_path: none",
         "UNIMPLEMENTED: /usr/local/bin/ptxas ptxas too old. Falling back to the driver to compile.",
     ],
 )
-def test_what_is_missing_of_cuda_is_named_with_its_extra_before_anything_is_compiled(
-    said, monkeypatch
-):
+def test_missing_cuda_tools_name_the_extra_to_install(message, monkeypatch):
     def fails(*_, **__):
-        raise jax.errors.JaxRuntimeError(said)
+        raise jax.errors.JaxRuntimeError(message)
 
     here = topologies.TopologyDescription(jax.local_devices())
     monkeypatch.setattr(target.topologies, "get_topology_desc", lambda *_, **__: here)
     monkeypatch.setattr(jax.stages.Lowered, "compile", fails)
-    short = re.escape(re.split(r"\. |\.?\n", said)[0])
+    short = re.escape(re.split(r"\. |\.?\n", message)[0])
     with pytest.raises(RuntimeError, match=rf'^l4: .* \({short}\): pip install .*target-gpu\]"'):
         target.describe("l4")
 
 
-def test_shapes_are_placed_on_the_target_with_their_dtypes():
+def test_shapes_on_keeps_dtypes_and_places_on_the_target():
     tree = {"x": jnp.ones((2, 3), jnp.bfloat16), "key": jax.random.key(0)}
     placed = target.shapes_on(here(), tree)
     assert placed["x"].dtype == jnp.bfloat16
     assert all(s.sharding.device_set == {jax.local_devices()[1]} for s in placed.values())
 
 
-def test_a_program_is_compiled_for_the_target_and_keeps_its_donation():
+def test_compile_for_a_target_keeps_the_donation():
     f = jax.jit(lambda state, x: ({"w": state["w"] + x.sum()}, x.sum()), donate_argnums=0)
     compiled = target.compile_for(here(), f, {"w": jnp.ones((8, 8))}, jnp.ones(4))
     assert donation(compiled) == (256, 1)
 
 
-def test_a_program_without_an_array_has_nowhere_to_go():
+def test_rejects_a_program_without_array_arguments():
     with pytest.raises(ValueError, match="needs an array argument"):
         target.compile_for(here(), jax.jit(lambda: 1))
 
 
 def described(name):
-    """The device, where fnet-jax[target-gpu,target-tpu] is installed."""
+    """The target, if fnet-jax[target-gpu,target-tpu] is installed."""
     try:
         return target.describe(name)
     except RuntimeError as error:
@@ -187,7 +185,7 @@ def described(name):
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_a_gpu_that_is_not_there_keeps_what_the_program_keeps(name):
+def test_memory_of_a_program_for_a_gpu(name):
     gpu = described(name)
     f = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jnp.cumsum(x, 0)))), donate_argnums=0)
     x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
@@ -198,7 +196,7 @@ def test_a_gpu_that_is_not_there_keeps_what_the_program_keeps(name):
     assert x.size * 4 <= peak(compiled).temporaries <= 3 * x.size * 4
 
 
-def test_a_gpu_compiler_says_that_it_cannot_read_a_description():
+def test_an_unreadable_description_raises_a_value_error():
     described("h100")
     text = TARGETS["h100"].as_text()
     with pytest.raises(ValueError, match=r"mine: XLA's compiler \(jax .*\) cannot read"):
@@ -206,7 +204,7 @@ def test_a_gpu_compiler_says_that_it_cannot_read_a_description():
 
 
 @pytest.mark.parametrize("name", TPUS)
-def test_a_tpus_memory_is_what_its_compiler_lets_a_program_fill(name):
+def test_memory_of_a_tpu_is_what_its_compiler_allows(name):
     tpu = described(name)
     too_large = jax.ShapeDtypeStruct((2**30, 256), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error:

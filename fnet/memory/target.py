@@ -1,4 +1,8 @@
-"""Compile for a device that is not there: what it would hold, known on any machine."""
+"""Compile ahead of time for a device that this machine does not have.
+
+XLA compiles for a GPU from a description of its properties, and for a TPU from its name. The
+compiled program reports its memory and never runs.
+"""
 
 import contextlib
 import functools
@@ -14,17 +18,16 @@ from jax.experimental import topologies
 
 
 class Gpu(NamedTuple):
-    """What XLA's compiler asks of an NVIDIA GPU; the rest follows from its compute capability.
+    """Properties of an NVIDIA GPU that XLA's compiler needs.
 
     Attributes:
-      device: the driver's name of it.
-      compute_capability: major and minor.
-      cores: streaming multiprocessors.
-      clock_ghz: of these, at most.
-      memory: bytes of the device, as its driver reports them. They differ by up
-        to 2% between drivers.
-      bandwidth: of its memory, bytes per second.
-      l2_cache: bytes.
+      device: Name, as the driver reports it.
+      compute_capability: Major and minor number. Further properties follow from it.
+      cores: Number of streaming multiprocessors.
+      clock_ghz: Highest clock of the multiprocessors.
+      memory: Bytes of memory, as the driver reports them. Drivers differ by up to 2 %.
+      bandwidth: Memory bandwidth in bytes per second.
+      l2_cache: Bytes of L2 cache.
     """
 
     device: str
@@ -36,9 +39,9 @@ class Gpu(NamedTuple):
     l2_cache: int
 
     def as_text(self) -> str:
-        """XLA's ``GpuTargetConfigProto``; what is a number here is the same for all of them."""
+        """Format as XLA's ``GpuTargetConfigProto``. Literal numbers are the same for all GPUs."""
         major, minor = self.compute_capability
-        threads, shared, shared_by_one_block, fp32_lanes = _OF_CAPABILITY[self.compute_capability]
+        threads, shared, shared_per_block, fp32_lanes = _CAPABILITIES[self.compute_capability]
         return f"""
             gpu_device_info {{
               name: "{self.device}"
@@ -51,7 +54,7 @@ class Gpu(NamedTuple):
               l2_cache_size: {self.l2_cache}
               shared_memory_per_core: {shared}
               shared_memory_per_block: 49152
-              shared_memory_per_block_optin: {shared_by_one_block}
+              shared_memory_per_block_optin: {shared_per_block}
               registers_per_core_limit: 65536
               registers_per_block_limit: 65536
               threads_per_core_limit: {threads}
@@ -70,11 +73,11 @@ class Gpu(NamedTuple):
         """
 
 
-# Of a streaming multiprocessor: resident threads, bytes of shared memory, those
-# that one block can opt in to, float32 operations a cycle. The CUDA C++
-# programming guide, "Compute Capabilities" and "Cost Instructions"; the
-# first three are also in libcu++'s cuda/__device/arch_traits.h.
-_OF_CAPABILITY = {
+# Per streaming multiprocessor: resident threads, bytes of shared memory, bytes of shared memory for
+# one block (opt-in), and float32 operations per cycle. Source: CUDA C++ programming guide, "Compute
+# Capabilities" and "Arithmetic Instructions". The first three are also in libcu++,
+# cuda/__device/arch_traits.h.
+_CAPABILITIES = {
     (7, 5): (1024, 65_536, 65_536, 64),
     (8, 0): (2048, 167_936, 166_912, 64),
     (8, 9): (1536, 102_400, 101_376, 128),
@@ -85,12 +88,12 @@ _OF_CAPABILITY = {
 
 
 class Tpu(NamedTuple):
-    """What XLA's compiler asks of a TPU: little more than its name.
+    """Properties of a TPU that XLA's compiler needs.
 
     Attributes:
-      topology: the smallest slice of a whole host, of which one chip is used.
-      memory: HBM that the compiler lets a program fill, in bytes, as its own
-        message says where one does not fit.
+      topology: Smallest slice that is a whole host. One of its chips is used.
+      memory: Bytes of HBM that a program may fill, from the compiler's message for a program that
+        is too large.
     """
 
     topology: str
@@ -101,10 +104,10 @@ def _gibibytes(n: float) -> int:
     return int(n * 2**30)
 
 
-# "XLA": openxla/xla, xla/backends/gpu/target_config/specs. "deviceQuery": the
-# CUDA sample's output, as published; bandwidth = 2 x memory clock x bus width.
+# Sources: "XLA" is openxla/xla, xla/backends/gpu/target_config/specs. "deviceQuery" is published
+# output of the CUDA sample, with bandwidth = 2 x memory clock x bus width.
 TARGETS: dict[str, Gpu | Tpu] = {
-    # XLA, a100_sxm_80.txtpb: the 80 GB one on an SXM4 board.
+    # XLA, a100_sxm_80.txtpb: 80 GB, SXM4.
     "a100": Gpu(
         device="NVIDIA A100-SXM4-80GB",
         compute_capability=(8, 0),
@@ -124,8 +127,8 @@ TARGETS: dict[str, Gpu | Tpu] = {
         bandwidth=3_352_320_000_000,
         l2_cache=52_428_800,
     ),
-    # XLA, h200.txtpb; but memory and cache as CUDA reports them (cudaDeviceProp,
-    # in many published logs): XLA's file has the data sheet's 141 "GB" in GiB.
+    # XLA, h200.txtpb, except memory and cache, which are as CUDA reports them (cudaDeviceProp
+    # in many published logs). XLA's file has the 141 "GB" of the data sheet in GiB.
     "h200": Gpu(
         device="NVIDIA H200",
         compute_capability=(9, 0),
@@ -155,8 +158,8 @@ TARGETS: dict[str, Gpu | Tpu] = {
         bandwidth=1_008_096_000_000,
         l2_cache=75_497_472,
     ),
-    # deviceQuery, CUDA 12.8 (NVIDIA/nccl issue 1637): 14001 MHz, 512 bit; the clock
-    # is that of NVIDIA's own card (Blackwell architecture white paper).
+    # deviceQuery, CUDA 12.8 (NVIDIA/nccl issue 1637): 14001 MHz, 512 bit. Clock of NVIDIA's own
+    # card (Blackwell architecture white paper).
     "rtx5090": Gpu(
         device="NVIDIA GeForce RTX 5090",
         compute_capability=(12, 0),
@@ -177,8 +180,8 @@ TARGETS: dict[str, Gpu | Tpu] = {
         bandwidth=300_048_000_000,
         l2_cache=50_331_648,
     ),
-    # deviceQuery, CUDA 11.2: 5001 MHz, 256 bit; memory as driver 580, which CUDA
-    # 13 needs, reports it (cudaDeviceProp on Colab).
+    # deviceQuery, CUDA 11.2: 5001 MHz, 256 bit. Memory as reported by driver 580, which CUDA 13
+    # needs (cudaDeviceProp on Colab).
     "t4": Gpu(
         device="Tesla T4",
         compute_capability=(7, 5),
@@ -188,22 +191,22 @@ TARGETS: dict[str, Gpu | Tpu] = {
         bandwidth=320_064_000_000,
         l2_cache=4_194_304,
     ),
-    # "... exceeds available HBM (15.75G)": libtpu 0.0.42.
+    # libtpu 0.0.42: "... exceeds available HBM (15.75G)".
     "v5e": Tpu(topology="v5e:2x2", memory=_gibibytes(15.75)),
     "v5p": Tpu(topology="v5p:2x2x1", memory=_gibibytes(95.74)),
     "v6e": Tpu(topology="v6e:2x2", memory=_gibibytes(31.25)),
 }
-"""The devices that can be described, by name."""
+"""Devices to compile for, by name."""
 
 
 class Target(NamedTuple):
-    """A device to compile for, present or not.
+    """A device to compile for.
 
     Attributes:
-      name: as given to `describe` or `from_text`.
-      device: what shardings are made of; it holds no arrays and runs nothing.
-      memory: bytes of a GPU's memory; bytes that a TPU's compiler lets a program fill.
-      compiler_options: to compile with where the device is not there.
+      name: Name given to `describe` or `from_text`.
+      device: Device for shardings. It holds no arrays and runs nothing.
+      memory: Bytes of a GPU's memory, or bytes of a TPU's memory that a program may fill.
+      compiler_options: XLA options that compiling without the device needs.
     """
 
     name: str
@@ -213,33 +216,43 @@ class Target(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """Bytes that a program can have of `memory`.
+        """Bytes of `memory` that a program can use.
 
-        Of a GPU's, JAX takes three quarters unless ``XLA_PYTHON_CLIENT_MEM_FRACTION``
-        says otherwise.
+        On a GPU, JAX takes three quarters by default (``XLA_PYTHON_CLIENT_MEM_FRACTION``).
         """
         return self.memory * 3 // 4 if self.device.platform == "gpu" else self.memory
 
 
 def describe(name: str) -> Target:
-    """The device of that name, from XLA's compiler for it.
+    """Return the target of that name, with XLA's compiler for it loaded.
 
-    A TPU's compiler is loaded at the first call. Where no TPU is attached,
-    several processes may do so at a time; beside an attached one, libtpu's own
-    lock file lets only one process load it.
+    Without an attached TPU, several processes can compile for a TPU at once. With one, libtpu's
+    lock file lets only one process load the compiler.
 
     Args:
-      name: one of `TARGETS`.
+      name: A key of `TARGETS`.
+
+    Returns:
+      The target, for `compile_for`, `shapes_on` and `fnet.memory.plan`.
 
     Raises:
-      ValueError: if the name is unknown; the message lists those there are.
-      RuntimeError: if the compiler, or what it needs of CUDA, is not installed;
-        the message names the extra to install.
+      ValueError: If the name is unknown. The message lists the known names.
+      RuntimeError: If the compiler or a CUDA tool is not installed. The message names the extra to
+        install.
+
+    Example:
+      >>> from fnet.memory import target
+      >>> list(target.TARGETS)[:4]
+      ['a100', 'h100', 'h200', 'b200']
+      >>> target.describe("h900")  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+        ...
+      ValueError: describe: expected one of ['a100', ..., 'v6e'], got 'h900'; ...
     """
     if name not in TARGETS:
         raise ValueError(
-            f"describe: expected one of {list(TARGETS)}, got {name!r}; another NVIDIA GPU is "
-            "described by what XLA writes of it: see fnet.memory.target.from_text, or --target FILE"
+            f"describe: expected one of {list(TARGETS)}, got {name!r}; for another NVIDIA GPU use "
+            "the description that XLA writes: see fnet.memory.target.from_text, or --target FILE."
         )
     known = TARGETS[name]
     if isinstance(known, Gpu):
@@ -248,34 +261,45 @@ def describe(name: str) -> Target:
 
 
 def from_text(name: str, text: str) -> Target:
-    """A GPU that `TARGETS` does not have, from what XLA says of it.
+    """Return a target for an NVIDIA GPU that is not in `TARGETS`, from XLA's description of it.
 
-    Where there is one, XLA writes the text beside what it compiles: run anything
-    with ``XLA_FLAGS=--xla_dump_to=DIR`` and take any ``*.gpu_target_config.pbtxt``.
-    Those in XLA's sources (``xla/backends/gpu/target_config/specs``) serve too.
+    On a machine with that GPU, run any JAX program with ``XLA_FLAGS=--xla_dump_to=DIR`` and read
+    any ``*.gpu_target_config.pbtxt``. The files in XLA's sources
+    (``xla/backends/gpu/target_config/specs``) work too.
 
     Args:
-      name: how messages call it.
-      text: a ``GpuTargetConfigProto`` in protobuf's text format.
+      name: Name for messages.
+      text: A ``GpuTargetConfigProto`` in protobuf's text format.
+
+    Returns:
+      The target.
 
     Raises:
-      ValueError: if the text is not one of an NVIDIA GPU, or lacks what the
-        compiler needs; the message says what.
-      RuntimeError: as for `describe`.
+      ValueError: If the text is not the description of an NVIDIA GPU, or lacks a property that the
+        compiler needs. The message names it.
+      RuntimeError: As `describe`.
     """
     memory = _checked_memory(name, text)
     return Target(name, _gpu(name, text), memory, dict(_WITHOUT_A_GPU))
 
 
 def shapes_on(target: Target, tree: Any) -> Any:
-    """The shapes of a tree of arrays, placed on the target.
+    """Return the shapes of a pytree of arrays, placed on a target.
 
     Args:
-      target: from `describe`.
-      tree: arrays, typed keys, numbers, or the shapes of any (``jax.eval_shape``).
+      target: A target of `describe` or `from_text`.
+      tree: Arrays, typed keys, numbers, or their shapes (``jax.eval_shape``).
 
     Returns:
-      The same tree of `jax.ShapeDtypeStruct`, to be given to ``jitted.lower``.
+      The same tree of `jax.ShapeDtypeStruct`, for ``jitted.lower``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.memory import target
+      >>> this_cpu = target.Target("cpu", jax.local_devices()[0], 2**30, {})
+      >>> shapes = target.shapes_on(this_cpu, {"w": jnp.zeros((2, 3))})
+      >>> shapes["w"].shape, shapes["w"].sharding.device_set == {this_cpu.device}
+      ((2, 3), True)
     """
     sharding = jax.sharding.SingleDeviceSharding(target.device)
     return jax.tree.map(
@@ -292,40 +316,50 @@ def compile_for(
     *args: Any,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles a program for the target; the result tells its memory and never runs.
+    """Compile a program for a target. The result reports its memory and never runs.
 
-    `fnet.memory.peak` and `fnet.memory.donation` read it like any other. What
-    it says of a GPU leaves out the workspaces that cuDNN would choose by trying
-    them. A TPU's figures are of its main memory alone, with arrays padded to
-    its tiles: small ones live on the chip and count nothing.
+    `fnet.memory.peak` and `fnet.memory.donation` read it like any other program. Three things
+    differ from the device:
 
-    Where a program does not fit, XLA itself starts to recompute, as it would on
-    the device: past three quarters of its memory on a GPU. Below that, GPUs
-    differ little: their peaks are of what the program keeps.
+    - GPU numbers do not include workspaces that cuDNN chooses by running kernels.
+    - TPU numbers are of main memory alone, with arrays padded to tiles. Small arrays live on the
+      chip and do not count.
+    - If a program does not fit, XLA rematerializes by itself, on a GPU above three quarters of
+      its memory. Below that, the same program has about the same peak on all GPUs.
 
     Args:
-      target: from `describe` or `from_text`.
+      target: A target of `describe` or `from_text`.
       jitted: ``jax.jit(f, donate_argnums=...)``, without static arguments.
-      *args: its arguments, or their shapes: at least one array.
-      compiler_options: added to the target's own.
+      *args: Arguments of the program or their shapes, with at least one array.
+      compiler_options: XLA options in addition to those of the target.
+
+    Returns:
+      The compiled program.
 
     Raises:
-      ValueError: without an array among the arguments.
-      jax.errors.JaxRuntimeError: ``RESOURCE_EXHAUSTED``, where a TPU's compiler
-        finds that the program does not fit. A GPU's compiles it all the same:
-        compare its peak with ``target.usable``.
+      ValueError: If no argument is an array.
+      jax.errors.JaxRuntimeError: ``RESOURCE_EXHAUSTED`` if the program does not fit a TPU. A GPU
+        compiler does not check it: compare the peak with ``target.usable``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> from fnet.memory import target
+      >>> this_cpu = target.Target("cpu", jax.local_devices()[0], 2**30, {})
+      >>> compiled = target.compile_for(this_cpu, jax.jit(jnp.sin), jnp.zeros(8))
+      >>> memory.peak(compiled).total <= this_cpu.usable
+      True
     """
     if not jax.tree.leaves(args):
-        raise ValueError("compile_for: needs an array argument, which is what is put on the target")
+        raise ValueError("compile_for: needs an array argument, to place it on the target.")
     options = target.compiler_options | dict(compiler_options or {})
     return jitted.lower(*shapes_on(target, args)).compile(compiler_options=options)
 
 
-# Autotuning would run kernels.
+# Autotuning runs kernels.
 _WITHOUT_A_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
-# Without any one of these XLA's compiler fails, divides by zero, or reckons with
-# zeros; all are above zero.
+# Without any of these, or with a zero, XLA's compiler crashes or computes with zeros.
 _NEEDED = (
     "device_memory_size",
     "core_count",
@@ -339,14 +373,14 @@ _NEEDED = (
 
 
 def _checked_memory(name: str, text: str) -> int:
-    """The size of a GPU's memory in its description, which is checked."""
+    """Check a GPU's description and return its bytes of memory."""
     string = r'"(?:\\.|[^"\\\n])*"'
     without_comments = re.sub(rf"({string})|#[^\n]*", lambda m: m[1] or "", text)
     platform = re.search(r'\bplatform_name\s*:\s*"(\w*)"', without_comments)
     if platform and platform[1].upper() != "CUDA":
         raise ValueError(
-            f'{name}: expected platform_name: "CUDA", got "{platform[1]}"; only NVIDIA\'s GPUs can '
-            "be described by text"
+            f'{name}: expected platform_name: "CUDA", got "{platform[1]}"; only NVIDIA GPUs can be '
+            "described by text."
         )
     fields = re.sub(string, "", without_comments)
     numbers = dict(re.findall(r"\b(\w+)\s*:\s*(\d+(?:\.\d+)?)", fields))
@@ -366,25 +400,24 @@ def _checked_memory(name: str, text: str) -> int:
 
 @functools.cache
 def _gpu(name: str, text: str) -> jax.Device:
-    describe_gpu = functools.partial(
-        _first_device, name, "cuda", target_config=text, topology="1x1x1"
-    )
+    load = functools.partial(_first_device, name, "cuda", target_config=text, topology="1x1x1")
     try:
         try:
-            device = describe_gpu()
+            device = load()
         except NotImplementedError:
             _load_cuda_plugin()
-            device = describe_gpu()
+            device = load()
     except jax.errors.JaxRuntimeError as error:
+        # XLA's errors differ in their message alone.
         if "GpuTargetConfigProto" not in str(error):
             raise
         raise ValueError(
-            f"{name}: XLA's compiler (jax {jax.__version__}) cannot read the GPU's properties: on "
-            "stderr it says which field is misspelt, written twice, or of another version of XLA"
+            f"{name}: XLA's compiler (jax {jax.__version__}) cannot read the GPU's properties; "
+            "stderr shows which field is misspelled, repeated, or of another version of XLA."
         ) from error
     except RuntimeError as error:
         raise RuntimeError(
-            f"{name}: XLA's compiler for NVIDIA's GPUs is not there: "
+            f"{name}: XLA's compiler for NVIDIA GPUs is not installed: "
             'pip install "fnet-jax[target-gpu]"'
         ) from error
     _try_cuda_tools(name, device)
@@ -392,13 +425,13 @@ def _gpu(name: str, text: str) -> jax.Device:
 
 
 def _load_cuda_plugin() -> None:
-    """Loads JAX's CUDA plugin, if there is one, where JAX did not.
+    """Load JAX's CUDA plugin, if it is installed but JAX skipped it.
 
-    JAX drops it where one of CUDA's libraries is missing, unless ``JAX_PLATFORMS``
-    names other platforms; compiling needs none of them, and no driver.
+    JAX skips it if a CUDA library is missing, unless ``JAX_PLATFORMS`` names other platforms.
+    Compiling needs no CUDA library and no driver.
     """
-    # JAX chooses its own devices first: it shall not try to run on this one. What
-    # it has to say of them it says to whoever uses them.
+    # JAX must choose its own devices first, so that it never runs on this one. Its errors are for
+    # callers that use these devices.
     with contextlib.suppress(Exception):
         jax.devices()
     for plugin in metadata.entry_points(group="jax_plugins"):
@@ -408,23 +441,23 @@ def _load_cuda_plugin() -> None:
 
 
 def _try_cuda_tools(name: str, device: jax.Device) -> None:
-    """Compiles something tiny that takes both of CUDA's tools: its assembler and libdevice."""
+    """Compile a tiny program that needs both CUDA tools: ptxas and libdevice."""
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(jnp.exp).lower(x).compile(compiler_options=_WITHOUT_A_GPU)
     except jax.errors.JaxRuntimeError as error:
-        said = re.split(r"\. |\.?\n", str(error))[0]
+        reason = re.split(r"\. |\.?\n", str(error))[0]
         raise RuntimeError(
-            f"{name}: CUDA's ptxas or libdevice is missing or does not know this GPU ({said}): "
-            'pip install "fnet-jax[target-gpu]" brings those of CUDA 13, for compute capability '
-            "7.5 and later"
+            f"{name}: CUDA's ptxas or libdevice is missing or does not know this GPU ({reason}): "
+            'pip install "fnet-jax[target-gpu]" installs them from CUDA 13, for compute '
+            "capability 7.5 and later"
         ) from error
 
 
 @functools.cache
 def _tpu(name: str, known: Tpu) -> Target:
-    """One chip of the slice."""
-    # JAX sets this variable when it finds no TPU chip.
+    """A target for one chip of the slice."""
+    # JAX sets this variable if it finds no TPU chip.
     attached = "TPU_SKIP_MDS_QUERY" not in os.environ
     try:
         with _environment({} if attached else _TPU_HOST):
@@ -433,13 +466,13 @@ def _tpu(name: str, known: Tpu) -> Target:
         raise
     except RuntimeError as error:
         raise RuntimeError(
-            f'{name}: XLA\'s compiler for TPUs is not there: pip install "fnet-jax[target-tpu]"'
+            f'{name}: XLA\'s compiler for TPUs is not installed: pip install "fnet-jax[target-tpu]"'
         ) from error
     return Target(name, device, known.memory, {})
 
 
-# libtpu expects a TPU's host: without these it searches for one, complains on
-# stderr, and takes a lock that keeps other processes from compiling.
+# libtpu expects a TPU host. Without these variables it searches for one, prints errors, and takes
+# a lock that keeps other processes from compiling.
 _TPU_HOST = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -453,7 +486,7 @@ def _first_device(topology_name: str, platform: str, **config: str) -> jax.Devic
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets those that are not set, for as long as a compiler is loaded."""
+    """Set the variables that are not set, while a compiler is loaded."""
     added = {k: v for k, v in variables.items() if k not in os.environ}
     os.environ.update(added)
     try:
