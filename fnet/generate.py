@@ -1,4 +1,4 @@
-"""Text generation from language models, with a cache that is updated in place."""
+"""Generate text with a key-value cache (KV cache); temperature, top-k and top-p sampling."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Learning-rate schedules (`make_schedule`) and optimizers (`make_optimizer`) by name, from optax.
+"""Optimizers and learning rate schedules by name, with weight decay and gradient clipping.
 
 Any `optax.GradientTransformation` works with `fnet.make_step`; these are the ones that configs
 can name::

@@ -1,4 +1,4 @@
-"""Mixed precision: sums in float32 or wider, and indices in 32 bits."""
+"""Mixed precision: bfloat16 and float16 values are summed in float32, and indices have 32 bits."""
 
 import jax
 import jax.numpy as jnp

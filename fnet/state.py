@@ -1,4 +1,4 @@
-"""Train state: everything a training run carries from step to step."""
+"""Train state: parameters, their moving average (EMA), optimizer state, step and random key."""
 
 from typing import Any, overload
 

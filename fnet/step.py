@@ -26,7 +26,7 @@ Metrics = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A train step ``step(state, batch) -> (state, metrics)``; made by `make_step`.
+    """A train step ``step(state, batch) -> (state, metrics)``, returned by `make_step`.
 
     The spec is immutable: `replace` returns another step. It is jitted once, when it is first
     called, traced or lowered, and donates its state.
@@ -36,7 +36,7 @@ class Step:
       optimizer: An optax gradient transformation.
       mode: How losses become an update; see `fnet.autodiff`.
       ema_decay: Decay of the moving average of the parameters, or None.
-      state_sharding: Tree of `jax.sharding.Sharding` for the new state, or None.
+      state_sharding: Tree of `jax.sharding.Sharding` for the new state (FSDP), or None.
       skip_nonfinite: Whether steps with a non-finite loss or gradient change nothing.
       remat: Remat policy of the loss, a key of `fnet.memory.REMAT_POLICIES`.
     """
@@ -178,8 +178,8 @@ def make_step(
         function ``loss -> gradient``.
       ema_decay: Decay of the moving average ``state.ema``, in [0, 1). Required exactly when the
         state has one.
-      state_sharding: Tree of `jax.sharding.Sharding` with the structure of the state: where the
-        new state lies. By default XLA decides.
+      state_sharding: Sharding of the new state, as for FSDP: a tree of `jax.sharding.Sharding`
+        with the structure of the state. By default XLA decides.
       skip_nonfinite: If the loss or the gradient's norm is not finite, change nothing but
         ``state.step``, and report the metric ``skipped`` as 1, otherwise 0. The whole gradient
         then exists before any of it is applied.
@@ -190,7 +190,7 @@ def make_step(
 
     Returns:
       The step. Its metrics are scalars: ``loss``, ``grad_norm``, the means of the loss's metrics,
-      and those of the mode.
+      and the metrics of the mode.
 
     Raises:
       ValueError: If ``ema_decay`` is out of range, the remat policy is unknown, the mode cannot

@@ -1,4 +1,4 @@
-"""Token embedding, and the tied output head."""
+"""Token embedding, and the output head that shares its weights (weight tying)."""
 
 import jax
 import jax.numpy as jnp

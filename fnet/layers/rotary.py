@@ -1,4 +1,4 @@
-"""Rotary position embedding."""
+"""Rotary position embedding (RoPE)."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -1,4 +1,4 @@
-"""Rematerialization (gradient checkpointing): policies, segments, and a check of the result."""
+"""Gradient checkpointing (remat, `jax.checkpoint`): policies, segments, check of the result."""
 
 import functools
 import itertools

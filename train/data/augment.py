@@ -1,4 +1,4 @@
-"""Crops, flips, color jitter, cutout and mixup, for training and for test-time augmentation.
+"""Data augmentation, in training and at test time: crops, flips, color jitter, cutout, mixup.
 
 Functions that take ``draws`` are deterministic: all randomness is drawn before, so that the
 images can be made in other processes.

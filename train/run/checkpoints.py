@@ -1,4 +1,4 @@
-"""Checkpoints of a run, the only module that uses orbax."""
+"""Save checkpoints of a run and restore them. Only this module uses orbax."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Clipped sums of per-example gradients.
+"""Per-example clipping (DP-SGD) without materializing per-example gradients.
 
 Private training (DP-SGD) needs the sum of all per-example gradients of a batch, each scaled to a
 norm of at most ``clip``. Materializing them takes as much memory as one copy of the parameters

@@ -1,4 +1,4 @@
-"""Gradient modes of a train step that use per-example gradients."""
+"""Gradient modes for DP-SGD, automatic clipping and the gradient noise scale."""
 
 import dataclasses
 import functools
