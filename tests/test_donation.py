@@ -22,7 +22,7 @@ def test_a_dtype_drift_is_named():
         donation(compiled(step, STATE))
     assert str(error.value) == (
         "state not updated in place: ['w'] drifts from float32[3, 2] to bfloat16[3, 2]: "
-        "cast it back with .astype(float32)"
+        "cast it back with .astype(float32)."
     )
 
 

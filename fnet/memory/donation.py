@@ -21,7 +21,17 @@ class Donation(NamedTuple):
 
 
 class DonationError(ValueError):
-    """A donated buffer is not reused, so that the array exists twice."""
+    """A donated buffer is not reused, so that the array exists twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> try:
+      ...     memory.donation(jax.jit(jnp.sin).lower(jnp.zeros(4)).compile())
+      ... except memory.DonationError as error:
+      ...     print(error)
+      nothing is donated: jit the step with donate_argnums=0.
+    """
 
 
 def donation(compiled: jax.stages.Compiled) -> Donation:
@@ -53,15 +63,15 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
       ... except memory.DonationError as error:
       ...     print(error)  # doctest: +NORMALIZE_WHITESPACE
       state not updated in place: ['w'] drifts from float32[4] to bfloat16[4]: cast it back
-      with .astype(float32)
+      with .astype(float32).
     """
     arguments = tree_flatten_with_path(compiled.args_info)[0]
     donated = [(path, a) for path, a in arguments if a.donated]
     for option in ("jax_debug_nans", "jax_debug_infs"):
         if getattr(jax.config, option):
-            raise DonationError(f"state not updated in place: {option} turns donation off")
+            raise DonationError(f"state not updated in place: {option} turns donation off.")
     if not donated:
-        raise DonationError("nothing is donated: jit the step with donate_argnums=0")
+        raise DonationError("nothing is donated: jit the step with donate_argnums=0.")
     aliased = _aliased_arguments(compiled)
     copied = [(path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased]
     if not copied:
@@ -77,7 +87,7 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
         if (out := outputs.get(_name(path))) is None or _type(out) != _type(a)
     ]
     reasons = [_explain(path, a, outputs) for path, a in changed or copied]
-    raise DonationError("state not updated in place: " + "; ".join(reasons))
+    raise DonationError("state not updated in place: " + "; ".join(reasons) + ".")
 
 
 def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:

@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
     @property
     def time(self) -> float:
-        """Relative time: moving a byte takes as long as `FLOPS_PER_BYTE` operations."""
+        """Relative time. Moving a byte takes as long as `FLOPS_PER_BYTE` operations."""
         return self.flops / FLOPS_PER_BYTE + self.bytes
 
 
@@ -87,7 +87,16 @@ class Plan(NamedTuple):
 
 
 class BudgetError(ValueError):
-    """No candidate fits the budget."""
+    """No candidate fits the budget.
+
+    Example:
+      >>> from fnet import memory
+      >>> try:
+      ...     memory.plan(lambda policy, microbatches: None, "1KiB", state_bytes=4096)
+      ... except memory.BudgetError as error:
+      ...     print(error)
+      a budget of 1.00 KiB is too small for the train state, which alone takes 4.00 KiB.
+    """
 
 
 def plan(
@@ -136,15 +145,15 @@ def plan(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import memory
-      >>> def loss(params, x):
-      ...     for w in params:
+      >>> def loss(w, x):
+      ...     for _ in range(4):
       ...         x = jnp.tanh(jnp.tanh(x @ w) * x)
       ...     return x.sum()
-      >>> args = [jnp.zeros((64, 64))] * 6, jnp.zeros((256, 64))
       >>> def build(policy, microbatches):
-      ...     return jax.jit(jax.grad(memory.REMAT_POLICIES[policy].apply(loss))).trace(*args)
-      >>> plan = memory.plan(build, "1.2MB", policies=("none", "segments"))
-      >>> plan.chosen.policy, plan.chosen.peak.total <= 1_200_000
+      ...     f = memory.REMAT_POLICIES[policy].apply(loss)
+      ...     return jax.jit(jax.grad(f)).trace(jnp.zeros((16, 16)), jnp.zeros((64, 16)))
+      >>> plan = memory.plan(build, "40KiB", policies=("none", "segments"))
+      >>> plan.chosen.policy, plan.chosen.peak.total <= 40 * 1024
       ('segments', True)
     """
     limit = None if budget is None else parse_bytes(budget)

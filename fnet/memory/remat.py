@@ -93,6 +93,17 @@ class Policy(NamedTuple):
       saves: Description of the residuals that are saved.
       apply: Wraps a function of arrays. The values and gradients stay the same.
       platforms: Platforms it works on. Empty for all.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> list(memory.REMAT_POLICIES)
+      ['none', 'norms', 'dots', 'segments', 'offload']
+      >>> memory.REMAT_POLICIES["dots"].saves
+      'results of matrix products and convolutions'
+      >>> loss = memory.REMAT_POLICIES["segments"].apply(lambda x: jnp.cos(x).sum())
+      >>> float(loss(jnp.zeros(3)))
+      3.0
     """
 
     saves: str
@@ -110,17 +121,7 @@ REMAT_POLICIES: dict[str, Policy] = {
     "segments": Policy("arrays that pass between segments", remat_in_segments),
     "offload": Policy("as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
 }
-"""Remat policies by name, from the fewest additional FLOPs to the most.
-
-Example:
-  >>> import jax, jax.numpy as jnp
-  >>> from fnet import memory
-  >>> list(memory.REMAT_POLICIES)
-  ['none', 'norms', 'dots', 'segments', 'offload']
-  >>> loss = memory.REMAT_POLICIES["segments"].apply(lambda x: jnp.sin(x).sum())
-  >>> float(loss(jnp.zeros(3)))
-  0.0
-"""
+"""Remat policies by name, from the fewest additional FLOPs to the most."""
 
 
 def policies_for(platform: str) -> list[str]:
