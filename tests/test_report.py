@@ -327,7 +327,7 @@ def test_several_runs_share_charts_and_tables(make):
     ]  # fmt: skip
     assert accuracy.caption.endswith("a 90.00% / 70.00% b 90.00% / 95.00%")
     assert [e.attributes["id"] for e in page.all("input")] == ["show0", "show1"]
-    assert "body:has(#show1:not(:checked)) main .run1" in page.all("style")[0].inside
+    assert "body:has(#show1:not(:checked)) .chart .run1" in page.all("style")[0].inside
     assert page.all("g", **{"class": "run1"})
     assert best_scores(page) == ["0.625", "0.625", "95.00%"]
     assert page.rows["optim.learning_rate"] == ["0.1", "0.25"]

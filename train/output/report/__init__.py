@@ -78,7 +78,7 @@ def render(runs: Sequence[Run], now: float) -> str:
         title = "loss (nats per token)"
         metrics = [m._replace(title=title) if m.name == "loss" else m for m in metrics]
     curves = [curve for metric in metrics for curve in metric.curves.values()]
-    hide = "body:has(#show{0}:not(:checked)) main .run{0} {{ display: none; }}\n"
+    hide = "body:has(#show{0}:not(:checked)) .chart .run{0} {{ display: none; }}\n"
     style = (_HERE / "style.css").read_text() + "".join(hide.format(i) for i in range(len(runs)))
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     loader = jinja2.FileSystemLoader(_HERE)
