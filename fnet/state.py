@@ -23,6 +23,13 @@ class TrainState:
       ema: Exponential moving average of ``params`` for evaluation, or None.
       key: Typed random key []. The randomness of step i is ``fold_in(key, i)``, so it is the
         same after a resume.
+
+    Example:
+      >>> import jax, optax, fnet
+      >>> model = fnet.layers.dense(3, 2)
+      >>> state = fnet.TrainState.create(model, optax.sgd(0.1), jax.random.key(0))
+      >>> int(state.step), state.params["kernel"].shape
+      (0, (3, 2))
     """
 
     step: Array

@@ -377,6 +377,19 @@ def plan_step(
       ValueError: If the budget cannot be read, a policy is unknown, there is nothing to choose
         from, or the mode cannot be split.
       TypeError: If the step is not from `make_step`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> def loss(params, model_state, batch, key):
+      ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
+      >>> optimizer = optax.sgd(0.1)
+      >>> state = fnet.TrainState.create(
+      ...     params={"w": jnp.ones((8, 8))}, optimizer=optimizer, key=jax.random.key(0)
+      ... )
+      >>> step = fnet.make_step(loss, optimizer)
+      >>> plan = fnet.plan_step(step, state, {"x": jnp.ones((4, 8))}, policies=("none", "dots"))
+      >>> plan.chosen.policy, plan.chosen.microbatches, len(plan.candidates) >= 2
+      ('none', 1, True)
     """
     if not isinstance(step, Step):
         raise TypeError(

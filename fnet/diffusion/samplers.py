@@ -250,6 +250,15 @@ def dpm_solver_coefficients(levels: Schedule) -> Coefficients:
 
     Returns:
       Coefficients [n], float64.
+
+    Example:
+      >>> import numpy as np
+      >>> from fnet import diffusion
+      >>> from fnet.diffusion.samplers import dpm_solver_coefficients
+      >>> alpha = np.array([0.2, 0.6, 0.9, 1.0])  # from noise to the clean example
+      >>> levels = diffusion.Schedule(alpha, np.sqrt(1 - alpha**2))
+      >>> [c.shape for c in dpm_solver_coefficients(levels)]
+      [(3,), (3,), (3,), (3,)]
     """
     a, b, _, d = ddim_coefficients(levels)  # alpha' (1 - exp(-h)) = alpha' - alpha sigma'/sigma
     # Infinite without noise or without signal.

@@ -6,7 +6,7 @@ Each is imported on first use, so that `import fnet` does not import flax. torch
 import importlib
 from typing import Any
 
-__all__ = ["from_torch", "linen", "nnx", "to_torch"]
+__all__ = ["from_torch", "to_torch"]
 
 _ATTRIBUTES = {
     "linen": "fnet.interop.linen",

@@ -10,7 +10,7 @@ from fnet.layers.causal_conv import causal_conv_layer as causal_conv
 from fnet.layers.conv import conv
 from fnet.layers.dense import dense, mlp
 from fnet.layers.dropout import dropout
-from fnet.layers.dynamic_tanh import dynamic_tanh
+from fnet.layers.dynamic_tanh import dynamic_tanh as dynamic_tanh
 from fnet.layers.embedding import embedding
 from fnet.layers.embedding import unembed as unembed
 from fnet.layers.feed_forward import feed_forward
@@ -42,7 +42,6 @@ __all__ = [
     "conv",
     "dense",
     "dropout",
-    "dynamic_tanh",
     "embedding",
     "feed_forward",
     "fold",

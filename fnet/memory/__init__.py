@@ -26,7 +26,7 @@ from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.sizes import tree_bytes as tree_bytes
 from fnet.memory.timeline import Buffer as Buffer
 from fnet.memory.timeline import Timeline as Timeline
-from fnet.memory.timeline import timeline
+from fnet.memory.timeline import timeline as timeline
 
 __all__ = [
     "REMAT_POLICIES",
@@ -39,5 +39,4 @@ __all__ = [
     "peak",
     "plan",
     "residuals",
-    "timeline",
 ]

@@ -1,0 +1,41 @@
+"""Every example in a docstring runs and prints what it shows; every public name has one."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+from test_public_names import ROOMS, classes, functions
+
+import fnet
+
+OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+
+
+def examples():
+    """Every docstring with an example, once, by the name it is found under."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for info in pkgutil.walk_packages(fnet.__path__, "fnet."):
+        if info.name.endswith("__main__"):
+            continue
+        module = importlib.import_module(info.name)
+        for test in finder.find(module, info.name):
+            if test.examples:
+                yield pytest.param(test, id=test.name)
+
+
+@pytest.mark.parametrize("example", list(examples()))
+def test_an_example_prints_what_it_shows(example):
+    runner = doctest.DocTestRunner(optionflags=OPTIONS, verbose=False)
+    report = []
+    runner.run(example, out=report.append)
+    assert runner.failures == 0, "".join(report)
+
+
+LISTED = [f"{room}.{name}" for room in ROOMS for name in importlib.import_module(room).__all__]
+
+
+@pytest.mark.parametrize("name", [*functions(), *(name for name in classes() if name in LISTED)])
+def test_a_public_name_has_an_example(name):
+    doc = (functions().get(name) or classes()[name]).__doc__
+    assert ">>>" in doc, f"{name} has no example"
