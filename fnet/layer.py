@@ -76,7 +76,21 @@ class Layer(NamedTuple):
 
 
 def stateless(f: Callable[[Array], Array]) -> Layer:
-    """Build a layer without params or state that applies ``f`` to its input."""
+    """Build a layer without params or state that applies ``f`` to its input.
+
+    Args:
+      f: a function of one array [...] of any dtype.
+
+    Returns:
+      A layer, x [...] -> ``f(x)``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.layer import stateless
+      >>> y, _ = stateless(jnp.square).apply({}, {}, jnp.array([3.0]), train=True)
+      >>> y.tolist()
+      [9.0]
+    """
 
     def init(key: Array) -> tuple[Params, State]:
         del key
@@ -100,6 +114,15 @@ def init_children(children: dict[str, Layer], key: Array) -> tuple[Params, State
 
     Returns:
       ``(params, state)``: dicts with one entry per child, without empty entries.
+
+    Example:
+      >>> import jax
+      >>> from fnet import layers
+      >>> from fnet.layer import init_children
+      >>> children = {"norm": layers.abn(3), "act": layers.activation("relu")}
+      >>> params, state = init_children(children, jax.random.key(0))
+      >>> sorted(params), sorted(state["norm"])
+      (['norm'], ['running_mean', 'running_var'])
     """
     params: Params = {}
     state: State = {}
@@ -138,6 +161,17 @@ def apply_child(
 
     Returns:
       ``(y, state)``: the child's output [...], and the state of all children.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> from fnet.layer import apply_child, init_children
+      >>> children = {"hidden": layers.dense(3, 8)}
+      >>> params, state = init_children(children, jax.random.key(0))
+      >>> x = jnp.ones((2, 3))
+      >>> y, state = apply_child(children, "hidden", params, state, x, key=None, train=True)
+      >>> y.shape
+      (2, 8)
     """
     child_key = None if key is None else jax.random.fold_in(key, list(children).index(name))
     with jax.named_scope(name):
@@ -155,7 +189,7 @@ def serial(*layers: Layer, **named: Layer) -> Layer:
       **named: further layers with names, applied after ``layers``.
 
     Returns:
-      A layer with ``params = {name: params of that layer}`` and ``state`` likewise.
+      A layer with ``params = {name: params of that layer}``; ``state`` has the same form.
 
     Raises:
       ValueError: if a keyword equals the number of an unnamed layer.

@@ -167,12 +167,18 @@ def test_parameters_may_be_replicated_over_more_axes_than_the_statistics(axis_na
 
     def groups(x, gamma, beta, mean, variance, weights, mask):
         # With axis_name "d", statistics are shared by devices of equal "e".
-        def of_group(a, e):
+        def select_group(a, e):
             return a.reshape(2, 2, 4, *a.shape[1:])[:, e].reshape(8, *a.shape[1:])
 
         return sum(
             loss(
-                of_group(x, e), gamma, beta, mean, variance, of_group(weights, e), of_group(mask, e)
+                select_group(x, e),
+                gamma,
+                beta,
+                mean,
+                variance,
+                select_group(weights, e),
+                select_group(mask, e),
             )[0]
             for e in range(2)
         ), ()
@@ -340,14 +346,14 @@ def test_gradients_inside_and_outside_vmap_match_one_device(activation, train):
     axes = (0, None, None, None, None, 0, 0)
     part = functools.partial(loss, axis_name="i", **options)
 
-    def of_vmap(*a):
+    def mapped_loss(*a):
         parts, outs = jax.vmap(part, axes, axis_name="i")(*a)
         return parts.sum(), outs
 
     within = jax.vmap(with_gradients(part), axes, axis_name="i")
-    ((_, (y, *statistics)), got), (_, (dx, *shares)) = compiled(with_gradients(of_vmap), within)(
-        grouped[0], *shared, *grouped[1:]
-    )
+    ((_, (y, *statistics)), got), (_, (dx, *shares)) = compiled(
+        with_gradients(mapped_loss), within
+    )(grouped[0], *shared, *grouped[1:])
     chex.assert_trees_all_close(y.reshape(16, C), out[0], atol=1e-12)
     for statistic, one in zip(statistics, out[1:], strict=True):
         chex.assert_trees_all_close(statistic, jnp.stack([one] * 4), atol=1e-12)

@@ -172,11 +172,11 @@ def test_forward_mode_works_for_linear_layers(layer, shape):
         return f(jax.tree.map(lambda a, d: a + sign * d, params, dparams), x + sign * dx)
 
     # Central differences are exact for bilinear functions.
-    tangent, of_x, of_params, expected = compiled(
+    tangent, tangent_of_x, tangent_of_params, expected = compiled(
         lambda p, x: jax.jvp(f, (p, x), (dparams, dx))[1],
         lambda p, x: jax.jvp(lambda x: f(p, x), (x,), (dx,))[1],
         lambda p, x: jax.jvp(lambda p: f(p, x), (p,), (dparams,))[1],
         lambda p, x: (shifted(p, x, 1) - shifted(p, x, -1)) / 2,
     )(params, x)
     chex.assert_trees_all_close(tangent, expected, atol=1e-12)
-    chex.assert_trees_all_close(of_x + of_params, tangent, atol=1e-12)
+    chex.assert_trees_all_close(tangent_of_x + tangent_of_params, tangent, atol=1e-12)

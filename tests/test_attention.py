@@ -57,7 +57,7 @@ def plain(p, x, *, groups=HEADS, causal=False, window=None, rotary=None, mask=No
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def of_each(fs, params, x, dy):
+def values_and_gradients(fs, params, x, dy):
     outputs = []
     for f in fs:
         y, back = jax.vjp(f, params, x)
@@ -71,7 +71,9 @@ def test_layer_matches_a_plain_softmax_in_float64(name, float64):
     params = jax.tree.map(np.float64, initial(layer)[0])
     ours = lambda p, x: layer.apply(p, {}, x, train=True)[0]  # noqa: E731
     theirs = functools.partial(plain, **CASES[name])
-    got, expected = of_each((ours, theirs), params, inputs(np.float64), inputs(np.float64, seed=1))
+    got, expected = values_and_gradients(
+        (ours, theirs), params, inputs(np.float64), inputs(np.float64, seed=1)
+    )
     chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -124,15 +126,15 @@ def test_causal_attention_ignores_padding_at_the_end_with_or_without_a_mask():
 def extended(layer, params, x, splits, length, dtype=np.float32):
     """Outputs of ``decode.extend`` and the cache, for several ways to split a sequence."""
     extend = jax.jit(layer.decode.extend)
-    found = []
+    results = []
     for parts in splits:
         cache, position, outputs = layer.decode.init_cache(B, length, dtype), 0, []
         for t in parts:
             y, cache = extend(params, {}, cache, x[:, position : position + t], jnp.int32(position))
             outputs.append(y)
             position += t
-        found.append((jnp.concatenate(outputs, axis=1), cache))
-    return found
+        results.append((jnp.concatenate(outputs, axis=1), cache))
+    return results
 
 
 def whole(layer, params, x):

@@ -104,8 +104,8 @@ def test_no_gradient_flows_into_or_through_a_context():
 def test_backward_pass_has_one_product_and_saves_only_x_and_the_context():
     x = arrays(8, 6)
     _, pull = jax.vjp(lambda x, s: apply(x, square(), s), x, jnp.float32(1))
-    kept = [a.shape for a in jax.tree.leaves(pull) if getattr(a, "ndim", 0) == 2]
-    assert sorted(kept) == [(6, 6), (8, 6)]
+    saved = [a.shape for a in jax.tree.leaves(pull) if getattr(a, "ndim", 0) == 2]
+    assert sorted(saved) == [(6, 6), (8, 6)]
     products = str(jax.make_jaxpr(pull)(x)).count("dot_general")
     # <x, g> is a sum of products, not a matrix product.
     assert products == 1
@@ -167,8 +167,8 @@ def test_masked_examples_and_tokens_are_ignored():
     )
     chex.assert_trees_all_equal(update(square(), x, mixed, mask=jnp.zeros(3, bool)), square())
     short = update(square(), x[:, :11], mixed[:, :11])
-    of_tokens = jnp.broadcast_to(jnp.arange(20) < 11, (3, 20))
-    padded = update(square(), x.at[:, 11:].set(99.0), mixed, mask=of_tokens)
+    token_mask = jnp.broadcast_to(jnp.arange(20) < 11, (3, 20))
+    padded = update(square(), x.at[:, 11:].set(99.0), mixed, mask=token_mask)
     chex.assert_trees_all_close(padded, short, atol=1e-7)
 
 

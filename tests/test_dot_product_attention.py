@@ -83,12 +83,12 @@ def value_and_gradients(f, arrays):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def of_each(fs, arrays):
+def values_and_gradients(fs, arrays):
     return [value_and_gradients(f, arrays) for f in fs]
 
 
 def assert_equal(ours, theirs, arrays, tolerance):
-    got, expected = of_each((ours, theirs), arrays)
+    got, expected = values_and_gradients((ours, theirs), arrays)
     chex.assert_trees_all_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -119,11 +119,13 @@ def test_fully_masked_query_gives_0_and_no_gradient():
     mask = mask_of((B, 1, T, T)).at[0, 0, 4].set(False)
     with jax.debug_nans(True), jax.debug_infs(True):
         ours = functools.partial(dot_product_attention, mask=mask, chunk=3)
-        ((y, dq, dk, dv),) = of_each((ours,), arrays)
+        ((y, dq, dk, dv),) = values_and_gradients((ours,), arrays)
     assert not y[0, 4].any()
     assert not dq[0, 4].any()
     q, k, v, dy = arrays
-    (rest,) = of_each((functools.partial(jax_nn, mask=mask),), [q, k, v, dy.at[0, 4].set(0)])
+    (rest,) = values_and_gradients(
+        (functools.partial(jax_nn, mask=mask),), [q, k, v, dy.at[0, 4].set(0)]
+    )
     chex.assert_trees_all_close((dq, dk, dv), rest[1:], rtol=1e-5, atol=1e-5)
     # jax.nn gives the mean over all values for such a row.
     chex.assert_trees_all_close(rest[0][0, 4], v[0].mean(0), rtol=1e-5, atol=1e-5)
@@ -133,7 +135,7 @@ def test_query_whose_window_has_no_keys_gives_0_and_no_gradient():
     arrays = inputs(np.float32, keys=4)
     with jax.debug_nans(True), jax.debug_infs(True):
         ours = functools.partial(dot_product_attention, window=2, causal=True, chunk=3)
-        ((y, dq, _, _),) = of_each((ours,), arrays)
+        ((y, dq, _, _),) = values_and_gradients((ours,), arrays)
     assert bool(y[:, 4].any())
     assert not y[:, 5:].any()
     assert not dq[:, 5:].any()
@@ -216,10 +218,12 @@ def test_forward_mode_and_second_derivatives_match_a_plain_softmax(float64):
 def test_bfloat16_is_at_least_as_accurate_as_jax_nn(float64):
     narrow = [a.astype(jnp.bfloat16) for a in inputs(t=96)]
     fs = [functools.partial(dot_product_attention, chunk=4), jax_nn]  # sums over 24 chunks ...
-    (exact,) = of_each((plain,), [a.astype(np.float64) for a in narrow])
+    (exact,) = values_and_gradients((plain,), [a.astype(np.float64) for a in narrow])
     ours, theirs = (
         [float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
-        for pairs in (zip(got, exact, strict=True) for got in of_each(tuple(fs), narrow))
+        for pairs in (
+            zip(got, exact, strict=True) for got in values_and_gradients(tuple(fs), narrow)
+        )
     )
     for our, their in zip(ours, theirs, strict=True):
         assert our <= 1.05 * their
@@ -228,8 +232,8 @@ def test_bfloat16_is_at_least_as_accurate_as_jax_nn(float64):
 
 def test_accepts_float16():
     narrow = inputs(np.float16)
-    ((y, *grads),) = of_each((dot_product_attention,), narrow)
-    (expected,) = of_each((plain,), [a.astype(np.float32) for a in narrow])
+    ((y, *grads),) = values_and_gradients((dot_product_attention,), narrow)
+    (expected,) = values_and_gradients((plain,), [a.astype(np.float32) for a in narrow])
     assert all(a.dtype == np.float16 for a in (y, *grads))
     chex.assert_trees_all_close(
         [a.astype(np.float32) for a in (y, *grads)], list(expected), rtol=2e-3, atol=2e-3
@@ -240,25 +244,25 @@ def temporaries(f, *args):
     return peak(compile_min_memory(jax.jit(f).lower(*args))[0]).temporaries
 
 
-def of_gradient(f, t):
+def gradient_temporaries(f, t):
     x = jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32)
     return temporaries(jax.grad(lambda *a: jnp.sin(f(*a)).sum(), argnums=(0, 1, 2)), x, x, x)
 
 
 def test_memory_grows_linearly_and_is_an_eighth_of_jax_nn_at_2048_tokens():
-    at_2048 = of_gradient(dot_product_attention, 2048)
-    causal = of_gradient(functools.partial(dot_product_attention, causal=True), 2048)
-    assert max(at_2048, causal) <= 0.12 * of_gradient(jax_nn, 2048)
+    at_2048 = gradient_temporaries(dot_product_attention, 2048)
+    causal = gradient_temporaries(functools.partial(dot_product_attention, causal=True), 2048)
+    assert max(at_2048, causal) <= 0.12 * gradient_temporaries(jax_nn, 2048)
     chunks = functools.partial(dot_product_attention, chunk=64)
-    assert of_gradient(chunks, 2048) <= 2.1 * of_gradient(chunks, 1024)
+    assert gradient_temporaries(chunks, 2048) <= 2.1 * gradient_temporaries(chunks, 1024)
 
 
 def test_flops_and_memory_of_a_window_grow_linearly():
     windowed = functools.partial(dot_product_attention, causal=True, window=256)
-    at_4096, one = of_gradient(windowed, 4096), 4096 * 8 * 64 * 4
+    at_4096, one = gradient_temporaries(windowed, 4096), 4096 * 8 * 64 * 4
     # q, k, v, their gradients, and transposed copies.
     assert at_4096 <= 5 * one
-    assert at_4096 <= 2.1 * of_gradient(windowed, 2048)
+    assert at_4096 <= 2.1 * gradient_temporaries(windowed, 2048)
     every_score = 8 * 4096 * 4096 * 4
     assert at_4096 < every_score / 10
     xs = [jax.ShapeDtypeStruct((1, t, 8, 64), jnp.float32) for t in (2048, 4096)]

@@ -98,9 +98,9 @@ def test_feed_forward_applies_dropout_in_training():
     x = inputs((2, 50, WIDTH), np.float32)
     whole, _ = layer.apply(params, {}, x, train=False)
     dropped, _ = layer.apply(params, {}, x, key=jax.random.key(1), train=True)
-    kept = dropped != 0
-    assert 0.3 < float(kept.mean()) < 0.7
-    chex.assert_trees_all_close(dropped, jnp.where(kept, 2 * whole, 0), rtol=1e-5)
+    mask = dropped != 0
+    assert 0.3 < float(mask.mean()) < 0.7
+    chex.assert_trees_all_close(dropped, jnp.where(mask, 2 * whole, 0), rtol=1e-5)
 
 
 def test_feed_forward_rejects_invalid_arguments():
@@ -124,8 +124,8 @@ def test_dropout_preserves_the_mean_and_its_gradient_uses_the_same_mask():
 def test_dropout_in_16_bits_scales_by_the_exact_rate():
     x = jnp.linspace(1, 2, 20_000).astype(jnp.bfloat16)
     y, _ = dropout(0.1).apply({}, {}, x, key=jax.random.key(0), train=True)
-    kept, given = (np.asarray(a[y != 0], np.float64).mean() for a in (y, x))
-    np.testing.assert_allclose(kept / given, 1 / 0.9, rtol=2e-4)
+    mean_y, mean_x = (np.asarray(a[y != 0], np.float64).mean() for a in (y, x))
+    np.testing.assert_allclose(mean_y / mean_x, 1 / 0.9, rtol=2e-4)
 
 
 def test_dropout_saves_nothing_of_the_size_of_its_input():

@@ -92,8 +92,8 @@ def test_output_matches_the_formula(n, positions, groups, size):
 def test_examples_do_not_depend_on_each_other():
     x, scale, bias, _ = inputs((3, 2, 2, 6))
     norm = jax.jit(functools.partial(group_norm, scale=scale, bias=bias, groups=3))
-    alone = np.concatenate([norm(x[i : i + 1]) for i in range(3)])
-    chex.assert_trees_all_close(norm(x), alone, atol=1e-6)
+    one_by_one = np.concatenate([norm(x[i : i + 1]) for i in range(3)])
+    chex.assert_trees_all_close(norm(x), one_by_one, atol=1e-6)
     jacobian = np.asarray(jax.jit(jax.jacrev(lambda x: norm(x).sum((1, 2, 3))))(x))
     for i in range(3):
         for j in range(3):

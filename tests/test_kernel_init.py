@@ -11,9 +11,9 @@ from fnet import layers
 def test_cosine_patches_are_the_orthonormal_dct_and_its_negative():
     kernel = layers.cosine_patches(jax.random.key(0), (2, 3, 3, 36))
     patch = np.random.default_rng(0).normal(size=(2, 3, 3))
-    found = np.einsum("ijc,ijcn->n", patch, kernel)
-    wanted = scipy.fft.dctn(patch, type=2, norm="ortho").ravel()
-    np.testing.assert_allclose(found, np.concatenate([wanted, -wanted]), atol=1e-5)
+    got = np.einsum("ijc,ijcn->n", patch, kernel)
+    expected = scipy.fft.dctn(patch, type=2, norm="ortho").ravel()
+    np.testing.assert_allclose(got, np.concatenate([expected, -expected]), atol=1e-5)
 
 
 def test_cosine_patches_separate_the_color_channels():
@@ -27,9 +27,9 @@ def test_cosine_patches_decorrelate_neighboring_pixels():
     n = 3
     chain = 0.95 ** np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
     kernel = np.asarray(layers.cosine_patches(jax.random.key(0), (n, 1, 1, 2 * n)))[:, 0, 0, :n]
-    found = kernel.T @ chain @ kernel
-    scale = np.sqrt(np.diag(found))
-    assert np.abs(found / np.outer(scale, scale) - np.eye(n)).max() < 0.1
+    covariance = kernel.T @ chain @ kernel
+    scale = np.sqrt(np.diag(covariance))
+    assert np.abs(covariance / np.outer(scale, scale) - np.eye(n)).max() < 0.1
 
 
 def test_cosine_patches_reject_another_number_of_channels():

@@ -133,8 +133,8 @@ def test_vmap_over_layers_matches_each_layer(name):
     both = jax.tree.map(lambda a: jnp.stack([a, 0.9 * a]), params)
     together = jax.jit(jax.vmap(functools.partial(applied, name)))(both, jnp.stack([x, 2 * x]))
     for i in range(2):
-        alone = applied(name, jax.tree.map(lambda a, i=i: a[i], both), (1 + i) * x)
-        chex.assert_trees_all_close(together[i], alone, rtol=1e-5, atol=1e-5)
+        expected = applied(name, jax.tree.map(lambda a, i=i: a[i], both), (1 + i) * x)
+        chex.assert_trees_all_close(together[i], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -178,9 +178,9 @@ def test_rematerialization_does_not_change_values_and_gradients(name):
     ],
 )
 def test_weight_decay_applies_to_kernels_only(name, expected):
-    found = jax.tree.leaves_with_path(weight_decay_mask(initial(name)))
-    assert {path[0].key for path, decays in found if decays} == expected
-    assert all(path[-1].key == "kernel" for path, decays in found if decays)
+    decay_mask = jax.tree.leaves_with_path(weight_decay_mask(initial(name)))
+    assert {path[0].key for path, decays in decay_mask if decays} == expected
+    assert all(path[-1].key == "kernel" for path, decays in decay_mask if decays)
 
 
 def test_mamba_is_initialized_as_in_the_paper():

@@ -249,15 +249,17 @@ def test_float64_inputs_are_computed_in_float64():
 def test_vmap_matches_a_loop(norm):
     ours, _ = pair(norm)
     x, scale, bias, dy = inputs((3, 4, 5))
-    of_rows = jax.jit(jax.vmap(compiled_gradients(ours), (0, None, None, 0)))
-    of_scales = jax.jit(jax.vmap(compiled_gradients(ours), (None, 0, None, None)))
-    shared = of_rows(x, scale, bias, dy)
+    vmap_over_rows = jax.jit(jax.vmap(compiled_gradients(ours), (0, None, None, 0)))
+    vmap_over_scales = jax.jit(jax.vmap(compiled_gradients(ours), (None, 0, None, None)))
+    shared = vmap_over_rows(x, scale, bias, dy)
     one_by_one = [gradients(ours, x[i], scale, bias, dy[i]) for i in range(3)]
     chex.assert_trees_all_close(
         shared, jax.tree.map(lambda *g: np.stack(g), *one_by_one), atol=1e-12
     )
-    own = of_scales(x, np.stack([scale, -scale]), bias, dy)
-    chex.assert_trees_all_close(own[1][1], gradients(ours, x, -scale, bias, dy)[1], atol=1e-12)
+    per_scale = vmap_over_scales(x, np.stack([scale, -scale]), bias, dy)
+    chex.assert_trees_all_close(
+        per_scale[1][1], gradients(ours, x, -scale, bias, dy)[1], atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -315,7 +317,7 @@ def test_layers_are_initialized_without_scale_and_bias():
         chex.assert_trees_all_close(y, defining_formula(x, None, None, **options), atol=1e-6)
 
 
-def activations_kept(norm, depth, width=128, rows=2048):
+def temporaries_in_activations(norm, depth, width=128, rows=2048):
     """Temporaries of the compiled gradient of a stack, in units of one block's activation."""
 
     def loss(params, x):
@@ -342,9 +344,9 @@ def activations_kept(norm, depth, width=128, rows=2048):
 @pytest.mark.parametrize(("norm", "ratio"), [("layer", 0.66), ("rms", 0.84)])
 def test_stack_of_blocks_needs_fewer_temporaries_than_the_formula(norm, ratio):
     ours, formula = pair(norm)
-    of_six = activations_kept(ours, 6)
-    assert of_six < ratio * activations_kept(formula, 6)
-    assert activations_kept(ours, 12) - of_six < 6 * 2.05
+    six_blocks = temporaries_in_activations(ours, 6)
+    assert six_blocks < ratio * temporaries_in_activations(formula, 6)
+    assert temporaries_in_activations(ours, 12) - six_blocks < 6 * 2.05
 
 
 BAD = [

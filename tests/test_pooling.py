@@ -29,13 +29,13 @@ def reduction(window, stride, padding):
     return f
 
 
-def of_layer(window, stride, padding):
+def max_pool(window, stride, padding):
     return lambda x: pooled(layers.max_pool(window, stride=stride, padding=padding), x)
 
 
 @PATCHES
 def test_max_pool_derivatives_match_windowed_reductions(window, stride, padding):
-    ours, theirs = (make(window, stride, padding) for make in (of_layer, reduction))
+    ours, theirs = (make(window, stride, padding) for make in (max_pool, reduction))
     x, dx = jax.random.normal(jax.random.key(0), (2, 2, 7, 6, 3))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -50,7 +50,7 @@ def test_max_pool_derivatives_match_windowed_reductions(window, stride, padding)
 @PATCHES
 def test_max_pool_gradient_on_tpu_is_one_instruction(window, stride, padding):
     x = jax.ShapeDtypeStruct((2, 7, 6, 3), jnp.float32)
-    gradient = jax.jit(jax.grad(lambda x: of_layer(window, stride, padding)(x).sum()))
+    gradient = jax.jit(jax.grad(lambda x: max_pool(window, stride, padding)(x).sum()))
     for platform in ("tpu", "cpu", "cuda"):
         text = gradient.trace(x).lower(lowering_platforms=(platform,)).as_text()
         assert ("select_and_scatter" in text) == (platform == "tpu")
@@ -59,19 +59,19 @@ def test_max_pool_gradient_on_tpu_is_one_instruction(window, stride, padding):
 @pytest.mark.parametrize(("stride", "padding"), [(2, 0), (1, 0), (2, 1)])
 def test_first_of_equal_maxima_gets_the_gradient_and_nan_propagates(stride, padding):
     x = jax.random.randint(jax.random.key(0), (1, 8, 8, 3), 0, 2).astype(float)  # with many ties
-    ours, theirs = (make(2, stride, padding) for make in (of_layer, reduction))
+    ours, theirs = (make(2, stride, padding) for make in (max_pool, reduction))
     gradient = jax.jit(lambda f, x: jax.grad(lambda x: f(x).sum())(x), static_argnums=0)
-    of_ours, of_theirs = (gradient(f, x) for f in (ours, theirs))
-    chex.assert_trees_all_equal(of_ours, of_theirs)
+    got, expected = (gradient(f, x) for f in (ours, theirs))
+    chex.assert_trees_all_equal(got, expected)
     nan = x.at[0, 1, 1, 0].set(jnp.nan)
-    there = jnp.isnan(jax.vjp(ours, nan)[0])
-    assert there.any()
-    chex.assert_trees_all_equal(there, jnp.isnan(theirs(nan)))
+    got_nan = jnp.isnan(jax.vjp(ours, nan)[0])
+    assert got_nan.any()
+    chex.assert_trees_all_equal(got_nan, jnp.isnan(theirs(nan)))
 
 
 def test_max_pool_of_minus_infinity_has_finite_gradients():
     x = jnp.full((1, 2, 2, 1), -jnp.inf)
-    layer = of_layer(2, 2, 1)
+    layer = max_pool(2, 2, 1)
     y, change = jax.jvp(layer, (x,), (jnp.ones_like(x),))
     chex.assert_trees_all_equal(y, jnp.full_like(y, -jnp.inf))
     chex.assert_tree_all_finite((change, jax.grad(lambda x: (2 * layer(x)).sum())(x)))
@@ -80,7 +80,7 @@ def test_max_pool_of_minus_infinity_has_finite_gradients():
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int32, jnp.bfloat16])
 def test_max_pool_preserves_the_dtype(dtype):
     x = jax.random.randint(jax.random.key(0), (2, 6, 6, 3), 0, 200).astype(dtype)
-    y = of_layer(3, 2, 1)(x)
+    y = max_pool(3, 2, 1)(x)
     chex.assert_type(y, dtype)
     expected = reduction(3, 2, 1)(x.astype(jnp.float32))
     chex.assert_trees_all_equal(y.astype(jnp.float32), expected)
@@ -99,7 +99,7 @@ def test_max_pool_after_a_convolution_saves_neither_input_nor_output(window, pad
         compiled, _ = compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))
         return peak(compiled).temporaries
 
-    ours, theirs = (gradient(make(window, 2, padding)) for make in (of_layer, reduction))
+    ours, theirs = (gradient(make(window, 2, padding)) for make in (max_pool, reduction))
     convolved = 4 * 64 * 64 * 32 * 4
     assert ours <= 2.7 * convolved  # it or its gradient, and half as much of rows and indices
     assert ours <= 0.4 * theirs
@@ -116,8 +116,8 @@ def test_max_pool_of_overlapping_or_padded_patches(window, stride, padding):
     expected = [
         [wide[:, i : i + window, j : j + window].max((1, 2)) for j in columns] for i in rows
     ]
-    found = of_layer(window, stride, padding)(jnp.asarray(x))
-    np.testing.assert_array_equal(found, np.moveaxis(np.asarray(expected), 2, 0))
+    got = max_pool(window, stride, padding)(jnp.asarray(x))
+    np.testing.assert_array_equal(got, np.moveaxis(np.asarray(expected), 2, 0))
 
 
 def test_avg_pool_and_global_avg_pool_are_means():

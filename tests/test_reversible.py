@@ -47,12 +47,12 @@ def value_and_gradients(layer, params, state, x, key=None):
 @pytest.mark.parametrize("blocks", [1, 4, pytest.param(16, marks=pytest.mark.slow)])
 def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
     pairs = [(convolution_block(4), convolution_block(4))] * blocks
-    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (4, 6, 6, 8))
     chex.assert_trees_all_equal(
         value_and_gradients(restored, params, state, x),
-        value_and_gradients(kept, params, state, x),
+        value_and_gradients(saved, params, state, x),
     )
 
 
@@ -60,11 +60,11 @@ def test_gradients_equal_those_without_restoration_bit_for_bit(blocks):
 def test_gradients_equal_those_without_restoration_at_64_blocks():
     block = serial(dense=layers.dense(3, 3), act=layers.activation("tanh"))
     pairs = [(block, block)] * 64
-    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (5, 6))
     got = value_and_gradients(restored, params, state, x)
-    chex.assert_trees_all_equal(got, value_and_gradients(kept, params, state, x))
+    chex.assert_trees_all_equal(got, value_and_gradients(saved, params, state, x))
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(got[1]))
 
 
@@ -151,11 +151,13 @@ def test_evaluation_does_not_update_running_statistics():
 def test_backward_pass_redraws_the_same_dropout_mask():
     dense, dropout = layers.dense(4, 4), layers.dropout(0.5)
     pairs = [(serial(dense, dropout), serial(dropout, dense))] * 3
-    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (6, 8))
     got = value_and_gradients(restored, params, state, x, jax.random.key(2))
-    chex.assert_trees_all_equal(got, value_and_gradients(kept, params, state, x, jax.random.key(2)))
+    chex.assert_trees_all_equal(
+        got, value_and_gradients(saved, params, state, x, jax.random.key(2))
+    )
     other = value_and_gradients(restored, params, state, x, jax.random.key(3))
     assert float(got[0][0]) != float(other[0][0])
 
@@ -178,14 +180,14 @@ def test_each_block_draws_its_own_random_numbers():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_16_bit_inputs_are_restored_exactly(dtype):
     pairs = [(dense_block(3), dense_block(3))] * 4
-    restored, kept = reversible(pairs), reversible(pairs, restore=False)
+    restored, saved = reversible(pairs), reversible(pairs, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (5, 6), dtype)
     y, _ = jax.eval_shape(functools.partial(restored.apply, train=True), params, state, x)
     assert y.dtype == dtype
     chex.assert_trees_all_equal(
         value_and_gradients(restored, params, state, x),
-        value_and_gradients(kept, params, state, x),
+        value_and_gradients(saved, params, state, x),
     )
 
 
@@ -242,8 +244,8 @@ def test_memory_does_not_grow_with_depth():
     few, many = (temporaries(blocks) for blocks in (3, 12))
     assert abs(many - few) < 0.75
     assert many < 5.5
-    kept = [temporaries(n, lambda p: reversible(p, restore=False)) for n in (4, 8)]
-    assert (kept[1] - kept[0]) / 4 > 0.92
+    saved = [temporaries(n, lambda p: reversible(p, restore=False)) for n in (4, 8)]
+    assert (saved[1] - saved[0]) / 4 > 0.92
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -257,7 +259,7 @@ def test_gradients_of_sharded_examples_match_one_device(check_vma):
     def loss(params, x):
         return jnp.sin(layer.apply(params, {}, x, train=True)[0]).sum()
 
-    def of_each(params, x):
+    def per_device_gradients(params, x):
         dparams, dx = jax.grad(loss, argnums=(0, 1))(params, x)
         return dparams if check_vma else jax.lax.psum(dparams, "data"), dx
 
@@ -265,7 +267,7 @@ def test_gradients_of_sharded_examples_match_one_device(check_vma):
         jax.shard_map, mesh=mesh, in_specs=(replicated, shared), check_vma=check_vma
     )
     whole = mapped(lambda p, x: jax.lax.psum(loss(p, x), "data"), out_specs=replicated)
-    inside = mapped(of_each, out_specs=(replicated, shared))
+    inside = mapped(per_device_gradients, out_specs=(replicated, shared))
     expected = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)
     outside = jax.jit(jax.grad(whole, argnums=(0, 1)))(params, x)
     chex.assert_trees_all_close(outside, expected, rtol=1e-5, atol=1e-6)

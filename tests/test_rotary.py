@@ -22,8 +22,8 @@ def as_complex(x):
 def test_rotary_matches_complex_rotation(float64):
     x, positions = inputs(), jnp.arange(T) + 5
     theta = 10000.0 ** (-2 * np.arange(D // 2) / D)
-    turned = as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
-    np.testing.assert_allclose(as_complex(rotary(x, positions)), turned, rtol=1e-12, atol=1e-12)
+    rotated = as_complex(x) * np.exp(1j * np.asarray(positions)[:, None, None] * theta)
+    np.testing.assert_allclose(as_complex(rotary(x, positions)), rotated, rtol=1e-12, atol=1e-12)
 
 
 def test_rotary_preserves_norms_and_position_0(float64):
@@ -37,9 +37,10 @@ def test_rotary_preserves_norms_and_position_0(float64):
 def test_scores_depend_only_on_relative_positions(float64):
     q, k = inputs(), inputs(seed=1)
 
-    def scores(of_queries, of_keys):
-        turned = (rotary(a, jnp.arange(T) + by, 100.0) for a, by in ((q, of_queries), (k, of_keys)))
-        return jnp.einsum("bthd,bshd->bhts", *turned)
+    def scores(query_offset, key_offset):
+        offsets = (q, query_offset), (k, key_offset)
+        rotated = (rotary(a, jnp.arange(T) + offset, 100.0) for a, offset in offsets)
+        return jnp.einsum("bthd,bshd->bhts", *rotated)
 
     chex.assert_trees_all_close(scores(0, 0), scores(37, 37), rtol=1e-9, atol=1e-9)
     assert float(abs(scores(1, 0) - scores(0, 0)).max()) > 0.1

@@ -110,13 +110,13 @@ def test_lagged_reads_the_previous_context_and_current_the_updated_one():
     lagged, params, state = made("lagged")
     current, _, _ = made("current")
     x = tokens()
-    y, renewed = lagged.apply(params, state, x, train=True)
+    y, updated = lagged.apply(params, state, x, train=True)
     z, _ = current.apply(params, state, x, train=True)
     assert jnp.abs(y - z).max() > 1e-4
     # The next block's context depends on the context that this block read.
     chex.assert_trees_all_close(lagged.apply(params, state, x, train=False)[0], y, atol=1e-6)
-    again, _ = lagged.apply(params, renewed, x, train=False)
-    assert jnp.abs(again - y).max() > 1e-4
+    next_y, _ = lagged.apply(params, updated, x, train=False)
+    assert jnp.abs(next_y - y).max() > 1e-4
 
 
 @pytest.mark.parametrize("context", ["lagged", "current"])

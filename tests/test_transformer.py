@@ -79,7 +79,7 @@ def test_rejects_invalid_sizes(make, sizes, message):
 @pytest.mark.slow
 def test_reversible_transformer_equals_itself_without_restoration():
     restored = layers.reversible_transformer(8, 2, 3, causal=True)
-    kept = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
+    saved = layers.reversible_transformer(8, 2, 3, causal=True, restore=False)
     params, state = initial(restored)
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
 
@@ -87,7 +87,7 @@ def test_reversible_transformer_equals_itself_without_restoration():
         f = lambda p, x: jnp.sin(layer.apply(p, state, x, train=True)[0]).sum()  # noqa: E731
         return jax.jit(jax.grad(f, argnums=(0, 1)))(params, x)
 
-    chex.assert_trees_all_close(gradient(restored), gradient(kept), rtol=1e-6, atol=1e-7)
+    chex.assert_trees_all_close(gradient(restored), gradient(saved), rtol=1e-6, atol=1e-7)
 
 
 def transformer_activations(make, blocks, width):

@@ -254,11 +254,11 @@ def _check_arrays(x: Array, axis: int, mask: Array | None, **pair: Array | None)
         raise ValueError(
             f"abn: mask must be bool of shape {x.shape[:1]}, got {mask.dtype} {mask.shape}"
         )
-    given = {name: v for name, v in pair.items() if v is not None}
-    if len(given) == 1:
-        (missing,) = pair.keys() - given.keys()
-        raise ValueError(f"abn: got {next(iter(given))} without {missing}; give both or neither")
-    for name, v in given.items():
+    arrays = {name: v for name, v in pair.items() if v is not None}
+    if len(arrays) == 1:
+        (missing,) = pair.keys() - arrays.keys()
+        raise ValueError(f"abn: got {next(iter(arrays))} without {missing}; give both or neither")
+    for name, v in arrays.items():
         if v.shape != (x.shape[axis],):
             raise ValueError(
                 f"abn: {name} must have shape ({x.shape[axis]},), the channels on axis {axis} "

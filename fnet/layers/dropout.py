@@ -75,7 +75,7 @@ def dropout(rate: float, *, shared_axes: tuple[int, ...] = ()) -> Layer:
 def _drop(key: Array, x: Array, rate: float, mask_shape: tuple[int, ...]) -> Array:
     @jax.checkpoint
     def drop(key: Array, x: Array) -> Array:
-        # jax_debug_key_reuse takes the rematerialized draw for a reuse unless it is a clone.
+        # A clone: otherwise jax_debug_key_reuse reports the rematerialized draw as a reuse.
         mask = jax.random.bernoulli(jax.random.clone(key), 1 - rate, mask_shape)
         # In float32: 1 - 0.1 rounds to 0.8984 in bfloat16, and each layer would raise the
         # mean by 0.2 %.

@@ -383,7 +383,7 @@ def _check(
 
 
 def check_shapes(where: str, given: str, **arrays: tuple[Array | None, tuple[int, ...]]) -> None:
-    """Raise ValueError if an array does not have the shape expected for what was given."""
+    """Raise ValueError if an array does not have its expected shape, given other arguments."""
     for name, (array, shape) in arrays.items():
         if array is not None and array.shape != shape:
             raise ValueError(
