@@ -39,8 +39,8 @@ def broadcast_like(v: Float[Array, "..."], x: Float[Array, "..."]) -> Float[Arra
 def multiply(x: Float[Array, "..."], v: Float[Array, "..."]) -> Float[Array, "..."]:
     """Multiply ``x`` by a scale ``v`` in the dtype of ``x``; ``v`` may have axes of length 1.
 
-    The gradient of ``v`` is summed as in `add`. The backward pass saves ``v`` itself. With
-    ``x * broadcast_like(v, x)`` it would save the broadcast array.
+    The gradient of ``v`` is summed as in `add`. The backward pass saves ``v`` itself, where
+    ``x * broadcast_like(v, x)`` would save the broadcast array.
     """
     return x * v.astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Help, errors and exit codes of the program."""
+"""The ways in which the program begins and ends."""
 
 import ast
 import dataclasses
@@ -33,11 +33,11 @@ COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", 
 
 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
-def test_help_lists_the_commands(words, code, capsys):
+def test_the_commands_are_listed(words, code, capsys):
     assert exit_code(*words) == code
-    output = capsys.readouterr().out
-    assert output.startswith("usage: fnet COMMAND")
-    assert tuple(re.findall(r"^  fnet (\w+)", output, re.MULTILINE)) == COMMANDS
+    said = capsys.readouterr().out
+    assert said.startswith("usage: fnet COMMAND")
+    assert tuple(re.findall(r"^  fnet (\w+)", said, re.MULTILINE)) == COMMANDS
 
 
 OPTIONS = {
@@ -92,57 +92,55 @@ def test_every_field_has_one_line_of_help(kind):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "code", "said"),
     [
         (KeyboardInterrupt(), 1, "fnet: interrupted\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "fnet: cannot write: [Errno 28]"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot access x: Perm"),
     ],
 )
-def test_reports_interruptions_and_system_errors_in_one_line(
-    error, code, message, monkeypatch, capsys
-):
+def test_what_ends_a_run_from_outside_is_one_line(error, code, said, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
     assert exit_code("train", "digits") == code
-    assert capsys.readouterr().err.startswith(message)
+    assert capsys.readouterr().err.startswith(said)
 
 
-def test_raises_other_system_errors(monkeypatch):
+def test_another_error_of_the_system_is_not_called_a_full_disk(monkeypatch):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=OSError(errno.EIO, "bad disk")))
     with pytest.raises(OSError, match="bad disk"):
         fnet_command("train", "digits")
 
 
-def allocate_on_device(argv):
+def arrays_of_a_device(argv):
     jax.block_until_ready(jnp.zeros(2**46))
 
 
-def allocate_in_numpy(argv):
+def arrays_of_numpy(argv):
     np.zeros(2**46)
 
 
-@pytest.mark.parametrize("too_large", [allocate_on_device, allocate_in_numpy])
-def test_reports_out_of_memory_in_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
+@pytest.mark.parametrize("too_large", [arrays_of_a_device, arrays_of_numpy])
+def test_too_little_memory_is_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", too_large)
     assert exit_code("train", "digits") == 1
     said_in_one_line(capsys, "fnet: out of memory: ")
 
 
-def test_raises_other_xla_errors(monkeypatch):
+def test_another_error_of_xla_is_not_taken_for_too_little_memory(monkeypatch):
     error = jax.errors.JaxRuntimeError("INTERNAL: broken")
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         fnet_command("train", "digits")
 
 
-def test_caches_compiled_programs_in_the_users_cache_folder(workplace, monkeypatch):
+def test_programs_are_kept_in_the_users_cache_folder(workplace, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
     assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
 
 
-def test_works_without_a_home_folder(workplace, monkeypatch):
+def test_a_user_without_a_home_has_no_cache(workplace, monkeypatch):
     for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

@@ -20,7 +20,7 @@ from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, 
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.output import examples, plots
-from train.run.evaluation import Evaluate, Evaluation
+from train.run.evaluation import Evaluation, Evaluator
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 from train.tasks import BatchMetrics, build
@@ -225,18 +225,18 @@ def evaluated(run_of):
     def find(recipe, rows):
         run = setup(RunFolder(run_of(recipe)).read_config())
         state = jax.jit(run.init)(jax.random.key(0))
-        return run, Evaluate(run.task, rows, run.state_shapes), state
+        return run, Evaluator(run.task, rows, run.state_shapes), state
 
     return find
 
 
 def test_examples_are_from_the_whole_test_set(evaluated):
     _, evaluate, state = evaluated("colours", 4)
-    shown = list(evaluate.shown(state, 6))
+    shown = list(evaluate.predict(state, 6))
     ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in shown])
     assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # of 15 after 30 in training
     assert all(len(s.predictions) == len(s.probability) == 4 for s in shown)
-    everything = list(evaluate.shown(state, 100))
+    everything = list(evaluate.predict(state, 100))
     predictions = np.concatenate([s.predictions[s.batch["weight"] > 0] for s in everything])
     assert len(predictions) == 15
     matrix = evaluate(state).confusion
@@ -251,7 +251,7 @@ def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, m
             float(s.probability[i]),
             s.batch["image"][i],
         )
-        for s in evaluate.shown(state, 1000)
+        for s in evaluate.predict(state, 1000)
         for i in np.flatnonzero(s.batch["weight"])
     ]
     drawn = {}
@@ -260,7 +260,7 @@ def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, m
         drawn.update(images=images, words=words, right=right, title=title)
 
     monkeypatch.setattr(examples.plots, "classifications", classifications)
-    monkeypatch.setattr(examples, "_ANSWERS", 12)
+    monkeypatch.setattr(examples, "_NUM_CLASSIFIED", 12)
     assert examples.draw(run, evaluate, state, tmp_path / "a.png")
     wrong = sorted((e for e in everything if not e[0]), key=lambda e: -e[1])
     right = sorted((e for e in everything if e[0]), key=lambda e: e[1])
@@ -307,7 +307,7 @@ def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monke
 def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
     run, _, state = evaluated("colours", 4)
     task = run.task._replace(measure=lambda p, s, batch: BatchMetrics({"loss": batch["weight"]}))
-    evaluate = Evaluate(task, 4, run.state_shapes)
+    evaluate = Evaluator(task, 4, run.state_shapes)
     found = evaluate(state)
     assert found == ({"loss": 1.0}, None)
     assert not examples.draw(run._replace(task=task), evaluate, state, tmp_path / "a.png")
@@ -343,12 +343,12 @@ def test_in_training_too_a_network_that_sees_several_crops_is_given_fewer_images
 ):
     sizes = []
 
-    class Recorded(Evaluate):
+    class Recorded(Evaluator):
         def __init__(self, task, size, *rest):
             sizes.append(size)
             super().__init__(task, size, *rest)
 
-    monkeypatch.setattr("train.run.setup.Evaluate", Recorded)
+    monkeypatch.setattr("train.run.setup.Evaluator", Recorded)
     fnet_command("train", "colours.py", "--data.crops", 10, "--train.steps", 1, "--out", "run")
     assert sizes == [2]  # batches of 20
 
@@ -373,7 +373,7 @@ def test_a_long_evaluation_carries_its_counts_over():
         UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
     )
     expected = evaluate(state)
-    evaluate._counts = 2**30  # as of a segmentation of many large images
+    evaluate._counts_per_batch = 2**30  # as of a segmentation of many large images
     found = evaluate(state)
     np.testing.assert_array_equal(found.confusion, expected.confusion)
     assert found.metrics == pytest.approx(expected.metrics)
@@ -396,5 +396,5 @@ def test_what_padding_measures_counts_nothing():
         return BatchMetrics({"loss": jnp.where(batch["weight"] > 0, 1.0, jnp.nan)})
 
     state = jax.jit(run.init)(jax.random.key(0))
-    evaluate = Evaluate(run.task._replace(measure=measure), 4, run.state_shapes)
+    evaluate = Evaluator(run.task._replace(measure=measure), 4, run.state_shapes)
     assert evaluate(state).metrics == {"loss": 1.0}

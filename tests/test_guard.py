@@ -16,7 +16,7 @@ from fnet import layers
 from train import data
 from train.config import Digits
 from train.data import digits
-from train.run.skipped_steps import Guard
+from train.run.skipped_steps import SkippedSteps
 from train.tasks import images
 
 NET = fnet.serial(
@@ -143,7 +143,7 @@ def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
     assert len(bad) == 2
     assert all(5 in line["rows"] and "5" in line["examples"] for line in bad)
     assert all(line["origin"] == "batch['image'] has nan" for line in bad)
-    assert f"step {bad[0]['step']} left out: loss nan" in printed
+    assert f"skipped step {bad[0]['step']}: loss nan" in printed
     told = [line for line in lines(workplace / "r" / "metrics.jsonl") if "train/skipped" in line]
     assert sum(line["train/skipped"] for line in told) == 2
     assert all(np.isfinite(line["train/loss"]) for line in told)
@@ -169,7 +169,9 @@ def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, sp
     words = "train", "tiny.py", "--out", "r", "--resume", "--nonfinite.max-skipped", 3
     assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
     error = capsys.readouterr().err
-    assert "4 steps in a row, up to 8, had a loss or gradient that is not finite" in error
+    assert (
+        "skipped 4 consecutive steps, up to step 8: their loss or gradient was not finite" in error
+    )
     assert "batch['image'] has nan" in error
     assert {p.name for p in (workplace / "r" / "checkpoints").iterdir()} == {"3", "4"}
     assert [line["step"] for line in lines(workplace / "r" / "bad_steps.jsonl")] == [5, 6, 7, 8]
@@ -203,16 +205,19 @@ def test_a_batch_says_which_examples_it_is_made_of():
 
 
 def test_steps_in_a_row_are_counted_anew_behind_a_good_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(Guard, "_find", lambda self, taken, state: "somewhere")
+    monkeypatch.setattr(SkippedSteps, "_find_source", lambda self, taken, state: "somewhere")
     section, dataset = types.SimpleNamespace(max_skipped=2), types.SimpleNamespace(name=str)
     run = types.SimpleNamespace(
         config=types.SimpleNamespace(nonfinite=section), task=types.SimpleNamespace(dataset=dataset)
     )
     said = []
-    guard = Guard(run, tmp_path / "bad_steps.jsonl", said.append)
+    guard = SkippedSteps(run, tmp_path / "bad_steps.jsonl", said.append)
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0], 1):
         nan = {"skipped": np.float32(skipped), "loss": np.nan, "grad_norm": np.nan}
         guard.add(step, {"row": np.arange(2)}, nan)
-        guard.look(None, wait=True)
-    assert guard.in_a_row == 0
-    assert [words.split(" left")[0] for words in said] == ["step 1", "step 4"]  # the first of each
+        guard.check(None, wait=True)
+    assert guard.consecutive == 0
+    assert [words.split(":")[0] for words in said] == [
+        "skipped step 1",
+        "skipped step 4",
+    ]  # the first of each

@@ -12,7 +12,7 @@ def test_afterwards_signals_do_what_they_did_before():
     before = [signal.getsignal(n) for n in numbers]
     with Interruption() as interruption:
         signal.raise_signal(signal.SIGTERM)
-        assert interruption.requested == "SIGTERM"
+        assert interruption.signal == "SIGTERM"
     assert [signal.getsignal(n) for n in numbers] == before
     with pytest.raises(KeyError), Interruption():
         raise KeyError
@@ -25,7 +25,7 @@ def test_the_second_signal_is_left_to_what_was_there_before():
     try:
         with Interruption() as interruption:
             signal.raise_signal(signal.SIGINT)
-            assert (interruption.requested, seen) == ("SIGINT", [])
+            assert (interruption.signal, seen) == ("SIGINT", [])
             signal.raise_signal(signal.SIGINT)
             assert seen == ["before"]
     finally:

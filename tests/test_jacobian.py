@@ -86,13 +86,13 @@ def test_hvps_of_separate_tangents_are_separate_per_argument(primal):
         products = [one(t, u) for t, u in zip(ts, us, strict=True)]
         expected = ([t for t, _ in products], [u for _, u in products], None)
         expected = ((*grad(p, q, y), None), expected) if primal else expected
-        ours = hvps(f, (p, q, y), (ts, us, None), width=2, primal=primal)
-        return jax.tree.map(jnp.asarray, ours), expected
+        found = hvps(f, (p, q, y), (ts, us, None), width=2, primal=primal)
+        return jax.tree.map(jnp.asarray, found), expected
 
-    ours, expected = both(p, q, y, ts, us)
-    of_first, of_second, of_none = ours[1] if primal else ours
+    found, expected = both(p, q, y, ts, us)
+    of_first, of_second, of_none = found[1] if primal else found
     assert (len(of_first), len(of_second), of_none) == (3, 3, None)
-    chex.assert_trees_all_close(jax.tree.leaves(ours), jax.tree.leaves(expected), atol=1e-4)
+    chex.assert_trees_all_close(jax.tree.leaves(found), jax.tree.leaves(expected), atol=1e-4)
 
 
 X = jnp.ones((2, 3))
@@ -148,5 +148,5 @@ def test_argnums_may_be_negative():
 
 
 def test_jacobian_of_an_empty_array_is_empty():
-    rows = jacobian(lambda x: x.sum() * jnp.ones(2))(jnp.ones((0, 3)))
-    chex.assert_shape(rows, (2, 0, 3))
+    found = jacobian(lambda x: x.sum() * jnp.ones(2))(jnp.ones((0, 3)))
+    chex.assert_shape(found, (2, 0, 3))

@@ -84,8 +84,8 @@ def test_values_need_not_be_arrays():
 
     closed = jax.make_jaxpr(f)(X, X)
     args = [frozenset("x"), frozenset("y")]
-    arguments = interpret(closed, args, depends, constant=lambda _: frozenset())
-    assert list(map(set, arguments)) == [{"x"}, {"x", "y"}, set(), {"y"}, set()]
+    found = interpret(closed, args, depends, constant=lambda _: frozenset())
+    assert list(map(set, found)) == [{"x"}, {"x", "y"}, set(), {"y"}, set()]
 
 
 def test_handlers_enter_calls_and_loops():

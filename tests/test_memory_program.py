@@ -162,4 +162,4 @@ def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
     run = setup(config)
     found = planning.plan(run)
     other = next(c for c in found.candidates if c.policy != "none")
-    assert planning.choose(run, found._replace(chosen=other)).proof is None
+    assert planning.compile_chosen(run, found._replace(chosen=other)).remat is None

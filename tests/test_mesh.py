@@ -147,7 +147,7 @@ def test_the_largest_batch_has_as_many_examples_on_each_device(workplace):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--mesh.data", 5), "mesh: 5 x 1 devices are wanted, 4 of cpu are there"),
+        (("--mesh.data", 5), "mesh: 5 x 1 devices are wanted, but this machine has 4 (cpu)"),
         (("--mesh.data", 3), "mesh: 3 devices do not divide data.batch_size 16"),
         (
             ("--mesh.data", 4, "--grad.mode", "microbatch", "--grad.microbatches", 8),
@@ -178,7 +178,7 @@ def test_without_a_flag_as_many_cpu_devices_are_made_as_are_wanted():
 def test_several_processes_use_all_their_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = Config(mesh=Mesh(data=2), data=Digits(batch_size=16))
-    with pytest.raises(UserError, match="the 2 processes have 4: all must be in it"):
+    with pytest.raises(UserError, match="the 2 processes have 4: give a mesh of all of them"):
         layout(config)
 
 

@@ -5,7 +5,7 @@ import pytest
 from program_cases import metrics_of
 
 from train.errors import TrainingError
-from train.run.metrics import Meter, score
+from train.run.metrics import Meter, score_of
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -42,7 +42,7 @@ def test_one_step_is_at_work_and_none_behind_it_when_the_next_batch_is_taken():
             yield len(made)
 
     source = batches()
-    assert [meter.take(source) for _ in range(4)] == [1, 2, 3, 4]
+    assert [meter.next_batch(source) for _ in range(4)] == [1, 2, 3, 4]
     assert seen == [[], [False], [True, False], [True, True, False]]
 
 
@@ -51,7 +51,7 @@ def test_a_batch_is_waited_for_only_where_the_device_has_nothing_to_do(at_work):
     meter = Meter(batch_size=8)
     (last,) = steps(meter, 1)
     last.done = not at_work
-    meter.take(iter([{}]))
+    meter.next_batch(iter([{}]))
     assert (meter.means(1)["input_wait"] == 0) == at_work
 
 
@@ -66,13 +66,13 @@ def test_a_batch_is_waited_for_only_where_the_device_has_nothing_to_do(at_work):
     ],
 )
 def test_a_score_is_the_best_measure_there_is(metrics, expected):
-    assert score(metrics) == expected
+    assert score_of(metrics) == expected
 
 
 def test_a_gradient_that_is_not_finite_is_not_saved_behind():
     meter = Meter(batch_size=8)
     meter.add({"loss": np.float32(1), "grad_norm": np.float32("nan")})
-    with pytest.raises(TrainingError, match="the gradient's norm is nan at step 3"):
+    with pytest.raises(TrainingError, match="the gradient norm is nan at step 3"):
         meter.check(3)
 
 
@@ -105,7 +105,7 @@ def test_a_wait_is_told_as_a_share_of_the_time(monkeypatch):
     meter = Meter(batch_size=8)  # begins at 0
     (last,) = steps(meter, 1)
     last.done = True
-    meter.take(iter([{}]))  # from 1 to 2
+    meter.next_batch(iter([{}]))  # from 1 to 2
     assert meter.means(1)["input_wait"] == pytest.approx(1 / 3)
 
 

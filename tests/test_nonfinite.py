@@ -120,14 +120,14 @@ def test_does_not_report_the_infinities_of_a_mask():
 
 @pytest.mark.parametrize("over", [jax.nn.softmax, jax.nn.logsumexp])
 def test_reports_an_overflow_before_a_mask(over):
-    def f(q, mask):
+    def f(q, keep):
         with jax.named_scope("scores"):
             scores = q * 1e30
         with jax.named_scope("attention"):
-            return over(jnp.where(mask, scores, -jnp.inf), axis=-1).sum()
+            return over(jnp.where(keep, scores, -jnp.inf), axis=-1).sum()
 
-    mask = jnp.asarray([[True, True, False]])
-    origin = find_nonfinite(f, jnp.full((1, 3), 1e30), mask)
+    keep = jnp.asarray([[True, True, False]])
+    origin = find_nonfinite(f, jnp.full((1, 3), 1e30), keep)
     assert (origin.layer, origin.operation, origin.value) == ("scores", "mul", "inf")
 
 

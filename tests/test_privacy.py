@@ -21,7 +21,7 @@ from train.config import Clipped, Mesh, recipes
 from train.data import poisson
 from train.errors import UserError
 from train.run.metrics import noise_scale, noise_scale_course
-from train.run.privacy import Privacy, dp_accounting, noise_for, privacy_of
+from train.run.privacy import Privacy, dp_accounting, noise_for, privacy_from_config
 from train.run.setup import setup
 
 PRIVATE = """
@@ -306,9 +306,9 @@ def test_the_noise_scale_is_a_ratio_of_averages_that_forget():
 def test_without_the_optional_dependency_private_training_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
-        privacy_of(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
+        privacy_from_config(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
     # Clipping alone needs no account.
-    assert privacy_of(Clipped(), batch_size=8, examples=100, steps=10) is None
+    assert privacy_from_config(Clipped(), batch_size=8, examples=100, steps=10) is None
 
 
 NONE = ("--grad.noise-multiplier", "None")

@@ -224,9 +224,9 @@ MISTAKES = [
     (("train", "tiny.py", "--model.name", "resnet9", "--model.widths", "4", "8"), "--model.widths: expected an integer, 3 times, got 4 8"),
     (("train", "tiny.py", "--name", "a b"), "name: string should match pattern"),
     (("train", "tiny.py", "--data.batch-size", "100000000000000000000"), "data.batch_size: expected less than 2147483648"),
-    (("train", "tiny.py", "--train.steps", "None", "--train.epochs", "1e308"), "train.epochs: 1e+308 are 2^31 steps or more"),
+    (("train", "tiny.py", "--train.steps", "None", "--train.epochs", "1e308"), "train.epochs: 1e+308 gives 2^31 steps or more"),
     (("train", "tiny.py", "--optim.schedule", "step", "--optim.decay-epochs", "1", "2"), "optim.decay_epochs: 1, 2, counted in steps: schedule: step needs one decay_steps above 0, got ("),
-    (("train", "tiny.py", "--model.name", "mlp", "--optim.classifier-learning-rate", "1"), "optim.classifier_learning_rate: the network mlp has no layer that is named one of"),
+    (("train", "tiny.py", "--model.name", "mlp", "--optim.classifier-learning-rate", "1"), "optim.classifier_learning_rate: the network mlp has no layer named "),
     (("train", "a" * 300), "cannot read aaa"),
     (("eval", "a" * 300), "a" * 300),
     (("train", "tiny.py", "--out", "a" * 300), "cannot write to aaa"),
@@ -325,7 +325,7 @@ def test_a_checkpoint_of_another_model_is_named_with_both_shapes(whole, capsys):
     path.write_text(path.read_text().replace('"blocks_per_stage": 1', '"blocks_per_stage": 2'))
     assert exit_code("eval", "whole") == 2
     error = capsys.readouterr().err
-    assert "checkpoints/8 is another model's: ema.stage0.block1" in error
+    assert "checkpoints/8 is of another model: ema.stage0.block1" in error
     assert "absent there, (4,) here" in error
 
 

@@ -14,7 +14,7 @@ from fnet import diffusion
 from train.arguments import ImageArguments, TextArguments
 from train.commands.sample import generate_text
 from train.config import Config, Denoiser, Digits
-from train.run.evaluation import Evaluate
+from train.run.evaluation import Evaluator
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 from train.tasks import images
@@ -359,6 +359,6 @@ def test_a_denoisers_loss_does_not_depend_on_the_batches_it_is_measured_in():
     run = setup(Config(data=Digits(batch_size=64), model=model))
     state = jax.jit(run.init)(jax.random.key(0))
     whole, parts = (
-        Evaluate(run.task, n, run.state_shapes)(state).metrics["loss"] for n in (64, 16)
+        Evaluator(run.task, n, run.state_shapes)(state).metrics["loss"] for n in (64, 16)
     )
     assert parts == pytest.approx(whole, rel=1e-5)

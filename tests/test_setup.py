@@ -28,7 +28,7 @@ from train.config import (
 )
 from train.errors import UserError
 from train.run.run_folder import MAY_CHANGE_ON_RESUME, RunFolder
-from train.run.setup import check_resumed, setup
+from train.run.setup import check_same_noise, setup
 
 NETWORK = PreactResNet(widths=(4,), blocks_per_stage=1)
 
@@ -61,15 +61,17 @@ def test_decay_epochs_are_converted_to_steps():
 def test_refuses_mixup_with_per_example_gradients(grad, tmp_path):
     write_class_folders(tmp_path, train=2, test=2)
     data = ImageFolder(path=str(tmp_path), image_size=8, batch_size=2, mixup=0.2)
-    with pytest.raises(UserError, match=f"data.mixup: .* grad.mode {grad.mode} takes each"):
+    with pytest.raises(
+        UserError, match=f"data.mixup: .* grad.mode {grad.mode} needs their gradients apart"
+    ):
         setup(Config(data=data, model=NETWORK, grad=grad))
 
 
 @pytest.mark.parametrize(
     ("grad", "message"),
     [
-        (Clipped(quantile=0.5, per_layer=True), "adapts one bound .* grad.per_layer has not"),
-        (Clipped(quantile=0.5, automatic=0.1), "adapts one bound .* grad.automatic has not"),
+        (Clipped(quantile=0.5, per_layer=True), "adapts one clip .* grad.per_layer cannot be used"),
+        (Clipped(quantile=0.5, automatic=0.1), "adapts one clip .* grad.automatic cannot be used"),
         (
             Clipped(quantile=0.5, noise_multiplier=1.0, delta=1e-5),
             r"grad.quantile: AdaptiveClipping: count_noise must be more than half of",
@@ -109,9 +111,9 @@ def test_resuming_keeps_the_number_of_private_steps(tmp_path):
     here = dataclasses.replace(config, grad=grad, data=dataclasses.replace(data, workers=2))
     run = run._replace(config=here)
     there = dataclasses.replace(config, grad=grad)
-    check_resumed(run, there)
+    check_same_noise(run, there)
     with pytest.raises(UserError, match="spend epsilon 2 over 2 steps, not 4"):
-        check_resumed(run, dataclasses.replace(there, train=Train(steps=2)))
+        check_same_noise(run, dataclasses.replace(there, train=Train(steps=2)))
 
 
 SMALL = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=5)

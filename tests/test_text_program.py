@@ -71,7 +71,7 @@ def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
     fnet_command("train", "text.py", "--out", "rows", *words, *steps_taken)
     lines = [json.loads(line) for line in (text_folder / "rows" / "metrics.jsonl").open()]
     assert lines[-1]["test/loss"] < lines[0]["train/loss"] < np.log(256) + 1
-    assert 2 <= steps[0].programs <= 3  # 16, 32 and 64 tokens
+    assert 2 <= steps[0].num_programs <= 3  # 16, 32 and 64 tokens
 
 
 @pytest.mark.parametrize(

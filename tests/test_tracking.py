@@ -175,8 +175,8 @@ def test_a_step_that_is_compiled_again_says_what_changed():
     half = {name: a[:4] for name, a in batch.items()}
     state, _ = step(state, half)
     state, _ = step(state, half)
-    assert step.programs == 2
+    assert step.num_programs == 2
     (words,) = said
-    assert words.startswith("compiled again, in ")
+    assert words.startswith("compiled again in ")
     assert "batch['image'] was float32[8, 8, 8, 1], is float32[4, 8, 8, 1]" in words
     assert "batch['label'] was int32[8], is int32[4]" in words

@@ -90,14 +90,14 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
 
         g = sum_i s_i grad mean(loss(B_i)),    s_i = sum(w_i) / sum(w).
 
-    If the loss of an example does not depend on other examples, that is the gradient of the
-    mean over B, and the metrics are the means over B. Only the activations of one microbatch
-    exist at a time. The backward pass adds each gradient to one accumulator
+    That is the gradient of the mean over B, if the loss of an example does not depend on other
+    examples. The metrics are those of the whole batch too. Only the activations of one
+    microbatch exist at a time. The backward pass adds to one accumulator
     (``jax.vjp(...).with_refs``), also layer by layer inside a scan over layers. Besides the
     accumulator no array of the parameters' size exists.
 
     Guarantees:
-      - Weights are relative to the whole batch. A microbatch of padding adds nothing, and if
+      - Weights are those of the whole batch. A microbatch of padding adds nothing, and if
         all weights are 0, the gradient is 0, as in `mean`.
       - Microbatch i is every n-th example, starting with example i. If the batch is sharded
         over its leading axis and n divides each device's examples, every device takes its
@@ -108,8 +108,8 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
       - ``model_state`` passes from each microbatch to the next. A batch norm (`fnet.abn`) uses
         the statistics of a microbatch and updates its running statistics n times, so such a
         network does not have the gradient of the whole batch.
-      - The accumulator has the dtype of the parameters, since JAX requires it. Use
-        float32 parameters and compute in bfloat16, as fnet's layers do. A sum in bfloat16
+      - The accumulator has the dtype of the parameters, since JAX requires it. Keep
+        parameters in float32 and compute in bfloat16, as fnet's layers do. A sum in bfloat16
         rounds after every microbatch.
       - One microbatch is `mean`.
 
@@ -282,7 +282,7 @@ def _is_slow_in_loops_on_cpu(
     """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops.
 
     XLA has a fast implementation for the layout [batch, space, features] x [space, in, out].
-    It transposes other layouts, which derivatives have, but only outside of loops.
+    It transposes other layouts, such as those of derivatives, but only outside of loops.
     """
     args = params, model_state, _part(parts, 0), key
     if not any(convolutions(jax.make_jaxpr(objective)(*args))):

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -413,7 +412,7 @@ class _Call:
             source = min(i, len(inputs) - 1)
             if name in _RENAMING and _is_renaming(eqn, eqn.invars[source], var):
                 outputs.append(inputs[source])
-            elif (name in _FILLING or _is_scalar(var)) and all(x.is_fill for x in inputs):
+            elif (name in _FILLING or aval(var).size <= 1) and all(x.is_fill for x in inputs):
                 outputs.append(dataclasses.replace(made, is_fill=True))
             elif name == "device_put":  # for example to host memory
                 outputs.append(_made_by(inputs[source], made))
@@ -432,12 +431,12 @@ def _call(eqn: JaxprEqn, inputs: list[_Origin], made: _Origin, calls: list[_Call
         jaxpr = call.jaxpr
         if len(jaxpr.outvars) != len(eqn.outvars):
             continue
-        # Inside of a while or a shard_map, an array differs from the one outside.
-        placeholders = inner = [_Origin() for _ in jaxpr.invars]
+        inner = [_Origin() for _ in jaxpr.invars]
         if name != "while" and len(jaxpr.invars) == len(given):
-            same = [_shape(a) == _shape(b) for a, b in zip(jaxpr.invars, invars, strict=True)]
-            inner = [g if s else p for g, s, p in zip(given, same, placeholders, strict=True)]
-        results.append([_made_by(r, made) if r in placeholders else r for r in call.run(inner)])
+            pairs = zip(jaxpr.invars, invars, strict=True)
+            same = [_shape(a) == _shape(b) for a, b in pairs]
+            inner = [g if s else i for g, s, i in zip(given, same, inner, strict=True)]
+        results.append(call.run(inner))
     if len(calls) == len(results) == 1 and name != "while":
         inner_shapes = [_shape(v) for v in calls[0].jaxpr.outvars]
         if inner_shapes == [_shape(v) for v in eqn.outvars]:
@@ -486,10 +485,6 @@ def _constant(value: Any) -> _Origin:
 def _shape(atom: Any) -> Any:
     """Shape of an array; None for tokens and the like."""
     return getattr(aval(atom), "shape", None)
-
-
-def _is_scalar(atom: Any) -> bool:
-    return _shape(atom) is not None and math.prod(_shape(atom)) <= 1
 
 
 def _is_renaming(eqn: JaxprEqn, source: Any, var: Any) -> bool:

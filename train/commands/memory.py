@@ -21,7 +21,7 @@ from train.output.memory_tables import memory_tables, plan_summary, plan_table
 from train.output.progress import line_printer
 from train.run.memory_report import memory_report
 from train.run.mesh import layout, make_cpu_devices
-from train.run.planning import choose, largest_batch, limit, plan, reserve
+from train.run.planning import compile_chosen, largest_batch, limit, plan, reserve
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -90,7 +90,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
                 run = run._replace(config=_replace(run.config, "memory", budget=f"{step_limit}B"))
         found = plan(run, target=target, progress=show_candidate)
         status.update(f"compiling {found.chosen}")
-        report = memory_report(run, choose(run, found, target=target))
+        report = memory_report(run, compile_chosen(run, found, target=target))
         console.print(*memory_tables(report), sep="\n")
         console.print(plan_table(found, reserve(run, target)))
         log(plan_summary(found, reserve(run, target)))

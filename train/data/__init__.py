@@ -24,15 +24,15 @@ class Dataset(NamedTuple):
     as an index into a list of files.
 
     Attributes:
-      train: rows of the training examples.
-      test: rows of the test examples.
-      classes: class names by label; () without labels.
+      train: Rows of the training examples.
+      test: Rows of the test examples.
+      classes: Class names by label; () without labels.
       augment: ``(rows, generator) -> batch``, makes a training batch.
       prepare: ``rows -> batch``, makes a test batch; by default the rows are the batch.
-      name: describes a row of ``train`` to the user: its file, or its index.
-      explain: says why the example with this ``id`` has weight 0: its file and the error. None if
+      name: Describes a row of ``train`` to the user: its file, or its index.
+      explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
-      max_bad_fraction: largest fraction of unreadable files to tolerate, per split.
+      max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
     """
 
     train: Arrays

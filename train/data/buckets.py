@@ -31,10 +31,10 @@ def bucketed_batches(
     with the same batches.
 
     Args:
-      dataset: dataset with ``length`` in ``train``, whose ``augment`` returns ``tokens``.
-      batch_size: rows per batch.
-      seed: seed of the order.
-      longest: largest bucket, in tokens of input.
+      dataset: Dataset with ``length`` in ``train``, whose ``augment`` returns ``tokens``.
+      batch_size: Rows per batch.
+      seed: Seed of the order.
+      longest: Largest bucket, in tokens of input.
     """
     source = _BucketedBatches(dataset, batch_size, seed, longest)
     return prefetch(grain.MapDataset.source(source))

@@ -15,7 +15,7 @@ def load(config: Digits) -> Dataset:
     """Load images float32 [N, 8, 8, 1] in [0, 1] and labels int32 [N], split within each class.
 
     Raises:
-      UserError: if a split of that fraction cannot hold every class.
+      UserError: If a split of that fraction cannot hold every class.
     """
     from sklearn.datasets import load_digits  # slow to import
 

@@ -23,9 +23,9 @@ def padded_batch_size(examples: int, batch_size: int, multiple: int = 1) -> int:
     overflows.
 
     Args:
-      examples: number of training examples.
-      batch_size: expected number of sampled examples.
-      multiple: the result is rounded up to a multiple of this number.
+      examples: Number of training examples.
+      batch_size: Expected number of sampled examples.
+      multiple: The result is rounded up to a multiple of this number.
     """
     from scipy.stats import binom  # slow to import
 

@@ -1,42 +1,43 @@
-"""What a confusion matrix tells of each class, and of all."""
+"""Scores from a confusion matrix, by class and overall."""
 
 import numpy as np
 
 
 def accuracy_by_class(confusion: np.ndarray) -> np.ndarray:
-    """The share of each class's examples, or pixels, that is taken for it; nan where it has none.
+    """Return the recall of each class; NaN for a class without examples.
 
     Args:
-      confusion: [true, predicted], counts.
+      confusion: counts of examples or pixels [true, predicted].
 
     Returns:
-      [classes], float64; the recall of each.
+      float64 [classes].
     """
-    return _shares(np.diag(confusion), confusion.sum(1))
+    return _divide(np.diag(confusion), confusion.sum(1))
 
 
 def iou_by_class(confusion: np.ndarray) -> np.ndarray:
-    """Intersection over union of each class; nan where it is neither there nor predicted.
+    """Return the intersection over union (Jaccard index) of each class.
 
-    What is of the class and taken for it, of all that is either: Everingham et al. 2015, "The
-    Pascal Visual Object Classes Challenge: A Retrospective".
+    The intersection is the number of pixels of the class that are predicted as it. The union is
+    the number of pixels that are either (Everingham et al. 2015, "The Pascal Visual Object Classes
+    Challenge: A Retrospective").
 
     Args:
-      confusion: [true, predicted], counts.
+      confusion: counts [true, predicted].
 
     Returns:
-      [classes], float64; also called the Jaccard index.
+      float64 [classes]; NaN for a class that is neither there nor predicted.
     """
-    right = np.diag(confusion)
-    return _shares(right, confusion.sum(0) + confusion.sum(1) - right)
+    intersection = np.diag(confusion)
+    return _divide(intersection, confusion.sum(0) + confusion.sum(1) - intersection)
 
 
 def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
-    """Scores of a segmentation, each in [0, 1]; 0 where no pixel is counted.
+    """Return the scores of a segmentation in [0, 1]; 0 without pixels.
 
     Returns:
-      ``mean_iou``: over classes that are there or predicted; ``pixel_accuracy``: share of all
-      pixels; ``class_accuracy``: mean over classes that are there.
+      ``mean_iou``: mean over classes that are there or predicted; ``pixel_accuracy``: fraction of
+      pixels that are correct; ``class_accuracy``: mean recall over classes that are there.
     """
     return {
         "mean_iou": _mean(iou_by_class(confusion)),
@@ -45,10 +46,10 @@ def pixel_scores(confusion: np.ndarray) -> dict[str, float]:
     }
 
 
-def _shares(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.full(len(whole), np.nan), where=whole > 0)
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.divide(a, b, out=np.full(len(b), np.nan), where=b > 0)
 
 
 def _mean(values: np.ndarray) -> float:
-    there = values[~np.isnan(values)]
-    return float(there.mean()) if there.size else 0.0
+    defined = values[~np.isnan(values)]
+    return float(defined.mean()) if defined.size else 0.0

@@ -1,4 +1,4 @@
-"""Held-out images with what a network makes of them, as a picture."""
+"""Picture of test images with their predictions."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -8,99 +8,98 @@ import numpy as np
 from train import data
 from train.config import DeepLab
 from train.output import plots
-from train.run.evaluation import Evaluate, Trained
+from train.run.evaluation import Evaluator, Trained
 from train.run.setup import Setup
 
-_LOOKED_AT = 512
-"""Images with a label each from which those that are shown are taken."""
-_ANSWERS = 24
-_SEGMENTATIONS = 6
+_MAX_CLASSIFIED = 512
+"""Number of classified images from which the shown ones are chosen."""
+_NUM_CLASSIFIED = 24
+_NUM_SEGMENTED = 6
 
 
-def draw(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
-    """Shows images of the test set, what is right, and what the network says.
+def draw(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
+    """Draw test images with labels and predictions.
 
-    Of up to 512 images with one label each, evenly from the whole test set, the 24 of whose
-    wrong label the network is surest, then those of whose right label it is least sure. Of
-    images with masks six, evenly from the test set, with both masks. They are found by the
-    program that was compiled to evaluate.
+    Of up to 512 classified images, spread over the test set, 24 are shown: first errors, by
+    decreasing probability, then correct ones, by increasing probability. Of segmented images, six
+    are shown with both masks. The compiled program of the evaluation is used.
 
     Args:
-      run: what was trained.
-      evaluate: of that run.
-      trained: the network.
-      path: where the PNG is written.
+      run: setup of the run.
+      evaluate: evaluator of the run.
+      trained: parameters and model state.
+      path: path of the PNG.
 
     Returns:
-      Whether there is one: not where nothing is classified.
+      Whether the picture was written; it is not without classes.
     """
     if isinstance(run.config.model, DeepLab):
-        return _segmentations(run, evaluate, trained, path)
-    return _answers(run, evaluate, trained, path)
+        return _draw_segmentations(run, evaluate, trained, path)
+    return _draw_classifications(run, evaluate, trained, path)
 
 
-class _Answer(NamedTuple):
+class _Classified(NamedTuple):
     image: np.ndarray
     label: int
     prediction: int
     probability: float
 
     @property
-    def right(self) -> bool:
+    def is_correct(self) -> bool:
         return self.label == self.prediction
 
     @property
     def order(self) -> tuple[bool, float]:
-        return self.right, self.probability if self.right else -self.probability
+        return self.is_correct, self.probability if self.is_correct else -self.probability
 
 
-def _answers(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
-    found: list[_Answer] = []
-    seen = wrong = 0
-    for batch, predictions, probability in evaluate.shown(trained, _LOOKED_AT):
-        assert probability is not None  # there is one label an image
-        real = np.flatnonzero(batch["weight"])
-        some = [
-            _Answer(batch["image"][i], batch["label"][i], predictions[i], probability[i])
-            for i in real
+def _draw_classifications(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
+    shown: list[_Classified] = []
+    num_images = num_errors = 0
+    for batch, predictions, probability in evaluate.predict(trained, _MAX_CLASSIFIED):
+        assert probability is not None  # each image has one label
+        classified = [
+            _Classified(batch["image"][i], batch["label"][i], predictions[i], probability[i])
+            for i in np.flatnonzero(batch["weight"])
         ]
-        seen, wrong = seen + len(some), wrong + sum(not a.right for a in some)
-        found = sorted(found + some, key=lambda a: a.order)[:_ANSWERS]
-    if not found:
+        num_images += len(classified)
+        num_errors += sum(not c.is_correct for c in classified)
+        shown = sorted(shown + classified, key=lambda c: c.order)[:_NUM_CLASSIFIED]
+    if not shown:
         return False
     classes = run.task.dataset.classes
-    # Of several crops of an image the middle one.
+    # Of several crops of an image, the center one is shown.
     images = np.stack(
-        [a.image if a.image.ndim == 3 else a.image[len(a.image) // 2 - 1] for a in found]
+        [c.image if c.image.ndim == 3 else c.image[len(c.image) // 2 - 1] for c in shown]
     )
-    words = [
-        f"{_short(classes[a.prediction])} {a.probability:.0%}"
-        + ("" if a.right else f"\nis {_short(classes[a.label])}")
-        for a in found
+    captions = [
+        f"{_shorten(classes[c.prediction])} {c.probability:.0%}"
+        + ("" if c.is_correct else f"\nis {_shorten(classes[c.label])}")
+        for c in shown
     ]
-    of_all = data.num_examples(run.task.dataset.test)
-    of = "test images" if seen == of_all else f"of {of_all:,} test images"
-    title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; the surest"
-    if wrong < len(found):
-        title = f"{run.config.name}: {wrong:,} of {seen:,} {of} wrong; then the least sure"
-    plots.classifications(images, words, [a.right for a in found], title, path)
+    total = data.num_examples(run.task.dataset.test)
+    part = "test images" if num_images == total else f"of {total:,} test images"
+    order = "most confident errors first"
+    if num_errors < len(shown):
+        order = "errors, then least confident"
+    title = f"{run.config.name}: {num_errors:,} of {num_images:,} {part} wrong; {order}"
+    plots.classifications(images, captions, [c.is_correct for c in shown], title, path)
     return True
 
 
-def _short(name: str, most: int = 22) -> str:
+def _shorten(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _segmentations(run: Setup, evaluate: Evaluate, trained: Trained, path: Path) -> bool:
-    found = []
-    for batch, predictions, _ in evaluate.shown(trained, _SEGMENTATIONS):
-        real = np.flatnonzero(batch["weight"])
-        found += [(batch["image"][i], batch["mask"][i], predictions[i]) for i in real]
-    if not found:
+def _draw_segmentations(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
+    shown = []
+    for batch, predictions, _ in evaluate.predict(trained, _NUM_SEGMENTED):
+        rows = np.flatnonzero(batch["weight"])
+        shown += [(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
+    if not shown:
         return False
-    images, truths, predictions = map(np.stack, zip(*found, strict=True))
-    classes = run.task.dataset.classes
-    total = data.num_examples(run.task.dataset.test)
-    title = f"{run.config.name}: {len(found)} of {total:,} test images"
-    plots.segmentations(images, truths, predictions, classes, title, path)
+    images, masks, predicted = map(np.stack, zip(*shown, strict=True))
+    classes, total = run.task.dataset.classes, data.num_examples(run.task.dataset.test)
+    title = f"{run.config.name}: {len(shown)} of {total:,} test images"
+    plots.segmentations(images, masks, predicted, classes, title, path)
     return True

@@ -1,89 +1,89 @@
-"""What a run shows on the way: progress, or plain lines where there is no terminal."""
+"""Progress of a run: a bar on a terminal, lines elsewhere."""
 
 import functools
 from collections.abc import Callable, Mapping
 from typing import Self
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from fnet.memory import format_bytes
-
-
-def line_printer(console: Console) -> Callable[[str], None]:
-    """``say(words)``: shows words as they are; no path in them is taken for markup or broken."""
-    show = functools.partial(
-        console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
-    )
-    return lambda words: show(printable(words))
-
-
-def printable(words: str) -> str:
-    """The words with a mark for each byte of a file's name that is not UTF-8."""
-    return words.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-class Screen:
-    """Progress of a run on a terminal, or as lines in a log."""
-
-    def __init__(self, console: Console, total: int):
-        self._console, self._say = console, line_printer(console)
-        self._progress = Progress(
-            BarColumn(bar_width=24),
-            TaskProgressColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            console=console,
-            refresh_per_second=2,  # ten times, as is the default, take 3 % of two cores
-            disable=not console.is_terminal,
-        )
-        self._total = total
-        self._task = self._progress.add_task("steps", total=total, metrics="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def advance(self, step: int) -> None:
-        """Moves the bar to ``step`` steps taken."""
-        self._progress.update(self._task, completed=step)
-
-    def log(self, step: int, line: Mapping[str, float], predicted: int, seen: int | None) -> None:
-        """Shows a line of metrics: beside the bar, or as a line of text."""
-        rate = line["examples_per_second"]
-        words = "  ".join(
-            [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
-            + [
-                f"{rate:,.0f} examples/s",
-                f"input wait {line['input_wait']:.1%}",
-                f"memory {format_bytes(seen)} (predicted {format_bytes(predicted)})",
-            ]
-        )
-        self._progress.update(self._task, completed=step, metrics=words)
-        if not self._console.is_terminal:
-            self._say(f"step {step}/{self._total}  {words}")
-
 
 _SHOWN = {
     "train/loss": "loss",
     "train/accuracy": "accuracy",
-    "train/skipped": "left out",
-    "train/pixel_accuracy": "pixels",
-    "test/accuracy": "test",
-    "test/mean_iou": "mean IoU",
+    "train/skipped": "skipped",
+    "train/pixel_accuracy": "pixel accuracy",
     "test/loss": "test loss",
+    "test/accuracy": "test accuracy",
+    "test/mean_iou": "test mean IoU",
     "train/noise_scale": "noise scale",
     "privacy/epsilon": "epsilon",
     "train/learning_rate": "lr",
 }
+"""Metrics that are shown, with their names."""
+
+
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line as it is, without markup or line breaks."""
+    show = functools.partial(
+        console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
+    return lambda line: show(printable(line))
+
+
+def printable(text: str) -> str:
+    """Replace each byte of a file name that is not UTF-8 by a mark."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+class Progress:
+    """Progress of a run: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, total: int):
+        self._console, self._log = console, line_printer(console)
+        self._bar = rich_progress.Progress(
+            rich_progress.BarColumn(bar_width=24),
+            rich_progress.TaskProgressColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.fields[metrics]}"),
+            console=console,
+            refresh_per_second=2,  # rich's default of 10 takes 3 % of two cores
+            disable=not console.is_terminal,
+        )
+        self._total = total
+        self._task = self._bar.add_task("steps", total=total, metrics="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        self._bar.update(self._task, completed=step)
+
+    def log(
+        self, step: int, line: Mapping[str, float], predicted: int, measured: int | None
+    ) -> None:
+        """Show a line of metrics, next to the bar or as a line of its own.
+
+        Args:
+          step: number of steps taken.
+          line: a line of metrics.jsonl.
+          predicted: predicted peak memory in bytes.
+          measured: measured peak memory in bytes; None if it is not known.
+        """
+        metrics = [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
+        metrics += [
+            f"{line['examples_per_second']:,.0f} examples/s",
+            f"input wait {line['input_wait']:.1%}",
+            f"memory {format_bytes(measured)} (predicted {format_bytes(predicted)})",
+        ]
+        text = "  ".join(metrics)
+        self._bar.update(self._task, completed=step, metrics=text)
+        if not self._console.is_terminal:
+            self._log(f"step {step}/{self._total}  {text}")

@@ -1,4 +1,4 @@
-"""The names of a run's classes, in its folder: what is predicted needs no training data."""
+"""Class names of a run, saved in its folder so that prediction does not need the training data."""
 
 import itertools
 import json
@@ -10,36 +10,36 @@ from train.tasks import build
 
 
 def write_classes(folder: RunFolder, classes: tuple[str, ...]) -> None:
-    """Writes the names of labels 0, 1, ... where there are any."""
+    """Write the names of labels 0, 1, ..., if there are any."""
     if classes:
         atomic_write(folder.classes, as_json({"classes": list(classes)}))
 
 
 def check_classes(folder: RunFolder, classes: tuple[str, ...]) -> None:
-    """Refuses data whose labels mean something else than when the run was begun.
+    """Check that the labels of the data mean the same as when the run began.
 
     Args:
-      folder: of a run; one that names no classes accepts any.
-      classes: of the data there are now.
+      folder: folder of the run; without class names in it, any are accepted.
+      classes: class names of the data.
 
     Raises:
-      UserError: then; it names the first that differs.
+      UserError: for the first label that has another name.
     """
     if not folder.classes.is_file():
         return
     for label, (then, now) in enumerate(itertools.zip_longest(_read(folder), classes)):
         if then != now:
             raise UserError(
-                f"data: the classes are not those that {folder.path} was begun with: label "
+                f"data: the classes differ from those that {folder.path} began with: label "
                 f"{label} was {then or 'none'}, is {now or 'none'}"
             )
 
 
 def read_classes(folder: RunFolder, config: Config) -> tuple[str, ...]:
-    """The names of labels 0, 1, ...; of a run that did not write them, its dataset's.
+    """Return the names of labels 0, 1, ..., from the run's folder or else from its dataset.
 
     Raises:
-      UserError: if they are in neither.
+      UserError: if neither has them.
     """
     return _read(folder) if folder.classes.is_file() else build(config).dataset.classes
 
@@ -49,7 +49,7 @@ def _read(folder: RunFolder) -> tuple[str, ...]:
     try:
         names = json.loads(path.read_bytes())["classes"]
         if not names or not all(isinstance(name, str) for name in names):
-            raise ValueError("it names no classes")
+            raise ValueError("it has no class names")
     except (ValueError, TypeError, LookupError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     return tuple(names)

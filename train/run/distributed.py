@@ -1,4 +1,4 @@
-"""Several processes, on one machine or many, that train one network together."""
+"""Several processes, on one machine or many, that train one network."""
 
 import contextlib
 import re
@@ -15,18 +15,22 @@ from train.run.run_folder import RunFolder
 
 
 def join(coordinator: str | None, processes: int | None, process: int | None) -> bool:
-    """Waits for the other processes; to be called before JAX looks for devices.
+    """Connect to the other processes. Call this before JAX looks for devices.
 
-    Gives whether this one is the first of them.
+    Arguments that are None are taken from SLURM, Open MPI, Kubernetes or Cloud TPU
+    (`jax.distributed.initialize`).
 
     Args:
-      coordinator: host:port of the first process; None, as the others: what SLURM, Open MPI,
-        Kubernetes or Cloud TPU say (`jax.distributed.initialize`).
-      processes: how many there are.
-      process: which of them this one is, from 0.
+      coordinator: host:port of process 0.
+      processes: number of processes.
+      process: index of this process.
+
+    Returns:
+      Whether this is process 0.
 
     Raises:
-      UserError: if nobody says so, the coordinator has no port, or the others do not come.
+      UserError: if an argument is missing, the coordinator has no port, or the other processes
+        do not connect.
     """
     if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
         raise UserError(f"--coordinator: expected HOST:PORT, got {coordinator}")
@@ -42,24 +46,24 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     return jax.process_index() == 0
 
 
-def several() -> bool:
-    """Whether there are other processes."""
+def has_other_processes() -> bool:
+    """Whether several processes train together."""
     return jax.process_count() > 1
 
 
 @contextlib.contextmanager
-def run_folder(out: Path, begin: Callable[[RunFolder], None]) -> Iterator[RunFolder]:
-    """The run's folder, which the first process owns; checkpoints are written by all.
+def run_folder(out: Path, prepare: Callable[[RunFolder], None]) -> Iterator[RunFolder]:
+    """Lock the run's folder in process 0 and yield it.
 
-    What the others write beside checkpoints is what the first one writes too: theirs goes to a
-    folder that is dropped.
+    The other processes write the same files as process 0 into temporary folders. Checkpoints are
+    written by all processes together.
 
     Args:
-      out: the run's folder.
-      begin: what is done in it first, by the first process alone.
+      out: folder of the run.
+      prepare: called once with the folder, in process 0.
 
     Raises:
-      UserError: whatever ``begin`` raises, in every process.
+      UserError: in every process, if ``prepare`` raises one.
     """
     with contextlib.ExitStack() as stack:
         refused: UserError | None = None
@@ -67,19 +71,19 @@ def run_folder(out: Path, begin: Callable[[RunFolder], None]) -> Iterator[RunFol
             folder = RunFolder(out)
             try:
                 stack.enter_context(folder.lock())
-                begin(folder)
+                prepare(folder)
             except UserError as error:
                 refused = error
         else:
             folder = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
             folder.checkpoints = out / "checkpoints"
         if any_process(refused is not None):
-            raise refused or UserError("the first process refused to begin: it says why")
+            raise refused or UserError("process 0 did not start the run; see its error")
         yield folder
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all must ask."""
-    if not several():
+    """Whether the flag is set in any process. Every process must call this."""
+    if not has_other_processes():
         return flag
     return bool(multihost_utils.process_allgather(np.asarray(flag)).any())

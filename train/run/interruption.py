@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, say so."""
+"""Interruption of a run by Ctrl-C or SIGTERM."""
 
 import signal
 from types import FrameType
@@ -6,25 +6,31 @@ from typing import Any, Self
 
 
 class Interruption:
-    """While entered, the first SIGINT or SIGTERM only sets ``requested``; the next ends at once."""
+    """Record SIGINT or SIGTERM instead of ending the process, so that a run can save first.
+
+    Only the first signal is recorded; a second one ends the process.
+
+    Attributes:
+      signal: Name of the signal that came, or None.
+    """
 
     def __init__(self) -> None:
-        self.requested: str | None = None
-        self._previous: dict[int, Any] = {}
+        self.signal: str | None = None
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
+            self._handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.requested = signal.Signals(number).name
+        self.signal = signal.Signals(number).name
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._previous.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -39,7 +39,7 @@ class MemoryReport(NamedTuple):
         return planned.executable.report.as_dict() | {
             "policy": planned.policy,
             "microbatches": planned.microbatches,
-            "remat": planned.proof._asdict() if planned.proof else None,
+            "remat": planned.remat._asdict() if planned.remat else None,
             "plan": _plan_as_dict(planned.plan) if planned.plan else None,
             "residuals": [layer._asdict() for layer in self.residuals],
             "largest_at_peak": [buffer._asdict() for buffer in self.largest],

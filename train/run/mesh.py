@@ -1,4 +1,4 @@
-"""The devices that train together, and what lies where on them."""
+"""Devices that train together, and the sharding of arrays over them."""
 
 import contextlib
 import dataclasses
@@ -13,33 +13,33 @@ from fnet import TrainState
 from train.config import Config, Mesh
 from train.errors import UserError
 
-_SMALL = 1024
-"""Elements below which an array is not worth being spread."""
+_MIN_SHARDED_SIZE = 1024
+"""Smallest number of elements of an array that is sharded."""
 
 
 class Layout(NamedTuple):
-    """Where a train state and its batches lie.
+    """Sharding of train states and batches.
 
-    Every device takes its share of each batch. Of the parameters, their average and the
-    optimizer's state, those along ``fsdp`` hold a share each (ZeRO: Rajbhandari et al., SC 2020);
-    XLA gathers a layer's parameters where they are used, and sums its gradients where they are
-    kept. Everything else is everywhere.
+    A batch is sharded over all devices. Parameters, their average and the optimizer state are
+    sharded along ``fsdp`` (ZeRO: Rajbhandari et al., SC 2020): XLA gathers a layer's parameters
+    where they are used, and reduces its gradients where they are stored. Everything else is
+    replicated.
 
     Attributes:
-      mesh: the devices, with axes ``data`` and ``fsdp``.
+      mesh: Devices, with axes ``data`` and ``fsdp``.
     """
 
     mesh: jax.sharding.Mesh
 
     @property
-    def everywhere(self) -> NamedSharding:
-        """All of an array on every device."""
+    def replicated(self) -> NamedSharding:
+        """Sharding of an array that each device has in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def put(self, batch: Any) -> Any:
-        """A batch that every process has, as arrays of which each holds its devices' rows.
+        """Convert a batch that every process has to arrays sharded over all devices.
 
-        Where there is one process, the compiled program takes it as it is.
+        With one process, the compiled program takes the batch as it is.
         """
         if jax.process_count() == 1:
             return batch
@@ -50,83 +50,85 @@ class Layout(NamedTuple):
         )
 
     def batch(self, shapes: Any) -> Any:
-        """The shapes of a batch, each placed: rows are spread over all devices."""
+        """Return the shapes of a batch, with shardings of its rows over all devices."""
         rows = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        return jax.tree.map(lambda a: _placed(a, rows), shapes)
+        return jax.tree.map(lambda a: _with_sharding(a, rows), shapes)
 
     def state(self, shapes: TrainState) -> TrainState:
-        """The shapes of a train state, each placed."""
+        """Return the shapes of a train state, with shardings."""
 
-        def spread(tree: Any) -> Any:
-            return jax.tree.map(lambda a: _placed(a, self._spread(a.shape)), tree)
+        def shard(tree: Any) -> Any:
+            return jax.tree.map(lambda a: _with_sharding(a, self._sharding(a.shape)), tree)
 
-        whole = jax.tree.map(lambda a: _placed(a, self.everywhere), shapes)
+        replicated = jax.tree.map(lambda a: _with_sharding(a, self.replicated), shapes)
         return dataclasses.replace(
-            whole,
-            params=spread(shapes.params),
-            opt_state=spread(shapes.opt_state),
-            ema=spread(shapes.ema),
+            replicated,
+            params=shard(shapes.params),
+            opt_state=shard(shapes.opt_state),
+            ema=shard(shapes.ema),
         )
 
-    def _spread(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Along the longest axis that the devices divide."""
+    def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Shard the longest axis whose size the devices divide."""
         devices = self.mesh.shape["fsdp"]
         axes = [i for i, n in enumerate(shape) if n % devices == 0]
-        if not axes or math.prod(shape) < _SMALL:
-            return self.everywhere
+        if not axes or math.prod(shape) < _MIN_SHARDED_SIZE:
+            return self.replicated
         longest = max(axes, key=lambda i: shape[i])
         axis = [None] * longest + ["fsdp"]
         return NamedSharding(self.mesh, PartitionSpec(*axis))
 
 
 def shardings(shapes: Any) -> Any:
-    """Where the arrays of a tree lie whose shapes are placed."""
+    """Return the shardings of a tree of shapes."""
     return jax.tree.map(lambda a: a.sharding, shapes)
 
 
 def layout(config: Config) -> Layout:
-    """The devices that a config asks for, the first ones of this machine.
+    """Return the layout of a config's mesh over the first devices of this machine.
 
     Raises:
-      UserError: if there are fewer, or they do not share a batch evenly.
+      UserError: if there are too few devices, or they do not divide a batch evenly.
     """
-    wanted, batch_size = config.mesh, config.data.batch_size
-    devices = jax.devices()
-    count = wanted.data * wanted.fsdp
+    data, fsdp, batch_size = config.mesh.data, config.mesh.fsdp, config.data.batch_size
+    devices, count = jax.devices(), data * fsdp
     if count > len(devices):
         raise UserError(
-            f"mesh: {wanted.data} x {wanted.fsdp} devices are wanted, {len(devices)} of "
-            f"{devices[0].device_kind} {'is' if len(devices) == 1 else 'are'} there"
+            f"mesh: {data} x {fsdp} devices are wanted, but this machine has {len(devices)} "
+            f"({devices[0].device_kind})"
         )
     if jax.process_count() > 1 and count < len(devices):
         raise UserError(
-            f"mesh: {wanted.data} x {wanted.fsdp} devices are wanted, and the "
-            f"{jax.process_count()} processes have {len(devices)}: all must be in it"
+            f"mesh: {data} x {fsdp} devices are wanted, but the {jax.process_count()} processes "
+            f"have {len(devices)}: give a mesh of all of them"
         )
     if batch_size % count:
         raise UserError(f"mesh: {count} devices do not divide data.batch_size {batch_size}")
-    shape = (wanted.data, wanted.fsdp)
-    names = ("data", "fsdp")
-    kinds = (AxisType.Auto, AxisType.Auto)
-    return Layout(jax.make_mesh(shape, names, devices=devices[:count], axis_types=kinds))
+    mesh = jax.make_mesh(
+        (data, fsdp),
+        ("data", "fsdp"),
+        devices=devices[:count],
+        axis_types=(AxisType.Auto, AxisType.Auto),
+    )
+    return Layout(mesh)
 
 
-def make_cpu_devices(wanted: Mesh, processes: int = 1) -> None:
-    """Lets JAX see as many devices on a CPU as are wanted of this process, before it looks.
+def make_cpu_devices(mesh: Mesh, processes: int = 1) -> None:
+    """Let JAX split the CPU into the devices of a mesh. Call this before JAX looks for devices.
 
-    Nothing is changed where ``XLA_FLAGS`` says how many there are. XLA's devices on a CPU share
-    threads, and one that waits for another keeps its thread: with as many threads as cores, or
-    with the next step begun before this one has ended, all may wait for each other.
+    Nothing changes if ``XLA_FLAGS`` sets a number of devices. XLA's devices on a CPU share threads,
+    and a device that waits for another keeps its thread. With as many threads as cores, or with
+    steps that overlap, all threads may wait for each other.
     """
-    count = wanted.data * wanted.fsdp // processes
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if count > 1 and not told:
+    count = mesh.data * mesh.fsdp // processes
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if count > 1 and not is_set:
         os.environ.setdefault("NPROC", str((os.cpu_count() or 1) + 3 * count))  # XLA's threads
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        # JAX has looked if it is used as a library: then `layout` says how many there are.
+        # RuntimeError: JAX already has devices, whose number `layout` checks.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
 
 
-def _placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""From a config's memory section to a train step that keeps to it."""
+"""Compile a train step within the config's memory budget."""
 
 import time
 from collections.abc import Callable
@@ -22,114 +22,113 @@ Progress = Callable[[Candidate], None]
 
 
 class Planned(NamedTuple):
-    """A compiled train step, and why it is this one.
+    """A compiled train step.
 
     Attributes:
-      executable: the compiled step with its report.
-      policy: a key of `fnet.memory.REMAT_POLICIES`.
-      microbatches: how many a batch is split into.
-      plan: what it was chosen from; None where the config leaves no choice.
-      proof: that the policy reached the compiled program, where it recomputes.
+      executable: Compiled step with its report.
+      policy: Remat policy, a key of `fnet.memory.REMAT_POLICIES`.
+      microbatches: Number of microbatches.
+      plan: Plan it was chosen from; None if the config leaves no choice.
+      remat: Effect of the policy on the compiled program; None without remat.
     """
 
     executable: Executable
     policy: str
     microbatches: int
     plan: Plan | None
-    proof: RematReport | None
+    remat: RematReport | None
 
 
 def compile_step(
     run: Setup, *, target: Target | None = None, progress: Progress | None = None
 ) -> Planned:
-    """The train step that ``config.memory`` asks for: planned where it names a budget.
+    """Compile the train step of a config, planned if ``config.memory`` has a budget.
 
     Args:
-      run: the run.
-      target: a device to compile for; this machine's by default.
-      progress: called with each candidate of a plan once it is compiled.
+      run: setup of the run.
+      target: device to compile for, by default this machine's.
+      progress: called with each candidate of a plan when it is compiled.
 
     Raises:
-      UserError: for a budget that nothing fits, or a policy that this device does not have.
+      UserError: for a budget that nothing fits, or a policy that this device does not support.
     """
-    wanted = run.config.memory
-    if not wanted.budget:
-        policy = "none" if wanted.policy == "auto" else wanted.policy
-        microbatches = run.step.microbatches
-        executable = _compile(run, policy, microbatches, target)
-        proof = _proof(run, policy, microbatches, executable, target)
-        return Planned(executable, policy, microbatches, None, proof)
-    return choose(run, plan(run, target=target, progress=progress), target=target)
+    section = run.config.memory
+    if section.budget:
+        return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
+    policy = "none" if section.policy == "auto" else section.policy
+    microbatches = run.step.microbatches
+    executable = _compile(run, policy, microbatches, target)
+    remat = _check_remat(run, policy, microbatches, executable, target)
+    return Planned(executable, policy, microbatches, None, remat)
 
 
 class StepCache:
-    """The planned step, for batches of every length that comes.
+    """The planned step, compiled for each shape of batch that comes.
 
-    Another length than that planned for is compiled when it first comes, in the same
-    way: there are at most as many as there are powers of two (`train.data.buckets`).
+    The number of shapes is limited: lengths of text are powers of two (`train.data.buckets`).
 
     Attributes:
-      programs: how many were compiled.
+      num_programs: Number of compiled programs.
     """
 
-    def __init__(self, run: Setup, planned: Planned, say: Callable[[str], None]):
-        self._run, self._planned, self._say = run, planned, say
-        self._by_kind = {_kind(run.batch_shapes): planned.executable}
+    def __init__(self, run: Setup, planned: Planned, log: Callable[[str], None]):
+        self._run, self._planned, self._log = run, planned, log
+        self._executables = {_signature(run.batch_shapes): planned.executable}
 
     @property
-    def programs(self) -> int:
-        """How many were compiled."""
-        return len(self._by_kind)
+    def num_programs(self) -> int:
+        """Number of compiled programs."""
+        return len(self._executables)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The next state and the step's metrics."""
-        kind = _kind(batch)
-        if kind not in self._by_kind:
-            began = time.perf_counter()
-            self._by_kind[kind] = _compile(
+        """Return the next state and the step's metrics."""
+        signature = _signature(batch)
+        if signature not in self._executables:
+            start = time.perf_counter()
+            self._executables[signature] = _compile(
                 self._run.with_batch_shapes(jax.eval_shape(lambda b: b, batch)),
                 self._planned.policy,
                 self._planned.microbatches,
                 None,
                 self._planned.executable.report.compiler_options,
             )
-            self._say(
-                f"compiled again, in {time.perf_counter() - began:.1f} s: "
-                f"{_difference(self._run.batch_shapes, batch)}; {self.programs} programs now"
+            self._log(
+                f"compiled again in {time.perf_counter() - start:.1f} s "
+                f"({self.num_programs} programs): {_difference(self._run.batch_shapes, batch)}"
             )
-        return self._by_kind[kind](state, self._run.put(batch))
+        return self._executables[signature](state, self._run.put(batch))
 
 
-def _kind(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
+def _signature(batch: Any) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
     return tuple((a.shape, a.dtype) for a in jax.tree.leaves(batch))
 
 
-def _difference(first: Any, now: Any) -> str:
-    """Which arrays are not of the shape and dtype that was compiled for first."""
+def _difference(first: Any, other: Any) -> str:
+    """Describe the arrays whose shape or dtype differ between two batches."""
 
-    def kinds(batch: Any) -> dict[str, str]:
+    def describe(batch: Any) -> dict[str, str]:
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         return {
             f"batch{jax.tree_util.keystr(path)}": f"{a.dtype}{list(a.shape)}" for path, a in leaves
         }
 
-    was, is_ = kinds(first), kinds(now)
-    names = sorted(n for n in was | is_ if was.get(n) != is_.get(n))
-    return ", ".join(f"{n} was {was.get(n, 'absent')}, is {is_.get(n, 'absent')}" for n in names)
+    a, b = describe(first), describe(other)
+    names = sorted(n for n in a | b if a.get(n) != b.get(n))
+    return ", ".join(f"{n} was {a.get(n, 'absent')}, is {b.get(n, 'absent')}" for n in names)
 
 
-def check(run: Setup) -> None:
-    """Refuses at once what the config asks for in vain, on this machine.
+def check_memory_config(run: Setup) -> None:
+    """Check that this machine supports the policy, and that batches can be split.
 
     Raises:
-      UserError: for a policy that this device does not have, or a batch that cannot be split.
+      UserError: if not.
     """
-    wanted = run.config.memory
-    here = policies_for(jax.default_backend())
-    if wanted.policy not in ("auto", *here):
+    policy, backend = run.config.memory.policy, jax.default_backend()
+    supported = policies_for(backend)
+    if policy not in ("auto", *supported):
         raise UserError(
-            f"memory.policy: {wanted.policy} does not work on {jax.default_backend()}: "
-            f"expected one of auto, {', '.join(here)}"
+            f"memory.policy: {policy} does not work on {backend}: "
+            f"expected one of auto, {', '.join(supported)}"
         )
     rows = jax.tree.leaves(run.batch_shapes)[0].shape[0]
     microbatches = run.step.microbatches
@@ -140,28 +139,28 @@ def check(run: Setup) -> None:
         )
 
 
-def choose(run: Setup, found: Plan, *, target: Target | None = None) -> Planned:
-    """Compiles what a plan has chosen."""
-    c = found.chosen
+def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> Planned:
+    """Compile the chosen candidate of a plan."""
+    c = plan.chosen
     executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
-    proof = _proof(run, c.policy, c.microbatches, executable, target)
-    return Planned(executable, c.policy, c.microbatches, found, proof)
+    remat = _check_remat(run, c.policy, c.microbatches, executable, target)
+    return Planned(executable, c.policy, c.microbatches, plan, remat)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
-    """The candidates for ``config.memory``, compiled and not run; all policies without a budget.
+    """Compile the candidates for ``config.memory`` without running them.
 
     Raises:
       UserError: as `compile_step`.
     """
-    wanted = run.config.memory
+    section = run.config.memory
     try:
         return plan_step(
             run.step,
             run.state_shapes,
             run.batch_shapes,
-            wanted.budget,
-            policies=None if wanted.policy == "auto" else (wanted.policy,),
+            section.budget,
+            policies=None if section.policy == "auto" else (section.policy,),
             microbatch_choices=_microbatch_choices(run),
             reserve=reserve(run, target),
             target=target,
@@ -179,62 +178,65 @@ def largest_batch(
     target: Target | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int | None:
-    """The most examples a step can take within ``limit`` bytes, trained as ``candidate`` says.
+    """Find the largest batch size whose step needs at most ``limit`` bytes.
 
     Args:
-      run: the run; its batch size is where the search begins.
-      candidate: policy, microbatches and compiler options; its peak does not count.
+      run: setup of the run, with whose batch size the search begins.
+      candidate: policy, microbatches and compiler options.
       limit: bytes of the compiled step.
-      target: a device to compile for; this machine's by default.
-      progress: called with each size tried and its peak.
+      target: device to compile for, by default this machine's.
+      progress: called with each batch size and its peak.
 
     Returns:
-      How many examples; None where not even the fewest that the network takes fit.
+      The batch size, or None if not even the smallest one fits.
     """
     parts = candidate.microbatches * run.devices
+    step = run.step.replace(remat=candidate.policy, microbatches=candidate.microbatches)
 
-    def peak(microbatch: int) -> int:
-        sized = run.with_batch_size(microbatch * parts)
-        step = run.step.replace(remat=candidate.policy, microbatches=candidate.microbatches)
-        traced = step.trace(*_arguments(sized, target))
-        found = memory.estimate_peak(traced.lower(), candidate.compiler_options, target).total
-        found += reserve(sized, target) - reserve(run, target)
+    def peak(microbatch_size: int) -> int:
+        batch_size = microbatch_size * parts
+        resized = run.with_batch_size(batch_size)
+        lowered = step.trace(*_arguments(resized, target)).lower()
+        size = memory.estimate_peak(lowered, candidate.compiler_options, target).total
+        size += reserve(resized, target) - reserve(run, target)
         if progress:
-            progress(microbatch * parts, found)
-        return found
+            progress(batch_size, size)
+        return size
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
-        found = memory.largest_size(peak, limit, start)
-    except ValueError:  # fewer examples than the network's norms take; twice as many do not fit
+        largest = memory.largest_size(peak, limit, start)
+    except ValueError:  # too few examples for the network's norms, and twice as many do not fit
         return None
-    return None if found is None else found * parts
+    return None if largest is None else largest * parts
 
 
 def limit(run: Setup, target: Target | None = None) -> int | None:
-    """Bytes that a compiled step may take: of the budget, or else of the target."""
+    """Return the bytes that a compiled step may use: of the budget, or else of the target."""
     if run.config.memory.budget:
         return memory.parse_bytes(run.config.memory.budget) - reserve(run, target)
     return target.usable if target else None
 
 
 def reserve(run: Setup, target: Target | None = None) -> int:
-    """Bytes of a budget that are not the compiled step's: on CPU, where all lies in the same
-    memory, the batches that are read ahead, and what checkpoints and the allocator take.
+    """Return the bytes of a budget that the compiled step may not use.
+
+    On CPU, prefetched batches, checkpoints and the allocator share the memory with the step.
     """
     if target or jax.default_backend() != "cpu":
         return 0
-    holes = int(FRAGMENTATION * memory.tree_bytes(run.state_shapes))
-    return RUNTIME_OVERHEAD + holes + (PREFETCHED_BATCHES + 3) * memory.tree_bytes(run.batch_shapes)
+    fragmentation = int(FRAGMENTATION * memory.tree_bytes(run.state_shapes))
+    batches = (PREFETCHED_BATCHES + 3) * memory.tree_bytes(run.batch_shapes)
+    return RUNTIME_OVERHEAD + fragmentation + batches
 
 
 def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
-    """Numbers of microbatches to choose from, each of which every device has its share of."""
+    """Return numbers of microbatches that every device can split its shard into."""
     choices = run.microbatch_choices
     if choices or run.devices == 1 or not run.config.memory.budget:
         return choices
-    share = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
-    return tuple(2**i for i in range(share.bit_length()) if share % 2**i == 0)
+    shard = jax.tree.leaves(run.batch_shapes)[0].shape[0] // run.devices
+    return tuple(2**i for i in range(shard.bit_length()) if shard % 2**i == 0)
 
 
 def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:
@@ -256,21 +258,21 @@ def _compile(
         return fnet.compile_step(step, *_arguments(run, target), compiler_options=compiler_options)
     except memory.DonationError:
         raise
-    except ValueError as error:  # a batch that cannot be split, a policy of another device
+    except ValueError as error:  # a batch that cannot be split, or an unsupported policy
         raise UserError(f"memory: {error}") from error
 
 
-def _proof(
+def _check_remat(
     run: Setup, policy: str, microbatches: int, executable: Executable, target: Target | None
 ) -> RematReport | None:
-    """Compares with the policy that keeps all, compiled in the same way."""
+    """Compare the compiled step with the same one without remat."""
     if policy == "none":
         return None
     options = executable.report.compiler_options
-    plain = _compile(run, "none", microbatches, target, options)
+    baseline = _compile(run, "none", microbatches, target, options)
     try:
-        return memory.check_remat(plain.compiled, executable.compiled)
+        return memory.check_remat(baseline.compiled, executable.compiled)
     except memory.RematError as error:
-        if run.config.memory.policy == "auto":  # it was chosen because it fits
+        if run.config.memory.policy == "auto":  # chosen because it fits, not for its savings
             return None
         raise UserError(f"memory.policy: {policy}: {error}") from error

@@ -1,6 +1,6 @@
-"""Differentially private training: noise for a target epsilon, and epsilon as it is spent.
+"""Differentially private training: noise for a target epsilon, and epsilon spent so far.
 
-All arithmetic of privacy is dp_accounting's, an optional dependency.
+All privacy accounting is done by dp_accounting, an optional dependency.
 """
 
 import dataclasses
@@ -14,32 +14,29 @@ from train.config.training import MAX_EPSILON
 from train.errors import UserError
 from train.run.process_memory import release_free_memory
 
-_MOST_NOISE = 1024.0
-"""Noise multiplier beyond which none is looked for."""
+_MAX_NOISE = 1024.0
+"""Largest noise multiplier that calibration tries."""
 
-"""Above, there is nothing to account for, and distributions of privacy loss fill the memory."""
+_CALIBRATION_GRID = 1e-3
+"""Grid of privacy losses during calibration, ten times dp_accounting's default.
 
-_COARSE = 1e-3
-"""Grid of privacy losses while noise is looked for, ten times dp_accounting's own.
-
-Epsilon on a coarser grid is an upper bound: what is found is enough, and up to 0.5 %
-more than was needed."""
+Epsilon on a coarser grid is an upper bound: the noise is sufficient, and up to 0.5 % more than
+necessary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Privacy:
-    """What noise and sampling promise: after each step, (epsilon, delta)-differential privacy.
+    """Privacy guarantee of a run: after each step, (epsilon, delta)-differential privacy.
 
-    Of one example's presence: neighbouring sets of training examples differ by one
-    that is added or removed.
+    Neighboring datasets differ by adding or removing one training example.
 
     Attributes:
-      noise_multiplier: standard deviation of the noise on a step's sum of clipped
-        gradients, over the most that one example changes that sum.
-      sampling_probability: with which each example joins each step's batch.
-      delta: chance that is left out of the promise.
-      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi
-        differential privacy, looser).
+      noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
+        divided by the sensitivity of that sum to one example.
+      sampling_probability: Probability with which each example joins a batch.
+      delta: Delta of the guarantee.
+      accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
+        looser).
     """
 
     noise_multiplier: float
@@ -48,20 +45,20 @@ class Privacy:
     accountant: Literal["pld", "rdp"] = "pld"
 
     def epsilon(self, steps: int) -> float:
-        """Epsilon of the first ``steps`` steps together: an upper bound, rising with each.
+        """Return epsilon of the first ``steps`` steps, an upper bound.
 
-        Takes 0.02 to 0.3 s, and nothing where it was asked before.
+        The first call takes 0.02 to 0.3 s, and later ones with the same ``steps`` no time.
         """
-        spent = _epsilon(self, steps) if steps else 0.0
-        release_free_memory()  # distributions of privacy loss are large, and many
-        return spent
+        epsilon = _epsilon(self, steps) if steps else 0.0
+        release_free_memory()  # distributions of privacy loss are large
+        return epsilon
 
     def as_dict(self, steps: int) -> dict[str, Any]:
-        """All of it for JSON, with epsilon after ``steps`` steps."""
+        """Return all fields for JSON, with epsilon after ``steps`` steps."""
         return {"epsilon": self.epsilon(steps)} | dataclasses.asdict(self)
 
-    def in_words(self, steps: int) -> str:
-        """What ``steps`` steps spend, in a line."""
+    def describe(self, steps: int) -> str:
+        """Describe the guarantee after ``steps`` steps in one line."""
         return (
             f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps "
             f"({self.accountant}; noise multiplier {self.noise_multiplier:.4g}, "
@@ -69,22 +66,24 @@ class Privacy:
         )
 
 
-def privacy_of(grad: Clipped, *, batch_size: int, examples: int, steps: int) -> Privacy | None:
-    """The promise of a config; None where it adds no noise.
+def privacy_from_config(
+    grad: Clipped, *, batch_size: int, examples: int, steps: int
+) -> Privacy | None:
+    """Return the guarantee of a config, or None if it adds no noise.
 
     Args:
       grad: the config's section.
-      batch_size: examples a step, on average.
-      examples: training examples.
-      steps: of the whole run, which a target epsilon is spread over.
+      batch_size: expected number of examples per step.
+      examples: number of training examples.
+      steps: length of the run, over which a target epsilon is spent.
 
     Raises:
-      UserError: for a promise that is half named, worthless or out of reach, and
-        where dp_accounting is missing.
+      UserError: if the guarantee is incomplete, meaningless or impossible, or dp_accounting is
+        not installed.
     """
     if not grad.is_private:
         if grad.delta is not None:
-            raise UserError("grad.delta: needs grad.epsilon or grad.noise_multiplier beside it")
+            raise UserError("grad.delta: needs grad.epsilon or grad.noise_multiplier, too")
         return None
     if grad.epsilon is not None and grad.noise_multiplier is not None:
         raise UserError(
@@ -94,28 +93,28 @@ def privacy_of(grad: Clipped, *, batch_size: int, examples: int, steps: int) -> 
     if grad.delta is None:
         given = "epsilon" if grad.epsilon is not None else "noise_multiplier"
         raise UserError(
-            f"grad.delta: missing beside grad.{given}; "
-            f"give less than 1 / {examples} training examples, for example 1e-5"
+            f"grad.delta: grad.{given} needs it, too; give less than 1 / {examples} training "
+            "examples, for example 1e-5"
         )
     if grad.delta >= 1 / examples:
         raise UserError(
-            f"grad.delta: {grad.delta:g} would permit publishing one of {examples} training "
-            f"examples whole; expected less than 1 / {examples} = {1 / examples:.2g}"
+            f"grad.delta: {grad.delta:g} would allow publishing one of {examples} training "
+            f"examples; expected less than 1 / {examples} = {1 / examples:.2g}"
         )
     if batch_size > examples:
         raise UserError(
-            f"data.batch_size: {batch_size} is more than the {examples} training examples, "
-            "of which private training draws each at most once a step"
+            f"data.batch_size: {batch_size} is more than the {examples} training examples; "
+            "private training samples each at most once per step"
         )
     dp_accounting()
     probability = batch_size / examples
     if grad.noise_multiplier is not None:
         noise = grad.noise_multiplier
-        spent = Privacy(noise, probability, grad.delta, "rdp").epsilon(steps)
-        if spent > MAX_EPSILON:
+        epsilon = Privacy(noise, probability, grad.delta, "rdp").epsilon(steps)
+        if epsilon > MAX_EPSILON:
             raise UserError(
-                f"grad.noise_multiplier: {noise:g} keeps nothing private: {steps} steps spend "
-                f"epsilon {spent:.3g}, and above {MAX_EPSILON:g} it is not reckoned"
+                f"grad.noise_multiplier: {noise:g} gives no privacy: {steps} steps spend epsilon "
+                f"{epsilon:.3g}; expected at most {MAX_EPSILON:g}"
             )
     else:
         assert grad.epsilon is not None
@@ -137,7 +136,7 @@ def noise_for(
     steps: int,
     accountant: Literal["pld", "rdp"] = "pld",
 ) -> float:
-    """The least noise multiplier with which ``steps`` steps spend at most ``epsilon``.
+    """Return the smallest noise multiplier with which ``steps`` steps spend at most ``epsilon``.
 
     Raises:
       UserError: if there is none.
@@ -147,30 +146,32 @@ def noise_for(
     def event(noise: float) -> Any:
         return _event(noise, sampling_probability, steps)
 
-    def fresh() -> Any:
-        return _accountant(accountant, _COARSE)
+    def make_accountant() -> Any:
+        return _accountant(accountant, _CALIBRATION_GRID)
 
     @functools.cache
     def spent(noise: float) -> float:
-        return fresh().compose(event(noise)).get_epsilon(delta)
+        return make_accountant().compose(event(noise)).get_epsilon(delta)
 
-    # From above: with little noise the distributions of privacy loss are very long.
+    # Search from above: with little noise the distributions of privacy loss are very long.
     high = 16.0
     while spent(high) > epsilon:
-        if high >= _MOST_NOISE:
+        if high >= _MAX_NOISE:
             raise UserError(
-                f"grad.epsilon: {epsilon:g} is out of reach in {steps} steps at delta {delta:g}: "
+                f"grad.epsilon: {epsilon:g} is impossible in {steps} steps at delta {delta:g}: "
                 f"even a noise multiplier of {high:g} spends {spent(high):.3g}"
             )
         high *= 2
     while spent(high / 2) <= epsilon:
         high /= 2
     bracket = dp.ExplicitBracketInterval(high / 2, high)
-    return dp.calibrate_dp_mechanism(fresh, event, epsilon, delta, bracket, tol=1e-4 * high)
+    return dp.calibrate_dp_mechanism(
+        make_accountant, event, epsilon, delta, bracket, tol=1e-4 * high
+    )
 
 
 def dp_accounting() -> ModuleType:
-    """The module.
+    """Import dp_accounting.
 
     Raises:
       UserError: if it is not installed.
@@ -181,9 +182,9 @@ def dp_accounting() -> ModuleType:
         raise UserError(
             "grad: private training needs dp_accounting: pip install 'fnet-jax[privacy]'"
         ) from error
-    # It tells of each Renyi order that it leaves out, which makes no epsilon wrong.
+    # It warns about each Renyi order that it skips, which is harmless.
     logger = logging.getLogger("absl")
-    logger.setLevel(max(logger.level, logging.ERROR))  # it is orbax's as well
+    logger.setLevel(max(logger.level, logging.ERROR))  # orbax uses the same logger
     return dp_accounting
 
 
@@ -191,8 +192,8 @@ def dp_accounting() -> ModuleType:
 def _epsilon(privacy: Privacy, steps: int) -> float:
     p = privacy
     if p.accountant == "pld":
-        spent = _one_step(p.noise_multiplier, p.sampling_probability).self_compose(steps)
-        return float(spent.get_epsilon_for_delta(p.delta))
+        composed = _one_step(p.noise_multiplier, p.sampling_probability).self_compose(steps)
+        return float(composed.get_epsilon_for_delta(p.delta))
     accountant = _accountant(p.accountant)
     accountant.compose(_event(p.noise_multiplier, p.sampling_probability, steps))
     return float(accountant.get_epsilon(p.delta))
@@ -200,7 +201,7 @@ def _epsilon(privacy: Privacy, steps: int) -> float:
 
 @functools.lru_cache(maxsize=1)
 def _one_step(noise: float, probability: float) -> Any:
-    """One step's privacy loss distribution, of which PLDAccountant keeps no copy."""
+    """Return the privacy loss distribution of one step, which PLDAccountant would not cache."""
     dp_accounting()
     from dp_accounting.pld import privacy_loss_distribution
 

@@ -1,4 +1,4 @@
-"""How much memory the process really took, beside what the compiler predicted."""
+"""Measured memory of the process, next to what the compiler predicted."""
 
 import ctypes
 import gc
@@ -7,13 +7,14 @@ from pathlib import Path
 import jax
 
 RUNTIME_OVERHEAD = 64 * 2**20
-"""Bytes that a training process on CPU takes beside its compiled programs, batches read ahead and
-`FRAGMENTATION`: checkpoints on their way to disk, code that is loaded late."""
+"""Bytes of a training process on CPU in addition to its compiled programs, prefetched batches and
+`FRAGMENTATION`: checkpoints on their way to disk, and code that is loaded late."""
 
 FRAGMENTATION = 1 / 12
-"""Of a training state's bytes, what the allocator holds between its arrays once checkpoints were
-written or read. With `RUNTIME_OVERHEAD`, of language models with an average: of states of 73,
-290, 651 and 1,151 MiB 55, 72, 82 and 85 MiB were measured, after a resume 65, 85, 105 and 120."""
+"""Bytes that the allocator holds between arrays after checkpoints, relative to the train state's.
+
+Together with `RUNTIME_OVERHEAD`, language models with averaged parameters and states of 73, 290,
+651 and 1,151 MiB took 55, 72, 82 and 85 MiB, and after a resume 65, 85, 105 and 120 MiB."""
 
 
 # malloc.h
@@ -21,17 +22,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class HighWater:
-    """The most memory in use since this was made, above what was in use then.
+    """Peak memory since this object was created, above the memory in use at that time.
 
-    On CPU it is the process's resident memory (Linux only), shared among the devices that train
-    in it; on other devices the allocator's own count.
+    On CPU this is the process's resident memory (Linux only), divided by its training devices. On
+    other devices the allocator counts it.
 
     Args:
-      devices: how many of this process train.
+      devices: number of training devices of this process.
     """
 
     def __init__(self, devices: int = 1) -> None:
-        self._sharing = devices if jax.default_backend() == "cpu" else 1
+        self._devices = devices if jax.default_backend() == "cpu" else 1
         if jax.default_backend() == "cpu":
             gc.collect()
             release_free_memory()
@@ -39,24 +40,23 @@ class HighWater:
         self._baseline = _in_use()
 
     def bytes(self) -> int | None:
-        """Bytes above the baseline at the highest moment, or None where nobody counts."""
+        """Return the peak in bytes, or None if this system does not count it."""
         peak = _peak()
         if peak is None or self._baseline is None:
             return None
-        return max(peak - self._baseline, 0) // self._sharing
+        return max(peak - self._baseline, 0) // self._devices
 
 
 def limit_freed_memory() -> None:
-    """Keeps the C library from holding much of what was freed (Linux).
+    """Keep the C library from holding much freed memory (Linux). Call this before threads start.
 
-    To be called before threads start. One arena, not one a thread: of a ResNet-50's
-    step in 16 microbatches the process holds 140 MB less. And arrays from 16 MiB on are
-    mapped apart, where the library would learn to take those of up to 32 MiB from its heap:
-    there, what a checkpoint leaves behind makes holes that the next step's arrays do not
-    fit in. Above what is predicted, a small transformer's run then holds 56 MiB, not 117.
+    All threads share one arena: a ResNet-50 step in 16 microbatches then holds 140 MB less.
+    Arrays from 16 MiB on are mapped separately. By default glibc takes arrays of up to 32 MiB from
+    its heap, where checkpoints leave gaps that arrays of the next step do not fit. A small
+    transformer then holds 56 MiB above the prediction instead of 117.
 
-    What is mapped apart costs a page fault every 4 KiB: from 2 MiB on, the steps of a small
-    ResNet take 1.3 times as long as with the library's own limits; from 16 MiB on, 1.1 times.
+    Separate mappings cost a page fault per 4 KiB. The steps of a small ResNet take 1.1 times as
+    long as with glibc's defaults; with a threshold of 2 MiB it would be 1.3 times.
     """
     limits = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: 16 * 2**20, _M_TRIM_THRESHOLD: 32 * 2**20}
     try:
@@ -67,7 +67,7 @@ def limit_freed_memory() -> None:
 
 
 def release_free_memory() -> None:
-    """Lets the C library return what is free: a baseline, or the peak, would count it."""
+    """Return free memory of the C library to the system, so that it does not count as used."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

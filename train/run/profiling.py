@@ -1,4 +1,4 @@
-"""A trace of some steps, for TensorBoard's profiler and for Perfetto."""
+"""Trace of some steps, for TensorBoard's profiler and Perfetto."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,49 +9,50 @@ import jax
 
 from train.run.run_folder import quote
 
-_BEFORE = 5
-"""Steps before the trace: the first ones are not like those that follow."""
+_WARMUP = 5
+"""Steps before the trace; the first ones of a run are not typical."""
 
 
 class Profile:
-    """Traces ``steps`` steps of a loop, from the sixth of it on.
+    """Trace ``steps`` steps of a loop, from its sixth on.
 
     Args:
-      steps: how many; 0 for no trace.
-      folder: where the trace is written.
-      start: the step that the loop goes on after.
-      say: shows a line.
+      steps: number of steps to trace; 0 for none.
+      folder: folder of the trace.
+      start: step after which the loop begins.
+      log: prints a line.
     """
 
-    def __init__(self, steps: int, folder: Path, start: int, say: Callable[[str], None]):
-        first = start + _BEFORE + 1
-        self._traced, self._folder, self._say = range(first, first + steps), folder, say
-        self._running, self._seen = False, 0
+    def __init__(self, steps: int, folder: Path, start: int, log: Callable[[str], None]):
+        first = start + _WARMUP + 1
+        self._steps, self._folder, self._log = range(first, first + steps), folder, log
+        self._is_running, self._num_traced = False, 0
 
     @contextlib.contextmanager
     def step(self, step: int, state: Any) -> Iterator[None]:
-        """Around one step of the loop; ``state`` is that before it."""
-        if step not in self._traced:
-            if self._running:
+        """Enter around one step of the loop; ``state`` is the state before it."""
+        if step not in self._steps:
+            if self._is_running:
                 jax.block_until_ready(state)
                 self.close()
             yield
             return
-        if not self._running:
+        if not self._is_running:
             jax.profiler.start_trace(str(self._folder), create_perfetto_trace=True)
-            self._running = True
-        self._seen += 1
+            self._is_running = True
+        self._num_traced += 1
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             yield
 
     def close(self) -> None:
-        """Ends the trace if it has begun and not ended; says so if it never began."""
-        if self._running:
+        """End the trace, and log where it is or that it did not begin."""
+        if self._is_running:
             jax.profiler.stop_trace()
-            self._running = False
-            self._say(
-                f"profile of {self._seen} steps in {self._folder}: tensorboard --logdir "
-                f"{quote(self._folder)}, or perfetto_trace.json.gz in https://ui.perfetto.dev"
+            self._is_running = False
+            self._log(
+                f"profile of {self._num_traced} steps in {self._folder}; open it with tensorboard "
+                f"--logdir {quote(self._folder)}, or load perfetto_trace.json.gz in "
+                "https://ui.perfetto.dev"
             )
-        elif self._traced and not self._seen:
-            self._say(f"no profile: the run ended before step {self._traced[0]}, where it begins")
+        elif self._steps and not self._num_traced:
+            self._log(f"no profile: the run ended before step {self._steps[0]}, where it begins")

@@ -1,4 +1,4 @@
-"""From a config to what runs: the task, the train step and the shapes of its arguments."""
+"""Setup of a run: everything that follows from its config."""
 
 import dataclasses
 import math
@@ -19,29 +19,29 @@ from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, T
 from train.data import Dataset, buckets, poisson
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.run.evaluation import Evaluate
+from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
-from train.run.privacy import Privacy, privacy_of
+from train.run.privacy import Privacy, privacy_from_config
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
 
 
 class Setup(NamedTuple):
-    """Everything of a run but its state.
+    """Everything that follows from a config, before anything is compiled.
 
     Attributes:
-      config: what it follows from.
-      task: data, network, loss and metrics.
-      steps: the length of the run.
-      steps_per_epoch: of one pass over the training examples, not rounded.
-      schedule: step -> learning rate.
-      init: ``key -> TrainState``.
-      step: the train step; its remat policy is the planner's to choose.
-      state_shapes: of the train state.
-      batch_shapes: of a training batch.
-      privacy: what noise and sampling promise; None without noise.
-      layout: the devices that the shapes are placed on; None: no device is chosen yet.
+      config: Config of the run.
+      task: Data, network, loss and metrics.
+      steps: Number of steps of the run.
+      steps_per_epoch: Number of steps per epoch, not rounded.
+      schedule: Function ``step -> learning rate``.
+      init: Function ``key -> TrainState``.
+      step: Train step, whose remat policy is not chosen yet.
+      state_shapes: Shapes of the train state.
+      batch_shapes: Shapes of a training batch.
+      privacy: Privacy guarantee; None without noise.
+      layout: Layout of the shapes; None for one device.
     """
 
     config: Config
@@ -57,7 +57,7 @@ class Setup(NamedTuple):
     layout: Layout | None = None
 
     def on(self, layout: Layout) -> "Setup":
-        """The same run, its state and batches placed on devices."""
+        """Return the same run with shardings of state and batches."""
         state_shapes = layout.state(self.state_shapes)
         return self._replace(
             step=self.step.replace(state_sharding=shardings(state_shapes)),
@@ -68,22 +68,22 @@ class Setup(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many train together."""
+        """Number of training devices."""
         return self.layout.mesh.size if self.layout else 1
 
     @property
     def crops(self) -> int:
-        """How many parts of each test image the network is given."""
+        """Number of crops of each test image."""
         return self.config.data.crops if isinstance(self.config.data, ImageFolder) else 1
 
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
-        """Numbers of microbatches a memory plan may choose from; None for any."""
+        """Numbers of microbatches that a memory plan may choose from; None for any."""
         fixed = isinstance(self.config.grad, Microbatch | PerExample | Clipped)
         return (self.step.microbatches,) if fixed else None
 
     def training_batches(self) -> grain.DatasetIterator:
-        """Endless batches; their position is saved with ``get_state``."""
+        """Return an endless iterator of batches, whose position is in its ``get_state``."""
         dataset, size = self.task.dataset, self.config.data.batch_size
         seed = self.config.train.seed
         if self.privacy:
@@ -94,44 +94,44 @@ class Setup(NamedTuple):
         return data.training_batches(dataset, size, seed)
 
     def with_batch_size(self, rows: int) -> "Setup":
-        """The same run with batches of another size, to be compiled."""
+        """Return the same run with another batch size, for compilation."""
         config = dataclasses.replace(
             self.config, data=dataclasses.replace(self.config.data, batch_size=rows)
         )
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
     def put(self, batch: Any) -> Any:
-        """A batch where the step takes it from."""
+        """Convert a batch to arrays on the step's devices."""
         return self.layout.put(batch) if self.layout else batch
 
     def with_batch_shapes(self, shapes: Any) -> "Setup":
-        """The same run with batches of other shapes."""
+        """Return the same run with other shapes of batches."""
         return self._replace(batch_shapes=self.layout.batch(shapes) if self.layout else shapes)
 
     def compile_schedule(self) -> Callable[[int], float]:
-        """``step -> learning rate``: called eagerly it would compile a dozen small programs."""
+        """Compile the learning-rate schedule as one program instead of a dozen eager ones."""
         compiled = jax.jit(self.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         return lambda step: float(compiled(np.int32(step)))
 
     def compile_init(self) -> Callable[[Array], TrainState]:
-        """``key -> TrainState``."""
-        places = shardings(self.state_shapes) if self.layout else None
-        return jax.jit(self.init, out_shardings=places).lower(jax.random.key(0)).compile()
+        """Compile ``key -> TrainState``."""
+        out_shardings = shardings(self.state_shapes) if self.layout else None
+        return jax.jit(self.init, out_shardings=out_shardings).lower(jax.random.key(0)).compile()
 
-    def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluate:
-        """``state -> Evaluation`` on the test examples, so many at a time."""
-        return Evaluate(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
+    def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
+        """Compile the evaluation on the test examples."""
+        return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
 def setup(config: Config) -> Setup:
-    """Everything that follows from a config; compiles and computes nothing yet.
+    """Set up a run; nothing is compiled or computed yet.
 
     Raises:
-      UserError: if the config's parts do not fit each other or the data.
+      UserError: if sections of the config do not fit each other or the data.
     """
     task = build_task(config)
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
-    steps = _length(config, steps_per_epoch)
+    steps = _num_steps(config, steps_per_epoch)
     o = config.optim
     if o.warmup_steps > steps:
         raise UserError(
@@ -146,11 +146,11 @@ def setup(config: Config) -> Setup:
             decay_steps=[epochs * steps_per_epoch for epochs in o.decay_epochs],
             decay_rate=o.decay_rate,
         )
-    except ValueError as error:  # of the decays: what else it refuses was checked before
+    except ValueError as error:  # only decay_steps is not checked yet
         given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
         raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
     privacy = _privacy(config, data.num_examples(task.dataset.train), steps)
-    plain = optim.make_optimizer(
+    base_optimizer = optim.make_optimizer(
         o.name,
         schedule,
         momentum=o.momentum,
@@ -161,12 +161,12 @@ def setup(config: Config) -> Setup:
         and o.classifier_learning_rate / o.learning_rate,
     )
 
-    mode, optimizer = _mode(config, privacy, plain)
+    mode, optimizer = _mode(config, privacy, base_optimizer)
 
     def init(key: Array) -> TrainState:
         return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
 
-    # What noise promises is reckoned for steps that are taken whatever their examples are.
+    # Privacy accounting assumes that steps are never skipped depending on data.
     skip = config.nonfinite.skip and privacy is None
     step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=skip)
     state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
@@ -174,12 +174,12 @@ def setup(config: Config) -> Setup:
         jax.tree.leaves(optim.classifier_mask(state_shapes.params))
     ):
         raise UserError(
-            f"optim.classifier_learning_rate: the network {config.model.name} has no layer that is "
-            f"named one of {', '.join(sorted(optim.CLASSIFIERS))}"
+            f"optim.classifier_learning_rate: the network {config.model.name} has no layer named "
+            f"{' or '.join(sorted(optim.CLASSIFIERS))}"
         )
     batch_shapes = _batch_shapes(task, config)
     if isinstance(config.grad, PerExample | Clipped):
-        try:  # not every network has a gradient per example
+        try:  # some networks mix the examples of a batch
             jax.eval_shape(step, state_shapes, batch_shapes)
         except ValueError as error:
             raise UserError(f"grad: {error}") from error
@@ -197,30 +197,30 @@ def setup(config: Config) -> Setup:
     )
 
 
-def check_resumed(run: Setup, there: Config) -> None:
-    """Refuses to go on with other noise than a run was begun with.
+def check_same_noise(run: Setup, saved: Config) -> None:
+    """Check that a resumed run has the same noise as before.
 
     Args:
-      run: what is to go on.
-      there: the config that it was begun with.
+      run: setup of the run.
+      saved: config that it began with.
 
     Raises:
-      UserError: if the noise was calibrated for a run of another length.
+      UserError: if the noise was calibrated for another number of steps.
     """
-    here = run.config
-    if changed_fields(there, here):
-        return  # not the same run: the folder says so
-    steps = _length(there, run.steps_per_epoch)
-    if isinstance(here.grad, Clipped) and here.grad.epsilon is not None and steps != run.steps:
+    config = run.config
+    if changed_fields(saved, config):
+        return  # another run, which `RunFolder.resume` reports
+    steps = _num_steps(saved, run.steps_per_epoch)
+    if isinstance(config.grad, Clipped) and config.grad.epsilon is not None and steps != run.steps:
         raise UserError(
-            f"train.steps: the noise was calibrated to spend epsilon {here.grad.epsilon:g} over "
-            f"{steps} steps, not {run.steps}; a run that is to become longer names "
-            "grad.noise_multiplier instead"
+            f"train.steps: the noise was calibrated to spend epsilon {config.grad.epsilon:g} over "
+            f"{steps} steps, not {run.steps}; use grad.noise_multiplier for a run whose length "
+            "may change"
         )
 
 
 def _longest(config: Config) -> int | None:
-    """Tokens of the longest rows where rows differ in length; else None."""
+    """Return the largest length of rows of text; None if all have the same."""
     text = config.data
     return text.context if isinstance(text, TextFile) and text.separator else None
 
@@ -232,11 +232,11 @@ def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
     return data.num_examples(dataset.train) / size
 
 
-def _length(config: Config, steps_per_epoch: float) -> int:
-    # Rounded first: 15 epochs of 50,000 / 48 steps would be a little more than 15,625.
+def _num_steps(config: Config, steps_per_epoch: float) -> int:
+    # Rounding errors must not add a step: 15 epochs of 50,000 / 48 steps are 15,625.
     steps = round(config.train.epochs * steps_per_epoch, 6)
     if config.train.steps is None and not steps < 2**31:
-        raise UserError(f"train.epochs: {config.train.epochs:g} are 2^31 steps or more")
+        raise UserError(f"train.epochs: {config.train.epochs:g} gives 2^31 steps or more")
     return config.train.steps or max(math.ceil(steps), 1)
 
 
@@ -244,19 +244,19 @@ def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
     if not isinstance(config.grad, Clipped):
         return None
     size = config.data.batch_size
-    return privacy_of(config.grad, batch_size=size, examples=examples, steps=steps)
+    return privacy_from_config(config.grad, batch_size=size, examples=examples, steps=steps)
 
 
 def _mode(
     config: Config, privacy: Privacy | None, optimizer: optax.GradientTransformation
 ) -> tuple[Any, optax.GradientTransformation]:
-    """The gradient mode of a config, and the optimizer with the state that the mode adds."""
+    """Return the gradient mode, and the optimizer with the state that the mode adds."""
     grad = config.grad
     mixed = isinstance(config.data, ImageFolder) and config.data.mixup > 0
     if isinstance(grad, PerExample | Clipped) and mixed:
         raise UserError(
-            f"data.mixup: an image that is mixed is two examples, and grad.mode {grad.mode} takes "
-            "each by itself; give data.mixup 0"
+            f"data.mixup: mixes two examples in one image, but grad.mode {grad.mode} needs their "
+            "gradients apart; give data.mixup 0"
         )
     if isinstance(grad, PerExample):
         return autodiff.per_example(), optimizer
@@ -265,30 +265,30 @@ def _mode(
     if not isinstance(grad, Clipped):
         return autodiff.mean, optimizer
     noise = privacy.noise_multiplier if privacy else 0.0
-    size, parts = config.data.batch_size, grad.microbatches
+    batch_size, microbatches = config.data.batch_size, grad.microbatches
     if grad.quantile is None:
         mode = autodiff.clipped(
             grad.clip,
             noise_multiplier=noise,
-            expected_batch_size=size,
+            expected_batch_size=batch_size,
             per_layer=grad.per_layer,
             automatic=grad.automatic,
-            microbatches=parts,
+            microbatches=microbatches,
         )
         return mode, optimizer
     if grad.per_layer or grad.automatic is not None:
         other = "per_layer" if grad.per_layer else "automatic"
         raise UserError(
-            f"grad.quantile: adapts one bound for whole gradients, which grad.{other} has not; "
-            "give one of them"
+            f"grad.quantile: adapts one clip for whole gradients, so that grad.{other} cannot be "
+            "used; give one of them"
         )
     try:
         adaptive = autodiff.AdaptiveClipping(
             grad.clip,
             quantile=grad.quantile,
             noise_multiplier=noise,
-            expected_batch_size=size,
-            microbatches=parts,
+            expected_batch_size=batch_size,
+            microbatches=microbatches,
         )
     except ValueError as error:
         raise UserError(f"grad.quantile: {error}") from error
@@ -299,7 +299,7 @@ def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]
     dataset, rows, grad = task.dataset, config.data.batch_size, config.grad
     if config.is_private:
         assert isinstance(grad, Clipped)
-        # Whole vectors of 8, and as many on each device, in each part.
+        # A multiple of 8 for vector units, of the devices, and of the microbatches.
         multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * grad.microbatches
         rows = poisson.padded_batch_size(data.num_examples(dataset.train), rows, multiple)
     batch = data.sample_batch(dataset, rows)

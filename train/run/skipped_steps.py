@@ -1,4 +1,4 @@
-"""Steps that were left out because they were not finite: recorded, traced to a layer, limited."""
+"""Skipped steps: recorded, traced to a layer, limited in number."""
 
 import json
 from collections import deque
@@ -17,95 +17,95 @@ from train.errors import TrainingError
 from train.run.setup import Setup
 
 
-class _Taken(NamedTuple):
-    step: int
+class _Step(NamedTuple):
+    number: int
     batch: Arrays
     metrics: dict[str, jax.Array]
 
 
-class Guard:
-    """Looks at every step once it has ended; the device is not waited for.
+class SkippedSteps:
+    """Record each step that was skipped because its loss or gradient was not finite.
 
-    Of each step that was left out (`fnet.make_step` with ``guard``) a line goes to a file: the
-    step, its loss, the training examples of its batch. Of the first of several in a row, what
-    made the first NaN or infinity as well, which takes a computation more.
+    `fnet.make_step` with ``skip_nonfinite`` skips such a step on the device. Here, once it has
+    ended, a line with its loss and its training examples is appended to a file. For the first of
+    several consecutive ones, the source of the NaN or infinity is found, too, which computes the
+    gradient once more.
 
     Args:
-      run: what is trained.
-      path: of the file, made when there is something to write.
-      say: shows a line.
+      run: setup of the run.
+      path: the file, which is created when there is something to write.
+      log: prints a line.
 
     Attributes:
-      in_a_row: how many of the last steps were left out.
+      consecutive: Number of consecutive skipped steps up to the last one that was checked.
     """
 
-    def __init__(self, run: Setup, path: Path, say: Callable[[str], None]):
-        self._run, self._path, self._say = run, path, say
-        self._taken: deque[_Taken] = deque()
-        self._origin = ""  # of the first of those in a row
-        self.in_a_row = 0
+    def __init__(self, run: Setup, path: Path, log: Callable[[str], None]):
+        self._run, self._path, self._log = run, path, log
+        self._unchecked: deque[_Step] = deque()
+        self._source = ""  # of the first of the consecutive steps
+        self.consecutive = 0
 
     def add(self, step: int, batch: Arrays, metrics: dict[str, jax.Array]) -> None:
-        """A step that was taken, and may not have ended yet."""
+        """Add a step, which need not have ended yet."""
         if "skipped" in metrics:
-            self._taken.append(_Taken(step, batch, metrics))
+            self._unchecked.append(_Step(step, batch, metrics))
 
-    def look(self, state: TrainState, *, wait: bool = False) -> None:
-        """At the steps that have ended.
+    def check(self, state: TrainState, *, wait: bool = False) -> None:
+        """Check the steps that have ended, without waiting for the device.
 
         Args:
-          state: after the last step.
-          wait: whether the last step is waited for.
+          state: state after the last step.
+          wait: wait for the last step, too.
 
         Raises:
-          TrainingError: after more than ``nonfinite.max_skipped`` in a row.
+          TrainingError: after more than ``nonfinite.max_skipped`` consecutive skipped steps.
         """
-        while len(self._taken) > (0 if wait else 1):
-            taken = self._taken.popleft()
-            if not taken.metrics["skipped"]:
-                self.in_a_row = 0
+        while len(self._unchecked) > (0 if wait else 1):
+            step = self._unchecked.popleft()
+            if not step.metrics["skipped"]:
+                self.consecutive = 0
                 continue
-            self.in_a_row += 1
-            self._note(taken, state)
-            most = self._run.config.nonfinite.max_skipped
-            if self.in_a_row > most:
+            self.consecutive += 1
+            self._record(step, state)
+            limit = self._run.config.nonfinite.max_skipped
+            if self.consecutive > limit:
                 raise TrainingError(
-                    f"{self.in_a_row} steps in a row, up to {taken.step}, had a loss or gradient "
-                    f"that is not finite (nonfinite.max_skipped {most}): {self._origin}; they were "
-                    f"left out, their examples are in {self._path}; the last checkpoint is from "
-                    "before; a lower optim.learning_rate or optim.clip_norm may help"
+                    f"skipped {self.consecutive} consecutive steps, up to step {step.number}: "
+                    f"their loss or gradient was not finite (nonfinite.max_skipped {limit}): "
+                    f"{self._source}; their examples are in {self._path}; the last checkpoint is "
+                    "from before; try a lower optim.learning_rate, or optim.clip_norm"
                 )
 
-    def _note(self, taken: _Taken, state: TrainState) -> None:
-        loss, norm = (float(taken.metrics[name]) for name in ("loss", "grad_norm"))
-        if self.in_a_row == 1:
-            self._origin = self._find(taken, state)
-            self._say(
-                f"step {taken.step} left out: loss {loss:g}, gradient norm {norm:g}; "
-                f"{self._origin}; its examples are in {self._path}"
+    def _record(self, step: _Step, state: TrainState) -> None:
+        loss, norm = (float(step.metrics[name]) for name in ("loss", "grad_norm"))
+        if self.consecutive == 1:
+            self._source = self._find_source(step, state)
+            self._log(
+                f"skipped step {step.number}: loss {loss:g}, gradient norm {norm:g}; "
+                f"{self._source}; its examples are in {self._path}"
             )
-        weight = taken.batch.get("weight")
-        rows = taken.batch["row"] if weight is None else taken.batch["row"][weight > 0]
+        weight = step.batch.get("weight")
+        rows = step.batch["row"] if weight is None else step.batch["row"][weight > 0]
         name = self._run.task.dataset.name
         line = {
-            "step": taken.step,
+            "step": step.number,
             "loss": str(loss),
             "grad_norm": str(norm),
-            "origin": self._origin,
+            "origin": self._source,
             "rows": rows.tolist(),
             "examples": [name(row) for row in np.unique(rows).tolist()],
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def _find(self, taken: _Taken, state: TrainState) -> str:
-        """What made the first NaN or infinity, by the parameters that there are now."""
-        key = jax.random.fold_in(jax.random.clone(state.key), taken.step - 1)
-        found = find_nonfinite(
+    def _find_source(self, step: _Step, state: TrainState) -> str:
+        """Find what computes the first NaN or infinity, with the present parameters."""
+        source = find_nonfinite(
             jax.value_and_grad(mean_loss(self._run.task.loss), has_aux=True),
             state.params,
             state.model_state,
-            self._run.put(taken.batch),
-            key,
+            self._run.put(step.batch),
+            jax.random.fold_in(jax.random.clone(state.key), step.number - 1),
         )
-        return str(found) if found else "all is finite with the parameters of the steps after it"
+        return str(source) if source else "everything is finite with the parameters of later steps"

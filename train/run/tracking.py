@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard and Weights & Biases, beside metrics.jsonl; the only import of both."""
+"""Metrics for TensorBoard and Weights & Biases, the only module that uses them."""
 
 import contextlib
 import importlib
@@ -13,20 +13,20 @@ from train.config import Config, flatten
 from train.errors import UserError
 
 Log = Callable[[int, Mapping[str, float]], None]
-"""``log(step, line)``: takes a line of metrics."""
+"""``log(step, line)`` for a line of metrics."""
 
 
 def check(config: Config) -> None:
-    """Refuses at once what is wanted and not installed.
+    """Check that the libraries of the config's trackers are installed.
 
     Raises:
-      UserError: naming what to install.
+      UserError: with the package to install.
     """
-    for wanted, module, extra in (
+    for enabled, module, extra in (
         (config.tracking.tensorboard, "tensorboardX", "tensorboard"),
         (config.tracking.wandb, "wandb", "wandb"),
     ):
-        if wanted:
+        if enabled:
             try:
                 importlib.import_module(module)
             except ImportError as error:
@@ -37,31 +37,31 @@ def check(config: Config) -> None:
 
 @contextlib.contextmanager
 def tracking(config: Config, folder: Path, start: int) -> Iterator[Log]:
-    """While entered, lines go wherever the config says.
+    """Yield a function that sends lines of metrics to the config's trackers.
 
     Args:
-      config: of the run.
-      folder: the run's; TensorBoard finds its files in ``tensorboard``.
-      start: the step after which the run goes on. What a killed run told of later ones
-        TensorBoard drops; Weights & Biases keeps it, and drops what comes again.
+      config: config of the run.
+      folder: folder of the run; TensorBoard's files are in ``tensorboard``.
+      start: step after which the run begins. Of later steps that a killed run logged,
+        TensorBoard drops the old values and Weights & Biases the new ones.
 
     Raises:
-      UserError: if Weights & Biases does not begin, for want of a login or of a network.
+      UserError: if Weights & Biases does not start, for lack of a login or a network.
     """
     with contextlib.ExitStack() as stack:
         logs: list[Log] = []
         if config.tracking.tensorboard:
             logs.append(stack.enter_context(_tensorboard(folder / "tensorboard", start)))
-        # Of several processes one: the others' folders are dropped, their runs there would not be.
+        # One process is enough. The TensorBoard files of the others are in temporary folders.
         if config.tracking.wandb and jax.process_index() == 0:
             logs.append(stack.enter_context(_wandb(config, folder)))
 
-        def log(step: int, line: Mapping[str, float]) -> None:
+        def log_all(step: int, line: Mapping[str, float]) -> None:
             numbers = {k: v for k, v in line.items() if k != "step"}
-            for one in logs:
-                one(step, numbers)
+            for log in logs:
+                log(step, numbers)
 
-        yield log
+        yield log_all
 
 
 @contextlib.contextmanager
@@ -82,21 +82,21 @@ def _tensorboard(folder: Path, start: int) -> Iterator[Log]:
 def _wandb(config: Config, folder: Path) -> Iterator[Log]:
     import wandb
 
-    known: dict[str, Any] = flatten(config)
-    # The run's own folder names it, so that a resume goes on with the same curves. Not in
-    # wandb/ or .wandb, of which names it makes folders itself.
-    name = folder / "wandb_run.txt"
-    id = name.read_text().strip() if name.is_file() else secrets.token_hex(4)
-    name.write_text(id + "\n")
+    flat: dict[str, Any] = flatten(config)
+    # The id is saved in the folder, so that a resumed run continues the same curves. wandb itself
+    # creates folders named wandb and .wandb.
+    path = folder / "wandb_run.txt"
+    id = path.read_text().strip() if path.is_file() else secrets.token_hex(4)
+    path.write_text(id + "\n")
     try:
         run = wandb.init(
-            project="fnet", name=config.name, id=id, resume="allow", config=known, dir=str(folder)
+            project="fnet", name=config.name, id=id, resume="allow", config=flat, dir=str(folder)
         )
     except wandb.errors.Error as error:
         raise UserError(f"tracking.wandb: {error}") from error
-    failed = 1
+    exit_code = 1
     try:
         yield lambda step, line: run.log(dict(line), step=step)
-        failed = 0
+        exit_code = 0
     finally:
-        run.finish(exit_code=failed)
+        run.finish(exit_code=exit_code)

@@ -53,7 +53,7 @@ class LayerUpdate:
     Attributes:
       closed: jaxpr ``(grads, opt_state, params) -> (params, opt_state)`` without calls.
       grads: variables of the gradients, in the order of the parameters' leaves.
-      slots: one per leaf of the parameters, then one per leaf of the optimizer's state.
+      slots: the leaves of the parameters, then those of the optimizer's state.
     """
 
     closed: ClosedJaxpr
@@ -204,7 +204,7 @@ def trace_update(
 
     Args:
       optimizer: an optax gradient transformation.
-      params: all parameters or their shapes; the leaves of a stack are [n, ...].
+      params: all parameters or their shapes; those of a stack are [n, ...].
       opt_state: state of the optimizer, as from ``optimizer.init(params)``.
       owners: pytree like ``params``, with the number of each leaf's stack, or `REST`.
 
@@ -252,7 +252,7 @@ def trace_update(
 
 
 def _resized(tree: Any, owners: Sequence[int], layers: int | None, stack: int | None = None) -> Any:
-    """Replace the number of layers in one stack, or in all; None leaves it unchanged."""
+    """Replace the number of layers in one stack, or in all; None keeps it."""
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree)
@@ -278,7 +278,7 @@ def _state_owners(
     structures: list[Any] = [jax.tree.structure(state) for state in (initial, opt_state)]
     if structures[0] != structures[1] or shapes(initial) != shapes(opt_state):
         raise ValueError(
-            "optimizer_in_backward: the optimizer's state does not match optimizer.init(params); "
+            "optimizer_in_backward: the optimizer's state is not that of optimizer.init(params); "
             "give make_step the optimizer that the state was created with"
         )
     state_owners = [REST] * len(shapes(opt_state))
@@ -320,7 +320,7 @@ class _Dependence(NamedTuple):
 
     Attributes:
       sources: gradients and arrays of stacks.
-      mixed_by: operations that let elements of a stack depend on each other.
+      mixed_by: operations that made elements of a stack depend on each other.
       uniform: whether all its elements are the same for every layer.
     """
 
