@@ -223,7 +223,7 @@ class Thinned(NamedTuple):
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int) -> Thinned:
-    """Average a curve over equal parts of its range; a curve of few points stays as it is.
+    """Average a curve over equal parts of its range; a curve of few points is unchanged.
 
     Args:
       x: Places, [N], in rising order.

@@ -1,4 +1,4 @@
-"""Where a train step's memory goes: the contents of memory.json, as tables."""
+"""Tables of a train step's memory, from the contents of memory.json."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -54,7 +54,7 @@ def residuals_table(memory: StoredMemory, longest: int = 0) -> Table:
 
     Args:
       memory: Memory of a compiled step.
-      longest: Bytes of a full bar, if they are more than those of the largest row.
+      longest: Bytes of a full bar, if more than in the largest row.
     """
     rows = [(r.layer, r.arrays, r.bytes) for r in memory.residuals]
     total = sum(size for _, _, size in rows)
