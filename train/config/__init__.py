@@ -100,7 +100,7 @@ class Config(Section):
 
 _ADAPTER = TypeAdapter(Config)
 
-
+# Names that the config.json of older runs has, and the current names.
 _RENAMED_SECTIONS = {"guard": "nonfinite"}
 _RENAMED_FIELDS = {
     "data": {
@@ -167,7 +167,7 @@ def _update_names(text: str | bytes) -> tuple[str | bytes, str | None]:
 
     Returns:
       The JSON, and the version of fnet that wrote it, if it names one. Text that is not the JSON
-      of an object is returned as it is.
+      of an object is returned unchanged.
     """
     try:
         plain = json.loads(text)
