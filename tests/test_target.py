@@ -210,4 +210,5 @@ def test_memory_of_a_tpu_is_what_its_compiler_allows(name):
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as error:
         target.compile_for(tpu, jax.jit(jnp.sin), too_large)
     gibibytes = re.search(r"available HBM \(([\d.]+)G\)", str(error.value))[1]
-    assert tpu.usable == tpu.memory == int(float(gibibytes) * 2**30)
+    # Versions of libtpu differ by 10 MiB.
+    assert tpu.usable == tpu.memory == pytest.approx(float(gibibytes) * 2**30, rel=1e-3)

@@ -62,8 +62,8 @@ def remat_in_segments(
       >>> params, x = [jnp.zeros((16, 16))] * 16, jnp.zeros((32, 16))
       >>> def saved_bytes(f):
       ...     return sum(r.added for r in memory.residuals(f, params, x))
-      >>> saved_bytes(loss), saved_bytes(memory.remat_in_segments(loss))
-      (131072, 30720)
+      >>> saved_bytes(memory.remat_in_segments(loss)) < saved_bytes(loss) / 2
+      True
 
     References:
       Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, for a list of layers.
