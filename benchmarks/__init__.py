@@ -1,4 +1,5 @@
-"""One script a claim: python -m benchmarks.NAME. All of them, as one table: python -m benchmarks.
+"""Benchmarks: ``python -m benchmarks.NAME`` runs one script, ``python -m benchmarks`` all of them.
 
-A package, not a mere folder, because Opacus installs one of this name, which would win.
+This is a package, because Opacus installs a package of the same name, which would take precedence
+over a plain folder.
 """

@@ -1,10 +1,11 @@
-"""`fnet.abn` beside torch's batch norm and inplace_abn: the same gradients, memory and step time.
+"""`fnet.abn` compared with torch's batch norm and inplace_abn: gradients, memory and step time.
 
     pip install torch==2.13.0 ninja "setuptools<82" "setuptools_scm<9"
     pip install --no-build-isolation inplace-abn
     JAX_PLATFORMS=cpu python -m benchmarks.abn_against_torch
 
-On CPU, with torch's CPU build. inplace-abn needs a C++ compiler; without it its rows are left out.
+It runs on CPU, with torch's CPU build. inplace-abn needs a C++ compiler; without it its rows are
+skipped.
 """
 
 import functools
@@ -56,7 +57,7 @@ def main() -> None:
             images = nchw(x).contiguous(memory_format=order)
             step, row = torch_step(model, images), f"{name}, {layout}"
             steps[row], saved[row] = step, saved_bytes(step, {images, *model.parameters()})
-            temporaries[row] = most_allocated(step)
+            temporaries[row] = peak_allocated(step)
     for name, stack in ((FLAX, abn_stack.flax_stack), (FNET, abn_stack.in_place_stack)):
         loss, params = stack(args.blocks)
         compiled, _ = compile_min_memory(jax.jit(jax.grad(loss)).lower(params, x))
@@ -69,21 +70,21 @@ def main() -> None:
         {
             "": name,
             "saved MB": f"{saved[name] / 1e6:.0f}" if name in saved else "",
-            "temporaries MB": f"{held / 1e6:.0f}",
-            "ratio": f"{held / temporaries[base]:.2f}",
+            "temporaries MB": f"{size / 1e6:.0f}",
+            "ratio": f"{size / temporaries[base]:.2f}",
             "step s": f"{seconds[name]:.2f}",
             "time ratio": f"{seconds[name] / seconds[base]:.2f}",
         }
-        for name, held in temporaries.items()
+        for name, size in temporaries.items()
     ]
     print(
         f"{args.blocks} x (3x3 convolution, batch norm, leaky_relu 0.01) at {x.shape}, float32, "
         f"CPU, {THREADS} threads in torch, medians of {args.rounds} interleaved steps. Ratios to "
-        f"{base}, the faster layout. Saved for the backward pass: without parameters and input. "
-        f"Temporaries: also without gradients.\n\n{measure.markdown(rows)}"
+        f'{base}, the faster layout. "saved": residuals without parameters and input. '
+        f'"temporaries": also without gradients.\n\n{measure.markdown_table(rows)}'
     )
     for name, norm in NORMS.items():
-        print(f"\nGradients of {name} and of fnet differ by {disagreement(norm):.0e} (float64).")
+        print(f"\nGradients of {name} and fnet differ by {max_difference(norm):.0e} (float64).")
     publish(
         claims(args.blocks, temporaries, seconds),
         args,
@@ -93,14 +94,14 @@ def main() -> None:
 
 
 def claims(blocks: int, temporaries: dict[str, int], seconds: dict[str, float]) -> Iterator[Claim]:
-    """fnet beside each of torch's norms, in the layout in which that holds least, or is fastest."""
+    """Compare fnet with each of torch's norms, in the layout that is best for torch."""
     for name in NORMS:
         layouts = [f"{name}, {layout}" for layout in LAYOUTS]
-        for what, kind, found in (
+        for what, kind, measured in (
             ("temporaries", "memory", temporaries),
             ("time", "time", seconds),
         ):
-            ratio = found[FNET] / min(found[row] for row in layouts)
+            ratio = measured[FNET] / min(measured[row] for row in layouts)
             yield Claim(
                 f"fnet.abn, {blocks} blocks: {what} of the gradient", name, ratio, "<= 1.0", kind
             )
@@ -120,31 +121,31 @@ def torch_step(model: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 
 def saved_bytes(step: Callable[[], Any], arguments: set[torch.Tensor]) -> int:
-    """Bytes of the distinct storages saved for the backward pass, those of arguments left out."""
+    """Bytes of the distinct storages saved for the backward pass, without those of arguments."""
     saved: list[torch.Tensor] = []
 
-    def keep(t: torch.Tensor) -> torch.Tensor:
+    def record(t: torch.Tensor) -> torch.Tensor:
         saved.append(t)
         return t
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         step()
-    held = {t.untyped_storage().data_ptr() for t in arguments}
+    excluded = {t.untyped_storage().data_ptr() for t in arguments}
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
-    return sum(size for pointer, size in sizes.items() if pointer not in held)
+    return sum(size for pointer, size in sizes.items() if pointer not in excluded)
 
 
-def most_allocated(step: Callable[[], Any]) -> int:
-    """The most bytes that a step holds at once, less what it returns."""
+def peak_allocated(step: Callable[[], Any]) -> int:
+    """Peak bytes allocated by a step, without its outputs."""
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         returned = step()
     events = sorted(profile.kineto_results.events(), key=lambda e: e.start_ns())
-    held = np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"])
-    return int(held.max()) - sum(t.nbytes for t in returned)
+    allocated = np.cumsum([e.nbytes() for e in events if e.name() == "[memory]"])
+    return int(allocated.max()) - sum(t.nbytes for t in returned)
 
 
-def disagreement(norm: MakeNorm, blocks: int = 4) -> float:
-    """The largest difference from fnet's gradients, each relative to its largest value."""
+def max_difference(norm: MakeNorm, blocks: int = 4) -> float:
+    """Largest difference from fnet's gradients, each relative to its largest value."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         loss, params = abn_stack.in_place_stack(blocks)
@@ -156,14 +157,14 @@ def disagreement(norm: MakeNorm, blocks: int = 4) -> float:
             for p, destination in zip(in_torch_order(params), model.parameters(), strict=True):
                 destination[:] = torch.from_numpy(p)
             for module in model.modules():
-                if isinstance(module, nn.BatchNorm2d):  # the others use |gamma| + eps
+                if isinstance(module, nn.BatchNorm2d):  # The other norms use |gamma| + eps.
                     module.weight.add_(module.eps)
         pairs = zip(in_torch_order(ours), torch_step(model, nchw(x))(), strict=True)
         return max(float(abs(a - b.numpy()).max() / abs(a).max()) for a, b in pairs)
 
 
 def in_torch_order(tree: Any) -> list[np.ndarray]:
-    """The params or gradients of fnet in the order and layout of torch's: kernel, gamma, beta."""
+    """Params or gradients of fnet in torch's order and layout: kernel, gamma, beta."""
     blocks = [(b["conv"]["kernel"].transpose(3, 2, 0, 1), b["abn"]) for b in tree.values()]
     return [np.array(a) for kernel, abn in blocks for a in (kernel, abn["gamma"], abn["beta"])]
 

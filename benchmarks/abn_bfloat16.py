@@ -1,11 +1,10 @@
-"""`fnet.abn` beside flax batch norm in 16 bits: the error of gradients from exact ones in float64.
+"""Error of the gradients of `fnet.abn` and flax batch norm in 16 bits, relative to float64.
 
     JAX_PLATFORMS=cpu python -m benchmarks.abn_bfloat16
 
-`fnet.abn` finds xhat as (z - beta) / gamma from an output rounded to 16 bits, which
-magnifies that rounding by |beta| / gamma, in dgamma above all; this says by how much.
-In float16 an output may also underflow to zero. Through a stack, both sides mostly
-show signs of activations that rounding has flipped.
+`fnet.abn` computes xhat as (z - beta) / gamma from an output rounded to 16 bits. This amplifies
+the rounding error by |beta| / gamma, above all in dgamma. In float16 an output may also underflow
+to zero. In a stack, the errors of both mostly come from activations whose sign flips by rounding.
 """
 
 import functools
@@ -21,7 +20,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import markdown
+from benchmarks.measure import markdown_table
 from benchmarks.networks import convolution
 
 Norm = Callable[[Array, Array, Array], Array]
@@ -31,7 +30,7 @@ GAMMAS, BETAS = (1.0, 0.1, 0.01), (0.0, 0.1, 1.0)
 
 
 def exact(x: Array, gamma: Array, beta: Array) -> Array:
-    """The defining formula: nothing in place."""
+    """The defining formula, not in place."""
     mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
     return jax.nn.leaky_relu((x - mean) / jnp.sqrt(var + EPS) * (gamma + EPS) + beta, SLOPE)
 
@@ -41,7 +40,7 @@ def in_place(x: Array, gamma: Array, beta: Array) -> Array:
 
 
 def flax_norm(x: Array, gamma: Array, beta: Array) -> Array:
-    # fnet's scale is |gamma| + eps; with the same scale it is the same function.
+    # fnet's scale is |gamma| + eps.
     params = {"scale": gamma + EPS, "bias": beta}
     running = {"mean": jnp.zeros_like(beta), "var": jnp.ones_like(beta)}
     norm = nn.BatchNorm(use_running_average=False, epsilon=EPS, dtype=x.dtype)
@@ -50,7 +49,7 @@ def flax_norm(x: Array, gamma: Array, beta: Array) -> Array:
 
 
 def stack(norm: Norm, blocks: int, params: dict[str, Array], x: Array) -> Array:
-    """``blocks`` x (3x3 convolution, norm); without a convolution for one block."""
+    """``blocks`` x (3x3 convolution, norm); a single block has no convolution."""
     for i in range(blocks):
         if "kernels" in params:
             x = convolution(x, params["kernels"][i].astype(x.dtype))
@@ -82,7 +81,7 @@ def inputs(
 
 
 def errors(norm: Norm, expected: dict[str, np.ndarray], *arguments: Any) -> dict[str, float]:
-    """Each gradient's largest error relative to its largest exact value; the worst block's."""
+    """Largest error of each gradient, relative to its largest exact value, over all blocks."""
     got = gradients(norm, len(arguments[0]["gamma"]), *arguments)
     worst = {}
     for name, e in expected.items():
@@ -95,34 +94,34 @@ def errors(norm: Norm, expected: dict[str, np.ndarray], *arguments: Any) -> dict
 def medians(
     shape: tuple[int, ...], blocks: int, gamma: float, beta: float, dtype: Any, seeds: int
 ) -> dict[str, tuple[float, float]]:
-    """Each gradient's error here and in flax, medians over seeds."""
-    found: dict[Norm, list[dict[str, float]]] = {in_place: [], flax_norm: []}
+    """Median error of each gradient over seeds, for fnet and flax."""
+    by_norm: dict[Norm, list[dict[str, float]]] = {in_place: [], flax_norm: []}
     for seed in range(seeds):
         arguments = inputs(shape, blocks, gamma, beta, dtype, seed)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), arguments)
             expected = jax.tree.map(np.asarray, gradients(exact, blocks, *wide))
-        for norm, of_seeds in found.items():
-            of_seeds.append(errors(norm, expected, *jax.tree.map(jnp.asarray, arguments)))
-    ours, theirs = found.values()
+        for norm, by_seed in by_norm.items():
+            by_seed.append(errors(norm, expected, *jax.tree.map(jnp.asarray, arguments)))
+    ours, theirs = by_norm.values()
     return {
         name: (statistics.median(e[name] for e in ours), statistics.median(e[name] for e in theirs))
         for name in sorted(expected)
     }
 
 
-def row(gamma: float, beta: float, found: dict[str, tuple[float, float]]) -> dict[str, str]:
-    """Each cell "fnet / flax = ratio"."""
+def row(gamma: float, beta: float, measured: dict[str, tuple[float, float]]) -> dict[str, str]:
+    """Build a row; each cell is "fnet / flax = ratio"."""
     return {"gamma": f"{gamma:g}", "beta": f"{beta:g}"} | {
         name: f"{ours:.1e} / {theirs:.1e} = {ours / theirs:.2f}"
-        for name, (ours, theirs) in found.items()
+        for name, (ours, theirs) in measured.items()
     }
 
 
 def claims(what: str, measured: list[dict[str, tuple[float, float]]]) -> Iterator[Claim]:
-    """Each gradient at the worst gamma and beta."""
+    """Claim each gradient's error at the worst gamma and beta."""
     for name in measured[0]:
-        worst = max(found[name][0] / found[name][1] for found in measured)
+        worst = max(errors[name][0] / errors[name][1] for errors in measured)
         yield Claim(
             f"fnet.abn, {what}: error of {name}", "flax BatchNorm", worst, "<= 1.0", "error"
         )
@@ -135,19 +134,19 @@ def main() -> None:
     claimed: list[Claim] = []
     print(
         "Largest error of each gradient relative to its largest exact value (float64), "
-        f"`fnet.abn` / flax = ratio, medians of {args.seeds} seeds; gamma is spread by a tenth, "
-        f"beta is normal of that deviation. {jax.default_backend()}."
+        f"`fnet.abn` / flax = ratio, medians of {args.seeds} seeds; gamma ~ N(gamma, gamma / 10), "
+        f"beta ~ N(0, beta). {jax.default_backend()}."
     )
     for dtype in (jnp.bfloat16, jnp.float16):
         for shape, blocks in ((LAYER, 1), (STACK, BLOCKS)):
             what = f"{blocks} x (3x3 convolution, norm, " if blocks > 1 else "One layer (norm, "
             cases = [(gamma, beta) for gamma in GAMMAS for beta in BETAS]
-            found = [medians(shape, blocks, *case, dtype, args.seeds) for case in cases]
+            measured = [medians(shape, blocks, *case, dtype, args.seeds) for case in cases]
             print(f"\n{what}leaky_relu {SLOPE}) at {shape}, {np.dtype(dtype)}:\n")
-            rows = [row(*case, of) for case, of in zip(cases, found, strict=True)]
-            print(markdown(rows), flush=True)
+            rows = [row(*case, errors) for case, errors in zip(cases, measured, strict=True)]
+            print(markdown_table(rows), flush=True)
             stack = f"{blocks} blocks" if blocks > 1 else "one layer"
-            claimed += claims(f"{stack}, {np.dtype(dtype)}", found)
+            claimed += claims(f"{stack}, {np.dtype(dtype)}", measured)
     publish(claimed, args, "jax", "jaxlib", "flax")
 
 

@@ -1,4 +1,4 @@
-"""One network, written several ways: blocks of 3x3 convolution, batch norm, activation."""
+"""One network in several implementations: blocks of 3x3 convolution, batch norm, activation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,53 +25,53 @@ _EPS = 1e-5
 
 
 def images(seed: int = 0) -> Array:
-    """The input: standard normal, shape `IMAGES`, float32."""
+    """Standard normal input of shape `IMAGES`, float32."""
     return jax.random.normal(jax.random.key(seed), IMAGES)
 
 
 def plain_stack(
     blocks: int, activation: str = "leaky_relu", *, recompute: bool = False, seed: int = 0
 ) -> tuple[Loss, Any]:
-    """In jnp, as one writes it down; ``recompute`` puts ``jax.checkpoint`` around each block.
+    """Plain jnp implementation, optionally with ``jax.checkpoint`` around each block.
 
     Args:
-      blocks: how many.
-      activation: a name that `fnet.abn` knows.
-      recompute: whether only the blocks' inputs are kept for the backward pass.
-      seed: of the parameters.
+      blocks: number of blocks.
+      activation: name of an activation that `fnet.abn` supports.
+      recompute: whether to wrap each block in ``jax.checkpoint``.
+      seed: seed of the parameters.
 
     Returns:
       ``(loss, params)``: ``loss(params, x)`` is the mean square of the output
-      [] for ``x`` of shape `IMAGES`; params are one dict a block of ``kernel``
+      [] for ``x`` of shape `IMAGES`; params are one dict per block of ``kernel``
       [3, 3, C, C], ``gamma`` and ``beta`` [C], float32.
     """
     block = _plain_block(activation)
-    return _stacked(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed)
+    return _stack(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed)
 
 
 def in_place_stack(
     blocks: int, activation: str = "leaky_relu", *, seed: int = 0
 ) -> tuple[Loss, Any]:
-    """With fnet's layers under `fnet.recompute`; as `plain_stack`, but for the params' tree."""
+    """Implementation with fnet's layers under `fnet.recompute`; returns as `plain_stack`."""
     block = serial(conv=layers.conv(WIDTH, WIDTH, bias=False), abn=_abn(WIDTH, activation))
-    return _of_layer(serial(*[block] * blocks), seed, wrap=fnet.recompute)
+    return _from_layer(serial(*[block] * blocks), seed, wrap=fnet.recompute)
 
 
 def reversible_stack(
     blocks: int, activation: str = "leaky_relu", *, restore: bool = True, seed: int = 0
 ) -> tuple[Loss, Any]:
-    """The same block on either half of the channels, coupled; as `in_place_stack`.
+    """Reversible stack with the same blocks on the halves of the channels.
 
-    A coupled block has two convolutions of half the width, a quarter of the
-    arithmetic each. ``restore=False`` keeps all activations instead.
+    A coupled block has two convolutions of half the width, with a quarter of the FLOPs each.
+    ``restore=False`` saves all activations instead. Returns as `plain_stack`.
     """
     half = WIDTH // 2
     block = serial(conv=layers.conv(half, half, bias=False), abn=_abn(half, activation))
-    return _of_layer(layers.reversible([(block, block)] * blocks, restore=restore), seed)
+    return _from_layer(layers.reversible([(block, block)] * blocks, restore=restore), seed)
 
 
 def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) -> tuple[Loss, Any]:
-    """With flax linen; as `plain_stack`, but for params, which are flax's own tree."""
+    """Implementation in flax linen; returns as `plain_stack`, with flax's params."""
     act = activations.get(activation).forward
 
     class Stack(nn.Module):
@@ -83,7 +83,7 @@ def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) ->
             return x
 
     model = Stack()
-    # One image of 2 x 2 pixels has the same parameters.
+    # A 2 x 2 image is enough to initialize the parameters.
     variables = model.init(jax.random.key(seed), jnp.zeros((1, 2, 2, WIDTH)))
     statistics = variables["batch_stats"]
 
@@ -99,7 +99,7 @@ def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) ->
 def plain_coupled_stack(
     blocks: int, activation: str = "leaky_relu", *, seed: int = 0
 ) -> tuple[Loss, Any]:
-    """What `reversible_stack` computes, in jnp, as one writes it down, without a grid."""
+    """Plain jnp implementation of `reversible_stack`, without rounding to a grid."""
     half = _plain_block(activation)
 
     def loss(params: list[dict[str, Array]], x: Array) -> Array:
@@ -116,7 +116,7 @@ def _abn(width: int, activation: str) -> Layer:
     return layers.abn(width, activation=activation, eps=_EPS)
 
 
-def _of_layer(
+def _from_layer(
     layer: Layer, seed: int, wrap: Callable[[Callable], Callable] = lambda f: f
 ) -> tuple[Loss, Any]:
     params, state = layer.init(jax.random.key(seed))
@@ -147,7 +147,7 @@ def _parameters(blocks: int, seed: int, width: int = WIDTH) -> list[dict[str, Ar
     ]
 
 
-def _stacked(block: Block) -> Loss:
+def _stack(block: Block) -> Loss:
     def loss(params: list[dict[str, Array]], x: Array) -> Array:
         for p in params:
             x = block(p, x)

@@ -1,12 +1,12 @@
-"""A train step of eight microbatches with Adam: its peak, several ways, and its time.
+"""Gradient accumulation over eight microbatches with Adam: peak memory and time of a step.
 
     python -m benchmarks.accumulation
     JAX_PLATFORMS=cpu python -m benchmarks.accumulation --target h100
 
-24 dense layers of 1024 x 1024 with relu, float32: arguments + outputs - aliased +
-temporaries of the compiled step over P, the bytes of the parameters. Parameters,
-Adam's two moments and one accumulator make 4. With ``--target``, which needs the
-target's compiler and not the device, nothing is run.
+The network has 24 dense layers of 1024 x 1024 with relu, in float32. The peak is arguments +
+outputs - aliased + temporaries of the compiled step, divided by P, the bytes of the parameters.
+Parameters, Adam's two moments and one accumulator are 4 P. ``--target`` needs the target's
+compiler but no device, and runs nothing.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown, stepping
+from benchmarks.measure import interleaved, markdown_table, step_caller
 from fnet import Layer, layers, repeat, serial
 from fnet.autodiff import Gradient, Loss, mean, microbatches
 from fnet.layer import stateless
@@ -28,16 +28,16 @@ from fnet.memory import peak, tree_bytes
 from fnet.memory.target import Target, compile_for, describe
 
 DEPTH, WIDTH = 24, 1024
-PARTS = 8
+MICROBATCHES = 8
 
 
-class Way(NamedTuple):
-    """One way to train on a batch.
+class Method(NamedTuple):
+    """A way to accumulate gradients.
 
     Attributes:
-      mode: the gradient mode.
-      optimizer: what takes its gradient.
-      calls: steps a batch takes; each gets that fraction of it.
+      mode: gradient mode.
+      optimizer: optimizer.
+      calls: steps per batch; each step gets this fraction of it.
     """
 
     mode: Callable[[Loss], Gradient]
@@ -45,49 +45,49 @@ class Way(NamedTuple):
     calls: int = 1
 
 
-def mapped(loss: Loss) -> Gradient:
-    """All parts' gradients, then their mean."""
-    whole = mean(loss)
+def map_then_mean(loss: Loss) -> Gradient:
+    """Materialize the gradients of all microbatches, then average them."""
+    mean_gradient = mean(loss)
 
     def gradient(params: Any, state: Any, batch: Any, key: Array) -> tuple[Any, Any, Any]:
-        parts = {k: x.reshape(PARTS, -1, *x.shape[1:]) for k, x in batch.items()}
-        grads, _, metrics = jax.lax.map(lambda part: whole(params, state, part, key), parts)
+        parts = {k: x.reshape(MICROBATCHES, -1, *x.shape[1:]) for k, x in batch.items()}
+        grads, _, metrics = jax.lax.map(lambda p: mean_gradient(params, state, p, key), parts)
         average = functools.partial(jax.tree.map, lambda x: x.mean(0))
         return average(grads), state, average(metrics)
 
     return gradient
 
 
-def added(loss: Loss) -> Gradient:
-    """A scan that adds each part's gradient to what it carries."""
-    whole = mean(loss)
+def scan_and_add(loss: Loss) -> Gradient:
+    """Add the gradient of each microbatch to the carry of a scan."""
+    mean_gradient = mean(loss)
 
     def gradient(params: Any, state: Any, batch: Any, key: Array) -> tuple[Any, Any, Any]:
-        parts = {k: x.reshape(PARTS, -1, *x.shape[1:]) for k, x in batch.items()}
+        parts = {k: x.reshape(MICROBATCHES, -1, *x.shape[1:]) for k, x in batch.items()}
 
-        def one(sums: Any, part: Any) -> tuple[Any, Any]:
-            grads, _, metrics = whole(params, state, part, key)
-            return jax.tree.map(lambda s, g: s + g / PARTS, sums, grads), metrics
+        def add(sums: Any, microbatch: Any) -> tuple[Any, Any]:
+            grads, _, metrics = mean_gradient(params, state, microbatch, key)
+            return jax.tree.map(lambda s, g: s + g / MICROBATCHES, sums, grads), metrics
 
-        sums, metrics = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), parts)
+        sums, metrics = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
         return sums, state, jax.tree.map(lambda x: x.mean(0), metrics)
 
     return gradient
 
 
 ADAM = optax.adam(1e-3)
-WHOLE, OURS = "the whole batch at once", "`fnet.autodiff.microbatches(8)`"
-ADDED, OPTAX = "`lax.scan` that adds gradients", "`optax.MultiSteps`"
-WAYS = {
-    WHOLE: Way(mean, ADAM),
-    OURS: Way(microbatches(PARTS), ADAM),
-    ADDED: Way(added, ADAM),
-    OPTAX: Way(mean, optax.MultiSteps(ADAM, PARTS), calls=PARTS),
-    "`lax.map` of gradients, then their mean": Way(mapped, ADAM),
+WHOLE, OURS = "whole batch at once", "`fnet.autodiff.microbatches(8)`"
+SCAN, OPTAX = "`lax.scan` that adds gradients", "`optax.MultiSteps`"
+METHODS = {
+    WHOLE: Method(mean, ADAM),
+    OURS: Method(microbatches(MICROBATCHES), ADAM),
+    SCAN: Method(scan_and_add, ADAM),
+    OPTAX: Method(mean, optax.MultiSteps(ADAM, MICROBATCHES), calls=MICROBATCHES),
+    "`lax.map` of gradients, then their mean": Method(map_then_mean, ADAM),
 }
-TIMED = (WHOLE, OURS, ADDED, OPTAX)
-WANTED = {"unrolled": 4.2, "scanned": 4.35}
-"""Of our peak, in P."""
+TIMED = (WHOLE, OURS, SCAN, OPTAX)
+TARGETS = {"unrolled": 4.2, "scanned": 4.35}
+"""Target of fnet's peak, in P."""
 
 
 def network(*, scanned: bool) -> Layer:
@@ -95,25 +95,27 @@ def network(*, scanned: bool) -> Layer:
     return repeat(block, DEPTH) if scanned else serial(*[block] * DEPTH)
 
 
-def step_of(
-    way: Way, examples: int, *, scanned: bool
+def build_step(
+    method: Method, examples: int, *, scanned: bool
 ) -> tuple[jax.stages.Wrapped, Callable[[], Any], Any]:
-    """The step, what makes its state, and the shapes of its batch."""
+    """Return the step, a function that creates its state, and the shapes of its batch."""
     model = network(scanned=scanned)
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
         y, state = model.apply(params, state, batch["x"], key=key, train=True)
         return jnp.square(y - batch["y"]).mean(-1), fnet.Aux(state, {})
 
-    create = functools.partial(fnet.TrainState.create, model, way.optimizer)
-    shape = jax.ShapeDtypeStruct((examples // way.calls, WIDTH), jnp.float32)
-    step = fnet.make_step(loss, way.optimizer, way.mode)
+    create = functools.partial(fnet.TrainState.create, model, method.optimizer)
+    shape = jax.ShapeDtypeStruct((examples // method.calls, WIDTH), jnp.float32)
+    step = fnet.make_step(loss, method.optimizer, method.mode)
     return step, lambda: create(jax.random.key(0)), {"x": shape, "y": shape}
 
 
-def compiled(way: Way, examples: int, target: Target | None, *, scanned: bool) -> tuple[Any, float]:
-    """The compiled step and its peak in P."""
-    step, create, batch = step_of(way, examples, scanned=scanned)
+def compile_step(
+    method: Method, examples: int, target: Target | None, *, scanned: bool
+) -> tuple[Any, float]:
+    """Compile the step; return it and its peak in P."""
+    step, create, batch = build_step(method, examples, scanned=scanned)
     state = jax.eval_shape(create)
     if target is None:
         program: Any = fnet.compile_step(step, state, batch)
@@ -127,52 +129,56 @@ def compiled(way: Way, examples: int, target: Target | None, *, scanned: bool) -
 def seconds(
     programs: dict[str, Any], examples: int, rounds: int, *, scanned: bool
 ) -> dict[str, float]:
-    """Of a batch, by way."""
+    """Seconds per batch, by method."""
     calls = {}
     for name, program in programs.items():
-        _, create, shapes = step_of(WAYS[name], examples, scanned=scanned)
+        _, create, shapes = build_step(METHODS[name], examples, scanned=scanned)
         batch = {k: jnp.ones(s.shape, s.dtype) for k, s in shapes.items()}
-        step = stepping(program, create(), batch)
-        calls[name] = lambda step=step, n=WAYS[name].calls: [step() for _ in range(n)]
+        step = step_caller(program, create(), batch)
+        calls[name] = lambda step=step, n=METHODS[name].calls: [step() for _ in range(n)]
     return interleaved(calls, rounds)
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=7, target=True)
-    parser.add_argument("--batch", type=int, default=256, help="examples, a multiple of 8")
+    parser.add_argument("--batch", type=int, default=256, help="Batch size, a multiple of 8.")
     options = parser.parse_args()
     target = describe(options.target) if options.target else None
-    rows: dict[str, dict[str, str]] = {name: {"": name} for name in WAYS}
+    rows: dict[str, dict[str, str]] = {name: {"": name} for name in METHODS}
     peaks: dict[str, dict[str, float]] = {}
     for scanned in (False, True):
         form = "scanned" if scanned else "unrolled"
         programs = {}
-        for name, way in WAYS.items():
-            program, in_p = compiled(way, options.batch, target, scanned=scanned)
+        for name, method in METHODS.items():
+            program, in_p = compile_step(method, options.batch, target, scanned=scanned)
             peaks.setdefault(form, {})[name] = in_p
             rows[name][f"{form} layers: peak / P"] = f"{in_p:.2f}"
             if name in TIMED:
                 programs[name] = program
         if target is None:
-            took = seconds(programs, options.batch, options.rounds, scanned=scanned)
-            for name in WAYS:
-                ratio = f"{took[name] / took[WHOLE]:.2f}" if name in took else ""
+            measured = seconds(programs, options.batch, options.rounds, scanned=scanned)
+            for name in METHODS:
+                ratio = f"{measured[name] / measured[WHOLE]:.2f}" if name in measured else ""
                 rows[name][f"{form} layers: time / whole batch"] = ratio
     where = f"ahead of time for {options.target}" if target else jax.default_backend()
     print(f"{DEPTH} x dense({WIDTH}, {WIDTH}), {options.batch} examples, Adam, {where}.\n")
-    print(markdown(list(rows.values())))
+    print(markdown_table(list(rows.values())))
     publish(claims(peaks, where), options, "jax", "jaxlib", "optax", "jax-cuda13-plugin")
 
 
 def claims(peaks: dict[str, dict[str, float]], where: str) -> Iterator[Claim]:
-    """The whole peak in P, by form of the network; and beside optax's and a plain scan's."""
-    for form, of in peaks.items():
-        what = f"microbatches({PARTS}), Adam, {form} layers, {where}: peak of the step"
+    """Claim the peak in P, and relative to optax and to a plain scan."""
+    for form, by_method in peaks.items():
+        what = f"microbatches({MICROBATCHES}), Adam, {form} layers, {where}: peak of the step"
         yield Claim(
-            f"{what} / P", f"optax.MultiSteps: {of[OPTAX]:.2f}", of[OURS], f"<= {WANTED[form]}"
+            f"{what} / P",
+            f"optax.MultiSteps: {by_method[OPTAX]:.2f}",
+            by_method[OURS],
+            f"<= {TARGETS[form]}",
         )
-        for peer in (OPTAX, ADDED):
-            yield Claim(what, peer.replace("`", ""), of[OURS] / of[peer], "<= 1.0")
+        for baseline in (OPTAX, SCAN):
+            ratio = by_method[OURS] / by_method[baseline]
+            yield Claim(what, baseline.replace("`", ""), ratio, "<= 1.0")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""N tangents or cotangents at one point against N single passes: time, and memory by width.
+"""N tangents or cotangents at one point compared with N single passes: time, and memory by width.
 
     python -m benchmarks.batched
     python -m benchmarks.batched --networks mlp --lanes 16
 
-Batch 64, derivatives with respect to the parameters. A single pass is one call of
-the jitted `jax.jvp` or `jax.vjp`; all N results are kept until the last is there.
-Times are ratios to these N calls, interleaved. "one jit": the N passes in one
-program. "vmap": `jax.vmap` of the linear function. "one by one": width 1.
-"separate": results as N trees. "into": accumulators added to in place, against
-N single passes that add to donated ones. Temporaries: of the compiled program.
+The batch has 64 examples; derivatives are with respect to the parameters. The baseline is N calls
+of the jitted `jax.jvp` or `jax.vjp`, whose results all stay alive. Times are ratios to this
+baseline, interleaved.
+
+- "one jit": the N passes in one program.
+- "vmap": `jax.vmap` of the linear function.
+- "one by one": width 1.
+- "separate": vectors as N trees instead of one stacked tree.
+- "into": results are added to accumulators in place, compared with N single passes that add to
+  donated accumulators.
 """
 
 import functools
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown, temporaries
+from benchmarks.measure import interleaved, markdown_table, temporaries
 from fnet import layers, serial
 from fnet.autodiff.batched import jvps, vjps
 
@@ -28,14 +32,14 @@ BATCH = 64
 LANES = (1, 4, 16, 64)
 WIDTHS = (1, 4, 16, 64)
 NETWORKS = ("mlp", "wide", "small", "convolutions")
-AIMED_AT = ("mlp", 16)
+TARGET_CASE = ("mlp", 16)
 
 Case = tuple[str, str, int]
-"""Network, mode, N."""
+"""Network, mode and N."""
 
 
 def network(name: str) -> tuple[Callable[[Any], Array], Any]:
-    """A function of parameters, and parameters."""
+    """Return a function of parameters, and parameters."""
     if name == "convolutions":
         model = serial(
             first=layers.conv(3, 16, (3, 3)),
@@ -74,31 +78,31 @@ def single(mode: str, f: Callable[[Any], Array]) -> Callable[[Any, Any], Any]:
     return pull
 
 
-def vmapped(mode: str, f: Callable[[Any], Array], params: Any, shadows: Any) -> Any:
+def vmapped(mode: str, f: Callable[[Any], Array], params: Any, vectors: Any) -> Any:
     if mode == "forward":
         out, push = jax.linearize(f, params)
-        return out, jax.vmap(push)(shadows)
+        return out, jax.vmap(push)(vectors)
     out, pull = jax.vjp(f, params)
-    return out, jax.vmap(pull)(shadows)
+    return out, jax.vmap(pull)(vectors)
 
 
-def batched(mode: str, f: Callable[[Any], Array], width: Any, params: Any, shadows: Any) -> Any:
+def batched(mode: str, f: Callable[[Any], Array], width: Any, params: Any, vectors: Any) -> Any:
     if mode == "forward":
-        return jvps(f, (params,), (shadows,), width=width)
-    return vjps(f, (params,), shadows, width=width)
+        return jvps(f, (params,), (vectors,), width=width)
+    return vjps(f, (params,), vectors, width=width)
 
 
 def accumulating(f: Callable[[Any], Array], params: Any, cotangents: Any, n: int) -> dict:
-    """Both sides adding to accumulators that they own."""
+    """Both sides with donated accumulators."""
 
     def step(params: Any, c: Any, into: Any) -> Any:
         return vjps(f, (params,), c, into=(into,))
 
-    def one(params: Any, c: Any, into: Any) -> Any:
+    def single_step(params: Any, c: Any, into: Any) -> Any:
         out, pull = jax.vjp(f, params)
         return out, jax.tree.map(jnp.add, into, pull(c)[0])
 
-    step, one = (jax.jit(g, donate_argnums=2) for g in (step, one))
+    step, single_step = (jax.jit(g, donate_argnums=2) for g in (step, single_step))
     ours = [jax.tree.map(lambda a: jnp.zeros((n, *a.shape), a.dtype), params)]
     theirs = [jax.tree.map(jnp.zeros_like, params) for _ in range(n)]
     singles = [lane(cotangents, i) for i in range(n)]
@@ -109,27 +113,27 @@ def accumulating(f: Callable[[Any], Array], params: Any, cotangents: Any, n: int
 
     def one_by_one() -> Any:
         for i, c in enumerate(singles):
-            _, theirs[i] = one(params, c, theirs[i])
+            _, theirs[i] = single_step(params, c, theirs[i])
         return list(theirs)
 
     return {"into": all_at_once, "singles into": one_by_one}
 
 
 def times(name: str, mode: str, n: int, rounds: int) -> tuple[float, dict[str, float]]:
-    """Seconds of N single passes, and each side's ratio to its own."""
+    """Measure seconds of N single passes, and each side's ratio to its baseline."""
     f, params = network(name)
-    shadows = stacked(params if mode == "forward" else f(params), n, 2)
-    apart = [lane(shadows, i) for i in range(n)]
+    vectors = stacked(params if mode == "forward" else f(params), n, 2)
+    apart = [lane(vectors, i) for i in range(n)]
     call = jax.jit(single(mode, f))
     sides: dict[str, Callable[[], Any]] = {
         "singles": lambda: [call(params, s) for s in apart],
         "auto": functools.partial(
-            jax.jit(functools.partial(batched, mode, f, "auto")), params, shadows
+            jax.jit(functools.partial(batched, mode, f, "auto")), params, vectors
         ),
         "one by one": functools.partial(
-            jax.jit(functools.partial(batched, mode, f, 1)), params, shadows
+            jax.jit(functools.partial(batched, mode, f, 1)), params, vectors
         ),
-        "vmap": functools.partial(jax.jit(functools.partial(vmapped, mode, f)), params, shadows),
+        "vmap": functools.partial(jax.jit(functools.partial(vmapped, mode, f)), params, vectors),
     }
     if n <= 16:
         fused = jax.jit(lambda params, apart: [single(mode, f)(params, s) for s in apart])
@@ -137,7 +141,7 @@ def times(name: str, mode: str, n: int, rounds: int) -> tuple[float, dict[str, f
         sides["one jit"] = functools.partial(fused, params, apart)
         sides["separate"] = functools.partial(separate, params, apart)
     if mode == "reverse":
-        sides |= accumulating(f, params, shadows, n)
+        sides |= accumulating(f, params, vectors, n)
     seconds = interleaved(sides, rounds)
     ratio = {k: s / seconds["singles"] for k, s in seconds.items()}
     if "into" in seconds:
@@ -156,26 +160,26 @@ def time_row(case: Case, singles: float, ratio: dict[str, float]) -> dict[str, s
     }
 
 
-def claims(found: dict[Case, tuple[float, dict[str, float]]]) -> Iterator[Claim]:
-    """The network and N for which there is a target; and the worst of all."""
+def claims(measured: dict[Case, tuple[float, dict[str, float]]]) -> Iterator[Claim]:
+    """Claim the case with a target, and the slowest case."""
     sides = {"forward": "jvps", "reverse": "vjps"}
-    for (name, mode, n), (_, ratio) in found.items():
-        if (name, n) == AIMED_AT:
-            what, peer = f"{sides[mode]}, MLP, batch {BATCH}, N = {n}: time", f"jax, {n} calls"
-            yield Claim(what, peer, ratio["auto"], "<= 0.7", "time")
+    for (name, mode, n), (_, ratio) in measured.items():
+        if (name, n) == TARGET_CASE:
+            what, baseline = f"{sides[mode]}, MLP, batch {BATCH}, N = {n}: time", f"jax, {n} calls"
+            yield Claim(what, baseline, ratio["auto"], "<= 0.7", "time")
             yield Claim(what, "jax.vmap", ratio["auto"] / ratio["vmap"], "<= 1.0", "time")
     for mode, side in sides.items():
-        worst, case = max((r["auto"], case) for case, (_, r) in found.items() if case[1] == mode)
+        worst, case = max((r["auto"], case) for case, (_, r) in measured.items() if case[1] == mode)
         what = f"{side}, width auto, slowest case ({case[0]}, N = {case[2]}): time"
         yield Claim(what, "jax, N calls", worst, "<= 1.0", "time")
 
 
 def memory_row(name: str, mode: str, n: int) -> dict[str, str]:
     f, params = network(name)
-    shadows = stacked(params if mode == "forward" else f(params), n, 2)
+    vectors = stacked(params if mode == "forward" else f(params), n, 2)
 
     def mb(g: Callable[..., Any]) -> str:
-        return f"{temporaries(jax.jit(g).lower(params, shadows).compile()) / 1e6:.2f}"
+        return f"{temporaries(jax.jit(g).lower(params, vectors).compile()) / 1e6:.2f}"
 
     widths = {str(w): mb(functools.partial(batched, mode, f, w)) for w in (*WIDTHS, "auto")}
     return {"network": f"{name}, {mode}", **widths, "vmap": mb(functools.partial(vmapped, mode, f))}
@@ -183,18 +187,20 @@ def memory_row(name: str, mode: str, n: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=15)
-    parser.add_argument("--networks", nargs="+", default=NETWORKS, choices=NETWORKS)
-    parser.add_argument("--lanes", type=int, nargs="+", default=LANES)
+    parser.add_argument(
+        "--networks", nargs="+", default=NETWORKS, choices=NETWORKS, help="Networks to measure."
+    )
+    parser.add_argument("--lanes", type=int, nargs="+", default=LANES, help="Values of N.")
     args = parser.parse_args()
     modes = ("forward", "reverse")
     cases = [(name, mode) for name in args.networks for mode in modes]
     print(f"Time as a ratio to N single passes, batch {BATCH}, {jax.default_backend()}.\n")
-    each = [(*case, n) for case in cases for n in args.lanes]
-    found = {case: times(*case, args.rounds) for case in each}
-    print(markdown([time_row(case, *of) for case, of in found.items()]))
+    timed = [(*case, n) for case in cases for n in args.lanes]
+    measured = {case: times(*case, args.rounds) for case in timed}
+    print(markdown_table([time_row(case, *result) for case, result in measured.items()]))
     print("\nTemporaries in MB, N = 64, by width.\n")
-    print(markdown([memory_row(*case, max(WIDTHS)) for case in cases]))
-    publish(claims(found), args, "jax", "jaxlib")
+    print(markdown_table([memory_row(*case, max(WIDTHS)) for case in cases]))
+    publish(claims(measured), args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

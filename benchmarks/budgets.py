@@ -1,14 +1,14 @@
-"""Budgets of 75 %, 50 % and 30 % of the plain peak: kept to in real steps, and their time.
+"""Memory budgets of 75 %, 50 % and 30 % of the plain peak: memory and time of real steps.
 
     python -m benchmarks.budgets
 
-A ResNet-50 (SGD with momentum, batch 64 at 128 x 128) and a transformer of 12 blocks
-(AdamW, width 256, batch 16 of 256 tokens) are planned with `fnet.plan_step`, compiled
-and trained for a few steps, each in a fresh process. Plain is the policy that keeps
-all, with the whole batch at once, compiled for the least memory; it is timed as JAX compiles it
-by default, where that is faster. Seen is the high-water mark of the process above what it held
-once everything was compiled, and the batch; `RESERVE` of a budget is left to it. Processes are
-interleaved; seconds a step are medians.
+A ResNet-50 (SGD with momentum, batch 64 at 128 x 128) and a transformer of 12 blocks (AdamW,
+width 256, batch 16 of 256 tokens) are planned with `fnet.plan_step`, compiled and trained for a
+few steps, each in a fresh process. The plain step has remat policy "none" and the whole batch,
+and is compiled for the least memory. It is timed with JAX's default options if that is faster.
+The measured memory is the process's high-water mark above its memory after compilation, plus the
+batch. `RESERVE` of a budget is left for the runtime. Processes are interleaved, and seconds per
+step are medians.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import in_a_process, markdown
+from benchmarks.measure import in_fresh_process, markdown_table
 from benchmarks.networks import image_loss
 from fnet import layers, models
 from fnet.memory import Plan, format_bytes, tree_bytes
@@ -39,7 +39,7 @@ Problem = tuple[fnet.Layer, optax.GradientTransformation, Callable[..., Any], di
 
 
 def resnet50() -> Problem:
-    """A ResNet-50 with in-place activated batch norm."""
+    """ResNet-50 with in-place activated batch norm."""
     model = models.get("resnet50", num_classes=1000)
     batch = {
         "image": jax.ShapeDtypeStruct((64, 128, 128, 3), jnp.float32),
@@ -49,8 +49,8 @@ def resnet50() -> Problem:
 
 
 def transformer() -> Problem:
-    """A language model of 12 transformer blocks."""
-    width, words, tokens = 256, 8192, 256
+    """Language model of 12 transformer blocks."""
+    width, vocabulary, tokens = 256, 8192, 256
     trunk = fnet.serial(
         blocks=layers.transformer(width, heads=8, blocks=12, causal=True),
         norm=layers.rms_norm(width),
@@ -61,8 +61,8 @@ def transformer() -> Problem:
         scale = width**-0.5
         return {
             "trunk": trunk.init(blocks)[0],
-            "embedding": jax.random.normal(embedding, (words, width)) * scale,
-            "head": jax.random.normal(head, (width, words)) * scale,
+            "embedding": jax.random.normal(embedding, (vocabulary, width)) * scale,
+            "head": jax.random.normal(head, (width, vocabulary)) * scale,
         }, {}
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
@@ -80,17 +80,17 @@ PROBLEMS = {"resnet50": resnet50, "transformer": transformer}
 
 
 def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
-    """Plans, compiles and trains in this process."""
+    """Plan, compile and train in this process."""
     model, optimizer, loss, shapes = PROBLEMS[name]()
     init = functools.partial(fnet.TrainState.create, model, optimizer)
     state_shapes = jax.eval_shape(init, jax.random.key(0))
     step = fnet.make_step(loss, optimizer)
-    began = time.perf_counter()
+    start = time.perf_counter()
     if budget is None:
         plan = fnet.plan_step(step, state_shapes, shapes, policies=("none",))
     else:
         plan = fnet.plan_step(step, state_shapes, shapes, budget, reserve=RESERVE)
-    planned = time.perf_counter() - began
+    planning_seconds = time.perf_counter() - start
     c = plan.chosen
     executable = fnet.compile_step(
         step.replace(remat=c.policy, microbatches=c.microbatches),
@@ -115,25 +115,25 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
         return state, seconds[1:]
 
     state, seconds = timed(executable.compiled, state)
-    most = memory.bytes()
-    assert most is not None, "this system does not tell what a process has held"
-    seen = most + tree_bytes(batch)  # which was there before
-    if budget is None and steps > 1:  # what has no budget is compiled for time as well
+    peak = memory.bytes()
+    assert peak is not None, "this system does not report the peak memory of a process"
+    measured = peak + tree_bytes(batch)  # The batch was allocated before.
+    if budget is None and steps > 1:  # The plain step is also compiled for time.
         fast = step.lower(state_shapes, shapes).compile()
         seconds = min(seconds, timed(fast, state)[1], key=statistics.median)
     return {
         "chosen": str(c),
         "scheduled": "for memory" if "xla_cpu_scheduler_type" in c.compiler_options else "as usual",
         "predicted": executable.report.peak.total,
-        "seen": seen,
+        "measured": measured,
         "seconds": seconds,
-        "planned in": planned,
+        "planning seconds": planning_seconds,
         "candidates": candidates(plan),
     }
 
 
 def candidates(plan: Plan) -> list[str]:
-    """What was compiled, for whoever wonders."""
+    """Describe the candidates that were compiled."""
     return [
         f"{c}, {format_bytes(c.peak.total)}, {c.cost.flops / 1e9:.0f} GFLOP"
         for c in plan.candidates
@@ -142,8 +142,12 @@ def candidates(plan: Plan) -> list[str]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=2)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
-    parser.add_argument("--steps", type=int, default=4, help="of each run; the first is not timed")
+    parser.add_argument(
+        "--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), help="Networks."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=4, help="Steps per run; the first is not timed."
+    )
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -154,47 +158,48 @@ def main() -> None:
     rows = []
     claimed: list[Claim] = []
     for name in options.problems:
-        plain = in_a_process("budgets", name, None, 1)["predicted"]
+        plain = in_fresh_process("budgets", name, None, 1)["predicted"]
         runs: dict[float, list[dict[str, Any]]] = {share: [] for share in SHARES}
         for _ in range(options.rounds):
-            for share, found in runs.items():
+            for share, results in runs.items():
                 budget = None if share == 1 else int(share * plain)
-                found.append(in_a_process("budgets", name, budget, options.steps))
+                results.append(in_fresh_process("budgets", name, budget, options.steps))
         seconds = {
-            share: statistics.median(s for run in found for s in run["seconds"])
-            for share, found in runs.items()
+            share: statistics.median(s for run in results for s in run["seconds"])
+            for share, results in runs.items()
         }
-        most = {share: max(run["seen"] for run in found) for share, found in runs.items()}
-        claimed += claims(name, plain, most, seconds)
-        for share, found in runs.items():
-            seen = most[share]
+        measured = {
+            share: max(run["measured"] for run in results) for share, results in runs.items()
+        }
+        claimed += claims(name, plain, measured, seconds)
+        for share, results in runs.items():
             rows.append(
                 {
                     "": name,
                     "budget MB": "none" if share == 1 else f"{share * plain / 1e6:.0f}",
                     "share": f"{share:.0%}",
-                    "chosen": found[0]["chosen"],
-                    "scheduled": found[0]["scheduled"],
-                    "predicted MB": f"{found[0]['predicted'] / 1e6:.0f}",
-                    "seen MB": f"{seen / 1e6:.0f}",
-                    "seen / budget": f"{seen / (share * plain):.2f}",
-                    "s a step": f"{seconds[share]:.2f}",
+                    "chosen": results[0]["chosen"],
+                    "scheduled": results[0]["scheduled"],
+                    "predicted MB": f"{results[0]['predicted'] / 1e6:.0f}",
+                    "measured MB": f"{measured[share] / 1e6:.0f}",
+                    "measured / budget": f"{measured[share] / (share * plain):.2f}",
+                    "s per step": f"{seconds[share]:.2f}",
                     "time / plain": f"{seconds[share] / seconds[1.0]:.2f}",
-                    "planned in s": f"{found[0]['planned in']:.0f}",
+                    "planning s": f"{results[0]['planning seconds']:.0f}",
                 }
             )
-    print(markdown(rows))
+    print(markdown_table(rows))
     publish(claimed, options, "jax", "jaxlib", "optax")
 
 
 def claims(
-    name: str, plain: int, seen: dict[float, int], seconds: dict[float, float]
+    name: str, plain: int, measured: dict[float, int], seconds: dict[float, float]
 ) -> Iterator[Claim]:
-    """Of one network: each budget, kept to or not, and what it costs."""
+    """Claim memory relative to the budget, and time relative to the plain step."""
     for share in SHARES[1:]:
         what = f"{name}, a budget of {share:.0%} of the plain step's predicted peak"
-        used = seen[share] / int(share * plain)
-        yield Claim(f"{what}: seen in a run", "the budget", used, "<= 1.0", "seen memory")
+        used = measured[share] / int(share * plain)
+        yield Claim(f"{what}: measured in a run", "the budget", used, "<= 1.0", "measured memory")
         ratio = seconds[share] / seconds[1.0]
         yield Claim(f"{what}: time of a step", "the plain step", ratio, "<= 1.4", "time")
 

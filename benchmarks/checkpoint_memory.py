@@ -1,12 +1,12 @@
-"""Memory beside a training state while checkpoints are written and read on CPU.
+"""Memory in addition to the training state while checkpoints are written and read on CPU.
 
     python -m benchmarks.checkpoint_memory
 
-A state of two arrays of 8 MiB for each of so many layers, and one of 32 MiB. It is saved three
-times, with donated steps between, and restored and stepped once more: by fnet, which compares
-checksums too, and by orbax as it comes, in the background. Each in a fresh process, interleaved.
-What is seen is the most that the process held above the state, as a part of it: median. Seconds are
-from the first save until the last one is on disk, steps among them.
+The state has two arrays of 8 MiB per layer and one of 32 MiB. It is saved three times, with
+donated steps in between, then restored and stepped again. fnet, which also verifies checksums, is
+compared with orbax's default options, which save in the background. Each runs in a fresh process,
+interleaved. The memory is the process's peak above the state, as a fraction of the state; medians
+are reported. Seconds are from the first save until the last one is on disk, including the steps.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import in_a_process, markdown
+from benchmarks.measure import in_fresh_process, markdown_table
 from fnet.memory import tree_bytes
 from train.run.checkpoints import Checkpoints
 from train.run.process_memory import HighWater, limit_freed_memory
@@ -36,7 +36,7 @@ SAVES, STEPS_BETWEEN = 3, 3
 
 
 class Side(NamedTuple):
-    """How a state is saved and restored."""
+    """Functions that save and restore a state."""
 
     save: Callable[[int, Any], None]
     wait: Callable[[], None]
@@ -48,9 +48,9 @@ def ours(folder: Path, shapes: Any) -> Iterator[Side]:
     with Checkpoints(folder, keep=2, shapes=shapes) as checkpoints:
 
         def restore() -> Any:
-            found = checkpoints.restore(shapes)
-            assert found is not None
-            return found.state
+            restored = checkpoints.restore(shapes)
+            assert restored is not None
+            return restored.state
 
         yield Side(lambda i, state: checkpoints.save(i, state, {}), checkpoints.wait, restore)
 
@@ -85,37 +85,37 @@ def step(state: fnet.TrainState) -> fnet.TrainState:
 
 
 def measure(name: str, layers: int) -> dict[str, float]:
-    """In this process: of one side, parts of the state, and seconds."""
+    """Measure one side in this process: fractions of the state, and seconds."""
 
     def stepped(state: fnet.TrainState) -> fnet.TrainState:
         for _ in range(STEPS_BETWEEN):
             state = step(state)
         return jax.block_until_ready(state)
 
-    def beside(memory: HighWater) -> float:
-        most = memory.bytes()
-        assert most is not None, "this system does not tell what a process has held"
-        return most / tree_bytes(shapes)
+    def fraction(memory: HighWater) -> float:
+        peak = memory.bytes()
+        assert peak is not None, "this system does not report the peak memory of a process"
+        return peak / tree_bytes(shapes)
 
     state = stepped(init(jax.random.key(0), layers))
     shapes = jax.eval_shape(lambda: state)
     with tempfile.TemporaryDirectory() as folder, SIDES[name](Path(folder) / "c", shapes) as side:
-        memory, began = HighWater(), time.perf_counter()
+        memory, start = HighWater(), time.perf_counter()
         for i in range(1, SAVES + 1):
             side.save(i, state)
             state = stepped(state)
         side.wait()
-        found = {"seconds": time.perf_counter() - began, "saving": beside(memory)}
+        measured = {"seconds": time.perf_counter() - start, "saving": fraction(memory)}
         jax.tree.map(lambda a: a.delete(), state)
         memory = HighWater()
         state = stepped(side.restore())
-        found["resuming"] = beside(memory) - 1
-    return found
+        measured["resuming"] = fraction(memory) - 1
+    return measured
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=5)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=32, help="Layers of the state.")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -124,30 +124,38 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     for _ in range(args.rounds):
-        for name, found in runs.items():
-            found.append(in_a_process("checkpoint_memory", name, args.layers))
+        for name, results in runs.items():
+            results.append(in_fresh_process("checkpoint_memory", name, args.layers))
     sides = {
-        name: {key: statistics.median(run[key] for run in found) for key in found[0]}
-        for name, found in runs.items()
+        name: {key: statistics.median(run[key] for run in results) for key in results[0]}
+        for name, results in runs.items()
     }
     rows = [{"": name} | {k: f"{v:.2f}" for k, v in side.items()} for name, side in sides.items()]
-    print(markdown(rows))
+    print(markdown_table(rows))
     claimed = claims(sides["fnet"], sides["orbax"], args.layers)
     publish(claimed, args, "jax", "jaxlib", "orbax-checkpoint")
 
 
-def claims(ours: dict[str, float], peers: dict[str, float], layers: int) -> list[Claim]:
-    """Of medians, by side."""
+def claims(ours: dict[str, float], theirs: dict[str, float], layers: int) -> list[Claim]:
+    """Claims from the medians of both sides."""
     mebibytes = tree_bytes(jax.eval_shape(lambda: init(jax.random.key(0), layers))) >> 20
-    state, peer = f"a state of {mebibytes} MiB on CPU", "orbax in the background, as it comes"
+    state, baseline = (
+        f"a state of {mebibytes} MiB on CPU",
+        "orbax in the background, default options",
+    )
     saved, restored = f"{state}, saved between steps", f"{state}, restored and stepped"
-    part, kind = "seen above it, as a part of it", "seen memory"
-    saving, seconds = (ours[key] / peers[key] for key in ("saving", "seconds"))
+    fraction, kind = "memory above it, as a fraction of it", "measured memory"
+    saving, seconds = (ours[key] / theirs[key] for key in ("saving", "seconds"))
     return [
-        Claim(f"{saved}: {part}", "the state", ours["saving"], "< 0.5", kind),
-        Claim(f"{restored}: {part}", "the state", ours["resuming"], "< 0.5", kind),
-        Claim(f"{saved}: seen above it", peer, saving, kind=kind),
-        Claim(f"{saved}: time until all are on disk, with checksums", peer, seconds, kind="time"),
+        Claim(f"{saved}: {fraction}", "the state", ours["saving"], "< 0.5", kind),
+        Claim(f"{restored}: {fraction}", "the state", ours["resuming"], "< 0.5", kind),
+        Claim(f"{saved}: memory above it", baseline, saving, kind=kind),
+        Claim(
+            f"{saved}: time until all are on disk, with checksums",
+            baseline,
+            seconds,
+            kind="time",
+        ),
     ]
 
 

@@ -1,13 +1,12 @@
-"""The CIFAR-10 recipe with in-place norm, and with flax's BatchNorm and relu in its place.
+"""CIFAR-10 recipe with in-place norm, compared with flax's BatchNorm and relu.
 
     python -m benchmarks.cifar10 --path CIFAR10
-    python -m benchmarks.cifar10 --path CIFAR10 --epochs 0      # steps and peaks alone
+    python -m benchmarks.cifar10 --path CIFAR10 --epochs 0      # steps and peaks only
 
-Same recipe, seed, batches and number of steps; leaky_relu of slope 0.01 against relu. The
-peak is that of the step compiled for one device; times of steps are medians, interleaved,
-flax's of the fastest way that it can be compiled.
-Runs are kept in ``--out`` if it is given, and a benchmark that was interrupted goes on from
-there.
+Recipe, seed, batches and number of steps are the same; the activations are leaky_relu with slope
+0.01 and relu. The peak is that of the step compiled for one device. Times of steps are
+interleaved medians; flax's step uses its fastest compiler options. With ``--out``, runs are saved
+there, and an interrupted benchmark resumes.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import jax
 from rich.console import Console
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
+from benchmarks.measure import compile_with_each_option, fastest, markdown_table, step_caller
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, models
 from train.config import Config, Mesh, ResNet9, recipes
@@ -39,7 +38,7 @@ class FlaxResNet9(ResNet9):
     """The same network with flax's norm and relu."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
-        """The network for images [H, W, C]."""
+        """Build the network for images [H, W, C]."""
         flax = {"norm": flax_norm, "activation": "relu"}
         return models.resnet9(
             num_classes=num_classes, in_channels=image_shape[-1], **options(self) | flax
@@ -47,7 +46,7 @@ class FlaxResNet9(ResNet9):
 
 
 def forms(args: argparse.Namespace) -> dict[str, Config]:
-    """The recipe, by what its norms are and what is kept of them."""
+    """Configs of the recipe by norm and remat policy."""
     recipe = recipes.load("cifar10_resnet")
     recipe = dataclasses.replace(
         recipe,
@@ -68,25 +67,27 @@ def forms(args: argparse.Namespace) -> dict[str, Config]:
 
 
 def steps(configs: dict[str, Config], rounds: int) -> tuple[dict[str, int], dict[str, float]]:
-    """Bytes at the peak of a step, and its seconds."""
+    """Measure peak bytes and seconds of a step."""
     runs = {}
     for form, config in configs.items():
         run = setup(config)
         runs[form] = run.on(layout(dataclasses.replace(config, mesh=Mesh())))
     programs = {form: compile_step(run).executable for form, run in runs.items()}
-    ways: dict[str, list[Any]] = {form: [program] for form, program in programs.items()}
+    candidates: dict[str, list[Any]] = {form: [program] for form, program in programs.items()}
     flax = runs["flax"]
-    ways["flax"] = compiled_each_way(flax.step.lower(flax.state_shapes, flax.batch_shapes))
+    candidates["flax"] = compile_with_each_option(
+        flax.step.lower(flax.state_shapes, flax.batch_shapes)
+    )
     batch = next(iter(runs["in place"].training_batches()))
     calls = {
-        form: [stepping(way, runs[form].init(jax.random.key(0)), batch) for way in of]
-        for form, of in ways.items()
+        form: [step_caller(p, runs[form].init(jax.random.key(0)), batch) for p in ps]
+        for form, ps in candidates.items()
     }
     return {form: p.report.peak.total for form, p in programs.items()}, fastest(calls, rounds)
 
 
-def trained(config: Config, out: Path) -> dict[str, Any]:
-    """The summary of a run, trained if it is not there."""
+def train_once(config: Config, out: Path) -> dict[str, Any]:
+    """Train unless the run is finished, and return its summary."""
     if not (out / "summary.json").is_file():
         resume = (out / "config.json").is_file()
         train(config, out, resume=resume, console=Console(file=sys.stderr))
@@ -95,10 +96,10 @@ def trained(config: Config, out: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=20)
-    parser.add_argument("--path", required=True, help="a folder with train/ and test/")
-    parser.add_argument("--epochs", type=float, help="the recipe's by default; 0: no run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="where runs are kept")
+    parser.add_argument("--path", required=True, help="Folder with train/ and test/.")
+    parser.add_argument("--epochs", type=float, help="Epochs; the recipe's by default, 0 for none.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed.")
+    parser.add_argument("--out", help="Folder for runs.")
     args = parser.parse_args()
     configs = forms(args)
     make_cpu_devices(configs["in place"].mesh)
@@ -115,19 +116,19 @@ def main() -> None:
         }
         rows.append(row)
         if form != "flax":
-            what, peer = f"CIFAR-10 step, {form}", "flax BatchNorm, relu"
+            what, baseline = f"CIFAR-10 step, {form}", "flax BatchNorm, relu"
             claims += [
-                Claim(f"{what}: peak", peer, peak / peaks["flax"]),
-                Claim(f"{what}: time", peer, seconds[form] / seconds["flax"], kind="time"),
+                Claim(f"{what}: peak", baseline, peak / peaks["flax"]),
+                Claim(f"{what}: time", baseline, seconds[form] / seconds["flax"], kind="time"),
             ]
-    print(markdown(rows), flush=True)
+    print(markdown_table(rows), flush=True)
     if args.epochs == 0:
         publish(claims, args, *packages)
         return
     out = Path(args.out or tempfile.mkdtemp())
     rows, accuracy = [], {}
     for form in ("in place", "flax"):
-        summary = trained(configs[form], out / form.replace(" ", "_"))
+        summary = train_once(configs[form], out / form.replace(" ", "_"))
         accuracy[form] = summary["metrics"]["test/accuracy"]
         row = {
             "": form,
@@ -136,13 +137,13 @@ def main() -> None:
             "minutes": f"{summary['seconds'] / 60:.1f}",
         }
         rows.append(row)
-        print(markdown([row]), file=sys.stderr, flush=True)
-    print("\n" + markdown(rows))
+        print(markdown_table([row]), file=sys.stderr, flush=True)
+    print("\n" + markdown_table(rows))
     ours, theirs = accuracy["in place"], accuracy["flax"]
-    what, peer = "CIFAR-10 recipe: test accuracy", f"flax BatchNorm, relu: {theirs:.2%}"
+    what, baseline = "CIFAR-10 recipe: test accuracy", f"flax BatchNorm, relu: {theirs:.2%}"
     claims += [
-        Claim(what, peer, ours, ">= 0.9", "quality"),
-        Claim(f"{what} below the peer's", peer, theirs - ours, "<= 0.005", "quality"),
+        Claim(what, baseline, ours, ">= 0.9", "quality"),
+        Claim(f"{what} below the baseline's", baseline, theirs - ours, "<= 0.005", "quality"),
     ]
     publish(claims, args, *packages)
 

@@ -1,4 +1,4 @@
-"""What a benchmark claims: a figure beside its peer's, the target, and whether it was met."""
+"""Claims of a benchmark: a figure relative to a baseline, a target, and whether it is met."""
 
 import argparse
 import dataclasses
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """What sort of figure a claim is about.
+    """Kind of figure.
 
     Attributes:
       deterministic: whether it is the same in every run with the same versions.
-      meaning: how it is found.
+      meaning: how it is measured.
     """
 
     deterministic: bool
@@ -26,12 +26,12 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "memory": Kind(True, "bytes of compiled programs, or of what they keep"),
-    "count": Kind(True, "operations of traced programs"),
-    "error": Kind(True, "differences from exact numbers, of fixed seeds"),
-    "time": Kind(False, "medians of interleaved calls"),
-    "seen memory": Kind(False, "the most that a process took while it ran"),
-    "quality": Kind(False, "accuracy, loss or survival of what was trained"),
+    "memory": Kind(True, "bytes of compiled programs or of their residuals"),
+    "count": Kind(True, "number of operations in traced programs"),
+    "error": Kind(True, "difference from exact numbers, with fixed seeds"),
+    "time": Kind(False, "median of interleaved calls"),
+    "measured memory": Kind(False, "peak memory of a process while it runs"),
+    "quality": Kind(False, "accuracy, loss or survival of a trained network"),
 }
 
 COMPARISONS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, ">": operator.gt}
@@ -42,18 +42,18 @@ class Claim:
     """One figure of a benchmark.
 
     Attributes:
-      claim: what was measured of what, with the sizes that decide.
-      peer: what it was measured against, at its best settings.
-      ratio: to the peer, as it was measured. Where the claim says another unit, in that.
-      target: a comparison, such as ``<= 0.39``; "" where nobody has set one.
+      claim: what was measured, with the relevant sizes.
+      baseline: what it is compared with, at its best settings.
+      ratio: measured ratio to the baseline, or a figure in the unit that the claim names.
+      target: a comparison, such as ``<= 0.39``, or "".
       kind: one of `KINDS`.
 
     Raises:
-      ValueError: for an unknown kind, or a target that is no comparison.
+      ValueError: for an unknown kind, or a target that is not a comparison.
     """
 
     claim: str
-    peer: str
+    baseline: str
     ratio: float
     target: str = ""
     kind: str = "memory"
@@ -66,21 +66,22 @@ class Claim:
 
     @property
     def met(self) -> bool | None:
-        """Whether the figure, unrounded, keeps to the target; None without one."""
-        return self.keeps_to_target(self.ratio)
+        """Whether the unrounded figure meets the target; None without a target."""
+        return self.meets_target(self.ratio)
 
-    def keeps_to_target(self, figure: float) -> bool | None:
-        """Whether a figure does; None without a target."""
+    def meets_target(self, figure: float) -> bool | None:
+        """Whether a figure meets the target; None without a target."""
         if not self.target:
             return None
         holds, bound = comparison(self.target)
-        return bool(holds(figure, bound))  # NaN keeps to none
+        return bool(holds(figure, bound))  # NaN meets no target
 
     @property
     def shown(self) -> str:
         """The figure in three digits, or thousandths, rounded to its worse side.
 
-        That is up, unless more is better. There are more digits where that would turn the verdict.
+        It is rounded up, unless more is better. It has more digits if rounding would change the
+        verdict.
         """
         if not math.isfinite(self.ratio):
             return "not finite"
@@ -88,64 +89,68 @@ class Claim:
         figure, digits = decimal.Decimal(repr(float(self.ratio))), 4 if 1 <= self.ratio < 10 else 3
         while True:
             rounded = decimal.Context(digits, worse).plus(figure)
-            if rounded == figure or self.keeps_to_target(float(rounded)) is self.met:
+            if rounded == figure or self.meets_target(float(rounded)) is self.met:
                 break
             digits += 1
         return f"{rounded:.{digits - 1}e}" if 0 < abs(rounded) < 1e-3 else f"{rounded:f}"
 
     def as_json(self) -> dict[str, Any]:
-        """Fields, and what follows from them; a figure that is not finite is null."""
+        """Fields and derived values as JSON; a figure that is not finite is null."""
         ratio = self.ratio if math.isfinite(self.ratio) else None
-        followed = {"met": self.met, "deterministic": KINDS[self.kind].deterministic}
-        return dataclasses.asdict(self) | {"ratio": ratio} | followed
+        derived = {"met": self.met, "deterministic": KINDS[self.kind].deterministic}
+        return dataclasses.asdict(self) | {"ratio": ratio} | derived
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Claim":
-        """What `as_json` wrote."""
-        fields = {f.name: found[f.name] for f in dataclasses.fields(cls)}
-        return cls(**fields | {"ratio": math.nan if found["ratio"] is None else found["ratio"]})
+    def from_json(cls, saved: Mapping[str, Any]) -> "Claim":
+        """Read the result of `as_json`."""
+        fields = {f.name: saved[f.name] for f in dataclasses.fields(cls)}
+        return cls(**fields | {"ratio": math.nan if saved["ratio"] is None else saved["ratio"]})
 
 
 def comparison(target: str) -> tuple[Callable[[float, float], bool], float]:
-    """``(holds, bound)`` of a target: it is met by x where ``holds(x, bound)``.
+    """Parse a target to ``(holds, bound)``: x meets it if ``holds(x, bound)``.
 
     Raises:
-      ValueError: if it does not read as a comparison with a number.
+      ValueError: if it is not a comparison with a number.
     """
-    found = re.fullmatch(r"(<=|<|>=|>) (-?\d+(?:\.\d+)?(?:e-?\d+)?)", target)
-    if found is None:
+    match = re.fullmatch(r"(<=|<|>=|>) (-?\d+(?:\.\d+)?(?:e-?\d+)?)", target)
+    if match is None:
         raise ValueError(
-            f"Claim: a target is one of {list(COMPARISONS)}, a space and a number, "
+            f"Claim: target must be one of {list(COMPARISONS)}, a space and a number, "
             f"such as '<= 0.39'; got {target!r}"
         )
-    return COMPARISONS[found[1]], float(found[2])
+    return COMPARISONS[match[1]], float(match[2])
 
 
 def argument_parser(
     doc: str | None, *, rounds: int | None = None, target: bool = False
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks share; a script adds its own.
+    """Build a parser with the options that benchmarks share.
 
     Args:
-      doc: its docstring, whose first line says what it is.
-      rounds: how often it times each side unless ``--rounds`` says otherwise; None where
-        nothing is timed.
-      target: whether it can compile for a device that is not there.
+      doc: docstring of the script; its first line is the description.
+      rounds: default of ``--rounds``; None if nothing is timed.
+      target: whether the script can compile for a device that is not present (``--target``).
     """
-    made = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     if rounds is not None:
-        made.add_argument(
-            "--rounds", type=_count, default=rounds, help="of timing; medians are taken"
+        parser.add_argument(
+            "--rounds",
+            type=_positive,
+            default=rounds,
+            help="Number of timed calls; the median counts.",
         )
     if target:
-        made.add_argument(
-            "--target", metavar="DEVICE", help="compile for this device, such as h100; run nothing"
+        parser.add_argument(
+            "--target",
+            metavar="DEVICE",
+            help="Compile for this device, such as h100, and run nothing.",
         )
-    made.add_argument("--json", metavar="PATH", help="where claims are written, with versions")
-    return made
+    parser.add_argument("--json", metavar="PATH", help="Write claims and versions to this file.")
+    return parser
 
 
-def _count(word: str) -> int:
+def _positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {word!r}")
     return int(word)
@@ -158,40 +163,39 @@ def publish(
     missing: Sequence[str] = (),
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Says what a benchmark claims, and writes it where ``--json`` asks for it.
+    """Print the claims of a benchmark, and write them to the file of ``--json``.
 
     Args:
-      claims: in the order of the script's tables.
-      args: what `argument_parser` read.
-      *packages: distributions whose versions decide, of both sides; those that are not
-        installed are left out.
-      missing: peers that were left out because they are not installed, with the reason.
+      claims: claims in the order of the script's tables.
+      args: parsed arguments of `argument_parser`.
+      *packages: distributions whose versions are reported, if they are installed.
+      missing: baselines that are not installed, with the reason.
       data: measurements for a chart.
     """
-    claims, found = list(claims), installed(*packages)
+    claims, versions = list(claims), installed(*packages)
     print()
     for c in claims:
         verdict = {True: f"{c.target}: met", False: f"{c.target}: not met", None: "no target"}
-        print(f"- {c.shown} ({verdict[c.met]}) {c.claim}; peer: {c.peer}")
-    for peer in missing:
-        print(f"- left out, not installed: {peer}")
-    print(f"\nVersions: {', '.join(f'{name} {version}' for name, version in found.items())}.")
+        print(f"- {c.shown} ({verdict[c.met]}) {c.claim}; baseline: {c.baseline}")
+    for baseline in missing:
+        print(f"- skipped, not installed: {baseline}")
+    print(f"\nVersions: {', '.join(f'{name} {version}' for name, version in versions.items())}.")
     if args.json:
-        written = {
+        report = {
             "claims": [c.as_json() for c in claims],
-            "versions": installed("fnet-jax") | found,
+            "versions": installed("fnet-jax") | versions,
             "missing": list(missing),
             "data": dict(data or {}),
         }
-        Path(args.json).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
+        Path(args.json).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """The version of each distribution that is installed."""
-    found = {}
+    """Versions of the distributions that are installed."""
+    versions = {}
     for name in packages:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,18 +1,20 @@
-"""The sum of clipped per-example gradients against the plain gradient: time and memory.
+"""Sum of clipped per-example gradients compared with the plain gradient: time and memory.
 
     python -m benchmarks.clipped_grad
     python -m benchmarks.clipped_grad --only MLP --rounds 51
 
-Every line is one jitted program that gives gradients alone, on the CPU, in float32.
-"plain" is ``jax.grad`` of the mean loss; "time" is to the fastest plain gradient of
-the same network in whatever way it is written here, "memory" to the smallest
-temporaries of the plain ones. "vmap" makes every example's gradient, then clips and
-sums: by a sum, which holds less, and by optax's one product, which is faster.
-`per_example_grad` returns all of them. These are left out where they would take more
-than 4 GB, results included. "differs" is the largest difference, relative to the
-largest gradient, from a loop over single examples, half of which are clipped. The plain
-gradient differs from such a loop, too: where a network is deep, a rounding moves some
-activation to the other side of its kink. About ten minutes.
+Every row is one jitted program that returns gradients only, on the CPU, in float32. It takes
+about ten minutes.
+
+- "plain" is ``jax.grad`` of the mean loss. "time" is relative to the fastest plain gradient of
+  the network in any implementation, "memory" to the smallest temporaries of the plain gradients.
+- "vmap" materializes every per-example gradient, then clips and sums them: with a sum, which
+  needs less memory, or with optax's matrix product, which is faster.
+- `per_example_grad` returns all per-example gradients. It and vmap are skipped if they would need
+  more than 4 GB, including results.
+- "differs" is the largest difference, relative to the largest gradient, from a loop over
+  examples, of which half are clipped. The plain gradient differs from such a loop too, because in
+  a deep network rounding flips the sign of some activations.
 """
 
 import functools
@@ -27,21 +29,21 @@ from jax import Array
 import fnet
 from benchmarks import networks
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import interleaved, markdown, temporaries
+from benchmarks.measure import interleaved, markdown_table, temporaries
 from benchmarks.networks import Network
 
-MOST_BYTES = 4e9
+MAX_BYTES = 4e9
 TOLERANCE = 1e-5
 WIDTH = 8
-"""How many gradients `fnet.per_example_grad` makes at a time."""
+"""Number of gradients that `fnet.per_example_grad` computes at a time."""
 
-WANTED = {
+TARGETS = {
     "MLP": ("<= 1.1", "<= 1.1"),
     "transformer": ("<= 1.1", "<= 1.1"),
     "CNN": ("<= 1.5", "<= 1.3"),
     "ResNet": ("<= 2.0", ""),
 }
-"""Of time and of temporaries, by kind of network."""
+"""Targets of time and of temporaries, by kind of network."""
 
 CASES: dict[str, Callable[[], dict[str, Network]]] = {
     "MLP 784-512-512-10, batch 256": networks.mlp,
@@ -64,24 +66,32 @@ CASES: dict[str, Callable[[], dict[str, Network]]] = {
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=15)
-    parser.add_argument("--only", default="", help="a part of the networks' names")
+    parser.add_argument("--only", default="", help="Part of the names of networks.")
     args = parser.parse_args()
     if not any(args.only in name for name in CASES):
-        parser.error(f"--only {args.only}: in the name of no network of {list(CASES)}")
+        parser.error(f"--only {args.only}: matches no network of {list(CASES)}")
     lines: list[dict[str, str]] = []
     claimed: list[Claim] = []
     for name, make in CASES.items():
         if args.only in name:
-            found = measured(make(), args.rounds)
-            lines += rows(name, found)
-            claimed += claims(name, found)
+            measured = measure(make(), args.rounds)
+            lines += rows(name, measured)
+            claimed += claims(name, measured)
     print(f"Medians of {args.rounds} interleaved rounds, {jax.default_backend()}, float32.\n")
-    print(markdown(lines))
+    print(markdown_table(lines))
     publish(claimed, args, "jax", "jaxlib", "flax")
 
 
 class Measured(NamedTuple):
-    """By program: seconds, bytes, both to the best plain ones; the difference from a loop."""
+    """Measurements by program.
+
+    Attributes:
+      seconds: seconds per call.
+      time: seconds relative to the fastest plain gradient.
+      size: bytes of temporaries.
+      memory: bytes relative to the smallest plain gradient.
+      differs: largest relative difference from a loop over examples.
+    """
 
     seconds: dict[str, float]
     time: dict[str, float]
@@ -90,39 +100,45 @@ class Measured(NamedTuple):
     differs: dict[str, float]
 
 
-def measured(written: dict[str, Network], rounds: int) -> Measured:
-    """Every program of a network, in each way it is written."""
-    programs = {f"plain, {way}": compiled(plain(n.loss), n) for way, n in written.items()}
+def measure(implementations: dict[str, Network], rounds: int) -> Measured:
+    """Measure every program of a network, for each implementation."""
+    programs = {
+        f"plain, {key}": compile_program(plain(n.loss), n) for key, n in implementations.items()
+    }
     differs = {}
-    for way, n in written.items():
-        mean = programs[f"plain, {way}"](n.params, n.x, n.y)
+    for key, n in implementations.items():
+        mean = programs[f"plain, {key}"](n.params, n.x, n.y)
         total = optax.tree.scale(len(n.x), mean)
-        rounding = differs[f"plain, {way}"] = difference(total, one_by_one(n, jnp.inf))
-        bound = float(jnp.median(norms_one_by_one(n)))
-        row, program = f"`clipped_grad`, {way}", compiled(clipped(n.loss, bound), n)
+        rounding = differs[f"plain, {key}"] = difference(total, loop_over_examples(n, jnp.inf))
+        bound = float(jnp.median(norms_of_examples(n)))
+        row, program = f"`clipped_grad`, {key}", compile_program(clipped(n.loss, bound), n)
         programs[row] = program
-        differs[row] = checked(program(n.params, n.x, n.y), one_by_one(n, bound), rounding)
-    first, n = next(iter(written.items()))
-    slow = {f"{kind}, {first}": compiled(make(n.loss, 1.0), n) for kind, make in EACH.items()}
-    slow = {row: program for row, program in slow.items() if held(program) <= MOST_BYTES}
+        differs[row] = check(program(n.params, n.x, n.y), loop_over_examples(n, bound), rounding)
+    first, n = next(iter(implementations.items()))
+    slow = {
+        f"{kind}, {first}": compile_program(make(n.loss, 1.0), n) for kind, make in UNFUSED.items()
+    }
+    slow = {row: program for row, program in slow.items() if total_bytes(program) <= MAX_BYTES}
 
-    def called(which: dict[str, jax.stages.Compiled]) -> dict[str, Callable[[], Any]]:
-        ways = {row: written[row.partition(", ")[2]] for row in which}
-        return {row: functools.partial(which[row], n.params, n.x, n.y) for row, n in ways.items()}
+    def calls(programs: dict[str, jax.stages.Compiled]) -> dict[str, Callable[[], Any]]:
+        networks = {row: implementations[row.partition(", ")[2]] for row in programs}
+        return {
+            row: functools.partial(programs[row], n.params, n.x, n.y) for row, n in networks.items()
+        }
 
-    # Apart, so that gigabytes coming and going do not disturb what takes milliseconds.
-    seconds = interleaved(called(programs), rounds) | interleaved(called(slow), 3)
+    # Timed separately, because allocating gigabytes would slow down the fast programs.
+    seconds = interleaved(calls(programs), rounds) | interleaved(calls(slow), 3)
     programs |= slow
     size = {row: temporaries(program) for row, program in programs.items()}
-    fastest = min(seconds[f"plain, {way}"] for way in written)
-    smallest = min(size[f"plain, {way}"] for way in written)
+    fastest = min(seconds[f"plain, {key}"] for key in implementations)
+    smallest = min(size[f"plain, {key}"] for key in implementations)
     time = {row: s / fastest for row, s in seconds.items()}
     memory = {row: s / smallest for row, s in size.items()}
     return Measured(seconds, time, size, memory, differs)
 
 
 def rows(name: str, m: Measured) -> list[dict[str, str]]:
-    """A line for each program."""
+    """Build a row for each program."""
     return [
         {
             "": name,
@@ -138,9 +154,12 @@ def rows(name: str, m: Measured) -> list[dict[str, str]]:
 
 
 def claims(name: str, m: Measured) -> Iterator[Claim]:
-    """Of one network: the way it is written for which clipping costs most."""
-    of_time, of_memory = next(of for kind, of in WANTED.items() if kind in name)
-    for kind, ratios, target in (("time", m.time, of_time), ("memory", m.memory, of_memory)):
+    """Claim the implementation of a network for which clipping costs most."""
+    time_target, memory_target = next(t for kind, t in TARGETS.items() if kind in name)
+    for kind, ratios, target in (
+        ("time", m.time, time_target),
+        ("memory", m.memory, memory_target),
+    ):
         worst, row = max((r, row) for row, r in ratios.items() if row.startswith("`clipped_grad`"))
         what = f"clipped_grad, {name} (in {row.partition(', ')[2]}): {kind}"
         yield Claim(what, "best plain gradient", worst, target, kind)
@@ -154,41 +173,41 @@ def clipped(loss: Any, bound: float) -> Callable[..., Any]:
     return lambda *args: fnet.clipped_grad(loss, bound)(*args)[0]
 
 
-def every_gradient(loss: Any, bound: float) -> Callable[..., Any]:
-    """Each example's gradient, clipped, and then the sum: what vmap makes of it."""
+def clip_and_sum(loss: Any, bound: float) -> Callable[..., Any]:
+    """Clip materialized per-example gradients, then sum them."""
 
-    def one(params: Any, x: Array, y: Array) -> Any:
+    def clipped_example(params: Any, x: Array, y: Array) -> Any:
         return scaled(jax.grad(lambda p: loss(p, x[None], y[None])[0])(params), bound)
 
     def total(params: Any, x: Array, y: Array) -> Any:
-        each = jax.vmap(one, (None, 0, 0))(params, x, y)
-        return jax.tree.map(lambda g: g.sum(0), each)
+        grads = jax.vmap(clipped_example, (None, 0, 0))(params, x, y)
+        return jax.tree.map(lambda g: g.sum(0), grads)
 
     return total
 
 
 def by_optax(loss: Any, bound: float) -> Callable[..., Any]:
-    """The same, clipped and summed by optax."""
+    """Clip and sum materialized per-example gradients with optax."""
 
-    def one(params: Any, x: Array, y: Array) -> Array:
+    def example_loss(params: Any, x: Array, y: Array) -> Array:
         return loss(params, x[None], y[None])[0]
 
     def total(params: Any, x: Array, y: Array) -> Any:
-        each = jax.vmap(jax.grad(one), (None, 0, 0))(params, x, y)
-        return optax.per_example_global_norm_clip(each, bound)[0]
+        grads = jax.vmap(jax.grad(example_loss), (None, 0, 0))(params, x, y)
+        return optax.per_example_global_norm_clip(grads, bound)[0]
 
     return total
 
 
-def a_few_at_a_time(loss: Any, bound: float) -> Callable[..., Any]:
+def all_gradients(loss: Any, bound: float) -> Callable[..., Any]:
     del bound
     return fnet.autodiff.per_example_grad(loss, width=WIDTH)
 
 
-EACH = {
-    "vmap and a sum": every_gradient,
+UNFUSED = {
+    "vmap and a sum": clip_and_sum,
     "vmap and optax": by_optax,
-    f"`per_example_grad` {WIDTH} at a time": a_few_at_a_time,
+    f"`per_example_grad` {WIDTH} at a time": all_gradients,
 }
 
 
@@ -197,48 +216,48 @@ def scaled(gradient: Any, bound: float) -> Any:
     return jax.tree.map(lambda g: g * factor, gradient)
 
 
-def compiled(f: Callable[..., Any], n: Network) -> jax.stages.Compiled:
+def compile_program(f: Callable[..., Any], n: Network) -> jax.stages.Compiled:
     return jax.jit(f).lower(n.params, n.x, n.y).compile()
 
 
-def held(program: jax.stages.Compiled) -> int:
+def total_bytes(program: jax.stages.Compiled) -> int:
     """Bytes of temporaries and results."""
     analysis: Any = program.memory_analysis()
     return temporaries(program) + analysis.output_size_in_bytes
 
 
-def norms_one_by_one(n: Network) -> Array:
+def norms_of_examples(n: Network) -> Array:
     norm = jax.jit(lambda *args: optax.global_norm(plain(n.loss)(*args)))
-    return jnp.stack([norm(n.params, *example) for example in singly(n)])
+    return jnp.stack([norm(n.params, *example) for example in single_examples(n)])
 
 
-def one_by_one(n: Network, bound: float) -> Any:
-    """The sum of clipped gradients by a loop over batches of one example."""
+def loop_over_examples(n: Network, bound: float) -> Any:
+    """Sum of clipped gradients by a loop over examples."""
 
     @jax.jit
     def add(total: Any, x: Array, y: Array) -> Any:
         return jax.tree.map(jnp.add, total, scaled(plain(n.loss)(n.params, x, y), bound))
 
     total = jax.tree.map(jnp.zeros_like, n.params)
-    for example in singly(n):
+    for example in single_examples(n):
         total = add(total, *example)
     return total
 
 
-def singly(n: Network) -> list[tuple[Array, Array]]:
+def single_examples(n: Network) -> list[tuple[Array, Array]]:
     return [(n.x[i : i + 1], n.y[i : i + 1]) for i in range(len(n.x))]
 
 
-def checked(got: Any, expected: Any, rounding: float = 0.0) -> float:
-    """The difference.
+def check(got: Any, expected: Any, rounding: float = 0.0) -> float:
+    """Check gradients and return their difference from the expected ones.
 
     Args:
-      got: by what is measured.
-      expected: by a loop over examples.
-      rounding: how much a plain gradient differs from such a loop.
+      got: measured gradients.
+      expected: gradients of a loop over examples.
+      rounding: difference of the plain gradient from such a loop.
 
     Raises:
-      AssertionError: where it is above the tolerance and above twice the rounding.
+      AssertionError: if the difference is above the tolerance and above twice ``rounding``.
     """
     worst = difference(got, expected)
     allowed = max(TOLERANCE, 2 * rounding)
@@ -247,7 +266,7 @@ def checked(got: Any, expected: Any, rounding: float = 0.0) -> float:
 
 
 def difference(got: Any, expected: Any) -> float:
-    """The largest, relative to the largest gradient."""
+    """Largest difference, relative to the largest gradient."""
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
     largest = max(float(abs(b).max()) for _, b in pairs)
     return max(float(abs(a - b).max()) for a, b in pairs) / largest

@@ -1,14 +1,14 @@
-"""Other libraries' clipped per-example gradients, each against its own plain gradient.
+"""Clipped per-example gradients of other libraries, each compared with its own plain gradient.
 
     pip install '.[peers]'
     python -m benchmarks.clipped_grad_peers
 
-jax-privacy and optax on the networks of `benchmarks.clipped_grad` in plain JAX, jitted;
-Opacus on the same networks in torch. On the CPU, in float32, without noise. "time" and
-"memory" are to the plain gradient of the same framework, jitted or torch's own backward
-pass, of images in the faster of both layouts. Opacus has NCHW alone: of channels_last
-activations Opacus 1.6 makes wrong gradients. Every sum is compared with a loop over
-examples. A library that is not installed is left out, with a line that says so.
+jax-privacy and optax run on the networks of `benchmarks.clipped_grad` in plain JAX, jitted, and
+Opacus on the same networks in torch. All run on the CPU, in float32, without noise. "time" and
+"memory" are relative to the plain gradient of the same framework, in the faster image layout.
+Opacus runs in NCHW only, because Opacus 1.6 computes wrong gradients of channels_last
+activations. Every sum is compared with a loop over examples. Libraries that are not installed are
+skipped and listed.
 """
 
 import copy
@@ -22,8 +22,15 @@ import numpy as np
 
 from benchmarks import machine, networks
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.clipped_grad import by_optax, checked, clipped, compiled, one_by_one, plain
-from benchmarks.measure import interleaved, markdown, temporaries
+from benchmarks.clipped_grad import (
+    by_optax,
+    check,
+    clipped,
+    compile_program,
+    loop_over_examples,
+    plain,
+)
+from benchmarks.measure import interleaved, markdown_table, temporaries
 from benchmarks.networks import CHANNELS, CLASSES, HIDDEN, IMAGE, MLP_SIZES, Network
 
 CLIP = 1.0
@@ -42,14 +49,14 @@ try:
     import torch
     from torch import nn
 
-    from benchmarks.abn_against_torch import LAYOUTS, most_allocated
+    from benchmarks.abn_against_torch import LAYOUTS, peak_allocated
 except ImportError as error:
     opacus = error
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=21)
-    parser.add_argument("--threads", type=int, default=machine.cores(), help="of torch")
+    parser.add_argument("--threads", type=int, default=machine.cores(), help="Threads of torch.")
     args = parser.parse_args()
     rounds = args.rounds
     cases = {
@@ -59,15 +66,15 @@ def main() -> None:
     lines: list[dict[str, str]] = []
     claimed: list[Claim] = []
     for name, network in cases.items():
-        found = measured(*in_jax(network), rounds)
+        measured = measure(*jax_steps(network), rounds)
         if isinstance(opacus, ModuleType):
-            found |= measured(*in_torch(network, args.threads), rounds)
-        lines += rows(name, found)
-        claimed += claims(name, found)
+            measured |= measure(*torch_steps(network, args.threads), rounds)
+        lines += rows(name, measured)
+        claimed += claims(name, measured)
     print(
         f"Medians of {rounds} interleaved rounds, CPU, float32, torch with {args.threads} threads."
     )
-    print(f"\n{markdown(lines)}")
+    print(f"\n{markdown_table(lines)}")
     libraries = {"jax-privacy": jax_privacy, "opacus": opacus}
     publish(
         claimed,
@@ -86,10 +93,8 @@ class Step(NamedTuple):
     memory: float
 
 
-def measured(
-    steps: Steps, sizes: dict[str, int], rounds: int, slow: float = 0.5
-) -> dict[str, Step]:
-    """Each step; ratios are to the fastest that begins with "plain"."""
+def measure(steps: Steps, sizes: dict[str, int], rounds: int, slow: float = 0.5) -> dict[str, Step]:
+    """Measure each step; ratios are relative to the fastest "plain" one."""
     once = interleaved(steps, 1)
     quick = {row: step for row, step in steps.items() if once[row] < slow}
     seconds = interleaved({row: steps[row] for row in steps if row not in quick}, 3)
@@ -101,8 +106,8 @@ def measured(
     }
 
 
-def rows(name: str, found: dict[str, Step]) -> list[dict[str, str]]:
-    """A line for each step."""
+def rows(name: str, measured: dict[str, Step]) -> list[dict[str, str]]:
+    """Build a row for each step."""
     return [
         {
             "": name,
@@ -112,52 +117,53 @@ def rows(name: str, found: dict[str, Step]) -> list[dict[str, str]]:
             "temporaries MB": f"{step.size / 1e6:.1f}",
             "memory": f"{step.memory:.2f}",
         }
-        for row, step in found.items()
+        for row, step in measured.items()
     ]
 
 
-def claims(name: str, found: dict[str, Step]) -> Iterator[Claim]:
-    """What clipping costs here, to what it costs in each library, in its best way for either."""
-    ours = found[OURS]
+def claims(name: str, measured: dict[str, Step]) -> Iterator[Claim]:
+    """Compare the relative cost of clipping with each library's best method."""
+    ours = measured[OURS]
     for library in ("optax", "jax-privacy", "Opacus"):
-        theirs = {row: step for row, step in found.items() if row.startswith(library)}
+        theirs = {row: step for row, step in measured.items() if row.startswith(library)}
         if not theirs:
             continue
         for kind in ("time", "memory"):
             best = min(theirs, key=lambda row: getattr(theirs[row], kind))
             cost, least = getattr(ours, kind), getattr(theirs[best], kind)
-            what = f"clipped_grad, {name}: {kind} to a plain gradient, {cost:.2f}"
-            yield Claim(what, f"{best}: {least:.2f} to its own", cost / least, "<= 1.0", kind)
+            what = f"clipped_grad, {name}: {kind} relative to a plain gradient, {cost:.2f}"
+            baseline = f"{best}: {least:.2f} relative to its own"
+            yield Claim(what, baseline, cost / least, "<= 1.0", kind)
 
 
-def in_jax(n: Network) -> tuple[Steps, dict[str, int]]:
-    """One jitted program a line; all give the same sum as a loop over examples."""
-    ways = {
+def jax_steps(n: Network) -> tuple[Steps, dict[str, int]]:
+    """Jitted programs, all checked against a loop over examples."""
+    functions = {
         OURS: clipped(n.loss, CLIP),
         "optax, per_example_global_norm_clip": by_optax(n.loss, CLIP),
     }
     if isinstance(jax_privacy, ModuleType):
         for size in (None, 1, 16):
-            ways[f"jax-privacy, microbatch_size {size}"] = jax_privacy.clipped_grad(
+            functions[f"jax-privacy, microbatch_size {size}"] = jax_privacy.clipped_grad(
                 lambda *args: n.loss(*args)[0],
                 l2_clip_norm=CLIP,
                 batch_argnums=(1, 2),
                 microbatch_size=size,
             )
-    programs = {"plain, JAX": compiled(plain(n.loss), n)}
-    expected = one_by_one(n, CLIP)
-    for name, way in ways.items():
-        programs[name] = compiled(way, n)
-        checked(programs[name](n.params, n.x, n.y), expected)
+    programs = {"plain, JAX": compile_program(plain(n.loss), n)}
+    expected = loop_over_examples(n, CLIP)
+    for name, function in functions.items():
+        programs[name] = compile_program(function, n)
+        check(programs[name](n.params, n.x, n.y), expected)
     steps: Steps = {row: functools.partial(p, n.params, n.x, n.y) for row, p in programs.items()}
     return steps, {row: temporaries(p) for row, p in programs.items()}
 
 
-def in_torch(n: Network, threads: int) -> tuple[Steps, dict[str, int]]:
-    """Plain, hooks and ghost clipping, on one model; all of Opacus' give the loop's sum."""
+def torch_steps(n: Network, threads: int) -> tuple[Steps, dict[str, int]]:
+    """Plain gradient, hooks and ghost clipping in torch, checked against a loop over examples."""
     torch.set_num_threads(threads)
-    torch.manual_seed(0)  # with some, a relu is at its kink: a batch's rounding is not an example's
-    # A copy in this order: a permuted image of one channel passes for channels_last.
+    torch.manual_seed(0)  # With some seeds, rounding flips a relu between batch and loop.
+    # Copy in this order, because torch takes a permuted image of one channel for channels_last.
     nchw = np.array(n.x.transpose(0, 3, 1, 2) if n.x.ndim == 4 else n.x, order="C")
     x, y = torch.from_numpy(nchw), torch.from_numpy(np.array(n.y)).long()
     model = torch_cnn() if x.ndim == 4 else torch_mlp()
@@ -167,20 +173,20 @@ def in_torch(n: Network, threads: int) -> tuple[Steps, dict[str, int]]:
         steps["plain, torch, channels_last"] = torch_plain(
             copy.deepcopy(model).to(memory_format=order), x.contiguous(memory_format=order), y
         )
-    expected = torch_one_by_one(model, x, y)
+    expected = torch_loop_over_examples(model, x, y)
     for name, make in (("hooks", opacus_hooks), ("ghost clipping", opacus_ghost)):
         step = make(copy.deepcopy(model), x, y)
-        checked([np.array(g) for g in step()], expected)
+        check([np.array(g) for g in step()], expected)
         steps[f"Opacus, {name}"] = step
-    return steps, {row: most_allocated(step) for row, step in steps.items()}
+    return steps, {row: peak_allocated(step) for row, step in steps.items()}
 
 
-def torch_one_by_one(model: Any, x: Any, y: Any) -> list[np.ndarray]:
+def torch_loop_over_examples(model: Any, x: Any, y: Any) -> list[np.ndarray]:
     total = [np.zeros(p.shape, np.float32) for p in model.parameters()]
     for i in range(len(x)):
-        each = torch_plain(model, x[i : i + 1], y[i : i + 1])()
-        norm = float(sum(g.square().sum() for g in each)) ** 0.5
-        total = [t + min(1, CLIP / norm) * g.numpy() for t, g in zip(total, each, strict=True)]
+        grads = torch_plain(model, x[i : i + 1], y[i : i + 1])()
+        norm = float(sum(g.square().sum() for g in grads)) ** 0.5
+        total = [t + min(1, CLIP / norm) * g.numpy() for t, g in zip(total, grads, strict=True)]
     return total
 
 
@@ -209,7 +215,7 @@ def torch_plain(model: Any, x: Any, y: Any) -> Callable[[], Any]:
 
 
 def opacus_hooks(model: Any, x: Any, y: Any) -> Callable[[], Any]:
-    """Every example's gradient, kept by hooks, then clipped and summed."""
+    """Per-example gradients materialized by hooks, then clipped and summed."""
     module, losses = opacus.GradSampleModule(model), nn.CrossEntropyLoss()
     optimizer = opacus.optimizers.DPOptimizer(sgd(model), **clipping(x))
 
@@ -224,7 +230,7 @@ def opacus_hooks(model: Any, x: Any, y: Any) -> Callable[[], Any]:
 
 
 def opacus_ghost(model: Any, x: Any, y: Any) -> Callable[[], Any]:
-    """Norms from activations and cotangents, and a second backward pass."""
+    """Norms from activations and cotangents, then a second backward pass."""
     module = opacus.grad_sample.GradSampleModuleFastGradientClipping(model, max_grad_norm=CLIP)
     optimizer = opacus.optimizers.DPOptimizerFastGradientClipping(sgd(model), **clipping(x))
     losses = ghost.DPLossFastGradientClipping(module, optimizer, nn.CrossEntropyLoss())

@@ -1,10 +1,10 @@
-"""Renews the table of claims on the README from results that lie in docs/benchmarks.
+"""Update the table of claims in the README from the results in docs/benchmarks.
 
     python -m benchmarks --out docs/benchmarks       # hours
     python -m benchmarks.first_page
 
-What is told there has words of its own. The page of all claims, docs/benchmarks/benchmarks.md,
-goes into the navigation of mkdocs.yml.
+The README has its own text for each claim (`HEADLINES`). The page of all claims,
+docs/benchmarks/benchmarks.md, is in the navigation of mkdocs.yml.
 """
 
 import fnmatch
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import chart, machine, report
 from benchmarks.claims import Claim
-from benchmarks.measure import markdown
+from benchmarks.measure import markdown_table
 
 ROOT = Path(__file__).parent.parent
 FOLDER = "docs/benchmarks"
@@ -23,23 +23,23 @@ BEGIN, END = "<!-- claims: python -m benchmarks.first_page -->\n", "<!-- end of 
 
 
 class Headline(NamedTuple):
-    """A line of the first page.
+    """A row of the README's table.
 
     Attributes:
-      words: what it says there.
-      benchmark: the name in `benchmarks.suite`.
-      page: of ``docs/``, with more of it.
-      memory: a pattern of the benchmark's claim about it; "" for none.
-      time: likewise.
-      peer: a pattern of what both are beside; with it each matches one claim.
+      text: text of the row.
+      benchmark: name in `benchmarks.suite`.
+      page: page of ``docs/`` with details.
+      memory: pattern of the claim about memory, or "".
+      time: pattern of the claim about time, or "".
+      baseline: pattern of the baseline. With it each pattern matches exactly one claim.
     """
 
-    words: str
+    text: str
     benchmark: str
     page: str
     memory: str = ""
     time: str = ""
-    peer: str = "*"
+    baseline: str = "*"
 
 
 HEADLINES = (
@@ -56,7 +56,7 @@ HEADLINES = (
         "abn_stack_ahead_of_time_h100",
         "in_place.md",
         "fnet.abn, leaky_relu, *: temporaries",
-        peer="flax linen*",
+        baseline="flax linen*",
     ),
     Headline(
         "reversible stack, 16 blocks: a gradient",
@@ -70,17 +70,17 @@ HEADLINES = (
         "resnet50_step",
         "in_place.md",
         "*fnet.abn, relu*: peak",
-        peer="flax linen, relu",
+        baseline="flax linen, relu",
     ),
     Headline(
-        "reversible ResNet of its size: a train step",
+        "reversible ResNet of the same size: a train step",
         "resnet50_step",
         "in_place.md",
         "*fnet.reversible*: peak",
-        peer="flax linen, leaky_relu",
+        baseline="flax linen, leaky_relu",
     ),
     Headline(
-        "cross-entropy of 32,768 words from 256 features: a gradient",
+        "cross-entropy over a vocabulary of 32,768, 256 features: a gradient",
         "linear_cross_entropy",
         "memory.md",
         "*, value and gradients, *: temporaries",
@@ -98,14 +98,14 @@ HEADLINES = (
         "accumulation",
         "memory.md",
         "*unrolled layers, *: peak of the step",
-        peer="optax*",
+        baseline="optax*",
     ),
     Headline(
         "a language model, 33.8 M parameters: a train step",
         "transformer_step",
         "sequence_models.md",
-        "*step, keep, ?pu: peak*",
-        "*step, keep, ?pu: time*",
+        "*step, none, ?pu: peak*",
+        "*step, none, ?pu: time*",
     ),
     Headline(
         "per-example gradients, clipped and summed, MLP",
@@ -133,35 +133,35 @@ HEADLINES = (
         "batched",
         "batched.md",
         time="vjps, *N = 16: time",
-        peer="jax, 16 calls",
+        baseline="jax, 16 calls",
     ),
 )
 
 
 def lines(results: report.Results) -> list[dict[str, str]]:
-    """A line of the table for each headline.
+    """Build a row of the table for each headline.
 
     Raises:
-      ValueError: if not one claim matches a pattern.
+      ValueError: if a pattern does not match exactly one claim.
     """
     claims = {name: report.claims_of(result) for name, result in results.items()}
     return [_line(headline, claims.get(headline.benchmark, [])) for headline in HEADLINES]
 
 
-def renewed(page: str, on: Mapping[str, Any], results: report.Results) -> str:
-    """The page with the table, where it was measured, and the chart, between its two marks."""
+def update_page(page: str, described: Mapping[str, Any], results: report.Results) -> str:
+    """Replace the text between the page's two marks with the table, the machine and the chart."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"first_page: expected {BEGIN.strip()} and {END} on the page")
+        raise ValueError(f"first_page: the page must contain {BEGIN.strip()} and {END}")
     versions = {r["versions"]["jax"] for r in results.values() if "jax" in r.get("versions", {})}
     table, picture = (f"{FOLDER}/{name}" for name in report.FILES[1:])
-    told = (
-        "Ratios to the peer in the second column, rounded up; lower is better. A missed target "
-        f"is shown in brackets. Measured on {machine.in_words(on)}; jax "
-        f"{', '.join(sorted(versions))}. {report.sums(results)} [All of them]({table})."
+    notes = (
+        "Ratios to the baseline in the second column, rounded up; lower is better. "
+        f"Measured on {machine.format_machine(described)}; jax {', '.join(sorted(versions))}. "
+        f"[All claims]({table})."
     )
-    parts = [markdown(lines(results), left=2), told]
+    parts = [markdown_table(lines(results), left=2), notes]
     if results.get(chart.SOURCE, {}).get("data"):
         parts.append(f"![Memory of a gradient by depth]({picture})")
     return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
@@ -169,35 +169,32 @@ def renewed(page: str, on: Mapping[str, Any], results: report.Results) -> str:
 
 def _line(headline: Headline, claims: list[Claim]) -> dict[str, str]:
     patterns = {"memory": headline.memory, "time": headline.time}
-    found = {what: _found(headline, p, claims) for what, p in patterns.items() if p}
-    cells = {what: _cell(found[what]) if what in found else "" for what in patterns}
+    matched = {kind: _match(headline, p, claims) for kind, p in patterns.items() if p}
+    cells = {kind: matched[kind].shown if kind in matched else "" for kind in patterns}
     more = f"[`{headline.benchmark}`](docs/{headline.page}#measurements)"
-    peers = {claim.peer: None for claim in found.values()}
-    return {"": headline.words, "beside": ", ".join(peers)} | cells | {"more": more}
+    baselines = {claim.baseline: None for claim in matched.values()}
+    return {"": headline.text, "baseline": ", ".join(baselines)} | cells | {"more": more}
 
 
-def _found(headline: Headline, pattern: str, claims: list[Claim]) -> Claim:
-    found = [
+def _match(headline: Headline, pattern: str, claims: list[Claim]) -> Claim:
+    matches = [
         c
         for c in claims
-        if fnmatch.fnmatchcase(c.claim, pattern) and fnmatch.fnmatchcase(c.peer, headline.peer)
+        if fnmatch.fnmatchcase(c.claim, pattern)
+        and fnmatch.fnmatchcase(c.baseline, headline.baseline)
     ]
-    if len(found) != 1:
+    if len(matches) != 1:
         raise ValueError(
             f"first_page: expected one claim {pattern!r} of {headline.benchmark}, "
-            f"got {[c.claim for c in found or claims]}"
+            f"got {[c.claim for c in matches or claims]}"
         )
-    return found[0]
-
-
-def _cell(claim: Claim) -> str:
-    return f"{claim.shown} (target {claim.target})" if claim.met is False else claim.shown
+    return matches[0]
 
 
 def main() -> None:
-    found = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())
+    saved = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())
     page = ROOT / "README.md"
-    page.write_text(renewed(page.read_text(), found["machine"], found["results"]))
+    page.write_text(update_page(page.read_text(), saved["machine"], saved["results"]))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Decoding and augmentation: images a second by threads and by processes, on one core and on two.
+"""Decoding and augmentation: images per second with threads and processes, on one and two cores.
 
     python -m benchmarks.input_pipeline
 
-JPEGs are made on the spot: smooth colours with some noise, of CIFAR's size and of that of
-ImageNet's median image. They become batches of 128 as the recipes make them: the small ones
-moved over their mirror image and mirrored, the large ones cut at random, resized to 224 x 224
-and mirrored, with colour jitter and lighting or without. Files are in the page cache.
+The benchmark generates JPEGs of smooth colors with some noise, in the size of CIFAR's images and
+of ImageNet's median image. They become batches of 128 as in the recipes. Small images are shifted
+with reflection padding and flipped. Large images are randomly cropped, resized to 224 x 224 and
+flipped, with or without color jitter and lighting. Files are in the page cache.
 
-Threads share the rows of a batch in one process. Decoding and resizing leave Python's lock, the
-rest does not. Processes are `train.data.workers`. "One core": all run on one, by CPU affinity.
-What one thread takes of a core's time depends less on what else the machine does than the
-other columns; "kept" is what it takes once all files have been decoded and stay in memory.
+Threads share the rows of a batch in one process. Decoding and resizing release Python's GIL; the
+rest does not. Processes are `train.data.workers`. With "1 core" all run on one core, by CPU
+affinity. The CPU time of one thread depends less on other load than the other columns. "cached"
+is its CPU time once all decoded images are in memory.
 
-The last table says what a process costs: seconds until it has made its first images, and memory
-that it does not share with others, beside what one of grain's own takes. A process imports what
-the program's main module does, which is why this one imports JAX and grain late.
+The last table shows the cost of a process: seconds until its first images, and its private
+memory, compared with a worker process of grain. A process imports what the main module imports,
+which is why this module imports JAX and grain late.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from train.data.image_batches import CachedImages, EvaluationImages, TrainingIma
 from train.data.workers import Workers
 
 Make = Callable[[TrainingImages, Arrays], object]
-"""Makes a batch of rows."""
+"""Function that makes a batch of rows."""
 
 BATCH = 128
 IMAGES = 512
@@ -54,7 +54,7 @@ PARTS: dict[str, Any] = {
 
 
 def write_images(folder: Path, width: int, height: int) -> np.ndarray:
-    """Paths of JPEGs of that size."""
+    """Write JPEGs of the given size and return their paths."""
     generator = np.random.default_rng(0)
     folder.mkdir()
     for i in range(IMAGES):
@@ -67,23 +67,26 @@ def write_images(folder: Path, width: int, height: int) -> np.ndarray:
 
 
 def cases(root: Path) -> dict[str, tuple[TrainingImages, np.ndarray]]:
-    """By name: how files become images, and which files."""
+    """Transformation and files, by name of the case."""
     small, large = root / "small", root / "large"
     files = {small: write_images(small, 32, 32), large: write_images(large, 500, 375)}
     chosen: dict[str, tuple[Path, int, dict[str, Any]]] = {
-        "32 x 32, moved and mirrored": (small, 32, {"crop": "reflected"}),
+        "32 x 32, shifted and flipped": (small, 32, {"crop": "reflected"}),
         "500 x 375 to 224 x 224": (large, 224, {}),
         "the same with jitter and lighting": (large, 224, {"color_jitter": 0.4, "lighting": 0.1}),
     }
     return {
-        name: (TrainingImages(**PARTS | {"root": os.fsencode(at), "size": size} | more), files[at])
-        for name, (at, size, more) in chosen.items()
+        name: (
+            TrainingImages(**PARTS | {"root": os.fsencode(folder), "size": size} | options),
+            files[folder],
+        )
+        for name, (folder, size, options) in chosen.items()
     }
 
 
 @contextlib.contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """Keeps the thread, and what it starts, on these cores."""
+    """Run the thread and its children on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -93,7 +96,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 def threads(n: int) -> Make:
-    """Rows shared among n threads of this process."""
+    """Share rows among n threads of this process."""
     pool = ThreadPoolExecutor(n)
 
     def make(images: TrainingImages, rows: Arrays) -> None:
@@ -103,7 +106,7 @@ def threads(n: int) -> Make:
 
 
 def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[int]) -> Callable:
-    """A function that makes batches of all the files."""
+    """Build a function that makes batches of all files."""
 
     def read() -> None:
         generator = np.random.default_rng(0)
@@ -115,50 +118,50 @@ def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[in
     return read
 
 
-def kept(images: TrainingImages, paths: np.ndarray) -> Make:
-    """Decoded the first time, augmented each time."""
-    whole = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
-    keep = CachedImages(whole, paths, Workers(0))
+def cached(images: TrainingImages, paths: np.ndarray) -> Make:
+    """Decode images the first time and augment them each time."""
+    decode = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
+    cache = CachedImages(decode, paths, Workers(0))
     index = {path: i for i, path in enumerate(paths.tolist())}
 
     def make(images: TrainingImages, rows: Arrays) -> None:
         which = np.array([index[path] for path in rows["path"].tolist()])
-        images.augment(keep(which)["image"], rows)
+        images.augment(cache(which)["image"], rows)
 
     return make
 
 
 def core_seconds(call: Callable, rounds: int) -> float:
-    """Of this process, the median over calls; the first is not counted."""
-    spent = []
+    """Median CPU seconds of this process per call; the first call is not counted."""
+    seconds = []
     for _ in range(rounds + 1):
         before = time.process_time()
         call()
-        spent.append(time.process_time() - before)
-    return statistics.median(spent[1:])
+        seconds.append(time.process_time() - before)
+    return statistics.median(seconds[1:])
 
 
 def speeds(root: Path, rounds: int) -> Iterator[dict[str, str]]:
-    """A row a case: images a second in each way, against the first; one thread's time for one."""
+    """Images per second of each method, and CPU time of one thread; a row per case."""
     from benchmarks.measure import interleaved
 
     cores = sorted(os.sched_getaffinity(0))
     one, two = {cores[0]}, set(cores[:2])
     for case, (images, paths) in cases(root).items():
-        ways: dict[str, tuple[Make, set[int]]] = {
+        methods: dict[str, tuple[Make, set[int]]] = {
             "1 thread, 1 core": (threads(1), one),
             "1 process, 1 core": (Workers(1), one),
             "2 threads, 2 cores": (threads(2), two),
             "2 processes, 2 cores": (Workers(2), two),
         }
-        calls = {name: reading(images, paths, *way) for name, way in ways.items()}
+        calls = {name: reading(images, paths, *method) for name, method in methods.items()}
         cpu = core_seconds(calls["1 thread, 1 core"], rounds) / len(paths)
-        row = {"images": case, "core's time": f"{1e6 * cpu:,.0f} us"}
+        row = {"images": case, "CPU time": f"{1e6 * cpu:,.0f} us"}
         row["50,000"] = f"{50_000 * cpu:,.1f} s"
-        row["50,000 kept"] = "-"
+        row["50,000 cached"] = "-"
         if images.crop != "resized":
-            again = reading(images, paths, kept(images, paths), one)
-            row["50,000 kept"] = f"{50_000 * core_seconds(again, rounds) / len(paths):,.1f} s"
+            read = reading(images, paths, cached(images, paths), one)
+            row["50,000 cached"] = f"{50_000 * core_seconds(read, rounds) / len(paths):,.1f} s"
         seconds = interleaved(calls, rounds)
         first = seconds["1 thread, 1 core"]
         for name, s in seconds.items():
@@ -167,7 +170,7 @@ def speeds(root: Path, rounds: int) -> Iterator[dict[str, str]]:
 
 
 class Zeros:
-    """Grain's source of something to begin with."""
+    """Random-access source for grain."""
 
     def __len__(self) -> int:
         return 2**40
@@ -176,8 +179,8 @@ class Zeros:
         return {"image": np.zeros((2, 32, 32, 3), np.uint8)}
 
 
-def grains_worker() -> object:
-    """Grain's own process, once it has made something."""
+def start_grain_worker() -> object:
+    """Start a worker process of grain and wait for its first batch."""
     import grain
     from absl import flags
 
@@ -189,37 +192,37 @@ def grains_worker() -> object:
 
 
 def costs(root: Path) -> Iterator[dict[str, str]]:
-    """A row a kind of process: seconds to begin, MB that are its own and that it holds in all."""
+    """Startup time and memory of a worker process; a row per kind."""
     images = TrainingImages(**PARTS | {"root": os.fsencode(root / "small"), "size": 32})
     files = {"path": np.array([b"0.jpg", b"1.jpg"])} | images.draw(2, np.random.default_rng(0))
 
-    def ours() -> Workers:
+    def start_worker() -> Workers:
         workers = Workers(1)
         workers(images, files)
         return workers
 
-    import grain  # noqa: F401 (what the program has imported when it starts them)
+    import grain  # noqa: F401 (the program has imported it when it starts workers)
 
-    for name, begin in (("this", ours), ("grain's", grains_worker)):
-        there = {child.pid for child in multiprocessing.active_children()}
-        started = time.perf_counter()
-        kept = begin()
-        seconds = time.perf_counter() - started
-        (pid,) = {child.pid for child in multiprocessing.active_children()} - there
-        held = Path(f"/proc/{pid}/smaps_rollup").read_text().split("\n")[1:]
-        kb = {line.split(":")[0]: int(line.split()[1]) for line in held if line}
+    for name, start in (("fnet", start_worker), ("grain", start_grain_worker)):
+        existing = {child.pid for child in multiprocessing.active_children()}
+        began = time.perf_counter()
+        worker = start()
+        seconds = time.perf_counter() - began
+        (pid,) = {child.pid for child in multiprocessing.active_children()} - existing
+        smaps = Path(f"/proc/{pid}/smaps_rollup").read_text().split("\n")[1:]
+        kb = {line.split(":")[0]: int(line.split()[1]) for line in smaps if line}
         private = kb["Private_Clean"] + kb["Private_Dirty"]
         yield {
             "process": name,
-            "seconds to its first images": f"{seconds:.2f}",
-            "MB of its own": f"{private / 1024:.0f}",
-            "MB in all": f"{kb['Rss'] / 1024:.0f}",
+            "seconds to first images": f"{seconds:.2f}",
+            "private MB": f"{private / 1024:.0f}",
+            "resident MB": f"{kb['Rss'] / 1024:.0f}",
         }
-        del kept
+        del worker
 
 
 def main() -> None:
-    from benchmarks.measure import markdown
+    from benchmarks.measure import markdown_table
 
     options = argument_parser(__doc__, rounds=7).parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +230,7 @@ def main() -> None:
             "speeds": list(speeds(Path(folder), options.rounds)),
             "costs": list(costs(Path(folder))),
         }
-    print("\n\n".join(map(markdown, tables.values())))
+    print("\n\n".join(map(markdown_table, tables.values())))
     print(f"\nBatches of {BATCH}.")
     publish([], options, "pillow", "numpy", "grain", data=tables)
 

@@ -1,11 +1,11 @@
-"""Kills a run of the digits at random moments, again and again, and resumes it each time.
+"""Kill a training run at random moments and resume it each time.
 
     python -m benchmarks.kills --kills 100
 
-``kill -9``, with a checkpoint every few steps, so that many fall into a save. After each, the
-next start must go on from the newest checkpoint that was whole on disk. When a run has reached
-its end, its last state must be bit for bit that of a run that nobody disturbed; then another
-one begins, until there were as many kills.
+The run of the digits saves a checkpoint every few steps, so that many kills (``kill -9``)
+interrupt a save. After each, the next start must resume from the newest complete checkpoint on
+disk. The final state of a finished run must be bitwise equal to that of an uninterrupted run.
+Runs are repeated until the number of kills is reached.
 """
 
 import argparse
@@ -40,14 +40,14 @@ def command(out: Path, args: argparse.Namespace) -> list[str]:
     return [sys.executable, "-m", "train", "train", RECIPE, "--out", str(out), *words]
 
 
-def whole(out: Path) -> int | None:
-    """The step of the newest checkpoint on disk; None without any."""
+def newest_checkpoint(out: Path) -> int | None:
+    """Step of the newest checkpoint on disk, or None."""
     steps = [int(p.name) for p in (out / "checkpoints").glob("*") if p.name.isdigit()]
     return max(steps, default=None)
 
 
 def final_state(out: Path) -> list[np.ndarray]:
-    """Every array of the last checkpoint."""
+    """Load every array of the last checkpoint."""
     folder = RunFolder(out)
     with Checkpoints(folder.checkpoints) as checkpoints:
         restored = checkpoints.restore(setup(folder.read_config()).state_shapes)
@@ -67,20 +67,20 @@ def start(words: list[str], resume: bool) -> subprocess.Popen:
     )
 
 
-def trained(said: str) -> bool:
-    """Whether a run told of a step."""
-    return re.search(r"^step \d+/", said, re.MULTILINE) is not None
+def logged_a_step(output: str) -> bool:
+    """Whether the output of a run has a line about a step."""
+    return re.search(r"^step \d+/", output, re.MULTILINE) is not None
 
 
-def measured(args: argparse.Namespace, folder: Path) -> Claim:
-    """Kills runs in ``folder``; refuses a state that is not bit for bit an undisturbed one's."""
+def measure(args: argparse.Namespace, folder: Path) -> Claim:
+    """Kill runs in ``folder`` and check that their final states equal an uninterrupted run's."""
     moments = random.Random(args.seed)
     kills = in_training = runs = resumes = 0
-    calm = folder / "calm"
+    uninterrupted = folder / "uninterrupted"
     began = time.perf_counter()
-    subprocess.run(command(calm, args), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command(uninterrupted, args), check=True, stdout=subprocess.DEVNULL)
     length = time.perf_counter() - began
-    undisturbed = final_state(calm)
+    expected_state = final_state(uninterrupted)
     while kills < args.kills:
         out = folder / f"run{runs}"
         words, expected = command(out, args), None
@@ -90,49 +90,49 @@ def measured(args: argparse.Namespace, folder: Path) -> Claim:
             try:
                 last = kills >= args.kills
                 moment = None if last else moments.uniform(0, length / 3)
-                said, _ = process.communicate(timeout=moment)
+                output, _ = process.communicate(timeout=moment)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGKILL)
-                said, _ = process.communicate()
+                output, _ = process.communicate()
                 kills += 1
-                in_training += trained(said)
-            if found := re.search(r"resumed after step (\d+)", said):
+                in_training += logged_a_step(output)
+            if match := re.search(r"resumed after step (\d+)", output):
                 resumes += 1
-                assert int(found[1]) == expected, f"resumed after {found[1]}, not {expected}"
+                assert int(match[1]) == expected, f"resumed after {match[1]}, not {expected}"
             else:
-                assert expected is None or not trained(said), f"began anew, not after {expected}"
-            assert "damaged" not in said, said
+                restarted = expected is not None and logged_a_step(output)
+                assert not restarted, f"started from scratch, not after {expected}"
+            assert "damaged" not in output, output
             if process.returncode == 0:
                 break
-            assert process.returncode == -signal.SIGKILL, said
-            expected = whole(out)
+            assert process.returncode == -signal.SIGKILL, output
+            expected = newest_checkpoint(out)
             print(f"kill {kills}: newest checkpoint {expected}", file=sys.stderr, flush=True)
-        same = [np.array_equal(a, b) for a, b in zip(final_state(out), undisturbed, strict=True)]
+        pairs = zip(final_state(out), expected_state, strict=True)
+        same = [np.array_equal(a, b) for a, b in pairs]
         assert all(same), f"{same.count(False)} arrays of {len(same)} differ"
         runs += 1
         shutil.rmtree(out)
     print(
-        f"{kills} kills, {in_training} of them while it trained; {resumes} resumes, each from the "
+        f"{kills} kills, {in_training} of them during training; {resumes} resumes, each from the "
         f"newest checkpoint on disk; {runs} runs of {args.steps} steps with a checkpoint every "
-        f"{args.every}: every array of every last state is bit for bit that of an undisturbed run."
+        f"{args.every}: every final array is bitwise equal to that of an uninterrupted run."
     )
-    what = (
-        f"{kills} times kill -9: share of the arrays of last states that are the same, bit for bit"
-    )
-    return Claim(what, "undisturbed runs", sum(same) / len(same), ">= 1.0", "quality")
+    what = f"kill -9, {kills} times: share of final arrays that are bitwise equal"
+    return Claim(what, "uninterrupted runs", sum(same) / len(same), ">= 1.0", "quality")
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--kills", type=int, default=100, help="in all runs together")
-    parser.add_argument("--steps", type=int, default=1500, help="of each run")
-    parser.add_argument("--every", type=int, default=7, help="steps between checkpoints")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--kills", type=int, default=100, help="Kills in all runs together.")
+    parser.add_argument("--steps", type=int, default=1500, help="Steps per run.")
+    parser.add_argument("--every", type=int, default=7, help="Steps between checkpoints.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the moments.")
     args = parser.parse_args()
     if args.kills < 1:
-        parser.error(f"--kills: expected at least 1, got {args.kills}")
+        parser.error(f"--kills: must be >= 1, got {args.kills}")
     with tempfile.TemporaryDirectory() as folder:
-        claim = measured(args, Path(folder))
+        claim = measure(args, Path(folder))
     publish([claim], args, "jax", "jaxlib", "orbax-checkpoint")
 
 

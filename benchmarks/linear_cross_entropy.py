@@ -1,13 +1,13 @@
-"""A linear layer and its cross-entropy, fused or not: memory and time of value and gradients.
+"""Linear layer and cross-entropy, fused or not: memory and time of value and gradients.
 
     python -m benchmarks.linear_cross_entropy
     JAX_PLATFORMS=cpu python -m benchmarks.linear_cross_entropy --target h100
 
-The first runs here, every program compiled with each of the options that
-`fnet.compile_step` tries and the one with the lowest peak taken, the peers' too; optax is
-timed under JAX's default options as well, and counts as what is faster. About two
-minutes on a CPU. The second compiles for a device that is not there and tells memory
-alone; it needs ``fnet-jax[target-gpu]`` or ``fnet-jax[target-tpu]``.
+The first command runs here and takes about two minutes on a CPU. Every program is compiled with
+each of the options of `fnet.compile_step`, and the one with the lowest peak is used. optax is
+also timed with JAX's default options, and the faster of the two counts. The second command
+compiles for a device that is not present and reports memory only. It needs
+``fnet-jax[target-gpu]`` or ``fnet-jax[target-tpu]``.
 """
 
 import functools
@@ -20,7 +20,7 @@ import optax
 from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import Measured, beside, markdown
+from benchmarks.measure import Measured, compare, markdown_table
 from fnet.losses import linear_cross_entropy
 from fnet.memory.target import Target, describe
 
@@ -28,28 +28,28 @@ Losses = Callable[[Array, Array, Array], Array]
 
 
 def optax_losses(x: Array, kernel: Array, labels: Array) -> Array:
-    """As one writes it down; optax's losses are in the dtype of the logits."""
+    """Baseline with optax, whose losses have the dtype of the logits."""
     logits = (x @ kernel).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
 class Sizes(NamedTuple):
-    """What is compared at which size: x [tokens, width], kernel [width, words]."""
+    """Sizes of x [tokens, width] and kernel [width, vocabulary]."""
 
     tokens: int = 1024
     width: int = 256
-    words: int = 32_768
+    vocabulary: int = 32_768
     dtype: str = "float32"
 
     @property
-    def in_words(self) -> str:
-        return f"{self.tokens:,} x {self.width:,} x {self.words:,}"
+    def text(self) -> str:
+        return f"{self.tokens:,} x {self.width:,} x {self.vocabulary:,}"
 
     def arrays(self, seed: int = 0) -> tuple[Array, Array, Array]:
         x_key, kernel_key, label_key = jax.random.split(jax.random.key(seed), 3)
         x = jax.random.normal(x_key, (self.tokens, self.width), self.dtype)
-        kernel = jax.random.normal(kernel_key, (self.width, self.words), self.dtype)
-        labels = jax.random.randint(label_key, (self.tokens,), 0, self.words)
+        kernel = jax.random.normal(kernel_key, (self.width, self.vocabulary), self.dtype)
+        labels = jax.random.randint(label_key, (self.tokens,), 0, self.vocabulary)
         return x, kernel * self.width**-0.5, labels
 
 
@@ -60,26 +60,26 @@ BOTH: dict[str, Losses] = {
 }
 VARIANTS: dict[str, Losses] = {
     "optax under `jax.checkpoint`": jax.checkpoint(optax_losses),
-    "fnet, 256 words at a time": functools.partial(linear_cross_entropy, chunk=256),
-    "fnet, 4,096 words at a time": functools.partial(linear_cross_entropy, chunk=4096),
+    "fnet, chunk 256": functools.partial(linear_cross_entropy, chunk=256),
+    "fnet, chunk 4,096": functools.partial(linear_cross_entropy, chunk=4096),
 }
 
 
 def value_and_gradients(losses: Losses) -> Callable[..., Any]:
-    """The mean loss and its gradients by x and kernel."""
+    """Mean loss and its gradients by x and kernel."""
     return jax.value_and_grad(lambda *arrays: losses(*arrays).mean(), argnums=(0, 1))
 
 
 GRADIENTS: dict[Sizes, dict[str, Losses]] = {
     Sizes(): BOTH | VARIANTS,
     Sizes(width=768): BOTH,
-    Sizes(words=131_072): BOTH,
+    Sizes(vocabulary=131_072): BOTH,
 }
 AHEAD_OF_TIME: dict[Sizes, dict[str, Losses]] = GRADIENTS | {
     Sizes(dtype="bfloat16"): BOTH,
     Sizes(8192, 2048, 131_072, "bfloat16"): BOTH,
 }
-LOSSES_ALONE: dict[Sizes, dict[str, Losses]] = {Sizes(): BOTH}
+LOSSES_ONLY: dict[Sizes, dict[str, Losses]] = {Sizes(): BOTH}
 
 
 def main() -> None:
@@ -88,62 +88,62 @@ def main() -> None:
     gradients = AHEAD_OF_TIME if target else GRADIENTS
     where = options.target or jax.default_backend()
     print(f"Value and gradients by x and kernel, {where}.\n")
-    found = measured(gradients, value_and_gradients, options.rounds, target)
-    print(markdown(rows(found)))
-    print("\nThe losses alone.\n")
-    alone = measured(LOSSES_ALONE, lambda losses: losses, options.rounds, target)
-    print(markdown(rows(alone)))
+    measured = measure(gradients, value_and_gradients, options.rounds, target)
+    print(markdown_table(rows(measured)))
+    print("\nLosses only.\n")
+    losses_only = measure(LOSSES_ONLY, lambda losses: losses, options.rounds, target)
+    print(markdown_table(rows(losses_only)))
     packages = "jax", "jaxlib", "optax", "jax-cuda13-plugin", "libtpu"
-    publish(claims(found, where), options, *packages)
+    publish(claims(measured, where), options, *packages)
 
 
-def measured(
+def measure(
     cases: dict[Sizes, dict[str, Losses]],
-    wanted: Callable[[Losses], Callable[..., Any]],
+    transform: Callable[[Losses], Callable[..., Any]],
     rounds: int,
     target: Target | None,
 ) -> dict[Sizes, Measured]:
-    """Each way at each size."""
-    found = {}
-    for sizes, ways in cases.items():
-        jitted = {name: jax.jit(wanted(way)) for name, way in ways.items()}
-        found[sizes] = beside(OPTAX, jitted, sizes.arrays, rounds, target)
-    return found
+    """Measure each function at each size."""
+    measured = {}
+    for sizes, functions in cases.items():
+        jitted = {name: jax.jit(transform(f)) for name, f in functions.items()}
+        measured[sizes] = compare(OPTAX, jitted, sizes.arrays, rounds, target)
+    return measured
 
 
-def rows(found: dict[Sizes, Measured]) -> list[dict[str, str]]:
-    """A line for each size and each way; ratios are to optax at the same size."""
+def rows(measured: dict[Sizes, Measured]) -> list[dict[str, str]]:
+    """Build a row per size and function; ratios are relative to optax at the same size."""
     lines = []
-    for sizes, (held, seconds) in found.items():
-        for name, size in held.items():
+    for sizes, (temporaries, seconds) in measured.items():
+        for name, size in temporaries.items():
             line = {
                 "": name,
-                "tokens x width x words": sizes.in_words,
+                "tokens x width x vocabulary": sizes.text,
                 "dtype": sizes.dtype,
                 "temporaries, MB": f"{size / 1e6:,.1f}",
-                "of optax's": f"{size / held[OPTAX]:.3f}",
+                "memory / optax": f"{size / temporaries[OPTAX]:.3f}",
             }
             if seconds:
                 line |= {
                     "s": f"{seconds[name]:.3f}",
-                    "of optax's time": f"{seconds[name] / seconds[OPTAX]:.2f}",
+                    "time / optax": f"{seconds[name] / seconds[OPTAX]:.2f}",
                 }
             lines.append(line)
     return lines
 
 
-def claims(found: dict[Sizes, Measured], where: str) -> Iterator[Claim]:
-    """At the usual size, and how memory grows with the words."""
-    held, seconds = found[Sizes()]
-    what = f"linear_cross_entropy, {Sizes().in_words}, value and gradients, {where}"
-    yield Claim(f"{what}: temporaries", "optax", held[OURS] / held[OPTAX], "<= 0.03")
+def claims(measured: dict[Sizes, Measured], where: str) -> Iterator[Claim]:
+    """Claims at the default size, and about memory with a larger vocabulary."""
+    temporaries, seconds = measured[Sizes()]
+    what = f"linear_cross_entropy, {Sizes().text}, value and gradients, {where}"
+    yield Claim(f"{what}: temporaries", "optax", temporaries[OURS] / temporaries[OPTAX], "<= 0.03")
     if seconds:
         ratio = seconds[OURS] / seconds[OPTAX]
         yield Claim(f"{what}: time", "optax", ratio, "<= 0.85", "time")
-    many = Sizes(words=131_072)
-    grown = found[many].held[OURS] / held[OURS]
-    what = f"linear_cross_entropy, {many.words:,} words, {where}: temporaries"
-    yield Claim(what, f"itself, {Sizes().words:,} words", grown, "<= 1.0")
+    large = Sizes(vocabulary=131_072)
+    growth = measured[large].temporaries[OURS] / temporaries[OURS]
+    what = f"linear_cross_entropy, vocabulary of {large.vocabulary:,}, {where}: temporaries"
+    yield Claim(what, f"itself, vocabulary of {Sizes().vocabulary:,}", growth, "<= 1.0")
 
 
 if __name__ == "__main__":

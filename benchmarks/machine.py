@@ -1,4 +1,4 @@
-"""The machine that benchmarks ran on, in a few words."""
+"""Description of the machine that benchmarks run on."""
 
 import os
 import platform
@@ -10,13 +10,12 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """CPU, cores that this process may use, bytes of memory, system, Python, JAX's devices.
+    """Describe CPU, usable cores, memory, system, Python version and JAX devices.
 
-    The devices are asked for in a process of their own: whoever has JAX look for a GPU takes
-    most of its memory.
+    A subprocess lists the devices, because JAX preallocates most of a GPU's memory.
 
     Raises:
-      RuntimeError: if JAX cannot tell its devices, so that no benchmark would run.
+      RuntimeError: if JAX fails to list its devices.
     """
     return {
         "cpu": _cpu(),
@@ -29,20 +28,20 @@ def describe() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def same_hardware(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether figures of one may stand beside figures of the other."""
+    """Whether figures of two machines can be compared."""
     gib = round(a["memory_bytes"] / 2**30) == round(b["memory_bytes"] / 2**30)
     return gib and all(a.get(key) == b.get(key) for key in ("cpu", "cores", "devices"))
 
 
-def in_words(machine: Mapping[str, Any]) -> str:
-    """What `describe` found, as one line."""
+def format_machine(machine: Mapping[str, Any]) -> str:
+    """Format the result of `describe` as one line."""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"{machine['system']}, Python {machine['python']}; JAX's devices: "
@@ -51,7 +50,7 @@ def in_words(machine: Mapping[str, Any]) -> str:
 
 
 def _system() -> str:
-    """Its version and the C library's, without what who built it calls it."""
+    """Versions of the system and the C library, without the distributor's suffix."""
     libc = " ".join(platform.libc_ver())
     return f"{platform.system()} {platform.release().split('-')[0]}" + (
         f", {libc}" if libc.strip() else ""
@@ -69,7 +68,7 @@ def _cpu() -> str:
 
 
 def _devices() -> list[str]:
-    """Each kind once, with how many there are."""
+    """Kinds of devices, with their number."""
     count = (
         "import collections, jax; "
         "print(*(f'{n} x {k}' for k, n in "
@@ -78,7 +77,7 @@ def _devices() -> list[str]:
     answer = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True)
     if answer.returncode:
         raise RuntimeError(
-            f"JAX ended with code {answer.returncode} as it looked for its devices; "
-            "JAX_PLATFORMS=cpu has it look for none but the CPU"
+            f"JAX failed with exit code {answer.returncode} while listing its devices; "
+            "set JAX_PLATFORMS=cpu to use the CPU only"
         )
     return answer.stdout.splitlines()

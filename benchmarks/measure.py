@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved medians, programs, fresh processes, Markdown tables."""
+"""Helpers of the benchmarks: interleaved timing, compiled memory, fresh processes, tables."""
 
 import functools
 import json
@@ -16,14 +16,14 @@ from fnet.memory.target import Target, compile_for
 
 
 def interleaved(functions: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, float]:
-    """Seconds a call takes, by name: the median over rounds.
+    """Time functions in turns and return the median seconds per call, by name.
 
-    Each round calls every function once, so that a machine that slows down slows
-    all of them down. A first call of each is not counted.
+    Each round calls every function once, so that a slow moment of the machine affects all of them.
+    The first call of each is not counted.
 
     Args:
-      functions: to be called without arguments; JAX arrays they return are waited for.
-      rounds: how often each is timed.
+      functions: functions without arguments. Their results are waited for.
+      rounds: number of timed calls of each function.
     """
     for function in functions.values():
         jax.block_until_ready(function())
@@ -37,16 +37,16 @@ def interleaved(functions: Mapping[Any, Callable[[], Any]], rounds: int) -> dict
 
 
 def fastest(candidates: Mapping[Any, Sequence[Callable[[], Any]]], rounds: int) -> dict[Any, float]:
-    """Of each name's functions, all of them `interleaved`, the seconds of the fastest."""
-    each = {(name, i): f for name, of in candidates.items() for i, f in enumerate(of)}
-    seconds = interleaved(each, rounds)
-    return {name: min(seconds[name, i] for i in range(len(of))) for name, of in candidates.items()}
+    """Time all candidates in turns and return the seconds of the fastest one, by name."""
+    flat = {(name, i): f for name, fs in candidates.items() for i, f in enumerate(fs)}
+    seconds = interleaved(flat, rounds)
+    return {name: min(seconds[name, i] for i in range(len(fs))) for name, fs in candidates.items()}
 
 
-def stepping(
+def step_caller(
     program: Callable[[Any, Any], tuple[Any, Any]], state: Any, batch: Any
 ) -> Callable[[], Any]:
-    """Calls of a step, which give its metrics; each goes on from the state before, given away."""
+    """Return a function that takes one train step from the last state, which it donates."""
     box = [state]
 
     def step() -> Any:
@@ -56,70 +56,70 @@ def stepping(
     return step
 
 
-def compiled_each_way(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
-    """With JAX's default options, and with each of those that `fnet.compile_step` tries."""
+def compile_with_each_option(lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
+    """Compile with JAX's default options, and with each of the options of `fnet.compile_step`."""
     options = ({}, *CANDIDATE_OPTIONS.get(jax.default_backend(), ()))
     return [lowered.compile(compiler_options=o) for o in options]
 
 
 class Measured(NamedTuple):
-    """Bytes of temporaries and seconds a call, by name; no seconds where nothing was run."""
+    """Bytes of temporaries and seconds per call, by name; no seconds if nothing was run."""
 
-    held: dict[str, int]
+    temporaries: dict[str, int]
     seconds: dict[str, float]
 
 
-def beside(
-    peer: str,
-    ways: Mapping[str, jax.stages.Wrapped],
-    make: Callable[[], Sequence[Any]],
+def compare(
+    baseline: str,
+    functions: Mapping[str, jax.stages.Wrapped],
+    make_arguments: Callable[[], Sequence[Any]],
     rounds: int,
     target: Target | None = None,
 ) -> Measured:
-    """Memory and time of the peer and of what stands beside it.
+    """Measure memory and time of several functions.
 
-    Each is compiled with the options that `fnet.compile_step` tries, and the smallest program is
-    taken. The peer is timed under JAX's default options as well, and counts as what is faster.
+    Each is compiled with the options of `fnet.compile_step`, and the smallest program is used. The
+    baseline is also timed with JAX's default options, and the faster of the two counts.
 
     Args:
-      peer: one of the names.
-      ways: jitted functions by name.
-      make: their arguments.
-      rounds: how often each is timed.
-      target: a device to compile for instead of this one; nothing is run then.
+      baseline: one of the names.
+      functions: jitted functions by name.
+      make_arguments: returns their arguments.
+      rounds: number of timed calls of each function.
+      target: device to compile for instead of this one. Nothing is run then.
     """
-    shapes = jax.eval_shape(make)
+    shapes = jax.eval_shape(make_arguments)
     if target:
-        compiled = {name: compile_for(target, way, *shapes) for name, way in ways.items()}
+        compiled = {name: compile_for(target, f, *shapes) for name, f in functions.items()}
         return Measured({name: temporaries(p) for name, p in compiled.items()}, {})
-    lowered = {name: way.lower(*shapes) for name, way in ways.items()}
+    lowered = {name: f.lower(*shapes) for name, f in functions.items()}
     programs = {name: [compile_min_memory(low)[0]] for name, low in lowered.items()}
-    held = {name: temporaries(smallest) for name, [smallest] in programs.items()}
-    programs[peer].append(lowered[peer].compile())
-    arrays = make()
-    calls = {name: [functools.partial(p, *arrays) for p in of] for name, of in programs.items()}
-    return Measured(held, fastest(calls, rounds))
+    bytes_by_name = {name: temporaries(smallest) for name, [smallest] in programs.items()}
+    programs[baseline].append(lowered[baseline].compile())
+    arrays = make_arguments()
+    calls = {name: [functools.partial(p, *arrays) for p in ps] for name, ps in programs.items()}
+    return Measured(bytes_by_name, fastest(calls, rounds))
 
 
 def temporaries(compiled: jax.stages.Compiled) -> int:
-    """Bytes of all that is neither an argument nor an output of a compiled program."""
+    """Bytes of the temporaries of a compiled program."""
     return peak(compiled).temporaries
 
 
-def in_a_process(script: str, *arguments: object) -> Any:
-    """What a script of this folder prints last when ``--worker`` has it measure, read as JSON.
+def in_fresh_process(script: str, *arguments: object) -> Any:
+    """Run ``python -m benchmarks.SCRIPT --worker ARGUMENTS`` and parse its last line as JSON.
 
-    It runs in a fresh process: what others have held before does not count.
+    A fresh process has a memory high-water mark of its own.
     """
     command = [sys.executable, "-m", f"benchmarks.{script}", "--worker", *map(str, arguments)]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found = json.loads(answer.stdout.splitlines()[-1])
-    print(f"{arguments}: {found}", file=sys.stderr, flush=True)
-    return found
+    result = json.loads(answer.stdout.splitlines()[-1])
+    print(f"{arguments}: {result}", file=sys.stderr, flush=True)
+    return result
 
 
-def markdown(rows: Sequence[Mapping[str, str]], left: int = 1) -> str:
-    """A Markdown table with the keys of the first row as header, so many columns to the left."""
+def markdown_table(rows: Sequence[Mapping[str, str]], left: int = 1) -> str:
+    """Format a Markdown table; ``left`` is the number of left-aligned columns."""
     header = list(rows[0])
     lines = [
         header,

@@ -1,4 +1,4 @@
-"""Networks and losses that several benchmarks measure: fnet's, flax's and plain JAX's."""
+"""Networks and losses that several benchmarks share, in fnet, flax and plain JAX."""
 
 import functools
 import itertools
@@ -17,9 +17,9 @@ from fnet.losses import cross_entropy
 
 MLP_SIZES = (784, 512, 512, 10)
 IMAGE, CHANNELS, HIDDEN, CLASSES = 28, (1, 32, 64), 256, 10
-"""The small CNN: two 3x3 convolutions, each with relu and 2x2 maximum, and two dense layers."""
-WORDS, DEPTH, HEAD_WIDTH = 256, 4, 64
-"""The transformer: causal, its head tied to the embedding of so many words."""
+"""Small CNN: two 3x3 convolutions, each with relu and 2x2 max pooling, and two dense layers."""
+VOCABULARY, DEPTH, HEAD_WIDTH = 256, 4, 64
+"""Transformer: causal, with a tied embedding of this vocabulary."""
 
 
 class Network(NamedTuple):
@@ -32,7 +32,7 @@ class Network(NamedTuple):
 
 
 def mlp(batch: int = 256) -> dict[str, Network]:
-    """The same multilayer perceptron, relu, written three times."""
+    """A multilayer perceptron with relu in three implementations."""
 
     class Flax(nn.Module):
         @nn.compact
@@ -41,19 +41,20 @@ def mlp(batch: int = 256) -> dict[str, Network]:
                 x = nn.relu(nn.Dense(size)(x))
             return nn.Dense(MLP_SIZES[-1])(x)
 
-    data = classified(batch, MLP_SIZES[0])
+    data = random_examples(batch, MLP_SIZES[0])
     return {
-        "fnet": of_layer(layers.mlp(MLP_SIZES), *data),
-        "flax": of_flax(Flax(), *data),
+        "fnet": from_layer(layers.mlp(MLP_SIZES), *data),
+        "flax": from_flax(Flax(), *data),
         "JAX": Network(logits_loss(dense_layers), plain_dense(MLP_SIZES), *data),
     }
 
 
 def cnn(batch: int = 128) -> dict[str, Network]:
-    """The same small CNN. Pooling is the maximum of four slices, in every one the fastest on CPU.
+    """A small CNN in four implementations.
 
-    "JAX, patches" multiplies the patches of the images by the first kernel instead of
-    convolving, for which its gradient is faster where there is one input channel.
+    Pooling is the maximum of four slices, which is fastest on CPU in all of them. "JAX, patches"
+    multiplies image patches by the first kernel instead of convolving, which has a faster gradient
+    for one input channel.
     """
 
     class Flax(nn.Module):
@@ -84,22 +85,22 @@ def cnn(batch: int = 128) -> dict[str, Network]:
         ],
         "dense": plain_dense(sizes),
     }
-    data = classified(batch, IMAGE, IMAGE, CHANNELS[0])
-    written = {"JAX": convolution, "JAX, patches": patches_product}
+    data = random_examples(batch, IMAGE, IMAGE, CHANNELS[0])
+    first_layers = {"JAX": convolution, "JAX, patches": patches_product}
     return {
-        "fnet": of_layer(serial(**stages, flatten=flatten, mlp=layers.mlp(sizes)), *data),
-        "flax": of_flax(Flax(), *data),
+        "fnet": from_layer(serial(**stages, flatten=flatten, mlp=layers.mlp(sizes)), *data),
+        "flax": from_flax(Flax(), *data),
         **{
             name: Network(logits_loss(functools.partial(plain, first)), params, *data)
-            for name, first in written.items()
+            for name, first in first_layers.items()
         },
     }
 
 
 def fnet_transformer(width: int, tokens: int, batch: int) -> dict[str, Network]:
-    """`fnet.layers.transformer` (RMS norm, fused query, key and value) between tied embeddings."""
+    """`fnet.layers.transformer` (RMS norm, fused query, key and value) with a tied embedding."""
     parts = {
-        "words": layers.embedding(WORDS, width),
+        "embedding": layers.embedding(VOCABULARY, width),
         "blocks": layers.transformer(width, width // HEAD_WIDTH, DEPTH, causal=True),
         "norm": layers.rms_norm(width),
     }
@@ -107,47 +108,47 @@ def fnet_transformer(width: int, tokens: int, batch: int) -> dict[str, Network]:
 
     def loss(params: Any, x: Array, y: Array) -> Array:
         h, _ = body.apply(params, {}, x, train=True)
-        return cross_entropy(layers.unembed(h, params["words"]["embedding"]), y).mean(-1)
+        return cross_entropy(layers.unembed(h, params["embedding"]["embedding"]), y).mean(-1)
 
-    return {"fnet": Network(loss, body.init(jax.random.key(0))[0], *text(batch, tokens))}
+    return {"fnet": Network(loss, body.init(jax.random.key(0))[0], *random_tokens(batch, tokens))}
 
 
 def flax_transformer(width: int, tokens: int, batch: int) -> dict[str, Network]:
-    """A pre-norm transformer of flax's own layers, its head `nn.Embed.attend`."""
+    """A pre-norm transformer of flax layers, with the head `nn.Embed.attend`."""
 
     class Flax(nn.Module):
         @nn.compact
         def __call__(self, x: Array) -> Array:
-            words, mask = nn.Embed(WORDS, width), nn.make_causal_mask(x)
-            h = words(x)
+            embed, mask = nn.Embed(VOCABULARY, width), nn.make_causal_mask(x)
+            h = embed(x)
             for _ in range(DEPTH):
                 z = nn.LayerNorm()(h)
                 h = h + nn.MultiHeadDotProductAttention(width // HEAD_WIDTH)(z, mask=mask)
                 h = h + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(h))))
-            return words.attend(nn.LayerNorm()(h))
+            return embed.attend(nn.LayerNorm()(h))
 
-    return {"flax": of_flax(Flax(), *text(batch, tokens))}
+    return {"flax": from_flax(Flax(), *random_tokens(batch, tokens))}
 
 
 def resnet18(batch: int = 16) -> dict[str, Network]:
     """ResNet-18 with group norm for images of 32 x 32."""
     model = models.get("resnet18", num_classes=CLASSES, norm="group", stem="small")
-    return {"fnet": of_layer(model, *classified(batch, 32, 32, 3))}
+    return {"fnet": from_layer(model, *random_examples(batch, 32, 32, 3))}
 
 
-def of_layer(layer: Layer, x: Array, y: Array) -> Network:
-    """A layer without state, with the cross-entropy of its logits."""
+def from_layer(layer: Layer, x: Array, y: Array) -> Network:
+    """A network from a layer, with the cross-entropy of its logits."""
     params, state = jax.jit(layer.init)(jax.random.key(0))
     return Network(logits_loss(lambda p, x: layer.apply(p, state, x, train=True)[0]), params, x, y)
 
 
-def of_flax(module: nn.Module, x: Array, y: Array) -> Network:
-    """A flax module, with the cross-entropy of its logits."""
+def from_flax(module: nn.Module, x: Array, y: Array) -> Network:
+    """A network from a flax module, with the cross-entropy of its logits."""
     return Network(logits_loss(module.apply), jax.jit(module.init)(jax.random.key(0), x), x, y)
 
 
 def image_loss(model: Layer) -> Loss:
-    """A train step's: the cross-entropy of the logits of ``image``, by ``label``."""
+    """Loss for a train step: cross-entropy of ``batch["image"]`` and ``batch["label"]``."""
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, Aux]:
         logits, state = model.apply(params, state, batch["image"], key=key, train=True)
@@ -164,16 +165,16 @@ def logits_loss(apply: Callable[..., Any]) -> Callable[[Any, Array, Array], Arra
     return loss
 
 
-def classified(batch: int, *shape: int) -> tuple[Array, Array]:
-    """Examples of that shape and their classes."""
+def random_examples(batch: int, *shape: int) -> tuple[Array, Array]:
+    """Random examples of the given shape, and random labels."""
     x = jax.random.normal(jax.random.key(3), (batch, *shape))
     return x, jax.random.randint(jax.random.key(4), (batch,), 0, CLASSES)
 
 
-def text(batch: int, tokens: int) -> tuple[Array, Array]:
-    """Words and those that follow each."""
-    words = jax.random.randint(jax.random.key(3), (batch, tokens + 1), 0, WORDS)
-    return words[:, :-1], words[:, 1:]
+def random_tokens(batch: int, tokens: int) -> tuple[Array, Array]:
+    """Random tokens, and the tokens that follow them."""
+    tokens_and_next = jax.random.randint(jax.random.key(3), (batch, tokens + 1), 0, VOCABULARY)
+    return tokens_and_next[:, :-1], tokens_and_next[:, 1:]
 
 
 def plain_dense(sizes: tuple[int, ...]) -> list[tuple[Array, Array]]:
@@ -197,7 +198,7 @@ def convolution(x: Array, kernel: Array) -> Array:
 
 
 def patches_product(x: Array, kernel: Array) -> Array:
-    """The same convolution, as a product of 3x3 patches and the kernel."""
+    """Convolution as a matrix product of 3x3 patches and the kernel."""
     height, width = x.shape[1:3]
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     shifts = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]

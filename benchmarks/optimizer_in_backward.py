@@ -1,12 +1,12 @@
-"""The optimizer inside the backward pass against the optimizer after it: peak and time of a step.
+"""Optimizer fused into the backward pass, compared with an optimizer after it: peak and time.
 
     python -m benchmarks.optimizer_in_backward
     JAX_PLATFORMS=cpu python -m benchmarks.optimizer_in_backward --target h100
 
-Stacks of layers under `fnet.repeat`: dense layers, where parameters are most of
-what a step holds, and transformer blocks, where activations are. The peak is
-that of the whole compiled step, in bytes of the parameters (P). With a target
-the programs are compiled for that device and not run.
+The networks are stacks of layers under `fnet.repeat`: dense layers, where most memory is
+parameters, and transformer blocks, where most memory is activations. The peak is that of the
+whole compiled step, in units of the parameters' bytes (P). With ``--target`` the programs are
+compiled for that device and not run.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
+from benchmarks.measure import compile_with_each_option, fastest, markdown_table, step_caller
 from fnet import Layer, TrainState, layers
 from fnet.autodiff.fused_optimizer import optimizer_in_backward
 from fnet.memory import peak, tree_bytes
@@ -34,14 +34,14 @@ OPTIMIZERS: dict[str, optax.GradientTransformation] = {
     "adamw": fnet.optim.make_optimizer("adamw", 1e-4, weight_decay=0.1),
 }
 
-WANTED = {"sgd": 1.15, "adam": 3.2}
-"""Of the peak of the stack of dense layers, in P."""
+TARGETS = {"sgd": 1.15, "adam": 3.2}
+"""Target peak of the stack of dense layers, in P."""
 
 MODES = {"after": fnet.autodiff.mean, "inside": optimizer_in_backward("blocks")}
 
 
 class Network(NamedTuple):
-    """A stack and its input."""
+    """A stack of layers and the shapes of its batch."""
 
     name: str
     model: Layer
@@ -60,17 +60,17 @@ def dense_stack(depth: int, width: int, batch: int) -> Network:
 def transformer_stack(depth: int, width: int, batch: int, tokens: int, recompute: bool) -> Network:
     block = layers.transformer(width, width // 64, 1, causal=True)
     if recompute:
-        block = recomputed(block)
+        block = checkpointed(block)
     return Network(
-        f"{depth} transformer blocks of {width}{', recomputed' if recompute else ''}, "
+        f"{depth} transformer blocks of {width}{', checkpointed' if recompute else ''}, "
         f"{batch} x {tokens} tokens",
         fnet.serial(blocks=fnet.repeat(block, depth)),
         {"x": jax.ShapeDtypeStruct((batch, tokens, width), jnp.float32)},
     )
 
 
-def recomputed(layer: Layer) -> Layer:
-    """The layer, of which the backward pass keeps the input only."""
+def checkpointed(layer: Layer) -> Layer:
+    """The layer under ``jax.checkpoint``, which saves its input only."""
 
     def apply(params: Any, state: Any, x: Array, *, key: Any = None, train: bool) -> Any:
         run = functools.partial(layer.apply, key=key, train=train)
@@ -82,7 +82,7 @@ def recomputed(layer: Layer) -> Layer:
 def jitted_step(
     network: Network, optimizer: optax.GradientTransformation, mode: Any
 ) -> tuple[jax.stages.Wrapped, Callable[[], TrainState]]:
-    """The step, and what makes its first state."""
+    """Return the step and a function that creates its state."""
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> tuple[Array, fnet.Aux]:
         y, state = network.model.apply(params, state, batch["x"], key=key, train=True)
@@ -93,15 +93,15 @@ def jitted_step(
 
 
 class Compared(NamedTuple):
-    """Of both modes: bytes at the peak, the same in P, and seconds where steps were run."""
+    """Peak bytes, peak in P, and seconds if steps were run, by mode."""
 
     total: dict[str, int]
     in_p: dict[str, float]
     seconds: dict[str, float]
 
 
-def compared(network: Network, optimizer: str, rounds: int, target: str | None) -> Compared:
-    """One optimizer, inside the backward pass and after it."""
+def compare(network: Network, optimizer: str, rounds: int, target: str | None) -> Compared:
+    """Measure one optimizer, inside the backward pass and after it."""
     total, in_p, calls = {}, {}, {}
     for name, mode in MODES.items():
         step, create = jitted_step(network, OPTIMIZERS[optimizer], mode)
@@ -111,17 +111,17 @@ def compared(network: Network, optimizer: str, rounds: int, target: str | None) 
         else:
             program = fnet.compile_step(step, shapes, network.batch).compiled
             timed = [program]
-            if name == "after":  # the peer may be compiled to be fast, ours is to be small
-                timed = compiled_each_way(step.lower(shapes, network.batch))
+            if name == "after":  # The baseline may use the fastest options.
+                timed = compile_with_each_option(step.lower(shapes, network.batch))
             batch = jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), network.batch)
-            calls[name] = [stepping(p, create(), batch) for p in timed]
+            calls[name] = [step_caller(p, create(), batch) for p in timed]
         total[name] = peak(program).total
         in_p[name] = total[name] / tree_bytes(shapes.params)
     return Compared(total, in_p, fastest(calls, rounds) if calls and rounds else {})
 
 
 def row(optimizer: str, c: Compared) -> dict[str, str]:
-    """A line of the table."""
+    """Build a row of the table."""
     cells = {"": optimizer}
     for name in MODES:
         cells |= {f"{name}, MB": f"{c.total[name] / 1e6:.1f}", f"{name}, P": f"{c.in_p[name]:.3f}"}
@@ -132,22 +132,28 @@ def row(optimizer: str, c: Compared) -> dict[str, str]:
 
 
 def claims(network: str, optimizer: str, c: Compared, where: str) -> Iterator[Claim]:
-    """Of the stack of dense layers, for which there are targets."""
+    """Claims for the stack of dense layers."""
     what = f"optimizer in backward, {optimizer}, {network}, {where}"
-    if optimizer in WANTED:
-        after, bound = f"after it: {c.in_p['after']:.2f}", f"<= {WANTED[optimizer]}"
+    if optimizer in TARGETS:
+        after, bound = f"optimizer after it: {c.in_p['after']:.2f}", f"<= {TARGETS[optimizer]}"
         yield Claim(f"{what}: peak of the step / P", after, c.in_p["inside"], bound)
     if c.seconds:
         ratio = c.seconds["inside"] / c.seconds["after"]
-        yield Claim(f"{what}: time of the step", "after it", ratio, "<= 1.0", "time")
+        yield Claim(f"{what}: time of the step", "optimizer after it", ratio, "<= 1.0", "time")
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=15, target=True)
-    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=OPTIMIZERS)
-    parser.add_argument("--depth", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        default=list(OPTIMIZERS),
+        choices=OPTIMIZERS,
+        help="Optimizers to measure.",
+    )
+    parser.add_argument("--depth", type=int, default=24, help="Number of layers.")
+    parser.add_argument("--width", type=int, default=1024, help="Width of dense layers.")
+    parser.add_argument("--batch", type=int, default=32, help="Batch size.")
     options = parser.parse_args()
     networks = [
         dense_stack(options.depth, options.width, options.batch),
@@ -157,16 +163,16 @@ def main() -> None:
     where = options.target or jax.default_backend()
     claimed: list[Claim] = []
     for network in networks:
-        found = {
-            optimizer: compared(network, optimizer, options.rounds, options.target)
+        results = {
+            optimizer: compare(network, optimizer, options.rounds, options.target)
             for optimizer in options.optimizers
         }
-        rows = [row(optimizer, c) for optimizer, c in found.items()]
-        print(f"{network.name}, float32, {where}:\n\n{markdown(rows)}\n")
+        rows = [row(optimizer, c) for optimizer, c in results.items()]
+        print(f"{network.name}, float32, {where}:\n\n{markdown_table(rows)}\n")
         if network is networks[0]:
             claimed = [
                 claim
-                for optimizer, c in found.items()
+                for optimizer, c in results.items()
                 for claim in claims(network.name, optimizer, c, where)
             ]
     publish(claimed, options, "jax", "jaxlib", "optax", "jax-cuda13-plugin", "libtpu")

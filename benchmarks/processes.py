@@ -1,14 +1,14 @@
-"""One, two and four processes that train the same network: losses, and what each of them holds.
+"""Training with one, two and four processes: losses, and memory of the state per process.
 
     python -m benchmarks.processes
 
-Parameters and the optimizer's state are spread over all processes, which find each other on
-this machine and talk by gloo. Losses of every step are compared with those of one process; the
-state's bytes are those that the compiled step takes as arguments in one process, which is what
-lies in its memory. At last one process goes on from the checkpoint that four of them made.
+Parameters and optimizer state are sharded over all processes, which run on this machine and
+communicate by gloo. The losses of every step are compared with those of one process. The state's
+bytes are the arguments of the compiled step in one process. At the end, one process resumes from
+the checkpoint of four.
 
-Sums over several processes add in another order. What that changes in the last digit grows
-with the steps, the faster the higher the learning rate.
+Sums over several processes add in another order. The rounding differences grow with the number of
+steps, faster with a higher learning rate.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import markdown
+from benchmarks.measure import markdown_table
 
 RECIPE = """
 from train.config import Checkpoint, Config, Digits, Optim, PreactResNet, Train
@@ -39,18 +39,18 @@ def config():
 """
 
 
-def trained(folder: Path, processes: int, *words: str) -> None:
-    """Trains the recipe in ``folder`` in so many processes."""
+def train(folder: Path, processes: int, *arguments: str) -> None:
+    """Train the recipe in ``folder`` with several processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    started = []
+    running = []
     for i in range(processes):
-        command = [sys.executable, "-m", "train", "train", str(folder / "recipe.py"), *words]
+        command = [sys.executable, "-m", "train", "train", str(folder / "recipe.py"), *arguments]
         if processes > 1:
             command += ["--mesh.fsdp", str(processes), "--coordinator", f"localhost:{port}"]
             command += ["--processes", str(processes), "--process", str(i)]
-        started.append(
+        running.append(
             subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -59,14 +59,14 @@ def trained(folder: Path, processes: int, *words: str) -> None:
                 env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )
         )
-    for process in started:
-        said, _ = process.communicate()
+    for process in running:
+        output, _ = process.communicate()
         if process.returncode:
-            raise SystemExit(said)
+            raise SystemExit(output)
 
 
 def losses(out: Path) -> list[float]:
-    """Of every step."""
+    """Read the loss of every step."""
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line["train/loss"] for line in lines]
 
@@ -75,50 +75,54 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def measured(args: argparse.Namespace, folder: Path) -> list[Claim]:
-    """Trains in ``folder`` with 1, 2 and 4 processes, and shows how they differ."""
+def measure(args: argparse.Namespace, folder: Path) -> list[Claim]:
+    """Train in ``folder`` with 1, 2 and 4 processes, and compare them."""
     (folder / "recipe.py").write_text(RECIPE.format(**vars(args)))
     rows, claims = [], []
     for processes in (1, 2, 4):
         out = folder / f"of{processes}"
-        trained(folder, processes, "--out", str(out))
+        train(folder, processes, "--out", str(out))
         if processes == 1:
-            whole, expected = read(out / "summary.json")["state_bytes"], losses(out)
+            total, expected = read(out / "summary.json")["state_bytes"], losses(out)
         state = read(out / "summary.json")["state_bytes"]
         differences = [abs(a / b - 1) for a, b in zip(losses(out), expected, strict=True)]
         row = {
             "processes": str(processes),
             "largest difference of a loss": f"{max(differences):.1e}",
-            "state in one process": f"{state:,} B",
-            "of total / processes": f"{state * processes / whole:.3f}",
+            "state per process": f"{state:,} B",
+            "relative to total / processes": f"{state * processes / total:.3f}",
         }
         rows.append(row)
         if processes > 1:
             what = f"{processes} processes, {args.steps} steps"
-            worst, share = max(differences), state * processes / whole
+            worst, share = max(differences), state * processes / total
             claims += [
                 Claim(
-                    f"{what}: largest part a loss differs", "1 process", worst, "<= 1e-5", "error"
+                    f"{what}: largest relative difference of a loss",
+                    "1 process",
+                    worst,
+                    "<= 1e-5",
+                    "error",
                 ),
-                Claim(f"{what}: state of one", f"total / {processes}", share, "<= 1.05"),
+                Claim(f"{what}: state per process", f"total / {processes}", share, "<= 1.05"),
             ]
-    print(markdown(rows))
+    print(markdown_table(rows))
     first, last = expected[0], expected[-1]
-    print(f"\n{args.steps} steps, in which the loss falls from {first:.3f} to {last:.3f}.")
-    trained(
-        folder, 1, "--out", str(folder / "of4"), "--resume", "--train.steps", str(args.steps + 5)
+    print(f"\n{args.steps} steps; the loss falls from {first:.3f} to {last:.3f}.")
+    train(folder, 1, "--out", str(folder / "of4"), "--resume", "--train.steps", str(args.steps + 5))
+    print(
+        f"One process resumed from the checkpoint of four: loss {losses(folder / 'of4')[-1]:.3f}."
     )
-    print(f"One process went on from the four's checkpoint: loss {losses(folder / 'of4')[-1]:.3f}.")
     return claims
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=0.0005)
+    parser.add_argument("--steps", type=int, default=50, help="Steps to train.")
+    parser.add_argument("--learning-rate", type=float, default=0.0005, help="Learning rate.")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        claims = measured(args, Path(folder))
+        claims = measure(args, Path(folder))
     publish(claims, args, "jax", "jaxlib", "orbax-checkpoint")
 
 

@@ -1,4 +1,4 @@
-"""All benchmarks' claims in one table, as Markdown and JSON, with the machine they ran on."""
+"""Table of all claims as Markdown and JSON, with the machine that they were measured on."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,36 +7,36 @@ from typing import Any
 
 from benchmarks import chart, machine
 from benchmarks.claims import KINDS, Claim
-from benchmarks.measure import markdown
+from benchmarks.measure import markdown_table
 from train.run.run_folder import atomic_write
 
 Results = Mapping[str, Mapping[str, Any]]
-"""By a benchmark's name, what `claims.publish` wrote and how it ran; or ``why`` it did not."""
+"""By benchmark: the output of `claims.publish` and how it ran, or ``why`` it did not run."""
 
 FILES = "benchmarks.json", "benchmarks.md", "benchmarks.png"
 
 VERDICTS = {True: "yes", False: "no", None: ""}
 
 
-def write(on: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
-    """Writes table, data and, where there is something to draw, the chart; returns their paths.
+def write(described: Mapping[str, Any], results: Results, folder: Path) -> list[Path]:
+    """Write the data, the table and the chart, if there are data for it; return their paths.
 
-    An end of the machine meanwhile leaves the data as they were.
+    The data are written atomically.
 
     Args:
-      on: `machine.describe()`.
-      results: of every benchmark that was to run, in the table's order.
-      folder: where; it exists.
+      described: result of `machine.describe`.
+      results: results of all benchmarks, in the order of the table.
+      folder: existing folder to write to.
     """
     data, table, picture = (folder / name for name in FILES)
-    atomic_write(data, json.dumps({"machine": on, "results": results}, indent=1) + "\n")
-    drawn = chart.memory_by_depth(results, picture)
-    table.write_text(as_markdown(on, results, picture.name if drawn else ""))
-    return [data, table, *[picture] * drawn]
+    atomic_write(data, json.dumps({"machine": described, "results": results}, indent=1) + "\n")
+    has_chart = chart.memory_by_depth(results, picture)
+    table.write_text(as_markdown(described, results, picture.name if has_chart else ""))
+    return [data, table, *[picture] * has_chart]
 
 
-def read(folder: Path, on: Mapping[str, Any]) -> dict[str, Any]:
-    """Results that were written to the folder before; none if there are none.
+def read(folder: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """Read earlier results from a folder; {} if there are none.
 
     Raises:
       ValueError: if they were measured on other hardware.
@@ -44,28 +44,28 @@ def read(folder: Path, on: Mapping[str, Any]) -> dict[str, Any]:
     path = folder / FILES[0]
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text())
-    if not machine.same_hardware(found["machine"], on):
+    saved = json.loads(path.read_text())
+    if not machine.same_hardware(saved["machine"], described):
         raise ValueError(
-            f"{path} holds results of another machine ({machine.in_words(found['machine'])}), "
-            f"this one is {machine.in_words(on)}; choose another folder"
+            f"{path} has results of another machine ({machine.format_machine(saved['machine'])}), "
+            f"this one is {machine.format_machine(described)}; choose another folder"
         )
-    return found["results"]
+    return saved["results"]
 
 
-def as_markdown(on: Mapping[str, Any], results: Results, picture: str = "") -> str:
-    """The page: machine, sums, table, chart."""
+def as_markdown(described: Mapping[str, Any], results: Results, picture: str = "") -> str:
+    """Format the page: machine, summary, table and chart."""
     rows = list(_rows(results))
-    parts = ["# Benchmarks", f"{machine.in_words(on)}.", sums(results)]
+    parts = ["# Benchmarks", f"{machine.format_machine(described)}.", summarize(results)]
     if rows:
-        parts += [markdown(rows, left=4), _legend(results)]
+        parts += [markdown_table(rows, left=4), _legend(results)]
     if picture:
         parts.append(f"![Memory by depth]({picture})")
     return "\n\n".join(parts) + "\n"
 
 
-def sums(results: Results) -> str:
-    """How many claims there are, how many of them are met, and what did not run."""
+def summarize(results: Results) -> str:
+    """Count claims that are met and not met, and benchmarks without a result."""
     verdicts = [c.met for name in results for c in claims_of(results[name])]
     ran = sum("claims" in result for result in results.values())
     return (
@@ -76,7 +76,7 @@ def sums(results: Results) -> str:
 
 
 def claims_of(result: Mapping[str, Any]) -> list[Claim]:
-    """Of one benchmark; none where it did not run."""
+    """Claims of one benchmark; none if it did not run."""
     return [Claim.from_json(c) for c in result.get("claims", ())]
 
 
@@ -87,33 +87,35 @@ def _rows(results: Results) -> Iterator[dict[str, str]]:
             installed.pop("jaxlib", None)
         versions = ", ".join(f"{name} {version}" for name, version in installed.items())
         for c in claims_of(result):
-            yield _row(name, c.claim, c.peer, versions, c.shown, c.target, VERDICTS[c.met], c.kind)
-        for peer in result.get("missing", ()):
-            yield _row(name, "not installed", peer)
+            yield _row(
+                name, c.claim, c.baseline, versions, c.shown, c.target, VERDICTS[c.met], c.kind
+            )
+        for baseline in result.get("missing", ()):
+            yield _row(name, "not installed", baseline)
         if result.get("why"):
             yield _row(name, result["why"])
 
 
 def _row(name: str, claim: str, *cells: str) -> dict[str, str]:
-    header = "benchmark", "claim", "peer", "versions", "ratio", "target", "met", "kind"
-    filled = [f"`{name}`", claim, *cells, *[""] * (len(header) - 2 - len(cells))]
-    return dict(zip(header, (cell.replace("|", "\\|") for cell in filled), strict=True))
+    header = "benchmark", "claim", "baseline", "versions", "ratio", "target", "met", "kind"
+    padded = [f"`{name}`", claim, *cells, *[""] * (len(header) - 2 - len(cells))]
+    return dict(zip(header, (cell.replace("|", "\\|") for cell in padded), strict=True))
 
 
 def _legend(results: Results) -> str:
     lines = [
-        "Ratios are to the peer, in three digits or more, rounded to the worse side; a target is "
-        "compared with the figure as it was measured. Kinds:",
+        "Ratios are relative to the baseline, in three digits or more, rounded to the worse side. "
+        "Targets are compared with the unrounded figure. Kinds:",
         "",
     ]
     for name, kind in KINDS.items():
         varies = "the same in every run" if kind.deterministic else "differs from run to run"
         lines.append(f"- {name}: {kind.meaning}; {varies}")
-    lines += ["", "How each ran:", ""]
+    lines += ["", "Commands:", ""]
     for name, result in results.items():
         if "seconds" in result:
             lines.append(
                 f"- `{' '.join(result['command'][1:])}`: {result['seconds']:.0f} s, ended "
-                f"{result['ended']}, load average {result['load']:.1f} when it began ({name})"
+                f"{result['ended']}, load average {result['load']:.1f} at the start ({name})"
             )
     return "\n".join(lines)

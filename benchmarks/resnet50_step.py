@@ -1,12 +1,11 @@
-"""A whole ResNet-50 train step: its peak with fnet's norms, and reversible, against flax linen.
+"""ResNet-50 train step, in place and reversible, compared with flax linen: peak memory.
 
     python -m benchmarks.resnet50_step
 
-Batch 16 at 128 x 128, SGD with momentum, float32: arguments + outputs - aliased +
-temporaries of the compiled step, compiled with each of the options that
-`fnet.compile_step` tries, the one with the lowest peak taken, flax's too, also with
-``nn.remat`` around each block. Nothing is run; ``--rounds`` runs and times each step as
-well, flax's in the fastest way that it can be compiled.
+The batch has 16 images of 128 x 128; the optimizer is SGD with momentum, in float32. The peak is
+arguments + outputs - aliased + temporaries of the compiled step, for the best of the options of
+`fnet.compile_step`. flax is measured with and without ``nn.remat`` around each block. Nothing is
+run by default. ``--rounds`` also times each step, flax's with its fastest options.
 """
 
 import functools
@@ -21,18 +20,18 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
+from benchmarks.measure import compile_with_each_option, fastest, markdown_table, step_caller
 from benchmarks.networks import image_loss
 from fnet import Layer, models
 from fnet.step import Executable
 
 BLOCKS = (3, 4, 6, 3)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-REMAT = "flax linen, relu, nn.remat a block"
+REMAT = "flax linen, relu, nn.remat per block"
 
 
 class Bottleneck(nn.Module):
-    """He et al. 2016, the stride on the 3x3 convolution."""
+    """Bottleneck of He et al. 2016, with the stride on the 3x3 convolution."""
 
     width: int
     stride: int
@@ -51,7 +50,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """The network of ``models.get("resnet50")``, in flax."""
+    """``models.get("resnet50")`` in flax."""
 
     act: Callable[[Array], Array]
     block: type[nn.Module] = Bottleneck
@@ -67,8 +66,8 @@ class ResNet50(nn.Module):
         return nn.Dense(1000)(x.mean((1, 2)))
 
 
-def in_flax(model: ResNet50) -> Layer:
-    """The flax network as a layer."""
+def flax_layer(model: ResNet50) -> Layer:
+    """A flax network as a layer."""
 
     def init(key: Array) -> tuple[Any, Any]:
         variables = model.init(key, jnp.zeros((1, 32, 32, 3)))
@@ -94,29 +93,29 @@ def create(model: Layer) -> fnet.TrainState:
 
 
 def train_step(model: Layer) -> tuple[jax.stages.Wrapped, fnet.TrainState]:
-    """The step, and the shapes of its state."""
+    """Return the step and the shapes of its state."""
     state = jax.eval_shape(functools.partial(create, model))
     return fnet.make_step(image_loss(model), OPTIMIZER), state
 
 
-def timed(
+def time_steps(
     networks: Mapping[str, Layer], programs: Mapping[str, Executable], batch: Any, rounds: int
 ) -> dict[str, float]:
-    """Seconds of each step: ours as it is smallest, flax's as it is fastest."""
+    """Seconds of each step: fnet's smallest program, flax's fastest."""
     calls = {}
     for name, model in networks.items():
-        ways: list[Any] = [programs[name]]
+        candidates: list[Any] = [programs[name]]
         if name.startswith("flax"):
             step, state = train_step(model)
-            ways = list(compiled_each_way(step.lower(state, batch)))
-        calls[name] = [stepping(way, create(model), batch) for way in ways]
+            candidates = list(compile_with_each_option(step.lower(state, batch)))
+        calls[name] = [step_caller(p, create(model), batch) for p in candidates]
     return fastest(calls, rounds)
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=0)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--size", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16, help="Batch size.")
+    parser.add_argument("--size", type=int, default=128, help="Image size.")
     options = parser.parse_args()
     batch = {
         "image": jnp.ones((options.batch, options.size, options.size, 3)),
@@ -124,53 +123,57 @@ def main() -> None:
     }
     leaky = functools.partial(nn.leaky_relu, negative_slope=0.01)
     networks = {
-        "flax linen, leaky_relu": (in_flax(ResNet50(leaky)), None),
-        "flax linen, relu": (in_flax(ResNet50(nn.relu)), None),
-        REMAT: (in_flax(ResNet50(nn.relu, nn.remat(Bottleneck))), "flax linen, relu"),
+        "flax linen, leaky_relu": (flax_layer(ResNet50(leaky)), None),
+        "flax linen, relu": (flax_layer(ResNet50(nn.relu)), None),
+        REMAT: (flax_layer(ResNet50(nn.relu, nn.remat(Bottleneck))), "flax linen, relu"),
         "fnet.abn, leaky_relu": (in_place("leaky_relu"), "flax linen, leaky_relu"),
         "fnet.abn, relu": (in_place("relu"), "flax linen, relu"),
         "fnet.reversible": (models.get("revnet", num_classes=1000), "flax linen, leaky_relu"),
     }
-    made = {name: model for name, (model, _) in networks.items()}
-    programs = {name: fnet.compile_step(*train_step(model), batch) for name, model in made.items()}
-    seconds = timed(made, programs, batch, options.rounds) if options.rounds else {}
+    models_by_name = {name: model for name, (model, _) in networks.items()}
+    programs = {
+        name: fnet.compile_step(*train_step(model), batch) for name, model in models_by_name.items()
+    }
+    seconds = {}
+    if options.rounds:
+        seconds = time_steps(models_by_name, programs, batch, options.rounds)
 
     rows = []
-    for name, (_, peer) in networks.items():
+    for name, (_, baseline) in networks.items():
         report = programs[name].report
         row = {
             "": name,
             "parameters": f"{report.parameters / 1e6:.1f} M",
             "peak MB": f"{report.peak.total / 1e6:.0f}",
             "temporaries MB": f"{report.peak.temporaries / 1e6:.0f}",
-            "peak / flax": f"{report.peak.total / programs[peer].report.peak.total:.3f}"
-            if peer
+            "peak / flax": f"{report.peak.total / programs[baseline].report.peak.total:.3f}"
+            if baseline
             else "",
         }
         if seconds:
             row["s"] = f"{seconds[name]:.2f}"
-            row["time / flax"] = f"{seconds[name] / seconds[peer]:.2f}" if peer else ""
+            row["time / flax"] = f"{seconds[name] / seconds[baseline]:.2f}" if baseline else ""
         rows.append(row)
     print(f"Batch {options.batch} at {options.size} x {options.size}.\n")
-    print(markdown(rows))
-    peers = {name: peer for name, (_, peer) in networks.items() if peer and name != REMAT}
+    print(markdown_table(rows))
+    baselines = {name: b for name, (_, b) in networks.items() if b and name != REMAT}
     size = f"batch {options.batch} at {options.size} x {options.size}"
-    publish(claims(programs, peers, size), options, "jax", "jaxlib", "flax", "optax")
+    publish(claims(programs, baselines, size), options, "jax", "jaxlib", "flax", "optax")
 
 
 def claims(
-    programs: Mapping[str, Executable], peers: Mapping[str, str], size: str
+    programs: Mapping[str, Executable], baselines: Mapping[str, str], size: str
 ) -> Iterator[Claim]:
-    """Each network of ours to the same in flax, as the whole step's peak and as temporaries."""
-    recomputed = programs[REMAT].report.peak
-    for name, peer in peers.items():
-        ours, theirs = programs[name].report.peak, programs[peer].report.peak
+    """Compare peak and temporaries of each fnet step with flax."""
+    remat = programs[REMAT].report.peak
+    for name, baseline in baselines.items():
+        ours, theirs = programs[name].report.peak, programs[baseline].report.peak
         what, reversible = f"ResNet-50 train step, {name}, {size}", "reversible" in name
         target = "<= 0.35" if reversible else "<= 0.5"
-        yield Claim(f"{what}: peak", peer, ours.total / theirs.total, target)
-        yield Claim(f"{what}: peak", REMAT, ours.total / recomputed.total)
+        yield Claim(f"{what}: peak", baseline, ours.total / theirs.total, target)
+        yield Claim(f"{what}: peak", REMAT, ours.total / remat.total)
         ratio, target = ours.temporaries / theirs.temporaries, "<= 0.25" if reversible else ""
-        yield Claim(f"{what}: temporaries", peer, ratio, target)
+        yield Claim(f"{what}: temporaries", baseline, ratio, target)
 
 
 if __name__ == "__main__":

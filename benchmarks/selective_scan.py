@@ -1,15 +1,16 @@
-"""The selective scan over time: is it linear, what does it hold; and the layers around scans.
+"""Selective scan over the sequence: growth of time, memory, and the layers that use it.
 
     python -m benchmarks.selective_scan
 
-The scan: value and gradients by all arguments, one example, on three sides. ``fnet``
-is `selective_scan`; ``loop`` the same recurrence step by step under automatic
-differentiation; ``associative`` an associative scan over all T x N x E numbers.
-Temporaries and time: of each side's smallest program. The exponent is that of a
-line through the logarithms of time and T.
+The first table measures value and gradients by all arguments of the scan, for one example.
+``fnet`` is `selective_scan`, ``loop`` is the recurrence in `jax.lax.scan` under automatic
+differentiation, and ``associative`` is an associative scan over all T x N x E numbers.
+Temporaries are those of each side's smallest program. fnet's time is that of the same program;
+baselines use their fastest one. The exponent is that of a line fitted to the logarithms of time
+and T.
 
-The layers: value and gradients by parameters and input, beside causal attention of
-the same width. A token: one more of each, after T.
+The other tables measure value and gradients of layers by parameters and input, compared with
+causal attention of the same width, and the time of one more token after T.
 """
 
 import functools
@@ -23,11 +24,11 @@ from jax import Array
 
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import (
-    compiled_each_way,
+    compile_with_each_option,
     fastest,
     interleaved,
-    markdown,
-    stepping,
+    markdown_table,
+    step_caller,
     temporaries,
 )
 from fnet.layer import Decode, Layer
@@ -39,7 +40,7 @@ from fnet.memory.peak import compile_min_memory
 
 CHANNELS, STATES = 256, 16
 STEPS = (256, 512, 1024, 2048, 4096, 8192)
-ASSOCIATIVE_UP_TO = 2048  # more takes seconds, and gigabytes
+ASSOCIATIVE_MAX_T = 2048  # longer ones take seconds and gigabytes
 WIDTH, HEADS = 128, 4
 LAYERS = ((12, 64), (1, 2048))  # batch, T
 
@@ -58,12 +59,12 @@ def loop(x: Array, dt: Array, A: Array, B: Array, C: Array) -> Array:
 
 
 def associative(x: Array, dt: Array, A: Array, B: Array, C: Array) -> Array:
-    def then(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    def combine(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 
     decay = jnp.exp(dt[:, :, None] * A.T)  # [B, T, N, E]
     added = (dt * x)[:, :, None] * B[..., None]
-    _, h = jax.lax.associative_scan(then, (decay, added), axis=1)
+    _, h = jax.lax.associative_scan(combine, (decay, added), axis=1)
     return jnp.einsum("btne,btn->bte", h, C)
 
 
@@ -75,7 +76,7 @@ SIDES: dict[str, Scan] = {
 
 
 def scan_arrays(t: int) -> list[Array]:
-    """The scan's arguments, with A and dt as Mamba starts, and a cotangent."""
+    """A cotangent and the scan's arguments, with A and dt as initialized by Mamba."""
     rng = np.random.default_rng(0)
     shapes = [(1, t, CHANNELS), (1, t, STATES), (1, t, STATES), (1, t, CHANNELS)]
     x, b, c, dy = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
@@ -85,38 +86,38 @@ def scan_arrays(t: int) -> list[Array]:
 
 
 def compiled_scans(scan: Scan, t: int) -> list[jax.stages.Compiled]:
-    """Its value and gradients, compiled each way."""
+    """Value and gradients, compiled with each option."""
 
     def value_and_gradient(dy: Array, *given: Array) -> tuple[Array, tuple[Array, ...]]:
         y, back = jax.vjp(scan, *given)
         return y, back(dy)
 
-    return compiled_each_way(jax.jit(value_and_gradient).lower(*scan_arrays(t)))
+    return compile_with_each_option(jax.jit(value_and_gradient).lower(*scan_arrays(t)))
 
 
 class Scans(NamedTuple):
-    """By T and side: MB and seconds; by side, the exponent of T."""
+    """MB and seconds by (T, side), and the exponent of T by side."""
 
-    held: dict[tuple[int, str], float]
+    temporaries: dict[tuple[int, str], float]
     seconds: dict[tuple[int, str], float]
     exponents: dict[str, float]
 
 
 def scans(steps: tuple[int, ...], rounds: int) -> Scans:
-    """Every T and side, in every round."""
+    """Measure every T and side, interleaved."""
     programs = {
         (t, name): compiled_scans(scan, t)
         for t in steps
         for name, scan in SIDES.items()
-        if name != "associative" or t <= ASSOCIATIVE_UP_TO
+        if name != "associative" or t <= ASSOCIATIVE_MAX_T
     }
     arrays = {t: scan_arrays(t) for t in steps}
-    smallest = {case: min(each, key=temporaries) for case, each in programs.items()}
-    held = {case: temporaries(program) / 1e6 for case, program in smallest.items()}
-    # Peers are timed each way, ours as it holds least.
-    timed = {c: [smallest[c]] if c[1] == "fnet" else each for c, each in programs.items()}
+    smallest = {case: min(candidates, key=temporaries) for case, candidates in programs.items()}
+    megabytes = {case: temporaries(program) / 1e6 for case, program in smallest.items()}
+    # Baselines are timed with each option, fnet with the one that needs the least memory.
+    timed = {c: [smallest[c]] if c[1] == "fnet" else ps for c, ps in programs.items()}
     seconds = fastest(
-        {c: [functools.partial(p, *arrays[c[0]]) for p in each] for c, each in timed.items()},
+        {c: [functools.partial(p, *arrays[c[0]]) for p in ps] for c, ps in timed.items()},
         rounds,
     )
 
@@ -126,20 +127,20 @@ def scans(steps: tuple[int, ...], rounds: int) -> Scans:
         if len(measured) > 1:
             log_t, log_s = np.log(measured).T
             exponents[name] = float(np.polyfit(log_t, log_s, 1)[0])
-    return Scans(held, seconds, exponents)
+    return Scans(megabytes, seconds, exponents)
 
 
-def row(t: int, found: Scans) -> dict[str, str]:
-    """A line of the table; "-" where a side was left out."""
-    of = {
-        name: (found.held[t, name], 1e3 * found.seconds[t, name])
+def row(t: int, measured: Scans) -> dict[str, str]:
+    """Build a row of the table; "-" if a side was skipped."""
+    by_side = {
+        name: (measured.temporaries[t, name], 1e3 * measured.seconds[t, name])
         for name in SIDES
-        if (t, name) in found.held
+        if (t, name) in measured.temporaries
     }
-    mb, ms = of["fnet"]
-    cells = {"T": str(t), "T N E, MB": f"{whole(t):.0f}"}
+    mb, ms = by_side["fnet"]
+    cells = {"T": str(t), "T N E, MB": f"{all_states_mb(t):.0f}"}
     for name in SIDES:
-        theirs, milliseconds = of.get(name, (None, None))
+        theirs, milliseconds = by_side.get(name, (None, None))
         cells[f"{name} MB"] = f"{theirs:.1f}" if theirs else "-"
         cells[f"{name} ms"] = f"{milliseconds:.1f}" if milliseconds else "-"
         if name != "fnet":
@@ -148,22 +149,26 @@ def row(t: int, found: Scans) -> dict[str, str]:
     return cells
 
 
-def whole(t: int) -> float:
-    """MB of all states over time, float32."""
+def all_states_mb(t: int) -> float:
+    """MB of all states over the sequence, float32."""
     return 4e-6 * t * STATES * CHANNELS
 
 
-def claims(steps: tuple[int, ...], found: Scans) -> Iterator[Claim]:
-    """Time that grows as T, and memory that does not hold every state."""
+def claims(steps: tuple[int, ...], measured: Scans) -> Iterator[Claim]:
+    """Claim that time is linear in T, and that not all states are saved."""
     last = max(steps)
-    if "fnet" in found.exponents:
+    if "fnet" in measured.exponents:
         what = f"selective_scan, T from {min(steps)} to {last:,}: k of time ~ T^k"
-        yield Claim(what, "a line", found.exponents["fnet"], "<= 1.05", "time")
-    held, what = found.held[last, "fnet"], f"selective_scan, T = {last:,}, value and gradients"
-    yield Claim(f"{what}: temporaries", "T x N x E numbers", held / whole(last), "< 1.0")
-    yield Claim(f"{what}: temporaries", "a loop", held / found.held[last, "loop"], "<= 1.0")
-    ratio = found.seconds[last, "fnet"] / found.seconds[last, "loop"]
-    yield Claim(f"{what}: time", "a loop", ratio, "<= 1.0", "time")
+        yield Claim(what, "linear", measured.exponents["fnet"], "<= 1.05", "time")
+    size, what = (
+        measured.temporaries[last, "fnet"],
+        f"selective_scan, T = {last:,}, value and gradients",
+    )
+    yield Claim(f"{what}: temporaries", "T x N x E numbers", size / all_states_mb(last), "< 1.0")
+    ratio = size / measured.temporaries[last, "loop"]
+    yield Claim(f"{what}: temporaries", "lax.scan", ratio, "<= 1.0")
+    ratio = measured.seconds[last, "fnet"] / measured.seconds[last, "loop"]
+    yield Claim(f"{what}: time", "lax.scan", ratio, "<= 1.0", "time")
 
 
 def mixers() -> dict[str, Layer]:
@@ -175,10 +180,10 @@ def mixers() -> dict[str, Layer]:
     }
 
 
-def one_more(decode: Decode, params: dict, position: int) -> Callable[[Any, Array], Any]:
-    """``(cache, x) -> (cache, y)`` of that position; the cache is given away."""
-    extend, at = jax.jit(decode.extend, donate_argnums=2), jnp.int32(position)
-    return lambda cache, x: extend(params, {}, cache, x, at)[::-1]
+def next_token(decode: Decode, params: dict, position: int) -> Callable[[Any, Array], Any]:
+    """Function ``(cache, x) -> (cache, y)`` at a position; it donates the cache."""
+    extend, position_array = jax.jit(decode.extend, donate_argnums=2), jnp.int32(position)
+    return lambda cache, x: extend(params, {}, cache, x, position_array)[::-1]
 
 
 def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
@@ -197,8 +202,8 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
         if layer.decode is None:
             continue
         cache = layer.decode.init_cache(batch, t + 1, x.dtype)
-        tokens[name] = stepping(one_more(layer.decode, params, t), cache, x[:, :1])
-    seconds, a_token = interleaved(calls, rounds), interleaved(tokens, rounds)
+        tokens[name] = step_caller(next_token(layer.decode, params, t), cache, x[:, :1])
+    seconds, token_seconds = interleaved(calls, rounds), interleaved(tokens, rounds)
     base = seconds["attention"]
     return [
         {
@@ -207,7 +212,7 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
             "MB": f"{temporaries(programs[name]) / 1e6:.1f}",
             "ms": f"{seconds[name] * 1e3:.1f}",
             "/ attention": f"{seconds[name] / base:.2f}",
-            "a token, ms": f"{a_token[name] * 1e3:.2f}" if name in a_token else "-",
+            "token, ms": f"{token_seconds[name] * 1e3:.2f}" if name in token_seconds else "-",
         }
         for name in calls
     ]
@@ -215,17 +220,17 @@ def layers(batch: int, t: int, rounds: int) -> list[dict[str, str]]:
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=7)
-    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="lengths T")
+    parser.add_argument("--steps", type=int, nargs="+", default=STEPS, help="Sequence lengths T.")
     args = parser.parse_args()
-    found = scans(tuple(args.steps), args.rounds)
+    measured = scans(tuple(args.steps), args.rounds)
     print(f"Selective scan, value and gradients, 1 x T x {CHANNELS}, N = {STATES}, float32.\n")
-    print(markdown([row(t, found) for t in args.steps]))
-    exponents = ", ".join(f"{name} k = {k:.2f}" for name, k in found.exponents.items())
+    print(markdown_table([row(t, measured) for t in args.steps]))
+    exponents = ", ".join(f"{name} k = {k:.2f}" for name, k in measured.exponents.items())
     print(f"\nTime ~ T^k: {exponents}")
     for batch, t in LAYERS:
         print(f"\nLayers of width {WIDTH}, value and gradients, float32.\n")
-        print(markdown(layers(batch, t, args.rounds)))
-    publish(claims(tuple(args.steps), found), args, "jax", "jaxlib")
+        print(markdown_table(layers(batch, t, args.rounds)))
+    publish(claims(tuple(args.steps), measured), args, "jax", "jaxlib")
 
 
 if __name__ == "__main__":

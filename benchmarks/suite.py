@@ -1,4 +1,4 @@
-"""The benchmarks that `python -m benchmarks` runs, with what each needs and how it is cut short."""
+"""Benchmarks that `python -m benchmarks` runs, their requirements and their quick options."""
 
 import ast
 import importlib.util
@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 PATHS = {"text": "a text file, such as tinyshakespeare", "cifar10": "a folder with train/, test/"}
-"""Data that some benchmarks are given, by the option that names it."""
+"""Data that some benchmarks need, by option."""
 
 
 class Benchmark(NamedTuple):
-    """A script of this folder, as it is run.
+    """A script of this folder and how to run it.
 
     Attributes:
-      script: its name, without ``.py``.
-      arguments: always given.
-      quick: given besides where a figure shall come soon. They measure less often, or leave
-        cases out, and change no case that a claim is about. None: left out then.
-      packages: distributions without which it cannot run at all.
-      path: the one of `PATHS` that it takes as ``--path``; "" for none.
-      cpu: whether JAX shall see the CPU alone: both sides run there, or nothing runs.
-      trains: whether its runs last so long that it is given ``--out``, where they are kept until
-        it has ended well: begun again, it goes on from there.
+      script: name of the script, without ``.py``.
+      arguments: arguments that are always passed.
+      quick: further arguments for ``--quick``, with fewer rounds or cases. They do not change the
+        cases of claims. None: skipped with ``--quick``.
+      packages: required distributions.
+      path: entry of `PATHS` to pass as ``--path``, or "".
+      cpu: whether to run on the CPU only.
+      trains: whether it trains for long and takes ``--out``. Its runs stay there until it succeeds,
+        so an interrupted benchmark resumes.
     """
 
     script: str
@@ -37,34 +37,34 @@ class Benchmark(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The script's, with the device it compiles for."""
+        """Name of the script and the device it compiles for."""
         return "_".join([self.script, *(a for a in self.arguments if not a.startswith("-"))])
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring; nothing is imported."""
-        found = importlib.util.find_spec(f"benchmarks.{self.script}")
-        assert found is not None, self.script
-        assert found.origin is not None, self.script
-        text = ast.get_docstring(ast.parse(Path(found.origin).read_text()))
+        """First line of the script's docstring, read without importing it."""
+        spec = importlib.util.find_spec(f"benchmarks.{self.script}")
+        assert spec is not None, self.script
+        assert spec.origin is not None, self.script
+        text = ast.get_docstring(ast.parse(Path(spec.origin).read_text()))
         return (text or "").split("\n")[0]
 
-    def lacks(self, paths: Mapping[str, str | None], quick: bool) -> str:
-        """Why it cannot run here and now; "" if it can."""
+    def reason_to_skip(self, paths: Mapping[str, str | None], quick: bool) -> str:
+        """Reason why it cannot run, or ""."""
         missing = [name for name in self.packages if not _is_installed(name)]
         if missing:
             return f"not installed: {', '.join(missing)}"
         if self.path and not paths.get(self.path):
             return f"needs --{self.path}: {PATHS[self.path]}"
-        return "left out by --quick" if quick and self.quick is None else ""
+        return "skipped by --quick" if quick and self.quick is None else ""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that it is started with besides one's own."""
+        """Additional environment variables."""
         return {"JAX_PLATFORMS": "cpu"} if self.cpu else {}
 
     def command(self, paths: Mapping[str, str | None], quick: bool, runs: Path) -> list[str]:
-        """What starts it; ``runs`` is the folder of what it trains."""
+        """Command line; ``runs`` is the folder of its training runs."""
         words = [sys.executable, "-m", f"benchmarks.{self.script}", *self.arguments]
         if self.path:
             words += ["--path", str(paths[self.path])]
@@ -74,7 +74,7 @@ class Benchmark(NamedTuple):
 
 
 def ahead_of_time(script: str, device: str, quick: tuple[str, ...] | None = ()) -> Benchmark:
-    """One that compiles for a device that need not be there."""
+    """Build a benchmark that compiles for a device that is not present."""
     compiler = "libtpu" if device.startswith("v") else "jax-cuda13-plugin"
     return Benchmark(script, ("--target", device), quick, packages=(compiler,), cpu=True)
 

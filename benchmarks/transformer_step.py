@@ -1,14 +1,15 @@
-"""A language model's train step against the same model in flax linen with optax: time and peak.
+"""Train step of a language model compared with flax linen and optax: time and peak.
 
     python -m benchmarks.transformer_step
     JAX_PLATFORMS=cpu python -m benchmarks.transformer_step --target h100
 
-12 layers of width 384 with 6 heads and SwiGLU, 256 tokens, batch 8, 32,768 words in one
-table for both ends, AdamW, float32. Both start from the same parameters, and their
-losses are compared first. flax's step is jitted with its state donated, also with
-``nn.remat`` around each block; of the compiler options that `fnet.compile_step` tries, and
-of none, each side has the fastest for time and the smallest for peak: these may be two
-programs. With ``--target``, peaks alone, for a device that is not there.
+The model has 12 layers of width 384 with 6 heads and SwiGLU, and a tied embedding of 32,768
+tokens. The batch has 8 sequences of 256 tokens; the optimizer is AdamW, in float32. Both sides
+start from the same parameters, and their losses are compared first. flax's step is jitted with a
+donated state, with and without ``nn.remat`` around each block. Each side uses JAX's default
+options or one of `fnet.compile_step`: the fastest for time and the smallest for peak, which may
+be different programs. ``--target`` compiles for a device that is not present and reports peaks
+only.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from jax import Array
 import fnet
 import fnet.memory.target
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, interleaved, markdown, stepping
+from benchmarks.measure import compile_with_each_option, interleaved, markdown_table, step_caller
 from fnet import layers, models
 from fnet.layers.attention_context import Passing
 from fnet.memory import peak
@@ -34,11 +35,11 @@ from fnet.memory import peak
 OPTIMIZER = optax.adamw(1e-3)
 KEY = jax.random.key(0)
 POLICIES = ("none", "norms", "dots", "segments")
-FLAX, REMAT = "flax linen", "flax linen, nn.remat a block"
+FLAX, REMAT = "flax linen", "flax linen, nn.remat per block"
 
 
 class Sizes(argparse.Namespace):
-    """Of the model and the batch."""
+    """Sizes of the model and the batch."""
 
     blocks: int
     width: int
@@ -64,8 +65,8 @@ class LinenBlock(nn.Module):
         dense = functools.partial(nn.Dense, use_bias=False)
         qkv = dense(3 * d, name="query_key_value")(nn.RMSNorm(name="mixer_norm")(x))
         q, k, v = (a.reshape(b, t, self.heads, -1) for a in jnp.split(qkv, 3, -1))
-        places = jnp.arange(t)
-        q, k = layers.rotary(q, places), layers.rotary(k, places)
+        positions = jnp.arange(t)
+        q, k = layers.rotary(q, positions), layers.rotary(k, positions)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(b, t, d)
         x = x + dense(d, name="output")(y)
         gate, up = jnp.split(
@@ -75,7 +76,7 @@ class LinenBlock(nn.Module):
 
 
 class LinenModel(nn.Module):
-    """The same model with flax's layers."""
+    """The model with flax's layers."""
 
     sizes: Sizes
     block: type[nn.Module] = LinenBlock
@@ -90,8 +91,8 @@ class LinenModel(nn.Module):
         return table.attend(nn.RMSNorm(name="norm")(x))
 
 
-def renamed(params: Any) -> Any:
-    """fnet's parameters by flax's names."""
+def flax_params(params: Any) -> Any:
+    """Convert fnet's parameters to flax's names."""
     blocks = {
         i: {
             "mixer_norm": p["mixer_norm"],
@@ -104,7 +105,7 @@ def renamed(params: Any) -> Any:
     return {"embedding": params["embedding"], "norm": params["norm"]} | blocks
 
 
-def in_fnet(s: Sizes, context: Passing | None) -> tuple[Any, Callable]:
+def fnet_model(s: Sizes, context: Passing | None) -> tuple[Any, Callable]:
     attention = layers.attention(s.width, s.heads, causal=True, rotary=10_000.0, bias=False)
     block = layers.Block(attention, layers.feed_forward(s.width, s.hidden))
     model = models.language_model(
@@ -113,10 +114,10 @@ def in_fnet(s: Sizes, context: Passing | None) -> tuple[Any, Callable]:
 
     def loss(params: Any, state: Any, batch: Any, key: Array) -> Any:
         tokens = batch["tokens"]
-        each, state = model.losses(
+        losses, state = model.losses(
             params, state, tokens[:, :-1], tokens[:, 1:], key=key, train=True
         )
-        return each.mean(1), fnet.Aux(state, {})
+        return losses.mean(1), fnet.Aux(state, {})
 
     return model, loss
 
@@ -136,16 +137,16 @@ def flax_step(model: LinenModel) -> jax.stages.Wrapped:
     return step
 
 
-def for_flax(s: Sizes) -> tuple[Any, Any]:
-    """The same initial parameters, and the optimizer's state."""
-    params = renamed(fnet.TrainState.create(in_fnet(s, None)[0], OPTIMIZER, KEY).params)
+def flax_state(s: Sizes) -> tuple[Any, Any]:
+    """The same initial parameters for flax, and the optimizer state."""
+    params = flax_params(fnet.TrainState.create(fnet_model(s, None)[0], OPTIMIZER, KEY).params)
     return params, OPTIMIZER.init(params)
 
 
 def programs(lowered: jax.stages.Lowered, target: Any) -> list[jax.stages.Compiled]:
     if target:
         return [lowered.compile(compiler_options=target.compiler_options)]
-    return compiled_each_way(lowered)
+    return compile_with_each_option(lowered)
 
 
 def main() -> None:
@@ -158,88 +159,94 @@ def main() -> None:
         "batch": 8,
         "vocabulary": 32_768,
     }.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"{name.capitalize()}.")
+    parser.add_argument(
+        "--policies", nargs="+", default=POLICIES, choices=POLICIES, help="Remat policies."
+    )
     s = parser.parse_args(namespace=Sizes())
     target = fnet.memory.target.describe(s.target) if s.target else None
     put = functools.partial(fnet.memory.target.shapes_on, target) if target else lambda x: x
 
     tokens = jax.random.randint(jax.random.key(1), (s.batch, s.tokens + 1), 0, s.vocabulary)
     batch = {"tokens": tokens}
-    made = {}
+    programs_by_name = {}
     contexts: tuple[Passing | None, ...] = (None, "lagged")
     for context in contexts:
-        model, loss = in_fnet(s, context)
+        model, loss = fnet_model(s, context)
         state = jax.eval_shape(
             lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
         )
         for policy in s.policies if context is None else s.policies[:2]:
             step = fnet.make_step(loss, OPTIMIZER, remat=policy)
             name = f"fnet, {policy}" + (f", {context} context" if context else "")
-            made[name] = programs(step.lower(*put((state, batch))), target)
-    arguments = jax.eval_shape(functools.partial(for_flax, s))
+            programs_by_name[name] = programs(step.lower(*put((state, batch))), target)
+    arguments = jax.eval_shape(functools.partial(flax_state, s))
     for name, block in ((FLAX, LinenBlock), (REMAT, nn.remat(LinenBlock))):
         lowered = flax_step(LinenModel(s, block)).lower(*put((arguments, batch)))
-        made[name] = programs(lowered, target)
+        programs_by_name[name] = programs(lowered, target)
 
-    def fresh(name: str) -> Any:
-        """State as the program takes it; each step renews it in place."""
+    def new_state(name: str) -> Any:
+        """A new state for a program, which donates it."""
         if name in (FLAX, REMAT):
-            return for_flax(s)
-        model = in_fnet(s, "lagged" if "lagged" in name else None)[0]
+            return flax_state(s)
+        model = fnet_model(s, "lagged" if "lagged" in name else None)[0]
         return fnet.TrainState.create(model, OPTIMIZER, KEY)
 
-    smallest = {n: min(peak(c).total for c in compiled) for n, compiled in made.items()}
+    smallest = {n: min(peak(c).total for c in compiled) for n, compiled in programs_by_name.items()}
     seconds: dict[str, float] = {}
     if not target:
-        fastest = {n: quickest(compiled, fresh(n), batch) for n, compiled in made.items()}
+        fastest = {
+            n: fastest_step(compiled, new_state(n), batch)
+            for n, compiled in programs_by_name.items()
+        }
         first = {n: loss for n, (_, loss) in fastest.items()}
         assert np.allclose(list(first.values()), first[FLAX], rtol=1e-4), first
         seconds = interleaved({n: step for n, (step, _) in fastest.items()}, s.rounds)
     count = sum(a.size for a in jax.tree.leaves(arguments[0]))
     print(
         f"{s.blocks} layers, width {s.width}, {s.tokens} tokens, batch {s.batch}, "
-        f"{s.vocabulary:,} words: {count / 1e6:.1f} M parameters"
+        f"vocabulary {s.vocabulary:,}: {count / 1e6:.1f} M parameters"
         f"{f', compiled for {target.name}' if target else ''}.\n"
     )
-    print(markdown([row(name, smallest, seconds) for name in made]))
+    print(markdown_table([row(name, smallest, seconds) for name in programs_by_name]))
     where = target.name if target else jax.default_backend()
     publish(claims(smallest, seconds, where), s, "jax", "jaxlib", "flax", "optax")
 
 
 def row(name: str, peaks: Mapping[str, int], seconds: Mapping[str, float]) -> dict[str, str]:
-    """A line of the table; without times where nothing was run."""
+    """Build a row of the table; without times if nothing was run."""
     cells = {
         "step": name,
         "peak MB": f"{peaks[name] / 1e6:.0f}",
-        "of flax's": f"{peaks[name] / peaks[FLAX]:.2f}",
+        "peak / flax": f"{peaks[name] / peaks[FLAX]:.2f}",
     }
     if seconds:
         cells["ms"] = f"{seconds[name] * 1e3:.0f}"
-        cells["of flax's time"] = f"{seconds[name] / seconds[FLAX]:.2f}"
+        cells["time / flax"] = f"{seconds[name] / seconds[FLAX]:.2f}"
     return cells
 
 
 def claims(peaks: Mapping[str, int], seconds: Mapping[str, float], where: str) -> Iterator[Claim]:
-    """Of every step of ours; what recomputes in segments also beside flax's own recomputation."""
+    """Compare every fnet step with flax, and the policy "segments" also with ``nn.remat``."""
     for name in (n for n in peaks if n.startswith("fnet")):
-        what = f"language model's train step, {name.removeprefix('fnet, ')}, {where}"
-        wanted = {FLAX: ("<= 0.5", "<= 0.9")}
+        what = f"language model train step, {name.removeprefix('fnet, ')}, {where}"
+        targets = {FLAX: ("<= 0.5", "<= 0.9")}
         if "segments" in name:
-            wanted[REMAT] = "", ""
-        for peer, (of_memory, of_time) in wanted.items():
-            ratio, words = peaks[name] / peaks[peer], f"{peer}, optax"
-            yield Claim(f"{what}: peak of the smallest program", words, ratio, of_memory)
+            targets[REMAT] = "", ""
+        for side, (memory_target, time_target) in targets.items():
+            ratio, baseline = peaks[name] / peaks[side], f"{side}, optax"
+            yield Claim(f"{what}: peak of the smallest program", baseline, ratio, memory_target)
             if seconds:
-                ratio = seconds[name] / seconds[peer]
-                yield Claim(f"{what}: time of the fastest", words, ratio, of_time, "time")
+                ratio = seconds[name] / seconds[side]
+                claim = f"{what}: time of the fastest program"
+                yield Claim(claim, baseline, ratio, time_target, "time")
 
 
-def quickest(
+def fastest_step(
     compiled: list[jax.stages.Compiled], state: Any, batch: Any
 ) -> tuple[Callable[[], Any], float]:
-    """A step of the fastest program, which goes on from its own state, and the first loss."""
-    steps = [stepping(program, jax.tree.map(jnp.copy, state), batch) for program in compiled]
+    """Find the fastest program; return a function that takes its steps, and the first loss."""
+    steps = [step_caller(program, jax.tree.map(jnp.copy, state), batch) for program in compiled]
     first = float(steps[0]()["loss"])
     seconds = interleaved(dict(enumerate(steps)), 3)
     return steps[min(seconds, key=seconds.__getitem__)], first

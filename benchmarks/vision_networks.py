@@ -1,18 +1,17 @@
-"""Train steps of the networks for images: their peaks with fnet's norm, and with flax's.
+"""Peak memory of train steps of image networks, with fnet's norm and with flax's.
 
     python -m benchmarks.vision_networks                  # all, 224 x 224, batch 8
     python -m benchmarks.vision_networks --names resnet50 --rounds 5
     JAX_PLATFORMS=cpu python -m benchmarks.vision_networks --target h100
 
-The same network three times: plain, with ``flax.linen.BatchNorm`` and relu in the place
-of every norm; in place, with `fnet.abn` and leaky_relu under the policy ``norms``
-(`fnet.recompute`); and cut into segments besides, of which only the ends are kept
-(policy ``segments``). SGD with momentum, float32. Peaks are arguments + outputs - aliased
-+ temporaries of the compiled step, the lowest of the compiler options that
-`fnet.compile_step` tries, for all three. The largest batch is where the line through the
-peaks at the batch and at eight times the batch meets the budget. Nothing is run, unless
-``--rounds`` asks for the time of the steps as well: plain is then compiled in the fastest way.
-With ``--target``, the peaks are those on a device that is not there, but its compiler is.
+Each network is measured in three forms: with ``flax.linen.BatchNorm`` and relu for every norm; in
+place, with `fnet.abn` and leaky_relu and the remat policy ``norms`` (`fnet.recompute`); and in
+place with the remat policy ``segments``. The optimizer is SGD with momentum, in float32. Peaks
+are arguments + outputs - aliased + temporaries of the compiled step, with the best of the options
+of `fnet.compile_step`. The largest batch in the budget is a linear estimate from the peaks at the
+batch size and at eight times the batch size. Nothing is run by default. ``--rounds`` also times
+the steps, flax's with its fastest options. ``--target`` compiles for a device that is not
+present.
 """
 
 import functools
@@ -27,7 +26,7 @@ from jax import Array
 
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
-from benchmarks.measure import compiled_each_way, fastest, markdown, stepping
+from benchmarks.measure import compile_with_each_option, fastest, markdown_table, step_caller
 from benchmarks.networks import image_loss
 from fnet import Layer, memory, models
 from fnet.memory.target import Target, describe, shapes_on
@@ -57,7 +56,7 @@ FORMS = ("flax", "in place", "segments")
 
 
 def flax_norm(channels: int, *, activation: str, **_: Any) -> Layer:
-    """flax's batch norm, and relu where an activation is asked for."""
+    """flax's batch norm, followed by relu unless the activation is identity."""
     norm = nn.BatchNorm(momentum=0.9)
 
     def init(key: Array) -> tuple[Any, Any]:
@@ -73,13 +72,13 @@ def flax_norm(channels: int, *, activation: str, **_: Any) -> Layer:
 
 
 def network(name: str, form: str) -> Layer:
-    """The network with flax's norms and relu, or with fnet's."""
+    """Build the network with flax's norm and relu, or with fnet's norm."""
     options = {"norm": flax_norm, "activation": "relu"} if form == "flax" else {}
     return models.get(name, num_classes=1000, **options)
 
 
 def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, Any]:
-    """The step, and the shapes of its state and batch."""
+    """Return the step and the shapes of its state and batch."""
     model = network(name, form)
     policy = {"flax": "none", "in place": "norms", "segments": "segments"}[form]
     step = fnet.make_step(memory.REMAT_POLICIES[policy].apply(image_loss(model)), OPTIMIZER)
@@ -92,7 +91,7 @@ def train_step(name: str, form: str, batch: int, size: int) -> tuple[Any, Any, A
 
 
 def peak(name: str, form: str, batch: int, size: int, target: Target | None) -> int:
-    """Bytes, with the best of the compiler's options; no code is made."""
+    """Peak bytes with the best of the compiler options, without generating code."""
     step, *shapes = train_step(name, form, batch, size)
     lowered = step.lower(*(shapes_on(target, shapes) if target else shapes))
     candidates = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
@@ -102,27 +101,27 @@ def peak(name: str, form: str, batch: int, size: int, target: Target | None) -> 
 
 
 def seconds(name: str, batch: int, size: int, rounds: int) -> dict[str, float]:
-    """The median time of each form's step; flax's as it is fastest."""
+    """Median seconds of each form's step; flax's with its fastest options."""
     data = {"image": jnp.ones((batch, size, size, 3)), "label": jnp.zeros(batch, jnp.int32)}
     calls = {}
     for form in FORMS:
         step, *shapes = train_step(name, form, batch, size)
-        ways: list[Any] = (
-            [*compiled_each_way(step.lower(*shapes))]
+        candidates: list[Any] = (
+            [*compile_with_each_option(step.lower(*shapes))]
             if form == "flax"
             else [fnet.compile_step(step, *shapes)]
         )
         create = functools.partial(fnet.TrainState.create, network(name, form), OPTIMIZER)
-        calls[form] = [stepping(way, create(jax.random.key(0)), data) for way in ways]
+        calls[form] = [step_caller(p, create(jax.random.key(0)), data) for p in candidates]
     return fastest(calls, rounds)
 
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=0, target=True)
-    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--budget", default="8GiB")
+    parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES, help="Networks.")
+    parser.add_argument("--batch", type=int, default=8, help="Batch size.")
+    parser.add_argument("--size", type=int, default=224, help="Image size.")
+    parser.add_argument("--budget", default="8GiB", help="Memory for the largest batch.")
     options = parser.parse_args()
     budget = memory.parse_bytes(options.budget)
     target = describe(options.target) if options.target else None
@@ -135,22 +134,22 @@ def main() -> None:
             row[f"{form} MB"] = f"{peaks[form] / 1e6:,.0f}"
             ratio = peaks[form] / peaks["flax"]
             row[f"{form} / flax"] = f"{ratio:.2f}"
-            aim = {"resnext": "<= 0.5", "densenet": "<= 0.6"}.get(name.rstrip("0123456789"), "")
+            goal = {"resnext": "<= 0.5", "densenet": "<= 0.6"}.get(name.rstrip("0123456789"), "")
             claim = f"{name}, {form}, {what}: peak of the train step"
-            claims.append(Claim(claim, "flax BatchNorm, relu", ratio, aim))
+            claims.append(Claim(claim, "flax BatchNorm, relu", ratio, goal))
         for form in FORMS:
             larger = peak(name, form, 8 * options.batch, options.size, target)
-            an_example = (larger - peaks[form]) / (7 * options.batch)
-            largest = options.batch + (budget - peaks[form]) / an_example
+            bytes_per_example = (larger - peaks[form]) / (7 * options.batch)
+            largest = options.batch + (budget - peaks[form]) / bytes_per_example
             row[f"{options.budget}, {form}"] = f"{largest:.0f}"
         if options.rounds and not target:
-            took = seconds(name, options.batch, options.size, options.rounds)
+            times = seconds(name, options.batch, options.size, options.rounds)
             for form in FORMS[1:]:
-                row[f"time {form} / flax"] = f"{took[form] / took['flax']:.2f}"
+                row[f"time {form} / flax"] = f"{times[form] / times['flax']:.2f}"
         rows.append(row)
-        print(markdown([row]), file=sys.stderr, flush=True)
+        print(markdown_table([row]), file=sys.stderr, flush=True)
     print(f"{what.capitalize()}.\n")
-    print(markdown(rows))
+    print(markdown_table(rows))
     publish(claims, options, "jax", "jaxlib", "flax", "optax")
 
 

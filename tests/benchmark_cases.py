@@ -1,4 +1,4 @@
-"""What a benchmark says of where it ran."""
+"""Description of a machine, for the tests of benchmarks."""
 
 MACHINE = {
     "cpu": "A CPU",

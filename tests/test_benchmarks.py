@@ -1,4 +1,4 @@
-"""Claims, their table, and the runner; no benchmark is run."""
+"""Claims, their table and the runner; no benchmark is run."""
 
 import argparse
 import ast
@@ -102,12 +102,12 @@ def publishing():
         ("", 0.39, None),
     ],
 )
-def test_a_target_is_compared_with_the_figure_as_it_was_measured(target, ratio, met):
+def test_target_is_compared_with_the_unrounded_figure(target, ratio, met):
     assert Claim("memory", "flax", ratio, target).met is met
 
 
 @pytest.mark.parametrize("rounds", ["0", "-1", "two"])
-def test_nothing_is_timed_no_times(rounds, capsys):
+def test_rejects_rounds_below_1(rounds, capsys):
     with pytest.raises(SystemExit):
         argument_parser("A fake.", rounds=3).parse_args([f"--rounds={rounds}"])
     assert f"expected a whole number above 0, got '{rounds}'" in capsys.readouterr().err
@@ -131,56 +131,56 @@ def test_nothing_is_timed_no_times(rounds, capsys):
         ("<= 1.0", math.inf, "not finite"),
     ],
 )
-def test_a_figure_is_rounded_to_its_worse_side_and_not_past_its_target(target, ratio, shown):
+def test_figures_are_rounded_to_the_worse_side_but_not_past_the_target(target, ratio, shown):
     assert Claim("memory", "flax", ratio, target).shown == shown
 
 
 @pytest.mark.parametrize("target", ["0.39", "<=0.39", "<= a lot", "== 1", "<= 1 or so", "<= nan"])
-def test_a_target_that_is_no_comparison_is_refused(target):
+def test_rejects_target_that_is_not_a_comparison(target):
     with pytest.raises(ValueError, match=re.escape(f"such as '<= 0.39'; got {target!r}")):
         Claim("memory", "flax", 0.3, target)
 
 
-def test_an_unknown_kind_is_refused_with_those_there_are():
+def test_rejects_unknown_kind():
     with pytest.raises(ValueError, match=r"one of \['memory', .*\], got 'speed'"):
         Claim("memory", "flax", 0.3, kind="speed")
 
 
-def test_a_claim_is_the_same_read_back_from_json():
+def test_claim_round_trips_through_json():
     claim = Claim("memory", "flax", 0.1 + 0.2, "<= 0.39")
     assert Claim.from_json(json.loads(json.dumps(claim.as_json()))) == claim
 
 
-def test_a_figure_that_is_not_finite_is_null_in_json_and_not_met():
+def test_figure_that_is_not_finite_is_null_in_json_and_not_met():
     written = Claim("memory", "flax", math.inf, "<= 0.39").as_json()
     assert (written["ratio"], written["met"]) == (None, False)
     assert math.isnan(Claim.from_json(written).ratio)
 
 
-def test_published_claims_are_written_with_the_versions_of_what_is_installed(tmp_path, capsys):
+def test_publish_writes_claims_with_installed_versions(tmp_path, capsys):
     args = argparse.Namespace(json=str(tmp_path / "x.json"))
     claims.publish([Claim("memory", "flax", 0.5, "<= 0.39")], args, "jax", "no-such-package")
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert set(found["versions"]) == {"fnet-jax", "jax"}
-    assert found["claims"][0]["met"] is False
+    saved = json.loads((tmp_path / "x.json").read_text())
+    assert set(saved["versions"]) == {"fnet-jax", "jax"}
+    assert saved["claims"][0]["met"] is False
     printed = capsys.readouterr().out
-    assert "- 0.5 (<= 0.39: not met) memory; peer: flax\n" in printed
+    assert "- 0.5 (<= 0.39: not met) memory; baseline: flax\n" in printed
     assert "Versions: jax " in printed
 
 
 # The suite
 
 
-def test_the_suite_names_every_script_that_publishes_claims():
+def test_suite_has_every_script_that_publishes_claims():
     assert {b.script for b in SUITE} == publishing()
 
 
-def test_names_of_the_suite_differ():
+def test_names_in_the_suite_are_unique():
     assert len({b.name for b in SUITE}) == len(SUITE)
 
 
 @pytest.mark.parametrize("benchmark_", SUITE, ids=lambda b: b.name)
-def test_a_script_has_the_options_that_the_suite_gives_it(benchmark_):
+def test_scripts_have_the_options_that_the_suite_passes(benchmark_):
     source = (FOLDER / f"{benchmark_.script}.py").read_text()
     given = {w for w in (*benchmark_.arguments, *(benchmark_.quick or ())) if w.startswith("--")}
     own = set(re.findall(r'"(--[\w-]+)"', source))
@@ -194,23 +194,23 @@ def test_a_script_has_the_options_that_the_suite_gives_it(benchmark_):
 
 
 @pytest.mark.parametrize("script", sorted({b.script for b in SUITE}))
-def test_a_script_imports_what_there_is(script):
+def test_scripts_can_be_imported(script):
     packages = {p for b in SUITE if b.script == script and not b.arguments for p in b.packages}
     for package in packages:
         pytest.importorskip(package)
     importlib.import_module(f"benchmarks.{script}")
 
 
-def test_what_a_benchmark_lacks_is_said():
+def test_reason_to_skip():
     b = Benchmark("x", packages=("jax", "no-such-package"), path="text", quick=None)
-    assert b.lacks({}, quick=False) == "not installed: no-such-package"
+    assert b.reason_to_skip({}, quick=False) == "not installed: no-such-package"
     b = b._replace(packages=())
-    assert b.lacks({"text": None}, quick=False).startswith("needs --text: ")
-    assert b.lacks({"text": "a.txt"}, quick=True) == "left out by --quick"
-    assert b.lacks({"text": "a.txt"}, quick=False) == ""
+    assert b.reason_to_skip({"text": None}, quick=False).startswith("needs --text: ")
+    assert b.reason_to_skip({"text": "a.txt"}, quick=True) == "skipped by --quick"
+    assert b.reason_to_skip({"text": "a.txt"}, quick=False) == ""
 
 
-def test_patterns_choose_by_a_part_of_the_name():
+def test_patterns_match_parts_of_names():
     names = [b.name for b in program.matching(SUITE, ["accum*h100", "kills"])]
     assert names == ["accumulation_h100", "kills"]
     assert [b.name for b in program.matching(SUITE, ["attention"])] == ["attention"]
@@ -220,7 +220,7 @@ def test_patterns_choose_by_a_part_of_the_name():
 # The report
 
 
-def test_the_table_tells_claim_peer_versions_ratio_target_and_verdict():
+def test_table_has_claim_baseline_versions_ratio_target_and_verdict():
     lines = report.as_markdown(MACHINE, RESULTS).splitlines()
     assert (
         "| `stack` | temporaries | flax \\| linen | jax 0.10.2, flax 0.12.8 | 0.391 | <= 0.39 "
@@ -234,7 +234,7 @@ def test_the_table_tells_claim_peer_versions_ratio_target_and_verdict():
     assert "| `peers` | not installed: torch |  |  |  |  |  |  |" in lines
 
 
-def test_the_page_tells_the_machine_and_the_sums():
+def test_page_has_machine_and_summary():
     page = report.as_markdown(MACHINE, RESULTS)
     assert "A CPU, 2 cores, 8 GiB, Linux, Python 3.11.1; JAX's devices: 2 x cpu." in page
     assert (
@@ -243,15 +243,15 @@ def test_the_page_tells_the_machine_and_the_sums():
     )
 
 
-def test_results_are_read_back_on_the_same_hardware_alone(tmp_path):
+def test_results_are_read_only_on_the_same_hardware(tmp_path):
     report.write(MACHINE, RESULTS, tmp_path)
     assert report.read(tmp_path, MACHINE | {"python": "3.13.0"}) == RESULTS
-    with pytest.raises(ValueError, match="holds results of another machine"):
+    with pytest.raises(ValueError, match="has results of another machine"):
         report.read(tmp_path, MACHINE | {"cores": 4})
     assert report.read(tmp_path / "elsewhere", MACHINE) == {}
 
 
-def test_the_chart_is_drawn_from_the_stack_of_blocks_and_shown_on_the_page(tmp_path):
+def test_chart_is_written_and_shown_on_the_page(tmp_path):
     data = {
         "network": "blocks",
         "depths": [8, 16],
@@ -263,7 +263,7 @@ def test_the_chart_is_drawn_from_the_stack_of_blocks_and_shown_on_the_page(tmp_p
     assert "![Memory by depth](benchmarks.png)" in (tmp_path / "benchmarks.md").read_text()
 
 
-def test_without_its_data_no_chart_is_drawn(tmp_path):
+def test_no_chart_without_data(tmp_path):
     assert [p.name for p in report.write(MACHINE, RESULTS, tmp_path)] == list(report.FILES[:2])
 
 
@@ -272,7 +272,7 @@ def test_without_its_data_no_chart_is_drawn(tmp_path):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """A suite of one that works, one that fails, one that cannot run, one that says nothing."""
+    """A suite of scripts that work, fail, print nothing, lack a package, or train."""
     monkeypatch.setattr(machine, "describe", lambda: MACHINE)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
 
@@ -290,12 +290,12 @@ def fake(tmp_path, monkeypatch):
     ]
 
 
-def run(tmp_path, suite, *words):
-    code = program.main(["--out", str(tmp_path / "out"), *words], suite)
+def run(tmp_path, suite, *arguments):
+    code = program.main(["--out", str(tmp_path / "out"), *arguments], suite)
     return code, json.loads((tmp_path / "out" / "benchmarks.json").read_text())["results"]
 
 
-def test_a_failure_and_a_missing_peer_are_rows_and_the_others_run(tmp_path, fake, capsys):
+def test_failures_and_missing_packages_are_reported_and_the_others_run(tmp_path, fake, capsys):
     code, results = run(tmp_path, fake, "--quick")
     assert code == program.FAILED
     assert list(results) == ["fake", "broken", "silent", "absent", "training"]
@@ -311,7 +311,7 @@ def test_a_failure_and_a_missing_peer_are_rows_and_the_others_run(tmp_path, fake
     assert "See " in printed
 
 
-def test_runs_are_kept_until_a_benchmark_has_ended_well(tmp_path, fake):
+def test_training_runs_are_saved_until_the_benchmark_succeeds(tmp_path, fake):
     trained = tmp_path / "out/runs/training/half"
     code, results = run(tmp_path, fake, "--only", "training")
     assert code == program.FAILED
@@ -323,49 +323,49 @@ def test_runs_are_kept_until_a_benchmark_has_ended_well(tmp_path, fake):
     assert not trained.exists()
 
 
-def test_what_is_not_run_again_keeps_its_result(tmp_path, fake):
+def test_benchmarks_that_are_not_run_keep_their_result(tmp_path, fake):
     _, first = run(tmp_path, fake, "--only", "fake")
     code, second = run(tmp_path, fake, "--only", "absent")
     assert code == 0
     assert second == first | {"absent": {"why": "not installed: no-such-package"}}
 
 
-def test_a_failure_is_not_covered_by_what_another_environment_lacks(tmp_path, fake):
+def test_missing_package_does_not_replace_an_earlier_failure(tmp_path, fake):
     _, first = run(tmp_path, fake, "--only", "broken")
     lacking = [type(b)(b.script, packages=("no-such-package",)) for b in fake]
     assert run(tmp_path, lacking, "--only", "broken") == (0, first)
 
 
-def test_a_list_runs_nothing(tmp_path, capsys):
+def test_list_runs_nothing(tmp_path, capsys):
     assert program.main(["--list", "--only", "kills", "--out", str(tmp_path / "out")]) == 0
     assert "kills" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
-        (["--only", "nothing"], "--only nothing: no benchmark of"),
-        (["--text", "/nowhere/at.txt"], "--text: nothing is at /nowhere/at.txt"),
+        (["--only", "nothing"], "--only nothing: matches no benchmark of"),
+        (["--text", "/nowhere/at.txt"], "--text: /nowhere/at.txt does not exist"),
     ],
 )
-def test_a_wrong_option_is_one_line(words, said, capsys):
+def test_wrong_options_are_one_line(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        program.main(words)
+        program.main(arguments)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_the_machine_is_described_in_words():
-    found = machine.describe()
-    assert found["cores"] >= 1
-    assert found["memory_bytes"] > 2**28
-    assert found["devices"] == ["4 x cpu"]  # as conftest.py has it
-    assert machine.in_words(found).endswith("JAX's devices: 4 x cpu")
+def test_machine_is_described():
+    saved = machine.describe()
+    assert saved["cores"] >= 1
+    assert saved["memory_bytes"] > 2**28
+    assert saved["devices"] == ["4 x cpu"]  # as conftest.py has it
+    assert machine.format_machine(saved).endswith("JAX's devices: 4 x cpu")
 
 
-def test_jax_that_finds_no_device_is_one_line(monkeypatch, capsys):
+def test_jax_failure_is_one_line(monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
     with pytest.raises(SystemExit, match="2"):
         program.main([])
-    assert "error: JAX ended with code 1 as it looked for its devices" in capsys.readouterr().err
+    assert "error: JAX failed with exit code 1 while listing its devices" in capsys.readouterr().err
