@@ -65,9 +65,9 @@ def workplace(tmp_path, monkeypatch, compiled_programs):
 
 
 @pytest.fixture
-def whole(workplace, tmp_path_factory):
+def finished_run(workplace, tmp_path_factory):
     """A finished run of the recipe, trained once and copied for each test."""
-    shelf = tmp_path_factory.getbasetemp() / "whole"
+    shelf = tmp_path_factory.getbasetemp() / "finished_run"
     if not shelf.exists():
         program_cases.fnet_command("train", "tiny.py", "--out", shelf)
-    return shutil.copytree(shelf, workplace / "whole")
+    return shutil.copytree(shelf, workplace / "finished_run")

@@ -58,7 +58,7 @@ TARGETS = {
     "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
     "fnet/autodiff/per_example/ghost_norm.py": "tests/test_clipped.py",
     "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
-    "fnet/step.py": "tests/test_step.py tests/test_guard.py",
+    "fnet/step.py": "tests/test_step.py tests/test_skip_nonfinite.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 

@@ -1,4 +1,4 @@
-"""The program in this process, in an empty folder, with a recipe that trains in a second."""
+"""Helpers to run the program in this process, with a recipe that trains in a second."""
 
 import json
 
@@ -38,8 +38,8 @@ def exit_code(*words):
     return exit_.value.code
 
 
-def said_in_one_line(capsys, message):
-    """The program named a mistake in one line, with the message in it."""
+def assert_one_line_error(capsys, message):
+    """Assert that the program printed one line with this message as its error."""
     error = capsys.readouterr().err
     assert error.startswith("fnet: "), error
     assert message in error, error
@@ -47,14 +47,14 @@ def said_in_one_line(capsys, message):
 
 
 def metrics_of(folder):
-    """The lines of a run's metrics, without what depends on the clock."""
+    """Return the lines of a run's metrics, without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     times = {"seconds", "examples_per_second", "input_wait"}
     return [{k: v for k, v in line.items() if k not in times} for line in lines]
 
 
 def final_state(folder):
-    """Everything of the newest checkpoint."""
+    """Return the content of the newest checkpoint as arrays."""
     config = RunFolder(folder).read_config()
     with Checkpoints(RunFolder(folder).checkpoints, 2) as checkpoints:
         restored = checkpoints.restore(setup(config).state_shapes)
@@ -65,7 +65,7 @@ def final_state(folder):
 
 
 def state_of(arrays, size):
-    """A state of that many arrays."""
+    """Return a state with parameters of that many arrays."""
     key, other = jax.random.split(jax.random.key(0))
     params = list(jax.random.normal(key, (arrays, size)))
     return fnet.TrainState(jnp.int32(0), params, {}, (), None, other)

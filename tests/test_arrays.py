@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_cases import CLASSES, N, X, Y, load, load_error, make_images, make_labels, write_npz
 from data_cases import sampled_counts, take_batches
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ArrayFile, Config, Denoiser, Digits, Mlp, from_json, to_json
 from train.data import arrays, digits, evaluation_batches
@@ -328,10 +328,10 @@ def test_the_program_trains_evaluates_and_resumes_on_arrays(workplace, capsys):
     fnet_command(*given, "--resume")
     assert "resumed after step 8 of 8" in capsys.readouterr().out
     fnet_command("eval", "run")
-    assert "accuracy of 1 " in capsys.readouterr().out
+    assert "accuracy of 1: " in capsys.readouterr().out
     (workplace / "data.npz").unlink()
     assert exit_code("eval", "run") == 2
-    said_in_one_line(capsys, "data.path: data.npz does not exist")
+    assert_one_line_error(capsys, "data.path: data.npz does not exist")
 
 
 def test_the_network_fits_the_size_of_the_images(tmp_path):

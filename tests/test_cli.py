@@ -1,4 +1,4 @@
-"""The ways in which the program begins and ends."""
+"""The ``fnet`` command: help, exit codes and JAX's configuration."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train import arguments, cli
 from train.config import (
@@ -33,7 +33,7 @@ COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", 
 
 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
-def test_the_commands_are_listed(words, code, capsys):
+def test_help_lists_the_commands(words, code, capsys):
     assert exit_code(*words) == code
     said = capsys.readouterr().out
     assert said.startswith("usage: fnet COMMAND")
@@ -99,13 +99,13 @@ def test_every_field_has_one_line_of_help(kind):
         (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot access x: Perm"),
     ],
 )
-def test_what_ends_a_run_from_outside_is_one_line(error, code, said, monkeypatch, capsys):
+def test_prints_one_line_for_an_error_of_the_system(error, code, said, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
     assert exit_code("train", "digits") == code
     assert capsys.readouterr().err.startswith(said)
 
 
-def test_another_error_of_the_system_is_not_called_a_full_disk(monkeypatch):
+def test_raises_other_errors_of_the_system(monkeypatch):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=OSError(errno.EIO, "bad disk")))
     with pytest.raises(OSError, match="bad disk"):
         fnet_command("train", "digits")
@@ -120,27 +120,27 @@ def arrays_of_numpy(argv):
 
 
 @pytest.mark.parametrize("too_large", [arrays_of_a_device, arrays_of_numpy])
-def test_too_little_memory_is_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
+def test_running_out_of_memory_is_one_line_with_exit_code_1(too_large, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", too_large)
     assert exit_code("train", "digits") == 1
-    said_in_one_line(capsys, "fnet: out of memory: ")
+    assert_one_line_error(capsys, "fnet: out of memory: ")
 
 
-def test_another_error_of_xla_is_not_taken_for_too_little_memory(monkeypatch):
+def test_raises_other_errors_of_xla(monkeypatch):
     error = jax.errors.JaxRuntimeError("INTERNAL: broken")
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         fnet_command("train", "digits")
 
 
-def test_programs_are_kept_in_the_users_cache_folder(workplace, monkeypatch):
+def test_caches_programs_in_the_users_cache_folder(workplace, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(workplace / "cache"))
     cli._prepare_jax()
     assert jax.config.jax_compilation_cache_dir == str(workplace / "cache" / "fnet" / "jax")
 
 
-def test_a_user_without_a_home_has_no_cache(workplace, monkeypatch):
+def test_does_not_cache_programs_without_a_home_folder(workplace, monkeypatch):
     for name in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
 

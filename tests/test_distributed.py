@@ -1,4 +1,4 @@
-"""Processes that train together, on this machine: the same training, one folder."""
+"""Several processes on this machine that train one network."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def by_hand(port, processes, i):
 
 
 def by_slurm(port, processes, i):
-    """As srun would tell a process of its job; the port follows from the job's number."""
+    """Variables that srun sets; the port follows from the job id."""
     said = {
         "SLURM_JOB_ID": port % 4096,
         "SLURM_STEP_NODELIST": "localhost",
@@ -35,7 +35,7 @@ def by_slurm(port, processes, i):
 
 
 def by_open_mpi(port, processes, i):
-    """As mpirun would tell a process."""
+    """Variables that mpirun sets."""
     said = {
         "OMPI_MCA_orte_hnp_uri": f"{port % 4096 * 4096}.0;tcp://127.0.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": processes,
@@ -46,7 +46,7 @@ def by_open_mpi(port, processes, i):
 
 
 def together(processes, *words, told=by_hand):
-    """Trains in several processes; what each of them said, and its exit code."""
+    """Train in several processes; return the output and exit code of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -81,7 +81,7 @@ def losses(folder):
     return [line[name] for line in lines for name in ("train/loss", "test/loss") if name in line]
 
 
-def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(workplace):
+def test_two_processes_train_as_one_and_one_process_resumes(workplace):
     words = "tiny.py", "--optim.schedule", "constant"
     fnet_command("train", *words, "--out", "alone")
     said, codes = together(2, *words, "--mesh.fsdp", 2, "--train.steps", 6, "--out", "both")
@@ -89,13 +89,13 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(workpl
     assert "step 6/6" in said[0]
     assert "step" not in said[1]
     fnet_command("train", *words, "--out", "both", "--resume")
-    # The last step of the first part was evaluated as well.
+    # The first run also evaluated its last step.
     both, alone = losses(workplace / "both"), losses(workplace / "alone")
     assert both[:4] + both[-2:] == pytest.approx(alone[:4] + alone[-2:], rel=1e-5)
 
 
 @pytest.mark.parametrize("told", [by_slurm, by_open_mpi])
-def test_a_cluster_tells_the_processes_who_they_are(told, workplace):
+def test_finds_processes_from_the_cluster_environment(told, workplace):
     said, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "both", told=told)
     assert codes == [0, 0], said
     assert "step 8/8" in said[0]
@@ -104,7 +104,7 @@ def test_a_cluster_tells_the_processes_who_they_are(told, workplace):
     assert both == pytest.approx(alone, rel=1e-4)
 
 
-def test_what_the_first_process_refuses_ends_all(workplace):
+def test_a_mistake_found_by_the_first_process_ends_all(workplace):
     (workplace / "full").mkdir()
     (workplace / "full" / "mine.txt").write_text("")
     said, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "full")
@@ -113,12 +113,12 @@ def test_what_the_first_process_refuses_ends_all(workplace):
     assert "the first process refused to begin" in said[1]
 
 
-def test_without_others_it_is_said_how_to_name_them(capsys):
+def test_distributed_without_a_cluster_explains_the_flags(capsys):
     assert exit_code("train", "tiny.py", "--distributed") == 2
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
 
 
-def test_processes_without_a_coordinator_are_refused_in_one_line():
+def test_refuses_processes_without_coordinator():
     command = [sys.executable, "-m", "train", "train", "tiny.py", "--processes", "2"]
     done = subprocess.run([*command, "--process", "0"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
@@ -126,7 +126,7 @@ def test_processes_without_a_coordinator_are_refused_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
-def test_the_first_process_says_that_another_was_interrupted(monkeypatch, capsys):
+def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
     others = {"several": lambda: True, "any_process": lambda flag: True}
     here = SimpleNamespace(run_folder=distributed.run_folder, **others)
     monkeypatch.setattr(loop, "distributed", here)
@@ -135,6 +135,6 @@ def test_the_first_process_says_that_another_was_interrupted(monkeypatch, capsys
     assert "another process was interrupted: saved after step 2 of 8" in said
 
 
-def test_a_coordinator_without_a_port_is_refused():
+def test_refuses_a_coordinator_without_port():
     with pytest.raises(UserError, match="--coordinator: expected HOST:PORT, got host0"):
         distributed.join("host0", 2, 0)

@@ -1,4 +1,4 @@
-"""`fnet eval`, and what is measured on held-out images: by class, by crop, by view."""
+"""``fnet eval``: metrics by class, crops and views of images, and pictures of examples."""
 
 import dataclasses
 import io
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import vision_cases
 from matplotlib.figure import Figure
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 from rich.console import Console
 
 from train.arguments import EvalArguments
@@ -37,7 +37,7 @@ DATA = ImageFolder(path="colours", image_size=8, batch_size=4, crop="center")
 
 
 def task_of(config):
-    """A task, and its network as it begins."""
+    """A task and initial parameters and state of its network."""
     task = build(config)
     return task, jax.jit(task.model.init)(jax.random.key(0))
 
@@ -51,7 +51,7 @@ def cross_entropies(logits, labels):
 
 
 @pytest.mark.usefixtures("recipes")
-def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
+def test_the_loss_of_mixup_weights_both_labels():
     task, network = task_of(Config(data=DATA, model=MODEL))
     batch = next(evaluation_batches(task.dataset, 4))
     batch |= {"label_2": np.array([1, 2, 0, 0]), "mix": np.float32([1, 0.25, 0.5, 0])}
@@ -68,7 +68,7 @@ def test_the_loss_of_mixed_images_is_that_of_both_labels_by_their_shares():
 
 @pytest.mark.usefixtures("recipes")
 @pytest.mark.parametrize("crops", [2, 10])
-def test_logits_of_crops_are_averaged(crops):
+def test_averages_logits_over_crops(crops):
     task, network = task_of(
         Config(data=ImageFolder(path="colours", image_size=8, crops=crops), model=MODEL)
     )
@@ -85,10 +85,10 @@ def test_logits_of_crops_are_averaged(crops):
     )
     chex.assert_trees_all_equal(found.confusion[1], mean.argmax(-1))
     chex.assert_trees_all_close(found.probability, jax.nn.softmax(mean).max(-1), rtol=1e-5)
-    assert "top5" not in found.metrics  # of three classes
+    assert "top5" not in found.metrics  # there are three classes
 
 
-def test_top5_is_whether_the_label_is_among_the_five_likeliest():
+def test_top5_is_whether_the_label_is_among_the_five_most_probable():
     task, network = task_of(
         Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL)
     )
@@ -98,7 +98,7 @@ def test_top5_is_whether_the_label_is_among_the_five_likeliest():
     ranks = [
         int((row > row[label]).sum()) for row, label in zip(logits, batch["label"], strict=True)
     ]
-    assert {rank < 5 for rank in ranks} == {True, False}  # some of either
+    assert {rank < 5 for rank in ranks} == {True, False}
     assert found.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
 
 
@@ -107,7 +107,7 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_eval_says_and_writes_every_class_s_accuracy(run_of, capsys):
+def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
     run = run_of("colours")
     (run / "confusion.png").unlink()
     shown = printed(capsys, run)
@@ -116,18 +116,18 @@ def test_eval_says_and_writes_every_class_s_accuracy(run_of, capsys):
     assert found["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
     assert [c["name"] for c in found["classes"]] == list(vision_cases.CLASSES)
     assert all(c["examples"] == 5 for c in found["classes"])
-    # Of as many examples each, the mean of all classes is that of all examples.
+    # All classes have equally many examples.
     mean = np.mean([c["accuracy"] for c in found["classes"]])
     assert mean == pytest.approx(found["metrics"]["test/accuracy"])
     assert mean > 0.5
     for c in found["classes"]:
-        assert f"accuracy of {c['name']} {c['accuracy']:.4f}, 5 examples" in shown
+        assert f"accuracy of {c['name']}: {c['accuracy']:.4f} (5 examples)" in shown
     for name in ("confusion.png", "examples.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
         assert str(run / name) in shown
 
 
-def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
+def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
     run = run_of("halves")
     shown = printed(capsys, run)
     found = json.loads((run / "evaluation.json").read_text())
@@ -138,14 +138,14 @@ def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
     ious = [c["iou"] for c in found["classes"]]
     assert np.mean(ious) == pytest.approx(found["metrics"]["test/mean_iou"])
     assert np.mean(ious) > 0.6
-    # Three images of 24 rows, fitted into 16: the first row, and what is beside them, is not counted.
+    # The first row of each image and the padding are not counted.
     dataset = setup(RunFolder(run).read_config()).task.dataset
     masks = next(evaluation_batches(dataset, 3))["mask"]
     pixels = [int((masks == label).sum()) for label in range(3)]
     assert [c["pixels"] for c in found["classes"]] == pixels
     assert sum(pixels) < masks.size
     for c in found["classes"]:
-        assert f"IoU of {c['name']} {c['iou']:.4f}, {c['pixels']:,} pixels" in shown
+        assert f"IoU of {c['name']}: {c['iou']:.4f} ({c['pixels']:,} pixels)" in shown
     assert (run / "examples.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -157,7 +157,7 @@ def test_eval_says_and_writes_every_class_s_iou(run_of, capsys):
         ("halves", ("--scales", 0.75, 1.5, "--flip"), [[0.75, 1.5], True]),
     ],
 )
-def test_options_are_for_this_evaluation_alone(recipe, words, given, run_of, capsys):
+def test_options_do_not_change_the_run(recipe, words, given, run_of, capsys):
     run = run_of(recipe)
     config = (run / "config.json").read_bytes()
     printed(capsys, run, *words)
@@ -170,7 +170,7 @@ def test_options_are_for_this_evaluation_alone(recipe, words, given, run_of, cap
 
 
 @pytest.mark.usefixtures("recipes")
-def test_each_option_changes_the_data_that_it_names(tmp_path):
+def test_each_option_changes_its_field(tmp_path):
     folder, config = RunFolder(tmp_path), Config(data=DATA, model=MODEL)
     for option in ({"crops": 10}, {"image_size": 12}, {"resize": 20}):
         changed = apply_options(folder, config, EvalArguments(**option))
@@ -187,24 +187,24 @@ def shown_of(run, confusion, *, terminal):
     return text.getvalue()
 
 
-def test_of_many_classes_the_worst_are_shown():
+def test_prints_the_worst_of_many_classes():
     run = setup(Config(data=Synthetic(image_size=4, classes=50, examples=400), model=MODEL))
-    matrix = np.diag(np.arange(50))  # of the first class there is no example
+    matrix = np.diag(np.arange(50))  # the first class has no example
     matrix[:, 0] += 10
     shown = shown_of(run, matrix, terminal=False)
     assert "the 40 of 50 classes with the lowest accuracy:" in shown
     assert shown.count("accuracy of ") == 40
-    assert "accuracy of 1 0.0909, 11 examples" in shown
-    assert "accuracy of 45 " not in shown
+    assert "accuracy of 1: 0.0909 (11 examples)" in shown
+    assert "accuracy of 45:" not in shown
     few = setup(Config(data=Synthetic(image_size=4, classes=2, examples=8), model=MODEL))
     shown = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=False)
-    assert "accuracy of 0 0.7500, 4 examples\naccuracy of 1 -, 0 examples\n" in shown
+    assert "accuracy of 0: 0.7500 (4 examples)\naccuracy of 1: - (0 examples)\n" in shown
     table = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=True)
     assert "75.00%" in table
     assert "┃" in table
 
 
-def test_unreadable_images_are_named_and_counted(run_of, recipes, capsys):
+def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
     run = run_of("colours")
     config = run / "config.json"
     config.write_text(
@@ -220,7 +220,7 @@ def test_unreadable_images_are_named_and_counted(run_of, recipes, capsys):
 
 @pytest.fixture
 def evaluated(run_of):
-    """Of a finished run: what was set up, what evaluates it, and a state with its shapes."""
+    """``evaluated(recipe, batch_size)``: setup of a finished run, its evaluator and a state."""
 
     def find(recipe, rows):
         run = setup(RunFolder(run_of(recipe)).read_config())
@@ -230,11 +230,11 @@ def evaluated(run_of):
     return find
 
 
-def test_examples_are_from_the_whole_test_set(evaluated):
+def test_examples_are_spread_over_the_test_set(evaluated):
     _, evaluate, state = evaluated("colours", 4)
     shown = list(evaluate.predict(state, 6))
     ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in shown])
-    assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # of 15 after 30 in training
+    assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # 15 test images follow 30 training images
     assert all(len(s.predictions) == len(s.probability) == 4 for s in shown)
     everything = list(evaluate.predict(state, 100))
     predictions = np.concatenate([s.predictions[s.batch["weight"] > 0] for s in everything])
@@ -243,7 +243,7 @@ def test_examples_are_from_the_whole_test_set(evaluated):
     assert np.bincount(predictions, minlength=3).tolist() == matrix.sum(0).tolist()
 
 
-def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, monkeypatch, tmp_path):  # fmt: skip
+def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, monkeypatch, tmp_path):  # fmt: skip
     run, evaluate, state = evaluated("colours", 4)
     everything = [
         (
@@ -274,7 +274,7 @@ def test_the_surest_of_the_wrong_come_first_and_then_the_least_sure(evaluated, m
     assert drawn["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
 
 
-def test_a_class_name_with_dollars_is_no_formula(tmp_path):
+def test_class_names_with_dollars_are_not_formulas(tmp_path):
     names = ("$_$", "$\\no$")
     image = np.zeros((1, 8, 8, 3), np.uint8)
     mask = np.eye(8, dtype=np.uint8)[None]
@@ -285,7 +285,7 @@ def test_a_class_name_with_dollars_is_no_formula(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
-def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monkeypatch):
+def test_image_grid_puts_each_image_in_the_row_of_its_name(channels, tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     images = np.random.default_rng(0).uniform(size=(2, 3, 4, 5, channels)).astype(np.float32)
@@ -294,17 +294,17 @@ def test_a_grid_has_every_image_in_the_row_of_its_name(channels, tmp_path, monke
     drawn = np.asarray(ax.images[0].get_array()) / 255
     assert drawn.shape == (2 * 6, 3 * 7, 3)
     for i, (tick, label) in enumerate(zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)):
-        rows = slice(round(tick - 1.5), round(tick + 1.5) + 1)  # the four around the tick
+        rows = slice(round(tick - 1.5), round(tick + 1.5) + 1)  # the four pixels around the tick
         assert label.get_text() == "ab"[i]
         for j in range(3):
             expected = images[i, j, ..., :3]
-            if channels < 3:  # ink on paper
+            if channels < 3:  # drawn dark on white
                 expected = np.repeat(1 - images[i, j].mean(-1, keepdims=True), 3, -1)
             found = drawn[rows, 7 * j + 1 : 7 * j + 6]
             np.testing.assert_allclose(found, expected, atol=1 / 255)
 
 
-def test_where_nothing_is_classified_there_is_no_picture(evaluated, tmp_path):
+def test_draws_no_examples_without_classes(evaluated, tmp_path):
     run, _, state = evaluated("colours", 4)
     task = run.task._replace(measure=lambda p, s, batch: BatchMetrics({"loss": batch["weight"]}))
     evaluate = Evaluator(task, 4, run.state_shapes)
@@ -335,12 +335,10 @@ MISTAKES = [
 def test_a_mistake_is_one_line_with_exit_code_2(recipe, words, message, begun, capsys):
     begun(recipe)
     assert exit_code("eval", f"runs/{recipe}", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
 
 
-def test_in_training_too_a_network_that_sees_several_crops_is_given_fewer_images(
-    recipes, monkeypatch
-):
+def test_evaluation_batches_shrink_with_the_number_of_crops(recipes, monkeypatch):
     sizes = []
 
     class Recorded(Evaluator):
@@ -350,49 +348,47 @@ def test_in_training_too_a_network_that_sees_several_crops_is_given_fewer_images
 
     monkeypatch.setattr("train.run.setup.Evaluator", Recorded)
     fnet_command("train", "colours.py", "--data.crops", 10, "--train.steps", 1, "--out", "run")
-    assert sizes == [2]  # batches of 20
+    assert sizes == [2]  # the batch size is 20
 
 
 @pytest.mark.parametrize("command", [("eval",), ("train", "--resume", "--train.steps", 21)])
-def test_classes_that_have_other_labels_than_at_the_beginning_are_refused(
-    command, run_of, recipes, capsys
-):
+def test_refuses_data_whose_class_names_changed(command, run_of, recipes, capsys):
     run = run_of("colours")
     for split in ("train", "val"):
         (recipes / "colours" / split / "red").rename(recipes / "colours" / split / "aqua")
     what, *words = command
     assert exit_code(what, run if what == "eval" else run / "config.json", *words) == 2
-    said_in_one_line(capsys, "data: the classes are not those that")
+    assert_one_line_error(capsys, "data: the classes are not those that")
     assert json.loads((run / "classes.json").read_text())["classes"] == ["blue", "green", "red"]
 
 
-def test_a_long_evaluation_carries_its_counts_over():
+def test_long_evaluations_do_not_overflow():
     run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
     state = jax.jit(run.init)(jax.random.key(0))
     evaluate = run.compile_evaluation(
         UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
     )
     expected = evaluate(state)
-    evaluate._counts_per_batch = 2**30  # as of a segmentation of many large images
+    evaluate._counts_per_batch = 2**30  # as in a segmentation of many large images
     found = evaluate(state)
     np.testing.assert_array_equal(found.confusion, expected.confusion)
     assert found.metrics == pytest.approx(expected.metrics)
 
 
-def test_training_goes_on_without_a_file_that_cannot_be_read(recipes, capsys):
+def test_training_skips_unreadable_files(recipes, capsys):
     (recipes / "colours" / "train" / "red" / "0.png").write_bytes(b"")
     words = "train", "colours.py", "--train.steps", 4
     fnet_command(*words, "--data.max-bad-fraction", 0.1, "--out", "run")
     assert capsys.readouterr().out.count("0.png: zero bytes; skipped") == 1
     assert json.loads((recipes / "run" / "summary.json").read_text())["unreadable_files"] == 1
     assert exit_code(*words, "--out", "other") == 2
-    said_in_one_line(capsys, "data.max_bad_fraction: so far 1 of the 30 training files")
+    assert_one_line_error(capsys, "data.max_bad_fraction: so far 1 of the 30 training files")
 
 
-def test_what_padding_measures_counts_nothing():
+def test_padding_does_not_count():
     run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
 
-    def measure(params, state, batch):  # of ten examples, in batches of four
+    def measure(params, state, batch):  # ten examples in batches of four
         return BatchMetrics({"loss": jnp.where(batch["weight"] > 0, 1.0, jnp.nan)})
 
     state = jax.jit(run.init)(jax.random.key(0))

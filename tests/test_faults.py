@@ -1,4 +1,4 @@
-"""What a run meets on its way: a full disk, a signal while it saves, gradients that are not finite."""
+"""Faults during a run: a full disk, a signal during a save, nonfinite gradients."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from program_cases import exit_code, final_state, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command
 
 import fnet
 from train.config import Digits, PreactResNet
@@ -37,28 +37,28 @@ def small_disk(workplace):
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def test_a_disk_that_runs_full_ends_the_run_and_leaves_what_was_saved(small_disk, capsys):
+def test_a_full_disk_ends_the_run_and_keeps_saved_checkpoints(small_disk, capsys):
     run = small_disk / "run"
     often = "--checkpoint.every", 1, "--checkpoint.keep", 1000, "--train.steps", 1000
     assert exit_code("train", "tiny.py", "--out", run, *often) == 1
-    said_in_one_line(capsys, "No space left on device")
+    assert_one_line_error(capsys, "No space left on device")
     with Checkpoints(run / "checkpoints") as checkpoints:
         saved = checkpoints.latest_step
     assert saved > 0
-    for step in range(1, 5):  # to make room
+    for step in range(1, 5):  # frees space
         shutil.rmtree(run / "checkpoints" / str(step))
     fnet_command("train", "tiny.py", "--out", run, "--resume", "--train.steps", saved)
     assert f"resumed after step {saved} of {saved}" in capsys.readouterr().out
 
 
-def test_a_signal_while_a_checkpoint_is_written_loses_neither(workplace, whole, monkeypatch):
+def test_a_signal_during_a_save_loses_nothing(workplace, finished_run, monkeypatch):
     write = ocp.PyTreeCheckpointHandler.async_save
     steps = iter((3, 4, 6, 8))
 
     async def interrupted(*args, **named):
         writing = await write(*args, **named)
         if next(steps) == 3:
-            assert not (workplace / "parts" / "checkpoints" / "3").exists()  # it is being written
+            assert not (workplace / "parts" / "checkpoints" / "3").exists()  # still being written
             signal.raise_signal(signal.SIGTERM)
         return writing
 
@@ -67,11 +67,11 @@ def test_a_signal_while_a_checkpoint_is_written_loses_neither(workplace, whole, 
     there = {p.name for p in (workplace / "parts" / "checkpoints").iterdir()}
     assert there == {"3", "4"}
     fnet_command("train", "tiny.py", "--out", "parts", "--resume")
-    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "parts"))
+    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
 
 
-def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypatch):
-    """Every number of the forward pass is finite; the gradient of one example is not."""
+def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
+    """The forward pass is finite; the gradient of one example is not."""
 
     def load(config):
         dataset = digits.load(config)
@@ -90,7 +90,7 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypat
             y, state = inner.apply(params, state, x, key=key, train=train)
             with jax.named_scope("bad_layer"):
                 bad = (x > 1.5).any((1, 2, 3))[:, None]
-                zero = y - jax.lax.stop_gradient(y)  # where the root has no derivative
+                zero = y - jax.lax.stop_gradient(y)  # at which the square root has no derivative
                 return y * jnp.sqrt(jnp.where(bad, zero, 1.0)), state
 
         return fnet.Layer(inner.init, apply)
@@ -106,11 +106,11 @@ def test_a_gradient_that_is_not_finite_is_told_by_its_layer(workplace, monkeypat
     chex.assert_tree_all_finite(final_state(workplace / "r"))
 
 
-def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
-    workplace, whole, monkeypatch, capsys
+def test_reports_a_nonfinite_parameter_and_does_not_save_it(
+    workplace, finished_run, monkeypatch, capsys
 ):
     class Spoiling(loop.StepCache):
-        """Spoils one number of the parameters after the third step."""
+        """Set one parameter to infinity after the third step."""
 
         def __call__(self, state, batch):
             state, metrics = super().__call__(state, batch)
@@ -128,4 +128,4 @@ def test_a_parameter_that_is_not_finite_is_named_and_saved_nowhere(
     bad = map(json.loads, (workplace / "r" / "bad_steps.jsonl").read_text().splitlines())
     assert [line["step"] for line in bad] == [4, 5, 6]
     fnet_command("train", "tiny.py", "--out", "r", "--resume")
-    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "r"))
+    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "r"))

@@ -9,7 +9,7 @@ import pytest
 from data_cases import error_message, sampled_counts, take_batches
 from image_cases import color, write_class_folders, write_image
 from PIL import Image
-from program_cases import exit_code, said_in_one_line
+from program_cases import assert_one_line_error, exit_code
 
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
@@ -329,7 +329,7 @@ def test_the_program_reports_missing_images_in_one_line(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipe.py").write_text(RECIPE)
     assert exit_code("train", "recipe.py") == 2
-    said_in_one_line(capsys, "data.path: images does not exist")
+    assert_one_line_error(capsys, "data.path: images does not exist")
     assert exit_code("train", "recipe.py", "--data.crop", "square") == 2
     assert "center" in capsys.readouterr().err
 

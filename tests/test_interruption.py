@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, one after the other."""
+"""Handling of SIGINT and SIGTERM."""
 
 import signal
 
@@ -7,7 +7,7 @@ import pytest
 from train.run.interruption import Interruption
 
 
-def test_afterwards_signals_do_what_they_did_before():
+def test_restores_signal_handlers():
     numbers = signal.SIGINT, signal.SIGTERM
     before = [signal.getsignal(n) for n in numbers]
     with Interruption() as interruption:
@@ -19,7 +19,7 @@ def test_afterwards_signals_do_what_they_did_before():
     assert [signal.getsignal(n) for n in numbers] == before
 
 
-def test_the_second_signal_is_left_to_what_was_there_before():
+def test_leaves_the_second_signal_to_the_previous_handler():
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append("before"))
     try:

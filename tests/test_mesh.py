@@ -1,4 +1,4 @@
-"""Several devices: the same training as on one, a share of the memory on each."""
+"""Several devices: the same training as on one device, with a shard of the state on each."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from fnet import memory
 from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
@@ -37,7 +37,7 @@ def on(mesh, config=CONFIG):
 
 
 def trained(run, steps=3):
-    """The compiled step, the state after some steps, and each step's metrics."""
+    """Return the compiled step, the state after some steps, and each step's metrics."""
     planned = compile_step(run)
     state, batches = run.compile_init()(jax.random.key(0)), run.training_batches()
     metrics = []
@@ -57,14 +57,14 @@ def alone():
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_losses_and_states_are_those_of_one_device(mesh, alone):
+def test_losses_and_states_equal_those_of_one_device(mesh, alone):
     _, state, metrics = trained(on(mesh))
     chex.assert_trees_all_close(metrics, alone[2], rtol=1e-5, atol=1e-5)
-    # Statistics of a batch are those of all of it: a quarter's would differ by a tenth.
+    # Batch statistics are global; those of a quarter of the batch would differ by 10 %.
     chex.assert_trees_all_close(arrays(state), arrays(alone[1]), rtol=1e-4, atol=1e-5)
 
 
-def test_microbatches_and_clipping_are_the_same_on_several_devices():
+def test_microbatches_and_clipping_do_not_depend_on_devices():
     for grad in (Microbatch(microbatches=2), Clipped(clip=0.1, microbatches=2)):
         config = dataclasses.replace(
             CONFIG, grad=grad, model=Mlp(hidden=(32,)), optim=Optim(learning_rate=0.05)
@@ -75,7 +75,7 @@ def test_microbatches_and_clipping_are_the_same_on_several_devices():
         chex.assert_trees_all_close(arrays(found[1]), arrays(expected[1]), rtol=1e-5, atol=1e-6)
 
 
-def test_each_device_holds_its_share():
+def test_each_device_holds_its_shard():
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(256, 256)), data=Digits(batch_size=512))
     whole, by_data, by_fsdp = (
         trained(on(mesh, config), steps=1) for mesh in (Mesh(), Mesh(data=4), Mesh(fsdp=4))
@@ -94,7 +94,7 @@ def test_each_device_holds_its_share():
         assert planned.executable.report.donation.leaves == len(jax.tree.leaves(state))
 
 
-def test_an_evaluation_on_several_devices_is_that_of_one(alone):
+def test_evaluation_does_not_depend_on_devices(alone):
     runs = [on(Mesh()), on(Mesh(data=4))]
     found = []
     for run in runs:
@@ -107,7 +107,7 @@ def test_an_evaluation_on_several_devices_is_that_of_one(alone):
     np.testing.assert_array_equal(found[1].confusion, found[0].confusion)
 
 
-def test_a_run_goes_on_with_other_devices(workplace):
+def test_resumes_on_other_devices(workplace):
     words = "train", "tiny.py", "--optim.schedule", "constant"
     fnet_command(*words, "--mesh.data", 2, "--train.steps", 4, "--out", "r")
     fnet_command(*words, "--mesh.fsdp", 4, "--out", "r", "--resume")
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_other_devices(workplace):
     assert last[0]["test/loss"] == pytest.approx(last[1]["test/loss"], rel=1e-4)
 
 
-def test_a_budget_is_for_each_device(workplace):
+def test_a_budget_is_per_device(workplace):
     free = on(Mesh(data=2))
     need = compile_step(free).executable.report.peak.total
     budget = f"{need + reserve(free)}B"
@@ -132,7 +132,7 @@ def test_a_budget_is_for_each_device(workplace):
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
 
 
-def test_the_largest_batch_has_as_many_examples_on_each_device(workplace):
+def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
     run, tried = on(Mesh(data=2), config), {}
     (way,) = plan(run).candidates[:1]
@@ -155,17 +155,17 @@ def test_the_largest_batch_has_as_many_examples_on_each_device(workplace):
         ),
     ],
 )
-def test_devices_that_do_not_fit_are_refused(words, message, workplace, capsys):
+def test_refuses_unsuitable_meshes(words, message, workplace, capsys):
     assert exit_code("train", "tiny.py", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
 
 
-def test_a_target_is_one_device(workplace, capsys):
+def test_refuses_a_mesh_with_a_target(workplace, capsys):
     assert exit_code("memory", "tiny.py", "--mesh.data", 2, "--target", "h100") == 2
     assert "--target" in capsys.readouterr().err
 
 
-def test_without_a_flag_as_many_cpu_devices_are_made_as_are_wanted():
+def test_makes_cpu_devices_for_the_mesh():
     code = (
         "import jax; from train.config import Mesh; from train.run.mesh import make_cpu_devices;"
         "make_cpu_devices(Mesh(data=3)); print(len(jax.devices()))"
@@ -175,15 +175,15 @@ def test_without_a_flag_as_many_cpu_devices_are_made_as_are_wanted():
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr
 
 
-def test_several_processes_use_all_their_devices(monkeypatch):
+def test_refuses_a_mesh_without_all_devices_of_the_processes(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     config = Config(mesh=Mesh(data=2), data=Digits(batch_size=16))
     with pytest.raises(UserError, match="the 2 processes have 4: give a mesh of all of them"):
         layout(config)
 
 
-def test_what_is_kept_is_told_where_each_device_has_one_example():
-    model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # of one pixel at the end
+def test_reports_residuals_with_one_example_per_device():
+    model = PreactResNet(widths=(4, 4, 4, 4), blocks_per_stage=1)  # one pixel at the end
     config = Config(data=Digits(batch_size=4), model=model)
     of_one, whole = (
         sum(layer.bytes for layer in residuals_by_layer(on(mesh, config), "none", 1))

@@ -1,4 +1,4 @@
-"""The meter of the loop: how far it runs ahead of the device, and what it calls a wait."""
+"""Metrics of the training loop: averages, input wait, score."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from train.run.setup import setup
 
 
 class Late(np.ndarray):
-    """A metric of a step that is at work until somebody waits for it."""
+    """A metric of a step that runs until somebody waits for it."""
 
     done = False
 
@@ -30,7 +30,7 @@ def steps(meter, count):
     return made
 
 
-def test_one_step_is_at_work_and_none_behind_it_when_the_next_batch_is_taken():
+def test_the_loop_is_one_step_ahead_of_the_device():
     meter = Meter(batch_size=8)
     seen = []
 
@@ -47,7 +47,7 @@ def test_one_step_is_at_work_and_none_behind_it_when_the_next_batch_is_taken():
 
 
 @pytest.mark.parametrize("at_work", [True, False])
-def test_a_batch_is_waited_for_only_where_the_device_has_nothing_to_do(at_work):
+def test_input_wait_counts_only_while_the_device_is_idle(at_work):
     meter = Meter(batch_size=8)
     (last,) = steps(meter, 1)
     last.done = not at_work
@@ -65,31 +65,31 @@ def test_a_batch_is_waited_for_only_where_the_device_has_nothing_to_do(at_work):
         ({"loss": float("inf")}, None),
     ],
 )
-def test_a_score_is_the_best_measure_there_is(metrics, expected):
+def test_the_score_is_mean_iou_else_accuracy_else_minus_loss(metrics, expected):
     assert score_of(metrics) == expected
 
 
-def test_a_gradient_that_is_not_finite_is_not_saved_behind():
+def test_check_raises_for_a_nonfinite_gradient():
     meter = Meter(batch_size=8)
     meter.add({"loss": np.float32(1), "grad_norm": np.float32("nan")})
     with pytest.raises(TrainingError, match="the gradient norm is nan at step 3"):
         meter.check(3)
 
 
-def test_what_is_done_in_a_pause_is_no_steps_time(monkeypatch):
+def test_a_pause_does_not_count_as_time(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
-    meter = Meter(batch_size=8)  # begins at 0
+    meter = Meter(batch_size=8)  # starts at 0
     with meter.paused():  # from 1 to 2
         pass
     meter.add({"loss": np.float32(1)})
     assert meter.means(1)["examples_per_second"] == 8 / (4 - 2)
 
 
-def test_a_window_is_told_as_a_mean_and_all_windows_as_a_sum(monkeypatch):
+def test_averages_over_a_window_and_sums_over_all(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
-    meter = Meter(batch_size=8)  # begins at 0
+    meter = Meter(batch_size=8)  # starts at 0
     for loss in (1.0, 3.0):
         meter.add({"loss": np.float32(loss)})
     assert meter.means(2)["train/loss"] == 2  # ends at 1
@@ -99,17 +99,17 @@ def test_a_window_is_told_as_a_mean_and_all_windows_as_a_sum(monkeypatch):
     assert (meter.examples, meter.seconds) == (24, 2)
 
 
-def test_a_wait_is_told_as_a_share_of_the_time(monkeypatch):
+def test_input_wait_is_a_fraction_of_the_time(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
-    meter = Meter(batch_size=8)  # begins at 0
+    meter = Meter(batch_size=8)  # starts at 0
     (last,) = steps(meter, 1)
     last.done = True
     meter.next_batch(iter([{}]))  # from 1 to 2
     assert meter.means(1)["input_wait"] == pytest.approx(1 / 3)
 
 
-def test_the_step_that_is_not_finite_is_named_among_those_of_its_window():
+def test_reports_which_step_of_a_window_is_nonfinite():
     meter = Meter(batch_size=8)
     for loss in (1.0, np.nan, 1.0):
         meter.add({"loss": np.float32(loss)})
@@ -117,9 +117,9 @@ def test_the_step_that_is_not_finite_is_named_among_those_of_its_window():
         meter.means(7)
 
 
-def test_a_line_tells_the_epoch_and_the_learning_rate_of_its_last_step(whole):
-    run = setup(RunFolder(whole).read_config())
-    for line in metrics_of(whole):
+def test_a_line_has_the_epoch_and_learning_rate_of_its_last_step(finished_run):
+    run = setup(RunFolder(finished_run).read_config())
+    for line in metrics_of(finished_run):
         assert line["epoch"] == pytest.approx(line["step"] * 16 / 1437)
         rate = float(run.schedule(line["step"] - 1))  # the first step has the rate at 0
         assert line["train/learning_rate"] == pytest.approx(rate, rel=1e-5)

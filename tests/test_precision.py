@@ -155,7 +155,7 @@ def test_residuals_take_half_the_bytes():
 
 
 @SLOW
-def test_bfloat16_run_ends_near_float32_and_is_evaluated(workplace, whole):
+def test_bfloat16_run_ends_near_float32_and_is_evaluated(workplace, finished_run):
     fnet_command("train", "tiny.py", "--out", "run", "--train.precision", "bfloat16")
     fnet_command("eval", "run")
     evaluation, ended, in_float32 = (
@@ -163,7 +163,7 @@ def test_bfloat16_run_ends_near_float32_and_is_evaluated(workplace, whole):
         for file in (
             workplace / "run" / "evaluation.json",
             workplace / "run" / "summary.json",
-            whole / "summary.json",
+            finished_run / "summary.json",
         )
     )
     assert evaluation == pytest.approx(ended, rel=1e-3)

@@ -1,4 +1,4 @@
-"""`fnet predict`: labels and masks of any images, from runs of this program; and mistakes."""
+"""``fnet predict``: labels and masks of images, and mistakes."""
 
 import dataclasses
 import io
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import vision_cases
 from PIL import Image
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 from rich.console import Console
 
 from train import data
@@ -42,7 +42,7 @@ def printed(capsys, *words):
 
 
 def evaluated(run):
-    """The held-out examples of a run, and what its checkpoint makes of them."""
+    """Test examples of a run, with the predictions of its checkpoint."""
     folder = RunFolder(run)
     config = folder.read_config()
     task = build(config)
@@ -52,13 +52,13 @@ def evaluated(run):
     return batch, jax.jit(task.measure)(params, state, batch), (task, params, state)
 
 
-def test_labels_are_those_of_evaluation(run_of, recipes, capsys):
+def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
     run = run_of("colours")
     shown = printed(capsys, run, "colours/val", "--top-k", 2)
     found = json.loads((run / "predictions" / "predictions.json").read_text())
     assert found["step"] == 20
     assert found["unreadable"] == []
-    # The files of a folder are in the order of the dataset: class by class, name by name.
+    # Files are sorted as in the dataset, by class and name.
     batch, measured, _ = evaluated(run)
     paths = [p["image"] for p in found["predictions"]]
     assert paths == sorted(str(p.relative_to(recipes)) for p in recipes.glob("colours/val/*/*.png"))
@@ -74,11 +74,11 @@ def test_labels_are_those_of_evaluation(run_of, recipes, capsys):
     lines = shown.splitlines()
     assert len(lines) == 16
     label = first[0]
-    assert lines[0].startswith(f"{paths[0]}  {label['label']} {label['probability']:.4f}  ")
+    assert lines[0].startswith(f"{paths[0]}  {label['label']} {label['probability']:.2%}  ")
     assert lines[-1] == f"predictions: {run}/predictions/predictions.json"
 
 
-def test_json_is_printed_alone_and_nothing_is_written(run_of, recipes, capsys):
+def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
     run = run_of("colours")
     before = {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
     found = json.loads(printed(capsys, run, "colours/val/red/0.png", "--json"))
@@ -89,7 +89,7 @@ def test_json_is_printed_alone_and_nothing_is_written(run_of, recipes, capsys):
     assert before == {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
 
 
-def test_on_a_terminal_predictions_are_a_table(run_of):
+def test_prints_a_table_on_a_terminal(run_of):
     folder = RunFolder(run_of("colours"))
     asked = PredictArguments(top_k=2, out="out")
     found = predict(folder, folder.read_config(), ["colours/val/red/0.png"], asked)
@@ -100,7 +100,7 @@ def test_on_a_terminal_predictions_are_a_table(run_of):
     assert text.count("%") == 2
 
 
-def test_masks_have_the_size_of_their_image_and_are_right(run_of, recipes, capsys):
+def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, capsys):
     run = run_of("halves")
     config = RunFolder(run).read_config()
     names = [f"{i:02}" for i in range(15)]
@@ -127,16 +127,16 @@ def test_masks_have_the_size_of_their_image_and_are_right(run_of, recipes, capsy
             if (labels == i).any()
         }
         assert list(shares.values()) == sorted(shares.values(), reverse=True)
-        # What is painted is what lies under the paint and the colour of its label.
+        # The overlay blends the image with the color of the label.
         painted = np.asarray(overlay).astype(int)
         mixed = 0.4 * np.asarray(image) + 0.6 * colours
         assert np.abs(painted - mixed).max() <= 0.5
-    assert config.data.image_size == 16  # masks are larger
+    assert config.data.image_size == 16  # smaller than the masks
     assert np.mean(right) > 0.8
     assert f"{given[0]}  " in shown
 
 
-def test_a_mask_at_the_network_s_size_is_that_of_evaluation(run_of, recipes):
+def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
     run = run_of("halves")
     batch, measured, _ = evaluated(run)
     for i, (image, labels) in enumerate(zip(batch["image"], measured.confusion[1], strict=True)):
@@ -146,18 +146,18 @@ def test_a_mask_at_the_network_s_size_is_that_of_evaluation(run_of, recipes):
         np.testing.assert_array_equal(found, labels)
 
 
-def test_what_surrounds_an_image_on_its_canvas_is_not_in_its_mask():
+def test_masks_exclude_the_padding_of_an_image():
     logits = np.zeros((4, 4, 3), np.float32)
     logits[:2, :2, 0] = logits[:2, 2:, 1] = 1
     logits[2:, :, 2] = 1  # below the image
     prepared = PreprocessedImage(np.zeros((16, 16, 3), np.uint8), size=(40, 20), part=(16, 8))
     labels = predict_mask(logits, prepared)
     chex.assert_shape(labels, (20, 40))
-    assert (labels[:18, :20] == 0).all()  # further down, between four of the logits, they mix
+    assert (labels[:18, :20] == 0).all()  # below, interpolation mixes both halves
     assert (labels[:18, 20:] == 1).all()
 
 
-def test_images_of_the_same_name_in_several_folders_have_files_each(run_of, recipes, capsys):
+def test_images_of_the_same_name_get_files_of_their_own(run_of, recipes, capsys):
     run = run_of("halves")
     for folder in ("a", "b"):
         (recipes / "new" / folder).mkdir(parents=True)
@@ -167,7 +167,7 @@ def test_images_of_the_same_name_in_several_folders_have_files_each(run_of, reci
     assert masks == ["a/x.png.mask.png", "b/x.png.mask.png"]
 
 
-def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
+def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):
     run = saved("digits")
     dataset = build(RunFolder(run).read_config()).dataset
     some = dataset.test["image"][:5]
@@ -183,7 +183,7 @@ def test_digits_are_read_grey_and_at_their_size(saved, recipes, capsys):
 
 
 @pytest.mark.parametrize(("crops", "border"), [(1, 0), (2, 0), (10, 0), (10, 2)])
-def test_an_image_is_prepared_as_test_images_are(crops, border, recipes):
+def test_prepares_images_like_test_images(crops, border, recipes):
     data = ImageFolder(path="colours", image_size=7, crops=crops, border=border)
     config = Config(data=data)
     batch = next(evaluation_batches(images.load(config), 15))
@@ -194,7 +194,7 @@ def test_an_image_is_prepared_as_test_images_are(crops, border, recipes):
     np.testing.assert_array_equal(found, batch["image"])
 
 
-def test_an_image_is_prepared_as_test_images_with_masks_are(recipes):
+def test_prepares_images_like_test_images_with_masks(recipes):
     config = load("halves.py")
     dataset = build(config).dataset
     batch = next(evaluation_batches(dataset, 3))
@@ -207,7 +207,7 @@ def test_an_image_is_prepared_as_test_images_with_masks_are(recipes):
         assert max(prepared.part) == 16
 
 
-def test_unreadable_images_are_said_and_the_others_predicted(run_of, recipes, capsys):
+def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, capsys):
     run = run_of("colours")
     (recipes / "new").mkdir()
     (recipes / "new" / "a.png").write_bytes(b"no image")
@@ -226,11 +226,11 @@ def test_unreadable_images_are_said_and_the_others_predicted(run_of, recipes, ca
     assert json.loads(capsys.readouterr().out)["predictions"] == []
 
 
-def test_the_data_are_not_needed_where_the_run_has_its_classes(run_of, recipes, capsys):
+def test_does_not_need_the_data_if_the_run_has_class_names(run_of, recipes, capsys):
     folder = RunFolder(run_of("colours"))
     config = folder.read_config()
     (folder.path / "classes.json").unlink(missing_ok=True)
-    assert read_classes(folder, config) == vision_cases.CLASSES  # the data's
+    assert read_classes(folder, config) == vision_cases.CLASSES  # from the data
     write_classes(folder, ("a", "b", "c"))
     shutil.move(recipes / "colours" / "val" / "red" / "0.png", recipes / "x.png")
     shutil.rmtree(recipes / "colours")
@@ -242,7 +242,7 @@ def test_the_data_are_not_needed_where_the_run_has_its_classes(run_of, recipes, 
             read_classes(folder, config)
 
 
-def test_of_a_checkpoint_of_other_classes_both_shapes_are_named(run_of, capsys):
+def test_reports_both_shapes_for_a_checkpoint_of_other_classes(run_of, capsys):
     folder = RunFolder(run_of("colours"))
     write_classes(folder, ("a", "b"))
     assert exit_code("predict", folder.path, "colours") == 2
@@ -251,7 +251,7 @@ def test_of_a_checkpoint_of_other_classes_both_shapes_are_named(run_of, capsys):
     assert "(3,) there, (2,) here" in error
 
 
-def test_images_of_channels_that_no_file_has_are_refused():
+def test_refuses_numbers_of_channels_that_image_files_lack():
     assert Preprocessor(Config(data=Synthetic(channels=1, image_size=5))).shape == (5, 5, 1)
     assert Preprocessor(Config(data=Digits())).shape == (8, 8, 1)
     assert Preprocessor(Config(data=SegmentationFolder(image_size=9))).shape == (9, 9, 3)
@@ -260,12 +260,12 @@ def test_images_of_channels_that_no_file_has_are_refused():
 
 
 MISTAKES = [
-    (("colours",), "missing IMAGE; usage: fnet predict RUN IMAGE"),
-    (("colours", "--top-k", "2"), "missing IMAGE; usage: fnet predict RUN IMAGE"),
+    (("colours",), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE"),
+    (("colours", "--top-k", "2"), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE"),
     (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
     (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
     (("colours", "colours", "--topk", "1"), "unknown option --topk (did you mean --top-k?)"),
-    (("colours", "--json", "colours"), "missing IMAGE; usage: fnet predict RUN IMAGE..."),
+    (("colours", "--json", "colours"), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE..."),
     (("colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "colours", "nowhere.png"), "no image nowhere.png: there is no such file or folder"),
     (("colours", "empty"), "no image in empty; expected files *.jpg"),
@@ -286,24 +286,24 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, message, begun, recipes, 
     if words[0] != "nowhere":
         begun(words[0])
     assert exit_code("predict", f"runs/{words[0]}", *words[1:]) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
 
 
-def test_a_folder_that_cannot_be_written_is_said(run_of, capsys):
+def test_reports_a_folder_that_cannot_be_written(run_of, capsys):
     run = run_of("halves")
     assert exit_code("predict", run, "halves/images", "--out", "halves.py") == 2
     assert "fnet: cannot write to halves.py: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("runs/colours", "--help"), ("runs/colours", "-h")])
-def test_help_says_how_to_ask(words, begun, capsys):
+def test_help_explains_the_command(words, begun, capsys):
     begun("colours")
     assert exit_code("predict", *words) == (0 if words else 2)
     shown = capsys.readouterr()
     assert "fnet predict" in shown.out + shown.err
 
 
-def test_a_name_that_is_not_utf8_is_shown_with_a_mark(run_of, recipes, capsys):
+def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
     run = run_of("colours")
     name = os.fsdecode(b"caf\xe9.png")
     shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / name)
@@ -315,7 +315,7 @@ def test_a_name_that_is_not_utf8_is_shown_with_a_mark(run_of, recipes, capsys):
     assert "caf\ufffd.png" in text.getvalue()
 
 
-def test_no_more_images_are_predicted_at_once_than_were_trained_on(run_of, recipes, monkeypatch):
+def test_batches_are_no_larger_than_in_training(run_of, recipes, monkeypatch):
     folder = RunFolder(run_of("colours"))
     config = folder.read_config()
     sizes = []

@@ -1,4 +1,4 @@
-"""Private training: what is promised, what is spent, and that a run keeps to it."""
+"""Private training: guarantee, epsilon spent, and noise of the run."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ import optax
 import pytest
 from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
-from program_cases import exit_code, final_state, fnet_command, metrics_of, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
 from train.config import Clipped, Mesh, recipes
 from train.data import poisson
@@ -61,16 +61,16 @@ def private(workplace):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The folder of a private run of 8 steps, and what it printed."""
-    folder = tmp_path_factory.mktemp("whole")
+def finished_private_run(tmp_path_factory):
+    """Folder of a private run of 8 steps, and its output."""
+    folder = tmp_path_factory.mktemp("finished_private_run")
     (folder / "private.py").write_text(PRIVATE)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         fnet_command("train", folder / "private.py", "--out", folder / "run")
     return folder / "run", printed.getvalue()
 
 
-def promise_of(folder):
+def guarantee_of(folder):
     return json.loads((folder / "summary.json").read_text())["privacy"]
 
 
@@ -78,7 +78,7 @@ def write_other(workplace, grad, model="Mlp(hidden=())", name="other.py"):
     (workplace / name).write_text(OTHER.format(grad=grad, model=model))
 
 
-# As dp_accounting 0.6 and jax_privacy reckon them.
+# Computed by dp_accounting 0.6 and jax_privacy.
 SPENT = [
     (1.5, 0.04, 2250, "rdp", 7.3293),
     (1.5, 0.04, 2250, "pld", 6.7688),
@@ -90,7 +90,7 @@ SPENT = [
 
 
 @pytest.mark.parametrize(("noise", "probability", "steps", "accountant", "epsilon"), SPENT)
-def test_epsilon_is_that_of_the_published_accountants(
+def test_epsilon_equals_that_of_published_accountants(
     noise, probability, steps, accountant, epsilon
 ):
     digits = len(str(epsilon).split(".")[1])
@@ -100,9 +100,7 @@ def test_epsilon_is_that_of_the_published_accountants(
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize(("epsilon", "probability", "steps"), [(3, 0.356, 300), (0.5, 0.01, 1000)])
-def test_calibrated_noise_spends_the_target_and_hardly_less(
-    epsilon, probability, steps, accountant
-):
+def test_calibrated_noise_spends_the_target(epsilon, probability, steps, accountant):
     noise = noise_for(
         epsilon, 1e-5, sampling_probability=probability, steps=steps, accountant=accountant
     )
@@ -110,15 +108,15 @@ def test_calibrated_noise_spends_the_target_and_hardly_less(
     assert 0.99 * epsilon < spent <= epsilon
 
 
-def test_epsilon_begins_at_zero_and_rises_with_every_step():
+def test_epsilon_rises_with_every_step_from_zero():
     privacy = Privacy(1.0, 0.05, 1e-5)
     spent = [privacy.epsilon(steps) for steps in range(6)]
     assert spent[0] == 0
     assert all(a < b for a, b in itertools.pairwise(spent))
 
 
-def test_dropping_what_overflows_a_padded_batch_changes_no_digit_of_epsilon():
-    """An overflowing step keeps a uniform choice: accounted for exactly, it is as if none did."""
+def test_truncating_an_overflowing_batch_does_not_change_epsilon():
+    """The exact accounting of a step that keeps a uniform choice of an overflowing batch."""
     examples, size, noise, steps = 1437, 512, 8.0, 300
     rows = poisson.padded_batch_size(examples, size)
     truncated = TruncatedSubsampledGaussianDpEvent(examples, size / examples, rows, noise)
@@ -127,11 +125,11 @@ def test_dropping_what_overflows_a_padded_batch_changes_no_digit_of_epsilon():
     assert spent == pytest.approx(exactly, rel=1e-7)
 
 
-def test_a_private_run_says_what_it_will_spend_and_has_spent(whole):
-    folder, printed = whole
-    promise = promise_of(folder)
+def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
+    folder, printed = finished_private_run
+    guarantee = guarantee_of(folder)
     privacy = Privacy(1.0, 64 / 1437, 1e-5)
-    assert promise == {
+    assert guarantee == {
         "epsilon": privacy.epsilon(8),
         "noise_multiplier": 1.0,
         "sampling_probability": 64 / 1437,
@@ -140,7 +138,7 @@ def test_a_private_run_says_what_it_will_spend_and_has_spent(whole):
     }
     before, after = printed.split("step 2/8")
     for part in (before, after):
-        assert f"private: epsilon {promise['epsilon']:.4g} at delta 1e-05 after 8 steps" in part
+        assert f"privacy: epsilon {guarantee['epsilon']:.4g} at delta 1e-05 after 8 steps" in part
     assert f"epsilon {privacy.epsilon(2):.4g}  " in after
     lines = metrics_of(folder)
     assert [r["privacy/epsilon"] for r in lines] == [privacy.epsilon(n) for n in (2, 4, 6, 8)]
@@ -149,17 +147,17 @@ def test_a_private_run_says_what_it_will_spend_and_has_spent(whole):
 
 
 @pytest.mark.slow
-def test_n_private_steps_and_n_more_equal_2n_steps(whole, private):
-    folder, _ = whole
+def test_n_private_steps_and_n_resumed_steps_equal_2n_steps(finished_private_run, private):
+    folder, _ = finished_private_run
     fnet_command("train", "private.py", "--out", "parts", "--train.steps", 4)
     fnet_command("train", "private.py", "--out", "parts", "--resume")
     chex.assert_trees_all_equal(final_state(folder), final_state(private / "parts"))
     assert metrics_of(folder) == metrics_of(private / "parts")
-    assert promise_of(folder) == promise_of(private / "parts")
+    assert guarantee_of(folder) == guarantee_of(private / "parts")
 
 
 @pytest.mark.slow
-def test_a_private_run_may_have_more_parts_than_a_batch_has_examples(private):
+def test_a_private_run_can_have_more_microbatches_than_examples(private):
     small = "--data.batch-size", 4, "--train.steps", 2
     loss = {}
     for parts in (1, 8):
@@ -169,7 +167,7 @@ def test_a_private_run_may_have_more_parts_than_a_batch_has_examples(private):
     assert loss[8] == pytest.approx(loss[1], rel=1e-5)
 
 
-def test_every_device_has_its_share_of_a_private_batch(private):
+def test_private_batches_are_sharded_evenly(private):
     config = recipes.load("private.py")
     data = dataclasses.replace(config.data, batch_size=66)
     run = setup(dataclasses.replace(config, data=data, mesh=Mesh(data=11)))
@@ -177,7 +175,7 @@ def test_every_device_has_its_share_of_a_private_batch(private):
 
 
 @pytest.mark.slow
-def test_devices_that_a_microbatch_would_not_fill_evaluate_together(private):
+def test_evaluates_batches_smaller_than_the_number_of_devices(private):
     parts = "--data.batch-size", 8, "--grad.microbatches", 4, "--mesh.data", 4
     fnet_command("train", "private.py", *parts, "--train.steps", 2, "--out", "four")
     fnet_command("eval", "four")
@@ -187,21 +185,21 @@ def test_devices_that_a_microbatch_would_not_fill_evaluate_together(private):
 
 
 @pytest.mark.slow
-def test_a_target_is_kept_to_and_its_noise_is_not_stretched_over_more_steps(private, capsys):
+def test_a_target_epsilon_is_kept_and_refuses_more_steps(private, capsys):
     target = ("--grad.noise-multiplier", "None", "--grad.epsilon", "2")
     fnet_command("train", "private.py", *target, "--out", "run", "--train.steps", 2)
-    assert 1.98 < promise_of(private / "run")["epsilon"] <= 2
+    assert 1.98 < guarantee_of(private / "run")["epsilon"] <= 2
     before = (private / "run" / "config.json").read_bytes()
     capsys.readouterr()
     assert exit_code("train", "run", "--resume", "--train.steps", 4) == 2
-    said_in_one_line(
+    assert_one_line_error(
         capsys, "train.steps: the noise was calibrated to spend epsilon 2 over 2 steps, not 4"
     )
     assert (private / "run" / "config.json").read_bytes() == before
 
 
 def one_step(config, batch=None):
-    """The parameters before and after the first step of a config."""
+    """Return the parameters before and after the first step of a config."""
     run = setup(config)
     state = run.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
@@ -210,8 +208,8 @@ def one_step(config, batch=None):
     return before, jax.tree.map(np.array, after)
 
 
-def test_noise_has_the_scale_that_was_accounted_for(private):
-    """A batch that is all padding moves by learning rate x noise multiplier x clip / batch_size."""
+def test_noise_has_the_scale_of_the_accounting(private):
+    """An update from padding only is learning rate x noise multiplier x clip / batch_size."""
     config = recipes.load("private.py")
     grad = dataclasses.replace(config.grad, noise_multiplier=20.0, clip=0.5)
 
@@ -228,7 +226,7 @@ def test_noise_has_the_scale_that_was_accounted_for(private):
     assert abs(moved.mean()) < 4 * expected / np.sqrt(moved.size)
 
 
-def test_modes_that_leave_the_gradient_as_it_is_take_the_same_step(workplace):
+def test_modes_with_the_same_gradient_take_the_same_step(workplace):
     moved = {}
     for grad in ("Mean()", "PerExample()", "Clipped(clip=1e6)"):
         write_other(workplace, grad)
@@ -237,7 +235,7 @@ def test_modes_that_leave_the_gradient_as_it_is_take_the_same_step(workplace):
     chex.assert_trees_all_close(moved["Clipped(clip=1e6)"], moved["Mean()"], rtol=1e-5, atol=1e-7)
 
 
-def test_a_clip_that_is_small_bounds_the_step(workplace):
+def test_a_small_clip_bounds_the_step(workplace):
     write_other(workplace, "Clipped(clip=1e-3)")
     before, after = one_step(recipes.load("other.py"))
     moved = optax.tree.norm(jax.tree.map(np.subtract, after, before))
@@ -253,9 +251,7 @@ def test_a_clip_that_is_small_bounds_the_step(workplace):
         ("Clipped(clip=0.1, quantile=0.5, noise_multiplier=1.0, delta=1e-5)", False),
     ],
 )
-def test_what_its_examples_are_never_decides_whether_a_private_step_is_taken(
-    grad, guarded, workplace
-):
+def test_private_steps_are_never_skipped(grad, guarded, workplace):
     write_other(workplace, grad)
     run = setup(recipes.load("other.py"))
     _, metrics = jax.eval_shape(run.step, run.state_shapes, run.batch_shapes)
@@ -263,7 +259,7 @@ def test_what_its_examples_are_never_decides_whether_a_private_step_is_taken(
 
 
 @pytest.mark.slow
-def test_a_per_example_run_measures_the_noise_scale(workplace):
+def test_per_example_runs_measure_the_noise_scale(workplace):
     write_other(workplace, "PerExample()")
     fnet_command("train", "other.py", "--out", "run")
     lines = metrics_of(workplace / "run")
@@ -278,7 +274,7 @@ def test_a_per_example_run_measures_the_noise_scale(workplace):
     assert summary["privacy"] is None
 
 
-def test_a_plan_chooses_microbatches_in_the_plain_mode_only(workplace):
+def test_plans_choose_microbatches_only_for_the_mean(workplace):
     choices = {}
     for grad in ("Mean()", "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"):
         write_other(workplace, grad)
@@ -286,7 +282,7 @@ def test_a_plan_chooses_microbatches_in_the_plain_mode_only(workplace):
     assert list(choices.values()) == [None, (4,), (1,), (2,)]
 
 
-def test_the_noise_scale_is_a_ratio_of_averages_that_forget():
+def test_the_noise_scale_is_a_ratio_of_exponential_averages():
     def line(step, var, sq):
         return {"step": step, "train/grad_var": var, "train/grad_sq": sq}
 
@@ -297,46 +293,46 @@ def test_the_noise_scale_is_a_ratio_of_averages_that_forget():
     share = 2.0**-5
     assert first[1] == pytest.approx(3)
     assert second[1] == pytest.approx((share * 6 + 8) / (share * 2 + 1))
-    # Where noise is all there is, the estimate of |G|^2 can be below 0.
+    # The estimate of |G|^2 can be negative if noise dominates.
     assert noise_scale_course([line(1, 6.0, -1.0)]) == []
     assert noise_scale([line(1, 6.0, 1.0), line(100, 6.0, -1.0)]) is None
     assert noise_scale([{"step": 1, "train/loss": 1.0}]) is None
 
 
-def test_without_the_optional_dependency_private_training_says_what_to_install(monkeypatch):
+def test_private_training_reports_a_missing_dependency(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
         privacy_from_config(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
-    # Clipping alone needs no account.
+    # Clipping without noise needs no accounting.
     assert privacy_from_config(Clipped(), batch_size=8, examples=100, steps=10) is None
 
 
 NONE = ("--grad.noise-multiplier", "None")
 MISTAKES = [
-    (("--grad.epsilon", "2", *NONE, "--grad.delta", "None"), "grad.delta: missing beside grad.epsilon; give less than 1 / 1437"),
-    (("--grad.delta", "None"), "grad.delta: missing beside grad.noise_multiplier"),
-    (NONE, "grad.delta: needs grad.epsilon or grad.noise_multiplier beside it"),
+    (("--grad.epsilon", "2", *NONE, "--grad.delta", "None"), "grad.delta: grad.epsilon needs it, too; give less than 1 / 1437"),
+    (("--grad.delta", "None"), "grad.delta: grad.noise_multiplier needs it, too"),
+    (NONE, "grad.delta: needs grad.epsilon or grad.noise_multiplier, too"),
     (("--grad.epsilon", "2"), "grad: epsilon 2.0 and noise_multiplier 1.0 each set the noise"),
-    (("--grad.delta", "0.001"), "grad.delta: 0.001 would permit publishing one of 1437 training examples whole"),
+    (("--grad.delta", "0.001"), "grad.delta: 0.001 would allow publishing one of 1437 training examples"),
     (("--grad.delta", "1.5"), "grad.delta: expected less than 1, got 1.5"),
     (("--grad.epsilon", "-1"), "grad.epsilon: expected greater than 0, got -1.0"),
     (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),
     (("--grad.accountant", "moments"), "--grad.accountant: expected one of pld, rdp, got moments"),
     (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
-    (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: 1e-05 is out of reach in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
-    (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 keeps nothing private: 8 steps spend epsilon"),
+    (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
+    (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 gives no privacy: 8 steps spend epsilon"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_in_a_promise_is_one_line_and_nothing_is_written(words, message, private, capsys):
+def test_a_mistake_in_a_guarantee_is_one_line_and_writes_nothing(words, message, private, capsys):
     assert exit_code("train", "private.py", "--out", "run", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert not (private / "run").exists()
 
 
 @pytest.mark.parametrize("grad", ["Clipped(epsilon=1.0, delta=1e-5)", "PerExample()"])
-def test_a_norm_over_the_batch_is_refused_by_name(grad, workplace, capsys):
+def test_refuses_batch_norm_by_name(grad, workplace, capsys):
     write_other(workplace, grad, model="PreactResNet(widths=(4,), blocks_per_stage=1)")
     assert exit_code("train", "other.py", "--out", "run") == 2
     error = capsys.readouterr().err
@@ -347,7 +343,7 @@ def test_a_norm_over_the_batch_is_refused_by_name(grad, workplace, capsys):
 
 
 @pytest.mark.parametrize("before", [logging.NOTSET, logging.CRITICAL])
-def test_the_account_lets_nobody_say_more_than_before(before, monkeypatch):
+def test_importing_dp_accounting_does_not_raise_the_log_level(before, monkeypatch):
     logger = logging.getLogger("absl")
     monkeypatch.setattr(logger, "level", before)
     dp_accounting()

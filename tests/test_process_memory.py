@@ -1,4 +1,4 @@
-"""What the process really took."""
+"""Measured memory of the process."""
 
 import os
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_high_water_is_what_was_in_use_above_the_beginning():
+def test_measures_the_peak_above_the_baseline():
     alone, shared = HighWater(), HighWater(4)
     held = np.ones(64 * 2**20, np.uint8)
     del held
@@ -25,7 +25,7 @@ def test_the_high_water_is_what_was_in_use_above_the_beginning():
 
 
 @pytest.mark.slow
-def test_a_save_takes_a_part_of_the_states_memory(tmp_path):
+def test_saving_takes_less_memory_than_the_state(tmp_path):
     state = jax.block_until_ready(state_of(48, 2**21))  # 384 MiB
     with Checkpoints(tmp_path / "c", keep=1, shapes=state) as checkpoints:
         memory = HighWater()

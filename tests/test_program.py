@@ -1,4 +1,4 @@
-"""The whole program, in this process, on a network small enough to train in a second."""
+"""``fnet train`` and ``fnet eval`` in this process, on a network that trains in a second."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, final_state, fnet_command, metrics_of, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
 import fnet
 from train import data
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def interrupted_at(step, monkeypatch, how):
-    """The data of the next run does ``how()`` when asked for the batch after ``step``."""
+    """Let the next run call ``how()`` when it takes the batch after ``step``."""
     original = data.training_batches
 
     class Batches:
@@ -47,7 +47,7 @@ def interrupted_at(step, monkeypatch, how):
     monkeypatch.setattr(data, "training_batches", once)
 
 
-def test_a_run_leaves_everything_that_was_promised(workplace, capsys):
+def test_writes_the_documented_files(workplace, capsys):
     out = workplace / "run"
     fnet_command("train", "tiny.py", "--out", out)
     summary = json.loads((out / "summary.json").read_text())
@@ -78,7 +78,9 @@ def test_a_run_leaves_everything_that_was_promised(workplace, capsys):
     assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed
 
 
-def test_an_interrupted_run_resumes_bit_for_bit(workplace, whole, monkeypatch, capsys):
+def test_resuming_after_an_interruption_gives_the_same_bits(
+    workplace, finished_run, monkeypatch, capsys
+):
     interrupted_at(4, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
     fnet_command("train", "tiny.py", "--out", "parts")
     printed = capsys.readouterr().out
@@ -86,57 +88,61 @@ def test_an_interrupted_run_resumes_bit_for_bit(workplace, whole, monkeypatch, c
     assert "fnet train parts/config.json --resume" in printed
     assert not (workplace / "parts" / "summary.json").exists()
     fnet_command("train", "parts/config.json", "--resume")
-    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "parts"))
+    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
     lines = {line["step"]: line for line in metrics_of(workplace / "parts")}
-    assert lines[8] == metrics_of(whole)[-1]
+    assert lines[8] == metrics_of(finished_run)[-1]
 
 
 @pytest.mark.slow
-def test_n_steps_and_n_more_equal_2n_steps(workplace):
+def test_n_steps_and_n_resumed_steps_equal_2n_steps(workplace):
     constant = ("--optim.schedule", "constant")
-    fnet_command("train", "tiny.py", "--out", "whole", *constant)
+    fnet_command("train", "tiny.py", "--out", "finished_run", *constant)
     fnet_command("train", "tiny.py", "--out", "parts", *constant, "--train.steps", 4)
     fnet_command("train", "tiny.py", "--out", "parts", *constant, "--resume")
-    chex.assert_trees_all_equal(final_state(workplace / "whole"), final_state(workplace / "parts"))
-    assert metrics_of(workplace / "whole") == metrics_of(workplace / "parts")
+    chex.assert_trees_all_equal(
+        final_state(workplace / "finished_run"), final_state(workplace / "parts")
+    )
+    assert metrics_of(workplace / "finished_run") == metrics_of(workplace / "parts")
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [(25.0, 7), (26.0, 8), (1e-9, 1)])
-def test_epochs_are_as_many_steps_as_hold_their_examples(epochs, steps):
+def test_number_of_steps_covers_the_epochs(epochs, steps):
     examples = Synthetic(examples=7, batch_size=25, image_size=4, channels=1, classes=2)
     config = Config(data=examples, model=Mlp(hidden=(2,)), train=Train(epochs=epochs))
     assert setup(config).steps == steps  # 25 * (7 / 25) is not 7
 
 
-def test_a_run_that_died_resumes_from_its_last_checkpoint(workplace, whole, monkeypatch, capsys):
+def test_resumes_a_crashed_run_from_its_last_checkpoint(
+    workplace, finished_run, monkeypatch, capsys
+):
     def die():
         raise RuntimeError("killed")
 
     interrupted_at(5, monkeypatch, die)
     with pytest.raises(RuntimeError, match="killed"):
         fnet_command("train", "tiny.py", "--out", "parts")
-    # A thousand seconds in, and half a line, as a kill leaves it.
+    # The first line is from second 1000, and the last one is cut off by the kill.
     path = workplace / "parts" / "metrics.jsonl"
     first = json.loads(path.read_text().splitlines()[0]) | {"seconds": 1000.0}
     path.write_text(json.dumps(first) + '\n{"step": 6, "tra')
     fnet_command("train", "tiny.py", "--out", "parts", "--resume")
     assert "resumed after step 3 of 8" in capsys.readouterr().out
-    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "parts"))
+    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
     assert [line["step"] for line in metrics_of(workplace / "parts")] == [2, 4, 6, 8]
     seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
     ended = json.loads((workplace / "parts" / "summary.json").read_text())["seconds"]
     assert 1000 == seconds[0] < seconds[1] < seconds[2] < seconds[3] < ended
 
 
-def test_resuming_a_finished_run_changes_nothing_but_says_its_result(whole, capsys):
-    before = final_state(whole), metrics_of(whole)
-    summary = json.loads((whole / "summary.json").read_text())
+def test_resuming_a_finished_run_prints_its_results_and_changes_nothing(finished_run, capsys):
+    before = final_state(finished_run), metrics_of(finished_run)
+    summary = json.loads((finished_run / "summary.json").read_text())
     capsys.readouterr()
-    fnet_command("train", "whole", "--resume")
+    fnet_command("train", "finished_run", "--resume")
     assert "resumed after step 8 of 8" in capsys.readouterr().out
-    chex.assert_trees_all_equal(before, (final_state(whole), metrics_of(whole)))
-    again = json.loads((whole / "summary.json").read_text())
-    for name in ("seconds", "examples_per_second", "peak_bytes_seen"):  # training alone tells them
+    chex.assert_trees_all_equal(before, (final_state(finished_run), metrics_of(finished_run)))
+    again = json.loads((finished_run / "summary.json").read_text())
+    for name in ("seconds", "examples_per_second", "peak_bytes_seen"):
         assert again[name] == summary[name] is not None
 
 
@@ -147,17 +153,17 @@ def test_resuming_a_finished_run_changes_nothing_but_says_its_result(whole, caps
         *(pytest.param(damaged, marks=pytest.mark.slow) for damaged in ('{"steps": 8, "sec', "[]")),
     ],
 )
-def test_a_summary_of_fewer_steps_or_a_damaged_one_is_written_anew(summary, whole):
-    """The first is there where a run that was continued is killed at its end."""
-    (whole / "summary.json").write_text(summary)
-    fnet_command("train", "whole", "--resume")
-    written = json.loads((whole / "summary.json").read_text())
+def test_replaces_an_outdated_or_damaged_summary(summary, finished_run):
+    """The first case is a resumed run that was killed before it wrote its summary."""
+    (finished_run / "summary.json").write_text(summary)
+    fnet_command("train", "finished_run", "--resume")
+    written = json.loads((finished_run / "summary.json").read_text())
     assert written["steps"] == 8
     assert written["seconds"] > 0
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again(workplace, monkeypatch):
+def test_restarts_a_run_that_was_killed_before_its_first_checkpoint(workplace, monkeypatch):
     def die():
         raise RuntimeError("killed")
 
@@ -169,16 +175,18 @@ def test_a_run_that_is_killed_before_its_first_checkpoint_starts_again(workplace
 
 
 @pytest.mark.slow
-def test_the_resolved_config_of_a_run_runs_again_as_it_is(workplace, whole):
+def test_trains_again_from_the_config_of_a_run(workplace, finished_run):
     fnet_command("train", "tiny.py", "--out", "a", "--train.seed", 1)
     fnet_command("train", "a/config.json", "--out", "b")
-    a, b, other = (final_state(folder) for folder in (workplace / "a", workplace / "b", whole))
+    a, b, other = (
+        final_state(folder) for folder in (workplace / "a", workplace / "b", finished_run)
+    )
     chex.assert_trees_all_equal(a, b)
     kernels = [state[0][1]["head"]["kernel"] for state in (a, other)]
-    assert not np.array_equal(*kernels)  # the seed is the config's
+    assert not np.array_equal(*kernels)  # the seed comes from the config
 
 
-def test_configs_lists_every_recipe_with_its_first_line(capsys):
+def test_configs_lists_each_recipe_with_its_first_line(capsys):
     fnet_command("configs")
     lines = capsys.readouterr().out.splitlines()
     told = dict(line.split(maxsplit=1) for line in lines)
@@ -188,7 +196,7 @@ def test_configs_lists_every_recipe_with_its_first_line(capsys):
 
 
 @pytest.mark.slow
-def test_a_section_of_another_kind_can_be_named_on_the_command_line(workplace):
+def test_flags_can_choose_another_variant_of_a_section(workplace):
     words = ("--grad.mode", "microbatch", "--grad.microbatches", 4, "--model.name=mlp")
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1, *words)
     config = recipes.load("run")
@@ -277,7 +285,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES)
-def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
+def test_a_mistake_is_one_line_with_exit_code_2_and_writes_nothing(
     words, message, workplace, capsys
 ):
     head = "from train.config import *\ndef config(): return "
@@ -303,33 +311,33 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_nothing_is_written(
     (workplace / "empty.py").write_text("x = 1")
     before = {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
     assert exit_code(*words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert before == {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
 
 
-def test_a_folder_that_holds_a_run_is_never_overwritten(whole, capsys):
-    before = {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+def test_never_overwrites_a_run(finished_run, capsys):
+    before = {p: p.read_bytes() for p in finished_run.rglob("*") if p.is_file()}
     capsys.readouterr()
-    assert exit_code("train", "tiny.py", "--out", "whole") == 2
-    assert "whole already holds a run: continue it with --resume" in capsys.readouterr().err
+    assert exit_code("train", "tiny.py", "--out", "finished_run") == 2
+    assert "finished_run already holds a run: continue it with --resume" in capsys.readouterr().err
     other = ("--optim.learning-rate", "0.9", "--data.batch-size", "8")
-    assert exit_code("train", "tiny.py", "--out", "whole", "--resume", *other) == 2
+    assert exit_code("train", "tiny.py", "--out", "finished_run", "--resume", *other) == 2
     error = capsys.readouterr().err
     assert "data.batch_size is 16 there and 8 here" in error
     assert "optim.learning_rate is 0.05 there and 0.9 here" in error
-    assert before == {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+    assert before == {p: p.read_bytes() for p in finished_run.rglob("*") if p.is_file()}
 
 
-def test_a_checkpoint_of_another_model_is_named_with_both_shapes(whole, capsys):
-    path = whole / "config.json"
+def test_reports_both_shapes_for_a_checkpoint_of_another_model(finished_run, capsys):
+    path = finished_run / "config.json"
     path.write_text(path.read_text().replace('"blocks_per_stage": 1', '"blocks_per_stage": 2'))
-    assert exit_code("eval", "whole") == 2
+    assert exit_code("eval", "finished_run") == 2
     error = capsys.readouterr().err
     assert "checkpoints/8 is of another model: ema.stage0.block1" in error
     assert "absent there, (4,) here" in error
 
 
-def test_python_m_train_is_the_same_program(workplace):
+def test_python_m_train_runs_the_command(workplace):
     done = subprocess.run(
         [sys.executable, "-m", "train", "configs"], capture_output=True, text=True, check=True
     )
@@ -337,7 +345,7 @@ def test_python_m_train_is_the_same_program(workplace):
 
 
 @pytest.mark.parametrize("words", [("configs",), ("train", "--help")], ids=" ".join)
-def test_where_nobody_reads_the_program_ends_without_a_traceback(words):
+def test_ends_without_traceback_if_nobody_reads_the_output(words):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -345,24 +353,23 @@ def test_where_nobody_reads_the_program_ends_without_a_traceback(words):
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": ""},  # as where the output is kept back
+        env=os.environ | {"PYTHONUNBUFFERED": ""},  # the output is buffered
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_what_is_shown_may_have_no_encoding_or_nowhere_to_go(workplace, monkeypatch):
+def test_prints_to_limited_or_closed_outputs(workplace, monkeypatch):
     (workplace / "tiny.py").rename(workplace / "größe.py")
     shown = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr("sys.stdout", shown)
     assert exit_code("train", "größe.py", "--help") == 0
     assert b"gr??e.py" in shown.buffer.getvalue()
-    monkeypatch.setattr("sys.stdout", None)  # as after >&-
+    monkeypatch.setattr("sys.stdout", None)  # closed, as by >&-
     fnet_command("configs")
 
 
-def test_the_library_is_pure_and_brings_no_adapter():
-    """Importing fnet brings in nothing that belongs to the program, and no other library's part."""
+def test_importing_the_library_imports_neither_program_nor_adapters():
     done = subprocess.run(
         [sys.executable, "-c", "import fnet, fnet.interop, sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True,
@@ -374,7 +381,7 @@ def test_the_library_is_pure_and_brings_no_adapter():
 
 
 @pytest.mark.slow
-def test_a_folder_of_a_run_that_never_began_takes_one_with_other_classes(workplace):
+def test_reuses_the_folder_of_a_run_that_never_started(workplace):
     assert exit_code("train", "tiny.py", "--memory.budget", "64MiB", "--out", "r") == 2
     other = "--data.source", "synthetic", "--data.classes", 3, "--data.image-size", 8
     fnet_command("train", "tiny.py", *other, "--data.channels", 1, "--train.steps", 1, "--out", "r")
@@ -382,25 +389,25 @@ def test_a_folder_of_a_run_that_never_began_takes_one_with_other_classes(workpla
 
 
 @pytest.mark.slow
-def test_odd_lines_of_metrics_are_left_out(whole):
-    with (whole / "metrics.jsonl").open("ab") as file:
+def test_skips_invalid_lines_of_metrics(finished_run):
+    with (finished_run / "metrics.jsonl").open("ab") as file:
         file.write(b'5\n{"epoch": 1}\n\xff\n')
-    before = json.loads((whole / "summary.json").read_text())
-    fnet_command("train", "whole", "--resume")
-    assert [line["step"] for line in metrics_of(whole)] == [2, 4, 6, 8]
-    after = json.loads((whole / "summary.json").read_text())
-    assert after == before  # of the run that had ended, its rate and its memory too
+    before = json.loads((finished_run / "summary.json").read_text())
+    fnet_command("train", "finished_run", "--resume")
+    assert [line["step"] for line in metrics_of(finished_run)] == [2, 4, 6, 8]
+    after = json.loads((finished_run / "summary.json").read_text())
+    assert after == before  # including throughput and memory of the training
 
 
-def test_resume_starts_a_new_run_where_there_is_none(workplace, whole, capsys):
+def test_resume_starts_a_new_run_where_there_is_none(workplace, finished_run, capsys):
     fnet_command("train", "tiny.py", "--out", "new", "--resume")
     assert "no run in new yet: starting a new one\n" in capsys.readouterr().out
-    chex.assert_trees_all_equal(final_state(whole), final_state(workplace / "new"))
+    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "new"))
 
 
 def test_resume_does_not_start_a_run_among_other_files(workplace, capsys):
     assert exit_code("train", "tiny.py", "--out", ".", "--resume") == 2
-    said_in_one_line(capsys, ". is not empty and holds no run")
+    assert_one_line_error(capsys, ". is not empty and holds no run")
 
 
 def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):

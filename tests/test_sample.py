@@ -1,4 +1,4 @@
-"""`fnet sample`: text and images from runs of this program, and what it answers to mistakes."""
+"""``fnet sample``: text, images and mistakes."""
 
 import shutil
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from image_cases import write_class_folders
 from matplotlib import image as pictures
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 import fnet
 from fnet import diffusion
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("recipes")]
 
 @pytest.fixture
 def recipes(workplace):
-    """Recipes in the workplace, and a text to train on."""
+    """Recipes in the workplace and a training text."""
     (workplace / "text.py").write_text(TEXT)
     (workplace / "images.py").write_text(IMAGES)
     (workplace / "text.txt").write_text("to be or not to be, that is the question\n" * 40)
@@ -64,7 +64,7 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture
 def run_of(recipes, shelf, capsys):
-    """``run_of(recipe, *overrides)``: a finished run, trained once, in a folder of that name."""
+    """``run_of(recipe, *overrides)``: folder of a finished run, which is trained once."""
 
     def find(recipe, *overrides):
         if not (shelf / recipe).exists():
@@ -80,7 +80,7 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_text_goes_on_from_the_prompt_and_the_same_seed_says_the_same(run_of, capsys):
+def test_text_continues_the_prompt_and_depends_on_the_seed(run_of, capsys):
     run_of("text")
     text = printed(capsys, "text", "--prompt", "to be", "--length", 40)
     assert text.startswith("to be")
@@ -92,17 +92,17 @@ def test_text_goes_on_from_the_prompt_and_the_same_seed_says_the_same(run_of, ca
     assert other != text
 
 
-def test_the_likeliest_text_does_not_depend_on_the_seed(run_of, capsys):
+def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
     run_of("text")
     words = ("text", "--prompt", "to be", "--length", 20, "--temperature", 0)
     text = printed(capsys, *words)
     assert printed(capsys, *words, "--seed", 1) == text
-    # One token to draw from is the likeliest.
+    # With top-k 1, only the most probable token can be sampled.
     words = ("text", "--prompt", "to be", "--length", 20, "--top-k", 1)
     assert printed(capsys, *words) == text
 
 
-def test_text_comes_in_pieces_as_it_is_drawn(run_of, capsys):
+def test_text_is_streamed(run_of, capsys):
     folder = RunFolder(run_of("text"))
     asked = TextArguments(prompt="to be", length=40)
     pieces = generate_text(folder, folder.read_config(), asked)
@@ -113,13 +113,13 @@ def test_text_comes_in_pieces_as_it_is_drawn(run_of, capsys):
     assert printed(capsys, "text", "--prompt", "to be", "--length", 40) == whole
 
 
-def test_text_needs_the_run_but_not_the_text_that_it_was_trained_on(run_of, recipes, capsys):
+def test_sampling_text_does_not_need_the_training_text(run_of, recipes, capsys):
     run_of("text")
     (recipes / "text.txt").unlink()
     assert printed(capsys, "text/config.json", "--length", 3).startswith("\n")
 
 
-def test_a_prompt_that_is_no_utf_8_is_continued(run_of, capsys):
+def test_continues_a_prompt_that_is_not_utf_8(run_of, capsys):
     run_of("text")
     text = printed(capsys, "text", "--prompt", "to be\udcff", "--length", 3)
     assert text.startswith("to be\ufffd")
@@ -127,7 +127,7 @@ def test_a_prompt_that_is_no_utf_8_is_continued(run_of, capsys):
 
 @pytest.fixture
 def tokenizer(recipes):
-    """A file of words, with one for all unknown ones."""
+    """File of a tokenizer with one token per word and one for unknown words."""
     tokenizers = pytest.importorskip("tokenizers")
     words = ["to", "be", "or", "not", "that", "is", "the", "question"]
     vocabulary = {word: i for i, word in enumerate([*words, ",", "[UNK]"])}
@@ -137,7 +137,7 @@ def tokenizer(recipes):
     return recipes / "words.json"
 
 
-def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
+def test_samples_with_a_tokenizer(tokenizer, capsys):
     fnet_command("train", "text.py", "--out", "words", "--data.tokenizer", "words.json")
     capsys.readouterr()
     text = printed(capsys, "words", "--prompt", "to be", "--length", 8)
@@ -148,7 +148,9 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     error = capsys.readouterr().err
     assert error == "fnet: words.json has no token for some of 'to err'\n"
     assert exit_code("sample", "words", "--prompt", "to\udcff") == 2
-    said_in_one_line(capsys, "words.json reads UTF-8 alone, which the text is not, at symbol 2")
+    assert_one_line_error(
+        capsys, "words.json reads UTF-8 alone, which the text is not, at symbol 2"
+    )
     assert exit_code("sample", "words", "--prompt", "\n") == 2
     assert "--prompt: is empty" in capsys.readouterr().err
     tokenizer.unlink()
@@ -156,7 +158,7 @@ def test_words_of_a_tokenizer_are_continued_by_words(tokenizer, capsys):
     assert "data.tokenizer: no file words.json" in capsys.readouterr().err
 
 
-def test_a_prompt_is_not_ended_as_a_text_is(tokenizer, monkeypatch, capsys):
+def test_a_prompt_has_no_end_token(tokenizer, monkeypatch, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
     made.post_processor = tokenizers.processors.TemplateProcessing(
@@ -173,35 +175,35 @@ def test_a_prompt_is_not_ended_as_a_text_is(tokenizer, monkeypatch, capsys):
     assert read == [[[0, 1]]]
 
 
-def test_images_are_a_picture_with_a_row_a_label(run_of, recipes, capsys):
+def test_draws_one_row_of_images_per_label(run_of, recipes, capsys):
     run_of("images")
     path = printed(capsys, "images", "--count", 2).strip()
     assert path == "images/samples.png"
     whole = pictures.imread(recipes / path)
     printed(capsys, "images", "--count", 2, "--steps", 3, "--labels", 3, 7, "--out", "two.png")
     two = pictures.imread(recipes / "two.png")
-    # Ten rows, then two.
+    # The first picture has ten rows, the second one two.
     assert whole.shape[0] > 3 * two.shape[0]
     assert whole.shape[1] == two.shape[1]
     assert np.ptp(two[..., :3]) > 0.5
 
 
-def test_labels_that_now_mean_something_else_are_not_drawn(run_of, recipes, capsys):
+def test_refuses_to_sample_if_class_names_changed(run_of, recipes, capsys):
     run_of("images")
     path = recipes / "images" / "classes.json"
     path.write_text(path.read_text().replace('"3"', '"three"'))
     assert exit_code("sample", "images", "--labels", 3) == 2
-    said_in_one_line(capsys, "label 3 was three, is 3")
+    assert_one_line_error(capsys, "label 3 was three, is 3")
 
 
-def test_a_picture_without_a_suffix_is_where_it_is_said_to_be(run_of, recipes, capsys):
+def test_writes_a_picture_without_suffix(run_of, recipes, capsys):
     run_of("images")
     few = "--labels", 3, "--count", 1, "--steps", 2
     assert printed(capsys, "images", *few, "--out", "drawn") == "drawn\n"
     assert (recipes / "drawn").read_bytes().startswith(b"\x89PNG")
 
 
-def test_images_are_drawn_with_the_data_loaded_once(run_of, monkeypatch):
+def test_sampling_images_loads_the_data_once(run_of, monkeypatch):
     run_of("images")
     loaded, load = [], images.load
     monkeypatch.setattr(images, "load", lambda config: loaded.append(config) or load(config))
@@ -210,7 +212,7 @@ def test_images_are_drawn_with_the_data_loaded_once(run_of, monkeypatch):
 
 
 @pytest.mark.parametrize("sampler", ["dpm_solver", "ddpm"])
-def test_the_same_seed_draws_the_same_images(sampler, run_of, recipes):
+def test_the_same_seed_gives_the_same_images(sampler, run_of, recipes):
     run_of("images")
 
     def drawn(seed):
@@ -223,7 +225,7 @@ def test_the_same_seed_draws_the_same_images(sampler, run_of, recipes):
     assert not np.array_equal(drawn(1), first)
 
 
-def test_images_of_a_source_that_reads_them_as_they_are_needed_are_drawn(recipes, capsys):
+def test_samples_images_from_a_run_on_an_image_folder(recipes, capsys):
     x = np.random.default_rng(0).integers(0, 256, (40, 4, 8, 3), np.uint8)
     np.savez(recipes / "x.npz", x=x, y=np.arange(40) % 2)
     arrays = "--data.source", "arrays", "--data.path", "x.npz", "--data.batch-size", 8
@@ -234,7 +236,7 @@ def test_images_of_a_source_that_reads_them_as_they_are_needed_are_drawn(recipes
     assert (recipes / path).is_file()
 
 
-def test_help_lists_what_a_run_can_be_asked(run_of, capsys):
+def test_help_of_a_run_lists_its_options(run_of, capsys):
     run_of("text")
     run_of("images")
     for run, options in (("text", TextArguments), ("images", ImageArguments)):
@@ -278,30 +280,32 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, message, run_of, capsys):
     run = run_of(words[0])
     before = {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
     assert exit_code("sample", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert before == {p: p.read_bytes() for p in run.parent.rglob("*") if p.is_file()}
 
 
-def test_a_run_that_generates_nothing_is_refused(capsys):
+def test_refuses_a_run_that_generates_nothing(capsys):
     fnet_command("train", "tiny.py", "--out", "run", "--train.steps", 1)
     capsys.readouterr()
     assert exit_code("sample", "run") == 2
-    said_in_one_line(capsys, "run is a run of preact_resnet, which generates nothing; expected")
+    assert_one_line_error(
+        capsys, "run is a run of preact_resnet, which generates nothing; expected"
+    )
 
 
 @pytest.mark.parametrize("words", [(), ("--prompt", "to")])
-def test_a_missing_run_is_refused(words, capsys):
+def test_refuses_a_missing_run(words, capsys):
     assert exit_code("sample", *words) == 2
-    said_in_one_line(capsys, "missing RUN; usage: fnet sample RUN")
+    assert_one_line_error(capsys, "missing RUN; usage: fnet sample RUN")
     assert exit_code("sample", "nowhere", *words) == 2
-    said_in_one_line(capsys, "no run in nowhere: it has no config.json")
+    assert_one_line_error(capsys, "no run in nowhere: it has no config.json")
 
 
 @pytest.mark.parametrize("recipe", ["text", "images"])
-def test_a_run_without_a_checkpoint_is_refused(recipe, run_of, capsys):
+def test_refuses_a_run_without_checkpoint(recipe, run_of, capsys):
     shutil.rmtree(run_of(recipe) / "checkpoints")
     assert exit_code("sample", recipe) == 2
-    said_in_one_line(capsys, "the run has not saved one yet")
+    assert_one_line_error(capsys, "the run has not saved one yet")
 
 
 PHOTOS = (
@@ -332,16 +336,16 @@ TRAINING_MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), TRAINING_MISTAKES, ids=words_of)
-def test_a_network_that_cannot_be_is_refused_before_training(words, message, recipes, capsys):
+def test_refuses_invalid_networks_before_training(words, message, recipes, capsys):
     (recipes / "short.txt").write_text("to be")
     (recipes / "empty.txt").write_text("")
     write_class_folders(recipes / "photos")
     assert exit_code("train", *words, "--out", "new") == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert not (recipes / "new").exists()
 
 
-def test_a_run_that_always_knew_its_labels_is_not_guided(recipes, monkeypatch, capsys):
+def test_refuses_guidance_without_label_dropout(recipes, monkeypatch, capsys):
     fnet_command("train", "images.py", "--out", "r", "--model.label-dropout", 0.0)
     scales, guided = [], diffusion.guided
     monkeypatch.setattr(diffusion, "guided", lambda *a: scales.append(a[3]) or guided(*a))
@@ -349,12 +353,12 @@ def test_a_run_that_always_knew_its_labels_is_not_guided(recipes, monkeypatch, c
     assert scales == [1.0]
     capsys.readouterr()
     assert exit_code("sample", "r", "--guidance", 2) == 2
-    said_in_one_line(
+    assert_one_line_error(
         capsys, "--guidance: expected 1, got 2; the run was trained with model.label_dropout 0"
     )
 
 
-def test_a_denoisers_loss_does_not_depend_on_the_batches_it_is_measured_in():
+def test_the_test_loss_of_a_denoiser_does_not_depend_on_the_batch_size():
     model = Denoiser(patch=4, blocks=1, width=8, heads=2, steps=20)
     run = setup(Config(data=Digits(batch_size=64), model=model))
     state = jax.jit(run.init)(jax.random.key(0))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vision_cases
-from program_cases import exit_code, said_in_one_line
+from program_cases import assert_one_line_error, exit_code
 
 from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
@@ -180,7 +180,7 @@ def test_refuses_data_of_another_kind(sections, message, recipes, capsys):
     text = f"from train.config import *\ndef config(): return {Config(**sections)!r}"
     (recipes / "other.py").write_text(text)
     assert exit_code("train", "other.py", "--out", "new") == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert not (recipes / "new").exists()
 
 

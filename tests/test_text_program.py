@@ -1,11 +1,11 @@
-"""The program on text: contexts through a resume, rows of many lengths, and what has no text."""
+"""Training on text: attention contexts, rows of many lengths, and mistakes."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import LanguageModel, recipes
 from train.run import loop
@@ -43,7 +43,7 @@ def network(folder):
 
 
 @pytest.mark.slow
-def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrupted_one(
+def test_saves_and_restores_attention_contexts(
     text_folder,
 ):
     fnet_command("train", "text.py", "--out", "whole")
@@ -57,7 +57,7 @@ def test_contexts_are_saved_and_restored_and_a_resumed_run_ends_as_an_uninterrup
 
 
 @pytest.mark.slow
-def test_rows_of_many_lengths_train_in_few_programs(text_folder, monkeypatch):
+def test_rows_of_many_lengths_need_few_programs(text_folder, monkeypatch):
     steps = []
 
     class Watched(loop.StepCache):
@@ -94,10 +94,10 @@ def test_a_mistake_is_one_line(text_folder, capsys, words, message):
     if words[0] == "--data.tokenizer":
         pytest.importorskip("tokenizers")
     assert exit_code("train", "text.py", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
 
 
-def test_the_narrowest_network_has_a_feed_forward():
+def test_the_smallest_network_has_a_feed_forward():
     model = LanguageModel(width=1, heads=1, mixers=("mamba",), blocks=1).build(4)
     params, _ = jax.eval_shape(model.init, jax.random.key(0))
     assert "feed_forward" in params["blocks"]["0"]

@@ -1,4 +1,4 @@
-"""Metrics elsewhere, traces, and steps that are compiled again."""
+"""Experiment trackers, profiles, printed lines, and recompiled steps."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from train.run.setup import setup
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("workplace")]
 
 
-def test_tensorboard_has_every_line_and_none_twice_after_a_resume(workplace):
+def test_tensorboard_has_each_line_once_after_a_resume(workplace):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import masked_crc32c  # the files' own checksum
@@ -48,7 +48,7 @@ def test_tensorboard_has_every_line_and_none_twice_after_a_resume(workplace):
 
 
 @pytest.mark.parametrize("start", [0, 4])
-def test_tensorboard_drops_what_a_killed_run_told_of_later_steps(start, tmp_path, monkeypatch):
+def test_tensorboard_drops_later_steps_of_a_killed_run(start, tmp_path, monkeypatch):
     begun = []
 
     @contextlib.contextmanager
@@ -64,10 +64,10 @@ def test_tensorboard_drops_what_a_killed_run_told_of_later_steps(start, tmp_path
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """What a module as the real one is told: options of its runs; steps logged, and exit codes."""
+    """Record the calls of a fake wandb: options of runs, logged steps and exit codes."""
     told = SimpleNamespace(begun=[], logged=[], ended=[])
 
-    def init(**options):  # it has no util.generate_id any more
+    def init(**options):  # the module has no util.generate_id any more
         folder = Path(options["dir"])
         folder /= ".wandb" if (folder / ".wandb").exists() else "wandb"
         folder.mkdir(exist_ok=True)
@@ -81,7 +81,7 @@ def wandb(monkeypatch):
     return told
 
 
-def test_weights_and_biases_goes_on_with_the_same_run(workplace, wandb):
+def test_wandb_continues_the_same_run(workplace, wandb):
     words = "train", "tiny.py", "--tracking.wandb", "--out", "r"
     fnet_command(*words, "--train.steps", 4)
     fnet_command(*words, "--train.steps", 8, "--resume")
@@ -90,14 +90,14 @@ def test_weights_and_biases_goes_on_with_the_same_run(workplace, wandb):
     assert (wandb.logged, wandb.ended) == ([2, 4, 6, 8], [(2, 0), (4, 0)])
 
 
-def test_a_run_that_fails_has_failed_in_weights_and_biases_too(tmp_path, wandb):
+def test_wandb_records_a_failed_run(tmp_path, wandb):
     config = Config(tracking=Tracking(wandb=True))
     with pytest.raises(TrainingError), tracking.tracking(config, tmp_path, 0):
         raise TrainingError("the loss is nan")
     assert wandb.ended == [(0, 1)]
 
 
-def test_weights_and_biases_without_a_login_is_a_mistake_of_the_user(tmp_path, monkeypatch):
+def test_wandb_without_a_login_is_a_user_error(tmp_path, monkeypatch):
     class Error(Exception):
         pass
 
@@ -113,14 +113,14 @@ def test_weights_and_biases_without_a_login_is_a_mistake_of_the_user(tmp_path, m
 
 
 @pytest.mark.parametrize(("flag", "module"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_what_is_not_installed_is_said_at_once(flag, module, workplace, monkeypatch, capsys):
+def test_reports_a_tracker_that_is_not_installed(flag, module, workplace, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, module, None)
     assert exit_code("train", "tiny.py", f"--tracking.{flag}", "--out", "r") == 2
     assert f"pip install 'fnet-jax[{flag}]'" in capsys.readouterr().err
     assert not (workplace / "r").exists()
 
 
-def test_a_profile_is_written_of_the_steps_that_are_wanted(workplace, capsys):
+def test_profiles_the_given_number_of_steps(workplace, capsys):
     fnet_command("train", "tiny.py", "--profile", 2, "--out", "r")
     assert "profile of 2 steps in r/profile" in capsys.readouterr().out
     names = {p.name.split(".", 1)[-1] for p in (workplace / "r" / "profile").rglob("*")}
@@ -137,7 +137,7 @@ def test_a_profile_is_written_of_the_steps_that_are_wanted(workplace, capsys):
         (20, "profile of 3 steps in "),
     ],
 )
-def test_a_profile_says_how_many_steps_it_has(last, words, tmp_path, monkeypatch):
+def test_reports_the_number_of_profiled_steps(last, words, tmp_path, monkeypatch):
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
     said = []
@@ -149,14 +149,14 @@ def test_a_profile_says_how_many_steps_it_has(last, words, tmp_path, monkeypatch
     assert line.startswith(words)
 
 
-def test_without_a_profile_nothing_is_said_of_one(tmp_path):
+def test_logs_nothing_without_a_profile(tmp_path):
     said = []
     with contextlib.closing(Profile(0, tmp_path, 0, said.append)) as profile, profile.step(1, None):
         pass
     assert not said
 
 
-def test_what_is_said_is_shown_as_it_is():
+def test_prints_lines_without_markup():
     shown = io.StringIO()
     line_printer(Console(file=shown, force_terminal=True, width=20))(
         "runs/a:100:b [bold] 3.14 " * 2
@@ -164,7 +164,7 @@ def test_what_is_said_is_shown_as_it_is():
     assert shown.getvalue() == "runs/a:100:b [bold] 3.14 " * 2 + "\n"
 
 
-def test_a_step_that_is_compiled_again_says_what_changed():
+def test_reports_why_a_step_is_compiled_again():
     run = setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,))))
     said = []
     step = StepCache(run, compile_step(run), said.append)

@@ -1,4 +1,4 @@
-"""`fnet import` and `fnet export`: weights of elsewhere in runs of this program, and back."""
+"""``fnet import`` and ``fnet export``: pretrained weights in, weights out."""
 
 import functools
 import json
@@ -13,7 +13,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -42,7 +42,7 @@ SMALL = RESNET.replace("ResNet", "PreactResNet").replace("depth=18", "widths=(4,
 
 @pytest.fixture(autouse=True)
 def place(workplace, monkeypatch):
-    """A workplace with recipes of residual networks, of few blocks."""
+    """The workplace, with recipes of residual networks with few blocks."""
     (workplace / "resnet.py").write_text(RESNET)
     (workplace / "small.py").write_text(SMALL)
     depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
@@ -58,10 +58,10 @@ def shelf(tmp_path_factory):
 
 
 @pytest.fixture
-def trained(whole, place, capsys):
+def trained(finished_run, place, capsys):
     """A finished run of the tiny recipe, in the folder ``trained``."""
     capsys.readouterr()
-    return whole.rename(place / "trained")
+    return finished_run.rename(place / "trained")
 
 
 def checkpoint_of(folder):
@@ -75,7 +75,7 @@ def checkpoint_of(folder):
 
 @functools.cache
 def state_dict(name, **changes):
-    """Random weights for a recipe's network, in torch's names; not to be changed."""
+    """Random weights for a recipe's network with torch's names. Do not change them."""
     shapes = setup(recipes.load(name)).state_shapes
     generator = np.random.default_rng(0)
     params, state = jax.tree.map(
@@ -90,7 +90,7 @@ def printed(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_what_is_exported_and_imported_again_evaluates_the_same(trained, place, capsys):
+def test_exporting_and_importing_keeps_the_metrics(trained, place, capsys):
     assert printed(capsys, "export", "trained").strip() == "trained/weights.safetensors"
     shown = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
     assert (
@@ -107,7 +107,9 @@ def test_what_is_exported_and_imported_again_evaluates_the_same(trained, place, 
     chex.assert_trees_all_equal(load_file("again.safetensors"), load_file(place / "trained/weights.safetensors"))  # fmt: skip
 
 
-def test_training_goes_on_from_imported_weights_as_from_a_runs_own_first_ones(trained, place):
+def test_training_from_imported_weights_equals_training_from_the_same_initial_values(
+    trained, place
+):
     config = recipes.load("tiny.py")
     own = setup(config).init(jax.random.key(config.train.seed))
     save_file(to_torch(own.params, own.model_state), "first.safetensors")
@@ -118,7 +120,7 @@ def test_training_goes_on_from_imported_weights_as_from_a_runs_own_first_ones(tr
     )
 
 
-def test_an_exported_file_tells_its_network(trained, capsys):
+def test_exported_metadata_describe_the_network(trained, capsys):
     path = printed(capsys, "export", "trained", "--out", "w.safetensors").strip()
     with safe_open(path, framework="numpy") as file:
         told = file.metadata()
@@ -129,7 +131,7 @@ def test_an_exported_file_tells_its_network(trained, capsys):
 @pytest.mark.parametrize(
     "names", [pytest.param("reference", marks=pytest.mark.slow), "torchvision"]
 )
-def test_weights_of_a_resnet_are_imported_and_exported_bit_for_bit(names, capsys):
+def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     arrays = state_dict("resnet.py", names=names)
     save_file(arrays, "given.safetensors", {"format": "pt"})
     in_place = ("--trained-with", "abn")
@@ -139,9 +141,9 @@ def test_weights_of_a_resnet_are_imported_and_exported_bit_for_bit(names, capsys
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
 
-def test_the_report_lists_what_was_read_renamed_and_left(place, capsys):
+def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     arrays = state_dict("resnet.py")
-    left = "[/b].num_batches_tracked"  # no name is taken for rich's markup
+    left = "[/b].num_batches_tracked"  # not markup of rich
     save_file(arrays | {left: np.zeros(1)}, "given.safetensors")
     shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
     assert "mod1.bn1.bias -> bn1.beta" in shown
@@ -156,7 +158,7 @@ def test_the_report_lists_what_was_read_renamed_and_left(place, capsys):
 
 
 @pytest.mark.slow
-def test_a_new_classifier_has_the_runs_own_initial_values(place):
+def test_a_new_classifier_has_the_initial_values_of_the_run(place):
     save_file(state_dict("small.py"), "given.safetensors")
     words = ("--data.classes", 7, "--new-classifier", "--optim.ema-decay", 0.9)
     fnet_command("import", "small.py", "given.safetensors", "--out", "r", *words)
@@ -173,7 +175,7 @@ def test_a_new_classifier_has_the_runs_own_initial_values(place):
     chex.assert_trees_all_equal(state.opt_state, own.opt_state)
 
 
-def test_weights_for_another_norm_or_activation_are_said_to_be(place):
+def test_notes_weights_of_another_norm_or_activation(place):
     plain = ("--model.norm", "batch", "--model.activation", "relu")
     save_file(state_dict("resnet.py", names="torchvision"), "given.safetensors")
     fnet_command("import", "resnet.py", "given.safetensors", "--out", "plain", *plain)
@@ -188,7 +190,7 @@ def test_weights_for_another_norm_or_activation_are_said_to_be(place):
 
 @pytest.fixture
 def files(place, shelf):
-    """Files that are no weights, or weights of another network."""
+    """Files without weights, or with weights of another network."""
     if not (shelf / "files").exists():
         write_files(shelf / "files")
     return shutil.copytree(shelf / "files", place, copy_function=os.link, dirs_exist_ok=True)
@@ -232,19 +234,19 @@ IMPORTING = [
 
 
 @pytest.mark.parametrize(("words", "message"), IMPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
-def test_what_cannot_be_imported_is_one_line_and_nothing_is_written(words, message, files, capsys):
+def test_failing_to_import_is_one_line_and_writes_nothing(words, message, files, capsys):
     before = sorted(files.rglob("*"))
     assert exit_code("import", "resnet.py", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
     assert sorted(files.rglob("*")) == before
 
 
-def test_weights_are_imported_into_no_folder_that_holds_a_run(trained, capsys):
+def test_refuses_to_import_into_a_run(trained, capsys):
     before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
     fnet_command("export", "trained", "--out", "w.safetensors")
     capsys.readouterr()
     assert exit_code("import", "tiny.py", "w.safetensors", "--out", "trained") == 2
-    said_in_one_line(capsys, "trained already holds a run")
+    assert_one_line_error(capsys, "trained already holds a run")
     assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
 
 
@@ -259,43 +261,43 @@ EXPORTING = [
 
 
 @pytest.mark.parametrize(("words", "message"), EXPORTING, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")  # fmt: skip
-def test_what_cannot_be_exported_is_one_line(words, message, trained, capsys):
+def test_failing_to_export_is_one_line(words, message, trained, capsys):
     assert exit_code("export", *words) == 2
-    said_in_one_line(capsys, message)
+    assert_one_line_error(capsys, message)
 
 
-def test_networks_that_torch_has_no_names_for_are_refused(place, capsys):
+def test_refuses_networks_without_torch_names(place, capsys):
     model = "TextFile, LanguageModel\ndef config(): return Config(data=TextFile(), model=LanguageModel())"
     (place / "text.py").write_text(f"from train.config import Config, {model}")
     save_file({"a": np.zeros(3)}, "w.safetensors")
     assert exit_code("import", "text.py", "w.safetensors") == 2
-    said_in_one_line(capsys, "model.name: expected a network for images, got language_model")
+    assert_one_line_error(capsys, "model.name: expected a network for images, got language_model")
 
 
 class Code:
-    """What a pickle can hold: to be unpickled is to be run."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self):
         return open, ("ran.txt", "w")
 
 
-def test_without_torch_a_checkpoint_of_torch_is_not_read_by_other_means(place, monkeypatch, capsys):
+def test_needs_torch_for_a_torch_checkpoint(place, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
-    said_in_one_line(
+    assert_one_line_error(
         capsys,
         "code.pth: reading it needs torch, which is not installed: pip install 'fnet-jax[torch]'",
     )
     assert not (place / "ran.txt").exists()
 
 
-def test_a_torch_that_could_be_made_to_run_code_is_not_used(place, monkeypatch, capsys):
+def test_refuses_a_torch_that_may_run_code(place, monkeypatch, capsys):
     old = types.SimpleNamespace(__version__="2.5.1+cpu", load=pickle.load)
     monkeypatch.setitem(sys.modules, "torch", old)
     (place / "code.pth").write_bytes(pickle.dumps({"state_dict": Code()}, protocol=2))
     assert exit_code("import", "resnet.py", "code.pth") == 2
-    said_in_one_line(capsys, "torch 2.5.1+cpu may run code in a checkpoint")
+    assert_one_line_error(capsys, "torch 2.5.1+cpu may run code in a checkpoint")
     assert not (place / "ran.txt").exists()
 
 
@@ -309,7 +311,7 @@ def in_torch(torch, arrays):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_checkpoint_of_torch_is_imported(zipped, torch):
+def test_imports_a_torch_checkpoint(zipped, torch):
     arrays = state_dict("tiny.py")
     tensors = {f"module.{key}": t for key, t in in_torch(torch, arrays).items()}
     tensors["module.abn.bias"] = tensors["module.abn.bias"].bfloat16()
@@ -327,18 +329,18 @@ def test_a_checkpoint_of_torch_is_imported(zipped, torch):
     chex.assert_trees_all_equal(found, arrays)
 
 
-def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(torch, place, capsys):
+def test_refuses_a_checkpoint_with_code_without_running_it(torch, place, capsys):
     for i, zipped in enumerate((True, False)):
         path = f"code{i}.pth"
         weights = in_torch(torch, state_dict("tiny.py")) | {"x": Code()}
         torch.save(weights, path, _use_new_zipfile_serialization=zipped)
         (place / "ran.txt").unlink(missing_ok=True)
         assert exit_code("import", "tiny.py", path) == 2
-        said_in_one_line(capsys, f"{path}: it needs io.open, which is not a weight, and code in a checkpoint is never run")  # fmt: skip
+        assert_one_line_error(capsys, f"{path}: it needs io.open, which is not a weight, and code in a checkpoint is never run")  # fmt: skip
         assert not (place / "ran.txt").exists()
 
 
-def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, place, capsys):
+def test_refuses_checkpoints_that_are_cut_off_or_hold_no_state_dict(torch, place, capsys):
     torch.save(in_torch(torch, state_dict("tiny.py")), "whole.pth")
     whole = (place / "whole.pth").read_bytes()
     (place / "half.pth").write_bytes(whole[: len(whole) // 2])
@@ -352,10 +354,10 @@ def test_a_checkpoint_that_is_cut_off_or_holds_no_state_dict_is_refused(torch, p
         "sparse.pth": "sparse.pth holds tensors that are not plain arrays: ",
     }.items():
         assert exit_code("import", "tiny.py", path) == 2
-        said_in_one_line(capsys, message)
+        assert_one_line_error(capsys, message)
 
 
-def test_an_import_that_is_cut_off_leaves_no_run(place, monkeypatch):
+def test_an_interrupted_import_leaves_no_run(place, monkeypatch):
     save_file(state_dict("tiny.py"), "given.safetensors")
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", Mock(side_effect=TrainingError("full")))

@@ -1,4 +1,4 @@
-"""Images and masks that a small network learns in seconds, and runs on them, trained once."""
+"""Images and masks that a small network learns in seconds, and runs on them."""
 
 import shutil
 
@@ -58,7 +58,7 @@ CLASSES = ("blue", "green", "red")
 
 
 def shades(generator, colour, size):
-    """An image of noise about one of the classes' colours."""
+    """Return an image of one class's color with noise."""
     width, height = size
     pixels = generator.integers(0, 90, (height, width, 3))
     pixels[..., 2 - colour] += 150
@@ -66,7 +66,7 @@ def shades(generator, colour, size):
 
 
 def write_colours(root, classes=CLASSES):
-    """Images of one colour each, in folders of those names."""
+    """Write images of one color each, in folders of those names."""
     generator = np.random.default_rng(0)
     for split, n in (("train", 10), ("val", 5)):
         for label, name in enumerate(classes):
@@ -77,7 +77,7 @@ def write_colours(root, classes=CLASSES):
 
 
 def write_halves(root):
-    """Images of two colours side by side, and masks that say which; their first row is 255."""
+    """Write images of two colors side by side, and their masks, whose first row is 255."""
     generator = np.random.default_rng(1)
     for kind in ("images", "masks"):
         (root / kind).mkdir(parents=True)
@@ -96,7 +96,7 @@ def write_halves(root):
 
 
 def small(self, image_shape, num_classes) -> Layer:
-    """In place of a `DeepLab`: logits at a quarter of the image's size."""
+    """Return a small network in place of `DeepLab`, with logits at a quarter of the size."""
     return serial(
         conv=layers.conv(image_shape[-1], 8, 4, stride=4),
         norm=layers.abn(8),
@@ -104,16 +104,16 @@ def small(self, image_shape, num_classes) -> Layer:
     )
 
 
-# Fixtures: modules of tests make them so, under these names.
+# Fixtures: test modules declare them with pytest.fixture.
 
 
 def small_deeplab(monkeypatch):
-    """Every `DeepLab` is small."""
+    """Make every `DeepLab` small."""
     monkeypatch.setattr(DeepLab, "build", small)
 
 
 def recipes(workplace, small_deeplab):
-    """Recipes and their images in the workplace."""
+    """Recipes with their images in the workplace."""
     for name, text in RECIPES.items():
         (workplace / f"{name}.py").write_text(text)
     write_colours(workplace / "colours")
@@ -122,7 +122,7 @@ def recipes(workplace, small_deeplab):
 
 
 def run_of(recipes, tmp_path_factory, capsys):
-    """``run_of(recipe)``: a finished run in the folder runs/RECIPE, trained once for all tests."""
+    """``run_of(recipe)``: folder of a finished run, which is trained once for all tests."""
     shelf = tmp_path_factory.getbasetemp() / "vision"
 
     def find(recipe):
@@ -135,7 +135,7 @@ def run_of(recipes, tmp_path_factory, capsys):
 
 
 def begun(recipes):
-    """``begun(recipe)``: the folder of a run that has a config and nothing else."""
+    """``begun(recipe)``: folder of a run that has only a config."""
 
     def make(recipe):
         folder = recipes / "runs" / recipe
@@ -148,7 +148,7 @@ def begun(recipes):
 
 
 def saved(begun):
-    """``saved(recipe)``: the folder of a run whose network is as it began, in a checkpoint."""
+    """``saved(recipe)``: folder of a run with a checkpoint of initial values."""
 
     def make(recipe):
         folder = RunFolder(begun(recipe))

@@ -125,7 +125,7 @@ def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:
     else:
         for c in shown:
             score = "-" if c.score is None else f"{c.score:.4f}"
-            log(f"{score_name} of {c.name} {score}, {c.size:,} {unit}")
+            log(f"{score_name} of {c.name}: {score} ({c.size:,} {unit})")
 
 
 def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> Config:

@@ -84,7 +84,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             if size is None:
                 available = format_bytes(max(step_limit, 0))
                 raise UserError(f"not even the smallest batch fits in {available}")
-            log(f"largest batch size with {smallest}: {size}")
+            log(_largest_batch_size(size, smallest))
             run = run.with_batch_size(size)
             if not run.config.memory.budget:  # choose the fastest candidate that fits the target
                 run = run._replace(config=_replace(run.config, "memory", budget=f"{step_limit}B"))
@@ -102,7 +102,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             by_policy = {c.policy: c for c in (found.chosen, smallest)}
             for candidate in by_policy.values():
                 size = largest_batch(run, candidate, step_limit, target=target, progress=show_size)
-                log(f"largest batch size with {candidate}: {size}")
+                log(_largest_batch_size(size, candidate))
     try:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write(out / "memory.json", as_json(report.as_dict()))
@@ -111,7 +111,11 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
-    log(f"memory plot: {out / 'memory.png'}")
+    log(f"memory: {out / 'memory.json'}\nplot: {out / 'memory.png'}")
+
+
+def _largest_batch_size(size: int | None, candidate: Candidate) -> str:
+    return f"largest batch size that fits: {size} (remat policy {candidate})"
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:

@@ -31,7 +31,9 @@ def positional(argv: Sequence[str], usage: str, *options: type) -> tuple[list[st
                 with contextlib.suppress(SystemExit):
                     arguments.read(kind, ["--help"], usage)
             arguments.read(options[-1], ["--help"], usage)
-        raise UserError(f"missing {names[len(values)].removesuffix('...')}; usage: {usage}")
+        name = names[len(values)].removesuffix("...")
+        where = " before the flags" if len(argv) > len(values) else ""
+        raise UserError(f"missing {name}{where}; usage: {usage}")
     if len(values) > len(names) and not usage.endswith("..."):
         raise UserError(f"unexpected {values[len(names)]}; usage: {usage}")
     return values, list(argv[len(values) :])

@@ -193,7 +193,7 @@ def print_predictions(result: Predictions, console: Console) -> None:
     if not console.is_terminal:
         log = line_printer(console)
         for p in result.predictions:
-            labels = "  ".join(f"{name} {share:.4f}" for name, share in p.labels)
+            labels = "  ".join(f"{name} {share:.2%}" for name, share in p.labels)
             log(f"{p.image}  {labels}")
         return
     table = Table()

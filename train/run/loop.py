@@ -69,6 +69,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         folder.write_config(config)
 
     with distributed.run_folder(out, prepare) as folder:
+        log(f"training {config.name} for {run.steps} steps in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
         unreadable = UnreadableFiles(run.task.dataset, log)
 
@@ -258,7 +259,11 @@ def _describe(summary: dict[str, Any]) -> str:
     """Describe the results of a run in two lines."""
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
-    memory = f"predicted {format_bytes(predicted)}, measured {format_bytes(measured)}"
+    counted = "process" if jax.default_backend() == "cpu" else "device"
+    memory = (
+        f"predicted {format_bytes(predicted)} (compiled programs), "
+        f"measured {format_bytes(measured)} ({counted})"
+    )
     if summary["budget_bytes"]:
         memory += f", budget {format_bytes(summary['budget_bytes'])}"
     return (

@@ -1,4 +1,4 @@
-"""Checkpoints: damage is found and said, the best one is kept, a folder has one writer."""
+"""Checkpoints: detection of damage, the best checkpoint, and one writer per folder."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line, state_of
+from program_cases import assert_one_line_error, exit_code, fnet_command, state_of
 
 from fnet import TrainState
 from train.config import recipes
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("workplace")
 
 
 @pytest.fixture
-def run(whole):
+def run(finished_run):
     """A finished run with checkpoints of steps 6 and 8."""
-    return whole
+    return finished_run
 
 
-def test_any_changed_bit_changes_the_checksum_of_its_array_alone():
+def test_each_bit_changes_the_checksum_of_its_array_only():
     tree = {
         "f": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3),
         "h": np.ones((2, 2), jnp.bfloat16),
@@ -51,7 +51,7 @@ def test_any_changed_bit_changes_the_checksum_of_its_array_alone():
     assert swapped["f"] != before["f"]
 
 
-def test_a_checksum_is_the_same_wherever_an_array_lies():
+def test_checksums_do_not_depend_on_sharding():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     a = jnp.arange(24.0).reshape(8, 3)
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -81,10 +81,10 @@ def lose(folder):
 
 
 def forge(folder):
-    """Other numbers than those saved, in files that are whole."""
+    """Other values than those saved, in intact files."""
     path = next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
     found = json.loads(path.read_bytes())
-    for read in ("params", "ema"):  # the one by who goes on, the other by who evaluates
+    for read in ("params", "ema"):  # one is read to resume, the other to evaluate
         found["checksums"][f"{read}.head.kernel"] ^= 1
     path.write_text(json.dumps(found))
 
@@ -113,11 +113,11 @@ def empty(folder):
     ],
     ids=lambda f: f.__name__,
 )
-def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
+def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
     damage(run / "checkpoints" / "8")
     fnet_command("eval", run)
     assert "is damaged (" in capsys.readouterr().err
-    assert (run / "checkpoints" / "8").is_dir()  # who only reads moves nothing
+    assert (run / "checkpoints" / "8").is_dir()  # reading does not move it
 
     expected = (run / "metrics.jsonl").read_text().splitlines()[-1]
     fnet_command("train", "tiny.py", "--out", run, "--resume")
@@ -139,7 +139,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_taken(damage, run, capsys):
     ],
     ids=["no handle", "no memory"],
 )
-def test_what_the_machine_cannot_read_is_not_damaged(error, said, run, monkeypatch, capsys):
+def test_does_not_take_a_machine_error_for_damage(error, said, run, monkeypatch, capsys):
     def read(*_):
         raise type(error)("of the library that reads") from error
 
@@ -149,7 +149,7 @@ def test_what_the_machine_cannot_read_is_not_damaged(error, said, run, monkeypat
     assert not list(run.glob("damaged_*"))
 
 
-def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
+def test_refuses_to_resume_if_all_checkpoints_are_damaged(run, capsys):
     for step in ("6", "8"):
         flip(run / "checkpoints" / step)
     before = (run / "metrics.jsonl").read_text()
@@ -161,14 +161,14 @@ def test_where_all_are_damaged_nothing_is_begun_in_silence(run, capsys):
 @pytest.mark.parametrize(
     "damage", [lose_the_score, pytest.param(replace_the_score, marks=pytest.mark.slow)]
 )
-def test_where_the_only_one_lost_its_score_nothing_is_begun_in_silence(damage, run, capsys):
+def test_refuses_to_resume_if_the_only_checkpoint_lost_its_score(damage, run, capsys):
     shutil.rmtree(run / "checkpoints" / "6")
     damage(run / "checkpoints" / "8")
     assert exit_code("train", "tiny.py", "--out", run, "--resume") == 2
     assert "every checkpoint in" in capsys.readouterr().err
 
 
-def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
+def test_keeps_the_best_checkpoint_besides_the_newest(workplace):
     run = setup(recipes.load("tiny.py"))
     state = jax.jit(run.init)(jax.random.key(0))
     with Checkpoints(workplace / "c", keep=1) as checkpoints:
@@ -182,7 +182,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(workplace):
 
 
 @pytest.mark.parametrize("kept", ["params", "ema"])
-def test_of_a_checkpoint_only_what_evaluates_is_read(kept, workplace, monkeypatch):
+def test_restore_network_reads_only_variables_for_inference(kept, workplace, monkeypatch):
     run = setup(recipes.load("tiny.py"))
     state = jax.jit(run.init)(jax.random.key(0))
     averaged = jax.tree.map(lambda a: a + 1, state.params)
@@ -198,12 +198,12 @@ def test_of_a_checkpoint_only_what_evaluates_is_read(kept, workplace, monkeypatc
     monkeypatch.setattr("train.run.checkpoints.checksums", noted)
     with Checkpoints(workplace / "c") as checkpoints:
         network = checkpoints.restore_network(run.task.model.init)
-    assert sorted(read) == sorted([kept, "model_state"])  # and no optimizer's state
+    assert sorted(read) == sorted([kept, "model_state"])  # no optimizer state
     chex.assert_trees_all_equal(network.evaluation_params, state.evaluation_params)
 
 
 @pytest.mark.slow
-def test_eval_takes_the_best_checkpoint_if_it_is_asked_to(workplace):
+def test_eval_best_uses_the_best_checkpoint(workplace):
     words = "--checkpoint.best", "--checkpoint.keep", 1, "--train.eval-every", 2
     fnet_command("train", "tiny.py", *words, "--train.steps", 12, "--out", "r")
     lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
@@ -216,7 +216,7 @@ def test_eval_takes_the_best_checkpoint_if_it_is_asked_to(workplace):
 
 
 @pytest.mark.slow
-def test_without_best_the_newest_alone_are_kept(workplace):
+def test_keeps_only_the_newest_without_best(workplace):
     every = "--checkpoint.every", 2, "--train.eval-every", 2
     words = "--checkpoint.no-best", "--checkpoint.keep", 1, *every
     fnet_command("train", "tiny.py", *words, "--train.steps", 12, "--out", "r")
@@ -224,21 +224,21 @@ def test_without_best_the_newest_alone_are_kept(workplace):
     assert kept == {12}
 
 
-def test_a_folder_where_a_kill_cut_off_the_first_file_takes_a_run(workplace):
+def test_reuses_a_folder_where_a_kill_cut_off_the_first_file(workplace):
     (workplace / "r").mkdir()
     (workplace / "r" / ".config.json.part").write_text("{")
     fnet_command("train", "tiny.py", "--out", "r")
     assert (workplace / "r" / "summary.json").is_file()
 
 
-def test_where_none_was_scored_there_is_no_best(run, capsys):
-    shutil.rmtree(run / "checkpoints" / "8")  # the one that was evaluated
+def test_refuses_best_without_scores(run, capsys):
+    shutil.rmtree(run / "checkpoints" / "8")  # the only one with a score
     assert exit_code("eval", run, "--best") == 2
     assert "has a score; leave out --best" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", [lose_the_score, replace_the_score])
-def test_the_best_is_sought_among_those_whose_score_can_be_read(damage, run, capsys):
+def test_best_ignores_checkpoints_with_a_damaged_score(damage, run, capsys):
     shutil.copytree(run / "checkpoints" / "8" / "metrics", run / "checkpoints" / "6" / "metrics")
     damage(run / "checkpoints" / "8")
     with Checkpoints(run / "checkpoints", best=True) as checkpoints:
@@ -246,8 +246,8 @@ def test_the_best_is_sought_among_those_whose_score_can_be_read(damage, run, cap
     assert "checkpoints/8 is damaged (" in capsys.readouterr().err
 
 
-def test_where_all_that_have_a_score_are_damaged_the_newest_can_be_asked_for(run, capsys):
-    flip(run / "checkpoints" / "8")  # the one that was evaluated
+def test_reports_that_every_checkpoint_with_a_score_is_damaged(run, capsys):
+    flip(run / "checkpoints" / "8")  # the only one with a score
     refused = pytest.raises(UserError, match=r"with a score in .* is damaged; leave out --best$")
     with Checkpoints(run / "checkpoints", best=True) as checkpoints, refused:
         checkpoints.restore_network()
@@ -256,14 +256,14 @@ def test_where_all_that_have_a_score_are_damaged_the_newest_can_be_asked_for(run
         assert checkpoints.restore_network().step == 6
 
 
-def test_who_reads_leaves_a_save_in_progress_alone(run):
+def test_reading_does_not_disturb_a_save_in_progress(run):
     begun = run / "checkpoints" / "9.orbax-checkpoint-tmp"
     begun.mkdir()
     fnet_command("eval", run)
     assert begun.is_dir()
 
 
-def test_a_folder_that_another_process_writes_in_is_refused(workplace, capsys):
+def test_refuses_a_folder_that_another_process_uses(workplace, capsys):
     holding = """
 import sys
 from pathlib import Path
@@ -277,34 +277,34 @@ with RunFolder(Path("r")).lock():
         assert other.stdout.readline() == b"held\n"
         assert exit_code("train", "tiny.py", "--out", "r") == 2
         assert f"process {other.pid}" in capsys.readouterr().err
-        other.kill()  # -9: what it held is free
+        other.kill()  # which releases the lock
     with RunFolder(workplace / "r").lock():
         pass
     assert not list((workplace / "r").iterdir())
 
 
 @pytest.mark.parametrize("name", ["lr[0.1]", "lr*", "lr?", "a\\b"])
-def test_a_path_that_orbax_takes_for_another_is_refused(workplace, capsys, name):
-    # What is saved in lr[0.1] was never found again, and moved aside as damaged.
+def test_refuses_paths_that_orbax_misreads(workplace, capsys, name):
+    # Orbax would not find checkpoints in lr[0.1] again.
     assert exit_code("train", "tiny.py", "--out", f"{name}/r") == 2
-    said_in_one_line(capsys, name)
+    assert_one_line_error(capsys, name)
     assert not (workplace / name).exists()
     with pytest.raises(UserError, match="checkpoints cannot be saved"):
         Checkpoints(workplace / name)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_line(workplace, monkeypatch, capsys):
+def test_failing_to_save_is_one_line(workplace, monkeypatch, capsys):
     def full(self, *args, **kwargs):
         raise ValueError("RESOURCE_EXHAUSTED: write failed [No space left on device]\nat line 3")
 
     monkeypatch.setattr("orbax.checkpoint.CheckpointManager.save", full)
     assert exit_code("train", "tiny.py", "--out", "r") == 1
-    said_in_one_line(capsys, "No space left on device")
+    assert_one_line_error(capsys, "No space left on device")
 
 
 @pytest.fixture
 def failing(tmp_path, monkeypatch):
-    """Checkpoints of which the last one, saved in the background, turns out not to be written."""
+    """Checkpoints whose last one fails to be written in the background."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     close = checkpoints._manager.close
 
@@ -316,7 +316,7 @@ def failing(tmp_path, monkeypatch):
     return checkpoints
 
 
-def test_what_is_saved_or_restored_can_be_donated(tmp_path):
+def test_saved_and_restored_states_can_be_donated(tmp_path):
     @partial(jax.jit, donate_argnums=0)
     def step(params):
         return jax.tree.map(lambda a: a + 1, params)
@@ -325,7 +325,7 @@ def test_what_is_saved_or_restored_can_be_donated(tmp_path):
         before = [a.unsafe_buffer_pointer() for a in state.params]
         return before == [a.unsafe_buffer_pointer() for a in step(state.params)]
 
-    state = state_of(64, 2**17 + 1)  # 32 MiB and a little
+    state = state_of(64, 2**17 + 1)  # slightly more than 32 MiB
     shapes = jax.eval_shape(lambda: state)
     with Checkpoints(tmp_path / "c", keep=1, shapes=shapes) as checkpoints:
         checkpoints.save(1, state, {})
@@ -333,13 +333,13 @@ def test_what_is_saved_or_restored_can_be_donated(tmp_path):
         assert stays_where_it_is(checkpoints.restore(shapes).state)
 
 
-def test_what_fails_in_the_background_is_told_at_the_end(failing):
+def test_raises_background_errors_at_the_end(failing):
     message = r"^cannot save .*No space left on device\]; earlier checkpoints"
     with pytest.raises(TrainingError, match=message), failing:
         pass
 
 
-def test_what_fails_in_the_background_does_not_hide_what_went_wrong_before(failing):
+def test_background_errors_do_not_mask_an_exception(failing):
     with pytest.raises(KeyError, match="first"), failing:
         raise KeyError("first")
 

@@ -1,4 +1,4 @@
-"""Steps that are not finite: left out, told by layer and example, and limited in number."""
+"""Nonfinite steps: skipped, reported with layer and examples, and limited in number."""
 
 import json
 import types
@@ -52,14 +52,14 @@ def step():
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-def test_a_step_that_is_not_finite_changes_nothing_but_the_count(value, step):
+def test_a_nonfinite_step_changes_only_the_step_count(value, step):
     before = arrays(created())
     state, metrics = step(created(), batch_of(value))
     assert (metrics["skipped"], state.step) == (1, 1)
     chex.assert_trees_all_equal(arrays(state), before)
 
 
-def test_a_finite_step_is_that_without_a_guard(step):
+def test_finite_steps_do_not_depend_on_skip_nonfinite(step):
     plain = fnet.make_step(loss, OPTIMIZER, ema_decay=0.9)
     expected, _ = plain(created(), batch_of(1))
     state, metrics = step(created(), batch_of(1))
@@ -67,12 +67,12 @@ def test_a_finite_step_is_that_without_a_guard(step):
     chex.assert_trees_all_close(arrays(state), arrays(expected), rtol=1e-6)
 
 
-def test_a_guarded_state_is_renewed_in_place(step):
+def test_skip_nonfinite_updates_the_state_in_place(step):
     compiled = fnet.compile_step(step, jax.eval_shape(created), batch_of(1))
     assert compiled.report.donation.leaves == len(jax.tree.leaves(jax.eval_shape(created)))
 
 
-def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
+def test_fused_optimizer_rejects_skip_nonfinite():
     mode = fnet.autodiff.optimizer_in_backward("blocks")
     with pytest.raises(
         ValueError, match="skip_nonfinite needs the whole gradient before the update"
@@ -81,16 +81,16 @@ def test_a_mode_that_applies_the_gradient_piece_by_piece_has_no_guard():
 
 
 @pytest.mark.parametrize("mode", [fnet.autodiff.clipped, fnet.autodiff.AdaptiveClipping])
-def test_a_mode_that_adds_noise_has_no_guard(mode):
-    # A batch of examples that are all left out would leave the parameters exactly as they were.
+def test_private_modes_reject_skip_nonfinite(mode):
+    # If all examples were skipped, the parameters would not change.
     fnet.make_step(loss, OPTIMIZER, mode(1.0), skip_nonfinite=True)
     noised = mode(1.0, noise_multiplier=1.0, expected_batch_size=32)
     with pytest.raises(ValueError, match="a skipped step reveals its examples"):
         fnet.make_step(loss, OPTIMIZER, noised, skip_nonfinite=True)
 
 
-def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
-    """Single examples whose gradient is not finite it leaves out by itself: here all are."""
+def test_adaptive_clipping_keeps_its_clip_in_a_skipped_step():
+    """The mode itself drops single examples with a nonfinite gradient; here all have one."""
     mode = fnet.autodiff.AdaptiveClipping(0.1)
     optimizer = mode.wrap_optimizer(OPTIMIZER)
     net = fnet.serial(pool=layers.global_avg_pool(), head=layers.dense(1, 3))
@@ -113,10 +113,10 @@ def test_adaptive_clipping_keeps_its_bound_where_a_step_is_left_out():
 
 
 @pytest.fixture
-def spoilt(monkeypatch):
-    """Digits some of whose training images are not finite: all of these, by number."""
+def with_nan_images(monkeypatch):
+    """``with_nan_images(rows)``: let these training images of the digits be NaN."""
 
-    def spoil(rows):
+    def set_rows(rows):
         def load(config):
             dataset = digits.load(config)
             image = np.array(dataset.train["image"], np.float32)
@@ -125,7 +125,7 @@ def spoilt(monkeypatch):
 
         monkeypatch.setitem(images._SOURCES, Digits, load)
 
-    return spoil
+    return set_rows
 
 
 def lines(path):
@@ -133,13 +133,13 @@ def lines(path):
 
 
 @pytest.mark.slow
-def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
-    spoilt([5])
+def test_skips_steps_with_bad_examples_and_reports_them(workplace, with_nan_images, capsys):
+    with_nan_images([5])
     few = "--data.test-fraction", 0.9, "--train.steps", 24, "--train.eval-every", 24
     fnet_command("train", "tiny.py", *few, "--train.log-every", 8, "--out", "r")
     printed = capsys.readouterr().out
     bad = lines(workplace / "r" / "bad_steps.jsonl")
-    # An example comes up once an epoch of 179 / 16 steps.
+    # An epoch has 179 / 16 steps, and each example occurs once in it.
     assert len(bad) == 2
     assert all(5 in line["rows"] and "5" in line["examples"] for line in bad)
     assert all(line["origin"] == "batch['image'] has nan" for line in bad)
@@ -150,11 +150,9 @@ def test_bad_examples_are_left_out_and_told(workplace, spoilt, capsys):
 
 
 @pytest.mark.slow
-def test_without_a_guard_nothing_is_saved_behind_a_loss_that_is_not_finite(
-    workplace, spoilt, capsys
-):
+def test_saves_nothing_after_a_nonfinite_loss(workplace, with_nan_images, capsys):
     fnet_command("train", "tiny.py", "--nonfinite.no-skip", "--train.steps", 4, "--out", "r")
-    spoilt(range(1437))
+    with_nan_images(range(1437))
     words = "train", "tiny.py", "--out", "r", "--resume", "--nonfinite.no-skip"
     assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
     error = capsys.readouterr().err
@@ -163,9 +161,11 @@ def test_without_a_guard_nothing_is_saved_behind_a_loss_that_is_not_finite(
 
 
 @pytest.mark.slow
-def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, spoilt, capsys):
+def test_too_many_consecutive_skips_end_the_run_at_the_last_good_checkpoint(
+    workplace, with_nan_images, capsys
+):
     fnet_command("train", "tiny.py", "--train.steps", 4, "--out", "r")
-    spoilt(range(1437))
+    with_nan_images(range(1437))
     words = "train", "tiny.py", "--out", "r", "--resume", "--nonfinite.max-skipped", 3
     assert exit_code(*words, "--train.steps", 20, "--train.log-every", 20) == 1
     error = capsys.readouterr().err
@@ -178,19 +178,19 @@ def test_too_many_in_a_row_end_the_run_at_the_last_good_checkpoint(workplace, sp
 
 
 @pytest.mark.slow
-def test_a_diverging_run_names_the_layer(workplace, capsys):
+def test_a_diverging_run_reports_the_layer(workplace, capsys):
     words = "train", "tiny.py", "--optim.learning-rate", 1e30, "--nonfinite.max-skipped", 2
     assert exit_code(*words, "--train.steps", 30, "--out", "r") == 1
     assert "block0" in capsys.readouterr().err
 
 
-def test_without_a_guard_a_loss_that_is_not_finite_ends_the_run(workplace, spoilt, capsys):
-    spoilt(range(1437))
+def test_a_nonfinite_loss_ends_the_run_without_skipping(workplace, with_nan_images, capsys):
+    with_nan_images(range(1437))
     assert exit_code("train", "tiny.py", "--nonfinite.no-skip", "--out", "r") == 1
     assert "the loss is nan at step 1" in capsys.readouterr().err
 
 
-def test_a_batch_says_which_examples_it_is_made_of():
+def test_batches_contain_the_rows_of_their_examples():
     dataset = data.Dataset(
         train={"x": np.arange(10) * 10},
         test={"x": np.arange(2)},
@@ -204,7 +204,7 @@ def test_a_batch_says_which_examples_it_is_made_of():
     assert data.sample_batch(dataset, 4)["row"].shape == (4,)
 
 
-def test_steps_in_a_row_are_counted_anew_behind_a_good_one(tmp_path, monkeypatch):
+def test_a_good_step_resets_the_count_of_consecutive_skips(tmp_path, monkeypatch):
     monkeypatch.setattr(SkippedSteps, "_find_source", lambda self, taken, state: "somewhere")
     section, dataset = types.SimpleNamespace(max_skipped=2), types.SimpleNamespace(name=str)
     run = types.SimpleNamespace(

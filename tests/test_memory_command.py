@@ -1,11 +1,11 @@
-"""``fnet memory`` and ``memory.budget``: what is foreseen, chosen and kept to."""
+"""``fnet memory`` and ``memory.budget``: predictions, plans and budgets."""
 
 import json
 from unittest.mock import Mock
 
 import jax
 import pytest
-from program_cases import exit_code, fnet_command, said_in_one_line
+from program_cases import assert_one_line_error, exit_code, fnet_command
 from rich.console import Console
 
 from fnet import memory
@@ -19,7 +19,7 @@ from train.run.setup import setup
 
 @pytest.fixture(autouse=True)
 def little_is_reserved(monkeypatch):
-    """The networks here are smaller than what a process takes for itself."""
+    """Reserve little, because the networks here are smaller than the usual reserve."""
     monkeypatch.setattr(planning, "reserve", lambda run, target=None: 0 if target else 1000)
 
 
@@ -46,7 +46,7 @@ def microbatches(n):
     return "--grad.mode", "microbatch", "--grad.microbatches", n
 
 
-def test_memory_tells_where_it_goes_without_training(workplace, capsys):
+def test_reports_memory_without_training(workplace, capsys):
     fnet_command("memory", "tiny.py", "--out", "told")
     printed = capsys.readouterr().out
     for word in ("parameters", "arguments", "aliased", "peak", "Residuals", "segments"):
@@ -60,7 +60,7 @@ def test_memory_tells_where_it_goes_without_training(workplace, capsys):
 
 
 @pytest.mark.slow
-def test_a_budget_is_planned_for_and_said(workplace, capsys):
+def test_plans_within_a_budget(workplace, capsys):
     fnet_command("memory", "deep.py", "--memory.policy", "none", "--out", "free")
     plain = json.loads((workplace / "free" / "memory.json").read_text())["peak"]["total"]
     capsys.readouterr()
@@ -86,7 +86,7 @@ def test_a_budget_is_planned_for_and_said(workplace, capsys):
 def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
-    size = int(printed.split("largest batch size with ")[1].split(": ")[1].split()[0])
+    size = int(printed.split("largest batch size that fits: ")[1].split()[0])
     told = json.loads((workplace / "auto" / "memory.json").read_text())
     assert told["peak"]["total"] + 1000 <= 1_000_000
     larger = "--budget", "1MB", "--batch-size", int(size * 1.05) + 1, "--out", "more"
@@ -95,21 +95,21 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
 
 
 @pytest.mark.slow
-def test_where_not_one_example_fits_on_several_devices_it_is_said(capsys):
+def test_reports_that_no_batch_fits(capsys):
     words = "--mesh.data", 2, "--data.batch-size", 6, "--batch-size", "auto", "--budget", "500B"
     assert exit_code("memory", "deep.py", *words, "--out", "auto") == 2
-    said_in_one_line(capsys, "not even the smallest batch fits in 0 bytes")
+    assert_one_line_error(capsys, "not even the smallest batch fits in 0 bytes")
 
 
 @pytest.mark.slow
-def test_a_policy_can_be_named_without_a_budget(workplace):
+def test_a_policy_does_not_need_a_budget(workplace):
     fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")
     summary = json.loads((workplace / "run" / "summary.json").read_text())
     assert summary["policy"] == "segments"
     assert summary["budget_bytes"] is None
 
 
-def test_a_policy_that_saves_nothing_is_a_mistake(capsys):
+def test_refuses_a_policy_that_saves_nothing(capsys):
     assert exit_code("train", "deep.py", "--memory.policy", "norms", "--out", "run") == 2
     assert "memory.policy: norms: the policy saves no memory" in capsys.readouterr().err
 
@@ -126,13 +126,13 @@ def test_microbatches_train_the_same_network(workplace):
     assert results[4]["peak_bytes_predicted"] < results[1]["peak_bytes_predicted"]
 
 
-def test_batches_that_are_read_ahead_are_reserved_for():
+def test_the_reserve_includes_prefetched_batches():
     small, large = (setup(Config(data=Digits(batch_size=size))) for size in (64, 192))
     row = 8 * 8 * 4 + 4 + 4  # image, label, row
     assert reserve(large) - reserve(small) == 5 * 128 * row
 
 
-def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
+def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     here = Target("here", jax.local_devices()[0], 1_000_000, options)
     monkeypatch.setattr("train.commands.memory._target", lambda given: here)
@@ -142,7 +142,7 @@ def test_the_way_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [80, 60])
-def test_of_a_large_plan_no_digit_is_left_out(width):
+def test_plan_tables_show_all_digits(width):
     work = memory.Cost(12_345_600_000_000, 1_234_500_000_000)
     way = memory.Candidate("segments", 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
     console = Console(width=width)
@@ -150,12 +150,12 @@ def test_of_a_large_plan_no_digit_is_left_out(width):
         console.print(plan_table(memory.Plan(2**30, way, None, (way,)), 0))
     printed = capture.get()
     assert "…" not in printed
-    if width == 80:  # of each number in one line
+    if width == 80:  # wide enough for each number on one line
         assert all(n in printed for n in ("segments", "987.00", "12,345.6", "1,234.5", "1.00"))
 
 
 @pytest.mark.slow
-def test_a_policy_that_a_budget_chose_may_save_little(monkeypatch):
+def test_accepts_a_chosen_policy_that_saves_little(monkeypatch):
     refuse = Mock(side_effect=memory.RematError("saves nothing"))
     monkeypatch.setattr(planning.memory, "check_remat", refuse)
     config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
