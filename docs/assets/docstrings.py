@@ -1,4 +1,4 @@
-"""Reads fnet's docstrings for the site: public names first, literal blocks and tables as Markdown.
+"""Read fnet's docstrings for the site: public names first, literal blocks and tables as Markdown.
 
 Used by mkdocstrings (`mkdocs.yml`), which reads the source and imports nothing.
 """
@@ -15,23 +15,22 @@ _BORDER = re.compile(r"^( *)=+(  ?=+)+ *$")
 
 
 class PublicNames(griffe.Extension):
-    """What a room exports is what its name means, also where a module is called the same."""
+    """Resolve a name of a package to the function it imports, even if a module has that name."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Once all of fnet is read."""
+        """Bind the imported names after all of fnet is read."""
         collection = pkg.modules_collection
-        found = {}
-        for room in [pkg, *(m for m in pkg.modules.values() if not m.is_alias)]:
-            for name in room.exports or ():
-                target = room.imports.get(str(name))
-                if target and target != f"{room.path}.{name}":
-                    found[room, str(name)] = collection[target]
-        for (room, name), target in found.items():
-            # Bound at once: once names mean functions, no path leads into modules of that name.
-            room.members[name] = griffe.Alias(name, _whole(target), parent=room)
+        targets = {}
+        for package in [pkg, *(m for m in pkg.modules.values() if not m.is_alias)]:
+            for name, target in package.imports.items():
+                if target.startswith("fnet.") and target != f"{package.path}.{name}":
+                    targets[package, name] = collection[target]
+        for (package, name), target in targets.items():
+            # Bind all names together: a bound function hides the module of the same name.
+            package.members[name] = griffe.Alias(name, _whole(target), parent=package)
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Of every object that was read."""
+        """Convert the docstring of every object."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
 

@@ -40,7 +40,7 @@ class Optim(Section):
     nesterov: bool = False
     """Use Nesterov momentum (sgd)."""
     classifier_learning_rate: Positive | None = None
-    """Peak learning rate of the classifier layer; None is that of all other layers."""
+    """Peak learning rate of the classifier layer; None uses the same rate as all layers."""
     weight_decay: NonNegative = 0.0
     """Weight decay of kernels; biases and norms have none."""
     clip_norm: Positive | None = None

@@ -278,7 +278,7 @@ def _state_owners(
     structures: list[Any] = [jax.tree.structure(state) for state in (initial, opt_state)]
     if structures[0] != structures[1] or shapes(initial) != shapes(opt_state):
         raise ValueError(
-            "optimizer_in_backward: the optimizer's state is not that of optimizer.init(params); "
+            "optimizer_in_backward: opt_state does not match optimizer.init(params); "
             "give make_step the optimizer that the state was created with"
         )
     state_owners = [REST] * len(shapes(opt_state))
