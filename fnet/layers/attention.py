@@ -74,8 +74,9 @@ def attention(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.attention(8, heads=2, causal=True, rotary=10000.0)
-      >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> apply = jax.jit(layer.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 5, 8)), train=True)
       >>> y.shape
       (2, 5, 8)
     """

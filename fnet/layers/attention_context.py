@@ -123,7 +123,8 @@ def update_context(
     Example:
       >>> import jax, jax.numpy as jnp, fnet
       >>> x = jax.random.normal(jax.random.key(0), (8, 16, 4))
-      >>> context = fnet.update_context(jnp.zeros((4, 4)), x, 2 * x, rate=1.0)
+      >>> update = jax.jit(fnet.update_context, static_argnames="rate")
+      >>> context = update(jnp.zeros((4, 4)), x, 2 * x, rate=1.0)
       >>> [round(float(c), 2) for c in jnp.diag(context)]
       [0.76, 0.76, 0.76, 0.76]
     """

@@ -58,7 +58,7 @@ def conv(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.conv(3, 8, stride=2)
-      >>> params, state = layer.init(jax.random.key(0))
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
       >>> y, _ = layer.apply(params, state, jnp.ones((2, 6, 6, 3)), train=True)
       >>> y.shape
       (2, 3, 3, 8)

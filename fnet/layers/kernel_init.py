@@ -45,7 +45,7 @@ def cosine_patches(
       >>> import jax
       >>> from fnet import layers
       >>> layer = layers.conv(3, 24, 2, bias=False, kernel_init=layers.cosine_patches)
-      >>> params, _ = layer.init(jax.random.key(0))
+      >>> params, _ = jax.jit(layer.init)(jax.random.key(0))
       >>> params["kernel"].shape
       (2, 2, 3, 24)
     """
@@ -88,7 +88,7 @@ def partly_identity(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.conv(3, 8, bias=False, kernel_init=layers.partly_identity)
-      >>> params, _ = layer.init(jax.random.key(0))
+      >>> params, _ = jax.jit(layer.init)(jax.random.key(0))
       >>> x = jnp.ones((1, 4, 4, 3))
       >>> y, _ = layer.apply(params, {}, x, train=True)
       >>> bool((y[..., :3] == x).all())

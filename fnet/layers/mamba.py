@@ -78,8 +78,9 @@ def mamba(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.mamba(8, state=4)
-      >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> apply = jax.jit(layer.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
       >>> y.shape
       (2, 16, 8)
     """
@@ -224,10 +225,10 @@ def selective_scan(
       ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
 
     Example:
-      >>> import jax.numpy as jnp, fnet
+      >>> import jax, jax.numpy as jnp, fnet
       >>> x, dt, A = jnp.ones((1, 6, 4)), jnp.full((1, 6, 4), 0.1), -jnp.ones((4, 3))
       >>> B = C = jnp.ones((1, 6, 3))
-      >>> y, last = fnet.selective_scan(x, dt, A, B, C)
+      >>> y, last = jax.jit(fnet.selective_scan)(x, dt, A, B, C)
       >>> y.shape, last.shape
       ((1, 6, 4), (1, 3, 4))
     """

@@ -74,10 +74,10 @@ def state_space_dual(
       ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
 
     Example:
-      >>> import jax.numpy as jnp, fnet
+      >>> import jax, jax.numpy as jnp, fnet
       >>> x, dt, A = jnp.ones((1, 6, 2, 4)), jnp.full((1, 6, 2), 0.1), -jnp.ones(2)
       >>> B = C = jnp.ones((1, 6, 1, 3))
-      >>> y, last = fnet.state_space_dual(x, dt, A, B, C)
+      >>> y, last = jax.jit(fnet.state_space_dual)(x, dt, A, B, C)
       >>> y.shape, last.shape
       ((1, 6, 2, 4), (1, 2, 3, 4))
     """
@@ -164,8 +164,9 @@ def mamba2(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.mamba2(8, head=4, state=4)
-      >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> apply = jax.jit(layer.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
       >>> y.shape
       (2, 16, 8)
     """

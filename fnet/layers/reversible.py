@@ -65,8 +65,9 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
       >>> import jax, jax.numpy as jnp, fnet
       >>> from fnet import layers
       >>> net = fnet.reversible([(layers.dense(4, 4), layers.dense(4, 4))] * 3)
-      >>> params, state = net.init(jax.random.key(0))
-      >>> y, _ = net.apply(params, state, jnp.ones((2, 8)), train=True)
+      >>> params, state = jax.jit(net.init)(jax.random.key(0))
+      >>> apply = jax.jit(net.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 8)), train=True)
       >>> y.shape, sorted(params), sorted(params["0"])
       ((2, 8), ['0', '1', '2'], ['f', 'g'])
     """

@@ -60,8 +60,9 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> layer = layers.rg_lru(8, heads=2)
-      >>> params, state = layer.init(jax.random.key(0))
-      >>> y, _ = layer.apply(params, state, jnp.ones((2, 16, 8)), train=True)
+      >>> params, state = jax.jit(layer.init)(jax.random.key(0))
+      >>> apply = jax.jit(layer.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 16, 8)), train=True)
       >>> y.shape
       (2, 16, 8)
     """

@@ -104,8 +104,9 @@ def stack(
       >>> attention = layers.attention(8, heads=2, causal=True)
       >>> blocks = [layers.Block(attention, layers.feed_forward(8, 32))] * 2
       >>> net = layers.stack(8, blocks, context="lagged")
-      >>> params, state = net.init(jax.random.key(0))
-      >>> y, state = net.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> params, state = jax.jit(net.init)(jax.random.key(0))
+      >>> apply = jax.jit(net.apply, static_argnames="train")
+      >>> y, state = apply(params, state, jnp.ones((2, 5, 8)), train=True)
       >>> y.shape, jax.tree.map(jnp.shape, state)
       ((2, 5, 8), {'1': {'context': (8, 8)}})
     """

@@ -56,8 +56,9 @@ def transformer(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> net = layers.transformer(8, heads=2, blocks=2, causal=True)
-      >>> params, state = net.init(jax.random.key(0))
-      >>> y, _ = net.apply(params, state, jnp.ones((2, 5, 8)), train=True)
+      >>> params, state = jax.jit(net.init)(jax.random.key(0))
+      >>> apply = jax.jit(net.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 5, 8)), train=True)
       >>> y.shape
       (2, 5, 8)
     """
@@ -98,8 +99,9 @@ def reversible_transformer(
       >>> import jax, jax.numpy as jnp
       >>> from fnet import layers
       >>> net = layers.reversible_transformer(8, heads=2, blocks=1)
-      >>> params, state = net.init(jax.random.key(0))
-      >>> y, _ = net.apply(params, state, jnp.ones((2, 5, 16)), train=True)
+      >>> params, state = jax.jit(net.init)(jax.random.key(0))
+      >>> apply = jax.jit(net.apply, static_argnames="train")
+      >>> y, _ = apply(params, state, jnp.ones((2, 5, 16)), train=True)
       >>> y.shape
       (2, 5, 16)
     """
