@@ -4,9 +4,9 @@
     python -m benchmarks.attention --tokens 4096 --window 256
     JAX_PLATFORMS=cpu python -m benchmarks.attention --target h100
 
-This measures the gradient with respect to q, k and v. Temporaries are those of the smallest
-program of each side. The time is that of the same program for fnet, and of the fastest program
-for jax.nn. ``--window`` measures causal attention only, and adds fnet without the window.
+This measures the gradient with respect to q, k and v. Temporaries are measured for
+the smallest program of each side. Times are of the same program for fnet, and of the fastest
+program for jax.nn. ``--window`` measures causal attention only, and adds fnet without the window.
 ``--target`` compiles for a device that is not present. It reports temporaries and the fused
 kernels that the program calls. For cuDNN's kernels its library must be installed, because JAX
 looks for it during tracing.

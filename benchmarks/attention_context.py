@@ -13,7 +13,7 @@ The table counts the matrix products of the traced forward + backward pass; each
 FLOPs. In one program, the compiler merges the source's two equal products and saves the result.
 With two programs, as between the two passes of a network, each form saves what is listed above.
 
-The cost per block is that of a stack of transformer blocks, forward and backward, with and
+The cost per block is measured in a stack of transformer blocks, forward and backward, with and
 without contexts. All blocks but the first have one.
 """
 

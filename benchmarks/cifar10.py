@@ -4,7 +4,7 @@
     python -m benchmarks.cifar10 --path CIFAR10 --epochs 0      # steps and peaks only
 
 Recipe, seed, batches and number of steps are the same; the activations are leaky_relu with slope
-0.01 and relu. The peak is that of the step compiled for one device. Times of steps are
+0.01 and relu. The peak is measured for the step compiled for one device. Times of steps are
 interleaved medians; flax's step uses its fastest compiler options. With ``--out``, runs are saved
 there, and an interrupted benchmark resumes.
 """

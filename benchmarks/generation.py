@@ -2,8 +2,8 @@
 
     python -m benchmarks.generation
 
-Each model has one kind of mixer; the batch size is 1. The time per token is that of the scan of
-`fnet.stream` over the last tokens that a cache of T positions holds, so that attention sees
+Each model has one kind of mixer; the batch size is 1. The time per token is measured in the scan
+of `fnet.stream` over the last tokens that a cache of T positions holds, so that attention sees
 nearly T positions. A line fitted to time and T shows the growth, with the largest relative
 deviation of a measurement from it.
 

@@ -4,8 +4,8 @@
 
 The run of the digits saves a checkpoint every few steps, so that many kills (``kill -9``)
 interrupt a save. After each, the next start must resume from the newest complete checkpoint on
-disk. The final state of a finished run must be bitwise equal to that of an uninterrupted run.
-Runs are repeated until the number of kills is reached.
+disk. The final state of a finished run must be bitwise equal to the state of an uninterrupted
+run. Runs are repeated until the number of kills is reached.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Claim:
     print(
         f"{kills} kills, {in_training} of them during training; {resumes} resumes, each from the "
         f"newest checkpoint on disk; {runs} runs of {args.steps} steps with a checkpoint every "
-        f"{args.every}: every final array is bitwise equal to that of an uninterrupted run."
+        f"{args.every}: every final array is bitwise equal to an uninterrupted run's."
     )
     what = f"kill -9, {kills} times: share of final arrays that are bitwise equal"
     return Claim(what, "uninterrupted runs", sum(same) / len(same), ">= 1.0", "quality")

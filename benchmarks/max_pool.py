@@ -4,8 +4,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.max_pool --target h100    # memory only
 
 The input is 8 images of 112 x 112, convolved from 3 to 64 channels, in float32: the stem of an
-image network without its norm. Temporaries are those of the smallest program. flax is also timed
-with JAX's default options, and the faster of the two counts.
+image network without its norm. Temporaries are measured for the smallest program. flax is also
+timed with JAX's default options, and the faster of the two counts.
 """
 
 from collections.abc import Callable

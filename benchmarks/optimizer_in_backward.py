@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python -m benchmarks.optimizer_in_backward --target h100
 
 The networks are stacks of layers under `fnet.repeat`: dense layers, where most memory is
-parameters, and transformer blocks, where most memory is activations. The peak is that of the
+parameters, and transformer blocks, where most memory is activations. The peak covers the
 whole compiled step, in units of the parameters' bytes (P). With ``--target`` the programs are
 compiled for that device and not run.
 """

@@ -5,9 +5,9 @@
 The first table measures value and gradients by all arguments of the scan, for one example.
 ``fnet`` is `selective_scan`, ``loop`` is the recurrence in `jax.lax.scan` under automatic
 differentiation, and ``associative`` is an associative scan over all T x N x E numbers.
-Temporaries are those of each side's smallest program. fnet's time is that of the same program;
-baselines use their fastest one. The exponent is that of a line fitted to the logarithms of time
-and T.
+Temporaries are measured for each side's smallest program. fnet is timed with the same program,
+baselines with their fastest one. The exponent is the slope of a line fitted to the logarithms of
+time and T.
 
 The other tables measure value and gradients of layers by parameters and input, compared with
 causal attention of the same width, and the time of one more token after T.

@@ -156,9 +156,9 @@ def test_images_do_not_depend_on_each_other():
 def test_sampling_reads_the_context_that_training_updates():
     model, params, state = build_randomized()
     trained, updated = run(model, params, state, images(), **conditions(), train=True)
-    sampled, kept = run(model, params, state, images(), **conditions())
+    sampled, unchanged = run(model, params, state, images(), **conditions())
     chex.assert_trees_all_close(sampled, trained, atol=1e-6)
-    chex.assert_trees_all_equal(kept, state)
+    chex.assert_trees_all_equal(unchanged, state)
     before, after = (s["blocks"]["1"]["context"] for s in (state, updated))
     assert jnp.abs(after - before).max() > 1e-3
     afterwards, _ = run(model, params, updated, images(), **conditions())

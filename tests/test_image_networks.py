@@ -188,7 +188,7 @@ def test_aspp_matches_its_formula(pooling_size, float64):
     branches = [
         conv(x, p["map_convs"][str(i)]["kernel"], dilation=d) for i, d in enumerate((1, 1, 2))
     ]
-    whole = batch_norm(p["map_bn"], s["map_bn"], np.concatenate(branches, -1))
+    concatenated = batch_norm(p["map_bn"], s["map_bn"], np.concatenate(branches, -1))
     mean = np.broadcast_to(x.mean((1, 2), keepdims=True), x.shape)
     if pooling_size == (2, 3):
         inside = np.stack(
@@ -201,7 +201,7 @@ def test_aspp_matches_its_formula(pooling_size, float64):
         mean = np.pad(inside, ((0, 0), (0, 1), (1, 1), (0, 0)), mode="edge")
     pooled = conv(mean, p["global_pooling_conv"]["kernel"])
     pooled = batch_norm(p["global_pooling_bn"], s["global_pooling_bn"], pooled)
-    total = conv(whole, p["red_conv"]["kernel"])
+    total = conv(concatenated, p["red_conv"]["kernel"])
     total = total + conv(pooled, p["pool_red_conv"]["kernel"])
     chex.assert_trees_all_close(
         y, batch_norm(p["red_bn"], s["red_bn"], total), rtol=1e-9, atol=1e-9

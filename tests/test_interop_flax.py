@@ -120,7 +120,7 @@ def cross_entropy(logits, labels):
 
 
 def map_named(f, name, tree, *more):
-    """``tree`` with its leaves of that name, given those of ``more``, replaced by ``f`` of them."""
+    """Apply ``f`` to the leaves called ``name`` of ``tree`` and ``more``."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: f(*leaves) if f"'{name}'" in jax.tree_util.keystr(path) else leaves[0],
         tree,

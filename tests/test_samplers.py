@@ -105,9 +105,9 @@ def test_ddim_step_to_the_same_level_is_the_identity(angle, eta):
 @pytest.mark.parametrize(("name", "predicts"), list(zip(SCHEDULES, TARGETS, strict=True)))
 def test_ddim_recovers_the_example_from_the_true_noise_in_one_step(name, predicts):
     # Only timesteps with some signal; the next test has the others.
-    whole = schedules.get(name)
-    steps = int((whole.alpha > 0.2).sum())
-    schedule = Schedule(*(a[:steps] for a in whole))
+    full = schedules.get(name)
+    steps = int((full.alpha > 0.2).sum())
+    schedule = Schedule(*(a[:steps] for a in full))
     x0, eps = noise(4, 1), noise(4, 2)
     alpha, sigma = schedule.alpha[-1], schedule.sigma[-1]
     truth = target(predicts, x0, eps, alpha, sigma)

@@ -58,7 +58,7 @@ def denoising_losses(
     Raises:
       TypeError: if ``x0`` is not floating.
       ValueError: for an unknown target or weighting, ``gamma <= 0``, an invalid schedule, or a
-        prediction whose shape is not that of ``x0``.
+        prediction whose shape differs from ``x0``.
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp

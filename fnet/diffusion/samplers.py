@@ -105,7 +105,7 @@ def ddim(
     Raises:
       TypeError: if ``x`` is narrower than float32, or the schedule is traced.
       ValueError: if ``steps`` or ``eta`` is out of range, ``eta > 0`` without a key, for an unknown
-        target, ``clip <= 0``, an invalid schedule, or a prediction whose shape is not that of
+        target, ``clip <= 0``, an invalid schedule, or a prediction whose shape differs from
         ``x``. Also if the schedule has no signal at its last timestep and ``predicts`` is
         ``eps``, because x0 cannot be computed from eps then.
 

@@ -23,7 +23,7 @@ class InPlaceABN(nn.Module):
 
     The variables have the names of BatchNorm's, so its checkpoints load: params ``scale``
     and ``bias``, collection ``batch_stats`` with ``mean`` and ``var``, all [C].
-    The equations are those of `fnet.abn`. Differences to BatchNorm:
+    The equations are the same as for `fnet.abn`. Differences to BatchNorm:
 
     ========================= ==========================================================
     scale                     multiplies as ``|scale| + epsilon``: its sign is lost

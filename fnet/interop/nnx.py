@@ -26,7 +26,7 @@ class InPlaceABN(nnx.Module):
     The variables have the names of BatchNorm's, so its checkpoints load: `nnx.Param`
     ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].
     ``train()``, ``eval()`` and `nnx.view` set ``use_running_average`` as in BatchNorm. The
-    equations are those of `fnet.abn`. Differences to BatchNorm:
+    equations are the same as for `fnet.abn`. Differences to BatchNorm:
 
     ========================= ==========================================================
     scale                     multiplies as ``|scale| + epsilon``: its sign is lost

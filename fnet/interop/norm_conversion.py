@@ -19,7 +19,7 @@ def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict
         "batch" -> "abn":   m = max(|gamma|, eps);   s = gamma / m;   gamma' = m - eps
                             kernel' = s kernel;      running_mean' = s running_mean
 
-    The kernel is that of the convolution before the norm. The first conversion is exact. The
+    The kernel belongs to the convolution before the norm. The first conversion is exact. The
     second gives the same function in evaluation, up to rounding. In training it is the same where
     ``|gamma| >= eps``, because s is a sign there. Elsewhere training scales by at most eps instead
     of ``|gamma|``.

@@ -150,8 +150,8 @@ def pre_activation(
 
     He, Zhang, Ren, Sun, "Identity Mappings in Deep Residual Networks", ECCV 2016, in the layout
     of mapillary/inplace_abn: the first convolution has the stride. The shortcut is ``x``, or a
-    1x1 convolution of ``a`` if the size or the number of channels changes. Parameter names are
-    those of mapillary/inplace_abn.
+    1x1 convolution of ``a`` if the size or the number of channels changes. Parameter names
+    follow mapillary/inplace_abn.
 
     Args:
       n_in: input channels.

@@ -31,7 +31,7 @@ def preact_resnet(
       in_channels: image channels.
       widths: channels per stage.
       blocks_per_stage: residual blocks per stage.
-      stem_width: channels of the first convolution. None: those of the first stage.
+      stem_width: channels of the first convolution. None: as many as the first stage has.
       first_stride: stride of the first stage. With 2 the network is several times cheaper for
         its width.
       norm: as for `fnet.models.resnet`.
