@@ -26,7 +26,7 @@ RATE = 0.01
 """Default weight of the current batch in the moving average."""
 
 Passing = Literal["lagged", "current"]
-"""Which context a block reads: that of the previous step, or that updated in this step."""
+"""Which context a block reads: from before this step, or as updated in this step."""
 
 
 def apply_context(
@@ -102,7 +102,7 @@ def update_context(
 
     The mean is over examples. Entries that start in [-tanh(1), tanh(1)] stay there. Rows
     with a value that is not finite count as zeros. No gradient flows through the update. At
-    most about 2^20 correlations are materialized at a time, or those of one example.
+    most about 2^20 correlations, or one example's, are materialized at a time.
 
     Args:
       context: [D, D], float32 or float64, initially zeros. The update is computed in its

@@ -58,7 +58,7 @@ def embedding(vocab_size: int, width: int, *, dtype: DTypeLike = jnp.float32) ->
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"embedding: tokens must be integers, got {tokens.dtype}")
         rows = params["embedding"].at[as_int32(tokens)]
-        # On explicit mesh axes, a gather needs the sharding of its output: that of the tokens.
+        # On explicit mesh axes, a gather needs the sharding of its output, here the tokens'.
         sharding = jax.typeof(tokens).sharding
         spec = PartitionSpec(*sharding.spec, None)
         y = rows.get(

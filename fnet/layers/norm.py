@@ -55,7 +55,7 @@ def layer_norm(
     gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
 
     If this matters (pruned scales with biases, or small scales in bfloat16), omit the bias
-    and use that of the next dense layer: exact, at the same memory. Or write
+    and use the bias of the next dense layer: exact, at the same memory. Or write
     ``layer_norm(x, scale, None) + bias``: exact, and saves one more array.
 
     Args:
@@ -274,9 +274,9 @@ def _normalize_fwd(
 def _saved_output(y: Array, xhat: Array, s: Array) -> Array:
     """Return ``y``, with the derivative of ``xhat * s`` for fixed ``s`` and bias.
 
-    Only second derivatives use it. What is recovered from ``y`` does not depend on scale
-    and bias: their contributions would enter twice and cancel, and for a small ``s`` their
-    rounding errors would not.
+    Only second derivatives use it. The recovered ``xhat`` does not depend on scale and bias.
+    Their contributions would enter twice and cancel, but for a small ``s`` the rounding
+    errors of these contributions would not.
     """
     del xhat, s
     return y

@@ -17,8 +17,8 @@ def rotary(
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding". Each
     pair of features is rotated by an angle proportional to the position. Features i and
-    i + D / 2 form a pair, for i = 0 ... D / 2 - 1. This half-split convention is that of
-    GPT-NeoX and of the public Llama weights; the paper pairs neighboring features::
+    i + D / 2 form a pair, for i = 0 ... D / 2 - 1. GPT-NeoX and the public
+    Llama weights use this half-split convention; the paper pairs neighboring features::
 
         angle = position * base^(-2 i / D)
         y[i]         = x[i] cos(angle) - x[i + D / 2] sin(angle)

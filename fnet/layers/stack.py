@@ -232,7 +232,7 @@ def _block(
     key: Array | None,
     train: bool,
 ) -> tuple[Array, Array, Any]:
-    """Apply a block; return its output, that of its mixer, and the second value of ``mix``."""
+    """Apply a block; return its output, the mixer's output, and the second value of ``mix``."""
 
     def child(name: str, x: Array) -> Array:
         if name not in children:
