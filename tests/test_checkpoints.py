@@ -83,10 +83,10 @@ def lose(folder):
 def forge(folder):
     """Other values than those saved, in intact files."""
     path = next(p for p in (folder / "data").rglob("*") if b"checksums" in p.read_bytes())
-    found = json.loads(path.read_bytes())
+    result = json.loads(path.read_bytes())
     for read in ("params", "ema"):  # one is read to resume, the other to evaluate
-        found["checksums"][f"{read}.head.kernel"] ^= 1
-    path.write_text(json.dumps(found))
+        result["checksums"][f"{read}.head.kernel"] ^= 1
+    path.write_text(json.dumps(result))
 
 
 def lose_the_score(folder):
@@ -132,20 +132,20 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "output"),
     [
         (OSError(errno.EMFILE, "Too many open files"), "checkpoints/8, which is not changed: of"),
         (MemoryError("no room"), "out of memory: of"),
     ],
     ids=["no handle", "no memory"],
 )
-def test_does_not_take_a_machine_error_for_damage(error, said, run, monkeypatch, capsys):
+def test_does_not_take_a_machine_error_for_damage(error, output, run, monkeypatch, capsys):
     def read(*_):
         raise type(error)("of the library that reads") from error
 
     monkeypatch.setattr(Checkpoints, "_read", read)
     assert exit_code("train", "tiny.py", "--out", run, "--resume") == 1
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
     assert not list(run.glob("damaged_*"))
 
 

@@ -35,9 +35,9 @@ COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
 def test_help_lists_the_commands(words, code, capsys):
     assert exit_code(*words) == code
-    said = capsys.readouterr().out
-    assert said.startswith("usage: fnet COMMAND")
-    assert tuple(re.findall(r"^  fnet (\w+)", said, re.MULTILINE)) == COMMANDS
+    output = capsys.readouterr().out
+    assert output.startswith("usage: fnet COMMAND")
+    assert tuple(re.findall(r"^  fnet (\w+)", output, re.MULTILINE)) == COMMANDS
 
 
 OPTIONS = {
@@ -92,17 +92,17 @@ def test_every_field_has_one_line_of_help(kind):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "output"),
     [
         (KeyboardInterrupt(), 1, "fnet: interrupted\n"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "fnet: cannot write: [Errno 28]"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 2, "fnet: cannot access x: Perm"),
     ],
 )
-def test_prints_one_line_for_an_error_of_the_system(error, code, said, monkeypatch, capsys):
+def test_prints_one_line_for_an_error_of_the_system(error, code, output, monkeypatch, capsys):
     monkeypatch.setattr(cli, "_dispatch", Mock(side_effect=error))
     assert exit_code("train", "digits") == code
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(output)
 
 
 def test_raises_other_errors_of_the_system(monkeypatch):

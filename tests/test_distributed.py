@@ -23,7 +23,7 @@ def by_hand(port, processes, i):
 
 def by_slurm(port, processes, i):
     """Variables that srun sets; the port follows from the job id."""
-    said = {
+    variables = {
         "SLURM_JOB_ID": port % 4096,
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": processes,
@@ -31,35 +31,35 @@ def by_slurm(port, processes, i):
         "SLURM_LOCALID": i,
         "SLURM_STEP_NUM_NODES": 1,
     }
-    return ("--distributed",), said
+    return ("--distributed",), variables
 
 
 def by_open_mpi(port, processes, i):
     """Variables that mpirun sets."""
-    said = {
+    variables = {
         "OMPI_MCA_orte_hnp_uri": f"{port % 4096 * 4096}.0;tcp://127.0.0.1:34911",
         "OMPI_COMM_WORLD_SIZE": processes,
         "OMPI_COMM_WORLD_RANK": i,
         "OMPI_COMM_WORLD_LOCAL_RANK": i,
     }
-    return ("--distributed",), said
+    return ("--distributed",), variables
 
 
-def together(processes, *words, told=by_hand):
+def together(processes, *words, launcher=by_hand):
     """Train in several processes; return the output and exit code of each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    started = []
+    running = []
     for i in range(processes):
-        options, variables = told(port, processes, i)
+        options, variables = launcher(port, processes, i)
         own = {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
             **{name: str(value) for name, value in variables.items()},
         }
         command = [sys.executable, "-m", "train", "train", *map(str, words), *options]
-        started.append(
+        running.append(
             subprocess.Popen(
                 command,
                 stdout=subprocess.PIPE,
@@ -69,11 +69,11 @@ def together(processes, *words, told=by_hand):
             )
         )
     try:
-        said = [process.communicate(timeout=240)[0] for process in started]
+        output = [process.communicate(timeout=240)[0] for process in running]
     finally:
-        for process in started:
+        for process in running:
             process.kill()
-    return said, [process.returncode for process in started]
+    return output, [process.returncode for process in running]
 
 
 def losses(folder):
@@ -84,21 +84,21 @@ def losses(folder):
 def test_two_processes_train_as_one_and_one_process_resumes(workplace):
     words = "tiny.py", "--optim.schedule", "constant"
     fnet_command("train", *words, "--out", "alone")
-    said, codes = together(2, *words, "--mesh.fsdp", 2, "--train.steps", 6, "--out", "both")
-    assert codes == [0, 0], said
-    assert "step 6/6" in said[0]
-    assert "step" not in said[1]
+    output, codes = together(2, *words, "--mesh.fsdp", 2, "--train.steps", 6, "--out", "both")
+    assert codes == [0, 0], output
+    assert "step 6/6" in output[0]
+    assert "step" not in output[1]
     fnet_command("train", *words, "--out", "both", "--resume")
     # The first run also evaluated its last step.
     both, alone = losses(workplace / "both"), losses(workplace / "alone")
     assert both[:4] + both[-2:] == pytest.approx(alone[:4] + alone[-2:], rel=1e-5)
 
 
-@pytest.mark.parametrize("told", [by_slurm, by_open_mpi])
-def test_finds_processes_from_the_cluster_environment(told, workplace):
-    said, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "both", told=told)
-    assert codes == [0, 0], said
-    assert "step 8/8" in said[0]
+@pytest.mark.parametrize("launcher", [by_slurm, by_open_mpi])
+def test_finds_processes_from_the_cluster_environment(launcher, workplace):
+    output, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "both", launcher=launcher)
+    assert codes == [0, 0], output
+    assert "step 8/8" in output[0]
     fnet_command("train", "tiny.py", "--out", "alone")
     both, alone = losses(workplace / "both"), losses(workplace / "alone")
     assert both == pytest.approx(alone, rel=1e-4)
@@ -107,10 +107,10 @@ def test_finds_processes_from_the_cluster_environment(told, workplace):
 def test_a_mistake_found_by_the_first_process_ends_all(workplace):
     (workplace / "full").mkdir()
     (workplace / "full" / "mine.txt").write_text("")
-    said, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "full")
-    assert codes == [2, 2], said
-    assert "is not empty and holds no run" in said[0]
-    assert "the first process refused to begin" in said[1]
+    output, codes = together(2, "tiny.py", "--mesh.data", 2, "--out", "full")
+    assert codes == [2, 2], output
+    assert "is not empty and holds no run" in output[0]
+    assert "process 0 did not start the run" in output[1]
 
 
 def test_distributed_without_a_cluster_explains_the_flags(capsys):
@@ -127,12 +127,12 @@ def test_refuses_processes_without_coordinator():
 
 
 def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
-    others = {"several": lambda: True, "any_process": lambda flag: True}
+    others = {"has_other_processes": lambda: True, "any_process": lambda flag: True}
     here = SimpleNamespace(run_folder=distributed.run_folder, **others)
     monkeypatch.setattr(loop, "distributed", here)
     fnet_command("train", "tiny.py", "--out", "r")
-    said = capsys.readouterr().out
-    assert "another process was interrupted: saved after step 2 of 8" in said
+    output = capsys.readouterr().out
+    assert "another process was interrupted: saved after step 2 of 8" in output
 
 
 def test_refuses_a_coordinator_without_port():

@@ -60,8 +60,8 @@ def test_the_loss_of_mixup_weights_both_labels():
     first, second = (cross_entropies(logits, batch[name]) for name in ("label", "label_2"))
     expected = batch["mix"] * first + (1 - batch["mix"]) * second
     chex.assert_trees_all_close(losses, expected, rtol=1e-4)
-    found = np.asarray(logits.argmax(-1))
-    shares = [np.where(found == batch[name], 1.0, 0.0) for name in ("label", "label_2")]
+    result = np.asarray(logits.argmax(-1))
+    shares = [np.where(result == batch[name], 1.0, 0.0) for name in ("label", "label_2")]
     expected = batch["mix"] * shares[0] + (1 - batch["mix"]) * shares[1]
     chex.assert_trees_all_close(aux.metrics["accuracy"], np.float32(expected))
 
@@ -74,18 +74,18 @@ def test_averages_logits_over_crops(crops):
     )
     batch = next(evaluation_batches(task.dataset, 3))
     assert batch["image"].shape == (3, crops, 8, 8, 3)
-    found = jax.jit(task.measure)(*network, batch)
+    result = jax.jit(task.measure)(*network, batch)
     logits = [
         task.model.apply(*network, normalized(batch["image"][:, i]), train=False)[0]
         for i in range(crops)
     ]
     mean = sum(logits) / crops
     chex.assert_trees_all_close(
-        found.metrics["loss"], cross_entropies(mean, batch["label"]), rtol=1e-4
+        result.metrics["loss"], cross_entropies(mean, batch["label"]), rtol=1e-4
     )
-    chex.assert_trees_all_equal(found.confusion[1], mean.argmax(-1))
-    chex.assert_trees_all_close(found.probability, jax.nn.softmax(mean).max(-1), rtol=1e-5)
-    assert "top5" not in found.metrics  # there are three classes
+    chex.assert_trees_all_equal(result.confusion[1], mean.argmax(-1))
+    chex.assert_trees_all_close(result.probability, jax.nn.softmax(mean).max(-1), rtol=1e-5)
+    assert "top5" not in result.metrics  # there are three classes
 
 
 def test_top5_is_whether_the_label_is_among_the_five_most_probable():
@@ -93,13 +93,13 @@ def test_top5_is_whether_the_label_is_among_the_five_most_probable():
         Config(data=Synthetic(image_size=8, classes=9, examples=32), model=MODEL)
     )
     batch = next(evaluation_batches(task.dataset, 8))
-    found = jax.jit(task.measure)(*network, batch)
+    result = jax.jit(task.measure)(*network, batch)
     logits = np.asarray(task.model.apply(*network, jnp.asarray(batch["image"]), train=False)[0])
     ranks = [
         int((row > row[label]).sum()) for row, label in zip(logits, batch["label"], strict=True)
     ]
     assert {rank < 5 for rank in ranks} == {True, False}
-    assert found.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
+    assert result.metrics["top5"].tolist() == [float(rank < 5) for rank in ranks]
 
 
 def printed(capsys, *words):
@@ -110,42 +110,42 @@ def printed(capsys, *words):
 def test_eval_prints_and_writes_the_accuracy_of_each_class(run_of, capsys):
     run = run_of("colours")
     (run / "confusion.png").unlink()
-    shown = printed(capsys, run)
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["step"] == 20
-    assert found["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
-    assert [c["name"] for c in found["classes"]] == list(vision_cases.CLASSES)
-    assert all(c["examples"] == 5 for c in found["classes"])
+    output = printed(capsys, run)
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["step"] == 20
+    assert result["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
+    assert [c["name"] for c in result["classes"]] == list(vision_cases.CLASSES)
+    assert all(c["examples"] == 5 for c in result["classes"])
     # All classes have equally many examples.
-    mean = np.mean([c["accuracy"] for c in found["classes"]])
-    assert mean == pytest.approx(found["metrics"]["test/accuracy"])
+    mean = np.mean([c["accuracy"] for c in result["classes"]])
+    assert mean == pytest.approx(result["metrics"]["test/accuracy"])
     assert mean > 0.5
-    for c in found["classes"]:
-        assert f"accuracy of {c['name']}: {c['accuracy']:.4f} (5 examples)" in shown
+    for c in result["classes"]:
+        assert f"accuracy of {c['name']}: {c['accuracy']:.4f} (5 examples)" in output
     for name in ("confusion.png", "examples.png"):
         assert (run / name).read_bytes().startswith(b"\x89PNG")
-        assert str(run / name) in shown
+        assert str(run / name) in output
 
 
 def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
     run = run_of("halves")
-    shown = printed(capsys, run)
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
-    assert found["metrics"].keys() == {
+    output = printed(capsys, run)
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["metrics"] == json.loads((run / "summary.json").read_text())["metrics"]
+    assert result["metrics"].keys() == {
         f"test/{name}" for name in ("loss", "mean_iou", "pixel_accuracy", "class_accuracy")
     }
-    ious = [c["iou"] for c in found["classes"]]
-    assert np.mean(ious) == pytest.approx(found["metrics"]["test/mean_iou"])
+    ious = [c["iou"] for c in result["classes"]]
+    assert np.mean(ious) == pytest.approx(result["metrics"]["test/mean_iou"])
     assert np.mean(ious) > 0.6
     # The first row of each image and the padding are not counted.
     dataset = setup(RunFolder(run).read_config()).task.dataset
     masks = next(evaluation_batches(dataset, 3))["mask"]
     pixels = [int((masks == label).sum()) for label in range(3)]
-    assert [c["pixels"] for c in found["classes"]] == pixels
+    assert [c["pixels"] for c in result["classes"]] == pixels
     assert sum(pixels) < masks.size
-    for c in found["classes"]:
-        assert f"IoU of {c['name']}: {c['iou']:.4f} ({c['pixels']:,} pixels)" in shown
+    for c in result["classes"]:
+        assert f"IoU of {c['name']}: {c['iou']:.4f} ({c['pixels']:,} pixels)" in output
     assert (run / "examples.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -161,11 +161,11 @@ def test_options_do_not_change_the_run(recipe, words, given, run_of, capsys):
     run = run_of(recipe)
     config = (run / "config.json").read_bytes()
     printed(capsys, run, *words)
-    found = json.loads((run / "evaluation.json").read_text())
-    assert [v for v in found["options"].values() if v] == given
+    result = json.loads((run / "evaluation.json").read_text())
+    assert [v for v in result["options"].values() if v] == given
     trained = json.loads((run / "summary.json").read_text())["metrics"]
-    assert found["metrics"].keys() == trained.keys()
-    assert found["metrics"]["test/loss"] != trained["test/loss"]
+    assert result["metrics"].keys() == trained.keys()
+    assert result["metrics"]["test/loss"] != trained["test/loss"]
     assert config == (run / "config.json").read_bytes()
 
 
@@ -191,14 +191,14 @@ def test_prints_the_worst_of_many_classes():
     run = setup(Config(data=Synthetic(image_size=4, classes=50, examples=400), model=MODEL))
     matrix = np.diag(np.arange(50))  # the first class has no example
     matrix[:, 0] += 10
-    shown = shown_of(run, matrix, terminal=False)
-    assert "the 40 of 50 classes with the lowest accuracy:" in shown
-    assert shown.count("accuracy of ") == 40
-    assert "accuracy of 1: 0.0909 (11 examples)" in shown
-    assert "accuracy of 45:" not in shown
+    output = shown_of(run, matrix, terminal=False)
+    assert "the 40 of 50 classes with the lowest accuracy:" in output
+    assert output.count("accuracy of ") == 40
+    assert "accuracy of 1: 0.0909 (11 examples)" in output
+    assert "accuracy of 45:" not in output
     few = setup(Config(data=Synthetic(image_size=4, classes=2, examples=8), model=MODEL))
-    shown = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=False)
-    assert "accuracy of 0: 0.7500 (4 examples)\naccuracy of 1: - (0 examples)\n" in shown
+    output = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=False)
+    assert "accuracy of 0: 0.7500 (4 examples)\naccuracy of 1: - (0 examples)\n" in output
     table = shown_of(few, np.array([[3, 1], [0, 0]]), terminal=True)
     assert "75.00%" in table
     assert "┃" in table
@@ -211,11 +211,11 @@ def test_names_and_counts_unreadable_images(run_of, recipes, capsys):
         config.read_text().replace('"max_bad_fraction": 0.01', '"max_bad_fraction": 0.5')
     )
     (recipes / "colours" / "val" / "red" / "0.png").write_bytes(b"")
-    shown = printed(capsys, run)
-    assert "red/0.png: zero bytes" in shown
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["unreadable_files"] == 1
-    assert [c["examples"] for c in found["classes"]] == [5, 5, 4]
+    output = printed(capsys, run)
+    assert "red/0.png: zero bytes" in output
+    result = json.loads((run / "evaluation.json").read_text())
+    assert result["unreadable_files"] == 1
+    assert [c["examples"] for c in result["classes"]] == [5, 5, 4]
 
 
 @pytest.fixture
@@ -232,10 +232,10 @@ def evaluated(run_of):
 
 def test_examples_are_spread_over_the_test_set(evaluated):
     _, evaluate, state = evaluated("colours", 4)
-    shown = list(evaluate.predict(state, 6))
-    ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in shown])
+    output = list(evaluate.predict(state, 6))
+    ids = np.concatenate([s.batch["id"][s.batch["weight"] > 0] for s in output])
     assert ids.tolist() == [30, 32, 35, 38, 41, 44]  # 15 test images follow 30 training images
-    assert all(len(s.predictions) == len(s.probability) == 4 for s in shown)
+    assert all(len(s.predictions) == len(s.probability) == 4 for s in output)
     everything = list(evaluate.predict(state, 100))
     predictions = np.concatenate([s.predictions[s.batch["weight"] > 0] for s in everything])
     assert len(predictions) == 15
@@ -254,10 +254,10 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
         for s in evaluate.predict(state, 1000)
         for i in np.flatnonzero(s.batch["weight"])
     ]
-    drawn = {}
+    recorded = {}
 
     def classifications(images, words, right, title, path):
-        drawn.update(images=images, words=words, right=right, title=title)
+        recorded.update(images=images, words=words, right=right, title=title)
 
     monkeypatch.setattr(examples.plots, "classifications", classifications)
     monkeypatch.setattr(examples, "_NUM_CLASSIFIED", 12)
@@ -266,12 +266,14 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
     right = sorted((e for e in everything if e[0]), key=lambda e: e[1])
     assert 0 < len(wrong) < 12
     expected = (wrong + right)[:12]
-    assert drawn["right"] == [e[0] for e in expected]
-    shares = [words.split("\n")[0].split()[1] for words in drawn["words"]]
+    assert recorded["right"] == [e[0] for e in expected]
+    shares = [words.split("\n")[0].split()[1] for words in recorded["words"]]
     assert shares == [f"{e[1]:.0%}" for e in expected]
-    assert ["\nis " in words for words in drawn["words"]] == [not e[0] for e in expected]
-    np.testing.assert_array_equal(drawn["images"], [e[2] for e in expected])
-    assert drawn["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
+    assert ["\nis " in words for words in recorded["words"]] == [not e[0] for e in expected]
+    np.testing.assert_array_equal(recorded["images"], [e[2] for e in expected])
+    assert (
+        recorded["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
+    )
 
 
 def test_class_names_with_dollars_are_not_formulas(tmp_path):
@@ -291,8 +293,8 @@ def test_image_grid_puts_each_image_in_the_row_of_its_name(channels, tmp_path, m
     images = np.random.default_rng(0).uniform(size=(2, 3, 4, 5, channels)).astype(np.float32)
     plots.image_grid(images, ("a", "b"), "grid", tmp_path / "grid.png")
     (ax,) = figures[0].axes
-    drawn = np.asarray(ax.images[0].get_array()) / 255
-    assert drawn.shape == (2 * 6, 3 * 7, 3)
+    recorded = np.asarray(ax.images[0].get_array()) / 255
+    assert recorded.shape == (2 * 6, 3 * 7, 3)
     for i, (tick, label) in enumerate(zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)):
         rows = slice(round(tick - 1.5), round(tick + 1.5) + 1)  # the four pixels around the tick
         assert label.get_text() == "ab"[i]
@@ -300,18 +302,18 @@ def test_image_grid_puts_each_image_in_the_row_of_its_name(channels, tmp_path, m
             expected = images[i, j, ..., :3]
             if channels < 3:  # drawn dark on white
                 expected = np.repeat(1 - images[i, j].mean(-1, keepdims=True), 3, -1)
-            found = drawn[rows, 7 * j + 1 : 7 * j + 6]
-            np.testing.assert_allclose(found, expected, atol=1 / 255)
+            result = recorded[rows, 7 * j + 1 : 7 * j + 6]
+            np.testing.assert_allclose(result, expected, atol=1 / 255)
 
 
 def test_draws_no_examples_without_classes(evaluated, tmp_path):
     run, _, state = evaluated("colours", 4)
     task = run.task._replace(measure=lambda p, s, batch: BatchMetrics({"loss": batch["weight"]}))
     evaluate = Evaluator(task, 4, run.state_shapes)
-    found = evaluate(state)
-    assert found == ({"loss": 1.0}, None)
+    result = evaluate(state)
+    assert result == ({"loss": 1.0}, None)
     assert not examples.draw(run._replace(task=task), evaluate, state, tmp_path / "a.png")
-    assert shown_of(run, found.confusion, terminal=False) == "test/accuracy 0.5\n"
+    assert shown_of(run, result.confusion, terminal=False) == "test/accuracy 0.5\n"
 
 
 MISTAKES = [
@@ -370,9 +372,9 @@ def test_long_evaluations_do_not_overflow():
     )
     expected = evaluate(state)
     evaluate._counts_per_batch = 2**30  # as in a segmentation of many large images
-    found = evaluate(state)
-    np.testing.assert_array_equal(found.confusion, expected.confusion)
-    assert found.metrics == pytest.approx(expected.metrics)
+    result = evaluate(state)
+    np.testing.assert_array_equal(result.confusion, expected.confusion)
+    assert result.metrics == pytest.approx(expected.metrics)
 
 
 def test_training_skips_unreadable_files(recipes, capsys):

@@ -47,16 +47,23 @@ def microbatches(n):
 
 
 def test_reports_memory_without_training(workplace, capsys):
-    fnet_command("memory", "tiny.py", "--out", "told")
+    fnet_command("memory", "tiny.py", "--out", "out")
     printed = capsys.readouterr().out
     for word in ("parameters", "arguments", "aliased", "peak", "Residuals", "segments"):
         assert word in printed
     assert "stage0/block0" in printed
-    told = json.loads((workplace / "told" / "memory.json").read_text())
-    assert {"residuals", "plan", "peak", "donation", "largest_at_peak", "live_bytes"} <= told.keys()
-    assert max(told["live_bytes"]) <= told["peak"]["total"]
-    assert (workplace / "told" / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "told"}
+    recorded = json.loads((workplace / "out" / "memory.json").read_text())
+    assert {
+        "residuals",
+        "plan",
+        "peak",
+        "donation",
+        "largest_at_peak",
+        "live_bytes",
+    } <= recorded.keys()
+    assert max(recorded["live_bytes"]) <= recorded["peak"]["total"]
+    assert (workplace / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in workplace.iterdir()} == {"tiny.py", "deep.py", "out"}
 
 
 @pytest.mark.slow
@@ -69,15 +76,18 @@ def test_plans_within_a_budget(workplace, capsys):
     printed = capsys.readouterr().out
     assert "too large" in printed
     assert "largest batch size" in printed
-    told = json.loads((workplace / "tight" / "memory.json").read_text())
-    assert told["plan"]["budget"] == budget
-    assert told["peak"]["total"] + 1000 <= budget
-    assert told["peak"]["total"] == told["plan"]["chosen"]["peak"]["total"]
+    recorded = json.loads((workplace / "tight" / "memory.json").read_text())
+    assert recorded["plan"]["budget"] == budget
+    assert recorded["peak"]["total"] + 1000 <= budget
+    assert recorded["peak"]["total"] == recorded["plan"]["chosen"]["peak"]["total"]
 
     fnet_command("train", "deep.py", "--memory.budget", f"{budget}B", "--out", "run")
     summary = json.loads((workplace / "run" / "summary.json").read_text())
     assert summary["budget_bytes"] == budget
-    assert (summary["policy"], summary["microbatches"]) == (told["policy"], told["microbatches"])
+    assert (summary["policy"], summary["microbatches"]) == (
+        recorded["policy"],
+        recorded["microbatches"],
+    )
     assert summary["peak_bytes_predicted"] <= budget
     assert (workplace / "run" / "memory.png").exists()
 
@@ -87,8 +97,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
     size = int(printed.split("largest batch size that fits: ")[1].split()[0])
-    told = json.loads((workplace / "auto" / "memory.json").read_text())
-    assert told["peak"]["total"] + 1000 <= 1_000_000
+    recorded = json.loads((workplace / "auto" / "memory.json").read_text())
+    assert recorded["peak"]["total"] + 1000 <= 1_000_000
     larger = "--budget", "1MB", "--batch-size", int(size * 1.05) + 1, "--out", "more"
     assert exit_code("memory", "deep.py", *larger, *microbatches(1)) == 2
     assert "no policy fits a budget of 976.56 KiB: the lowest peak is" in capsys.readouterr().err
@@ -137,8 +147,8 @@ def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     here = Target("here", jax.local_devices()[0], 1_000_000, options)
     monkeypatch.setattr("train.commands.memory._target", lambda given: here)
     fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
-    found = json.loads((workplace / "auto" / "memory.json").read_text())
-    assert found["peak"]["total"] <= 1_000_000
+    result = json.loads((workplace / "auto" / "memory.json").read_text())
+    assert result["peak"]["total"] <= 1_000_000
 
 
 @pytest.mark.parametrize("width", [80, 60])
@@ -160,6 +170,6 @@ def test_accepts_a_chosen_policy_that_saves_little(monkeypatch):
     monkeypatch.setattr(planning.memory, "check_remat", refuse)
     config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
     run = setup(config)
-    found = planning.plan(run)
-    other = next(c for c in found.candidates if c.policy != "none")
-    assert planning.compile_chosen(run, found._replace(chosen=other)).remat is None
+    result = planning.plan(run)
+    other = next(c for c in result.candidates if c.policy != "none")
+    assert planning.compile_chosen(run, result._replace(chosen=other)).remat is None

@@ -42,8 +42,8 @@ def trained(run, steps=3):
     state, batches = run.compile_init()(jax.random.key(0)), run.training_batches()
     metrics = []
     for _ in range(steps):
-        state, found = planned.executable(state, next(batches))
-        metrics.append(jax.tree.map(np.asarray, found))
+        state, result = planned.executable(state, next(batches))
+        metrics.append(jax.tree.map(np.asarray, result))
     return planned, state, metrics
 
 
@@ -70,9 +70,9 @@ def test_microbatches_and_clipping_do_not_depend_on_devices():
             CONFIG, grad=grad, model=Mlp(hidden=(32,)), optim=Optim(learning_rate=0.05)
         )
         expected = trained(on(Mesh(), config))
-        found = trained(on(Mesh(data=2, fsdp=2), config))
-        chex.assert_trees_all_close(found[2], expected[2], rtol=1e-5, atol=1e-5)
-        chex.assert_trees_all_close(arrays(found[1]), arrays(expected[1]), rtol=1e-5, atol=1e-6)
+        result = trained(on(Mesh(data=2, fsdp=2), config))
+        chex.assert_trees_all_close(result[2], expected[2], rtol=1e-5, atol=1e-5)
+        chex.assert_trees_all_close(arrays(result[1]), arrays(expected[1]), rtol=1e-5, atol=1e-6)
 
 
 def test_each_device_holds_its_shard():
@@ -96,15 +96,15 @@ def test_each_device_holds_its_shard():
 
 def test_evaluation_does_not_depend_on_devices(alone):
     runs = [on(Mesh()), on(Mesh(data=4))]
-    found = []
+    result = []
     for run in runs:
         evaluate = run.compile_evaluation(
             UnreadableFiles(run.task.dataset, print), run.config.data.batch_size
         )
         state = jax.device_put(alone[1], jax.tree.map(lambda a: a.sharding, run.state_shapes))
-        found.append(evaluate(state))
-    chex.assert_trees_all_close(found[1].metrics, found[0].metrics, rtol=1e-5)
-    np.testing.assert_array_equal(found[1].confusion, found[0].confusion)
+        result.append(evaluate(state))
+    chex.assert_trees_all_close(result[1].metrics, result[0].metrics, rtol=1e-5)
+    np.testing.assert_array_equal(result[1].confusion, result[0].confusion)
 
 
 def test_resumes_on_other_devices(workplace):
@@ -138,9 +138,9 @@ def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     (way,) = plan(run).candidates[:1]
 
     room = 2 * way.peak.total
-    found = largest_batch(run, way, room, progress=tried.__setitem__)
+    result = largest_batch(run, way, room, progress=tried.__setitem__)
     assert all(n % 2 == 0 for n in tried)
-    assert tried[found] <= room < tried[found + 2]
+    assert tried[result] <= room < tried[result + 2]
     assert largest_batch(run, way, 1) is None
 
 

@@ -54,24 +54,24 @@ def evaluated(run):
 
 def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
     run = run_of("colours")
-    shown = printed(capsys, run, "colours/val", "--top-k", 2)
-    found = json.loads((run / "predictions" / "predictions.json").read_text())
-    assert found["step"] == 20
-    assert found["unreadable"] == []
+    output = printed(capsys, run, "colours/val", "--top-k", 2)
+    result = json.loads((run / "predictions" / "predictions.json").read_text())
+    assert result["step"] == 20
+    assert result["unreadable"] == []
     # Files are sorted as in the dataset, by class and name.
     batch, measured, _ = evaluated(run)
-    paths = [p["image"] for p in found["predictions"]]
+    paths = [p["image"] for p in result["predictions"]]
     assert paths == sorted(str(p.relative_to(recipes)) for p in recipes.glob("colours/val/*/*.png"))
-    first = [p["labels"][0] for p in found["predictions"]]
+    first = [p["labels"][0] for p in result["predictions"]]
     predictions = np.asarray(measured.confusion[1])
     assert [label["label"] for label in first] == [vision_cases.CLASSES[i] for i in predictions]
     probabilities = np.array([label["probability"] for label in first])
     chex.assert_trees_all_close(probabilities, np.float64(measured.probability), rtol=1e-4)
     assert len(batch["id"]) == len(paths) == 15
-    for p in found["predictions"]:
+    for p in result["predictions"]:
         likelier, other = (label["probability"] for label in p["labels"])
         assert 1 >= likelier >= other >= 0
-    lines = shown.splitlines()
+    lines = output.splitlines()
     assert len(lines) == 16
     label = first[0]
     assert lines[0].startswith(f"{paths[0]}  {label['label']} {label['probability']:.2%}  ")
@@ -81,8 +81,8 @@ def test_predicts_the_same_labels_as_evaluation(run_of, recipes, capsys):
 def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
     run = run_of("colours")
     before = {p: p.read_bytes() for p in recipes.rglob("*") if p.is_file()}
-    found = json.loads(printed(capsys, run, "colours/val/red/0.png", "--json"))
-    (prediction,) = found["predictions"]
+    result = json.loads(printed(capsys, run, "colours/val/red/0.png", "--json"))
+    (prediction,) = result["predictions"]
     assert prediction.keys() == {"image", "labels"}
     assert prediction["labels"][0]["label"] == "red"
     assert sum(label["probability"] for label in prediction["labels"]) == pytest.approx(1)
@@ -91,10 +91,10 @@ def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
 
 def test_prints_a_table_on_a_terminal(run_of):
     folder = RunFolder(run_of("colours"))
-    asked = PredictArguments(top_k=2, out="out")
-    found = predict(folder, folder.read_config(), ["colours/val/red/0.png"], asked)
+    options = PredictArguments(top_k=2, out="out")
+    result = predict(folder, folder.read_config(), ["colours/val/red/0.png"], options)
     text = io.StringIO()
-    print_predictions(found, Console(file=text, force_terminal=True, width=80))
+    print_predictions(result, Console(file=text, force_terminal=True, width=80))
     text = text.getvalue()
     assert "┃" in text
     assert text.count("%") == 2
@@ -105,10 +105,10 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     config = RunFolder(run).read_config()
     names = [f"{i:02}" for i in range(15)]
     given = [f"halves/images/{name}.png" for name in names]
-    shown = printed(capsys, run, *given, "--out", "out")
-    found = json.loads((recipes / "out" / "predictions.json").read_text())
+    output = printed(capsys, run, *given, "--out", "out")
+    result = json.loads((recipes / "out" / "predictions.json").read_text())
     right = []
-    for name, p in zip(names, found["predictions"], strict=True):
+    for name, p in zip(names, result["predictions"], strict=True):
         assert p["mask"] == f"out/{name}.png.mask.png"
         assert p["overlay"] == f"out/{name}.png.overlay.png"
         image = Image.open(recipes / p["image"])
@@ -133,7 +133,7 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
         assert np.abs(painted - mixed).max() <= 0.5
     assert config.data.image_size == 16  # smaller than the masks
     assert np.mean(right) > 0.8
-    assert f"{given[0]}  " in shown
+    assert f"{given[0]}  " in output
 
 
 def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
@@ -142,8 +142,8 @@ def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
     for i, (image, labels) in enumerate(zip(batch["image"], measured.confusion[1], strict=True)):
         Image.fromarray(image).save(recipes / f"{i}.png")
         fnet_command("predict", run, f"{i}.png", "--out", "out", "--json")
-        found = np.asarray(Image.open(recipes / "out" / f"{i}.png.mask.png"))
-        np.testing.assert_array_equal(found, labels)
+        result = np.asarray(Image.open(recipes / "out" / f"{i}.png.mask.png"))
+        np.testing.assert_array_equal(result, labels)
 
 
 def test_masks_exclude_the_padding_of_an_image():
@@ -177,9 +177,9 @@ def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):
     prepared = np.stack([Preprocessor(load("digits.py"))(f"{i}.png").image for i in range(5)])
     chex.assert_type(prepared, np.float32)
     chex.assert_trees_all_close(prepared, some, atol=1 / 255)
-    shown = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
-    assert len(shown.splitlines()) == 6
-    assert all(line.split()[1] in dataset.classes for line in shown.splitlines()[:5])
+    output = printed(capsys, run, *(f"{i}.png" for i in range(5)), "--top-k", 1)
+    assert len(output.splitlines()) == 6
+    assert all(line.split()[1] in dataset.classes for line in output.splitlines()[:5])
 
 
 @pytest.mark.parametrize(("crops", "border"), [(1, 0), (2, 0), (10, 0), (10, 2)])
@@ -190,8 +190,8 @@ def test_prepares_images_like_test_images(crops, border, recipes):
     prepare = Preprocessor(config)
     assert prepare.shape == (7, 7, 3)
     files = sorted(recipes.glob("colours/val/*/*.png"))
-    found = np.stack([prepare(str(path)).image for path in files])
-    np.testing.assert_array_equal(found, batch["image"])
+    result = np.stack([prepare(str(path)).image for path in files])
+    np.testing.assert_array_equal(result, batch["image"])
 
 
 def test_prepares_images_like_test_images_with_masks(recipes):
@@ -199,10 +199,10 @@ def test_prepares_images_like_test_images_with_masks(recipes):
     dataset = build(config).dataset
     batch = next(evaluation_batches(dataset, 3))
     prepare = Preprocessor(config)
-    found = {path: prepare(str(path)) for path in recipes.glob("halves/images/*.png")}
+    result = {path: prepare(str(path)) for path in recipes.glob("halves/images/*.png")}
     for image in batch["image"]:
-        assert any(np.array_equal(image, prepared.image) for prepared in found.values())
-    for path, prepared in found.items():
+        assert any(np.array_equal(image, prepared.image) for prepared in result.values())
+    for path, prepared in result.items():
         assert prepared.size == Image.open(path).size
         assert max(prepared.part) == 16
 
@@ -214,11 +214,11 @@ def test_reports_unreadable_images_and_predicts_the_others(run_of, recipes, caps
     shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / "new" / "b.png")
     (recipes / "new" / "c.jpg").write_bytes(b"")
     assert exit_code("predict", run, "new", "--json") == 2
-    shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert [p["image"] for p in found["predictions"]] == ["new/b.png"]
-    assert [p["image"] for p in found["unreadable"]] == ["new/a.png", "new/c.jpg"]
-    lines = shown.err.splitlines()
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert [p["image"] for p in result["predictions"]] == ["new/b.png"]
+    assert [p["image"] for p in result["unreadable"]] == ["new/a.png", "new/c.jpg"]
+    lines = output.err.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("fnet: cannot read new/a.png: ")
     assert lines[1] == "fnet: cannot read new/c.jpg: zero bytes"
@@ -299,8 +299,8 @@ def test_reports_a_folder_that_cannot_be_written(run_of, capsys):
 def test_help_explains_the_command(words, begun, capsys):
     begun("colours")
     assert exit_code("predict", *words) == (0 if words else 2)
-    shown = capsys.readouterr()
-    assert "fnet predict" in shown.out + shown.err
+    output = capsys.readouterr()
+    assert "fnet predict" in output.out + output.err
 
 
 def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
@@ -309,9 +309,9 @@ def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
     shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / name)
     assert "caf\ufffd.png  red " in printed(capsys, run, name)
     config = RunFolder(run).read_config()
-    found = predict(RunFolder(run), config, [name], PredictArguments())
+    result = predict(RunFolder(run), config, [name], PredictArguments())
     text = io.StringIO()
-    print_predictions(found, Console(file=text, force_terminal=True, width=100))
+    print_predictions(result, Console(file=text, force_terminal=True, width=100))
     assert "caf\ufffd.png" in text.getvalue()
 
 

@@ -179,9 +179,9 @@ def test_evaluates_batches_smaller_than_the_number_of_devices(private):
     parts = "--data.batch-size", 8, "--grad.microbatches", 4, "--mesh.data", 4
     fnet_command("train", "private.py", *parts, "--train.steps", 2, "--out", "four")
     fnet_command("eval", "four")
-    found = json.loads((private / "four" / "evaluation.json").read_text())["metrics"]
+    result = json.loads((private / "four" / "evaluation.json").read_text())["metrics"]
     there = json.loads((private / "four" / "summary.json").read_text())["metrics"]
-    assert found == pytest.approx(there, rel=1e-5)
+    assert result == pytest.approx(there, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -189,10 +189,10 @@ def test_trains_again_from_the_config_of_a_run(workplace, finished_run):
 def test_configs_lists_each_recipe_with_its_first_line(capsys):
     fnet_command("configs")
     lines = capsys.readouterr().out.splitlines()
-    told = dict(line.split(maxsplit=1) for line in lines)
-    assert told == recipes.recipes()
-    assert told.keys() >= {"digits", "digits_mlp"}
-    assert all(len(line.split()) > 3 for line in told.values())
+    recorded = dict(line.split(maxsplit=1) for line in lines)
+    assert recorded == recipes.recipes()
+    assert recorded.keys() >= {"digits", "digits_mlp"}
+    assert all(len(line.split()) > 3 for line in recorded.values())
 
 
 @pytest.mark.slow
@@ -361,10 +361,10 @@ def test_ends_without_traceback_if_nobody_reads_the_output(words):
 
 def test_prints_to_limited_or_closed_outputs(workplace, monkeypatch):
     (workplace / "tiny.py").rename(workplace / "größe.py")
-    shown = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr("sys.stdout", shown)
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", output)
     assert exit_code("train", "größe.py", "--help") == 0
-    assert b"gr??e.py" in shown.buffer.getvalue()
+    assert b"gr??e.py" in output.buffer.getvalue()
     monkeypatch.setattr("sys.stdout", None)  # closed, as by >&-
     fnet_command("configs")
 

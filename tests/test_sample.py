@@ -104,8 +104,8 @@ def test_greedy_text_does_not_depend_on_the_seed(run_of, capsys):
 
 def test_text_is_streamed(run_of, capsys):
     folder = RunFolder(run_of("text"))
-    asked = TextArguments(prompt="to be", length=40)
-    pieces = generate_text(folder, folder.read_config(), asked)
+    options = TextArguments(prompt="to be", length=40)
+    pieces = generate_text(folder, folder.read_config(), options)
     assert next(pieces) == "to be"
     later = list(pieces)
     assert len(later) >= 3
@@ -215,14 +215,14 @@ def test_sampling_images_loads_the_data_once(run_of, monkeypatch):
 def test_the_same_seed_gives_the_same_images(sampler, run_of, recipes):
     run_of("images")
 
-    def drawn(seed):
+    def recorded(seed):
         words = ("--labels", 3, "--count", 1, "--sampler", sampler, "--steps", 3)
         fnet_command("sample", "images", *words, "--seed", seed, "--out", "a.png")
         return pictures.imread(recipes / "a.png")
 
-    first = drawn(0)
-    np.testing.assert_array_equal(drawn(0), first)
-    assert not np.array_equal(drawn(1), first)
+    first = recorded(0)
+    np.testing.assert_array_equal(recorded(0), first)
+    assert not np.array_equal(recorded(1), first)
 
 
 def test_samples_images_from_a_run_on_an_image_folder(recipes, capsys):
@@ -241,9 +241,9 @@ def test_help_of_a_run_lists_its_options(run_of, capsys):
     run_of("images")
     for run, options in (("text", TextArguments), ("images", ImageArguments)):
         assert exit_code("sample", run, "--help") == 0
-        shown = capsys.readouterr().out
+        output = capsys.readouterr().out
         names = options.__dataclass_fields__
-        assert all(f"--{name.replace('_', '-')}" in shown for name in names)
+        assert all(f"--{name.replace('_', '-')}" in output for name in names)
 
 
 def words_of(value):

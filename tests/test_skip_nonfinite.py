@@ -144,9 +144,11 @@ def test_skips_steps_with_bad_examples_and_reports_them(workplace, with_nan_imag
     assert all(5 in line["rows"] and "5" in line["examples"] for line in bad)
     assert all(line["origin"] == "batch['image'] has nan" for line in bad)
     assert f"skipped step {bad[0]['step']}: loss nan" in printed
-    told = [line for line in lines(workplace / "r" / "metrics.jsonl") if "train/skipped" in line]
-    assert sum(line["train/skipped"] for line in told) == 2
-    assert all(np.isfinite(line["train/loss"]) for line in told)
+    recorded = [
+        line for line in lines(workplace / "r" / "metrics.jsonl") if "train/skipped" in line
+    ]
+    assert sum(line["train/skipped"] for line in recorded) == 2
+    assert all(np.isfinite(line["train/loss"]) for line in recorded)
 
 
 @pytest.mark.slow
@@ -210,14 +212,14 @@ def test_a_good_step_resets_the_count_of_consecutive_skips(tmp_path, monkeypatch
     run = types.SimpleNamespace(
         config=types.SimpleNamespace(nonfinite=section), task=types.SimpleNamespace(dataset=dataset)
     )
-    said = []
-    guard = SkippedSteps(run, tmp_path / "bad_steps.jsonl", said.append)
+    output = []
+    guard = SkippedSteps(run, tmp_path / "bad_steps.jsonl", output.append)
     for step, skipped in enumerate([1, 1, 0, 1, 1, 0], 1):
         nan = {"skipped": np.float32(skipped), "loss": np.nan, "grad_norm": np.nan}
         guard.add(step, {"row": np.arange(2)}, nan)
         guard.check(None, wait=True)
     assert guard.consecutive == 0
-    assert [words.split(":")[0] for words in said] == [
+    assert [words.split(":")[0] for words in output] == [
         "skipped step 1",
         "skipped step 4",
     ]  # the first of each

@@ -32,19 +32,19 @@ def test_tensorboard_has_each_line_once_after_a_resume(workplace):
     words = "train", "tiny.py", "--tracking.tensorboard", "--out", "r"
     fnet_command(*words, "--train.steps", 4)
     fnet_command(*words, "--train.steps", 8, "--resume")
-    found = {}
+    result = {}
     for path in sorted((workplace / "r" / "tensorboard").glob("events*")):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
             event = Event.FromString(data[12 : 12 + length])
-            found |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+            result |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
             data = data[16 + length :]
     lines = map(json.loads, (workplace / "r" / "metrics.jsonl").read_text().splitlines())
     expected = {(k, line["step"]): v for line in lines for k, v in line.items() if k != "step"}
-    assert found.keys() == expected.keys()
-    np.testing.assert_allclose([found[k] for k in expected], list(expected.values()), rtol=1e-6)
+    assert result.keys() == expected.keys()
+    np.testing.assert_allclose([result[k] for k in expected], list(expected.values()), rtol=1e-6)
 
 
 @pytest.mark.parametrize("start", [0, 4])
@@ -65,20 +65,20 @@ def test_tensorboard_drops_later_steps_of_a_killed_run(start, tmp_path, monkeypa
 @pytest.fixture
 def wandb(monkeypatch):
     """Record the calls of a fake wandb: options of runs, logged steps and exit codes."""
-    told = SimpleNamespace(begun=[], logged=[], ended=[])
+    recorded = SimpleNamespace(begun=[], logged=[], ended=[])
 
     def init(**options):  # the module has no util.generate_id any more
         folder = Path(options["dir"])
         folder /= ".wandb" if (folder / ".wandb").exists() else "wandb"
         folder.mkdir(exist_ok=True)
-        told.begun.append(options)
+        recorded.begun.append(options)
         return SimpleNamespace(
-            log=lambda line, step: told.logged.append(step),
-            finish=lambda exit_code: told.ended.append((len(told.logged), exit_code)),
+            log=lambda line, step: recorded.logged.append(step),
+            finish=lambda exit_code: recorded.ended.append((len(recorded.logged), exit_code)),
         )
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    return told
+    return recorded
 
 
 def test_wandb_continues_the_same_run(workplace, wandb):
@@ -140,43 +140,46 @@ def test_profiles_the_given_number_of_steps(workplace, capsys):
 def test_reports_the_number_of_profiled_steps(last, words, tmp_path, monkeypatch):
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
-    said = []
-    with contextlib.closing(Profile(3, tmp_path, 0, said.append)) as profile:
+    output = []
+    with contextlib.closing(Profile(3, tmp_path, 0, output.append)) as profile:
         for step in range(1, last + 1):
             with profile.step(step, None):
                 pass
-    (line,) = said
+    (line,) = output
     assert line.startswith(words)
 
 
 def test_logs_nothing_without_a_profile(tmp_path):
-    said = []
-    with contextlib.closing(Profile(0, tmp_path, 0, said.append)) as profile, profile.step(1, None):
+    output = []
+    with (
+        contextlib.closing(Profile(0, tmp_path, 0, output.append)) as profile,
+        profile.step(1, None),
+    ):
         pass
-    assert not said
+    assert not output
 
 
 def test_prints_lines_without_markup():
-    shown = io.StringIO()
-    line_printer(Console(file=shown, force_terminal=True, width=20))(
+    output = io.StringIO()
+    line_printer(Console(file=output, force_terminal=True, width=20))(
         "runs/a:100:b [bold] 3.14 " * 2
     )
-    assert shown.getvalue() == "runs/a:100:b [bold] 3.14 " * 2 + "\n"
+    assert output.getvalue() == "runs/a:100:b [bold] 3.14 " * 2 + "\n"
 
 
 def test_reports_why_a_step_is_compiled_again():
     run = setup(Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,))))
-    said = []
-    step = StepCache(run, compile_step(run), said.append)
+    output = []
+    step = StepCache(run, compile_step(run), output.append)
     state = run.init(jax.random.key(0))
     batch = next(run.training_batches())
     state, _ = step(state, batch)
-    assert not said
+    assert not output
     half = {name: a[:4] for name, a in batch.items()}
     state, _ = step(state, half)
     state, _ = step(state, half)
     assert step.num_programs == 2
-    (words,) = said
+    (words,) = output
     assert words.startswith("compiled again in ")
     assert "batch['image'] was float32[8, 8, 8, 1], is float32[4, 8, 8, 1]" in words
     assert "batch['label'] was int32[8], is int32[4]" in words

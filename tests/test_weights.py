@@ -92,10 +92,10 @@ def printed(capsys, *words):
 
 def test_exporting_and_importing_keeps_the_metrics(trained, place, capsys):
     assert printed(capsys, "export", "trained").strip() == "trained/weights.safetensors"
-    shown = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
+    output = printed(capsys, "import", "tiny.py", "trained/weights.safetensors", "--out", "new")
     assert (
         "wrote new at step 0; evaluate it with fnet eval new, train it with fnet train new --resume"
-        in shown
+        in output
     )
     before, after = printed(capsys, "eval", "trained"), printed(capsys, "eval", "new")
     assert "new after step 0" in after
@@ -123,9 +123,9 @@ def test_training_from_imported_weights_equals_training_from_the_same_initial_va
 def test_exported_metadata_describe_the_network(trained, capsys):
     path = printed(capsys, "export", "trained", "--out", "w.safetensors").strip()
     with safe_open(path, framework="numpy") as file:
-        told = file.metadata()
+        recorded = file.metadata()
     expected = {"format": "pt", "network": "preact_resnet", "norm": "abn", "names": "reference", "activation": "leaky_relu", "activation_param": "0.01"}  # fmt: skip
-    assert {name: told[name] for name in expected} == expected
+    assert {name: recorded[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     arrays = state_dict("resnet.py", names=names)
     save_file(arrays, "given.safetensors", {"format": "pt"})
     in_place = ("--trained-with", "abn")
-    shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
-    assert f"weights with {names} names" in shown
+    output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
+    assert f"weights with {names} names" in output
     fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
@@ -145,9 +145,9 @@ def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     arrays = state_dict("resnet.py")
     left = "[/b].num_batches_tracked"  # not markup of rich
     save_file(arrays | {left: np.zeros(1)}, "given.safetensors")
-    shown = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
-    assert "mod1.bn1.bias -> bn1.beta" in shown
-    assert left in shown
+    output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
+    assert "mod1.bn1.bias -> bn1.beta" in output
+    assert left in output
     report = json.loads((place / "r" / "import.json").read_text())
     assert report["file"] == "given.safetensors"
     assert report["names"] == "reference"
@@ -324,9 +324,9 @@ def test_imports_a_torch_checkpoint(zipped, torch):
     torch.save(checkpoint, "given.pth.tar", _use_new_zipfile_serialization=zipped)
     fnet_command("import", "tiny.py", "given.pth.tar", "--out", "r")
     fnet_command("export", "r")
-    found = load_file("r/weights.safetensors")
+    result = load_file("r/weights.safetensors")
     arrays["abn.bias"] = tensors["module.abn.bias"].float().numpy()
-    chex.assert_trees_all_equal(found, arrays)
+    chex.assert_trees_all_equal(result, arrays)
 
 
 def test_refuses_a_checkpoint_with_code_without_running_it(torch, place, capsys):
