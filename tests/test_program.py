@@ -417,3 +417,21 @@ def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
     monkeypatch.setattr(RunFolder, "create", refuse)
     assert exit_code("train", "tiny.py", "--out", "new") == 2
     assert not (workplace / "new").exists()
+
+
+@pytest.mark.parametrize("policy", ["keep", "auto"])
+def test_evaluates_and_resumes_a_run_of_an_earlier_version(policy, finished_run, capsys):
+    path = finished_run / "config.json"
+    config = json.loads(path.read_text())
+    del config["fnet_version"]
+    skip = config.pop("nonfinite")
+    config["guard"] = {"skip": skip["skip"], "max_bad_steps": skip["max_skipped"]}
+    config["memory"]["policy"] = policy
+    data = config["data"]
+    data["test_share"] = data.pop("test_fraction")
+    path.write_text(json.dumps(config))
+    capsys.readouterr()
+    fnet_command("eval", "finished_run")
+    assert "after step 8" in capsys.readouterr().out
+    fnet_command("train", "finished_run", "--resume")
+    assert "resumed after step 8 of 8" in capsys.readouterr().out
