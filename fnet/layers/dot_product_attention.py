@@ -1,4 +1,4 @@
-"""Attention in chunks of queries, so that the scores of one chunk exist at a time."""
+"""Memory-efficient attention in chunks of queries, or cuDNN's flash attention on GPUs."""
 
 import functools
 import itertools

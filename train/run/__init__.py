@@ -1,1 +1,1 @@
-"""One training run: set-up, loop, devices, checkpoints, evaluation, privacy accounting."""
+"""One training run: setup, loop, devices, checkpoints, evaluation, privacy accounting."""

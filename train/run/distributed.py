@@ -1,4 +1,4 @@
-"""Several processes, on one machine or many, that train one network."""
+"""Distributed training: several processes, on one machine or many (multi-host)."""
 
 import contextlib
 import re

@@ -1,4 +1,4 @@
-"""Metrics of a trained network on test examples."""
+"""Evaluate a trained network on test examples."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""Devices that train together, and the sharding of arrays over them."""
+"""Data parallelism and FSDP: the device mesh, and the sharding of state and batches over it."""
 
 import contextlib
 import dataclasses

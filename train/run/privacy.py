@@ -1,4 +1,4 @@
-"""Differentially private training: noise for a target epsilon, and epsilon spent so far.
+"""Privacy accounting of DP-SGD: the noise for a target epsilon, and the epsilon spent so far.
 
 All privacy accounting is done by dp_accounting, an optional dependency.
 """

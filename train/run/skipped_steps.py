@@ -1,4 +1,4 @@
-"""Skipped steps: recorded, traced to a layer, limited in number."""
+"""Steps skipped because of a NaN or infinity: recorded, traced to a layer, limited in number."""
 
 import json
 from collections import deque
