@@ -27,20 +27,20 @@ def save(x: Array) -> Array:
 
 
 def recompute(f: F) -> F:
-    """Wrap ``f`` in `jax.checkpoint` so that the backward pass saves only what fnet's norms name.
+    """Apply `jax.checkpoint` and save only the arrays that fnet's norms name.
 
-    This is ``jax.checkpoint(f, policy=save_only_these_names(SAVED))``: rematerialization, or
-    gradient checkpointing, with a policy for networks of normalization layers. Each norm names
-    its output, or if its activation has no inverse the normalized pre-activation, and its
-    statistics. A network of convolutions and `fnet.abn` then saves one activation per block
-    with any activation function. It rematerializes the activation functions, but no
+    This is ``jax.checkpoint(f, policy=save_only_these_names(SAVED))``: gradient checkpointing
+    (rematerialization) with a policy for networks with norms. Each norm names its output and
+    its statistics. If its activation has no inverse, it names the normalized pre-activation
+    instead of the output. A network of convolutions and `fnet.abn` then saves one activation
+    per block with any activation function. It rematerializes the activation functions, but no
     convolution and no statistics.
 
     Wrap the whole network, for example its ``apply``. Everything before the first named
     array is rematerialized from the input, so a network without fnet's norms saves no memory.
 
-    On CPU it has an effect only with the compiler options that `fnet.compile_step` uses
-    (`fnet.memory.CANDIDATE_OPTIONS`). XLA otherwise removes the recomputation.
+    On CPU it only has an effect with the compiler options that `fnet.compile_step` uses
+    (`fnet.memory.CANDIDATE_OPTIONS`). Otherwise XLA removes the recomputation.
 
     Args:
       f: a function of pytrees of arrays. Keyword arguments that are a bool, a string or None,
@@ -88,7 +88,7 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
     The backward pass of a layer computes the cotangent of its input ``x``, which the layer
     below needs, and the gradients of its parameters, which nothing needs until the optimizer
     runs. XLA may postpone the parameters' gradients to the end. It must then hold the input
-    and the output cotangent of every layer until there, one more activation per layer.
+    and the output cotangent of every layer until then, one more activation per layer.
 
     Pass a layer's input and parameters through this function to prevent that. It adds a
     barrier (`jax.lax.optimization_barrier`) to the cotangents, so that the layer below gets

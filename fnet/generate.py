@@ -96,8 +96,8 @@ def generate(
 ) -> Int[Array, "b n"]:
     """Generate ``length`` tokens after a prompt.
 
-    This returns at once what `stream` yields in chunks. It can be jitted with ``model``, ``length``
-    and the sampling options static.
+    This returns all tokens that `stream` yields in chunks. It can be jitted with ``model``,
+    ``length`` and the sampling options static.
 
     Args:
       model, params, state, key: as for `stream`.
@@ -106,7 +106,7 @@ def generate(
       temperature, top_k, top_p: as for `sample_token`.
 
     Returns:
-      int32 [B, length].
+      Tokens, int32 [B, length].
 
     Raises:
       ValueError: as `stream`.

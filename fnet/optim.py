@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
-"""Names of learning-rate schedules that `make_schedule` knows."""
+"""Names of learning rate schedules that `make_schedule` knows."""
 
 
 def make_schedule(
@@ -27,7 +27,7 @@ def make_schedule(
     decay_steps: Sequence[float] = (),
     decay_rate: float = 0.1,
 ) -> optax.Schedule:
-    """Build a learning-rate schedule: linear warmup, then a decay.
+    """Build a learning rate schedule: linear warmup, then a decay.
 
     Args:
       name: ``constant``. ``cosine`` (Loshchilov & Hutter 2017) or ``linear``, which decay to 0 at
@@ -195,7 +195,7 @@ CLASSIFIERS = frozenset({"fc", "classifier", "head", "cls"})
 
 
 def classifier_mask(params: Any) -> Any:
-    """Mask of the leaves of the last layer: those under one of `CLASSIFIERS`.
+    """Mask of the leaves of the last layer, whose name is one of `CLASSIFIERS`.
 
     Args:
       params: nested dicts of arrays.

@@ -13,7 +13,9 @@ from fnet.layer import Layer
 
 @flax.struct.dataclass
 class TrainState:
-    """The donated argument of a train step. No buffer occurs in it twice.
+    """The arrays that a train step updates. The step donates them.
+
+    No buffer occurs in a state twice.
 
     Attributes:
       step: Number of steps taken, int32 [].
@@ -70,8 +72,8 @@ class TrainState:
     ) -> "TrainState":
         """Create a fresh state, from a `fnet.Layer` or from the parameters of any library.
 
-        The state holds the very arrays given as ``params`` and ``model_state``, or returned by
-        ``model.init``. A step donates them, so pass copies of arrays you still need.
+        The state holds the given arrays, not copies. A step donates them, so pass copies of
+        arrays you still need.
 
         Args:
           model: A layer whose ``init`` makes parameters and model state.
@@ -79,7 +81,7 @@ class TrainState:
           key: Typed random key []; seeds ``model.init`` and the randomness of all steps.
           params: Tree of parameters, in place of ``model``.
           model_state: Tree of arrays that the forward pass updates (batch statistics), if any.
-          ema: Whether to keep a moving average of the parameters.
+          ema: Whether to maintain an exponential moving average of the parameters.
 
         Returns:
           The state at step 0.

@@ -74,7 +74,7 @@ class Step:
 
     @property
     def microbatches(self) -> int:
-        """Number of equal parts the batch is taken in, one after the other."""
+        """Number of equal parts of the batch, computed one after the other."""
         return self.mode.microbatches
 
     def replace(self, *, microbatches: int | None = None, **changes: Any) -> "Step":
@@ -181,12 +181,12 @@ def make_step(
       state_sharding: Sharding of the new state, as for FSDP: a tree of `jax.sharding.Sharding`
         with the structure of the state. By default XLA decides.
       skip_nonfinite: If the loss or the gradient's norm is not finite, change nothing but
-        ``state.step``, and report the metric ``skipped`` as 1, otherwise 0. The whole gradient
-        then exists before any of it is applied.
+        ``state.step``, and report the metric ``skipped`` as 1, otherwise 0. The step then
+        holds the whole gradient before it updates anything.
       remat: Remat policy (gradient checkpointing) of the loss, a key of
         `fnet.memory.REMAT_POLICIES`.
-      microbatches: Gradient accumulation: take the batch in this many equal parts, one after the
-        other. By default as the mode says, which is 1 for `fnet.autodiff.mean`.
+      microbatches: Gradient accumulation: number of equal parts of the batch, computed one after
+        the other. By default the mode decides: 1 for `fnet.autodiff.mean`.
 
     Returns:
       The step. Its metrics are scalars: ``loss``, ``grad_norm``, the means of the loss's metrics,
@@ -196,8 +196,8 @@ def make_step(
       ValueError: If ``ema_decay`` is out of range, the remat policy is unknown, the mode cannot
         be split, or ``skip_nonfinite`` is set for a mode that has no whole gradient or adds
         noise. When called: if ``state.ema`` does not match ``ema_decay``.
-      TypeError: If ``mode`` is no mode. When called: if the loss returns anything but losses or
-        ``(losses, Aux)``, or the batch is no dict.
+      TypeError: If ``mode`` is not a mode. When called: if the loss returns anything but losses or
+        ``(losses, Aux)``, or the batch is not a dict.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -272,16 +272,17 @@ def compile_step(
 ) -> Executable:
     """Compile a step ahead of time and prove that it updates the state in place.
 
-    Nothing runs, so shapes are enough. With a budget, remat policy and microbatches are chosen:
-    the fastest estimated combination whose peak fits, as `plan_step` finds it.
+    Nothing runs, so shapes are enough. With a budget, it chooses the remat policy and the number
+    of microbatches: the combination with the lowest estimated time whose peak fits. See
+    `fnet.step.plan_step` to see or restrict the candidates.
 
     Args:
       step: A step of `make_step`. Without a budget, any jitted function of state and batch.
       state: The state, or its shapes (``jax.eval_shape``).
       batch: A batch, or its shapes.
-      budget: Most bytes the compiled step may take on a device, as ``4GiB``, ``4GB`` or a number.
-      compiler_options: XLA options to compile with. By default each of the backend's candidates
-        is compiled, and the program with the smallest peak is returned.
+      budget: Limit on the bytes of the compiled step per device, such as "4GiB", "4GB" or an int.
+      compiler_options: XLA options to compile with. By default, it compiles with each of the
+        backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
 
     Returns:
       An executable ``(state, batch) -> (state, metrics)`` with ``.report``, ``.compiled`` and

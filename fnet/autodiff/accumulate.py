@@ -91,14 +91,14 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
         g = sum_i s_i grad mean(loss(B_i)),    s_i = sum(w_i) / sum(w).
 
     That is the gradient of the mean over B, if the loss of an example does not depend on other
-    examples. The metrics are those of the whole batch too. Only the activations of one
-    microbatch exist at a time. The backward pass adds to one accumulator
-    (``jax.vjp(...).with_refs``), also layer by layer inside a scan over layers. Besides the
-    accumulator no array of the parameters' size exists.
+    examples. Metrics are means over the whole batch too. Only the activations of one microbatch
+    exist at a time. The backward pass adds to one accumulator (``jax.vjp(...).with_refs``), and
+    does so layer by layer inside a scan over layers. No other array of the parameters' size
+    exists besides the accumulator.
 
     Guarantees:
-      - Weights are those of the whole batch. A microbatch of padding adds nothing, and if
-        all weights are 0, the gradient is 0, as in `mean`.
+      - ``batch["weight"]`` counts over the whole batch. A microbatch of padding adds nothing.
+        If all weights are 0, the gradient is 0, as in `mean`.
       - Microbatch i is every n-th example, starting with example i. If the batch is sharded
         over its leading axis and n divides each device's examples, every device takes its
         share of a microbatch from its own examples and no example moves.
@@ -111,14 +111,14 @@ def accumulate_grad(loss: Loss, microbatches: int, *, unroll: bool | None = None
       - The accumulator has the dtype of the parameters, since JAX requires it. Keep
         parameters in float32 and compute in bfloat16, as fnet's layers do. A sum in bfloat16
         rounds after every microbatch.
-      - One microbatch is `mean`.
+      - With one microbatch, the result is the same as `mean`.
 
     Args:
       loss: per-example losses; see `fnet.autodiff.Loss`.
       microbatches: number n of microbatches, a divisor of the batch size.
-      unroll: whether to unroll the loop over microbatches. A loop compiles once; unrolled,
-        the compile time grows with n. None: a loop, except on CPUs if the gradient has
-        convolutions that XLA runs 10 to 90 times slower in loops.
+      unroll: whether to unroll the loop over microbatches. A loop compiles once. Unrolled, the
+        compile time grows with n. None: a loop, except on CPUs if the gradient has convolutions
+        that XLA runs 10 to 90 times slower in loops.
 
     Returns:
       ``gradient(params, model_state, batch, key) -> (grads, model_state, metrics)``, as `mean`.

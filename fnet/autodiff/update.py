@@ -28,7 +28,7 @@ class Mode:
     either ``__call__``, which gives the gradient, or ``update``.
 
     Attributes:
-      microbatches: Number of equal parts a batch is taken in, one after the other.
+      microbatches: Number of equal parts of a batch, computed one after the other.
       noise_multiplier: Standard deviation of the noise on the sum of clipped gradients, in
         units of the clip; 0 for modes that are not private.
       whole_gradient: Whether all of the gradient exists before any of it is applied.

@@ -42,8 +42,8 @@ def abn(
 ) -> tuple[Array, Array | None, Array | None]:
     """Batch norm and activation that save one array for the backward pass.
 
-    Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm for Memory-Optimized
-    Training of DNNs", CVPR 2018. With n samples per channel::
+    With n samples per channel (Rota Bulo, Porzi, Kontschieder, "In-Place Activated BatchNorm",
+    CVPR 2018)::
 
         mean = E[x];  var = E[(x - mean)^2]
         z = (x - mean) / sqrt(var + eps) * (|gamma| + eps) + beta
@@ -72,15 +72,15 @@ def abn(
     =========  =====  =====  =====  =====  =====  =====
 
     With ``beta`` 0 both stay at 2e-7. In bfloat16 the error of dgamma is 2e-3 at gamma 1,
-    2e-2 at 0.1 and 2e-1 at 0.01; a norm that saves ``x`` has 2e-5.
+    2e-2 at 0.1 and 2e-1 at 0.01. A norm that saves ``x`` has an error of 2e-5.
 
     Args:
       x: [N, ..., C] for ``axis=-1``, rank >= 2; float16, bfloat16, float32 or
         float64. Statistics are computed in float32 (float64 for float64).
-      gamma: scale [C], float32 or wider; None, together with ``beta``: no affine part.
+      gamma: scale [C], float32 or wider. None (also for ``beta``): no scale and offset.
       beta: offset [C], float32 or wider.
-      running_mean: [C], float32 or wider; None, together with ``running_var``: not
-        tracked, and evaluation uses the statistics of the batch.
+      running_mean: [C], float32 or wider. None (also for ``running_var``): not tracked, and
+        evaluation uses the statistics of the batch.
       running_var: [C], float32 or wider.
       train: True: normalize with the statistics of the batch and update the running
         ones. False: normalize with the running ones and return them unchanged.
@@ -95,13 +95,15 @@ def abn(
         output is 0 and they receive no gradient, as if the batch were smaller. If no example
         is real, the running statistics do not change.
       axis_name: mapped axes of ``jax.shard_map`` or ``jax.vmap`` over which to compute the
-        statistics; they need not exist in evaluation. Under ``jax.jit`` with sharded arrays
-        statistics are global without it. A gradient taken outside of the mapped function is
-        complete. Inside it, differentiate each device's own part of the loss. ``x`` then gets
-        the gradient of all parts. With ``check_vma=True`` so do ``gamma`` and ``beta``. With
-        ``check_vma=False`` and in ``jax.vmap`` they get one device's share: sum it with
-        ``jax.lax.psum``. There, the gradient of a loss that is already summed over devices
-        is too large by the number of devices.
+        statistics. The axes need not exist in evaluation. Under ``jax.jit`` with sharded
+        arrays, statistics are global without it.
+
+        A gradient taken outside of the mapped function is complete. Inside it, differentiate
+        each device's own part of the loss. ``x`` then gets the gradient of all parts. With
+        ``check_vma=True`` so do ``gamma`` and ``beta``. With ``check_vma=False`` and in
+        ``jax.vmap`` they get one device's share, which you sum with ``jax.lax.psum``. In these
+        two cases, the gradient of a loss that is already summed over devices is too large by
+        the number of devices.
 
     Returns:
       ``(y, running_mean, running_var)``; ``y`` has the shape and dtype of ``x``, and the

@@ -34,10 +34,10 @@ def apply_context(
 ) -> Float[Array, "... d"]:
     """Add correlated features: ``y = x + (strength / D) x @ context``.
 
-    The attention context of a language model written in Rust. It acts on each position
-    separately, so a single token gives the same result as within its sequence. No gradient
-    flows into the context. The backward pass saves only ``x`` and the context, and needs
-    one matrix product::
+    This is how a block reads the attention context (`update_context`), which comes from a
+    language model written in Rust. It acts on each position separately, so a single token
+    gives the same result as within its sequence. No gradient flows into the context. The
+    backward pass saves only ``x`` and the context, and needs one matrix product::
 
         g = dy @ context^T;   dx = dy + (strength / D) g;   dstrength = <x, g> / D
 
@@ -93,9 +93,10 @@ def update_context(
 ) -> Float[Array, "d d"]:
     """Update the attention context with the input and output of a mixer.
 
-    The attention context of a language model written in Rust: a moving average of feature
-    correlations. With X and Y the first 32 rows of ``x`` and ``mixed`` at stride
-    ``max(1, T // min(T, 32))``, and Xc, Yc these with each column centered::
+    The attention context (from a language model written in Rust) is a moving average of the
+    correlations between the features of a mixer's input and output. With X and Y the first 32
+    rows of ``x`` and ``mixed`` at stride ``max(1, T // min(T, 32))``, and Xc, Yc the same with
+    each column centered::
 
         corr    = Xc^T Yc / (|Xc| |Yc|^T)      0 if the denominator is <= 1e-12
         context = (1 - rate) context + rate mean(tanh(corr))

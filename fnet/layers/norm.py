@@ -27,8 +27,8 @@ def layer_norm(
         xhat = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
         y    = xhat * scale + bias
 
-    The backward pass saves ``y``, which a dense layer after the norm saves anyway, the
-    inverse deviation of each row, and the parameters, but not ``x``. It recovers
+    The backward pass saves ``y``, which a dense layer after the norm saves anyway. It also saves
+    the inverse standard deviation of each row and the parameters, but not ``x``. It recovers
     ``xhat = (y - bias) / scale``. A scale closer to 0 than 2^-100 (2^-14 for a float16
     ``x``) is applied as that number with its sign, so that ``y`` still determines ``xhat``.
     The difference is too small to change a sum with values near 1.
@@ -55,8 +55,8 @@ def layer_norm(
     gradient of ``x`` was 1/15 of that, about 1/sqrt(D).
 
     If this matters (pruned scales with biases, or small scales in bfloat16), omit the bias
-    and use the bias of the next dense layer: exact, at the same memory. Or write
-    ``layer_norm(x, scale, None) + bias``: exact, and saves one more array.
+    and use the bias of the next dense layer. That is exact and takes the same memory. Or write
+    ``layer_norm(x, scale, None) + bias``, which is exact and saves one more array.
 
     Args:
       x: [..., D], rank >= 1; float16, bfloat16, float32 or float64. Statistics

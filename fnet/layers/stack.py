@@ -63,10 +63,10 @@ def stack(
         r  = x' + m;              y = r + feed_forward(norm(r))
 
     ``x'`` and ``m`` update the context that the next block reads (`fnet.update_context`). The
-    first block reads none. With ``lagged``, blocks read the context of the previous step:
-    causal, and independent of the order of examples within a batch. With ``current``, they
-    read the context that this batch just updated, as in the original system; there, a little
-    information flows from the future to the past.
+    first block reads no context. With ``lagged``, blocks read the context of the previous step.
+    This is causal, and independent of the order of examples within a batch. With ``current``,
+    they read the context that this batch just updated. A little information then flows from
+    the future to the past.
 
     With ``condition``, a dense layer of a vector per example scales and shifts the output
     of each norm and scales each branch. Its parameters are initially 0, so each block

@@ -50,7 +50,7 @@ def cross_entropy(
 
 
 def accuracy(logits: Float[Array, "... k"], labels: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Top-1 accuracy: 1.0 if the largest logit is the label's, else 0.0, per example.
+    """Top-1 accuracy per example: 1.0 if the label has the largest logit, else 0.0.
 
     Args:
       logits: [..., K], floating.

@@ -54,8 +54,9 @@ def linear_cross_entropy(
     more matrix product besides the usual three. It is partly offset by the memory bandwidth that
     full logits would need.
 
-    The table compares value and gradients by x and kernel, for 1,024 tokens in float32, with
-    optax on ``x @ kernel``. Memory is fnet vs. baseline, times are relative to the baseline:
+    The table is for the value and the gradients with respect to x and kernel, for 1,024 tokens
+    in float32. The baseline is optax on ``x @ kernel``. Memory is fnet vs. baseline, and times
+    are relative to the baseline:
 
     =====  =======  =======================  =======================  =========
     D      V        temporaries, CPU         compiled for H100        time, CPU

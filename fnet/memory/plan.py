@@ -121,8 +121,8 @@ def plan(
     compile the chosen one again. JAX's compilation cache makes a second call fast.
 
     Args:
-      build: Traces the train step for a remat policy and a number of microbatches. A ValueError
-        means that the batch cannot be split into that many, except for the smallest number.
+      build: ``build(policy, microbatches)`` traces the train step. It may raise ValueError for a
+        number of microbatches that the batch cannot be split into, except the smallest number.
       budget: Bytes, or text for `parse_bytes`. None for no limit.
       policies: Keys of `REMAT_POLICIES`. By default all that work on the device.
       microbatches: Numbers of microbatches, each a multiple of the one before.

@@ -82,8 +82,9 @@ def residuals(
     number, which XLA writes where it reads them. For a scan, a residual is the stack over all
     iterations.
 
-    The sum of ``added`` is what autodiff hands to XLA. The compiled program may hold less, since
-    XLA recomputes cheap operations and frees early, or more, since XLA may read late. For 16
+    The sum of ``added`` is the bytes that autodiff asks XLA to save. The compiled program may hold
+    less, because XLA recomputes cheap operations and frees arrays early. It may also hold more,
+    because XLA may delay reads. For 16
     blocks of convolution, batch norm and leaky ReLU the residuals are 68 activations. Compiled,
     the program holds 66 on a CPU, 50 on a CPU with the memory scheduler, and 33 on an H100. Use
     `fnet.memory.peak` for the bytes of the program, and `residuals` to see their cause.
@@ -100,7 +101,7 @@ def residuals(
       **kwargs: Keyword arguments of ``f``; not differentiated.
 
     Returns:
-      Residuals in forward order: arguments, constants, then arrays as they are made.
+      Residuals in forward order: arguments, constants, then computed arrays.
 
     Raises:
       TypeError: If a differentiated output is not floating, or no leaf of the arguments to

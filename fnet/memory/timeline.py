@@ -71,10 +71,10 @@ def timeline(compiled: jax.stages.Compiled) -> Timeline:
     reader. A loop body appears once and stands for all iterations.
 
     The peak is at most what the compiler assigns (`fnet.memory.peak`), up to a few buffers. The
-    rest are gaps between buffers: train steps of dense, convolutional, scanned and reversible
+    rest are gaps between buffers. Train steps of dense, convolutional, scanned and reversible
     networks reach 0.99 to 1.00 of it on CPU and for an H100. XLA may place a temporary in the
-    buffer of an output that is not written yet. The choice between equal ones is its own, so a
-    program that holds only two or three arrays can differ by one of them.
+    buffer of an output that is not written yet. A program that holds only two or three arrays
+    can therefore differ by one of them.
 
     Args:
       compiled: The compiled program: ``jax.jit(f).lower(...).compile()``, or from

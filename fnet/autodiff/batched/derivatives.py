@@ -69,7 +69,7 @@ def jvps(
       width: how many tangents are evaluated at a time; it need not divide N. Only
         as many intermediates exist at once, except in the backward pass of convolutions on
         CPUs. "auto" chooses the fastest.
-      primal: whether to return also ``f(*primals)``; False is Enzyme's DualOnly.
+      primal: whether to also return ``f(*primals)``; False is Enzyme's DualOnly.
 
     Returns:
       ``(out, tangents_out)``, or ``tangents_out`` alone. Tangents of outputs without a
@@ -147,7 +147,7 @@ def vjps(
       width: how many cotangents are evaluated at a time, as for `jvps`.
       into: accumulators, one entry per argument in a layout of `jvps`, None for
         arguments that are not differentiated.
-      primal: whether to return also ``f(*primals)``; False is Enzyme's DuplicatedOnly.
+      primal: whether to also return ``f(*primals)``; False is Enzyme's DuplicatedOnly.
 
     Returns:
       ``(out, grads)``, or ``grads`` alone: a tuple with one entry per argument, None for
@@ -315,7 +315,7 @@ def hvps(
       primals: its arguments.
       tangents: one entry per argument as for `fnet.jvps`, None for constant arguments.
       width: how many tangents are evaluated at a time, as for `fnet.jvps`.
-      primal: whether to return also the gradient.
+      primal: whether to also return the gradient.
 
     Returns:
       ``(grads, products)``, or ``products`` alone: tuples with one entry per argument, None

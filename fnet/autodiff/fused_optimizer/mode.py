@@ -17,7 +17,7 @@ from fnet.autodiff.update import Mode, Update, squared_norm
 
 
 def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
-    """Return a mode that updates each layer of a `repeat` inside the backward pass.
+    """Return a mode that updates each layer of a `fnet.repeat` inside the backward pass.
 
     As soon as the gradient of a layer is known, the layer and its part of the optimizer's
     state are updated in place, and the gradient is freed. A stack of layers then takes the
@@ -25,8 +25,8 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
     are updated after the backward pass. The step and its metrics equal those of `mean`.
 
     The optimizer must be elementwise: ``sgd`` with or without momentum, ``lion``, ``adam``,
-    ``adamw`` with a mask, schedules and so on. fnet reads that from the equations of its
-    update, not from its name.
+    ``adamw`` with a mask, schedules and so on. fnet checks this in the jaxpr of the update, so
+    your own optimizers work too.
 
     Args:
       *paths: paths of the parameters of each such `repeat` in ``params``, keys separated by
@@ -42,8 +42,8 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
         (`jax.lax.stop_gradient`); or if the update of a layer depends on other layers
         (clipping by global norm, factored or normalized optimizers).
       TypeError: when the step is traced, if the loss uses those parameters in any other way,
-        such as a penalty, which would add to their gradient; or if the mode is asked for a
-        gradient, as microbatches do.
+        such as a penalty, which would add to their gradient; or if a whole gradient is needed,
+        as for microbatches.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

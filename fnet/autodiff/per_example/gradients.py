@@ -25,8 +25,8 @@ def per_example_grad(
     """Compute the gradient of every example's loss.
 
     The result equals a loop over batches of one example, up to rounding. It takes one backward
-    pass over the batch. `fnet.clipped_grad` and `per_example_norms` do not need memory for the
-    result.
+    pass over the batch. If you only need a clipped sum or norms, use `fnet.clipped_grad` or
+    `fnet.autodiff.per_example_norms`, which do not materialize the gradients.
 
     ================================  ===========================================================
     edge case                         result
@@ -231,7 +231,7 @@ class NoiseScale(NamedTuple):
 def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> NoiseScale:
     """Estimate the gradient noise scale from one batch (McCandlish et al. 2018, appendix A.1).
 
-    Compares the gradients g_b of B examples, batches of size 1, with their mean, a batch of size B:
+    It compares the gradients g_b of B examples with their mean, as batches of size 1 and B:
 
         |G|^2     = (B |mean g|^2 - mean |g|^2) / (B - 1)
         tr(Sigma) = (mean |g|^2 - |mean g|^2) B / (B - 1)

@@ -58,12 +58,12 @@ def clipped(
         have a finite gradient.
       per_layer: Whether to clip each parameter array on its own, to an equal share of ``clip``.
       automatic: As in `fnet.clipped_grad`.
-      microbatches: Number of equal parts a batch is taken in, one after the other.
+      microbatches: Number of equal parts of a batch, computed one after the other.
 
     Returns:
-      A mode for `fnet.make_step`. It adds metrics: ``clipped``, the fraction of examples whose
-      gradient norm is above ``clip``. ``norm_median`` and ``norm_max`` of the gradient norms.
-      ``nonfinite``, the number of examples left out.
+      A mode for `fnet.make_step`. It adds these metrics: ``clipped``, the fraction of examples
+      whose gradient norm is above ``clip``; ``norm_median`` and ``norm_max``, of the gradient
+      norms; ``nonfinite``, the number of examples with a gradient that is not finite.
 
     Raises:
       ValueError: An argument is out of range, or there is noise without ``expected_batch_size``
@@ -153,10 +153,10 @@ def per_example() -> "PerExampleMode":
     ================================  ===========================================================
 
     Returns:
-      A mode for `fnet.make_step`. It adds metrics: ``norm_median`` and ``norm_max`` of the
-      gradient norms. ``nonfinite``, the number of examples left out. ``grad_sq`` and ``grad_var``
-      of `fnet.autodiff.noise_scale`; their means over steps give the noise scale
-      ``grad_var / grad_sq`` in examples.
+      A mode for `fnet.make_step`. It adds these metrics: ``norm_median`` and ``norm_max``, of
+      the gradient norms; ``nonfinite``, the number of examples with a gradient that is not
+      finite; ``grad_sq`` and ``grad_var`` of `fnet.autodiff.noise_scale`. Their means over steps
+      give the noise scale ``grad_var / grad_sq``, a number of examples.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -293,7 +293,7 @@ def clipped_sum(
       model_state: Model state.
       batch: Arrays [batch, ...] by name.
       key: Random key of the step.
-      microbatches: Number of equal parts a batch is taken in, one after the other.
+      microbatches: Number of equal parts of a batch, computed one after the other.
 
     Returns:
       ``(sums, info, is_counted [batch], a key for noise)``.
