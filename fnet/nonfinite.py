@@ -141,7 +141,7 @@ class _Recorder(NamedTuple):
     ) -> list[_Numbered]:
         """Evaluate an equation and record its outputs; a handler for `interpret`."""
         layer = (*outer_scopes, *scopes(eqn))
-        # Of a call in the backward pass only the call itself is marked, not its equations.
+        # In the backward pass, only a call itself is marked, not its equations.
         backward = in_backward or "transpose(" in str(eqn.source_info.name_stack)
         if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
             handle = functools.partial(self.handle, outer_scopes=layer, in_backward=backward)

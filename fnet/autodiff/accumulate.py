@@ -282,7 +282,7 @@ def _is_slow_in_loops_on_cpu(
     """Whether the gradient has a convolution that XLA's CPU compiler runs slowly in loops.
 
     XLA has a fast implementation for the layout [batch, space, features] x [space, in, out].
-    It transposes other layouts, such as those of derivatives, but only outside of loops.
+    It transposes other layouts, such as in derivatives, but only outside of loops.
     """
     args = params, model_state, _part(parts, 0), key
     if not any(convolutions(jax.make_jaxpr(objective)(*args))):

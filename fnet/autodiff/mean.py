@@ -73,7 +73,7 @@ def losses_and_aux(result: Any, model_state: Any) -> tuple[Array, Aux]:
 def weighted_mean(values: Array, weight: Array | None) -> Array:
     """Average per-example values, weighted.
 
-    A value with weight 0, such as that of a padded example, has no effect even if it is NaN.
+    A value with weight 0, such as for a padded example, has no effect even if it is NaN.
 
     Args:
       values: one value per example, [batch], floating.

@@ -337,7 +337,7 @@ def _bilinear_weights(n_in: int, n_out: int, dtype: Any) -> Array:
 
 
 def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
-    """Contract one axis of each; the result has the other axes of a, then those of b."""
+    """Contract one axis of each; the result has the other axes of a, then the other axes of b."""
     axes = (((a_axis,), (b_axis,)), ((), ()))
     return jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST)
 

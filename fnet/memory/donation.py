@@ -101,7 +101,7 @@ def _aliased_arguments(compiled: jax.stages.Compiled) -> set[int]:
 
 
 def _name(path: Any) -> str:
-    """The path of a leaf inside its argument, as it is inside the first output."""
+    """Path of a leaf inside its argument, which is also its path in the first output."""
     return keystr(path[2:])
 
 

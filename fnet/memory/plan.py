@@ -22,7 +22,7 @@ Build = Callable[[str, int], jax.stages.Traced]
 """``build(policy, microbatches) -> jitted.trace(...)``: traces a candidate."""
 
 FLOPS_PER_BYTE = 20.0
-"""Ratio of compute to memory bandwidth for ranking candidates: that of an H100 in float32."""
+"""Compute divided by memory bandwidth, to rank candidates: the ratio of an H100 in float32."""
 
 # XLA assigns buffers before it generates code, so the peak needs no optimized code.
 _WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}

@@ -331,7 +331,7 @@ def compile_for(
       target: A target of `describe` or `from_text`.
       jitted: ``jax.jit(f, donate_argnums=...)``, without static arguments.
       *args: Arguments of the program or their shapes, with at least one array.
-      compiler_options: XLA options in addition to those of the target.
+      compiler_options: XLA options in addition to the target's own.
 
     Returns:
       The compiled program.

@@ -22,7 +22,7 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
     As soon as the gradient of a layer is known, the layer and its part of the optimizer's
     state are updated in place, and the gradient is freed. A stack of layers then takes the
     memory of its parameters and optimizer state, without gradients. All other parameters
-    are updated after the backward pass. The step and its metrics equal those of `mean`.
+    are updated after the backward pass. The step and its metrics are the same as with `mean`.
 
     The optimizer must be elementwise: ``sgd`` with or without momentum, ``lion``, ``adam``,
     ``adamw`` with a mask, schedules and so on. fnet checks this in the jaxpr of the update, so
