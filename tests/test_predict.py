@@ -247,7 +247,7 @@ def test_reports_both_shapes_for_a_checkpoint_of_other_classes(run_of, capsys):
     write_classes(folder, ("a", "b"))
     assert exit_code("predict", folder.path, "colours") == 2
     error = capsys.readouterr().err
-    assert "is another model's" in error
+    assert "is of another model" in error
     assert "(3,) there, (2,) here" in error
 
 
@@ -260,7 +260,7 @@ def test_refuses_numbers_of_channels_that_image_files_lack():
 
 
 MISTAKES = [
-    (("colours",), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE"),
+    (("colours",), "missing IMAGE; usage: fnet predict RUN IMAGE"),
     (("colours", "--top-k", "2"), "missing IMAGE before the flags; usage: fnet predict RUN IMAGE"),
     (("colours", "colours", "--top-k", "0"), "--top-k: expected greater than or equal to 1, got 0"),
     (("colours", "colours", "--top-k", "few"), "--top-k: expected an integer, got few"),
