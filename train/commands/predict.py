@@ -101,8 +101,8 @@ def predict(
       options: options of the command.
 
     Raises:
-      UserError: if the run is not one on images or has no checkpoint, if a path has no image,
-        or if the output folder cannot be written.
+      UserError: if the run does not label images or has no checkpoint, a path has no image, or
+        the output folder cannot be written.
     """
     if isinstance(config.model, LanguageModel | Denoiser):
         raise UserError(
@@ -276,7 +276,7 @@ def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
 def _segmentation(
     out: Path, paths: Sequence[str], classes: Sequence[str], top_k: int
 ) -> _ToPrediction:
-    """Write ``NAME.mask.png`` and ``NAME.overlay.png``, in folders as those of the images."""
+    """Write ``NAME.mask.png`` and ``NAME.overlay.png``, in the same subfolders as the images."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
 
     def to_prediction(path: str, prepared: PreprocessedImage, logits: np.ndarray) -> Prediction:

@@ -99,9 +99,8 @@ def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> P
     """Sample images, write them as one picture with a row per label and return its path.
 
     Raises:
-      UserError: for data whose labels have changed, an unknown label, more steps than the
-        schedule has, guidance of a run trained without label dropout, a run without a
-        checkpoint, or a picture that cannot be written.
+      UserError: for an option that does not fit the run, data whose classes changed, a run
+        without a checkpoint, or a picture that cannot be written.
     """
     section = config.model
     assert isinstance(section, Denoiser)

@@ -25,7 +25,7 @@ _SHOWN = {
 
 
 def line_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line as it is, without markup or line breaks."""
+    """Return a function that prints a line verbatim, without markup or line breaks."""
     show = functools.partial(
         console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
     )

@@ -71,9 +71,9 @@ class DamagedError(Exception):
 class Checkpoints:
     """Checkpoints of a run; each is either complete or absent.
 
-    A checkpoint is written in the background from a copy on the host. On CPU, where the copy is
-    in the same memory as the state, a state above 32 MiB is written synchronously, a few arrays
-    at a time.
+    A checkpoint is written in the background from a copy on the host. On CPU, the copy is in the
+    same memory as the state. There, a state above 32 MiB is written synchronously, a few arrays at
+    a time.
 
     Checksums of all arrays are saved and compared on reading. If a checkpoint is damaged, the one
     before it is used.
@@ -344,7 +344,7 @@ class Checkpoints:
         (self._folder / str(step)).rename(damaged)
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
-        """Raise `UserError` if names or shapes of the saved arrays are not those of ``here``."""
+        """Raise `UserError` if names or shapes of the saved arrays differ from ``here``."""
         saved, expected = _shapes(there), _shapes(here)
         for name in sorted(saved.keys() | expected.keys()):
             if saved.get(name) != expected.get(name):

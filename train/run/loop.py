@@ -39,8 +39,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     Args:
       config: config of the run.
       out: folder of the run; `RunFolder` has its files.
-      resume: continue the run in the folder, if there is one. The result is bit for bit that of
-        an uninterrupted run.
+      resume: continue the run in the folder, if there is one. The result equals that of an
+        uninterrupted run bit for bit.
       console: console for progress.
       profile: number of steps to trace for a profiler.
 

@@ -18,7 +18,7 @@ class MemoryReport(NamedTuple):
 
     Attributes:
       planned: Compiled step, and the plan it was chosen from.
-      residuals: Bytes that the backward pass saves, by layer in forward order; those of one
+      residuals: Bytes that the backward pass saves, by layer in forward order; for one
         microbatch if there are several.
       timeline: Live bytes over the compiled program's schedule; None if the compiler does not
         report it.

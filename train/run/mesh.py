@@ -39,7 +39,7 @@ class Layout(NamedTuple):
     def put(self, batch: Any) -> Any:
         """Convert a batch that every process has to arrays sharded over all devices.
 
-        With one process, the compiled program takes the batch as it is.
+        With one process, the batch is returned unchanged.
         """
         if jax.process_count() == 1:
             return batch

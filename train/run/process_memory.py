@@ -52,11 +52,11 @@ def limit_freed_memory() -> None:
 
     All threads share one arena: a ResNet-50 step in 16 microbatches then holds 140 MB less.
     Arrays from 16 MiB on are mapped separately. By default glibc takes arrays of up to 32 MiB from
-    its heap, where checkpoints leave gaps that arrays of the next step do not fit. A small
-    transformer then holds 56 MiB above the prediction instead of 117.
+    its heap. There, checkpoints leave gaps that arrays of the next step do not fit. With the limit,
+    a small transformer holds 56 MiB above the prediction instead of 117.
 
     Separate mappings cost a page fault per 4 KiB. The steps of a small ResNet take 1.1 times as
-    long as with glibc's defaults; with a threshold of 2 MiB it would be 1.3 times.
+    long as with glibc's defaults. With a threshold of 2 MiB they would take 1.3 times as long.
     """
     limits = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: 16 * 2**20, _M_TRIM_THRESHOLD: 32 * 2**20}
     try:
