@@ -296,7 +296,7 @@ def test_refuses_a_run_that_generates_nothing(capsys):
 @pytest.mark.parametrize("words", [(), ("--prompt", "to")])
 def test_refuses_a_missing_run(words, capsys):
     assert exit_code("sample", *words) == 2
-    assert_one_line_error(capsys, "missing RUN; usage: fnet sample RUN")
+    assert_one_line_error(capsys, "missing RUN")
     assert exit_code("sample", "nowhere", *words) == 2
     assert_one_line_error(capsys, "no run in nowhere: it has no config.json")
 
