@@ -272,7 +272,8 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
     assert ["\nis " in words for words in recorded["words"]] == [not e[0] for e in expected]
     np.testing.assert_array_equal(recorded["images"], [e[2] for e in expected])
     assert (
-        recorded["title"] == f"colours: {len(wrong)} of 15 test images wrong; then the least sure"
+        recorded["title"]
+        == f"colours: {len(wrong)} of 15 test images wrong; errors, then least confident"
     )
 
 
@@ -360,7 +361,7 @@ def test_refuses_data_whose_class_names_changed(command, run_of, recipes, capsys
         (recipes / "colours" / split / "red").rename(recipes / "colours" / split / "aqua")
     what, *words = command
     assert exit_code(what, run if what == "eval" else run / "config.json", *words) == 2
-    assert_one_line_error(capsys, "data: the classes are not those that")
+    assert_one_line_error(capsys, "data: the classes differ from those that")
     assert json.loads((run / "classes.json").read_text())["classes"] == ["blue", "green", "red"]
 
 
