@@ -92,15 +92,88 @@ def test_clip_of_zero_normalizes_if_rescaled():
     chex.assert_trees_all_equal(total, p)
 
 
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("clip", [0.0, -1.0, jnp.nan, INFINITY])
+def test_extreme_clips_as_in_jax_privacy(clip, rescale):
+    def clipped(clip):
+        return clipped_grad(halves, 1.0, rescale_to_unit_norm=rescale)(
+            jnp.float32(2), X, clip=clip
+        )[0]
+
+    normalized, plain = 1.0 - 1.0 - 1.0, 1.0 - 2.0 - 5.0
+    expected = (0.0 if rescale else plain) if clip == INFINITY else (normalized if rescale else 0.0)
+    chex.assert_trees_all_close(jax.jit(clipped)(clip), jnp.float32(expected), rtol=1e-6)
+
+
 def test_per_layer_clips_each_group_to_its_bound():
     p = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     g = {"a": np.array([[3.0, 4.0]]), "b": np.array([[0.0, 10.0]])}
-    total, _ = clipped_grad(linear, {"a": 1, "b": 15}, per_layer=True)(p, g)
+    total, info = clipped_grad(linear, {"a": 1, "b": 15}, per_layer=True)(p, g)
     expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 10.0])}
     chex.assert_trees_all_close(total, expected)
+    norms = {"a": jnp.array([5.0]), "b": jnp.array([10.0])}
+    chex.assert_trees_all_close(info.norms_per_layer, norms)
+    scales = {"a": jnp.array([0.2]), "b": jnp.array([1.0])}
+    chex.assert_trees_all_close(info.scales, scales)
+    total, info = clipped_grad(linear, 2**0.5, per_layer=True)(p, g, mask=np.zeros(1))
+    chex.assert_trees_all_equal(
+        (total, info.norms_per_layer), (p, jax.tree.map(jnp.zeros_like, norms))
+    )
     total, _ = clipped_grad(linear, 2**0.5, per_layer=True)(p, g)
     expected = {"a": jnp.array([0.6, 0.8]), "b": jnp.array([0.0, 1.0])}
     chex.assert_trees_all_close(total, expected)
+
+
+def test_per_layer_groups_may_hold_several_arrays():
+    p = {"layer": {"w": jnp.zeros(2), "b": jnp.zeros(2)}, "head": jnp.zeros(1)}
+    g = {
+        "layer": {"w": np.array([[3.0, 0.0]]), "b": np.array([[0.0, 4.0]])},
+        "head": np.ones((1, 1)),
+    }
+
+    def loss(p, g):
+        return linear(p["layer"], g["layer"]) + (p["head"] * g["head"]).sum(-1)
+
+    total, info = clipped_grad(loss, {"layer": 2.5, "head": 2.0}, per_layer=True)(p, g)
+    expected = {
+        "layer": {"w": jnp.array([1.5, 0.0]), "b": jnp.array([0.0, 2.0])},
+        "head": jnp.ones(1),
+    }
+    chex.assert_trees_all_close(total, expected)
+    norms = {"layer": jnp.array([5.0]), "head": jnp.array([1.0])}
+    chex.assert_trees_all_close(info.norms_per_layer, norms)
+
+
+SENSITIVITIES = {
+    "global": (3.0, {}, 3.0),
+    "global, rescaled": (3.0, {"rescale_to_unit_norm": True}, 1.0),
+    "automatic": (3.0, {"automatic": 0.01}, 3.0),
+    "number per layer": (3.0, {"per_layer": True}, 3.0),
+    "number per layer, rescaled": (3.0, {"per_layer": True, "rescale_to_unit_norm": True}, 1.0),
+    "tree": ({"a": 3.0, "b": 4.0}, {"per_layer": True}, 5.0),
+    "tree, rescaled": ({"a": 3.0, "b": 4.0}, {"per_layer": True, "rescale_to_unit_norm": True}, 2**0.5),
+    "tree, automatic": (
+        {"a": 3.0, "b": 4.0}, {"per_layer": True, "rescale_to_unit_norm": True, "automatic": 0.01}, 2**0.5
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SENSITIVITIES)
+def test_sensitivity_is_the_norm_of_a_large_example(name):
+    clip, how, expected = SENSITIVITIES[name]
+    p = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    g = {"a": np.full((1, 3), 1e4, np.float32), "b": np.full((1, 2), -1e5, np.float32)}
+    gradient = clipped_grad(linear, clip, **how)
+    total, _ = gradient(p, g)
+    np.testing.assert_allclose(gradient.sensitivity(), expected, rtol=1e-12)
+    np.testing.assert_allclose(optax.tree.norm(total), expected, rtol=1e-5)
+
+
+def test_sensitivity_knows_the_relations_of_dp_accounting():
+    relations = pytest.importorskip("dp_accounting").NeighboringRelation
+    sensitivity = clipped_grad(halves, 0.5).sensitivity
+    assert sensitivity(relations.ADD_OR_REMOVE_ONE) == sensitivity(relations.REPLACE_SPECIAL) == 0.5
+    assert sensitivity(relations.REPLACE_ONE) == sensitivity("REPLACE_ONE") == 1.0
 
 
 def test_automatic_clipping_divides_by_the_norm():

@@ -87,10 +87,7 @@ def coupled_late(p, x):
 INVALID = {
     "nan": (lambda: clipped_grad(halves, float("nan")), "clip must be >= 0, got nan"),
     "negative": (lambda: clipped_grad(halves, -1.0), "clip must be >= 0, got -1.0"),
-    "zero": (lambda: clipped_grad(halves, 0), "rescale_to_unit_norm=True"),
-    "infinite, rescaled": (
-        lambda: clipped_grad(halves, INFINITY, rescale_to_unit_norm=True), "must be finite with rescale_to_unit_norm=True, got inf"
-    ),
+    "relation": (lambda: clipped_grad(halves, 1.0).sensitivity("ADD"), "one of .*'REPLACE_ONE'.*, got 'ADD'"),
     "infinite, automatic": (lambda: clipped_grad(halves, INFINITY, automatic=0.01), "must be finite with automatic, got inf"),
     "tree without per_layer": (lambda: clipped_grad(halves, {"a": 1.0}), "per_layer=True"),
     "width": (

@@ -19,7 +19,7 @@ Parameters that are used in other ways than steps 3 and 5 cover get per-example 
 automatic differentiation, see `gradient_strategies`.
 """
 
-from collections.abc import Callable
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -36,11 +36,13 @@ class ClippedInfo(NamedTuple):
     Attributes:
       losses: Losses, [batch].
       norms: Gradient norms over all parameters before clipping, [batch]; 0 for padding.
-      scales: Factors that the gradients were multiplied by, [batch]. With ``per_layer`` a list,
-        one entry for each leaf of ``clip``, or for each parameter array if ``clip`` is a number.
+      scales: Factors that the gradients were multiplied by, [batch]. With ``per_layer`` a tree of
+        them, like ``clip``, or like params if ``clip`` is a number.
       nonfinite: Number of examples whose gradient is not finite, [].
       aux: Auxiliary output of the loss. Leaves are [batch, ...], or of any shape if they do not
         depend on the batch.
+      norms_per_layer: Gradient norms of each group of parameters, a tree like ``scales``; 0 for
+        padding. None without ``per_layer``.
 
     Example:
       >>> import jax.numpy as jnp, fnet
@@ -60,6 +62,7 @@ class ClippedInfo(NamedTuple):
     scales: Any
     nonfinite: Array
     aux: Any
+    norms_per_layer: Any = None
 
 
 def clipped_grad(
@@ -71,10 +74,11 @@ def clipped_grad(
     automatic: float | None = None,
     has_aux: bool = False,
     width: int | None = None,
-) -> Callable[..., tuple[Any, ClippedInfo]]:
+) -> "ClippedGrad":
     """Clip per-example gradients and sum them, without materializing them.
 
-    The gradient ``g_b`` of each example b is scaled to a norm of at most ``clip``:
+    The gradient ``g_b`` of example b is the gradient of the loss on a batch that holds b alone.
+    Each is scaled to a norm of at most ``clip``:
 
         sum_b s_b g_b,    s_b = min(1, clip / |g_b|)             (Abadi et al. 2016)
                           s_b = clip / (|g_b| + automatic)       (Bu et al. 2023, if given)
@@ -88,9 +92,9 @@ def clipped_grad(
 
     Guarantees:
       - The sum equals a loop over batches of one example, up to rounding.
-      - The L2 sensitivity is ``clip``, or 1 with ``rescale_to_unit_norm``: adding or removing one
-        example changes the sum by at most that norm. With ``per_layer`` this holds for each
-        group of parameters and its bound.
+      - Adding or removing one example changes the sum by a norm of at most ``sensitivity()`` of
+        the returned function. It is ``clip``, or 1 with ``rescale_to_unit_norm``. A tree of
+        bounds has the root of the sum of their squares, or of their number if rescaled.
       - An example contributes exactly 0 if it is masked or its gradient is not finite.
       - Sums are accumulated in float32 or wider, then cast to the dtype of the parameter.
         Scaled cotangents are rounded to the dtype of the activations. With bfloat16
@@ -103,9 +107,10 @@ def clipped_grad(
     all examples masked               a sum of 0
     gradient of norm 0                contributes 0, also with ``rescale_to_unit_norm``
     NaN or infinity in a gradient     contributes 0, and ``info.nonfinite`` counts it
-    ``clip=inf``                      the plain sum of gradients
-    ``clip=0``                        ValueError, unless ``rescale_to_unit_norm``: then gradients
-                                      are normalized
+    ``clip=inf``                      the plain sum of gradients; 0 with ``rescale_to_unit_norm``
+    ``clip=0``                        a sum of 0; with ``rescale_to_unit_norm`` each gradient is
+                                      normalized
+    traced ``clip`` below 0 or NaN    as ``clip=0``
     parameter without effect          a gradient of 0
     layer that mixes examples         ValueError with the layer's name
     indexing of other examples        not detected: a batch of one example has no others
@@ -117,7 +122,8 @@ def clipped_grad(
       clip: Largest norm of an example's gradient. With ``per_layer``, a tree that is a prefix of
         params with one bound for all parameters below each of its leaves. A number with
         ``per_layer`` gives each parameter array the bound ``clip / sqrt(arrays)``.
-      rescale_to_unit_norm: Whether to divide by ``clip``: s_b = 1 / max(|g_b|, clip).
+      rescale_to_unit_norm: Whether to divide by ``clip``: s_b = 1 / max(|g_b|, clip). With a tree
+        of bounds, each group is divided by its own.
       per_layer: Whether to clip each parameter or group of parameters on its own.
       automatic: Stability constant of automatic clipping, such as 0.01.
       has_aux: Whether ``loss`` returns ``(losses, aux)``.
@@ -125,15 +131,15 @@ def clipped_grad(
         parameters. By default as many as take no more memory than the parameters.
 
     Returns:
-      ``gradient(params, *batch, mask=None, clip=clip) -> (sum, ClippedInfo)``. The sum is like
-      params. ``mask`` [batch] is True (or not 0) for real examples. ``clip`` overrides the
-      bound, and may be traced (adaptive clipping).
+      A `ClippedGrad`: ``gradient(params, *batch, mask=None, clip=None) -> (sum, ClippedInfo)``.
+      The sum is like params. ``mask`` [batch] is True (or not 0) for real examples. ``clip``
+      overrides the bound, and may be traced (adaptive clipping). ``gradient.sensitivity()`` is
+      the L2 sensitivity of the sum.
 
     Raises:
-      ValueError: ``clip`` is negative, NaN, 0 without ``rescale_to_unit_norm``, or infinite with
-        ``rescale_to_unit_norm`` or ``automatic``; or ``automatic`` is not above 0. When called:
-        ``width`` is below 1, the losses are not [batch], arrays differ in their leading axis, or
-        a layer mixes examples.
+      ValueError: ``clip`` is negative, NaN, or infinite with ``automatic``; or ``automatic`` is
+        not above 0. When called: ``width`` is below 1, the losses are not [batch], arrays differ
+        in their leading axis, or a layer mixes examples.
       TypeError: Parameters or losses are not floating-point.
 
     Example:
@@ -145,8 +151,8 @@ def clipped_grad(
       >>> total, info = gradient(jnp.zeros(2), x)
       >>> print(info.norms, info.scales)
       [5.  0.5] [0.2 1. ]
-      >>> print(total)
-      [0.6 1.3]
+      >>> print(total, gradient.sensitivity())
+      [0.6 1.3] 1.0
       >>> total, _ = gradient(jnp.zeros(2), x, mask=jnp.array([True, False]))
       >>> print(total)
       [0.6 0.8]
@@ -159,19 +165,78 @@ def clipped_grad(
       - Bu et al. 2023, "Differentially private optimization on large model at small cost",
         arXiv:2210.00038, and "Automatic clipping", arXiv:2206.07136.
     """
-    check_clip(clip, rescale_to_unit_norm, per_layer, automatic)
+    check_clip(clip, per_layer, automatic)
+    return ClippedGrad(loss, clip, rescale_to_unit_norm, per_layer, automatic, has_aux, width)
 
-    def gradient(
-        params: Any, *batch: Any, mask: Array | None = None, clip: Any = clip
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClippedGrad:
+    """The function that `clipped_grad` returns, and its sensitivity.
+
+    Its fields are the arguments of `clipped_grad`. It is pure, and works under `jax.jit`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, fnet
+      >>> gradient = fnet.clipped_grad(lambda params, x: x @ params, 0.5)
+      >>> total, info = jax.jit(gradient)(jnp.zeros(2), jnp.array([[3.0, 4.0]]))
+      >>> print(total, gradient.sensitivity())
+      [0.3 0.4] 0.5
+    """
+
+    loss: PerExampleLoss
+    clip: Any
+    rescale_to_unit_norm: bool = False
+    per_layer: bool = False
+    automatic: float | None = None
+    has_aux: bool = False
+    width: int | None = None
+
+    def sensitivity(self, neighboring_relation: Any = "ADD_OR_REMOVE_ONE") -> Any:
+        """Return the L2 sensitivity of the sum.
+
+        Noise of standard deviation ``noise_multiplier * sensitivity()`` makes the sum private.
+
+        Args:
+          neighboring_relation: How neighboring batches differ: ``"ADD_OR_REMOVE_ONE"`` example,
+            ``"REPLACE_SPECIAL"`` (an example is masked) or ``"REPLACE_ONE"``, which doubles the
+            sensitivity. A `dp_accounting.NeighboringRelation` works too.
+
+        Raises:
+          ValueError: ``neighboring_relation`` is none of these.
+
+        Example:
+          >>> import fnet
+          >>> bounds = {"encoder": 3.0, "head": 4.0}
+          >>> gradient = fnet.clipped_grad(lambda params, x: x, bounds, per_layer=True)
+          >>> gradient.sensitivity(), gradient.sensitivity("REPLACE_ONE")
+          (5.0, 10.0)
+        """
+        relations = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_SPECIAL": 1, "REPLACE_ONE": 2}
+        relation = getattr(neighboring_relation, "name", neighboring_relation)
+        if relation not in relations:
+            raise ValueError(
+                f"sensitivity: neighboring_relation must be one of {list(relations)}, got "
+                f"{neighboring_relation!r}."
+            )
+        bounds = jax.tree.leaves(self.clip)
+        if self.rescale_to_unit_norm:
+            bounds = [1.0] * len(bounds)
+        norm = bounds[0] if len(bounds) == 1 else sum(bound**2 for bound in bounds) ** 0.5
+        return relations[relation] * norm
+
+    def __call__(
+        self, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
     ) -> tuple[Any, ClippedInfo]:
-        check_clip(clip, rescale_to_unit_norm, per_layer, automatic)
+        """Return the sum of clipped gradients, like params, and `ClippedInfo`."""
+        clip = self.clip if clip is None else clip
+        check_clip(clip, self.per_layer, self.automatic)
         grads = per_example_gradients(
             "clipped_grad",
-            loss,
+            self.loss,
             params,
             examples("clipped_grad", batch),
-            has_aux=has_aux,
-            width=width,
+            has_aux=self.has_aux,
+            width=self.width,
         )
         size = grads.losses.shape[0]
         is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
@@ -179,36 +244,37 @@ def clipped_grad(
             raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}.")
         squares = grads.squared_norms()
         total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
-        is_finite = jnp.isfinite(total_squares)
+        is_counted = is_real & jnp.isfinite(total_squares)
 
-        def scale(bound: Any, norms: Array) -> Array:
-            bound = jnp.asarray(bound, norms.dtype)
-            if automatic is not None:
-                s = (1 if rescale_to_unit_norm else bound) / (norms + automatic)
-            elif rescale_to_unit_norm:
-                larger = jnp.maximum(norms, bound)
-                s = jnp.where(larger > 0, 1 / jnp.where(larger > 0, larger, 1), 0)
-            else:
-                s = jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1), 1)
-            return jnp.where(is_real & is_finite, s, 0)
-
-        bounds, groups = _clip_groups(clip, squares, per_layer)
-        scales, scales_by_param = [], []
-        for bound, group in zip(bounds, groups, strict=True):
+        groups = _clip_groups(clip, squares, self.per_layer)
+        norms, scales, scales_by_param = [], [], []
+        for bound, unit, group in zip(groups.bounds, groups.units, groups.squares, strict=True):
             group_squares = jax.tree.leaves(group)
-            scales.append(scale(bound, jnp.sqrt(sum(group_squares, jnp.zeros(size)))))
+            norm = jnp.sqrt(sum(group_squares, jnp.zeros(size)))
+            norms.append(jnp.where(is_real, norm, 0))
+            scales.append(jnp.where(is_counted, self._scales(bound, unit, norm), 0))
             scales_by_param += [scales[-1]] * len(group_squares)
         sums = grads.weighted_sum(jax.tree.unflatten(grads.treedef, scales_by_param))
         info = ClippedInfo(
             losses=grads.losses,
             norms=jnp.where(is_real, jnp.sqrt(total_squares), 0),
-            scales=scales if per_layer else scales[0],
-            nonfinite=(is_real & ~is_finite).sum(),
+            scales=groups.treedef.unflatten(scales),
+            nonfinite=(is_real & ~is_counted).sum(),
             aux=grads.aux,
+            norms_per_layer=groups.treedef.unflatten(norms) if self.per_layer else None,
         )
         return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
 
-    return gradient
+    def _scales(self, bound: Any, unit: float, norms: Array) -> Array:
+        """Scale gradients of these norms to at most ``bound``, or to ``unit`` if rescaled."""
+        bound = jnp.asarray(bound, norms.dtype)
+        bound = jnp.where(bound > 0, bound, 0)  # A traced bound may be negative or NaN.
+        if self.automatic is not None:
+            return (unit if self.rescale_to_unit_norm else bound) / (norms + self.automatic)
+        if self.rescale_to_unit_norm:
+            larger = jnp.maximum(norms, bound)
+            return jnp.where(larger > 0, unit / jnp.where(larger > 0, larger, 1), 0)
+        return jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1), 1)
 
 
 def gradient_strategies(
@@ -265,17 +331,34 @@ def gradient_strategies(
     return strategies[0]
 
 
-def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], list[Any]]:
+class _Groups(NamedTuple):
+    """Groups of parameters that are clipped together.
+
+    Attributes:
+      treedef: Structure of the groups.
+      bounds: Bound of each.
+      units: Its norm if gradients are rescaled to unit norm.
+      squares: Squared norms of its parameters.
+    """
+
+    treedef: Any
+    bounds: list[Any]
+    units: list[float]
+    squares: list[Any]
+
+
+def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> _Groups:
     """Split params, here their squared norms, into groups with one bound each."""
-    if not per_layer:
-        return [clip], [squares]
-    if jax.tree_util.all_leaves([clip]):
-        leaves = jax.tree.leaves(squares)
-        return [clip / max(len(leaves), 1) ** 0.5] * len(leaves), leaves
     treedef: Any
     bounds, treedef = jax.tree.flatten(clip)
+    if not per_layer:
+        return _Groups(treedef, [clip], [1.0], [squares])
+    if jax.tree_util.all_leaves([clip]):
+        leaves, treedef = jax.tree.flatten(squares)
+        share = max(len(leaves), 1) ** -0.5
+        return _Groups(treedef, [clip * share] * len(leaves), [share] * len(leaves), leaves)
     try:
-        return bounds, treedef.flatten_up_to(squares)
+        return _Groups(treedef, bounds, [1.0] * len(bounds), treedef.flatten_up_to(squares))
     except ValueError as error:
         raise ValueError(
             "clipped_grad: with per_layer=True, clip must be a number or a tree that is a prefix "
@@ -283,7 +366,7 @@ def _clip_groups(clip: Any, squares: Any, per_layer: bool) -> tuple[list[Any], l
         ) from error
 
 
-def check_clip(clip: Any, rescale: bool, per_layer: bool, automatic: float | None) -> None:
+def check_clip(clip: Any, per_layer: bool, automatic: float | None) -> None:
     """Reject bounds out of range. The arguments have the meaning they have in `clipped_grad`."""
     if not per_layer and not jax.tree_util.all_leaves([clip]):
         raise ValueError(
@@ -293,19 +376,9 @@ def check_clip(clip: Any, rescale: bool, per_layer: bool, automatic: float | Non
     for bound in jax.tree.leaves(clip):
         if isinstance(bound, jax.core.Tracer):
             continue
-        value = float(bound)
-        if not value >= 0:
-            raise ValueError(f"clipped_grad: clip must be >= 0, got {value}.")
-        if value == 0 and not rescale:
-            raise ValueError(
-                "clipped_grad: clip must be > 0, got 0.0; to normalize gradients, use "
-                "rescale_to_unit_norm=True."
-            )
-        if value == float("inf") and rescale:
-            raise ValueError(
-                "clipped_grad: clip must be finite with rescale_to_unit_norm=True, got inf."
-            )
-        if value == float("inf") and automatic is not None:
+        if not bound >= 0:
+            raise ValueError(f"clipped_grad: clip must be >= 0, got {float(bound)}.")
+        if bound == float("inf") and automatic is not None:
             raise ValueError("clipped_grad: clip must be finite with automatic, got inf.")
     if automatic is not None and not automatic > 0:
         raise ValueError(f"clipped_grad: automatic must be > 0, got {automatic}.")

@@ -108,7 +108,7 @@ class ClippedMode(Mode):
         check_private("clipped", self.noise_multiplier, self.expected_batch_size, self.microbatches)
         if self.noise_multiplier and not self.clip < float("inf"):
             raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}.")
-        check_clip(self.clip, False, self.per_layer, self.automatic)
+        check_clip(self.clip, self.per_layer, self.automatic)
 
     def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, ClippedInfo]]:
         return clipped_grad(
