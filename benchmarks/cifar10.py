@@ -78,7 +78,7 @@ def steps(configs: dict[str, Config], rounds: int) -> tuple[dict[str, int], dict
     candidates["flax"] = compile_with_each_option(
         flax.step.lower(flax.state_shapes, flax.batch_shapes)
     )
-    batch = next(iter(runs["in place"].training_batches()))
+    batch = next(iter(runs["in place"].training_batches(0)))
     calls = {
         form: [step_caller(p, runs[form].init(jax.random.key(0)), batch) for p in ps]
         for form, ps in candidates.items()

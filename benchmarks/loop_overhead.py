@@ -46,7 +46,7 @@ class Interleaved(StepCache):
         super().__init__(run, planned, *rest)
         self._block, self._program = block, planned.executable
         self._state: Any = run.init(jax.random.key(0))
-        self._batch = next(run.training_batches())
+        self._batch = next(run.training_batches(0))
         self._steps, self._seconds_before, self._start = 0, 0.0, 0.0
         self.loop_seconds: list[float] = []
         self.step_seconds: list[float] = []

@@ -39,7 +39,7 @@ def on(mesh, config=CONFIG):
 def trained(run, steps=3):
     """Return the compiled step, the state after some steps, and each step's metrics."""
     planned = compile_step(run)
-    state, batches = run.compile_init()(jax.random.key(0)), run.training_batches()
+    state, batches = run.compile_init()(jax.random.key(0)), run.training_batches(0)
     metrics = []
     for _ in range(steps):
         state, result = planned.executable(state, next(batches))

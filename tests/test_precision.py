@@ -69,7 +69,7 @@ def test_only_activations_are_bfloat16(kind, text):
     wide, narrow = runs(config)
     chex.assert_trees_all_equal_shapes_and_dtypes(narrow.state_shapes, wide.state_shapes)
 
-    batch = next(wide.training_batches())
+    batch = next(wide.training_batches(0))
     after = {}
     for name, run in (("wide", wide), ("narrow", narrow)):
         state, metrics = run.step(run.init(jax.random.key(0)), batch)

@@ -33,7 +33,7 @@ def config():
         data=Digits(batch_size=64),
         model=Mlp(hidden=()),
         optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant", ema_decay=0.9),
-        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-5, insecure_noise_seed=0),
         train=Train(steps=8, log_every=2, eval_every=4),
         checkpoint=Checkpoint(every=3),
     )
@@ -135,6 +135,7 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
         "sampling_probability": 64 / 1437,
         "delta": 1e-5,
         "accountant": "pld",
+        "secret_noise": False,
     }
     before, after = printed.split("step 2/8")
     for part in (before, after):
@@ -203,7 +204,7 @@ def one_step(config, batch=None):
     run = setup(config)
     state = run.init(jax.random.key(0))
     before = jax.tree.map(np.array, state.params)
-    batch = next(run.training_batches()) if batch is None else batch(run.batch_shapes)
+    batch = next(run.training_batches(0)) if batch is None else batch(run.batch_shapes)
     after = run.step(state, batch)[0].params
     return before, jax.tree.map(np.array, after)
 

@@ -41,7 +41,7 @@ def test_the_classifier_can_have_its_own_learning_rate():
         run = setup(Config(data=Digits(batch_size=8), model=NETWORK, optim=optim))
         state = jax.jit(run.init)(jax.random.key(0))
         before = jax.tree.map(np.array, state.params)  # copied, because the step donates the state
-        state, _ = run.step(state, next(run.training_batches()))
+        state, _ = run.step(state, next(run.training_batches(0)))
         return jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, before)
 
     plain, own = update(None), update(1.0)

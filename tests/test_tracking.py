@@ -172,7 +172,7 @@ def test_reports_why_a_step_is_compiled_again():
     output = []
     step = StepCache(run, compile_step(run), output.append)
     state = run.init(jax.random.key(0))
-    batch = next(run.training_batches())
+    batch = next(run.training_batches(0))
     state, _ = step(state, batch)
     assert not output
     half = {name: a[:4] for name, a in batch.items()}

@@ -22,6 +22,7 @@ from train.output.progress import line_printer
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
+from train.run.seeds import create_secret, read_seeds
 from train.run.setup import Setup, setup
 
 _TABLE_EXAMPLES = 3
@@ -86,10 +87,13 @@ def import_weights(
     with folder.lock():
         folder.create()
         write_classes(folder, run.task.dataset.classes)
+        create_secret(folder, config)
+        seeds = read_seeds(folder, config)
+        position = run.training_batches(seeds.data).get_state()
         with Checkpoints(
             folder.checkpoints, config.checkpoint.keep, shapes=run.state_shapes
         ) as checkpoints:
-            checkpoints.save(0, state, run.training_batches().get_state())
+            checkpoints.save(0, seeds.remove_key(state), position)
             checkpoints.wait()
         folder.write_config(config)  # last, so that a folder without weights is not a run
         as_dict = report._asdict() | {"file": str(path), "renamed": report.renamed}

@@ -101,6 +101,8 @@ class Clipped(Section):
     """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
     accountant: Literal["pld", "rdp"] = "pld"
     """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
+    insecure_noise_seed: Seed | None = None
+    """Fixed seed of noise and sampling, for tests: no privacy; None draws a secret seed."""
 
     @property
     def is_private(self) -> bool:
@@ -119,7 +121,7 @@ class Train(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and their gradients; parameters and optimizer stay float32."""
     seed: Seed = 0
-    """Random seed of initialization, data order, augmentation and dropout."""
+    """Random seed of initialization, data order, augmentation, dropout; with privacy, the first."""
     log_every: Count = 10
     """Steps between lines of metrics."""
     eval_every: Count | None = None

@@ -82,6 +82,13 @@ def run_folder(out: Path, prepare: Callable[[RunFolder], None]) -> Iterator[RunF
         yield folder
 
 
+def from_first_process(array: np.ndarray) -> np.ndarray:
+    """Return the array that process 0 gives. Every process must call this with its shape."""
+    if not has_other_processes():
+        return array
+    return np.asarray(multihost_utils.broadcast_one_to_all(array))
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set in any process. Every process must call this."""
     if not has_other_processes():

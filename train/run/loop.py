@@ -29,6 +29,7 @@ from train.run.planning import StepCache, check_memory_config, compile_step, res
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
+from train.run.seeds import check_secret, create_secret, describe_seeds, needs_secret, read_seeds
 from train.run.setup import Setup, check_same_noise, setup
 from train.run.skipped_steps import SkippedSteps
 
@@ -61,16 +62,19 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if resume and folder.config.is_file():
             check_same_noise(run, folder.read_config())
             check_classes(folder, run.task.dataset.classes)
+            check_secret(folder, folder.read_config())
             folder.resume(config)
             return
         if resume:
             log(f"no run in {folder.path} yet: starting a new one")
         folder.create()
+        create_secret(folder, config)
         folder.write_config(config)
 
     with distributed.run_folder(out, prepare) as folder:
         log(f"training {config.name} for {run.steps} steps in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
+        seeds = read_seeds(folder, config)
         unreadable = UnreadableFiles(run.task.dataset, log)
 
         # Compile all programs. Their memory is known before the first step.
@@ -85,7 +89,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         _show_memory(run, report, folder, console)
         memory = HighWater(run.devices // jax.process_count())
 
-        batches = unreadable.watch(run.training_batches())
+        batches = unreadable.watch(run.training_batches(seeds.data))
         with Checkpoints(
             folder.checkpoints,
             config.checkpoint.keep,
@@ -101,6 +105,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                 log(f"resumed after step {start} of {run.steps}")
             else:
                 start, state = 0, init(jax.random.key(config.train.seed))
+            state = seeds.add_key(state)
             folder.drop_metrics_after(start)
             start_time -= folder.seconds_spent()
             step, evaluation, best_score = start, None, checkpoints.best_score
@@ -161,7 +166,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         meter.check(step)  # raises if a step that was not skipped is not finite
                         if not skipped.consecutive or is_last or is_stopping:
                             with meter.paused():
-                                checkpoints.save(step, state, batches.get_state(), score)
+                                public = seeds.remove_key(state)
+                                checkpoints.save(step, public, batches.get_state(), score)
                             best_score = max(best_score, score) if score is not None else best_score
                     if is_stopping:
                         break
@@ -194,7 +200,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         bad_files = [line.get("unreadable_files", 0) for line in lines]
         summary = {
             "metrics": _test_metrics(evaluation.metrics),
-            "privacy": run.privacy.as_dict(step) if run.privacy else None,
+            "privacy": _privacy(run, step),
             "noise_scale": noise_scale(lines),
             "unreadable_files": max([unreadable.count, *bad_files]),
             "steps": step,
@@ -216,6 +222,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         log(_describe(summary))
         if run.privacy:
             log(f"privacy: {run.privacy.describe(step)}")
+            log(describe_seeds(folder, config))
         for name, path in written.items():
             log(f"{name}: {path}")
 
@@ -235,12 +242,20 @@ def _show_memory(run: Setup, report: MemoryReport, folder: RunFolder, console: C
     console.print(*memory_tables(report), sep="\n")
     if run.privacy:
         log(f"privacy: {run.privacy.describe(run.steps)}")
+        log(describe_seeds(folder, run.config))
     atomic_write(folder.memory, as_json(report.as_dict()))
     plots.memory(report, f"{run.config.name}: memory of a train step", folder.memory_picture)
 
 
 def _test_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return {f"test/{name}": value for name, value in metrics.items()}
+
+
+def _privacy(run: Setup, step: int) -> dict[str, Any] | None:
+    """Return the guarantee for the summary, and whether anyone can compute the noise."""
+    if not run.privacy:
+        return None
+    return run.privacy.as_dict(step) | {"secret_noise": needs_secret(run.config)}
 
 
 def _training_results(path: Path, step: int) -> dict[str, Any]:

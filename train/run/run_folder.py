@@ -44,6 +44,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.json"
         self.classes = path / "classes.json"
+        self.secret_seed = path / "secret_seed"
         self.metrics = path / "metrics.jsonl"
         self.bad_steps = path / "bad_steps.jsonl"
         self.summary = path / "summary.json"
@@ -135,6 +136,7 @@ class RunFolder:
             self.report,
             self.config,
             self.classes,
+            self.secret_seed,
             self.memory,
             self.memory_picture,
         }

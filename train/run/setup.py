@@ -82,10 +82,13 @@ class Setup(NamedTuple):
         fixed = isinstance(self.config.grad, Microbatch | PerExample | Clipped)
         return (self.step.microbatches,) if fixed else None
 
-    def training_batches(self) -> grain.DatasetIterator:
-        """Return an endless iterator of batches, whose position is in its ``get_state``."""
+    def training_batches(self, seed: int) -> grain.DatasetIterator:
+        """Return an endless iterator of batches, whose position is in its ``get_state``.
+
+        Args:
+          seed: ``data`` of `train.run.seeds.Seeds`.
+        """
         dataset, size = self.task.dataset, self.config.data.batch_size
-        seed = self.config.train.seed
         if self.privacy:
             rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
             return poisson.poisson_batches(dataset, size, seed, rows)
@@ -244,7 +247,13 @@ def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
     if not isinstance(config.grad, Clipped):
         return None
     size = config.data.batch_size
-    return privacy_from_config(config.grad, batch_size=size, examples=examples, steps=steps)
+    privacy = privacy_from_config(config.grad, batch_size=size, examples=examples, steps=steps)
+    if config.grad.insecure_noise_seed is not None and not privacy:
+        raise UserError(
+            f"grad.insecure_noise_seed: {config.grad.insecure_noise_seed}, but there is no noise; "
+            "give grad.epsilon or grad.noise_multiplier, too"
+        )
+    return privacy
 
 
 def _mode(

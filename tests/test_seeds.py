@@ -1,0 +1,143 @@
+"""Seeds of private runs: secret by default, and the same after a resume."""
+
+import json
+import stat
+
+import chex
+import jax
+import numpy as np
+import pytest
+from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
+
+from train.config import recipes
+from train.run import seeds
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
+
+PRIVATE = """
+from train.config import Checkpoint, Clipped, Config, Digits, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="private",
+        data=Digits(batch_size=64),
+        model=Mlp(hidden=()),
+        optim=Optim(learning_rate=0.5, momentum=0.0, schedule="constant"),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
+        train=Train(steps=4, log_every=2, eval_every=2),
+    )
+"""
+INSECURE = "--grad.insecure-noise-seed", 0
+
+
+@pytest.fixture
+def private(workplace):
+    (workplace / "private.py").write_text(PRIVATE)
+    return workplace
+
+
+def params_of(folder):
+    return final_state(folder)[0][1]
+
+
+@pytest.mark.slow
+def test_the_secret_is_in_no_other_file_and_only_its_owner_can_read_it(private, capsys):
+    fnet_command("train", "private.py", "--out", "run")
+    secret_file = private / "run" / "secret_seed"
+    assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
+    assert "run/secret_seed: never publish this file" in capsys.readouterr().out
+    secret = bytes.fromhex(secret_file.read_text())
+    key, sampling = secret[:8], secret[16:]
+    forms = {secret_file.read_text().strip().encode(), key, sampling}
+    forms |= {str(word).encode() for word in np.frombuffer(key, np.uint32)}
+    forms |= {str(int.from_bytes(sampling, "big")).encode()}
+    others = [p for p in (private / "run").rglob("*") if p.is_file() and p != secret_file]
+    assert len(others) > 10
+    for path in others:
+        content = path.read_bytes()
+        assert not any(form in content for form in forms), path
+    *_, saved_key = final_state(private / "run")[0]
+    np.testing.assert_array_equal(saved_key, 0)
+
+
+@pytest.mark.slow
+def test_private_runs_of_one_config_differ(private):
+    for out in ("a", "b"):
+        fnet_command("train", "private.py", "--out", out, "--train.steps", 1)
+    fnet_command("train", "private.py", "--out", "c", "--train.steps", 1, *INSECURE)
+    a, b, c = (params_of(private / out) for out in "abc")
+    for other in (b, c):
+        difference = jax.tree.map(lambda x, y: np.abs(x - y).max(), a, other)
+        assert min(jax.tree.leaves(difference)) > 0
+    summary = json.loads((private / "a" / "summary.json").read_text())
+    assert summary["privacy"]["secret_noise"] is True
+
+
+@pytest.mark.slow
+def test_an_insecure_seed_is_reproducible_and_warned_about(private, capsys):
+    for out in ("a", "b"):
+        fnet_command("train", "private.py", "--out", out, *INSECURE)
+    assert capsys.readouterr().out.count("NO PRIVACY: grad.insecure_noise_seed 0") == 4
+    assert not (private / "a" / "secret_seed").exists()
+    chex.assert_trees_all_equal(final_state(private / "a"), final_state(private / "b"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_noise_and_batches(private, monkeypatch):
+    monkeypatch.setattr(seeds.secrets, "token_hex", lambda n: "5a" * n)
+    fnet_command("train", "private.py", "--out", "whole")
+    fnet_command("train", "private.py", "--out", "parts", "--train.steps", 2)
+    monkeypatch.setattr(seeds.secrets, "token_hex", lambda n: "00" * n)
+    fnet_command("train", "private.py", "--out", "parts", "--resume")
+    chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
+    assert metrics_of(private / "whole") == metrics_of(private / "parts")
+
+
+@pytest.mark.slow
+def test_refuses_to_resume_without_the_secret(private, capsys):
+    fnet_command("train", "private.py", "--out", "run", "--train.steps", 2)
+    before = (private / "run" / "config.json").read_bytes()
+    (private / "run" / "secret_seed").unlink()
+    assert exit_code("train", "run", "--resume", "--train.steps", 4) == 2
+    assert_one_line_error(capsys, "the secret seed of this private run is missing")
+    assert (private / "run" / "config.json").read_bytes() == before
+
+
+def test_noise_batches_and_initialization_have_seeds_of_their_own(private):
+    config = recipes.load("private.py")
+    folder = RunFolder(private)
+    seeds.create_secret(folder, config)
+    first = seeds.read_seeds(folder, config)
+    assert seeds.read_seeds(folder, config).data == first.data
+    seeds.create_secret(folder, config)
+    second = seeds.read_seeds(folder, config)
+    assert first.data != second.data
+    assert not np.array_equal(first.key, second.key)
+    assert first.data > 2**64  # 128 bits, of which the first 64 are 0 once in 2^64 runs
+    run = setup(config)
+    state = run.init(jax.random.key(config.train.seed))
+    with_key = first.add_key(state)
+    np.testing.assert_array_equal(jax.random.key_data(with_key.key), first.key)
+    chex.assert_trees_all_equal(with_key.params, state.params)
+    without = first.remove_key(with_key)
+    np.testing.assert_array_equal(jax.random.key_data(without.key), 0)
+
+
+def test_runs_without_noise_have_no_secret(private):
+    config = recipes.load("digits_mlp")
+    seeds.create_secret(RunFolder(private), config)
+    assert not (private / "secret_seed").exists()
+    assert seeds.read_seeds(RunFolder(private), config) == seeds.Seeds(config.train.seed)
+
+
+@pytest.mark.parametrize(("content", "message"), [("zz", "non-hexadecimal"), ("00", "got 1")])
+def test_a_damaged_secret_is_a_mistake(content, message, private):
+    (private / "secret_seed").write_text(content)
+    with pytest.raises(seeds.UserError, match=message):
+        seeds.check_secret(RunFolder(private), recipes.load("private.py"))
+
+
+def test_an_insecure_seed_without_noise_is_a_mistake(private, capsys):
+    no_noise = "--grad.noise-multiplier", "None", "--grad.delta", "None"
+    assert exit_code("train", "private.py", "--out", "run", *no_noise, *INSECURE) == 2
+    assert_one_line_error(capsys, "grad.insecure_noise_seed: 0, but there is no noise")

@@ -1,0 +1,145 @@
+"""Seeds of a run. With privacy, all but that of initialization are secret.
+
+Noise that can be computed can be subtracted, and batches that can be computed are not random. The
+accountant assumes neither. A private run therefore draws its seeds from the operating system, and
+stores them in a file of their own.
+"""
+
+import dataclasses
+import functools
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from fnet import TrainState
+from train.config import Clipped, Config
+from train.errors import UserError
+from train.run.distributed import from_first_process
+from train.run.run_folder import RunFolder
+
+_BYTES = 32
+"""Bytes of a secret seed: 16 for the noise key, of which Threefry uses 8, and 16 for sampling."""
+
+
+class Seeds(NamedTuple):
+    """Seeds of a run.
+
+    Attributes:
+      data: Seed of batches: their order or sampling, and their augmentation.
+      key: Data of the random key of all steps, uint32 [words]; None keeps the one that
+        initialization gives.
+    """
+
+    data: int
+    key: np.ndarray | None = None
+
+    def add_key(self, state: TrainState) -> TrainState:
+        """Return a state with the run's key."""
+        return state if self.key is None else _with_key(state, self.key)
+
+    def remove_key(self, state: TrainState) -> TrainState:
+        """Return a state without a secret key, for a checkpoint: its key is all zeros."""
+        return state if self.key is None else _with_key(state, np.zeros_like(self.key))
+
+
+def create_secret(folder: RunFolder, config: Config) -> None:
+    """Draw the secret seed of a new run, into a file that only its owner can read.
+
+    Runs that need no secret get no file.
+
+    Raises:
+      UserError: if the file cannot be written.
+    """
+    if not needs_secret(config):
+        return
+    path = folder.secret_seed
+    try:
+        path.unlink(missing_ok=True)  # of a run that ended before its first step
+        # The mode is set on creation, so that the file is never readable by others.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "w") as writer:
+            writer.write(secrets.token_hex(_BYTES) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def check_secret(folder: RunFolder, config: Config) -> None:
+    """Check that a run can be resumed with its seeds.
+
+    Raises:
+      UserError: if its secret seed is missing or damaged.
+    """
+    if needs_secret(config):
+        _read_secret(folder.secret_seed)
+
+
+def read_seeds(folder: RunFolder, config: Config) -> Seeds:
+    """Return the seeds of a run. Process 0 reads the secret seed for all processes.
+
+    Raises:
+      UserError: if the secret seed is missing or damaged.
+    """
+    if needs_secret(config):
+        first = jax.process_index() == 0
+        secret = _read_secret(folder.secret_seed) if first else bytes(_BYTES)
+        secret = bytes(from_first_process(np.frombuffer(secret, np.uint8)))
+        words = jax.random.key_data(jax.random.key(0)).size
+        key = np.frombuffer(secret, np.uint32)[:words]
+        return Seeds(int.from_bytes(secret[_BYTES // 2 :], "big"), key)
+    if config.is_private:
+        assert isinstance(config.grad, Clipped)
+        assert config.grad.insecure_noise_seed is not None
+        seed = config.grad.insecure_noise_seed
+        _, key = jax.random.split(jax.random.key(seed))
+        return Seeds(seed, np.asarray(jax.random.key_data(key)))
+    return Seeds(config.train.seed)
+
+
+def describe_seeds(folder: RunFolder, config: Config) -> str:
+    """Describe in one line who can compute the noise of a private run."""
+    if needs_secret(config):
+        return (
+            f"noise and sampling follow from {folder.secret_seed}: never publish this file, and "
+            "delete it when you will not resume the run"
+        )
+    assert isinstance(config.grad, Clipped)
+    return (
+        f"NO PRIVACY: grad.insecure_noise_seed {config.grad.insecure_noise_seed} is in "
+        "config.json, and whoever knows it can subtract the noise"
+    )
+
+
+def needs_secret(config: Config) -> bool:
+    """Whether noise and sampling of a run follow from a secret seed."""
+    grad = config.grad
+    return config.is_private and isinstance(grad, Clipped) and grad.insecure_noise_seed is None
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        secret = bytes.fromhex(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path}: the secret seed of this private run is missing, without which it cannot "
+            "continue with the same noise; start a new run with another --out"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if len(secret) != _BYTES:
+        raise UserError(f"cannot read {path}: expected {_BYTES} bytes, got {len(secret)}")
+    return secret
+
+
+def _with_key(state: TrainState, words: np.ndarray) -> TrainState:
+    return dataclasses.replace(state, key=_make_key(state.key, words))
+
+
+def _make_key(like: Array, words: np.ndarray) -> Array:
+    """Make a random key with the implementation and sharding of another one."""
+    make = functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like))
+    return jax.jit(make, out_shardings=like.sharding)(words)
