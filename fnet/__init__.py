@@ -4,7 +4,7 @@ The names in ``__all__`` are what most users need. Everything else stays importa
 module, such as ``fnet.step.plan_step`` or ``fnet.layers.group_norm``.
 """
 
-from fnet import autodiff, diffusion, interop, layers, losses, memory, models, optim
+from fnet import autodiff, diffusion, interop, layers, losses, memory, models, optim, privacy
 from fnet.autodiff import (
     Aux,
     accumulate_grad,
@@ -12,16 +12,18 @@ from fnet.autodiff import (
     jacobian,
     jvps,
     per_example_grad,
-    vjps,
 )
-from fnet.backward_pass import params_first, recompute
+from fnet.autodiff import vjps as vjps
+from fnet.backward_pass import params_first as params_first
+from fnet.backward_pass import recompute
 from fnet.generate import generate
 from fnet.generate import sample_token as sample_token
 from fnet.generate import stream as stream
 from fnet.layer import Decode as Decode
 from fnet.layer import Layer, repeat, residual, serial
 from fnet.layers.abn import abn
-from fnet.layers.attention_context import apply_context, update_context
+from fnet.layers.attention_context import apply_context as apply_context
+from fnet.layers.attention_context import update_context as update_context
 from fnet.layers.dot_product_attention import dot_product_attention as dot_product_attention
 from fnet.layers.group_norm import group_norm as group_norm
 from fnet.layers.mamba import selective_scan as selective_scan
@@ -42,7 +44,6 @@ __all__ = [
     "TrainState",
     "abn",
     "accumulate_grad",
-    "apply_context",
     "autodiff",
     "clipped_grad",
     "compile_step",
@@ -59,14 +60,12 @@ __all__ = [
     "memory",
     "models",
     "optim",
-    "params_first",
     "per_example_grad",
+    "privacy",
     "recompute",
     "repeat",
     "residual",
     "reversible",
     "rms_norm",
     "serial",
-    "update_context",
-    "vjps",
 ]

@@ -3,7 +3,8 @@
 import chex
 import pytest
 
-from train.data import training_batches
+from fnet.privacy import PoissonSampling
+from train.data import num_examples, training_batches
 from train.data.poisson import poisson_batches
 from train.errors import UserError
 
@@ -17,10 +18,11 @@ def take_batches(dataset, n=6, size=4, seed=0, after=None):
 
 
 def sampled_counts(dataset, image, n=12):
-    """Count the sampled examples in each of ``n`` Poisson batches of 8 rows, 1 on average."""
-    batches = poisson_batches(dataset, 1, 0, 8)
+    """Count the sampled examples in each of ``n`` padded Poisson batches, 1 on average."""
+    sampling = PoissonSampling(num_examples(dataset.train), 1, multiple=8)
+    batches = poisson_batches(dataset, sampling, 0)
     drawn = [next(batches) for _ in range(n)]
-    chex.assert_shape([batch["image"] for batch in drawn], (8, *image))
+    chex.assert_shape([batch["image"] for batch in drawn], (sampling.rows, *image))
     return [batch["weight"].sum() for batch in drawn]
 
 

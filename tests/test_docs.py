@@ -144,6 +144,7 @@ def public_names():
         fnet.losses,
         fnet.memory,
         fnet.models,
+        fnet.privacy,
     ]
     names = [f"{room.__name__}.{name}" for room in rooms for name in room.__all__]
     names += [

@@ -2,12 +2,15 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.stats import binom
 
-from train.data import Dataset
-from train.data.poisson import OVERFLOW_PROBABILITY, padded_batch_size, poisson_batches
+from fnet.privacy import PoissonSampling
+from fnet.privacy.sampling import OVERFLOW_PROBABILITY
+from train.data import Dataset, num_examples
+from train.data.poisson import poisson_batches
 
 EXAMPLES = 40
 
@@ -22,13 +25,17 @@ def sampled_examples(batch):
     return batch["image"][batch["weight"] == 1, 0].astype(int) - 1
 
 
+def batches_of(dataset, batch_size, seed=0):
+    return poisson_batches(dataset, PoissonSampling(num_examples(dataset.train), batch_size), seed)
+
+
 def take(batches, n):
     return [next(batches) for _ in range(n)]
 
 
 def test_samples_each_example_independently_with_the_same_probability():
     steps, probability = 2000, 10 / EXAMPLES
-    batches = poisson_batches(dataset(), 10, 0, EXAMPLES)
+    batches = batches_of(dataset(), 10)
     joined = np.zeros((steps, EXAMPLES))
     for row, batch in zip(joined, batches, strict=False):
         row[sampled_examples(batch)] = 1
@@ -46,18 +53,19 @@ def test_samples_each_example_independently_with_the_same_probability():
 
 
 def test_samples_without_duplicates_and_pads_with_zeros_of_weight_zero():
-    for batch in take(poisson_batches(dataset(), 10, 0, 32), 20):
+    rows = PoissonSampling(EXAMPLES, 10).rows
+    for batch in take(batches_of(dataset(), 10), 20):
         indices = sampled_examples(batch)
         assert len(set(indices)) == len(indices)
-        assert batch["image"].shape == (32, 3)
+        assert batch["image"].shape == (rows, 3)
         assert batch["weight"].dtype == np.float32
         assert set(np.unique(batch["weight"])) <= {0.0, 1.0}
         assert not batch["image"][batch["weight"] == 0].any()
 
 
 def test_a_batch_depends_only_on_seed_and_step():
-    first, again = (take(poisson_batches(dataset(), 10, 7, 32), 6) for _ in range(2))
-    other = take(poisson_batches(dataset(), 10, 8, 32), 6)
+    first, again = (take(batches_of(dataset(), 10, 7), 6) for _ in range(2))
+    other = take(batches_of(dataset(), 10, 8), 6)
     for a, b, c in zip(first, again, other, strict=True):
         np.testing.assert_array_equal(a["image"], b["image"])
         assert set(sampled_examples(a)) != set(sampled_examples(c))
@@ -68,11 +76,11 @@ def test_batches_resume_at_a_saved_position():
     def noisy(batch, generator):
         return batch | {"noise": generator.random(len(batch["image"]), np.float32)}
 
-    batches = poisson_batches(dataset(noisy), 10, 0, 32)
+    batches = batches_of(dataset(noisy), 10)
     take(batches, 5)
     position = json.loads(json.dumps(batches.get_state()))
     expected = take(batches, 3)
-    resumed = poisson_batches(dataset(noisy), 10, 0, 32)
+    resumed = batches_of(dataset(noisy), 10)
     resumed.set_state(position)
     for a, b in zip(expected, take(resumed, 3), strict=True):
         for name in ("image", "noise", "weight"):
@@ -84,19 +92,21 @@ def test_sampling_does_not_depend_on_the_augmentation():
         generator.random(1000)
         return batch
 
-    plain, other = (take(poisson_batches(dataset(a), 10, 0, 32), 5) for a in
+    plain, other = (take(batches_of(dataset(a), 10), 5) for a in
                     (lambda batch, generator: batch, uses_randomness))  # fmt: skip
     for a, b in zip(plain, other, strict=True):
         np.testing.assert_array_equal(a["image"], b["image"])
 
 
-def test_an_overflowing_batch_has_a_uniform_subset():
-    steps, rows = 1500, 6
+def test_an_overflowing_batch_has_a_uniform_subset(monkeypatch):
+    monkeypatch.setattr("fnet.privacy.sampling.OVERFLOW_PROBABILITY", 1 - 1e-5)
+    steps, rows = 1500, PoissonSampling(EXAMPLES, 20).rows
+    assert rows < 10
     counts = np.zeros(EXAMPLES)
-    for batch in take(poisson_batches(dataset(), 20, 0, rows), steps):
+    for batch in take(batches_of(dataset(), 20), steps):
         assert batch["image"].shape == (rows, 3)
         counts[sampled_examples(batch)] += 1
-    assert counts.sum() == steps * rows  # fewer than 6 of 40 are sampled once in a million steps
+    assert counts.sum() == steps * rows
     fraction = rows / EXAMPLES
     assert np.abs(counts / steps - fraction).max() < 4.5 * np.sqrt(
         fraction * (1 - fraction) / steps
@@ -104,25 +114,107 @@ def test_an_overflowing_batch_has_a_uniform_subset():
 
 
 def test_an_empty_batch_is_all_padding():
-    batches = take(poisson_batches(dataset(examples=3), 0.3, 0, 3), 20)
+    batches = take(batches_of(dataset(examples=3), 0.3), 20)
     sizes = [b["weight"].sum() for b in batches]
     assert min(sizes) == 0
     assert max(sizes) > 0
 
 
 @pytest.mark.parametrize(("examples", "batch_size"), [(1437, 512), (60000, 256), (100, 1)])
-def test_padded_batch_size_is_the_smallest_for_the_overflow_probability(examples, batch_size):
-    rows = padded_batch_size(examples, batch_size)
+@pytest.mark.parametrize("bands", [1, 2])
+def test_rows_are_the_fewest_for_the_overflow_probability(examples, batch_size, bands):
+    rows = PoissonSampling(examples, batch_size, bands).rows
     probability = batch_size / examples
     assert binom.sf(rows, examples, probability) <= OVERFLOW_PROBABILITY
     assert binom.sf(rows - 1, examples, probability) > OVERFLOW_PROBABILITY
 
 
-def test_padded_batch_size_is_rounded_up_to_a_multiple():
-    assert padded_batch_size(1437, 512, 16) % 16 == 0
-    assert (
-        padded_batch_size(1437, 512)
-        <= padded_batch_size(1437, 512, 16)
-        < padded_batch_size(1437, 512) + 16
-    )
-    assert padded_batch_size(100, 100) == 100
+def test_rows_are_rounded_up_to_a_multiple():
+    rows = PoissonSampling(1437, 512).rows
+    rounded = PoissonSampling(1437, 512, multiple=16).rows
+    assert rounded % 16 == 0
+    assert rows <= rounded < rows + 16
+    assert PoissonSampling(100, 100).rows == 100
+
+
+def test_batch_is_padded_with_weight_zero():
+    sampling = PoissonSampling(EXAMPLES, 10)
+    for step in range(5):
+        drawn = sampling.indices(3, step)
+        indices, weights = sampling.batch(3, step)
+        assert indices.shape == weights.shape == (sampling.rows,)
+        assert weights.dtype == np.float32
+        np.testing.assert_array_equal(indices[weights == 1], drawn)
+        assert set(indices[weights == 0]) <= {0}
+
+
+def test_batches_have_the_rows_of_the_arrays_and_resume():
+    sampling = PoissonSampling(EXAMPLES, 10)
+    arrays = {"x": np.arange(EXAMPLES), "y": jnp.arange(2 * EXAMPLES).reshape(EXAMPLES, 2)}
+    batches = list(sampling.batches(arrays, seed=1, steps=4))
+    for step, batch in enumerate(batches):
+        indices, weights = sampling.batch(1, step)
+        np.testing.assert_array_equal(batch["x"], indices)
+        np.testing.assert_array_equal(batch["y"][:, 1], 2 * indices + 1)
+        np.testing.assert_array_equal(batch["weight"], weights)
+    (resumed,) = sampling.batches(arrays, seed=1, steps=4, start=3)
+    np.testing.assert_array_equal(resumed["x"], batches[3]["x"])
+
+
+def test_cyclic_sampling_draws_each_example_in_its_group_only():
+    sampling, steps = PoissonSampling(EXAMPLES, 5, bands=4), 4000
+    assert sampling.probability == 0.5
+    joined = np.zeros((steps, EXAMPLES))
+    for step in range(steps):
+        joined[step, sampling.indices(0, step)] = 1
+    by_phase = joined.reshape(-1, 4, EXAMPLES).mean(0)
+    assert ((by_phase > 0).sum(0) == 1).all()
+    spread = np.sqrt(0.25 / (steps / 4))
+    assert np.abs(by_phase.max(0) - 0.5).max() < 4.5 * spread
+
+
+def test_groups_are_uniform_and_independent_of_the_other_examples():
+    groups = np.array(
+        [
+            [
+                i
+                for step in range(3)
+                for i in [step] * len(PoissonSampling(3, 1, 3).indices(s, step))
+            ]
+            for s in range(900)
+        ]
+    )  # with probability 1: how large each group is
+    sizes = np.stack([(groups == g).sum(1) for g in range(3)], 1)
+    # Multinomial, not an equal split: the variance of a group's size is 3 (1/3) (2/3).
+    assert sizes.mean(0) == pytest.approx([1, 1, 1], abs=0.12)
+    assert sizes.var(0) == pytest.approx([2 / 3] * 3, rel=0.2)
+
+
+def test_an_example_is_in_the_same_group_after_others_are_removed():
+    """Only removing the last examples keeps the indices of the others."""
+    large, small = PoissonSampling(EXAMPLES, 10, 2), PoissonSampling(EXAMPLES - 5, 10, 2)
+    first = {i for step in range(0, 40, 2) for i in large.indices(0, step)}
+    again = {i for step in range(0, 40, 2) for i in small.indices(0, step)}
+    assert {i for i in first if i < EXAMPLES - 5} == again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"examples": 0, "batch_size": 1}, "examples must be >= 1, got 0"),
+        ({"examples": 8, "batch_size": 0}, "batch_size must be > 0, got 0"),
+        ({"examples": 8, "batch_size": 9}, "1 groups with batches of 9 need at least 9 examples"),
+        ({"examples": 8, "batch_size": 5, "bands": 2}, "2 groups .* at least 10 examples, got 8"),
+        ({"examples": 8, "batch_size": 5, "bands": 0}, "bands must be >= 1, got 0"),
+        ({"examples": 8, "batch_size": 5, "multiple": 0}, "multiple must be >= 1, got 0"),
+    ],
+)
+def test_rejects_invalid_sampling(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PoissonSampling(**arguments)
+
+
+@pytest.mark.parametrize("arrays", [{"x": np.zeros(7)}, {"weight": np.zeros(8)}])
+def test_rejects_arrays_that_do_not_fit(arrays):
+    with pytest.raises(ValueError, match="arrays need 8 rows and any name but weight"):
+        next(PoissonSampling(8, 2).batches(arrays, 0, 1))

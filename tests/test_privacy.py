@@ -17,11 +17,11 @@ from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
+from fnet.privacy import PoissonSampling, calibrate_noise_multiplier, epsilon
 from train.config import Clipped, Mesh, recipes
-from train.data import poisson
 from train.errors import UserError
 from train.run.metrics import noise_scale, noise_scale_course
-from train.run.privacy import Privacy, dp_accounting, noise_for, privacy_from_config
+from train.run.privacy import Privacy, check_dp_accounting, privacy_from_config
 from train.run.setup import setup
 
 PRIVATE = """
@@ -80,37 +80,35 @@ def write_other(workplace, grad, model="Mlp(hidden=())", name="other.py"):
 
 # Computed by dp_accounting 0.6 and jax_privacy.
 SPENT = [
-    (1.5, 0.04, 2250, "rdp", 7.3293),
-    (1.5, 0.04, 2250, "pld", 6.7688),
-    (1.0, 0.01, 1000, "rdp", 2.10137),
-    (1.0, 0.01, 1000, "pld", 1.82824),
-    (1.1, 256 / 60000, 3515, "rdp", 1.281144),
-    (1.1, 256 / 60000, 3515, "pld", 1.13374),
+    (1.5, PoissonSampling(100, 4), 2250, "rdp", 7.3293),
+    (1.5, PoissonSampling(100, 4), 2250, "pld", 6.7688),
+    (1.0, PoissonSampling(100, 1), 1000, "rdp", 2.10137),
+    (1.0, PoissonSampling(100, 1), 1000, "pld", 1.82824),
+    (1.1, PoissonSampling(60000, 256), 3515, "rdp", 1.281144),
+    (1.1, PoissonSampling(60000, 256), 3515, "pld", 1.13374),
 ]
 
 
-@pytest.mark.parametrize(("noise", "probability", "steps", "accountant", "epsilon"), SPENT)
-def test_epsilon_equals_that_of_published_accountants(
-    noise, probability, steps, accountant, epsilon
-):
-    digits = len(str(epsilon).split(".")[1])
-    spent = Privacy(noise, probability, 1e-5, accountant).epsilon(steps)
-    assert round(spent, digits) == epsilon
+@pytest.mark.parametrize(("noise", "sampling", "steps", "accountant", "expected"), SPENT)
+def test_epsilon_equals_that_of_published_accountants(noise, sampling, steps, accountant, expected):
+    digits = len(str(expected).split(".")[1])
+    assert round(epsilon(noise, 1e-5, sampling, steps, accountant=accountant), digits) == expected
+    assert Privacy(noise, sampling, 1e-5, accountant).epsilon(steps) == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize(("epsilon", "probability", "steps"), [(3, 0.356, 300), (0.5, 0.01, 1000)])
-def test_calibrated_noise_spends_the_target(epsilon, probability, steps, accountant):
-    noise = noise_for(
-        epsilon, 1e-5, sampling_probability=probability, steps=steps, accountant=accountant
-    )
-    spent = Privacy(noise, probability, 1e-5, accountant).epsilon(steps)
-    assert 0.99 * epsilon < spent <= epsilon
+@pytest.mark.parametrize(("target", "size", "steps"), [(3, 356, 300), (0.5, 10, 1000)])
+def test_calibrated_noise_spends_the_target(target, size, steps, accountant):
+    sampling = PoissonSampling(1000, size)
+    noise = calibrate_noise_multiplier(target, 1e-5, sampling, steps, accountant=accountant)
+    spent = epsilon(noise, 1e-5, sampling, steps, accountant=accountant)
+    assert 0.99 * target < spent <= target
 
 
 def test_epsilon_rises_with_every_step_from_zero():
-    privacy = Privacy(1.0, 0.05, 1e-5)
-    spent = [privacy.epsilon(steps) for steps in range(6)]
+    spent = [epsilon(1.0, 1e-5, PoissonSampling(100, 5), steps) for steps in range(6)]
     assert spent[0] == 0
     assert all(a < b for a, b in itertools.pairwise(spent))
 
@@ -118,17 +116,16 @@ def test_epsilon_rises_with_every_step_from_zero():
 def test_truncating_an_overflowing_batch_does_not_change_epsilon():
     """The exact accounting of a step that keeps a uniform choice of an overflowing batch."""
     examples, size, noise, steps = 1437, 512, 8.0, 300
-    rows = poisson.padded_batch_size(examples, size)
-    truncated = TruncatedSubsampledGaussianDpEvent(examples, size / examples, rows, noise)
+    sampling = PoissonSampling(examples, size)
+    truncated = TruncatedSubsampledGaussianDpEvent(examples, size / examples, sampling.rows, noise)
     exactly = PLDAccountant().compose(truncated, steps).get_epsilon(1e-5)
-    spent = Privacy(noise, size / examples, 1e-5).epsilon(steps)
-    assert spent == pytest.approx(exactly, rel=1e-7)
+    assert epsilon(noise, 1e-5, sampling, steps) == pytest.approx(exactly, rel=1e-7)
 
 
 def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
     folder, printed = finished_private_run
     guarantee = guarantee_of(folder)
-    privacy = Privacy(1.0, 64 / 1437, 1e-5)
+    privacy = Privacy(1.0, PoissonSampling(1437, 64), 1e-5)
     assert guarantee == {
         "epsilon": privacy.epsilon(8),
         "noise_multiplier": 1.0,
@@ -302,10 +299,14 @@ def test_the_noise_scale_is_a_ratio_of_exponential_averages():
 
 def test_private_training_reports_a_missing_dependency(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    config = recipes.load("digits_dp")
     with pytest.raises(UserError, match=r"pip install 'fnet-jax\[privacy\]'"):
-        privacy_from_config(Clipped(epsilon=1.0, delta=1e-5), batch_size=8, examples=100, steps=10)
+        privacy_from_config(config, examples=1437, steps=10)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'fnet-jax\[privacy\]'"):
+        calibrate_noise_multiplier(1.0, 1e-5, PoissonSampling(100, 8), 10)
     # Clipping without noise needs no accounting.
-    assert privacy_from_config(Clipped(), batch_size=8, examples=100, steps=10) is None
+    config = dataclasses.replace(config, grad=Clipped())
+    assert privacy_from_config(config, examples=1437, steps=10) is None
 
 
 NONE = ("--grad.noise-multiplier", "None")
@@ -320,7 +321,7 @@ MISTAKES = [
     (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),
     (("--grad.accountant", "moments"), "--grad.accountant: expected one of pld, rdp, got moments"),
     (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
-    (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
+    (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: calibrate_noise_multiplier: epsilon 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
     (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 gives no privacy: 8 steps spend epsilon"),
 ]  # fmt: skip
 
@@ -347,5 +348,5 @@ def test_refuses_batch_norm_by_name(grad, workplace, capsys):
 def test_importing_dp_accounting_does_not_raise_the_log_level(before, monkeypatch):
     logger = logging.getLogger("absl")
     monkeypatch.setattr(logger, "level", before)
-    dp_accounting()
+    check_dp_accounting()
     assert logger.level == max(before, logging.ERROR)

@@ -18,7 +18,7 @@ import pytest
 import fnet
 
 ROOMS = ("fnet", *(f"fnet.{name}" for name in
-         ("autodiff", "diffusion", "layers", "losses", "memory", "models")))  # fmt: skip
+         ("autodiff", "diffusion", "layers", "losses", "memory", "models", "privacy")))  # fmt: skip
 # Public without a list of names: all that they define.
 FILES = (
     "fnet.diffusion.samplers", "fnet.diffusion.schedules", "fnet.interop.linen",
@@ -64,6 +64,9 @@ SOURCES = {
     "fnet.linear_recurrence": "Blelloch 1990",
     "fnet.losses.cross_entropy": r"Szegedy et al\. 2016",
     "fnet.residual": r"He et al\. 2016",
+    "fnet.privacy.PoissonSampling": r"Abadi et al\. 2016",
+    "fnet.privacy.add_noise": "Dwork and Roth 2014",
+    "fnet.privacy.epsilon": "Koskela",
     "fnet.reversible": "Gomez, Ren, Urtasun, Grosse, .* 2017",
     "fnet.rms_norm": "Zhang, Sennrich 2019",
     "fnet.selective_scan": "Gu and Dao 2023",

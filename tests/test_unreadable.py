@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from image_cases import write_class_folders
 
+from fnet.privacy import PoissonSampling
 from train.config.data import ImageFolder
-from train.data import Dataset, evaluation_batches, image_folder, training_batches
+from train.data import Dataset, evaluation_batches, image_folder, num_examples, training_batches
 from train.data.poisson import poisson_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -83,10 +84,11 @@ def test_ignores_padding_of_poisson_batches(tmp_path):
     write_class_folders(tmp_path, train=20, test=4)
     dataset = load(tmp_path, max_bad_fraction=0.0)
     must_not_explain = dataset._replace(explain=lambda id: pytest.fail(f"file {id} is read"))
+    sampling = PoissonSampling(num_examples(dataset.train), 4)
     batches = UnreadableFiles(must_not_explain, pytest.fail).watch(
-        poisson_batches(dataset, 4, 0, 10)
+        poisson_batches(dataset, sampling, 0)
     )
-    assert any(next(batches)["weight"].sum() < 10 for _ in range(5))
+    assert any(next(batches)["weight"].sum() < sampling.rows for _ in range(5))
 
 
 def test_saves_and_restores_the_position_of_the_batches(folder):

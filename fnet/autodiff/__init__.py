@@ -23,7 +23,8 @@ from fnet.autodiff.per_example.clipped import ClippedInfo as ClippedInfo
 from fnet.autodiff.per_example.clipped import clipped_grad as clipped_grad
 from fnet.autodiff.per_example.clipped import gradient_strategies as gradient_strategies
 from fnet.autodiff.per_example.gradients import NoiseScale as NoiseScale
-from fnet.autodiff.per_example.gradients import influence, noise_scale, per_example_norms
+from fnet.autodiff.per_example.gradients import influence as influence
+from fnet.autodiff.per_example.gradients import noise_scale, per_example_norms
 from fnet.autodiff.per_example.gradients import per_example_grad as per_example_grad
 from fnet.autodiff.per_example.modes import clipped, per_example
 from fnet.autodiff.update import Mode as Mode
@@ -33,7 +34,6 @@ __all__ = [
     "AdaptiveClipping",
     "clipped",
     "hvps",
-    "influence",
     "mean",
     "microbatches",
     "noise_scale",

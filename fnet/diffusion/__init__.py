@@ -5,7 +5,8 @@ denoising network is `fnet.models.denoiser`, or any ``denoise(x, t)``.
 """
 
 from fnet.diffusion import samplers, schedules
-from fnet.diffusion.guidance import drop_labels, guided
+from fnet.diffusion.guidance import drop_labels as drop_labels
+from fnet.diffusion.guidance import guided
 from fnet.diffusion.loss import WEIGHTINGS as WEIGHTINGS
 from fnet.diffusion.loss import denoising_losses
 from fnet.diffusion.loss import min_snr_weight as min_snr_weight
@@ -22,4 +23,4 @@ from fnet.diffusion.targets import add_noise as add_noise
 from fnet.diffusion.targets import denoised as denoised
 from fnet.diffusion.targets import target as target
 
-__all__ = ["denoising_losses", "drop_labels", "guided", "samplers", "schedules"]
+__all__ = ["denoising_losses", "guided", "samplers", "schedules"]

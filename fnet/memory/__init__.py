@@ -22,7 +22,8 @@ from fnet.memory.residuals import LayerResiduals as LayerResiduals
 from fnet.memory.residuals import Residual as Residual
 from fnet.memory.residuals import by_layer as by_layer
 from fnet.memory.residuals import residuals
-from fnet.memory.sizes import format_bytes, parse_bytes
+from fnet.memory.sizes import format_bytes as format_bytes
+from fnet.memory.sizes import parse_bytes as parse_bytes
 from fnet.memory.sizes import tree_bytes as tree_bytes
 from fnet.memory.timeline import Buffer as Buffer
 from fnet.memory.timeline import Timeline as Timeline
@@ -34,8 +35,6 @@ __all__ = [
     "DonationError",
     "compile_min_memory",
     "donation",
-    "format_bytes",
-    "parse_bytes",
     "peak",
     "plan",
     "residuals",

@@ -21,7 +21,7 @@ from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.evaluation import Evaluator
 from train.run.mesh import Layout, shardings
-from train.run.privacy import Privacy, privacy_from_config
+from train.run.privacy import Privacy, privacy_from_config, sampling_from_config
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
@@ -90,8 +90,7 @@ class Setup(NamedTuple):
         """
         dataset, size = self.task.dataset, self.config.data.batch_size
         if self.privacy:
-            rows = jax.tree.leaves(self.batch_shapes)[0].shape[0]
-            return poisson.poisson_batches(dataset, size, seed, rows)
+            return poisson.poisson_batches(dataset, self.privacy.sampling, seed)
         if longest := _longest(self.config):
             return buckets.bucketed_batches(dataset, size, seed, longest)
         return data.training_batches(dataset, size, seed)
@@ -152,7 +151,8 @@ def setup(config: Config) -> Setup:
     except ValueError as error:  # only decay_steps is not checked yet
         given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
         raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
-    privacy = _privacy(config, data.num_examples(task.dataset.train), steps)
+    examples = data.num_examples(task.dataset.train)
+    privacy = privacy_from_config(config, examples=examples, steps=steps)
     base_optimizer = optim.make_optimizer(
         o.name,
         schedule,
@@ -243,19 +243,6 @@ def _num_steps(config: Config, steps_per_epoch: float) -> int:
     return config.train.steps or max(math.ceil(steps), 1)
 
 
-def _privacy(config: Config, examples: int, steps: int) -> Privacy | None:
-    if not isinstance(config.grad, Clipped):
-        return None
-    size = config.data.batch_size
-    privacy = privacy_from_config(config.grad, batch_size=size, examples=examples, steps=steps)
-    if config.grad.insecure_noise_seed is not None and not privacy:
-        raise UserError(
-            f"grad.insecure_noise_seed: {config.grad.insecure_noise_seed}, but there is no noise; "
-            "give grad.epsilon or grad.noise_multiplier, too"
-        )
-    return privacy
-
-
 def _mode(
     config: Config, privacy: Privacy | None, optimizer: optax.GradientTransformation
 ) -> tuple[Any, optax.GradientTransformation]:
@@ -305,12 +292,11 @@ def _mode(
 
 
 def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    dataset, rows, grad = task.dataset, config.data.batch_size, config.grad
+    dataset, rows = task.dataset, config.data.batch_size
     if config.is_private:
-        assert isinstance(grad, Clipped)
-        # A multiple of 8 for vector units, of the devices, and of the microbatches.
-        multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * grad.microbatches
-        rows = poisson.padded_batch_size(data.num_examples(dataset.train), rows, multiple)
+        # The search for the largest batch also tries more than the training examples.
+        examples = max(rows, data.num_examples(dataset.train))
+        rows = sampling_from_config(config, examples).rows
     batch = data.sample_batch(dataset, rows)
     if config.is_private or _longest(config):
         batch = data.pad_batch(batch, rows)

@@ -16,6 +16,7 @@ from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_g
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import sum_dtype
+from fnet.privacy.noise import add_noise
 
 
 def clipped(
@@ -349,12 +350,7 @@ def noisy_mean(
 ) -> Any:
     """Add noise of a standard deviation to sums and divide by ``size`` or the counted examples."""
     if not (isinstance(deviation, float) and deviation == 0):
-        leaves, treedef = jax.tree.flatten(sums)
-        noisy = [
-            (g + deviation * jax.random.normal(jax.random.fold_in(key, i), g.shape)).astype(g.dtype)
-            for i, g in enumerate(leaves)
-        ]
-        sums = jax.tree.unflatten(treedef, noisy)
+        sums = add_noise(sums, deviation, key)
     return jax.tree.map(lambda g: g / (size or jnp.maximum(is_counted.sum(), 1)), sums)
 
 

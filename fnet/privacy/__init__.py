@@ -1,0 +1,11 @@
+"""Differentially private training: Poisson sampling, noise and privacy accounting.
+
+Clipping is `fnet.clipped_grad`, and `fnet.autodiff.clipped` is the gradient mode that clips and
+adds noise.
+"""
+
+from fnet.privacy.accounting import calibrate_noise_multiplier, epsilon
+from fnet.privacy.noise import add_noise
+from fnet.privacy.sampling import PoissonSampling
+
+__all__ = ["PoissonSampling", "add_noise", "calibrate_noise_multiplier", "epsilon"]
