@@ -76,6 +76,25 @@ def test_check_raises_for_a_nonfinite_gradient():
         meter.check(3)
 
 
+STEP = {name: np.float32(value) for name, value in {"loss": 1, "grad_norm": 2, "clip": 3}.items()}
+
+
+def test_metrics_of_private_training_examples_are_marked():
+    meter = Meter(batch_size=8, private=True)
+    meter.add(STEP)
+    means = meter.means(1)
+    values = means["not_private/loss"], means["train/grad_norm"], means["train/clip"]
+    assert values == (1, 2, 3)
+    assert "train/loss" not in means
+
+
+def test_release_only_ignores_metrics_of_training_examples():
+    meter = Meter(batch_size=8, private=True, release_only=True)
+    meter.add(STEP | {"loss": np.float32("nan")})  # an error would depend on the examples
+    times = {"examples_per_second", "input_wait"}
+    assert meter.means(1).keys() == {"train/grad_norm", "train/clip"} | times
+
+
 def test_a_pause_does_not_count_as_time(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))

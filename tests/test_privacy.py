@@ -140,8 +140,39 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
     assert f"epsilon {privacy.epsilon(2):.4g}  " in after
     lines = metrics_of(folder)
     assert [r["privacy/epsilon"] for r in lines] == [privacy.epsilon(n) for n in (2, 4, 6, 8)]
-    assert {"train/clipped", "train/norm_median", "train/norm_max"} <= lines[0].keys()
+    # Of the metrics of a step only the norm of the noisy gradient is covered by the guarantee.
+    covered = {name for name in lines[0] if name.startswith("train/")}
+    assert covered == {"train/grad_norm", "train/learning_rate"}
+    names = "loss", "accuracy", "clipped", "norm_median", "norm_max"
+    assert {f"not_private/{name}" for name in names} <= lines[0].keys()
+    assert "loss (not private)" in after
     assert "dp-accounting" in json.loads((folder / "summary.json").read_text())["versions"]
+
+
+RELEASED_FILES = {
+    "checkpoints", "classes.json", "config.json", "confusion.png", "curves.png", "memory.json",
+    "memory.png", "metrics.jsonl", "summary.json",
+}  # fmt: skip
+RELEASED_METRICS = {
+    "step", "epoch", "train/grad_norm", "train/learning_rate", "privacy/epsilon", "test/loss",
+    "test/accuracy", "test/top5",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantile", [(), ("--grad.quantile", 0.5)], ids=["constant", "adaptive"])
+def test_release_only_writes_what_the_guarantee_covers(quantile, private, capsys):
+    fnet_command("train", "private.py", "--out", "run", "--grad.release-only", *quantile)
+    assert {path.name for path in (private / "run").iterdir()} == RELEASED_FILES
+    for line in metrics_of(private / "run"):
+        assert line.keys() <= RELEASED_METRICS | ({"train/clip"} if quantile else set())
+    printed = capsys.readouterr().out
+    assert "step 2/8  epsilon" in printed
+    assert "not private" not in printed
+    summary = json.loads((private / "run" / "summary.json").read_text())
+    assert summary["metrics"].keys() == {"test/loss", "test/accuracy", "test/top5"}
+    assert summary["unreadable_files"] is None
+    fnet_command("eval", "run")
+    assert not (private / "run" / "examples.png").exists()
 
 
 @pytest.mark.slow
@@ -321,6 +352,7 @@ MISTAKES = [
     (("--grad.clip", "0"), "grad.clip: expected greater than 0, got 0.0"),
     (("--grad.accountant", "moments"), "--grad.accountant: expected one of pld, rdp, got moments"),
     (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
+    (("--grad.delta", "None", *NONE, "--grad.insecure-noise-seed", "None", "--grad.release-only"), "grad.release_only: nothing is covered by a guarantee without noise"),
     (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: calibrate_noise_multiplier: epsilon 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
     (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 gives no privacy: 8 steps spend epsilon"),
 ]  # fmt: skip

@@ -270,6 +270,21 @@ def test_a_private_run_shows_its_epsilon(make):
     assert "epsilon: from 0.5 at step 10 to 2 at step 40." in page.raw
 
 
+def test_curves_of_training_examples_of_a_private_run_are_marked(make):
+    config = Config(grad=Clipped(epsilon=3.0, delta=1e-5), train=Train(steps=40))
+    lines = [
+        {name.replace("train/loss", "not_private/loss"): v for name, v in x.items()}
+        | {"not_private/norm_max": 2.0 * x["step"]}
+        for x in LINES
+    ]
+    page = page_of(make(config=config, lines=lines))
+    assert "not private" in page.facts["train loss"]
+    by_title = {c.title: c.lines for c in page.charts}
+    assert any(text.startswith("train, not private loss: from") for text in by_title["loss"])
+    (norm,) = by_title["largest per-example norm"]
+    assert norm.startswith("train, not private largest per-example norm: from 20 at step 10")
+
+
 def test_the_noise_scale_is_drawn_averaged_as_well(make):
     measured = {"train/grad_sq": 0.5, "train/grad_var": 100.0, "train/noise_scale": 200.0}
     lines = [x | measured | {"train/noise_scale": x["step"]} for x in LINES]

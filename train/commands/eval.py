@@ -54,6 +54,9 @@ def main(argv: list[str]) -> None:
 def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
     """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
+    A private run of which only covered results are written (`grad.release_only`) has no
+    examples.png, because it shows test images.
+
     Raises:
       UserError: for a run without a checkpoint, an option that its kind does not have, or a
         folder that cannot be written.
@@ -85,7 +88,10 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
             classes = run.task.dataset.classes
             plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
             written["confusion matrix"] = folder.confusion
-        if examples.draw(run, evaluate, network, folder.examples):
+        drawn = not config.is_release_only and examples.draw(
+            run, evaluate, network, folder.examples
+        )
+        if drawn:
             written["examples"] = folder.examples
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error

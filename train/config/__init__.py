@@ -97,6 +97,11 @@ class Config(Section):
         """Whether training is differentially private: noise and Poisson sampling."""
         return isinstance(self.grad, Clipped) and self.grad.is_private
 
+    @property
+    def is_release_only(self) -> bool:
+        """Whether the run writes only what its privacy guarantee covers."""
+        return isinstance(self.grad, Clipped) and self.grad.release_only
+
 
 _ADAPTER = TypeAdapter(Config)
 

@@ -101,6 +101,8 @@ class Clipped(Section):
     """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
     accountant: Literal["pld", "rdp"] = "pld"
     """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
+    release_only: bool = False
+    """Write only what the guarantee covers: parameters, epsilon, metrics on held-out examples."""
     insecure_noise_seed: Seed | None = None
     """Fixed seed of noise and sampling, for tests: no privacy; None draws a secret seed."""
 

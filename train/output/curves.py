@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from train.output.formats import number, percent
 from train.output.stored import finite
-from train.run.metrics import noise_scale_course
+from train.run.metrics import NOT_PRIVATE, noise_scale_course
 
 COLORS = (
     *("#1f6fb4", "#c2410c", "#15803d", "#9333a8"),
@@ -27,7 +27,8 @@ MOST_POINTS = 300
 SCORES = ("loss", "accuracy", "mean_iou", "pixel_accuracy", "class_accuracy", "top5")
 """Metrics that say how well a network does."""
 
-_PARTS = ("train", "test", "averaged")
+_PARTS = ("train", NOT_PRIVATE, "test", "averaged")
+_LABELS = {NOT_PRIVATE: "train, not private"}
 _HIDDEN = frozenset({"step", "epoch", "seconds", "skipped"})
 
 
@@ -98,7 +99,7 @@ class Metric(NamedTuple):
       name: Name in metrics.jsonl without its part, such as ``"loss"``.
       title: Name for people.
       scale: How values are written and drawn.
-      curves: Curves by index of the run and part: train, test, averaged or empty.
+      curves: Curves by index of the run and part: train, not_private, test, averaged or empty.
     """
 
     name: str
@@ -113,7 +114,8 @@ class Metric(NamedTuple):
 
     def label(self, part: str) -> str:
         """Name a part, unless it goes without saying, as for the learning rate."""
-        return part if len(self.parts) > 1 or self.name in SCORES else ""
+        stated = len(self.parts) > 1 or self.name in SCORES or part == NOT_PRIVATE
+        return _LABELS.get(part, part) if stated else ""
 
     @property
     def constant(self) -> float | None:
@@ -259,8 +261,9 @@ def draw(ax: Axes, metric: Metric, x_axis: XAxis, runs: int = 1, points: int = M
         ax.set_yscale("log")
     several, parts = runs > 1, metric.parts
     for (run, part), curve in metric.curves.items():
-        faint = len(parts) > 1 and part == parts[0] and (several or "averaged" in parts)
-        index = run if several else int(part in _PARTS[1:])
+        first = part in (parts[0], NOT_PRIVATE)
+        faint = len(parts) > 1 and first and (several or "averaged" in parts)
+        index = run if several else int(part in ("test", "averaged"))
         color = COLORS[index % len(COLORS)]
         thinned = thin(x_axis.of(curve), curve.values, points)
         if len(thinned.x) < len(curve.values):

@@ -24,7 +24,7 @@ from train.run.class_names import check_classes, write_classes
 from train.run.interruption import Interruption
 from train.run.memory_report import MemoryReport, memory_report
 from train.run.mesh import layout
-from train.run.metrics import Meter, noise_scale, score_of
+from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of
 from train.run.planning import StepCache, check_memory_config, compile_step, reserve
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
@@ -75,7 +75,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         log(f"training {config.name} for {run.steps} steps in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
         seeds = read_seeds(folder, config)
-        unreadable = UnreadableFiles(run.task.dataset, log)
+        # The names of training files are not covered by a guarantee.
+        unreadable = UnreadableFiles(run.task.dataset, _ignore if config.is_release_only else log)
+        unreadable_name = f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
 
         # Compile all programs. Their memory is known before the first step.
         with console.status("compiling") as status:
@@ -112,7 +114,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             skipped = SkippedSteps(run, folder.bad_steps, log)
             num_skipped = len(read_metrics(folder.bad_steps))
             eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
-            meter = Meter(config.data.batch_size)
+            meter = Meter(
+                config.data.batch_size,
+                private=config.is_private,
+                release_only=config.is_release_only,
+            )
 
             with (
                 Interruption() as interruption,
@@ -149,8 +155,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         num_skipped += int(line.get("train/skipped", 0))
                         num_updates = max(step - 1 - num_skipped, 0)
                         line["train/learning_rate"] = learning_rate(num_updates)
-                        if unreadable.count:
-                            line["unreadable_files"] = unreadable.count
+                        if unreadable.count and not config.is_release_only:
+                            line[unreadable_name] = unreadable.count
                         if is_evaluating:
                             evaluation = evaluate(state)
                             score = score_of(evaluation.metrics)
@@ -195,14 +201,18 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if evaluation.confusion is not None:
             classes, title = run.task.dataset.classes, f"{config.name}, step {step}"
             plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
-            examples.draw(run, evaluate, state, folder.examples)
-            written |= {"confusion matrix": folder.confusion, "examples": folder.examples}
-        bad_files = [line.get("unreadable_files", 0) for line in lines]
+            written |= {"confusion matrix": folder.confusion}
+            if not config.is_release_only:  # the picture shows test images themselves
+                examples.draw(run, evaluate, state, folder.examples)
+                written |= {"examples": folder.examples}
+        bad_files = [line.get(unreadable_name, 0) for line in lines]
         summary = {
             "metrics": _test_metrics(evaluation.metrics),
             "privacy": _privacy(run, step),
             "noise_scale": noise_scale(lines),
-            "unreadable_files": max([unreadable.count, *bad_files]),
+            "unreadable_files": (
+                None if config.is_release_only else max([unreadable.count, *bad_files])
+            ),
             "steps": step,
             "seconds": time.perf_counter() - start_time,
             "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
@@ -245,6 +255,10 @@ def _show_memory(run: Setup, report: MemoryReport, folder: RunFolder, console: C
         log(describe_seeds(folder, run.config))
     atomic_write(folder.memory, as_json(report.as_dict()))
     plots.memory(report, f"{run.config.name}: memory of a train step", folder.memory_picture)
+
+
+def _ignore(line: str) -> None:
+    """Print nothing."""
 
 
 def _test_metrics(metrics: dict[str, float]) -> dict[str, float]:

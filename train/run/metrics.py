@@ -11,16 +11,29 @@ import numpy as np
 
 from train.errors import TrainingError
 
+NOT_PRIVATE = "not_private"
+"""First part of the names of metrics that a guarantee of privacy does not cover."""
+
+_FROM_NOISY_GRADIENT = frozenset({"grad_norm", "clip"})
+"""Metrics of a private step that the guarantee covers. Others see training examples."""
+
 
 class Meter:
     """Collect each step's metrics without waiting for the device until a line is logged.
+
+    Args:
+      batch_size: Number of examples of a step; the expected number if batches are sampled.
+      private: Whether the gradient has noise. Metrics of training examples do not, and are then
+        named ``not_private/...`` in place of ``train/...``.
+      release_only: Whether to ignore such metrics.
 
     Attributes:
       examples: Number of examples in all windows; the expected number if batches are sampled.
       seconds: Time of all windows, without evaluation and checkpoints.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, *, private: bool = False, release_only: bool = False):
+        self._private, self._release_only = private, release_only
         self.examples = 0
         self.seconds = 0.0
         self._batch_size = batch_size
@@ -55,6 +68,8 @@ class Meter:
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
         """Add a step's metrics, which need not be computed yet."""
+        if self._release_only:
+            metrics = {k: v for k, v in metrics.items() if k in _FROM_NOISY_GRADIENT}
         self._window.append(metrics)
 
     def means(self, step: int) -> dict[str, float]:
@@ -73,7 +88,7 @@ class Meter:
         self.seconds += seconds
         self._window = []
         names = [k for k in window[0] if k != "skipped"] if applied else []
-        means = {f"train/{k}": float(np.mean([m[k] for m in applied])) for k in names}
+        means = {self._full_name(k): float(np.mean([m[k] for m in applied])) for k in names}
         if len(applied) < len(window):
             means["train/skipped"] = len(window) - len(applied)
         if means.get("train/grad_sq", 0) > 0:
@@ -82,6 +97,10 @@ class Meter:
             "examples_per_second": examples / seconds,
             "input_wait": self._input_wait / seconds,
         }
+
+    def _full_name(self, name: str) -> str:
+        covered = not self._private or name in _FROM_NOISY_GRADIENT
+        return f"{'train' if covered else NOT_PRIVATE}/{name}"
 
     def check(self, step: int) -> None:
         """Wait for the steps of the window, before their state is saved.

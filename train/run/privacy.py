@@ -102,6 +102,11 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
     if not grad.is_private:
         if grad.delta is not None:
             raise UserError("grad.delta: needs grad.epsilon or grad.noise_multiplier, too")
+        if grad.release_only:
+            raise UserError(
+                "grad.release_only: nothing is covered by a guarantee without noise; give "
+                "grad.epsilon or grad.noise_multiplier, too"
+            )
         if grad.insecure_noise_seed is not None:
             raise UserError(
                 f"grad.insecure_noise_seed: {grad.insecure_noise_seed}, but there is no noise; "

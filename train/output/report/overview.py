@@ -11,6 +11,7 @@ from train.output.curves import SCORES, Metric, describe
 from train.output.formats import duration, number
 from train.output.report.runs import Run
 from train.output.tables import Cell, Table
+from train.run.metrics import NOT_PRIVATE
 
 
 def describe_run(run: Run) -> str:
@@ -58,6 +59,8 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
             figures[f"test {title}"] = Cell(scale.text(value))
     if (loss := run.last("train/loss")) is not None:
         figures["train loss"] = Cell(number(loss))
+    if (loss := run.last(f"{NOT_PRIVATE}/loss")) is not None:
+        figures["train loss"] = Cell(number(loss), "not private")
     if run.lines:
         epochs = "" if math.isnan(run.epoch) else f"{number(run.epoch)} epochs"
         figures["steps"] = Cell(f"{run.step:,}", epochs)
@@ -80,7 +83,8 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
         figures["gradient noise scale"] = Cell(number(run.summary.noise_scale), "examples")
     if run.bad_steps:
         figures["skipped steps"] = Cell(f"{len(run.bad_steps):,}")
-    if unreadable := run.last("unreadable_files"):
+    unreadable = run.last("unreadable_files") or run.last(f"{NOT_PRIVATE}/unreadable_files")
+    if unreadable:
         figures["unreadable files"] = Cell(number(unreadable))
     return figures
 

@@ -18,6 +18,7 @@ from train.output.report.runs import Run
 from train.output.report.svg import to_svg
 from train.output.stored import StoredMemory
 from train.output.tables import MISSING, Cell, Table
+from train.run.metrics import NOT_PRIVATE
 
 _MOST_ROWS = 20
 _MOST_NAMES = 8
@@ -65,7 +66,9 @@ def chart(metric: Metric, runs: Sequence[Run], axis: XAxis, points: int) -> Char
         name = " ".join(dict.fromkeys([label, metric.label(part), metric.title])).strip()
         titles[f"run{run}-{part}"] = f"{name}: from {first} to {last}."
     ends = {axis.text(axis.of(curve)[-1]) for curve in metric.curves.values()}
-    notes = [" / ".join(filter(None, metric.parts))] if several and len(metric.parts) > 1 else []
+    labels = list(filter(None, map(metric.label, metric.parts)))
+    named = several and (len(metric.parts) > 1 or NOT_PRIVATE in metric.parts)
+    notes = [" / ".join(labels)] if named else []
     notes += [f"at {ends.pop()}" if len(ends) == 1 else "last values"]
     notes += ["log scale"] * metric.log
     draw_metric = functools.partial(draw, metric=metric, x_axis=axis, runs=len(runs), points=points)
