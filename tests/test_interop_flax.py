@@ -24,7 +24,7 @@ from fnet.memory.peak import CANDIDATE_OPTIONS
 CLASSES, EPS = 3, 1e-5
 
 
-@pytest.mark.parametrize("name", ["linen", "nnx", "torch"])
+@pytest.mark.parametrize("name", ["linen", "nnx", "jax_privacy", "torch"])
 def test_adapters_are_imported_on_first_use(name, monkeypatch):
     module = importlib.import_module(f"fnet.interop.{name}")
     monkeypatch.delattr(fnet.interop, name)

@@ -21,8 +21,8 @@ ROOMS = ("fnet", *(f"fnet.{name}" for name in
          ("autodiff", "diffusion", "layers", "losses", "memory", "models", "privacy")))  # fmt: skip
 # Public without a list of names: all that they define.
 FILES = (
-    "fnet.diffusion.samplers", "fnet.diffusion.schedules", "fnet.interop.linen",
-    "fnet.interop.nnx", "fnet.interop.torch", "fnet.optim",
+    "fnet.diffusion.samplers", "fnet.diffusion.schedules", "fnet.interop.jax_privacy",
+    "fnet.interop.linen", "fnet.interop.nnx", "fnet.interop.torch", "fnet.optim",
 )  # fmt: skip
 
 # Equations, and the paper or system each is from.

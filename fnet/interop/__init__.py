@@ -1,4 +1,4 @@
-"""Adapters to other libraries: flax modules (`linen`, `nnx`) and pretrained weights from torch.
+"""Adapters to other libraries: flax (`linen`, `nnx`), `jax_privacy`, pretrained weights of torch.
 
 Each is imported on first use, so that `import fnet` does not import flax. torch is never needed.
 """
@@ -9,6 +9,7 @@ from typing import Any
 __all__ = ["from_torch", "to_torch"]
 
 _ATTRIBUTES = {
+    "jax_privacy": "fnet.interop.jax_privacy",
     "linen": "fnet.interop.linen",
     "nnx": "fnet.interop.nnx",
     "torch": "fnet.interop.torch",

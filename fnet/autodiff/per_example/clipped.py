@@ -211,18 +211,11 @@ class ClippedGrad:
           >>> gradient.sensitivity(), gradient.sensitivity("REPLACE_ONE")
           (5.0, 10.0)
         """
-        relations = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_SPECIAL": 1, "REPLACE_ONE": 2}
-        relation = getattr(neighboring_relation, "name", neighboring_relation)
-        if relation not in relations:
-            raise ValueError(
-                f"sensitivity: neighboring_relation must be one of {list(relations)}, got "
-                f"{neighboring_relation!r}."
-            )
         bounds = jax.tree.leaves(self.clip)
         if self.rescale_to_unit_norm:
             bounds = [1.0] * len(bounds)
         norm = bounds[0] if len(bounds) == 1 else sum(bound**2 for bound in bounds) ** 0.5
-        return relations[relation] * norm
+        return changes(neighboring_relation) * norm
 
     def __call__(
         self, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
@@ -329,6 +322,18 @@ def gradient_strategies(
 
     jax.eval_shape(trace, params, batch)
     return strategies[0]
+
+
+def changes(neighboring_relation: Any) -> int:
+    """Return how many contributions differ between neighboring batches: 1, or 2 if replaced."""
+    relations = {"ADD_OR_REMOVE_ONE": 1, "REPLACE_SPECIAL": 1, "REPLACE_ONE": 2}
+    relation = getattr(neighboring_relation, "name", neighboring_relation)
+    if relation not in relations:
+        raise ValueError(
+            f"sensitivity: neighboring_relation must be one of {list(relations)}, got "
+            f"{neighboring_relation!r}."
+        )
+    return relations[relation]
 
 
 class _Groups(NamedTuple):
