@@ -100,8 +100,6 @@ class FactoredGradients(NamedTuple):
     @property
     def strategy(self) -> str:
         """See `ParameterGradients`."""
-        if any(i.use.operand is not None for i in self.inputs):
-            return "autodiff"
         if self._is_small():
             return "materialized"
         return "ghost norm" if self._is_single() or self._factors() else "materialized in chunks"
@@ -267,7 +265,7 @@ class ChunkedGradients(NamedTuple):
     """Gradients with respect to large parameters, recomputed for a few examples at a time.
 
     Attributes:
-      loss: The traced loss of one example: ``(*params, *example) -> (loss, ...)``.
+      loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: All parameters.
       examples: The batch.
       numbers: Numbers of the parameters to differentiate.
@@ -321,8 +319,8 @@ class ChunkedGradients(NamedTuple):
             params = list(self.params)
             for i, p in zip(self.numbers, selected, strict=True):
                 params[i] = p
-            value: Array = jaxpr_as_fun(self.loss)(*params, *example)[0]
-            return value
+            losses: Array = jaxpr_as_fun(self.loss)(*params, *(a[None] for a in example))[0]
+            return losses[0]
 
         grads: list[Array] = jax.grad(loss)([self.params[i] for i in self.numbers])
         return grads

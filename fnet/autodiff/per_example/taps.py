@@ -21,9 +21,8 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from fnet.autodiff.examples import by_example
 from fnet.autodiff.per_example.batch_axis import Path
-from fnet.autodiff.per_example.ghost_norm import BiasAdd, LinearEquation, linear_equation
+from fnet.autodiff.per_example.ghost_norm import LinearEquation, linear_equation
 from fnet.backward_pass import is_params_first
 from fnet.jaxpr import Scan, aval, call_like, called_jaxpr, evaluate, in_scopes, interpret
 
@@ -192,10 +191,7 @@ class Use(NamedTuple):
       view: View of the parameter.
       equation: How the equation is linear in the view.
       scan_lengths: Lengths of the enclosing scans, outermost first.
-      out: Shape and dtype of the equation's result, or of ``operand``, in one iteration.
-      operand: Number of an operand in which the equation is not linear, or None. Each example
-        then gets its own copy of the operand, and the tap [batch, ...] stands before the
-        equation.
+      out: Shape and dtype of the equation's result in one iteration.
     """
 
     path: Path
@@ -203,26 +199,18 @@ class Use(NamedTuple):
     equation: LinearEquation
     scan_lengths: tuple[int, ...]
     out: jax.ShapeDtypeStruct
-    operand: int | None = None
 
 
 class Uses(NamedTuple):
     """All uses of parameters in a function.
 
     Attributes:
-      all: All uses, in order.
-      nonlinear: Parameters with a use that is not linear, or without data.
-      without_data: Parameters with a use that no data takes part in, such as weight decay.
+      linear: Uses of the parameters that only have linear uses, in order.
+      nonlinear: Parameters with a use that is not linear.
     """
 
-    all: tuple[Use, ...]
+    linear: tuple[Use, ...]
     nonlinear: frozenset[int]
-    without_data: frozenset[int]
-
-    @property
-    def linear(self) -> tuple[Use, ...]:
-        """Uses of parameters that have only linear uses."""
-        return tuple(use for use in self.all if use.view.param not in self.nonlinear)
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
@@ -239,19 +227,15 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
     data = [None] * (len(closed.jaxpr.invars) - params)
     losses, *_ = search.visit(closed, [*views, *data], (), ())
-    search.add_without_data([losses])  # The loss itself may be a view of a parameter.
-    nonlinear = {use.view.param for use in search.uses if use.operand is not None}
-    return Uses(
-        tuple(search.uses),
-        frozenset(nonlinear | search.without_data),
-        frozenset(search.without_data),
-    )
+    search.add_nonlinear([losses])  # The loss itself may be a view of a parameter.
+    linear = tuple(use for use in search.uses if use.view.param not in search.nonlinear)
+    return Uses(linear, frozenset(search.nonlinear))
 
 
 class _Search:
     def __init__(self) -> None:
         self.uses: list[Use] = []
-        self.without_data: set[int] = set()
+        self.nonlinear: set[int] = set()
 
     def visit(
         self,
@@ -282,7 +266,7 @@ class _Search:
         if eqn.primitive.name == "scan":
             self._scan(eqn, views, path, scan_lengths)
         elif len(numbers) > 1:
-            self._add_nonlinear(eqn, views, path, scan_lengths)
+            self.add_nonlinear(views)
         else:
             (operand,) = numbers
             view: Any = views[operand]
@@ -293,76 +277,26 @@ class _Search:
                 out = _shape_of(eqn.outvars[0])
                 self.uses.append(Use(path, view, equation, scan_lengths, out))
             else:
-                self._add_nonlinear(eqn, views, path, scan_lengths)
+                self.add_nonlinear(views)
         return [None] * len(eqn.outvars)
-
-    def _add_nonlinear(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
-    ) -> None:
-        operands = list(zip(views, eqn.invars, strict=True))
-        if all(view is not None or isinstance(atom, Literal) for view, atom in operands):
-            self.add_without_data(views)
-        for k, (view, atom) in enumerate(operands):
-            if view:
-                use = Use(path, view, BiasAdd(()), scan_lengths, _shape_of(atom), k)
-                self.uses.append(use)
 
     def _scan(
         self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
     ) -> None:
         scan = Scan.of(eqn)
         consts, carry, xs = scan.split(views)
-        self.add_without_data(carry)
+        self.add_nonlinear(carry)
         slices = [view and view.sliced_by_scan(len(scan_lengths)) for view in xs]
         inputs = [*consts, *[None] * scan.num_carry, *slices]
         inner_lengths = (*scan_lengths, eqn.params["length"])
-        self.add_without_data(self.visit(scan.body, inputs, path, inner_lengths))
+        self.add_nonlinear(self.visit(scan.body, inputs, path, inner_lengths))
 
-    def add_without_data(self, views: Sequence[View | None]) -> None:
-        self.without_data |= {view.param for view in views if view}
+    def add_nonlinear(self, views: Sequence[View | None]) -> None:
+        self.nonlinear |= {view.param for view in views if view}
 
 
 def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval(atom).shape, aval(atom).dtype)
-
-
-class PerExampleEquation(NamedTuple):
-    """An equation that treats all examples alike, vectorized over examples.
-
-    Each example may then have its own copy of an operand that all examples share.
-
-    Attributes:
-      eqn: The equation for a batch of one.
-      size: Number of examples.
-      operand_axes: Batch axis of each operand, None if all examples share it.
-      result_axes: Batch axis of each result.
-    """
-
-    eqn: JaxprEqn
-    size: int
-    operand_axes: Sequence[int | None]
-    result_axes: Sequence[int]
-
-    def __call__(self, operands: Sequence[Array], copies: Mapping[int, Array]) -> list[Array]:
-        """Return the results for the whole batch.
-
-        Args:
-          operands: Operands for the whole batch.
-          copies: [size, *operand] by number of a shared operand: one copy per example.
-        """
-        rows, in_axes = list(operands), [*self.operand_axes]
-        for k, axis in enumerate(self.operand_axes):
-            if k in copies:
-                rows[k], in_axes[k] = copies[k], 0
-            elif axis is not None:
-                rows[k], in_axes[k] = by_example(operands[k], axis, self.size), 0
-        results = jax.vmap(lambda rows: evaluate(self.eqn, rows), (in_axes,))(rows)
-        return [_merge_examples(a, axis) for a, axis in zip(results, self.result_axes, strict=True)]
-
-
-def _merge_examples(a: Array, axis: int) -> Array:
-    """Invert `by_example`."""
-    return jax.lax.collapse(jnp.moveaxis(a, 0, axis), axis, axis + 2)
 
 
 def evaluate_with_taps(
@@ -370,7 +304,6 @@ def evaluate_with_taps(
     args: Sequence[Any],
     uses: Sequence[Use],
     taps: Sequence[Array],
-    nonlinear: Mapping[Path, PerExampleEquation] | None = None,
 ) -> tuple[list[Any], list[Array]]:
     """Evaluate a traced function with a tap behind every use.
 
@@ -379,18 +312,13 @@ def evaluate_with_taps(
       args: Its arguments.
       uses: Uses of its parameters.
       taps: Zeros [*scan_lengths, *out.shape] for each use. The cotangent of a tap is the
-        cotangent of the equation's result. For a use with an operand it is
-        [*scan_lengths, batch, *out.shape], and its cotangent is the one of each example's copy.
-      nonlinear: The equations of uses with an operand, to run with per-example copies.
+        cotangent of the equation's result.
 
     Returns:
       The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
       The data is an empty array if the gradient does not depend on it.
     """
-    at_path: dict[Path, list[int]] = {}
-    for number, use in enumerate(uses):
-        at_path.setdefault(use.path, []).append(number)
-    evaluation = _Evaluation(at_path, uses, nonlinear or {})
+    evaluation = _Evaluation({use.path: number for number, use in enumerate(uses)}, uses)
     results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
@@ -400,9 +328,8 @@ _Data = dict[int, Array]
 
 
 class _Evaluation(NamedTuple):
-    at_path: dict[Path, list[int]]
+    at_path: dict[Path, int]
     uses: Sequence[Use]
-    nonlinear: Mapping[Path, PerExampleEquation]
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Array]
@@ -413,11 +340,8 @@ class _Evaluation(NamedTuple):
 
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             eqn_path = (*path, next(index))
-            if eqn_path in self.nonlinear:
-                data.update(dict.fromkeys(self.at_path[eqn_path], jnp.zeros(0)))
-                return self._with_copies(eqn_path, inputs, taps)
             if eqn_path in self.at_path:
-                (number,), (out,) = self.at_path[eqn_path], evaluate(eqn, inputs)
+                number, (out,) = self.at_path[eqn_path], evaluate(eqn, inputs)
                 operand = self.uses[number].equation.data
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
                 return [tap(out, taps[number])]
@@ -436,17 +360,6 @@ class _Evaluation(NamedTuple):
     def _within(self, path: Path) -> list[int]:
         """Numbers of the uses inside a call or scan."""
         return [n for n, use in enumerate(self.uses) if use.path[: len(path)] == path]
-
-    def _with_copies(self, path: Path, inputs: list[Any], taps: Mapping[int, Array]) -> list[Array]:
-        # Copies are made before the equation is vectorized. In a scan, `jax.vmap` of a tap
-        # takes the result's batch axis from the first operand, which has none.
-        operands = {self.uses[n].operand: taps[n] for n in self.at_path[path]}
-        copies = {
-            k: tap(jnp.broadcast_to(inputs[k], zeros.shape), zeros)
-            for k, zeros in operands.items()
-            if k is not None
-        }
-        return self.nonlinear[path](inputs, copies)
 
     def _call(
         self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Array]
