@@ -389,9 +389,8 @@ def scopes(eqn: JaxprEqn) -> tuple[str, ...]:
 @contextlib.contextmanager
 def in_scopes(eqn: JaxprEqn) -> Iterator[None]:
     """Trace under the named scopes of an equation. For handlers that do not `evaluate` it."""
-    with contextlib.ExitStack() as stack:
-        for name in scopes(eqn):
-            stack.enter_context(jax.named_scope(name))
+    name = str(eqn.source_info.name_stack)
+    with jax.named_scope(name) if name else contextlib.nullcontext():
         yield
 
 
