@@ -43,7 +43,7 @@ def test_unknown_backward_rules_run_on_batches_of_one():
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
-def test_merged_and_split_rows_are_traced_once_for_the_whole_batch():
+def test_merged_and_split_rows_keep_the_ghost_norm():
     sizes = []
 
     def loss(p, x):
@@ -54,7 +54,7 @@ def test_merged_and_split_rows_are_traced_once_for_the_whole_batch():
     case = CASES["dense_over_sequence"]()
     p = {name: case.params[name] for name in ("w", "v")}
     assert gradient_strategies(loss, p, *case.batch) == {"w": "ghost norm", "v": "ghost norm"}
-    assert set(sizes) == {B}
+    assert set(sizes) == {1, B}
     per_example = loop_over_examples(example_losses.Case(loss, p, case.batch))
     _, info = jax.jit(clipped_grad(loss, INFINITY))(p, *case.batch)
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
@@ -64,35 +64,53 @@ def triangular(w, x):
     return row_losses(jnp.tanh(x @ (w * np.tri(len(w), dtype=np.float32))))
 
 
-@pytest.mark.parametrize(("width", "strategy"), [(None, "autodiff"), (1, "autodiff in chunks")])
-def test_masked_kernel_uses_autodiff(width, strategy):
+def test_masked_kernel_is_derived():
     w, x = example_losses.normal(0, 8, 8), example_losses.normal(1, B, 8)
     per_example = loop_over_examples(example_losses.Case(triangular, w, (x,)))
-    assert gradient_strategies(triangular, w, x, width=width) == strategy
-    total, info = jax.jit(clipped_grad(triangular, INFINITY, width=width))(w, x)
+    assert gradient_strategies(triangular, w, x) == "derived"
+    total, info = jax.jit(clipped_grad(triangular, INFINITY))(w, x)
+    chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
+
+
+def test_norms_of_derived_parameters_limit_memory():
+    w, x = (jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (256, 64))
+    compiled = jax.jit(clipped_grad(triangular, 1.0)).lower(w, x).compile()
+    # All per-example gradients at once would take 64 times.
+    assert peak(compiled).temporaries < 16 * w.size * 4
+
+
+@jax.custom_jvp
+def product(x, w):
+    """A function with a rule of its own is not known to be linear."""
+    return x @ w
+
+
+product.defjvp(lambda p, t: (p[0] @ p[1], t[0] @ p[1] + p[0] @ t[1]))
+
+
+def with_custom_product(w, x):
+    return row_losses(jnp.tanh(product(x, w)))
+
+
+@pytest.mark.parametrize(
+    ("width", "strategy"),
+    [(None, "autodiff"), (1, "autodiff in chunks"), (4, "autodiff in chunks")],
+)
+def test_nonlinear_use_of_data_and_parameter_uses_autodiff(width, strategy):
+    w, x = example_losses.normal(0, 8, 8), example_losses.normal(1, B, 8)
+    per_example = loop_over_examples(example_losses.Case(with_custom_product, w, (x,)))
+    assert gradient_strategies(with_custom_product, w, x, width=width) == strategy
+    total, info = jax.jit(clipped_grad(with_custom_product, INFINITY, width=width))(w, x)
     chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
 def test_autodiff_in_chunks_limits_memory():
     w, x = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (128, 64))
-    compiled = jax.jit(clipped_grad(triangular, 1.0, width=1)).lower(w, x).compile()
-    assert (
-        peak(compiled).temporaries < 8 * w.size * 4
-    )  # Copies for all examples would take 64 times.
-
-
-@pytest.mark.parametrize("width", [1, 4])
-def test_autodiff_in_chunks_gives_the_same_sum(width):
-    case = CASES["custom_derivatives"]()
-    assert gradient_strategies(case.loss, case.params, *case.batch)["w"] == "autodiff"
-    assert (
-        gradient_strategies(case.loss, case.params, *case.batch, width=width)["w"]
-        == "autodiff in chunks"
-    )
-    at_once = jax.jit(clipped_grad(case.loss, 0.5))(case.params, *case.batch)
-    in_chunks = jax.jit(clipped_grad(case.loss, 0.5, width=width))(case.params, *case.batch)
-    chex.assert_trees_all_close(in_chunks, at_once, rtol=1e-5, atol=1e-6)
+    compiled = jax.jit(clipped_grad(with_custom_product, 1.0, width=1)).lower(w, x).compile()
+    # Gradients of all examples would take 64 times.
+    assert peak(compiled).temporaries < 8 * w.size * 4
 
 
 def test_strategy_of_each_parameter():
@@ -115,5 +133,5 @@ def test_strategy_of_each_parameter():
         strategies["scaled_parameters", "w"],
         strategies["scaled_parameters", "v"],
     )
-    assert strategies["nonlinear_uses", "w"] == "autodiff"
+    assert strategies["nonlinear_uses", "w"] == "derived"
     assert strategies["nonlinear_uses", "unused"] == "unused"

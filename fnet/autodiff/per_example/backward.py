@@ -29,6 +29,7 @@ from fnet.autodiff.examples import (
 )
 from fnet.autodiff.per_example.batch_axis import UNKNOWN, Mixed, find_batch_axes
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
+from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
     FactoredGradients,
@@ -39,6 +40,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     ZeroGradients,
 )
 from fnet.autodiff.per_example.taps import Uses, evaluate_with_taps, find_uses
+from fnet.jaxpr import inline
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -91,26 +93,25 @@ def per_example_gradients(
 
     size = examples.size
     aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
-    closed = _trace_one(name, batch_loss, leaves, examples)
-    if size:
-        losses, aux_rows, by_param, in_chunks = _differentiate(closed, leaves, examples, width)
-        shapes_of_one = [a.shape for a in closed.out_avals[1:]]
-        aux = _batched_aux(aux_rows, shapes_of_one, aux_shapes, size)
-    else:
-        losses, aux_tree = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
-        aux_rows, by_param, in_chunks = [None] * len(aux_shapes), {}, []
-        aux = jax.tree.leaves(aux_tree)
+    closed = inline(_trace_one(name, batch_loss, leaves, examples))
+    if not size:
+        losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
+        by_param = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)}
+        return PerExampleGradients(
+            losses, aux, [False] * len(aux_shapes), treedef, by_param, [], None
+        )  # fmt: skip
+
+    result = _differentiate(closed, leaves, examples, width)
+    shapes_of_one = [a.shape for a in closed.out_avals[1:]]
+    aux = _batched_aux(result.aux, shapes_of_one, aux_shapes, size)
     chunked = None
-    if in_chunks:
-        nbytes = sum(leaves[i].nbytes for i in in_chunks)
+    if result.in_chunks:
+        nbytes = sum(leaves[i].nbytes for i in result.in_chunks)
         default = max(1, min(_memory_budget(leaves) // max(nbytes, 1), size))
-        chunked = ChunkedGradients(closed, leaves, examples, in_chunks, width or default)
-    for i, leaf in enumerate(leaves):
-        if not leaf.size or i not in {*by_param, *in_chunks}:
-            by_param[i] = ZeroGradients(leaf, size)
+        chunked = ChunkedGradients(closed, leaves, examples, result.in_chunks, width or default)
     return PerExampleGradients(
-        losses, jax.tree.unflatten(aux_treedef, aux), [isinstance(a, Rows) for a in aux_rows],
-        treedef, by_param, chunked,
+        result.losses, jax.tree.unflatten(aux_treedef, aux),
+        [isinstance(a, Rows) for a in result.aux], treedef, result.by_param, result.groups, chunked,
     )  # fmt: skip
 
 
@@ -182,12 +183,14 @@ class _Differentiated(NamedTuple):
       losses: Losses, [batch].
       aux: Leaves of ``aux``.
       by_param: Gradients by number of the parameter.
+      groups: Gradients of parameters that are combined before they meet data.
       in_chunks: Parameters whose gradients would take too much memory.
     """
 
     losses: Array
     aux: list[Value]
     by_param: dict[int, ParameterGradients]
+    groups: list[DerivedGradients]
     in_chunks: list[int]
 
 
@@ -195,39 +198,44 @@ def _differentiate(
     closed: ClosedJaxpr, params: Sequence[Any], examples: Examples, width: int | None
 ) -> _Differentiated:
     """Differentiate the loss of one example, and execute the result for all examples."""
-    size, count = examples.size, len(params)
-    uses = find_uses(closed, count)
-    materialized, in_chunks = _split_nonlinear(uses, params, size, width)
-    shapes: Any = []
+    size = examples.size
+    split = split_derived(closed, len(params))
+    leaves = [*params, *split.values(params)]
+    count = len(leaves)
+    uses = find_uses(split.loss, count)
+    materialized, too_large = _split_nonlinear(uses, leaves, size, width)
+    in_chunks = {i for i in too_large if i < len(params)}
+    groups = []
+    for group in split.groups:
+        members = {*group.params, *(len(params) + i for i in group.derived)}
+        if members & set(too_large):
+            in_chunks |= set(group.params)
+        else:
+            groups.append(group)
 
     def differentiate(*args: Any) -> Any:
-        taps = [
-            jnp.zeros((*use.scan_lengths, *use.out.shape), use.out.dtype) for use in uses.linear
-        ]
+        zeros = [jnp.zeros((*u.scan_lengths, *u.out.shape), u.out.dtype) for u in uses.linear]
 
         def tapped_loss(taps: list[Array], selected: dict[int, Any]) -> Any:
             own = [selected.get(i, p) for i, p in enumerate(args[:count])]
             (losses, *aux), data = evaluate_with_taps(
-                closed, [*own, *args[count:]], uses.linear, taps
+                split.loss, [*own, *args[count:]], uses.linear, taps
             )
             return losses, (aux, data)
 
         selected = {i: args[i] for i in materialized}
-        losses, backward, (aux, data) = jax.vjp(tapped_loss, taps, selected, has_aux=True)
-        cts, gradients = backward(jnp.ones_like(losses))
-        return losses, aux, data, cts, gradients
+        losses, backward, (aux, data) = jax.vjp(tapped_loss, zeros, selected, has_aux=True)
+        return losses, aux, data, *backward(jnp.ones_like(losses))
 
-    program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(
-        *params, *_shapes(examples, 1)
-    )
-    results = run_for_batch(program, [*params, *(Rows(a, 0) for a in examples.leaves)], size)
+    batch_of_one = _shapes(examples, 1)
+    program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*leaves, *batch_of_one)
+    results = run_for_batch(program, [*leaves, *(Rows(a, 0) for a in examples.leaves)], size)
     losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), results)
-    _, _, data_shapes, _, _ = shapes
-    by_param: dict[int, ParameterGradients] = {
-        i: MaterializedGradients(rows_of(g, params[i].shape, size)) for i, g in gradients.items()
+    by_leaf: dict[int, ParameterGradients] = {
+        i: MaterializedGradients(rows_of(g, leaves[i].shape, size)) for i, g in gradients.items()
     }
     inputs: dict[int, list[UseInputs]] = {}
-    for use, x, ct, shape in zip(uses.linear, data, cts, data_shapes, strict=True):
+    for use, x, ct, shape in zip(uses.linear, data, cts, shapes[2], strict=True):
         n = len(use.scan_lengths)
         if use.equation.data is None:
             x = jnp.zeros((*use.scan_lengths, size, 0))
@@ -235,10 +243,27 @@ def _differentiate(
             x = rows_of(x, shape.shape, size, n)
         ct = rows_of(ct, (*use.scan_lengths, *use.out.shape), size, n)
         inputs.setdefault(use.view.param, []).append(UseInputs(use, x, use.view.unscale(ct)))
-    by_param |= {
-        i: FactoredGradients(params[i], param_inputs) for i, param_inputs in inputs.items()
-    }
-    return _Differentiated(rows_of(losses, (1,), size)[:, 0], aux, by_param, in_chunks)
+    by_leaf |= {i: FactoredGradients(leaves[i], of_leaf) for i, of_leaf in inputs.items()}
+
+    def gradients_of(i: int) -> ParameterGradients:
+        return by_leaf[i] if i in by_leaf and leaves[i].size else ZeroGradients(leaves[i], size)
+
+    grouped = {i for group in groups for i in group.params}
+    return _Differentiated(
+        rows_of(losses, (1,), size)[:, 0],
+        aux,
+        {i: gradients_of(i) for i in range(len(params)) if i not in grouped | in_chunks},
+        [
+            DerivedGradients(
+                group,
+                [params[i] for i in group.params],
+                {i: by_leaf[i] for i in group.params if i in by_leaf},
+                [gradients_of(len(params) + i) for i in group.derived],
+            )
+            for group in groups
+        ],
+        sorted(in_chunks),
+    )
 
 
 def _batched_aux(

@@ -235,7 +235,7 @@ class ClippedGrad:
         is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if is_real.shape != (size,):
             raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}.")
-        squares = grads.squared_norms()
+        squares = grads.squared_norms(whole=not per_layer)
         total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
         is_counted = is_real & jnp.isfinite(total_squares)
 
@@ -283,8 +283,9 @@ def gradient_strategies(
     ``"materialized"``            are products of inputs and cotangents, and small enough to
                                   materialize
     ``"materialized in chunks"``  are such products, a few examples at a time
-    ``"autodiff"``                come from automatic differentiation with a copy of the parameter
-                                  per example
+    ``"derived"``                 follow from those of a value that is computed from parameters
+                                  alone, such as a masked or normalized kernel
+    ``"autodiff"``                come from automatic differentiation, and are materialized
     ``"autodiff in chunks"``      come from automatic differentiation, a few examples at a time
     ``"unused"``                  are 0: the losses do not depend on the parameter
     ============================  ===============================================================
@@ -305,11 +306,11 @@ def gradient_strategies(
     Example:
       >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x):
-      ...     kernel = params["kernel"] * jnp.tri(8)  # A masked kernel is not a plain layer.
+      ...     kernel = params["kernel"] * jnp.tri(8)  # A masked kernel is derived from another.
       ...     return ((x @ params["embed"]) @ kernel).sum(-1)
       >>> params = {"embed": jnp.ones((4, 8)), "kernel": jnp.ones((8, 8))}
       >>> fnet.autodiff.gradient_strategies(loss, params, jnp.ones((2, 4)))
-      {'embed': 'ghost norm', 'kernel': 'autodiff'}
+      {'embed': 'ghost norm', 'kernel': 'derived'}
     """
     strategies = []
 

@@ -53,6 +53,27 @@ class ParameterGradients(Protocol):
         """
 
 
+class GroupGradients(Protocol):
+    """The gradients of all examples with respect to several parameters, by their numbers."""
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the parameters."""
+
+    @property
+    def strategy(self) -> str:
+        """See `ParameterGradients`."""
+
+    def squared_norms(self, whole: bool) -> dict[int, Array]:
+        """Squared norms, [batch]; if ``whole``, only their sum over parameters is right."""
+
+    def materialize(self) -> dict[int, Array]:
+        """See `ParameterGradients`."""
+
+    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+        """See `ParameterGradients`."""
+
+
 class UseInputs(NamedTuple):
     """A use of a parameter with its data and cotangents.
 
@@ -336,6 +357,7 @@ class PerExampleGradients(NamedTuple):
       aux_is_batched: Whether each leaf of ``aux`` is [batch, ...].
       treedef: Structure of the parameters.
       by_param: Gradients by number of the parameter.
+      groups: Gradients with respect to parameters that are combined before they meet data.
       chunked: Gradients with respect to the other parameters, if there are any.
     """
 
@@ -344,16 +366,25 @@ class PerExampleGradients(NamedTuple):
     aux_is_batched: list[bool]
     treedef: Any
     by_param: dict[int, ParameterGradients]
+    groups: Sequence[GroupGradients]
     chunked: ChunkedGradients | None
 
-    def squared_norms(self) -> Any:
-        """Squared norms [batch] of the gradients with respect to each parameter, like params."""
+    def squared_norms(self, *, whole: bool = False) -> Any:
+        """Squared norms [batch] of the gradients with respect to each parameter, like params.
+
+        Args:
+          whole: Whether only their sum is needed.
+        """
         squares = {i: g.squared_norms() for i, g in self.by_param.items()}
+        for group in self.groups:
+            squares |= group.squared_norms(whole)
         return self._unflatten(squares | (self.chunked.squared_norms() if self.chunked else {}))
 
     def materialize(self) -> Any:
         """Per-example gradients [batch, *parameter], like params."""
         gradients = {i: g.materialize() for i, g in self.by_param.items()}
+        for group in self.groups:
+            gradients |= group.materialize()
         return self._unflatten(gradients | (self.chunked.materialize() if self.chunked else {}))
 
     def weighted_sum(self, scales: Any) -> Any:
@@ -369,12 +400,16 @@ class PerExampleGradients(NamedTuple):
         for i, gradients in sorted(self.by_param.items(), reverse=True):
             sums[i] = gradients.weighted_sum(_wait_for(previous, scales_by_param[i]))
             previous = sums[i] if sums[i].ndim > 1 and sums[i].size else previous
+        for group in self.groups:
+            sums |= group.weighted_sum(scales_by_param)
         chunked = self.chunked.weighted_sum(scales_by_param) if self.chunked else {}
         return self._unflatten(sums | chunked)
 
     def strategies(self) -> Any:
         """How each parameter's norms and sums are computed, like params."""
         strategies = {i: g.strategy for i, g in self.by_param.items()}
+        for group in self.groups:
+            strategies |= dict.fromkeys(group.numbers, group.strategy)
         chunked = self.chunked.numbers if self.chunked else ()
         return self._unflatten(strategies | dict.fromkeys(chunked, "autodiff in chunks"))
 

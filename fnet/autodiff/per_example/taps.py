@@ -11,6 +11,7 @@ respect to taps instead of parameters skips all parameter gradients.
     of every use.
 """
 
+import enum
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,9 +66,14 @@ class View(NamedTuple):
         """Return the view in one iteration of a scan over its leading axis."""
         return self._replace(scans=(*self.scans, scan))
 
-    def after(self, eqn: JaxprEqn) -> list["View"] | None:
-        """Return the views that an equation of this view results in; None if it does more."""
-        if (scale := _scale_of(eqn)) is not None:
+    def after(self, eqn: JaxprEqn, operand: int = 0) -> list["View"] | None:
+        """Return the views that an equation of this view results in; None if it does more.
+
+        Args:
+          eqn: An equation of this view and constants.
+          operand: Number of the operand that is the view.
+        """
+        if (scale := _scale_of(eqn, operand)) is not None:
             return [self._replace(scale=self.scale * scale)]
         read = _ARRANGEMENTS.get(eqn.primitive.name)
         if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
@@ -104,24 +110,19 @@ class View(NamedTuple):
         return gradient
 
 
-def _scale_of(eqn: JaxprEqn) -> float | None:
-    """The number ``c`` if the equation is ``c w + d`` with literal numbers, else None."""
-    name = eqn.primitive.name
+def _scale_of(eqn: JaxprEqn, operand: int) -> float | None:
+    """The number ``c`` if the equation is ``c w + d`` with a constant d, else None."""
+    name, shape = eqn.primitive.name, aval(eqn.outvars[0]).shape
     if name == "neg":
         return -1.0
-    if name not in ("add", "sub", "mul", "div"):
+    if name in ("add", "sub") and aval(eqn.invars[operand]).shape == shape:
+        return -1.0 if name == "sub" and operand == 1 else 1.0
+    other = eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
+    if not isinstance(other, Literal) or other.aval.shape:
         return None
-    numbers = [float(a.val) if isinstance(a, Literal) else None for a in eqn.invars]
-    match name, *numbers:
-        case ("add" | "sub", None, float()) | ("add", float(), None):
-            return 1.0
-        case "sub", float(), None:
-            return -1.0
-        case ("mul", float(c), None) | ("mul", None, float(c)):
-            return c
-        case "div", None, float(c) if c:
-            return 1 / c
-    return None
+    if name == "mul":
+        return float(other.val)
+    return 1 / float(other.val) if name == "div" and operand == 0 and other.val else None
 
 
 def _identity(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
@@ -183,6 +184,18 @@ _ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
 }
 
 
+class Data(enum.Enum):
+    """A value that depends on data."""
+
+    DATA = "data"
+
+
+DATA = Data.DATA
+
+State = View | Data | None
+"""None: a value without a gradient that depends on no data."""
+
+
 class Use(NamedTuple):
     """An equation that combines a parameter with data.
 
@@ -225,7 +238,7 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     """
     search = _Search()
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
-    data = [None] * (len(closed.jaxpr.invars) - params)
+    data = [DATA] * (len(closed.jaxpr.invars) - params)
     losses, *_ = search.visit(closed, [*views, *data], (), ())
     search.add_nonlinear([losses])  # The loss itself may be a view of a parameter.
     linear = tuple(use for use in search.uses if use.view.param not in search.nonlinear)
@@ -240,63 +253,76 @@ class _Search:
     def visit(
         self,
         closed: ClosedJaxpr,
-        inputs: Sequence[View | None],
+        inputs: Sequence[State],
         path: Path,
         scan_lengths: tuple[int, ...],
-    ) -> list[View | None]:
-        """Follow views through a jaxpr and return the views among its results."""
+    ) -> list[State]:
+        """Follow views through a jaxpr and return the states of its results."""
         index = itertools.count()
 
-        def handle(eqn: JaxprEqn, views: list[View | None]) -> list[View | None]:
+        def handle(eqn: JaxprEqn, states: list[State]) -> Sequence[State]:
             eqn_path = (*path, next(index))
-            if not any(views) or eqn.primitive.name == "stop_gradient":
-                return [None] * len(eqn.outvars)
-            return self._equation(eqn, views, eqn_path, scan_lengths)
+            with_data = DATA in states
+            if not _views(states) or eqn.primitive.name == "stop_gradient":
+                return [DATA if with_data else None] * len(eqn.outvars)
+            return self._equation(eqn, states, with_data, eqn_path, scan_lengths)
 
         return interpret(closed, inputs, handle, lambda constant: None)
 
     def _equation(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
-    ) -> list[View | None]:
+        self,
+        eqn: JaxprEqn,
+        states: list[State],
+        with_data: bool,
+        path: Path,
+        scan_lengths: tuple[int, ...],
+    ) -> Sequence[State]:
         if (inner := called_jaxpr(eqn)) is not None:
-            return self.visit(inner, views, path, scan_lengths)
+            return self.visit(inner, states, path, scan_lengths)
         if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
-            return views
-        numbers = [k for k, view in enumerate(views) if view is not None]
-        if eqn.primitive.name == "scan":
-            self._scan(eqn, views, path, scan_lengths)
-        elif len(numbers) > 1:
-            self.add_nonlinear(views)
+            return states
+        results: Sequence[State] = [DATA if with_data else None] * len(eqn.outvars)
+        if eqn.primitive.name == "scan" and with_data:
+            self._scan(eqn, states, path, scan_lengths)
+            return results
+        operands = [k for k, state in enumerate(states) if isinstance(state, View)]
+        view: Any = states[operands[0]]
+        if len(operands) > 1:
+            self.add_nonlinear(states)
+        elif not with_data:
+            if views := view.after(eqn, operands[0]):
+                return views
+            self.add_nonlinear(states)
         else:
-            (operand,) = numbers
-            view: Any = views[operand]
-            if results := view.after(eqn):
-                return list(results)
-            equation = linear_equation(eqn, operand)
+            equation = linear_equation(eqn, operands[0])
             if equation and not (equation.requires_unique_elements and view.has_repeats):
-                out = _shape_of(eqn.outvars[0])
-                self.uses.append(Use(path, view, equation, scan_lengths, out))
+                out = aval(eqn.outvars[0])
+                shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
+                self.uses.append(Use(path, view, equation, scan_lengths, shape))
             else:
-                self.add_nonlinear(views)
-        return [None] * len(eqn.outvars)
+                self.add_nonlinear(states)
+        return results
 
     def _scan(
-        self, eqn: JaxprEqn, views: list[View | None], path: Path, scan_lengths: tuple[int, ...]
+        self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
     ) -> None:
         scan = Scan.of(eqn)
-        consts, carry, xs = scan.split(views)
+        consts, carry, xs = scan.split(states)
         self.add_nonlinear(carry)
-        slices = [view and view.sliced_by_scan(len(scan_lengths)) for view in xs]
-        inputs = [*consts, *[None] * scan.num_carry, *slices]
+        slices = [
+            state.sliced_by_scan(len(scan_lengths)) if isinstance(state, View) else state
+            for state in xs
+        ]
+        inputs = [*consts, *[DATA] * scan.num_carry, *slices]
         inner_lengths = (*scan_lengths, eqn.params["length"])
         self.add_nonlinear(self.visit(scan.body, inputs, path, inner_lengths))
 
-    def add_nonlinear(self, views: Sequence[View | None]) -> None:
-        self.nonlinear |= {view.param for view in views if view}
+    def add_nonlinear(self, states: Sequence[State]) -> None:
+        self.nonlinear |= {view.param for view in _views(states)}
 
 
-def _shape_of(atom: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval(atom).shape, aval(atom).dtype)
+def _views(states: Sequence[State]) -> list[View]:
+    return [state for state in states if isinstance(state, View)]
 
 
 def evaluate_with_taps(

@@ -1,0 +1,306 @@
+"""Values that are computed from parameters alone, and gradients through them.
+
+Weight norm, weight standardization, a low-rank update ``w + a @ b`` or a concatenation of kernels
+compute a matrix ``v = h(params)`` before it meets data. The matrix is then used like a parameter:
+
+    g_b(params) = J_h^T g_b(v)                               per-example gradients
+    sum_b s_b g_b(params) = J_h^T sum_b s_b g_b(v)           clipped sum: one backward pass of h
+
+`split_derived` takes a traced loss apart into ``h`` and the rest. `DerivedGradients` computes norms
+and sums of the parameters' gradients from those of ``v``. Norms need ``J_h^T`` per example, unless
+``h`` only puts elements of parameters in other places. Then ``|g_b(params)| = |g_b(v)|``.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+from fnet.autodiff.per_example.ghost_norm import map_in_chunks
+from fnet.autodiff.per_example.parameter_gradients import (
+    FactoredGradients,
+    MaterializedGradients,
+    ParameterGradients,
+    ZeroGradients,
+)
+from fnet.autodiff.per_example.taps import DATA, State, View
+from fnet.jaxpr import aval, dependencies, interpret
+
+_PLACEMENTS = frozenset(
+    ("concatenate", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
+)
+"""Primitives that put every element of their operands in exactly one place of their result."""
+
+
+class Group(NamedTuple):
+    """Parameters that are combined before they meet data.
+
+    Attributes:
+      params: Numbers of the parameters.
+      derived: Numbers of the derived values.
+      function: ``(*params) -> derived values``.
+      is_placement: Whether each element of the parameters is in exactly one place of the derived
+        values, or in none.
+    """
+
+    params: tuple[int, ...]
+    derived: tuple[int, ...]
+    function: ClosedJaxpr
+    is_placement: bool
+
+
+class Split(NamedTuple):
+    """A loss, taken apart.
+
+    Attributes:
+      loss: ``(*params, *derived, *batch) -> results``.
+      groups: How derived values are computed.
+      derived: Shapes of the derived values.
+    """
+
+    loss: ClosedJaxpr
+    groups: list[Group]
+    derived: list[Any]
+
+    def values(self, params: Sequence[Any]) -> list[Any]:
+        """Compute the derived values."""
+        values: dict[int, Any] = {}
+        for group in self.groups:
+            results = jaxpr_as_fun(group.function)(*(params[i] for i in group.params))
+            values |= zip(group.derived, results, strict=True)
+        return [values[i] for i in range(len(self.derived))]
+
+
+class _Derived:
+    """A value with a gradient that depends on parameters alone, and is no view of one."""
+
+
+_DERIVED = _Derived()
+
+_State = State | _Derived
+
+
+def find_derived(closed: ClosedJaxpr, states: Sequence[_State]) -> tuple[list[Var], list[_State]]:
+    """Find the derived values that meet data, and the state of each result."""
+    variables: dict[Var, None] = {}
+
+    def meets_data(atoms: Sequence[Any], states: Sequence[_State]) -> None:
+        pairs = zip(atoms, states, strict=True)
+        variables.update({v: None for v, state in pairs if state is _DERIVED})
+
+    def handle(eqn: JaxprEqn, operands: list[_State]) -> Sequence[_State]:
+        count = len(eqn.outvars)
+        if any(state is DATA for state in operands):
+            meets_data(eqn.invars, operands)
+            return [DATA] * count
+        if eqn.primitive.name == "stop_gradient" or all(state is None for state in operands):
+            return [None] * count
+        (number, state), *others = (
+            (k, state) for k, state in enumerate(operands) if state is not None
+        )
+        if isinstance(state, View) and not others and (views := state.after(eqn, number)):
+            return views
+        floating = [jnp.issubdtype(aval(v).dtype, jnp.inexact) for v in eqn.outvars]
+        return [_DERIVED if f else None for f in floating]
+
+    results = interpret(closed, states, handle, lambda constant: None)
+    meets_data(closed.jaxpr.outvars, results)
+    return list(variables), results
+
+
+def split_derived(closed: ClosedJaxpr, count: int) -> Split:
+    """Take a traced loss apart into functions of parameters alone and the rest.
+
+    Args:
+      closed: ``(*params, *batch) -> results``, without calls of `jax.jit`.
+      count: Number of parameters.
+    """
+    jaxpr = closed.jaxpr
+    views: list[_State] = [View.whole(i, v.aval.shape) for i, v in enumerate(jaxpr.invars[:count])]
+    variables, _ = find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])
+    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    _, eqns = dependencies(jaxpr, jaxpr.outvars, variables)
+    rest = jaxpr.replace(
+        invars=[*jaxpr.invars[:count], *variables, *jaxpr.invars[count:]],
+        eqns=eqns,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    number = {v: i for i, v in enumerate(jaxpr.invars[:count])}
+    groups = []
+    for members in _connected(closed, variables, number):
+        inputs, eqns = dependencies(jaxpr, members)
+        params = [v for v in inputs if v in number]
+        function = jaxpr.replace(
+            constvars=[v for v in inputs if v in constants],
+            invars=params,
+            outvars=members,
+            eqns=eqns,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        consts = [constants[v] for v in function.constvars]
+        groups.append(
+            Group(
+                tuple(number[v] for v in params),
+                tuple(variables.index(v) for v in members),
+                ClosedJaxpr(function, consts),
+                _is_placement(function.eqns, eqns_of_rest=eqns_reading(rest.eqns, params)),
+            )
+        )
+    return Split(ClosedJaxpr(rest, closed.consts), groups, [v.aval for v in variables])
+
+
+def eqns_reading(eqns: Sequence[JaxprEqn], variables: Sequence[Var]) -> bool:
+    """Whether an equation reads one of these variables."""
+    return any(v in variables for e in eqns for v in e.invars if not isinstance(v, Literal))
+
+
+def _is_placement(eqns: Sequence[JaxprEqn], eqns_of_rest: bool) -> bool:
+    """Whether equations of parameters only move elements, each to one place."""
+    read = [v for e in eqns for v in e.invars if not isinstance(v, Literal)]
+    return (
+        not eqns_of_rest
+        and len(read) == len(set(read))
+        and all(e.primitive.name in _PLACEMENTS or _only_adds_axes(e) for e in eqns)
+    )
+
+
+def _only_adds_axes(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and (
+        aval(eqn.invars[0]).size == aval(eqn.outvars[0]).size
+    )
+
+
+def _connected(
+    closed: ClosedJaxpr, variables: Sequence[Var], params: Mapping[Var, int]
+) -> Iterator[list[Var]]:
+    """Yield the derived values that share parameters."""
+    groups: list[tuple[set[Var], list[Var]]] = []
+    for v in variables:
+        own = {p for p in dependencies(closed.jaxpr, [v])[0] if p in params}
+        shared = [g for g in groups if g[0] & own]
+        groups = [g for g in groups if not g[0] & own]
+        members = [member for _, others in shared for member in others]
+        groups.append((own.union(*(used for used, _ in shared)), [*members, v]))
+    yield from (members for _, members in groups)
+
+
+class DerivedGradients(NamedTuple):
+    """Gradients with respect to the parameters of a group.
+
+    Attributes:
+      group: The parameters and the function that combines them.
+      params: The parameters of the group.
+      direct: Gradients with respect to the parameters where they meet data themselves, by
+        number of the parameter.
+      derived: Gradients with respect to each derived value.
+    """
+
+    group: Group
+    params: Sequence[Any]
+    direct: Mapping[int, ParameterGradients]
+    derived: Sequence[ParameterGradients]
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the parameters."""
+        return self.group.params
+
+    @property
+    def strategy(self) -> str:
+        """See `ParameterGradients`."""
+        return self.derived[0].strategy if self.group.is_placement else "derived"
+
+    def squared_norms(self, whole: bool) -> dict[int, Array]:
+        """Squared norms [batch] by number of the parameter.
+
+        Args:
+          whole: Whether only the sum over parameters is needed.
+        """
+        numbers = self.group.params
+        if whole and self.group.is_placement:
+            squares = jax.tree.reduce(jnp.add, [g.squared_norms() for g in self.derived])
+            return {numbers[0]: squares} | dict.fromkeys(numbers[1:], jnp.zeros_like(squares))
+        parts = [*self.direct.values(), *self.derived]
+        counts = [len(_batch_first(g)) for g in parts]
+
+        def squares_of(*arrays: Array) -> Array:
+            rows = iter(arrays)
+            chunk = [
+                _with_rows(g, [next(rows) for _ in range(n)], len(arrays[0]))
+                for g, n in zip(parts, counts, strict=True)
+            ]
+            direct = dict(zip(self.direct, chunk, strict=False))
+            own = self._replace(direct=direct, derived=chunk[len(direct) :])
+            gradients = own.materialize()
+            squares = [MaterializedGradients(gradients[i]).squared_norms() for i in numbers]
+            return jnp.stack(squares, 1)
+
+        size = sum(p.size for p in self.params) + sum(
+            v.aval.size for v in self.group.function.jaxpr.outvars
+        )
+        rows = [a for g in parts for a in _batch_first(g)]
+        squares = map_in_chunks(squares_of, rows, 4 * size)
+        return {i: squares[:, k] for k, i in enumerate(numbers)}
+
+    def materialize(self) -> dict[int, Array]:
+        """Per-example gradients [batch, *parameter] by number of the parameter."""
+        pulled = jax.vmap(self._pull_back)([g.materialize() for g in self.derived])
+        return self._add_direct(pulled, {i: g.materialize() for i, g in self.direct.items()})
+
+    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+        """Weighted sums [*parameter] by number of the parameter; scales are [batch] each."""
+        sums: dict[int, Array] = {}
+        for scales in {
+            id(s): s for s in map(scales_by_param.__getitem__, self.group.params)
+        }.values():
+            pulled = self._pull_back([g.weighted_sum(scales) for g in self.derived])
+            direct = {i: g.weighted_sum(scales) for i, g in self.direct.items()}
+            totals = self._add_direct(pulled, direct)
+            sums |= {i: total for i, total in totals.items() if scales_by_param[i] is scales}
+        return sums
+
+    def _pull_back(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+        outputs, backward = jax.vjp(
+            lambda *params: jaxpr_as_fun(self.group.function)(*params), *self.params
+        )
+        gradients: Sequence[Array] = backward(
+            [ct.astype(out.dtype) for ct, out in zip(cotangents, outputs, strict=True)]
+        )
+        return gradients
+
+    def _add_direct(self, pulled: Sequence[Array], direct: Mapping[int, Array]) -> dict[int, Array]:
+        return {
+            i: g + direct[i].astype(g.dtype) if i in direct else g
+            for i, g in zip(self.group.params, pulled, strict=True)
+        }
+
+
+def _batch_first(gradients: ParameterGradients) -> list[Array]:
+    """The arrays behind the gradients, with the batch as their first axis."""
+    if isinstance(gradients, FactoredGradients):
+        return [
+            jnp.moveaxis(a, len(i.use.scan_lengths), 0)
+            for i in gradients.inputs
+            for a in (i.x, i.ct)
+        ]
+    return [gradients.gradients] if isinstance(gradients, MaterializedGradients) else []
+
+
+def _with_rows(
+    gradients: ParameterGradients, rows: Sequence[Array], size: int
+) -> ParameterGradients:
+    """The gradients of the ``size`` examples in these rows, see `_batch_first`."""
+    if isinstance(gradients, FactoredGradients):
+        pairs = zip(gradients.inputs, rows[::2], rows[1::2], strict=True)
+        scans = [len(i.use.scan_lengths) for i in gradients.inputs]
+        inputs = [
+            i._replace(x=jnp.moveaxis(x, 0, n), ct=jnp.moveaxis(ct, 0, n))
+            for (i, x, ct), n in zip(pairs, scans, strict=True)
+        ]
+        return gradients._replace(inputs=inputs)
+    if isinstance(gradients, MaterializedGradients):
+        return gradients._replace(gradients=rows[0])
+    return ZeroGradients(gradients.materialize()[0], size)
