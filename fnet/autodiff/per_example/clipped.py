@@ -235,7 +235,7 @@ class ClippedGrad:
         is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
         if is_real.shape != (size,):
             raise ValueError(f"clipped_grad: mask must have shape [{size}], got {is_real.shape}.")
-        squares = grads.squared_norms(whole=not per_layer)
+        squares = grads.squared_norms(whole=not self.per_layer)
         total_squares = sum(jax.tree.leaves(squares), jnp.zeros(size))
         is_counted = is_real & jnp.isfinite(total_squares)
 
