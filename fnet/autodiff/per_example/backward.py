@@ -96,9 +96,10 @@ def per_example_gradients(
     closed = inline(_trace_one(name, batch_loss, leaves, examples))
     if not size:
         losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
-        by_param = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)}
+        none: dict[int, ParameterGradients]
+        none = {i: ZeroGradients(leaf, 0) for i, leaf in enumerate(leaves)}
         return PerExampleGradients(
-            losses, aux, [False] * len(aux_shapes), treedef, by_param, [], None
+            losses, aux, [False] * len(aux_shapes), treedef, none, [], None
         )  # fmt: skip
 
     result = _differentiate(closed, leaves, examples, width)

@@ -204,9 +204,11 @@ class _Interpreter(NamedTuple):
             is_rows = isinstance(a, Rows)
             arrays.append(_split(a, aval(v).shape, self.batch) if is_rows else a)
             axes.append(a.axis if is_rows else None)
-        vectorized = jax.vmap(
-            lambda arrays: evaluate(eqn, arrays), (axes,), axis_size=self.batch
-        )  # fmt: skip
+
+        def function(arrays: list[Array]) -> list[Array]:
+            return evaluate(eqn, arrays)
+
+        vectorized: Any = jax.vmap(function, (axes,), axis_size=self.batch)
         return [
             Rows(a.reshape(_merged(aval(v).shape, 0, self.batch)), 0)
             for a, v in zip(vectorized(arrays), eqn.outvars, strict=True)
@@ -234,7 +236,7 @@ class _Interpreter(NamedTuple):
 
         def function(*arrays: Array) -> list[Array]:
             results = self.run(inner, _like(operands, arrays))
-            structure[:] = [r._replace(array=None) if isinstance(r, Rows) else r for r in results]
+            structure[:] = results
             return [_array(r) for r in results]
 
         args = [_array(a) for a in operands]
@@ -279,18 +281,15 @@ class _Interpreter(NamedTuple):
         y_shapes = [a.shape for a in scan.body.out_avals[len(carry) :]]
 
         # Slices have their batch axis behind the scanned one.
-        xs_axes: list[int | None] = []
+        xs_axes: list[int | None] = [a.axis if isinstance(a, Rows) else None for a in xs]
         for k, (x, v) in enumerate(zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True)):
             if isinstance(x, Rows):
-                shape = aval(v).shape
-                axis = max(x.axis, 1)
+                shape, behind = aval(v).shape, max(x.axis, 1)
                 if len(shape) == 1:
                     xs[k] = rows_of(x, shape, self.batch, 1)
                 else:
-                    xs[k] = self._convert(x, shape, axis).array
-                xs_axes.append(axis - 1)
-            else:
-                xs_axes.append(None)
+                    xs[k] = self._convert(x, shape, behind).array
+                xs_axes[k] = behind - 1
 
         def inputs(carry: Sequence[Value], arrays: Sequence[Array]) -> list[Value]:
             return [*consts, *carry, *_with_batch(arrays, xs_axes)]
@@ -435,6 +434,23 @@ def _aligned(op: Operands, dimension: int) -> Plan | None:
     if not op.out or axis == dimension:
         return None
     return Plan(axis, operands=[axis] * len(op.shapes))
+
+
+def _stack(op: Operands) -> Plan | None:
+    axis = op.first_axis()
+    if not op.shapes[0]:
+        return None
+    return Plan(axis + (axis >= op.params["axis"]), operands=[axis] * len(op.shapes))
+
+
+def _unstack(op: Operands) -> Plan | None:
+    axis, removed = op.first_axis(), op.params["axis"]
+    return None if axis == removed else Plan(axis - (axis > removed))
+
+
+def _tile(op: Operands) -> Plan | None:
+    axis = op.only_first()
+    return None if axis is None or op.params["reps"][axis] != 1 else Plan(axis)
 
 
 def _gather(op: Operands) -> Plan | None:
@@ -611,6 +627,9 @@ _RULES: dict[str, Rule] = {
     "sort": lambda op: _aligned(op, op.params["dimension"]),
     "split": _cumulative,
     "squeeze": _reshape,
+    "stack": _stack,
     "stop_gradient": _same_axis,
+    "tile": _tile,
     "transpose": _transpose,
+    "unstack": _unstack,
 }

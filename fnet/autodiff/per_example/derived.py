@@ -26,11 +26,21 @@ from fnet.autodiff.per_example.parameter_gradients import (
     ParameterGradients,
     ZeroGradients,
 )
-from fnet.autodiff.per_example.taps import DATA, State, View
+from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters
 from fnet.jaxpr import aval, dependencies, interpret
 
 _PLACEMENTS = frozenset(
-    ("concatenate", "convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
+    (
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "neg",
+        "reshape",
+        "squeeze",
+        "stack",
+        "transpose",
+        "unstack",
+    )
 )
 """Primitives that put every element of their operands in exactly one place of their result."""
 
@@ -74,41 +84,22 @@ class Split(NamedTuple):
         return [values[i] for i in range(len(self.derived))]
 
 
-class _Derived:
-    """A value with a gradient that depends on parameters alone, and is no view of one."""
-
-
-_DERIVED = _Derived()
-
-_State = State | _Derived
-
-
-def find_derived(closed: ClosedJaxpr, states: Sequence[_State]) -> tuple[list[Var], list[_State]]:
-    """Find the derived values that meet data, and the state of each result."""
+def _find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
+    """Find the derived values that meet data, or are results."""
     variables: dict[Var, None] = {}
 
-    def meets_data(atoms: Sequence[Any], states: Sequence[_State]) -> None:
+    def meets_data(atoms: Sequence[Any], states: Sequence[State]) -> None:
         pairs = zip(atoms, states, strict=True)
-        variables.update({v: None for v, state in pairs if state is _DERIVED})
+        variables.update({v: None for v, state in pairs if isinstance(state, Derived)})
 
-    def handle(eqn: JaxprEqn, operands: list[_State]) -> Sequence[_State]:
-        count = len(eqn.outvars)
-        if any(state is DATA for state in operands):
-            meets_data(eqn.invars, operands)
-            return [DATA] * count
-        if eqn.primitive.name == "stop_gradient" or all(state is None for state in operands):
-            return [None] * count
-        (number, state), *others = (
-            (k, state) for k, state in enumerate(operands) if state is not None
-        )
-        if isinstance(state, View) and not others and (views := state.after(eqn, number)):
-            return views
-        floating = [jnp.issubdtype(aval(v).dtype, jnp.inexact) for v in eqn.outvars]
-        return [_DERIVED if f else None for f in floating]
+    def handle(eqn: JaxprEqn, states: list[State]) -> Sequence[State]:
+        if DATA not in states:
+            return after_parameters(eqn, states)
+        meets_data(eqn.invars, states)
+        return [DATA] * len(eqn.outvars)
 
-    results = interpret(closed, states, handle, lambda constant: None)
-    meets_data(closed.jaxpr.outvars, results)
-    return list(variables), results
+    meets_data(closed.jaxpr.outvars, interpret(closed, states, handle, lambda constant: None))
+    return list(variables)
 
 
 def split_derived(closed: ClosedJaxpr, count: int) -> Split:
@@ -119,8 +110,8 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
       count: Number of parameters.
     """
     jaxpr = closed.jaxpr
-    views: list[_State] = [View.whole(i, v.aval.shape) for i, v in enumerate(jaxpr.invars[:count])]
-    variables, _ = find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])
+    views: list[State] = [View.whole(i, v.aval.shape) for i, v in enumerate(jaxpr.invars[:count])]
+    variables = _find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     _, eqns = dependencies(jaxpr, jaxpr.outvars, variables)
     rest = jaxpr.replace(

@@ -118,7 +118,7 @@ def _scale_of(eqn: JaxprEqn, operand: int) -> float | None:
     if name in ("add", "sub") and aval(eqn.invars[operand]).shape == shape:
         return -1.0 if name == "sub" and operand == 1 else 1.0
     other = eqn.invars[1 - operand] if len(eqn.invars) == 2 else None
-    if not isinstance(other, Literal) or other.aval.shape:
+    if not isinstance(other, Literal) or aval(other).shape:
         return None
     if name == "mul":
         return float(other.val)
@@ -160,6 +160,15 @@ def _slice(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
     return [lambda a: a[(slice(None),) * scans + slices]]
 
 
+def _unstack(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
+    before = (slice(None),) * (scans + eqn.params["axis"])
+
+    def element(index: int) -> Arrangement:
+        return lambda a: a[(*before, index)]
+
+    return [element(index) for index in range(len(eqn.outvars))]
+
+
 def _split(eqn: JaxprEqn, scans: int) -> list[Arrangement]:
     ends = np.cumsum(eqn.params["sizes"]).tolist()
     before = (slice(None),) * (scans + eqn.params["axis"])
@@ -181,6 +190,7 @@ _ARRANGEMENTS: dict[str, Callable[[JaxprEqn, int], list[Arrangement]]] = {
     "split": _split,
     "squeeze": _reshape,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 
 
@@ -192,8 +202,45 @@ class Data(enum.Enum):
 
 DATA = Data.DATA
 
-State = View | Data | None
+
+class Derived(NamedTuple):
+    """A value with a gradient that depends on parameters alone, and is no view of one.
+
+    Attributes:
+      params: Numbers of the parameters.
+    """
+
+    params: frozenset[int]
+
+
+State = View | Derived | Data | None
 """None: a value without a gradient that depends on no data."""
+
+
+def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
+    """Return the states of the results of an equation that no data takes part in."""
+    with_gradient = [(k, state) for k, state in enumerate(states) if state is not None]
+    if eqn.primitive.name == "stop_gradient" or not with_gradient:
+        return [None] * len(eqn.outvars)
+    (number, state), *others = with_gradient
+    if isinstance(state, View) and not others:
+        views: list[View] | None = state.after(eqn, number)
+        if views:
+            return views
+    derived = Derived(params_of(states))
+    floating = [jnp.issubdtype(aval(v).dtype, jnp.inexact) for v in eqn.outvars]
+    return [derived if f else None for f in floating]
+
+
+def params_of(states: Sequence[State]) -> frozenset[int]:
+    """Numbers of the parameters that have a gradient through these values."""
+    params: set[int] = set()
+    for state in states:
+        if isinstance(state, View):
+            params.add(state.param)
+        elif isinstance(state, Derived):
+            params |= state.params
+    return frozenset(params)
 
 
 class Use(NamedTuple):
@@ -262,46 +309,47 @@ class _Search:
 
         def handle(eqn: JaxprEqn, states: list[State]) -> Sequence[State]:
             eqn_path = (*path, next(index))
-            with_data = DATA in states
-            if not _views(states) or eqn.primitive.name == "stop_gradient":
-                return [DATA if with_data else None] * len(eqn.outvars)
-            return self._equation(eqn, states, with_data, eqn_path, scan_lengths)
+            return self._equation(eqn, states, eqn_path, scan_lengths)
 
         return interpret(closed, inputs, handle, lambda constant: None)
 
     def _equation(
-        self,
-        eqn: JaxprEqn,
-        states: list[State],
-        with_data: bool,
-        path: Path,
-        scan_lengths: tuple[int, ...],
+        self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
     ) -> Sequence[State]:
         if (inner := called_jaxpr(eqn)) is not None:
             return self.visit(inner, states, path, scan_lengths)
         if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
             return states
-        results: Sequence[State] = [DATA if with_data else None] * len(eqn.outvars)
-        if eqn.primitive.name == "scan" and with_data:
+        if DATA not in states:
+            return after_parameters(eqn, states)
+        if eqn.primitive.name == "scan":
             self._scan(eqn, states, path, scan_lengths)
-            return results
-        operands = [k for k, state in enumerate(states) if isinstance(state, View)]
-        view: Any = states[operands[0]]
-        if len(operands) > 1:
-            self.add_nonlinear(states)
-        elif not with_data:
-            if views := view.after(eqn, operands[0]):
-                return views
-            self.add_nonlinear(states)
-        else:
-            equation = linear_equation(eqn, operands[0])
-            if equation and not (equation.requires_unique_elements and view.has_repeats):
-                out = aval(eqn.outvars[0])
-                shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-                self.uses.append(Use(path, view, equation, scan_lengths, shape))
-            else:
+        elif eqn.primitive.name != "stop_gradient":
+            operands = [k for k, state in enumerate(states) if state not in (None, DATA)]
+            if len(operands) != 1 or not self._add_use(
+                eqn, states, operands[0], path, scan_lengths
+            ):
                 self.add_nonlinear(states)
-        return results
+        return [DATA] * len(eqn.outvars)
+
+    def _add_use(
+        self,
+        eqn: JaxprEqn,
+        states: list[State],
+        operand: int,
+        path: Path,
+        scan_lengths: tuple[int, ...],
+    ) -> bool:
+        """Add the equation of data and a view, if it is linear in the view."""
+        view, equation = states[operand], linear_equation(eqn, operand)
+        if not equation or not isinstance(view, View):
+            return False
+        if equation.requires_unique_elements and view.has_repeats:
+            return False
+        out = aval(eqn.outvars[0])
+        shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
+        self.uses.append(Use(path, view, equation, scan_lengths, shape))
+        return True
 
     def _scan(
         self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
@@ -318,11 +366,7 @@ class _Search:
         self.add_nonlinear(self.visit(scan.body, inputs, path, inner_lengths))
 
     def add_nonlinear(self, states: Sequence[State]) -> None:
-        self.nonlinear |= {view.param for view in _views(states)}
-
-
-def _views(states: Sequence[State]) -> list[View]:
-    return [state for state in states if isinstance(state, View)]
+        self.nonlinear |= params_of(states)
 
 
 def evaluate_with_taps(
