@@ -367,3 +367,19 @@ def test_the_real_package_reads_folders_and_saved_data_sets(package, tmp_path):
             assert any((image == color(i)).all() for i in range(label, 30, 3))
     assert "datasets cannot load" in load_error(tmp_path / "home")
     assert "datasets cannot load nobody/nothing: " in load_error("nobody/nothing")
+
+
+def test_a_column_names_the_users(hub):
+    writers = [str(i % 5) for i in range(30)]
+    hub["one"] = {"train": split(30, writer=writers)}
+    data = load("one", user="writer", examples_per_user=2)
+
+    def writers_of(rows):
+        return [writers[int(data.name(id).split()[1])] for id in rows["id"]]
+
+    train, test = writers_of(data.train), writers_of(data.test)
+    assert data.users.tolist() == np.unique(train, return_inverse=True)[1].tolist()
+    assert (len(set(train)), len(set(test))) == (4, 1)
+    assert not set(train) & set(test)
+    message = error_message(load, "one", user="writers", examples_per_user=2)
+    assert message.startswith("data.user: no column writers in one (did you mean writer?)")

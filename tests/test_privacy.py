@@ -132,6 +132,7 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
         "sampling_probability": 64 / 1437,
         "delta": 1e-5,
         "accountant": "pld",
+        "unit": "example",
         "secret_noise": False,
     }
     before, after = printed.split("step 2/8")

@@ -98,6 +98,12 @@ class Config(Section):
         return isinstance(self.grad, Clipped) and self.grad.is_private
 
     @property
+    def examples_per_user(self) -> int | None:
+        """Largest number of examples of a user per step; None if privacy is per example."""
+        has_users = getattr(self.data, "user", None) is not None
+        return self.data.examples_per_user if has_users else None  # type: ignore[union-attr]
+
+    @property
     def is_release_only(self) -> bool:
         """Whether the run writes only what its privacy guarantee covers."""
         return isinstance(self.grad, Clipped) and self.grad.release_only

@@ -54,6 +54,10 @@ class ImageFolder(Section):
     """Folder of the test images; None is val, or test if there is no val."""
     batch_size: Count = 64
     """Batch size."""
+    user: Literal["folder"] | None = None
+    """folder: users are the folders in each class, CLASS/USER/*.png; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
     image_size: Count = 224
     """Height and width of the network's input."""
     crop: Literal["resized", "padded", "reflected", "center"] = "resized"
@@ -119,6 +123,10 @@ class ArrayFile(Section):
     """Layout of 4-D images: [N, H, W, C] or [N, C, H, W]; None infers it where it can."""
     batch_size: Count = 64
     """Batch size."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Name of the array of the training examples' user ids; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
     crop: Literal["padded", "reflected", "center"] = "center"
     """Training crop: random with zero padding, random with reflection padding, or none."""
     padding: CountOrZero = 4
@@ -155,6 +163,10 @@ class HuggingFace(Section):
     """Random seed of that split."""
     batch_size: Count = 64
     """Batch size."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Name of the column of user ids; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
     image_size: Count = 224
     """Height and width of the network's input."""
     crop: Literal["resized", "padded", "reflected", "center"] = "resized"
@@ -238,6 +250,10 @@ class TextFile(Section):
     """Batch size, in rows."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 64
     """Context length: tokens per row."""
+    user: Literal["document"] | None = None
+    """document: each document is a user; privacy is then per document; needs separator."""
+    examples_per_user: Count | None = None
+    """Largest number of rows of a user per step; needed with user."""
     separator: Annotated[str, MinLen(1)] | None = None
     """Text between documents; rows then do not cross document boundaries."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1

@@ -33,6 +33,7 @@ class Dataset(NamedTuple):
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
       max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
+      users: Number of the user of each training row, int32 [N]; None without users.
     """
 
     train: Arrays
@@ -43,6 +44,7 @@ class Dataset(NamedTuple):
     name: Callable[[int], str] = str
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
+    users: np.ndarray | None = None
 
 
 def num_examples(arrays: Arrays) -> int:

@@ -13,6 +13,7 @@ from train.config import ArrayFile
 from train.data import Arrays, Dataset, num_examples
 from train.data.image_batches import TrainingImages, check_padding
 from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
+from train.data.users import number_users, split_by_user
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
@@ -56,10 +57,17 @@ def load(config: ArrayFile) -> Dataset:
     _check_per_channel("std", config.std, images[0])
     check_padding(config.crop, config.padding, *images[0].shape[1:3])
     offset = len(labels[0]) if len(splits) == 2 else 0
+    users = None
+    if config.user is not None:
+        what = f"data.user: {config.user} in {splits[0].path}"
+        users = number_users(_read_user_ids(splits[0].path, config.user), len(labels[0]), what)
     if offset:
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
+    elif users is not None:
+        ids = split_by_user(users, config.test_fraction, config.split_seed)
     else:
         ids = split_by_class(labels[0], config.test_fraction, config.split_seed)
+    if not offset:
         labels = [labels[0][indices] for indices in ids]
     train, test = (
         {"id": indices.astype(np.int32), "label": label}
@@ -91,6 +99,7 @@ def load(config: ArrayFile) -> Dataset:
         classes=classes,
         augment=augment,
         prepare=prepare,
+        users=None if users is None else number_users(users[ids[0]], len(ids[0]), ""),
         name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {splits[0].path}",
     )
 
@@ -221,6 +230,21 @@ def _array_names(path: Path) -> list[str]:
             return list(arrays.files)
     except Exception as error:  # parsers of a damaged file raise anything
         raise _unreadable(path, error) from error
+
+
+def _read_user_ids(path: Path, name: str) -> np.ndarray:
+    """Read the array of user ids.
+
+    Raises:
+      UserError: if it is missing or damaged.
+    """
+    names = _array_names(path)
+    if name not in names:
+        raise UserError(
+            f"data.user: no array {name} in {path}{did_you_mean(name, names)}"
+            f"{list_available(names, 'arrays')}"
+        )
+    return _read_array(path, name)
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:

@@ -14,6 +14,7 @@ from train.data.augment import center_crop, resize_shorter_side
 from train.data.decode import UnreadableError, ViewOf, decode, decode_content
 from train.data.image_batches import TrainingImages, check_crop, read_images
 from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
+from train.data.users import number_users, split_by_user
 from train.errors import UserError, did_you_mean, list_available, shorten
 
 _TRAIN, _TEST = "train", ("validation", "val", "test")
@@ -50,8 +51,15 @@ def load(config: HuggingFace) -> Dataset:
     given_names = feature.names if isinstance(feature, datasets.ClassLabel) else None
     classes = class_names(labels, given_names, f"data.label: {label} in {config.path}")
     indices = [np.arange(len(split_labels)) for split_labels in labels]
+    users = None if config.user is None else _read_users(config, splits[0])
     if len(splits) == 1:
-        indices = [*split_by_class(labels[0], config.test_fraction, config.split_seed)]
+        fraction, seed = config.test_fraction, config.split_seed
+        split = (
+            split_by_class(labels[0], fraction, seed)
+            if users is None
+            else split_by_user(users, fraction, seed)
+        )
+        indices = [*split]
         labels = [labels[0][i] for i in indices]
         names, splits = names * 2, splits * 2
     files = [
@@ -70,6 +78,7 @@ def load(config: HuggingFace) -> Dataset:
         name=images.name,
         explain=images.explain,
         max_bad_fraction=config.max_bad_fraction,
+        users=None if users is None else number_users(users[indices[0]], num_train, ""),
     )
 
 
@@ -232,6 +241,18 @@ def _compare_features(name: str, features: Mapping[str, Any], expected: Mapping[
                 f"data.test_split: {column} is {features[column]} in the split {name}, but "
                 f"{feature} in {_TRAIN}"
             )
+
+
+def _read_users(config: HuggingFace, split: Any) -> np.ndarray:
+    """Number the users of the training examples, [N]."""
+    names = list(split.features)
+    if config.user not in names:
+        raise UserError(
+            f"data.user: no column {config.user} in {config.path}"
+            f"{did_you_mean(config.user or '', names)}{list_available(names, 'columns')}"
+        )
+    ids = np.asarray(split.select_columns([config.user]).with_format("numpy")[:][config.user])
+    return number_users(ids, len(split), f"data.user: {config.user} in {config.path}")
 
 
 def _read_labels(split: Any, column: str, what: str) -> np.ndarray:

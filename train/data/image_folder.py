@@ -17,6 +17,7 @@ from train.data.files import (
     subfolders,
 )
 from train.data.image_batches import CachedImages, EvaluationImages, TrainingImages, check_crop
+from train.data.users import number_users
 from train.data.workers import Workers
 from train.errors import UserError, shorten
 
@@ -96,6 +97,7 @@ def load(config: ImageFolder) -> Dataset:
         return None
 
     return Dataset(
+        users=None if config.user is None else _users(train, files[0]),
         train={name: a[:num_train] for name, a in rows.items()},
         test={name: a[num_train:] for name, a in rows.items()},
         classes=tuple(classes),
@@ -105,6 +107,17 @@ def load(config: ImageFolder) -> Dataset:
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
     )
+
+
+def _users(folder: Path, files: list[str]) -> np.ndarray:
+    """Number the users of training files ``CLASS/USER/...``, [N]."""
+    parts = [file.split("/") for file in files]
+    for file, names in zip(files, parts, strict=True):
+        if len(names) < 3:
+            raise UserError(
+                f"data.user: {folder / file} is in no folder of a user; expected CLASS/USER/FILE"
+            )
+    return number_users(np.array([names[1] for names in parts]), len(files), "data.user")
 
 
 def _compare_classes(train: Path, classes: list[str], test: Path, test_classes: list[str]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from train.config import TextFile
 from train.data import Arrays, Dataset
 from train.data.tokenizer import load_tokenizer
+from train.data.users import number_users
 from train.errors import UserError
 
 
@@ -27,8 +28,10 @@ def load(config: TextFile) -> Dataset:
     tokens, documents = _read_documents(config)
     train, test = _split_documents(documents, config)
     context = config.context
-    start, length, slack = _cut_rows(train, context, partial=config.separator is not None)
-    test_start, test_length, _ = _cut_rows(test, context, partial=True)
+    if config.user is not None and config.separator is None:
+        raise UserError("data.user: document needs data.separator, the text between documents")
+    start, length, slack, document = _cut_rows(train, context, partial=config.separator is not None)
+    test_start, test_length, *_ = _cut_rows(test, context, partial=True)
     if not len(start) or not len(test_start):
         raise UserError(
             f"data.path: {_describe_source(config)} is too short: {len(tokens)} tokens, "
@@ -56,30 +59,37 @@ def load(config: TextFile) -> Dataset:
         test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
         classes=(),
         augment=augment,
+        users=None if config.user is None else number_users(document, len(document), "data.user"),
     )
 
 
 class _Rows(NamedTuple):
-    """Rows of a text: first token, number of inputs, and largest random shift of each."""
+    """Rows of a text: first token, number of inputs, largest random shift and span of each."""
 
     start: np.ndarray
     length: np.ndarray
     slack: np.ndarray
+    span: np.ndarray
 
 
 def _cut_rows(spans: list[range], context: int, *, partial: bool) -> _Rows:
     """Cut spans of tokens into rows; ``partial`` keeps the shorter row at each span's end."""
-    rows = [_Rows(*[np.zeros(0, np.int64)] * 3)]
-    for span in spans:
+    rows = [_Rows(*[np.zeros(0, np.int64)] * 4)]
+    for i, span in enumerate(spans):
         inputs = len(span) - 1  # the last token is only a target
         n = max(-(-inputs // context) if partial else inputs // context, 0)
         start = span.start + context * np.arange(n)
         left = span.stop - 1 - start
         rows.append(
-            _Rows(start, np.minimum(left, context), np.minimum(left, 2 * context - 1) - context)
+            _Rows(
+                start,
+                np.minimum(left, context),
+                np.minimum(left, 2 * context - 1) - context,
+                np.full(n, i),
+            )
         )
-    start, length, slack = map(np.concatenate, zip(*rows, strict=True))
-    return _Rows(start, length.astype(np.int32), slack)
+    start, length, slack, numbers = map(np.concatenate, zip(*rows, strict=True))
+    return _Rows(start, length.astype(np.int32), slack, numbers)
 
 
 def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: int) -> Arrays:

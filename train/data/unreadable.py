@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
@@ -41,9 +42,10 @@ class UnreadableFiles:
         return CheckedBatches(batches, self._check)
 
     def _check(self, batch: Arrays) -> None:
-        if "id" not in batch or "weight" not in batch or batch["weight"].all():
+        weight = batch.get(EXAMPLE_WEIGHT, batch.get("weight"))
+        if "id" not in batch or weight is None or weight.all():
             return
-        skipped = np.unique(batch["id"][batch["weight"] == 0])
+        skipped = np.unique(batch["id"][weight == 0])
         for id in skipped[skipped >= 0].tolist():  # -1 is padding
             if id not in self._known:
                 self._known.add(id)

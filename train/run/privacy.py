@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import Any
+from typing import Any, Literal
 
 from fnet import privacy
 from fnet.privacy.accounting import Accountant, dp_accounting
@@ -18,7 +18,8 @@ from train.run.process_memory import release_free_memory
 class Privacy:
     """Privacy guarantee of a run: after each step, (epsilon, delta)-differential privacy.
 
-    Neighboring datasets differ by adding or removing one training example.
+    Neighboring datasets differ by adding or removing one training example, or one user with all
+    of their training examples.
 
     Attributes:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
@@ -27,12 +28,14 @@ class Privacy:
       delta: Delta of the guarantee.
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
         looser).
+      unit: what is added or removed.
     """
 
     noise_multiplier: float
     sampling: privacy.PoissonSampling
     delta: float
     accountant: Accountant = "pld"
+    unit: Literal["example", "user"] = "example"
 
     def epsilon(self, steps: int) -> float:
         """Return epsilon of the first ``steps`` steps, an upper bound.
@@ -51,12 +54,14 @@ class Privacy:
             "sampling_probability": self.sampling.probability,
             "delta": self.delta,
             "accountant": self.accountant,
+            "unit": self.unit,
         }
 
     def describe(self, steps: int) -> str:
         """Describe the guarantee after ``steps`` steps in one line."""
         return (
-            f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps "
+            f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps"
+            f"{' for each user' if self.unit == 'user' else ''} "
             f"({self.accountant}; noise multiplier {self.noise_multiplier:.4g}, "
             f"sampling probability {self.sampling.probability:.4g})"
         )
@@ -67,7 +72,7 @@ def sampling_from_config(config: Config, examples: int) -> privacy.PoissonSampli
 
     Args:
       config: the run's config, whose section grad is `Clipped`.
-      examples: number of training examples.
+      examples: number of training examples, or of users.
 
     Raises:
       UserError: if batches are larger than the training set.
@@ -76,7 +81,7 @@ def sampling_from_config(config: Config, examples: int) -> privacy.PoissonSampli
     size = config.data.batch_size
     if size > examples:
         raise UserError(
-            f"data.batch_size: {size} is more than the {examples} training examples; "
+            f"data.batch_size: {size} is more than the {examples} {_units(config)}; "
             "private training samples each at most once per step"
         )
     # A multiple of 8 for vector units, of the devices, and of the microbatches.
@@ -89,7 +94,7 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
 
     Args:
       config: the run's config.
-      examples: number of training examples.
+      examples: number of training examples, or of users.
       steps: length of the run, over which a target epsilon is spent.
 
     Raises:
@@ -121,13 +126,13 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
     if grad.delta is None:
         given = "epsilon" if grad.epsilon is not None else "noise_multiplier"
         raise UserError(
-            f"grad.delta: grad.{given} needs it, too; give less than 1 / {examples} training "
-            "examples, for example 1e-5"
+            f"grad.delta: grad.{given} needs it, too; give less than 1 / {examples} "
+            f"{_units(config)}, for example 1e-5"
         )
     if grad.delta >= 1 / examples:
         raise UserError(
-            f"grad.delta: {grad.delta:g} would allow publishing one of {examples} training "
-            f"examples; expected less than 1 / {examples} = {1 / examples:.2g}"
+            f"grad.delta: {grad.delta:g} would allow publishing one of {examples} "
+            f"{_units(config)}; expected less than 1 / {examples} = {1 / examples:.2g}"
         )
     sampling = sampling_from_config(config, examples)
     check_dp_accounting()
@@ -147,7 +152,12 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
             )
         except ValueError as error:
             raise UserError(f"grad.epsilon: {error}") from error
-    return Privacy(noise, sampling, grad.delta, grad.accountant)
+    unit: Literal["example", "user"] = "user" if config.examples_per_user else "example"
+    return Privacy(noise, sampling, grad.delta, grad.accountant, unit)
+
+
+def _units(config: Config) -> str:
+    return "users" if config.examples_per_user else "training examples"
 
 
 def check_dp_accounting() -> None:

@@ -13,10 +13,11 @@ from jax import Array
 
 import fnet
 from fnet import TrainState, autodiff, optim
+from fnet.privacy.users import per_user
 from fnet.step import Step
 from train import data
 from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
-from train.data import Dataset, buckets, poisson
+from train.data import Dataset, buckets, poisson, users
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.evaluation import Evaluator
@@ -89,6 +90,9 @@ class Setup(NamedTuple):
           seed: ``data`` of `train.run.seeds.Seeds`.
         """
         dataset, size = self.task.dataset, self.config.data.batch_size
+        if self.privacy and self.config.examples_per_user:
+            k = self.config.examples_per_user
+            return users.user_batches(dataset, self.privacy.sampling, k, seed)
         if self.privacy:
             return poisson.poisson_batches(dataset, self.privacy.sampling, seed)
         if longest := _longest(self.config):
@@ -132,6 +136,9 @@ def setup(config: Config) -> Setup:
       UserError: if sections of the config do not fit each other or the data.
     """
     task = build_task(config)
+    _check_users(config)
+    if config.examples_per_user:
+        task = task._replace(loss=per_user(task.loss))
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
     steps = _num_steps(config, steps_per_epoch)
     o = config.optim
@@ -151,8 +158,7 @@ def setup(config: Config) -> Setup:
     except ValueError as error:  # only decay_steps is not checked yet
         given = ", ".join(f"{epochs:g}" for epochs in o.decay_epochs) or "none"
         raise UserError(f"optim.decay_epochs: {given}, counted in steps: {error}") from error
-    examples = data.num_examples(task.dataset.train)
-    privacy = privacy_from_config(config, examples=examples, steps=steps)
+    privacy = privacy_from_config(config, examples=_num_units(task.dataset), steps=steps)
     base_optimizer = optim.make_optimizer(
         o.name,
         schedule,
@@ -232,7 +238,34 @@ def _steps_per_epoch(config: Config, dataset: Dataset) -> float:
     size, longest = config.data.batch_size, _longest(config)
     if longest and not config.is_private:
         return buckets.batches_per_epoch(dataset, size, longest)
-    return data.num_examples(dataset.train) / size
+    return _num_units(dataset) / size
+
+
+def _num_units(dataset: Dataset) -> int:
+    """Count what privacy protects and batches consist of: training examples, or users."""
+    return data.num_examples(dataset.train) if dataset.users is None else users.num_users(dataset)
+
+
+def _check_users(config: Config) -> None:
+    """Check the options of users.
+
+    Raises:
+      UserError: if they are incomplete, or the run is not private.
+    """
+    user = getattr(config.data, "user", None)
+    most = getattr(config.data, "examples_per_user", None)
+    if user is None and most is not None:
+        raise UserError(f"data.examples_per_user: {most}, but there are no users; give data.user")
+    if user is not None and most is None:
+        raise UserError(
+            "data.examples_per_user: data.user needs it, too; give the largest number of examples "
+            "of a user per step, for example 8"
+        )
+    if user is not None and not config.is_private:
+        raise UserError(
+            f"data.user: {user}, but users are protected by noise only; give grad.mode clipped "
+            "with grad.epsilon or grad.noise_multiplier"
+        )
 
 
 def _num_steps(config: Config, steps_per_epoch: float) -> int:
@@ -295,9 +328,11 @@ def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]
     dataset, rows = task.dataset, config.data.batch_size
     if config.is_private:
         # The search for the largest batch also tries more than the training examples.
-        examples = max(rows, data.num_examples(dataset.train))
-        rows = sampling_from_config(config, examples).rows
-    batch = data.sample_batch(dataset, rows)
-    if config.is_private or _longest(config):
-        batch = data.pad_batch(batch, rows)
+        rows = sampling_from_config(config, max(rows, _num_units(dataset))).rows
+    if config.examples_per_user:
+        batch = users.sample_user_batch(dataset, rows, config.examples_per_user)
+    else:
+        batch = data.sample_batch(dataset, rows)
+        if config.is_private or _longest(config):
+            batch = data.pad_batch(batch, rows)
     return {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in batch.items()}

@@ -1,0 +1,76 @@
+"""Losses per user, for privacy of users with several examples each."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fnet.autodiff.mean import Aux, Loss, losses_and_aux
+
+EXAMPLE_WEIGHT = "example_weight"
+"""Name of the array [users, k] in a batch: 1 for an example, 0 for padding."""
+
+
+def per_user(loss: Loss) -> Loss:
+    """Turn losses per example into losses per user: the mean over the user's examples.
+
+    In a batch of users, every array has one more axis: ``[users, k, ...]``. A user has up to k
+    examples, and the rest is padding. `fnet.clipped_grad` of the new loss clips the gradient of
+    each user::
+
+        g_u = grad sum_j w_uj loss(x_uj) / sum_j w_uj
+
+    Guarantees:
+      - Adding or removing a user, with all of their examples, changes the sum of clipped gradients
+        by at most ``clip``, whatever k is and however many examples the user has.
+      - Padding has no effect if its gradient is finite. Repeat an example of the user, because the
+        gradient of zeros may not be.
+
+    Sample users, not examples, and count users in the accounting: `PoissonSampling` with
+    ``examples`` as the number of users, and delta below 1 / users.
+
+    Args:
+      loss: Losses per example. It is called with the batch's arrays as ``[users * k, ...]``,
+        without weights.
+
+    Returns:
+      A loss for batches of users with ``example_weight`` [users, k]. A user without examples has
+      loss 0. Metrics are averaged in the same way.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.privacy.users import per_user
+      >>> def loss(params, model_state, batch, key):
+      ...     return batch["x"] * params["w"]
+      >>> batch = {
+      ...     "x": jnp.array([[1.0, 3.0], [5.0, 0.0]]),
+      ...     "example_weight": jnp.array([[1.0, 1.0], [1.0, 0.0]]),
+      ... }
+      >>> losses, _ = per_user(loss)({"w": jnp.float32(1)}, {}, batch, None)
+      >>> losses.tolist()
+      [2.0, 5.0]
+
+    References:
+      McMahan et al. 2018, "Learning differentially private recurrent language models",
+      arXiv:1710.06963.
+    """
+
+    def user_loss(
+        params: Any, model_state: Any, batch: dict[str, Array], key: Array
+    ) -> tuple[Array, Aux]:
+        weight = batch[EXAMPLE_WEIGHT]
+        examples = {
+            name: a.reshape(-1, *a.shape[2:])
+            for name, a in batch.items()
+            if name not in (EXAMPLE_WEIGHT, "weight")
+        }
+        losses, aux = losses_and_aux(loss(params, model_state, examples, key), model_state)
+
+        def mean(values: Array) -> Array:
+            values = jnp.where(weight != 0, values.reshape(weight.shape), 0)
+            return values.sum(1) / jnp.maximum((weight != 0).sum(1), 1)
+
+        metrics = {name: mean(values) for name, values in aux.metrics.items()}
+        return mean(losses), Aux(aux.model_state, metrics)
+
+    return user_loss

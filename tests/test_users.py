@@ -1,0 +1,297 @@
+"""Privacy per user: losses, batches and sources of users with several examples each."""
+
+import json
+
+import array_cases
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from array_cases import make_images, make_labels, write_npz
+from image_cases import write_class_folders, write_image
+from program_cases import assert_one_line_error, exit_code, fnet_command
+from sklearn.datasets import load_digits
+
+import fnet
+from fnet.privacy import PoissonSampling
+from fnet.privacy.users import per_user
+from train.config import ImageFolder, TextFile, recipes
+from train.data import Dataset, image_folder, num_examples, text_file
+from train.data.users import split_by_user, user_batches
+from train.errors import UserError
+from train.run.privacy import Privacy
+from train.run.setup import setup
+
+USERS, K = 7, 3
+USER_OF_ROW = np.repeat(np.arange(USERS), [1, 2, 3, 4, 5, 8, 9])
+
+
+def loss(params, model_state, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+    losses = fnet.losses.cross_entropy(hidden, batch["label"])
+    return losses, fnet.Aux(model_state, {"label": batch["label"].astype(jnp.float32)})
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """Parameters and a batch of users; the weights mark 0 to 3 examples of each."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (4, 5)), "b": jnp.zeros(5)}
+    count = np.array([0, 1, 2, 3, 3, 2, 1])
+    batch = {
+        "x": 3 * jax.random.normal(keys[1], (USERS, K, 4)),
+        "label": jax.random.randint(keys[2], (USERS, K), 0, 5),
+        "example_weight": jnp.asarray(np.arange(K) < count[:, None], jnp.float32),
+    }
+    return params, batch, count
+
+
+def clipped_sum(params, batch, clip):
+    def losses(params, batch):
+        return per_user(loss)(params, {}, batch, None)[0]
+
+    return jax.jit(fnet.clipped_grad(losses, clip))(params, batch)
+
+
+def test_clips_the_mean_gradient_of_each_users_examples(problem):
+    params, batch, count = problem
+    clip, expected, norms = 0.4, jax.tree.map(jnp.zeros_like, params), []
+    for user in range(USERS):
+        own = {n: batch[n][user, : count[user]] for n in ("x", "label")}
+
+        def mean(params, own=own):
+            return loss(params, {}, own, None)[0].mean()
+
+        grad = jax.tree.map(jnp.zeros_like, params) if not count[user] else jax.grad(mean)(params)
+        norms.append(float(optax.tree.norm(grad)))
+        scale = min(1.0, clip / max(norms[-1], 1e-30))
+        expected = jax.tree.map(lambda s, g, a=scale: s + a * g, expected, grad)
+    assert min(norms[1:]) < clip < max(norms)
+    total, info = clipped_sum(params, batch, clip)
+    chex.assert_trees_all_close(total, expected, atol=1e-6)
+    np.testing.assert_allclose(info.norms, norms, rtol=1e-5, atol=1e-7)
+
+
+def test_a_user_changes_the_sum_by_at_most_the_clip(problem):
+    params, batch, count = problem
+    clip = 0.1
+    total, _ = clipped_sum(params, batch, clip)
+    for user in np.flatnonzero(count):
+        weight = batch["example_weight"].at[user].set(0)
+        without, _ = clipped_sum(params, batch | {"example_weight": weight}, clip)
+        change = optax.tree.norm(jax.tree.map(jnp.subtract, total, without))
+        assert 0 < change <= clip * 1.0001
+
+
+def test_metrics_are_means_over_a_users_examples(problem):
+    params, batch, count = problem
+    _, aux = per_user(loss)(params, {}, batch, None)
+    for user in range(USERS):
+        own = batch["label"][user, : count[user]]
+        assert float(aux.metrics["label"][user]) == pytest.approx(
+            float(own.mean()) if own.size else 0
+        )
+
+
+def dataset(weight=lambda rows: {}):
+    rows = {"value": np.arange(len(USER_OF_ROW), dtype=np.float32)}
+    return Dataset(
+        train=rows,
+        test=rows,
+        classes=(),
+        augment=lambda rows, generator: (
+            rows | {"noise": generator.random(len(rows["value"]))} | weight(rows)
+        ),
+        users=USER_OF_ROW,
+    )
+
+
+def take(n, seed=0, batch_size=3, after=None, **options):
+    batches = user_batches(dataset(**options), PoissonSampling(USERS, batch_size), K, seed)
+    if after is not None:
+        batches.set_state(after)
+    return [next(batches) for _ in range(n)], batches
+
+
+def examples_of(batch):
+    """User of each sampled row of a batch, with their distinct examples."""
+    drawn = []
+    for u in np.flatnonzero(batch["weight"]):
+        values = batch["value"][u][batch["example_weight"][u] == 1].astype(int)
+        (user,) = set(USER_OF_ROW[batch["value"][u].astype(int)])
+        drawn.append((user, values))
+    return drawn
+
+
+def test_batches_hold_up_to_k_distinct_examples_of_each_sampled_user():
+    seen = set()
+    for batch in take(60)[0]:
+        assert batch["value"].shape == batch["example_weight"].shape == (len(batch["weight"]), K)
+        drawn = examples_of(batch)
+        assert len({user for user, _ in drawn}) == len(drawn)
+        for user, values in drawn:
+            assert len(set(values)) == len(values) == min(K, (user == USER_OF_ROW).sum())
+            seen |= set(values)
+        assert not batch["example_weight"][batch["weight"] == 0].any()
+    assert seen == set(range(len(USER_OF_ROW)))  # also of users with more than k
+
+
+def test_users_are_sampled_independently_with_one_probability():
+    steps = 1500
+    joined = np.zeros((steps, USERS))
+    for row, batch in zip(joined, take(steps)[0], strict=True):
+        row[[user for user, _ in examples_of(batch)]] = 1
+    probability = 3 / USERS
+    spread = np.sqrt(probability * (1 - probability) / steps)
+    assert np.abs(joined.mean(0) - probability).max() < 4.5 * spread
+    correlation = np.corrcoef(joined.T)[~np.eye(USERS, dtype=bool)]
+    assert np.abs(correlation).max() < 5 / np.sqrt(steps)
+
+
+def test_batches_depend_on_seed_and_step_and_resume():
+    first, batches = take(3)
+    position = json.loads(json.dumps(batches.get_state()))
+    rest = [next(batches) for _ in range(2)]
+    again = take(2, after=position)[0]
+    chex.assert_trees_all_equal(rest, again)
+    assert not np.array_equal(first[0]["value"], take(1, seed=1)[0][0]["value"])
+    assert len({b["value"].tobytes() for b in (*first, *rest)}) == 5
+
+
+def test_unreadable_examples_are_left_out_of_a_users_mean():
+    def weight(rows):
+        return {"weight": (rows["value"] != 0).astype(np.float32)}  # the one example of user 0
+
+    for batch in take(20, weight=weight)[0]:
+        weights = batch["example_weight"]
+        assert not weights[(batch["value"] == 0)].any()
+        own = (batch["weight"] == 1) & (batch["value"][:, 0] != 0)
+        assert (weights[own].sum(1) >= 1).all()
+
+
+def test_a_split_has_no_user_in_both_parts():
+    train, test = split_by_user(USER_OF_ROW, 0.3, 0)
+    assert sorted([*train, *test]) == list(range(len(USER_OF_ROW)))
+    assert len(set(USER_OF_ROW[test])) == 2
+    assert not set(USER_OF_ROW[train]) & set(USER_OF_ROW[test])
+    with pytest.raises(UserError, match=r"data.test_fraction: 0.01 of 7 users leaves 0 users"):
+        split_by_user(USER_OF_ROW, 0.01, 0)
+
+
+def test_an_array_names_the_users(tmp_path):
+    ids = np.array(["ann", "bob", "cy", "dee", "eve"])[np.arange(30) % 5]
+    path = write_npz(tmp_path / "data.npz", x=make_images(), y=make_labels(), writer=ids)
+    data = array_cases.load(path, user="writer", examples_per_user=2)
+    assert len(data.users) == num_examples(data.train)
+    train = {user: set(ids[data.train["id"][data.users == user]]) for user in range(4)}
+    assert [len(names) for names in train.values()] == [1] * 4
+    held_out = set(ids[data.test["id"]])
+    assert held_out | set.union(*train.values()) == set(ids)
+    assert not held_out & set.union(*train.values())
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ("writers", "data.user: no array writers in "),
+        ("few", "is int64 of shape (3,); expected one integer or string for each of the 30"),
+        ("real", "is float64 of shape (30,); expected one integer or string"),
+    ],
+)
+def test_refuses_arrays_that_do_not_name_users(tmp_path, user, message):
+    others = {"writer": np.arange(30), "few": np.arange(3), "real": np.ones(30)}
+    path = write_npz(tmp_path / "data.npz", x=make_images(), y=make_labels(), **others)
+    assert message in array_cases.load_error(path, user=user, examples_per_user=2)
+
+
+def test_folders_in_classes_are_users(tmp_path):
+    for i, name in enumerate(["cat/ann/1", "cat/ann/2", "cat/bob/1", "dog/ann/3", "dog/cy/deep/1"]):
+        write_image(tmp_path / "train" / f"{name}.png", i)
+    write_class_folders(tmp_path, train=0)
+    options = {"image_size": 8, "crop": "center", "user": "folder", "examples_per_user": 2}
+    data = image_folder.load(ImageFolder(path=str(tmp_path), **options))
+    assert data.users.tolist() == [0, 0, 1, 0, 2]  # a folder's name is one user in all classes
+    write_image(tmp_path / "train" / "cat" / "loose.png")
+    with pytest.raises(UserError, match=r"cat/loose.png is in no folder of a user"):
+        image_folder.load(ImageFolder(path=str(tmp_path), **options))
+
+
+def test_documents_are_users(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("|".join(["a" * 40, "b" * 10, "c" * 25, "d" * 30]))
+    options = {"context": 8, "separator": "|", "test_fraction": 0.25, "examples_per_user": 2}
+    data = text_file.load(TextFile(path=str(path), user="document", **options))
+    tokens = data.augment(data.train, np.random.default_rng(0))["tokens"]
+    assert [chr(row[0]) for row in tokens] == ["a"] * 5 + ["b"] * 2 + ["c"] * 3
+    assert data.users.tolist() == [0] * 5 + [1] * 2 + [2] * 3
+    with pytest.raises(UserError, match=r"data.user: document needs data.separator"):
+        text_file.load(TextFile(path=str(path), user="document", context=8))
+
+
+RECIPE = """
+from train.config import ArrayFile, Clipped, Config, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="users",
+        data=ArrayFile(path="digits.npz", user="writer", examples_per_user=8, batch_size=20),
+        model=Mlp(hidden=()),
+        optim=Optim(learning_rate=0.5, momentum=0.0),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-3, insecure_noise_seed=0),
+        train=Train(steps=6, log_every=3, eval_every=6),
+    )
+"""
+
+
+@pytest.fixture
+def digits_of_writers(workplace):
+    digits = load_digits()
+    writers = np.random.default_rng(0).integers(0, 100, len(digits.target))
+    images = digits.images.astype(np.float32) / 16
+    np.savez(workplace / "digits.npz", x=images, y=digits.target, writer=writers)
+    (workplace / "users.py").write_text(RECIPE)
+    return workplace
+
+
+def test_a_run_accounts_for_users(digits_of_writers, capsys):
+    fnet_command("train", "users.py", "--out", "run")
+    summary = json.loads((digits_of_writers / "run" / "summary.json").read_text())
+    expected = Privacy(1.0, PoissonSampling(80, 20), 1e-3).epsilon(6)
+    assert summary["privacy"]["epsilon"] == expected
+    assert summary["privacy"]["unit"] == "user"
+    assert summary["privacy"]["sampling_probability"] == 20 / 80
+    assert "at delta 0.001 after 6 steps for each user (" in capsys.readouterr().out
+
+
+def test_a_users_run_updates_by_clipped_users(digits_of_writers):
+    """A step moves the parameters as much as its users, each at most clip / batch_size."""
+    config = recipes.load("users.py")
+    run = setup(config)
+    assert run.steps_per_epoch == 80 / 20
+    batch = next(run.training_batches(0))
+    assert {n: a.shape[:2] for n, a in run.batch_shapes.items()} == {
+        n: a.shape[:2] for n, a in batch.items()
+    }
+    state = run.init(jax.random.key(0))
+    one = batch | {"weight": np.eye(1, len(batch["weight"]), dtype=np.float32)[0]}
+    none = batch | {"weight": np.zeros_like(batch["weight"])}
+    after = [run.step(jax.tree.map(jnp.copy, state), b)[0].params for b in (one, none)]
+    moved = float(optax.tree.norm(jax.tree.map(jnp.subtract, *after)))
+    assert 0 < moved <= 0.5 * 1.0 / 20 * 1.001  # learning rate * clip / batch_size
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--data.user", "None"), "data.examples_per_user: 8, but there are no users"),
+        (("--data.examples-per-user", "None"), "data.examples_per_user: data.user needs it, too"),
+        (("--grad.mode", "mean"), "data.user: writer, but users are protected by noise only"),
+        (("--grad.delta", "0.02"), "grad.delta: 0.02 would allow publishing one of 80 users"),
+        (("--data.batch-size", "81"), "data.batch_size: 81 is more than the 80 users"),
+    ],
+)
+def test_a_mistake_about_users_is_one_line(words, message, digits_of_writers, capsys):
+    assert exit_code("train", "users.py", "--out", "run", *words) == 2
+    assert_one_line_error(capsys, message)
