@@ -103,6 +103,7 @@ SUITE = (
     Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
     Benchmark("clipped_grad", quick=("--rounds", "7", "--only", "MLP")),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
+    Benchmark("clipped_grad_slow_paths", quick=("--rounds", "5"), packages=("equinox",), cpu=True),
     Benchmark("peers_tests", packages=("chex", "dp_accounting", "pytest"), cpu=True),
     Benchmark("batched", quick=("--rounds", "7", "--networks", "mlp")),
     Benchmark("attention_context", quick=("--rounds", "15")),
