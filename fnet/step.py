@@ -108,7 +108,7 @@ class Step:
                 f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}."
             )
         update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), self.optimizer)
-        key = jax.random.fold_in(state.key, state.step)
+        key = self.mode.step_key(state.key, state.step)
         params, opt_state, model_state, metrics = update(
             state.params, state.opt_state, state.model_state, batch, key
         )

@@ -58,6 +58,10 @@ TARGETS = {
     "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
     "fnet/autodiff/per_example/ghost_norm.py": "tests/test_clipped.py",
     "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
+    "fnet/privacy/accounting.py": "tests/test_privacy.py tests/test_correlated_noise.py",
+    "fnet/privacy/correlated.py": "tests/test_correlated_noise.py",
+    "fnet/privacy/noise.py": "tests/test_correlated_noise.py",
+    "fnet/privacy/sampling.py": "tests/test_poisson.py",
     "fnet/step.py": "tests/test_step.py tests/test_skip_nonfinite.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""

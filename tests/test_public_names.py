@@ -66,6 +66,8 @@ SOURCES = {
     "fnet.residual": r"He et al\. 2016",
     "fnet.privacy.PoissonSampling": r"Abadi et al\. 2016",
     "fnet.privacy.add_noise": "Dwork and Roth 2014",
+    "fnet.privacy.banded_inverse_square_root": r"Kalinin et al\. 2025",
+    "fnet.privacy.banded_square_root": "Kalinin and Lampert 2024",
     "fnet.privacy.epsilon": "Koskela",
     "fnet.reversible": "Gomez, Ren, Urtasun, Grosse, .* 2017",
     "fnet.rms_norm": "Zhang, Sennrich 2019",

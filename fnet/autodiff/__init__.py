@@ -26,7 +26,8 @@ from fnet.autodiff.per_example.gradients import NoiseScale as NoiseScale
 from fnet.autodiff.per_example.gradients import influence as influence
 from fnet.autodiff.per_example.gradients import noise_scale, per_example_norms
 from fnet.autodiff.per_example.gradients import per_example_grad as per_example_grad
-from fnet.autodiff.per_example.modes import clipped, per_example
+from fnet.autodiff.per_example.modes import ClippedMode as clipped  # noqa: N813, a mode like `mean`
+from fnet.autodiff.per_example.modes import per_example
 from fnet.autodiff.update import Mode as Mode
 from fnet.autodiff.update import Update as Update
 

@@ -40,6 +40,15 @@ class Mode:
     whole_gradient: ClassVar[bool] = True
     splittable: ClassVar[bool] = False
 
+    def step_key(self, key: Array, step: Array) -> Any:
+        """Return the randomness of a step, which the update and the gradient get as ``key``.
+
+        Args:
+          key: Random key of the run, ``state.key``.
+          step: Number of the step, int32 [].
+        """
+        return jax.random.fold_in(key, step)
+
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss.
 

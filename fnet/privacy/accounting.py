@@ -8,6 +8,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Literal
 
+from fnet.privacy.correlated import DP_SGD, Strategy
 from fnet.privacy.sampling import PoissonSampling
 
 MAX_NOISE_MULTIPLIER = 1024.0
@@ -29,15 +30,29 @@ def epsilon(
     sampling: PoissonSampling,
     steps: int,
     *,
+    strategy: Strategy = DP_SGD,
     accountant: Accountant = "pld",
 ) -> float:
-    """Compute epsilon of the first ``steps`` steps of DP-SGD, an upper bound.
+    """Compute epsilon of the first ``steps`` steps of a private run, an upper bound.
 
     For data sets D and D' that differ by one added or removed example, and any set S of outcomes::
 
         P[train(D) in S] <= exp(epsilon) P[train(D') in S] + delta
 
-    A step is a Poisson-subsampled Gaussian mechanism. ``steps`` of them are composed.
+    The steps are a composition of Poisson-subsampled Gaussian mechanisms. Their number and the
+    noise of each depend on the strategy:
+
+    ==============================  ============================================================
+    strategy                        mechanism
+    ==============================  ============================================================
+    DP-SGD                          ``steps`` times the noise multiplier, subsampled with
+                                    ``sampling.probability`` (Abadi et al. 2016)
+    banded, at most                 ``ceil(steps / sampling.bands)`` times the noise multiplier,
+    ``sampling.bands`` bands        subsampled with ``sampling.probability`` (Choquette-Choo et
+                                    al. 2023, Theorem 4)
+    any other                       once ``noise_multiplier / strategy.sensitivity(steps,
+                                    sampling.bands)``, not subsampled (Denisov et al. 2022)
+    ==============================  ============================================================
 
     Args:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
@@ -45,6 +60,7 @@ def epsilon(
       delta: Delta of the guarantee, within (0, 1). Choose less than 1 / examples.
       sampling: How batches are drawn.
       steps: Number of steps, each taken whatever its examples are.
+      strategy: Correlation of the noise over steps, as given to `fnet.autodiff.clipped`.
       accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi differential privacy,
         looser).
 
@@ -64,7 +80,9 @@ def epsilon(
       Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133. Koskela et
       al. 2020, "Computing tight differential privacy guarantees using FFT", arXiv:1906.03049.
       Mironov et al. 2019, "Renyi differential privacy of the sampled Gaussian mechanism",
-      arXiv:1908.10530.
+      arXiv:1908.10530. Choquette-Choo et al. 2023, "(Amplified) banded matrix factorization",
+      arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD via optimal
+      private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
     _check("epsilon", delta, steps, accountant)
     if not noise_multiplier > 0:
@@ -72,10 +90,11 @@ def epsilon(
     if steps == 0:
         return 0.0
     if accountant == "pld":
-        one_step = _privacy_loss(noise_multiplier, sampling.probability)
-        return float(one_step.self_compose(steps).get_epsilon_for_delta(delta))
-    composed = _accountant(accountant).compose(_event(noise_multiplier, sampling, steps))
-    return float(composed.get_epsilon(delta))
+        noise, probability, count = _mechanism(noise_multiplier, sampling, steps, strategy)
+        once = _privacy_loss(noise, probability)
+        return float(once.self_compose(count).get_epsilon_for_delta(delta))
+    event = _event(noise_multiplier, sampling, steps, strategy)
+    return float(_accountant(accountant).compose(event).get_epsilon(delta))
 
 
 def calibrate_noise_multiplier(
@@ -84,6 +103,7 @@ def calibrate_noise_multiplier(
     sampling: PoissonSampling,
     steps: int,
     *,
+    strategy: Strategy = DP_SGD,
     accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest noise multiplier with which a run spends at most ``target_epsilon``.
@@ -95,6 +115,7 @@ def calibrate_noise_multiplier(
       delta: As in `fnet.privacy.epsilon`.
       sampling: As in `fnet.privacy.epsilon`.
       steps: Length of the run.
+      strategy: As in `fnet.privacy.epsilon`.
       accountant: As in `fnet.privacy.epsilon`.
 
     Returns:
@@ -119,7 +140,7 @@ def calibrate_noise_multiplier(
         raise ValueError("calibrate_noise_multiplier: a run of 0 steps needs no noise.")
 
     def make_event(noise: float) -> Any:
-        return _event(noise, sampling, steps)
+        return _event(noise, sampling, steps, strategy)
 
     def make_accountant() -> Any:
         return _accountant(accountant, _CALIBRATION_GRID)
@@ -193,7 +214,17 @@ def _accountant(kind: Accountant, grid: float | None = None) -> Any:
     return PLDAccountant(**({} if grid is None else {"value_discretization_interval": grid}))
 
 
-def _event(noise: float, sampling: PoissonSampling, steps: int) -> Any:
+def _mechanism(
+    noise: float, sampling: PoissonSampling, steps: int, strategy: Strategy
+) -> tuple[float, float, int]:
+    """Return noise multiplier, sampling probability and number of equal Gaussian mechanisms."""
+    if strategy.bands is not None and strategy.bands <= sampling.bands:
+        return noise, sampling.probability, -(-steps // sampling.bands)
+    return noise / strategy.sensitivity(steps, sampling.bands), 1.0, 1
+
+
+def _event(noise: float, sampling: PoissonSampling, steps: int, strategy: Strategy) -> Any:
     dp = dp_accounting()
-    step = dp.PoissonSampledDpEvent(sampling.probability, dp.GaussianDpEvent(noise))
-    return dp.SelfComposedDpEvent(step, steps)
+    noise, probability, count = _mechanism(noise, sampling, steps, strategy)
+    once = dp.PoissonSampledDpEvent(probability, dp.GaussianDpEvent(noise))
+    return dp.SelfComposedDpEvent(once, count)

@@ -34,9 +34,11 @@ def add_noise(tree: Any, stddev: Array | float, key: Array) -> Any:
       Dwork and Roth 2014, "The algorithmic foundations of differential privacy", Appendix A.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    noisy = [_add(g, stddev, jax.random.fold_in(key, i)) for i, g in enumerate(leaves)]
+    noisy = [add_noise_to(g, stddev, key, i) for i, g in enumerate(leaves)]
     return jax.tree.unflatten(treedef, noisy)
 
 
-def _add(g: Array, stddev: Array | float, key: Array) -> Array:
-    return (g + stddev * jax.random.normal(key, g.shape, sum_dtype(g))).astype(g.dtype)
+def add_noise_to(array: Array, stddev: Array | float, key: Array, i: int) -> Array:
+    """Add the noise of `add_noise` to the tree's array number ``i``."""
+    noise = jax.random.normal(jax.random.fold_in(key, i), array.shape, sum_dtype(array))
+    return (array + stddev * noise).astype(array.dtype)

@@ -17,11 +17,12 @@ from fnet.autodiff.per_example.modes import (
     check_private_state,
     clipped_sum,
     fraction_clipped,
-    noisy_mean,
+    mean_of,
     per_example_loss,
     summarize,
 )
 from fnet.autodiff.update import Mode, Update, gradient_then_optimizer
+from fnet.privacy.noise import add_noise
 
 
 class AdaptiveState(NamedTuple):
@@ -215,17 +216,18 @@ class AdaptiveClipping(Mode):
             params: Any, state: Any, batch: dict[str, Array], key: Array
         ) -> tuple[Any, Any, dict[str, Array]]:
             clip, model_state = state
+            loss_key, noise_key = jax.random.split(key)
             function = per_example_loss(loss, model_state, params)
             clipped = clipped_grad(function, self.clip, has_aux=True)
-            sums, info, is_counted, noise_key = clipped_sum(
+            sums, info, is_counted = clipped_sum(
                 "AdaptiveClipping", functools.partial(clipped, clip=clip), params, model_state,
-                batch, key, self.microbatches,
+                batch, loss_key, self.microbatches,
             )  # fmt: skip
+            gradient_key, count_key = jax.random.split(noise_key)
             if self.noise_multiplier:
                 check_private_state("AdaptiveClipping", function, params, batch, key)
-            noise_key, count_key = jax.random.split(noise_key)
-            noise = self.gradient_noise * clip if self.noise_multiplier else 0.0
-            grads = noisy_mean(sums, noise, self.expected_batch_size, is_counted, noise_key)
+                sums = add_noise(sums, self.gradient_noise * clip, gradient_key)
+            grads = mean_of(sums, self.expected_batch_size, is_counted)
             metrics, model_state = summarize(info, is_counted, model_state)
             metrics |= {"clipped": fraction_clipped(clip, info, is_counted), "clip": clip}
             next_clip = self._next_clip(clip, info.norms, batch.get("weight"), count_key)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +16,40 @@ from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_g
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import sum_dtype
+from fnet.privacy.correlated import DP_SGD, Strategy, add_correlated_noise
 from fnet.privacy.noise import add_noise
 
 
-def clipped(
-    clip: float,
-    *,
-    noise_multiplier: float = 0.0,
-    expected_batch_size: float | None = None,
-    per_layer: bool = False,
-    automatic: float | None = None,
-    microbatches: int = 1,
-) -> "ClippedMode":
-    """Clip per-example gradients, add noise and average them: the mode for DP-SGD.
+class StepKey(NamedTuple):
+    """Randomness of a step whose noise depends on earlier steps.
 
-        (sum_b s_b g_b + noise_multiplier * clip * N(0, 1)) / expected_batch_size
+    Attributes:
+      key: Random key of this step, ``fold_in(run, step)``.
+      run: Random key of the run.
+      step: Number of the step, int32 [].
+    """
+
+    key: Array
+    run: Array
+    step: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedMode(Mode):
+    """Clip per-example gradients, add noise and average them: the mode for DP-SGD and DP-FTRL.
+
+        (sum_b s_b g_b + noise_multiplier * clip * z) / expected_batch_size,      z ~ N(0, 1)
 
     with the scales s_b of `fnet.clipped_grad` (DP-SGD: Abadi et al. 2016). Noise is drawn in
-    float32 from the step's key, with a key of its own for each parameter.
+    float32 from the step's key, with a key of its own for each parameter. With a ``strategy``, the
+    noise is correlated over steps: ``sum_j strategy.noising_coef[j] z[i - j]`` in place of z.
 
     Guarantees:
       - The sum has an L2 sensitivity of ``clip``. Its noise has a standard deviation of
         ``noise_multiplier * clip`` and is added once per step, whatever ``microbatches`` is.
       - Sum and noise are added in float32 or wider, then cast to the dtype of the parameter.
+      - Correlated noise is drawn again from the keys of earlier steps and added in place. Nothing
+        is stored. One band equals DP-SGD bit for bit.
       - With noise, the model state does not depend on the examples.
       - Metrics have no noise. They are not private.
 
@@ -51,7 +62,11 @@ def clipped(
     batch norm                        ValueError, see `fnet.clipped_grad`
     ================================  ===========================================================
 
-    Args:
+    `fnet.make_step` takes this mode. It adds these metrics: ``clipped``, the fraction of examples
+    whose gradient norm is above ``clip``; ``norm_median`` and ``norm_max``, of the gradient norms;
+    ``nonfinite``, the number of examples with a gradient that is not finite.
+
+    Attributes:
       clip: Largest norm of an example's gradient.
       noise_multiplier: Standard deviation of the noise in units of ``clip``.
       expected_batch_size: Divisor of the sum. For Poisson sampling, give the mean batch size: it
@@ -59,17 +74,15 @@ def clipped(
         have a finite gradient.
       per_layer: Whether to clip each parameter array on its own, to an equal share of ``clip``.
       automatic: As in `fnet.clipped_grad`.
+      strategy: Correlation of the noise over steps: `fnet.privacy.banded_square_root`,
+        `fnet.privacy.banded_inverse_square_root`. By default the noise is independent.
       microbatches: Number of equal parts of a batch, computed one after the other.
-
-    Returns:
-      A mode for `fnet.make_step`. It adds these metrics: ``clipped``, the fraction of examples
-      whose gradient norm is above ``clip``; ``norm_median`` and ``norm_max``, of the gradient
-      norms; ``nonfinite``, the number of examples with a gradient that is not finite.
+      splittable: True; see `fnet.autodiff.update.Mode`.
 
     Raises:
       ValueError: An argument is out of range, or there is noise without ``expected_batch_size``
         or with an infinite ``clip``. When called with noise: the model state depends on the
-        examples.
+        examples. When called with correlated noise: the step's number is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, fnet
@@ -87,20 +100,14 @@ def clipped(
     References:
       Abadi et al. 2016, "Deep learning with differential privacy", arXiv:1607.00133.
     """
-    return ClippedMode(
-        clip, noise_multiplier, expected_batch_size, per_layer, automatic, microbatches
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class ClippedMode(Mode):
-    """The mode that `clipped` returns. Its fields are the arguments of `clipped`."""
 
     clip: float
+    _: dataclasses.KW_ONLY
     noise_multiplier: float = 0.0
     expected_batch_size: float | None = None
     per_layer: bool = False
     automatic: float | None = None
+    strategy: Strategy = DP_SGD
     microbatches: int = 1
     splittable: ClassVar[bool] = True
 
@@ -111,32 +118,57 @@ class ClippedMode(Mode):
             raise ValueError(f"clipped: clip must be finite with noise, got {self.clip}.")
         check_clip(self.clip, self.per_layer, self.automatic)
 
-    def _clipped_grad(self, loss: Callable[..., Any]) -> Callable[..., tuple[Any, ClippedInfo]]:
-        return clipped_grad(
-            loss, self.clip, per_layer=self.per_layer, automatic=self.automatic, has_aux=True
-        )
+    def step_key(self, key: Array, step: Array) -> Any:
+        """Return the randomness of a step; with correlated noise also that of earlier steps."""
+        key_of_step = super().step_key(key, step)
+        if not self.noise_multiplier or len(self.strategy.noising_coef) == 1:
+            return key_of_step
+        return StepKey(key_of_step, key, step)
 
     def __call__(self, loss: Loss) -> Gradient:
         """Return the gradient function of a loss."""
-        # 0 times an infinite clip is nan.
-        noise = self.noise_multiplier * self.clip if self.noise_multiplier else 0.0
 
         def gradient(
-            params: Any, model_state: Any, batch: dict[str, Array], key: Array
+            params: Any, model_state: Any, batch: dict[str, Array], key: Any
         ) -> tuple[Any, Any, dict[str, Array]]:
+            step_key = key.key if isinstance(key, StepKey) else key
+            loss_key, noise_key = jax.random.split(step_key)
             function = per_example_loss(loss, model_state, params)
-            sums, info, is_counted, noise_key = clipped_sum(
-                "clipped", self._clipped_grad(function), params, model_state, batch, key,
-                self.microbatches,
+            clip = clipped_grad(
+                function, self.clip, per_layer=self.per_layer, automatic=self.automatic,
+                has_aux=True,
             )  # fmt: skip
+            sums, info, is_counted = clipped_sum(
+                "clipped", clip, params, model_state, batch, loss_key, self.microbatches
+            )
             if self.noise_multiplier:
-                check_private_state("clipped", function, params, batch, key)
-            grads = noisy_mean(sums, noise, self.expected_batch_size, is_counted, noise_key)
+                check_private_state("clipped", function, params, batch, step_key)
+                stddev = self.noise_multiplier * clip.sensitivity()
+                sums = self._add_noise(sums, stddev, key, noise_key)
             metrics, model_state = summarize(info, is_counted, model_state)
             metrics |= {"clipped": fraction_clipped(self.clip, info, is_counted)}
+            grads = mean_of(sums, self.expected_batch_size, is_counted)
             return cast_like(grads, params), model_state, metrics
 
         return gradient
+
+    def _add_noise(self, sums: Any, stddev: float, key: Any, noise_key: Array) -> Any:
+        coef = self.strategy.noising_coef
+        if isinstance(key, StepKey):
+            return add_correlated_noise(
+                sums, stddev, key.run, key.step, self.strategy, step_key=_noise_key
+            )
+        if len(coef) > 1:
+            raise ValueError(
+                "clipped: correlated noise depends on earlier steps; use fnet.make_step, or give "
+                "mode.step_key(key, step) as the key."
+            )
+        return add_noise(sums, stddev * coef[0], noise_key)
+
+
+def _noise_key(run: Array, step: Array) -> Array:
+    """Return the key of a step's noise, from the key of the run."""
+    return jax.random.split(jax.random.fold_in(run, step))[1]
 
 
 def per_example() -> "PerExampleMode":
@@ -284,7 +316,7 @@ def clipped_sum(
     batch: dict[str, Array],
     key: Array,
     microbatches: int,
-) -> tuple[Any, ClippedInfo, Array, Array]:
+) -> tuple[Any, ClippedInfo, Array]:
     """Sum the clipped gradients of a batch in float32 or wider.
 
     Args:
@@ -293,21 +325,20 @@ def clipped_sum(
       params: Parameters.
       model_state: Model state.
       batch: Arrays [batch, ...] by name.
-      key: Random key of the step.
+      key: Random key of the loss.
       microbatches: Number of equal parts of a batch, computed one after the other.
 
     Returns:
-      ``(sums, info, is_counted [batch], a key for noise)``.
+      ``(sums, info, is_counted [batch])``.
     """
-    loss_key, noise_key = jax.random.split(key)
     params = _widen(params)
     if microbatches == 1:
-        sums, info = function(params, batch, loss_key, mask=batch.get("weight"))
+        sums, info = function(params, batch, key, mask=batch.get("weight"))
     else:
         parts = split_batch(name, batch, microbatches)
         parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts)
-        sums, info = _accumulate(function, params, model_state, parts, loss_key)
-    return sums, info, _is_counted(info, batch.get("weight")), noise_key
+        sums, info = _accumulate(function, params, model_state, parts, key)
+    return sums, info, _is_counted(info, batch.get("weight"))
 
 
 def _accumulate(
@@ -345,12 +376,8 @@ def _accumulate(
     return sums, info._replace(aux=(info.aux, states), nonfinite=infos.nonfinite.sum())
 
 
-def noisy_mean(
-    sums: Any, deviation: Array | float, size: float | None, is_counted: Array, key: Array
-) -> Any:
-    """Add noise of a standard deviation to sums and divide by ``size`` or the counted examples."""
-    if not (isinstance(deviation, float) and deviation == 0):
-        sums = add_noise(sums, deviation, key)
+def mean_of(sums: Any, size: float | None, is_counted: Array) -> Any:
+    """Divide sums by ``size``, or by the number of counted examples."""
     return jax.tree.map(lambda g: g / (size or jnp.maximum(is_counted.sum(), 1)), sums)
 
 
