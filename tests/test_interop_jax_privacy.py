@@ -150,6 +150,15 @@ def test_aux_has_one_row_per_example(pre_clipping_transform):
     assert aux.grad_norms is None
 
 
+def test_aux_may_be_slices_of_the_data():
+    def with_aux(p, x):
+        return p * jnp.sum(x), (x[:, 0, 0], x[:, :, 0], jnp.sum(x))
+
+    x = np.random.default_rng(1).standard_normal((B, 2, 3)).astype(np.float32)
+    _, aux = clipped_grad(with_aux, has_aux=True, l2_clip_norm=1.0)(1.0, x)
+    chex.assert_trees_all_close(aux.aux, (x[:, 0, 0], x[:, :, 0], x.sum((1, 2))), rtol=1e-5)
+
+
 def test_transforms_before_clipping():
     gradient = clipped_grad(
         loss, batch_argnums=(1, 2), l2_clip_norm=CLIP, return_grad_norms=True,

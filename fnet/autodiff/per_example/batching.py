@@ -195,7 +195,7 @@ class _Interpreter(NamedTuple):
         for a, shape in zip(outputs, shapes, strict=True):
             if a.shape != shape:
                 raise AssertionError(f"the rule of {eqn.primitive} gave {a.shape}, not {shape}")
-        return [Rows(a, plan.axis) for a in outputs]
+        return [Rows(a, int(plan.axis)) for a in outputs]  # Rules compute axes with numpy.
 
     def _vmap(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Vectorize one equation with `jax.vmap`: right for every equation."""
