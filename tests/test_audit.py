@@ -1,0 +1,136 @@
+"""Lower bounds on epsilon from canaries."""
+
+import itertools
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent
+from dp_accounting.pld import PLDAccountant
+from scipy.stats import binom
+
+from fnet.privacy.audit import audit_epsilon, p_value
+
+
+def randomized_response(rng, m, epsilon, delta=0.0):
+    """Scores 1 or -1 that tell inclusion with the accuracy of an epsilon-private mechanism."""
+    included = rng.random(m) < 0.5
+    truthful = rng.random(m) < 1 / (1 + np.exp(-epsilon))
+    truthful |= rng.random(m) < delta  # what delta allows in addition
+    return np.where(included == truthful, 1.0, -1.0), included
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.0), (1.0, 0.0), (3.0, 0.0), (1.0, 1e-3)])
+def test_the_bound_holds_with_the_claimed_confidence(epsilon, delta):
+    rng, trials, confidence = np.random.default_rng(0), 400, 0.8
+    above = 0
+    for _ in range(trials):
+        audit = audit_epsilon(
+            *randomized_response(rng, 256, epsilon, delta), delta, confidence=confidence
+        )
+        above += audit.epsilon > epsilon
+    # At most a fifth of the bounds is too high; 4 standard deviations for chance.
+    assert above <= trials * (1 - confidence) + 4 * np.sqrt(trials * confidence * (1 - confidence))
+
+
+def test_the_test_of_one_number_of_guesses_is_exact_without_delta():
+    """For randomized response, the p-value is the probability itself, not only a bound."""
+    rng, m, epsilon = np.random.default_rng(1), 60, 1.0
+    counts = [
+        int((included == (scores > 0)).sum())
+        for scores, included in (randomized_response(rng, m, epsilon) for _ in range(4000))
+    ]
+    for correct in (44, 48, 52):
+        share = np.mean(np.array(counts) >= correct)
+        expected = p_value(m, m, correct, epsilon, 0.0)
+        assert share == pytest.approx(expected, abs=4 * np.sqrt(expected / 4000))
+
+
+def test_the_bound_approaches_epsilon_with_more_canaries():
+    rng = np.random.default_rng(0)
+    means = [
+        np.mean([audit_epsilon(*randomized_response(rng, m, 2.0), 0.0).epsilon for _ in range(10)])
+        for m in (30, 300, 3000, 30000)
+    ]
+    assert all(a < b for a, b in itertools.pairwise(means))
+    assert 1.85 < means[-1] < 2
+
+
+def test_audits_the_gaussian_mechanism_from_below():
+    """Scores of each canary: its inclusion plus noise, as in a step of DP-SGD with its direction."""
+    rng, m, noise, delta = np.random.default_rng(0), 20_000, 0.7, 1e-5
+    epsilon = PLDAccountant().compose(GaussianDpEvent(noise)).get_epsilon(delta)
+    for _ in range(5):
+        included = rng.random(m) < 0.5
+        audit = audit_epsilon(included + noise * rng.normal(size=m), included, delta)
+        assert 0.3 * epsilon < audit.epsilon < epsilon
+
+
+def test_perfect_guesses_give_the_bound_of_a_binomial():
+    included = np.arange(8) % 2 == 0
+    audit = audit_epsilon(np.where(included, 5.0, -5.0), included, 0.0, confidence=0.9)
+    # 8 guesses alone: q^8 = 0.1, and epsilon = log(q / (1 - q)).
+    q = 0.1 ** (1 / 8)
+    assert audit.epsilon == pytest.approx(np.log(q / (1 - q)), rel=1e-6)
+    assert (audit.guesses, audit.correct, audit.canaries) == (8, 8, 8)
+
+
+def test_few_confident_guesses_are_better_than_many():
+    rng = np.random.default_rng(0)
+    included = rng.random(1024) < 0.5
+    included[:32] = np.arange(32) % 2 == 0
+    scores = rng.normal(size=1024)
+    scores[:32] += np.where(included[:32], 10, -10)  # of the others nothing is known
+    audit = audit_epsilon(scores, included, 1e-6)
+    assert audit.guesses == audit.correct == 32
+    assert audit.epsilon > 1.5
+
+
+def test_scores_without_information_give_no_bound():
+    rng = np.random.default_rng(3)
+    assert audit_epsilon(rng.normal(size=512), rng.random(512) < 0.5, 1e-5).epsilon == 0
+    assert audit_epsilon(np.zeros(512), rng.random(512) < 0.5, 1e-5).epsilon == 0
+
+
+def by_hand(m, r, v, epsilon, delta):
+    """The bound of Theorem 5.2, term by term."""
+    q = np.exp(epsilon) / (1 + np.exp(epsilon))
+    pmf = [binom.pmf(k, r, q) for k in range(r + 1)]
+    alpha = max(2 / i * sum(pmf[max(v - i, 0) : v]) for i in range(1, m + 1))
+    return min(sum(pmf[v:]) + alpha * m * delta, 1)
+
+
+@pytest.mark.parametrize(
+    "case", [(40, 20, 15, 0.5, 1e-3), (40, 40, 20, 0.0, 1e-2), (9, 9, 9, 2.0, 0.05), (5, 4, 0, 1.0, 0.1)]
+)  # fmt: skip
+def test_the_p_value_is_that_of_the_theorem(case):
+    assert p_value(*case) == pytest.approx(by_hand(*case), rel=1e-9)
+
+
+def test_the_p_value_rises_with_epsilon_and_delta():
+    for delta in (0.0, 1e-4, 1 / 200):
+        values = [p_value(100, 60, 45, e, delta) for e in np.linspace(0, 6, 100)]
+        assert all(a <= b for a, b in itertools.pairwise(values))
+    assert p_value(100, 60, 45, 1.0, 1e-3) > p_value(100, 60, 45, 1.0, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], [True, False], 0.0), r"shapes \(1,\) and \(2,\)"),
+        (([], [], 0.0), r"shapes \(0,\)"),
+        (([np.nan], [True], 0.0), "a score is NaN"),
+        (([1.0, 2.0], [True, False], 0.3), r"delta must be from 0 to 1 / \(2 \* 2 canaries\)"),
+    ],
+)
+def test_refuses_what_cannot_be_audited(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        audit_epsilon(*arguments)
+
+
+def test_refuses_numbers_out_of_range():
+    with pytest.raises(ValueError, match="confidence must be between 0 and 1, got 1"):
+        audit_epsilon([1.0], [True], 0.0, confidence=1.0)
+    with pytest.raises(ValueError, match="got 3, 2 and 5"):
+        p_value(5, 2, 3, 1.0, 0.0)
+    with pytest.raises(ValueError, match="epsilon must be >= 0, got -1"):
+        p_value(5, 2, 1, -1.0, 0.0)
