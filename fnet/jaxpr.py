@@ -22,11 +22,13 @@ CHECKPOINT = ("checkpoint", "remat2")
 
 ELEMENTWISE = frozenset(
     (  # noqa: SIM905
-        "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp conj "
-        "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
-        "ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg "
-        "nextafter not or pow real reduce_precision rem round rsqrt select_n shift_left "
-        "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor"
+        "abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil "
+        "clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv "
+        "erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow "
+        "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
+        "polygamma population_count pow random_gamma_grad real reduce_precision rem round "
+        "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+        "sqrt square sub tan tanh xor zeta"
     ).split()
 )
 """Primitives whose every output element depends on one element of each input, or on scalars."""
@@ -230,6 +232,38 @@ class Scan(NamedTuple):
             list(inputs[: self.num_consts]),
             list(inputs[self.num_consts : xs]),
             list(inputs[xs:]),
+        )
+
+
+class While(NamedTuple):
+    """The parts of a `jax.lax.while_loop` equation.
+
+    Attributes:
+      condition: ``(condition_consts, carry) -> bool``, flat.
+      body: ``(body_consts, carry) -> carry``, flat, for one iteration.
+      num_condition_consts: number of inputs that only the condition reads.
+      num_body_consts: number of inputs that are the same in every iteration of the body.
+    """
+
+    condition: ClosedJaxpr
+    body: ClosedJaxpr
+    num_condition_consts: int
+    num_body_consts: int
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "While":
+        """Take the equation of a while loop apart."""
+        p = eqn.params
+        closed = _closed(p["cond_jaxpr"]), _closed(p["body_jaxpr"])
+        return cls(*closed, p["cond_nconsts"], p["body_nconsts"])
+
+    def split(self, inputs: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Split one value per input of the equation: condition_consts, body_consts, carry."""
+        body = self.num_condition_consts + self.num_body_consts
+        return (
+            list(inputs[: self.num_condition_consts]),
+            list(inputs[self.num_condition_consts : body]),
+            list(inputs[body:]),
         )
 
 

@@ -5,12 +5,20 @@ import functools
 import example_losses
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from example_losses import CASES, B, normal, row_losses, tokens
 
 import fnet
 from fnet import layers
-from fnet.autodiff.per_example.batch_axis import UNKNOWN, BatchAxis, Mixed, find_batch_axes
+from fnet.autodiff.per_example.batch_axis import (
+    KEY,
+    BatchAxis,
+    Mixed,
+    Shared,
+    Unknown,
+    find_batch_axes,
+)
 from fnet.losses.segmentation import pixel_cross_entropy
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
@@ -20,14 +28,14 @@ W, X = normal(0, 8, 8), normal(1, B, 5, 8)
 
 def state_of(f, *batch):
     closed = jax.make_jaxpr(f)(*batch)
-    return find_batch_axes(closed, [True] * len(closed.jaxpr.invars), B).outputs[0]
+    return find_batch_axes(closed, [BatchAxis(0)] * len(closed.jaxpr.invars), B)[0]
 
 
 def state_of_layer(layer, x=X, *, train=True):
     params, state = jax.eval_shape(layer.init, jax.random.key(0))
     closed = jax.make_jaxpr(lambda p, s, x: layer.apply(p, s, x, train=train)[0])(params, state, x)
-    is_batched = [False] * (len(closed.jaxpr.invars) - 1)
-    return find_batch_axes(closed, [*is_batched, True], B).outputs[0]
+    shared = [Shared()] * (len(closed.jaxpr.invars) - 1)
+    return find_batch_axes(closed, [*shared, BatchAxis(0)], B)[0]
 
 
 def scatter_add(x):
@@ -46,6 +54,7 @@ OPERATIONS = {
     "sharding constraint": lambda x: jax.lax.with_sharding_constraint(
         x, jax.sharding.SingleDeviceSharding(jax.devices()[0])
     ),
+    "map over the batch": lambda x: jax.lax.map(lambda x: jnp.sin(x) @ W, x),
     "cond": lambda x: jax.lax.cond(W.sum() > 0, jnp.sin, lambda x: 0 * x, x),
 }
 
@@ -56,22 +65,17 @@ def test_operations_that_keep_one_row_per_example(name):
 
 
 UNKNOWN_OPERATIONS = {
-    "rolled": lambda x: jnp.roll(x, 1, 0),
-    "indexed": lambda x: x[jnp.array([1, 0, 2, 3, 4, 5])],
-    "dynamic_update_slice of other examples": lambda x: jax.lax.dynamic_update_slice(
-        x, x[:2], (3, 0, 0)
-    ),
+    "twice the batch": lambda x: jnp.concatenate([x, jnp.sin(x)]),
     "scatter-add to one example": lambda x: x.at[0].add(1),
     "split within examples": lambda x: x.reshape(4, -1),
     "merged pairs of examples": lambda x: x.reshape(3, -1),
     "bitcast to uint8": lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8),
-    "switch on data": lambda x: jax.lax.switch(x[0, 0, 0].astype(int), [jnp.sin, abs], x),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN_OPERATIONS)
 def test_operations_that_move_rows_are_unknown(name):
-    assert state_of(UNKNOWN_OPERATIONS[name], X) == UNKNOWN
+    assert isinstance(state_of(UNKNOWN_OPERATIONS[name], X), Unknown)
 
 
 def recurrence(x):
@@ -159,13 +163,117 @@ def test_reports_the_layer_that_mixes_examples():
         with jax.named_scope("norm"):
             return row_losses(x - x.reshape(-1, 8).reshape(x.shape).mean((0, 1)))
 
-    assert state_of(f, X) == Mixed("norm", "reduce_sum")
+    state = state_of(f, X)
+    assert state[:2] == ("norm", "reduce_sum")
+    assert "test_batch_axis.py" in state.line
 
 
-def test_values_read_from_a_reference_are_unknown():
+MIXING_OPERATIONS = {
+    "einsum over the batch": lambda x: jnp.einsum("btd,cte->bcd", x, x).sum(1),
+    "outer product": lambda x: x[:, None].sum((2, 3)) + x[None].sum((2, 3)),
+    "running sum": lambda x: jnp.cumsum(x, 0),
+    "sorted batch": lambda x: jnp.sort(x, 0),
+    "reversed batch": lambda x: x[::-1],
+    "fft of the batch": lambda x: jnp.fft.fft(x, axis=0).real,
+    "while loop until all are done": lambda x: jax.lax.while_loop(
+        lambda x: (x > 1).any(), lambda x: x / 2, x
+    ),
+    "rolled": lambda x: jnp.roll(x, 1, 0),
+    "switch on data": lambda x: jax.lax.switch(x[0, 0, 0].astype(int), [jnp.sin, abs], x),
+    "pairs": lambda x: jnp.repeat(x[::2] * x[1::2], 2, 0),
+    "indexed": lambda x: x[jnp.array([1, 0, 2, 3, 4, 5])],
+    "dynamic_update_slice of other examples": lambda x: jax.lax.dynamic_update_slice(
+        x, x[:2], (3, 0, 0)
+    ),
+    "scan over the batch": lambda x: jax.lax.scan(lambda c, x: (c + x, c + x), x[0] * 0, x)[1],
+    "segment_sum": lambda x: x - jax.ops.segment_sum(x, x[:, 0, 0].astype(int), 4)[:1],
+    "pmean under vmap": lambda x: jax.vmap(lambda x: x - jax.lax.pmean(x, "i"), axis_name="i")(x),
+    "batch norm behind top_k": lambda x: jax.lax.top_k(x - x.mean(0), 2)[0],
+    "batch norm behind fft": lambda x: jnp.fft.rfft(x - x.mean(0)).real,
+    "batch norm behind i0e": lambda x: jax.scipy.special.i0e(x - x.mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", MIXING_OPERATIONS)
+def test_operations_that_mix_examples(name):
+    state = state_of(MIXING_OPERATIONS[name], X)
+    assert isinstance(state, Mixed)
+    assert not state.by_position
+
+
+def dropout(x, key=None):
+    return x * jax.random.bernoulli(jax.random.key(0) if key is None else key, 0.5, x.shape)
+
+
+POSITIONS = {
+    "alternating signs": lambda x: x * jnp.where(jnp.arange(B) % 2, 1.0, -1.0)[:, None, None],
+    "linspace": lambda x: x * jnp.linspace(0, 1, B)[:, None, None],
+    "constant": lambda x: x * np.arange(B)[:, None, None],
+    "dropout with one key": dropout,
+    "map over the batch and its positions": lambda x: jax.lax.map(
+        lambda a: a[0] * a[1], (x, jnp.arange(B))
+    ),
+    "one of several": lambda x: jnp.where((jnp.arange(B) == 2)[:, None, None], x, 0),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_dependence_on_the_position_in_the_batch(name):
+    state = state_of(POSITIONS[name], X)
+    assert isinstance(state, Mixed)
+    assert state.by_position
+
+
+UNIFORM = {
+    "broadcast parameter": lambda x: x * jnp.broadcast_to(W[0], x.shape),
+    "positions in the sequence": lambda x: x * jnp.arange(5.0)[None, :, None],
+    "causal mask": lambda x: jnp.where(jnp.tri(8)[None, :5] > 0, x, 0),
+    "same mask for all": lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape[1:]),
+    "zeros": lambda x: x + jnp.zeros((len(x), 5, 8)),
+    "concatenated constant": lambda x: jnp.concatenate([x, jnp.ones((len(x), 2, 8))], 1),
+}
+
+
+@pytest.mark.parametrize("name", UNIFORM)
+def test_shared_values_that_are_the_same_for_all_examples(name):
+    assert state_of(UNIFORM[name], X) == BatchAxis(0)
+
+
+LABELS = tokens(3, 8, B)
+INDEXING = {
+    "logits of labels": lambda x, y: x[:, 0][jnp.arange(B), y],
+    "logits of labels of a sequence": lambda x, y: x[
+        jnp.arange(B)[:, None], jnp.arange(5)[None], y[:, None]
+    ],
+    "take_along_axis": lambda x, y: jnp.take_along_axis(x[:, 0], y[:, None], 1),
+    "under vmap": lambda x, y: jax.vmap(lambda x, y: x[:, y])(x, y),
+    "set at labels": lambda x, y: x[:, 0].at[jnp.arange(B), y].set(0),
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+def test_indexing_each_example_by_its_own_row(name):
+    assert state_of(INDEXING[name], X, LABELS) == BatchAxis(0)
+
+
+def test_masks_from_a_key_of_each_example():
+    closed = jax.make_jaxpr(dropout)(X, jax.random.key(0))
+    assert find_batch_axes(closed, [BatchAxis(0), KEY], B) == [BatchAxis(0)]
+
+
+@pytest.mark.parametrize("rule", ["forward", "backward"])
+def test_custom_rules_that_mix_examples(rule):
+    @jax.custom_vjp
     def f(x):
-        total = jax.new_ref(jnp.zeros(x.shape[1:]))
-        total[...] = total[...] + x.sum(0)
-        return x - total[...][None]
+        return x
 
-    assert state_of(f, X) == UNKNOWN
+    def mix(x):
+        return x - x.mean(0)
+
+    f.defvjp(
+        lambda x: (mix(x) if rule == "forward" else x, None),
+        lambda _, ct: (mix(ct) if rule == "backward" else ct,),
+    )
+    state = state_of(f, X)
+    assert isinstance(state, Mixed)
+    assert "derivative rule" in state.operation

@@ -120,14 +120,14 @@ INVALID = {
         r"argument 2: \(2,\); use jax.random.key\(seed\) instead of a raw uint32 key",
     ),
     "data in a closure": (
-        lambda: clipped_grad(lambda p, x: (p * jax.lax.top_k(x, 2)[0]).sum(-1) * X, 1.0)(
+        lambda: clipped_grad(lambda p, x: (p * x).sum(-1) * X, 1.0)(
             jnp.float32(1), jnp.ones((3, 2))
         ),
-        r"for a batch of one, got \(3,\); .* not by closure",
+        r"depends on its position in the batch, in the loss \(mul at .*one row per example",
     ),
     "parameters with a batch axis": (
         lambda: clipped_grad(lambda p, x: row_losses(x + p), 1.0)(jnp.ones((3, 2)), jnp.ones((3, 2))),
-        r"for a batch of one, got \(3,\); .* not by closure or in params",
+        r"depends on its position in the batch, in the loss \(add at .*one row per example",
     ),
     "shape of the mask": (
         lambda: clipped_grad(halves, 1.0)(jnp.float32(1), X, mask=X[:2]), r"shape \[3\], got \(2,\)"
@@ -148,32 +148,32 @@ INVALID = {
         lambda: clipped_grad(lambda p, x: row_losses(clip_cotangents(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
-        "the loss mixes the examples.*reduce_sum, in the backward pass",
+        "the loss mixes the examples.*reduce_sum, in the derivative rule",
     ),
     "mixed by a custom_jvp": (
         lambda: clipped_grad(lambda p, x: row_losses(centred(x @ p)), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
-        "the loss mixes the examples.*reduce_sum, in the backward pass",
+        "the loss mixes the examples.*reduce_sum, in the derivative rule",
     ),
     **{
         loss.__name__: (
             lambda loss=loss: clipped_grad(loss, 1.0)(
                 jnp.ones((2, 2)), jnp.ones((4, 2)), jax.random.key(0)
             ),
-            r"mixes the examples of a batch \(reduce_sum\)",
+            r"mixes the examples of a batch \(reduce_sum at",
         )
         for loss in (dropped_out, noisy)
     },
     "merged and split": (
         lambda: clipped_grad(merged_and_split, 1.0)(jnp.ones((2, 2)), jnp.ones((4, 3, 2))),
-        r"mixes the examples of a batch \(reduce_sum\)",
+        r"mixes the examples of a batch \(reduce_sum at",
     ),
     "reversed": (
         lambda: clipped_grad(lambda p, x: row_losses(x @ p * (x @ p)[::-1]), 1.0)(
             jnp.ones((2, 2)), jnp.ones((4, 2))
         ),
-        r"mixes the examples of a batch \(rev\)",
+        r"mixes the examples of a batch \(rev at",
     ),
     "sorted": (
         lambda: clipped_grad(lambda p, x: row_losses(jnp.sort(x @ p, 0)), 1.0)(

@@ -16,33 +16,6 @@ allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_pr
 INFINITY = float("inf")
 
 
-@jax.custom_vjp
-def sparse(x):
-    """Backward, keep only the three largest cotangents of the batch."""
-    return x
-
-
-def _sparse_backward(_, ct):
-    smallest = jax.lax.top_k(jnp.abs(ct.ravel()), 3)[0][-1]
-    return (jnp.where(jnp.abs(ct) >= smallest, ct, 0),)
-
-
-sparse.defvjp(lambda x: (x, None), _sparse_backward)
-
-
-def test_unknown_backward_rules_run_on_batches_of_one():
-    case = example_losses.Case(
-        lambda w, x: row_losses(sparse(jnp.tanh(x @ w))),
-        example_losses.normal(0, 4, 5),
-        (example_losses.normal(1, B, 4),),
-    )
-    per_example = loop_over_examples(case)
-    assert np.count_nonzero(np.abs(per_example).sum(1)) == 3 * B
-    total, info = jax.jit(clipped_grad(case.loss, INFINITY))(case.params, *case.batch)
-    chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
-
-
 def test_merged_and_split_rows_keep_the_ghost_norm():
     sizes = []
 

@@ -84,11 +84,9 @@ def test_norms_return_aux():
     chex.assert_trees_all_equal(aux, (2 * x, jnp.ones(2)))
 
 
-@pytest.mark.parametrize("how", ["whole batch", "batches of one"])
-def test_aux_with_merged_axes_gets_a_batch_axis(how):
+def test_aux_with_merged_axes_gets_a_batch_axis():
     def loss(p, x):
-        h = x @ p if how == "whole batch" else jnp.roll(x @ p, 1, 0)
-        return h.sum(1), x.reshape(-1, 4)
+        return (x @ p).sum(1), x.reshape(-1, 4)
 
     p, x = jnp.ones(4), jax.random.normal(jax.random.key(0), (B, 3, 4))
     for width in (None, 2):

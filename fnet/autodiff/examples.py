@@ -25,12 +25,14 @@ class Examples(NamedTuple):
       rebuild: maps one example's leaves, without the leading axis, to the arguments of
         the loss for a batch of one.
       rebuild_batch: maps all leaves to the arguments of the loss.
+      is_single_key: whether each array holds keys that were made from a single one.
     """
 
     size: int
     leaves: list[Array]
     rebuild: Callable[[Sequence[Array]], tuple[Any, ...]]
     rebuild_batch: Callable[[Sequence[Array]], tuple[Any, ...]]
+    is_single_key: list[bool]
 
     def map(self, f: Callable[[Sequence[Array]], Any], width: int) -> Any:
         """Call ``f`` with each example's leaves, ``width`` at a time; stack the results."""
@@ -91,7 +93,8 @@ def examples(name: str, batch: tuple[Any, ...]) -> Examples:
         batch: tuple[Any, ...] = jax.tree.unflatten(structure, whole)
         return batch
 
-    return Examples(size, [rows[i] for i in order], rebuild, rebuild_batch)
+    single_keys = [i in keys for i in order]
+    return Examples(size, [rows[i] for i in order], rebuild, rebuild_batch, single_keys)
 
 
 def is_key(a: Array | jax.ShapeDtypeStruct) -> bool:

@@ -11,6 +11,7 @@ holds the example alone, and computes it in this way:
    can make one example's gradient depend on another.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,15 @@ from fnet.autodiff.examples import (
     check_losses,
     check_params,
     check_width,
-    is_key,
 )
-from fnet.autodiff.per_example.batch_axis import UNKNOWN, Mixed, find_batch_axes
+from fnet.autodiff.per_example.batch_axis import (
+    KEY,
+    BatchAxis,
+    Mixed,
+    Shared,
+    Unknown,
+    find_batch_axes,
+)
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -40,7 +47,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     ZeroGradients,
 )
 from fnet.autodiff.per_example.taps import Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import inline
+from fnet.jaxpr import find_equations, inline, source_line
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -128,19 +135,66 @@ def _check_whole_batch(
     batch = _shapes(examples, size)
     closed, (losses, aux) = _make_jaxpr(function, params, examples, batch)
     check_losses(name, losses, size)
-    state = find_batch_axes(closed, [False] * len(params) + [True] * len(batch), size).outputs[0]
-    if state is UNKNOWN and any(map(is_key, batch)):
-        # How random numbers follow from keys is not analyzed. Look for equations that mix the
-        # rest of the batch.
-        is_data = [False] * len(params) + [not is_key(a) for a in batch]
-        state = find_batch_axes(closed, is_data, size).outputs[0]
+    # A single key of the batch becomes a key of each example.
+    states = [Shared()] * len(params) + [
+        KEY if shared else BatchAxis(0) for shared in examples.is_single_key
+    ]
+    state = find_batch_axes(closed, states, size)[0]
     if isinstance(state, Mixed):
-        raise ValueError(
-            f"{name}: {state.layer or 'the loss'} mixes the examples of a batch "
-            f"({state.operation}), so the gradient of one example does not exist. For batch norm, "
-            "use frozen statistics (train=False) or group norm (fnet.layers.group_norm)."
-        )
+        raise ValueError(_refusal(name, state))
+    if isinstance(state, Unknown):
+        _compare_losses(name, state, function, params, examples)
     return jax.tree.structure(aux), [a.shape for a in jax.tree.leaves(aux)]
+
+
+def _refusal(name: str, state: Mixed) -> str:
+    where = state.layer or "the loss"
+    operation = f"{state.operation}{f' at {state.line}' * bool(state.line)}"
+    if state.by_position:
+        return (
+            f"{name}: the loss of an example depends on its position in the batch, in {where} "
+            f"({operation}). Pass arrays with one row per example as arguments. For dropout, pass "
+            "the random key as an argument; each example then gets a key of its own."
+        )
+    return (
+        f"{name}: {where} mixes the examples of a batch ({operation}), so the gradient of one "
+        "example does not exist. For batch norm, use frozen statistics (train=False) or group "
+        "norm (fnet.layers.group_norm)."
+    )
+
+
+def _compare_losses(
+    name: str, state: Unknown, function: BatchLoss, params: Sequence[Any], examples: Examples
+) -> None:
+    """Compare the losses of the whole batch with those of batches of one, if they are concrete."""
+    reason = (
+        f"{name}: it is not known whether {state.operation or 'the loss'}"
+        f"{f' at {state.line}' * bool(state.line)} mixes the examples of a batch"
+    )
+    if any(isinstance(a, jax.core.Tracer) for a in [*params, *examples.leaves]):
+        warnings.warn(
+            f"{reason}; gradients are those of batches of one example. Call it once without "
+            "jax.jit to compare the losses.",
+            stacklevel=2,
+        )
+        return
+    if examples.size < 2:
+        return
+
+    def losses(rows: Sequence[Array]) -> Array:
+        return function(list(params), examples.rebuild_batch(rows))[0]
+
+    whole = losses(examples.leaves)
+    single = jnp.concatenate(
+        [losses([a[i : i + 1] for a in examples.leaves]) for i in range(examples.size)]
+    )
+    if any(examples.is_single_key) or jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
+        return
+    raise ValueError(
+        f"{reason}, and the losses of the batch differ from those of its examples alone by up to "
+        f"{float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's loss "
+        "depends on this example alone."
+    )
 
 
 def _shapes(examples: Examples, size: int) -> list[jax.ShapeDtypeStruct]:
@@ -169,6 +223,18 @@ def _trace_one(
 ) -> ClosedJaxpr:
     """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``."""
     closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
+    if effects := [e for e in closed.effects if "Debug" not in type(e).__name__]:
+        raise ValueError(
+            f"{name}: the loss has side effects ({', '.join(map(str, effects))}), which could "
+            "carry values from one example to another. Remove mutable arrays (jax.new_ref) and "
+            "ordered callbacks from it."
+        )
+    for primitive in ("new_ref", "empty_ref", "freeze"):
+        if eqn := next(find_equations(closed, primitive), None):
+            raise ValueError(
+                f"{name}: mutable arrays are not supported in the loss ({primitive} at "
+                f"{source_line(eqn)}). Use functional updates, such as x.at[i].set(y)."
+            )
     if losses.shape != (1,):
         raise ValueError(
             f"{name}: expected losses of shape [1] for a batch of one, got {losses.shape}; pass "

@@ -1,31 +1,37 @@
-"""Find which axis of each value counts the examples of a batch.
+"""Find losses whose examples depend on each other, or on their position in the batch.
 
-`find_batch_axes` walks through the jaxpr of a loss and propagates one `State` per value: the
-batch axis, "does not depend on the batch", "mixes examples", or "unknown". It proves two things
-that per-example gradients rely on:
+The gradient of an example is that of the loss on a batch that holds the example alone
+(`batching`). If the loss of the whole batch mixes examples, this is not the loss that was written.
+`find_batch_axes` walks through the traced loss of a whole batch and follows the batch axis. The
+rules are those of `batching`, here for a batch of several examples: an equation that has no such
+rule either mixes examples, or is unknown.
 
-  - No equation mixes examples, forward or backward. Otherwise the gradient of one example does
-    not exist, as with batch norm in training mode.
-  - Every activation has one row per example, so that one backward pass over the whole batch
-    yields per-example cotangents. Where this cannot be proven, the caller traces the loss for
-    one example and vectorizes it with `jax.vmap`.
-
-The rules at the end of this file say how primitives move the batch axis. A primitive without a
-rule gives "unknown", which is always correct, but slower.
+A value that does not depend on the batch may still differ from row to row, such as dropout masks
+from one key for all examples. So the analysis also follows along which axes shared values are
+uniform.
 """
 
-import enum
-import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet.jaxpr import ELEMENTWISE, Scan, aval, called_jaxpr, evaluate, interpret, scopes
+from fnet.autodiff.per_example.batching import Operands, rule_of
+from fnet.jaxpr import (
+    ELEMENTWISE,
+    Scan,
+    While,
+    aval,
+    called_jaxpr,
+    evaluate,
+    interpret,
+    scopes,
+    source_line,
+)
 
 
 class BatchAxis(NamedTuple):
@@ -39,196 +45,304 @@ class BatchAxis(NamedTuple):
     axis: int
 
 
-class Mixed(NamedTuple):
-    """A value in which examples are mixed.
+class Shared(NamedTuple):
+    """A value that does not depend on the batch.
 
     Attributes:
-      layer: Named scopes of the equation that mixes them, such as "block/norm".
+      uniform: Axes along which all examples would get the same rows; None for all axes. Such an
+        axis consists of equal parts, one for each example.
+      value: The value, if it is a small array of integers that is known while tracing.
+    """
+
+    uniform: frozenset[int] | None = frozenset()
+    value: np.ndarray | None = None
+
+    def is_uniform(self, axis: int, shape: Sequence[int]) -> bool:
+        """Whether all examples get the same rows of an axis."""
+        return not shape or shape[axis] == 1 or self.uniform is None or axis in self.uniform
+
+
+class Indices(NamedTuple):
+    """Indices into an array: one vector per example, with the example's own row in a column.
+
+    Attributes:
+      axis: The axis that counts examples.
+      column: Number of the component that is the example's row.
+    """
+
+    axis: int
+    column: int
+
+
+class Mixed(NamedTuple):
+    """A value in which examples are mixed, or that depends on their position.
+
+    Attributes:
+      layer: Named scopes of the equation, such as "block/norm".
       operation: Name of its primitive.
+      line: Its source line.
+      by_position: Whether the value depends on the example's position in the batch.
     """
 
     layer: str = ""
     operation: str = ""
+    line: str = ""
+    by_position: bool = False
 
 
-class Unknown(enum.Enum):
-    """A value that depends on the batch in a way that was not analyzed."""
-
-    UNKNOWN = "unknown"
-
-
-UNKNOWN = Unknown.UNKNOWN
-
-State = BatchAxis | Mixed | Unknown | None
-"""The result of the analysis for one value. None: it does not depend on the batch."""
-
-Path = tuple[int, ...]
-"""Position of an equation: its index, preceded by the indices of the calls and scans around it."""
-
-
-class BatchAxes(NamedTuple):
-    """The batch axes of a traced function.
+class Unknown(NamedTuple):
+    """A value that depends on the batch in a way that was not analyzed.
 
     Attributes:
-      outputs: State of each result.
-      equations: States of the operands and of the results of each equation that depends on the
-        batch.
+      operation: Name of the primitive without a rule.
+      line: Its source line.
     """
 
-    outputs: list[State]
-    equations: dict[Path, tuple[list[State], list[State]]]
+    operation: str = ""
+    line: str = ""
 
 
-def find_batch_axes(closed: ClosedJaxpr, batched: Sequence[bool], batch_size: int) -> BatchAxes:
-    """Find the batch axis of every value in a traced function.
+State = BatchAxis | Indices | Mixed | Unknown | Shared
+"""The result of the analysis for one value."""
 
-    The analysis looks into calls, `jax.checkpoint`, branches and scans. It also checks the
-    backward pass of functions with custom derivatives.
+KEY = Shared(None)
+"""A random key of each example's own. Numbers that follow from it are as good as uniform."""
+
+_CONSTANT_SIZE = 2**20
+"""Constants up to this many elements are looked at."""
+
+
+def find_batch_axes(closed: ClosedJaxpr, inputs: Sequence[State], batch_size: int) -> list[State]:
+    """Find the batch axis of every result of a traced function.
+
+    The analysis looks into calls, `jax.checkpoint`, branches and loops. It checks functions with
+    custom derivatives as they are executed when they are differentiated.
 
     Args:
       closed: ``jax.make_jaxpr(f)(*args)``, traced for at least two examples.
-      batched: Whether the leading axis of each argument counts examples.
+      inputs: State of each argument.
       batch_size: Number of examples in the trace.
     """
-    analysis = _Analysis({}, batch_size)
-    states: list[State] = [BatchAxis(0) if b else None for b in batched]
-    return BatchAxes(analysis.visit(closed, states, "", ()), analysis.equations)
-
-
-def reachable(closed: ClosedJaxpr, inputs: Sequence[bool]) -> BatchAxes:
-    """Find the values and equations that may depend on the selected inputs.
-
-    Args:
-      closed: A traced function.
-      inputs: Whether each of its arguments is selected.
-
-    Returns:
-      A state that is not None for each value that may depend on them.
-    """
-    analysis = _Analysis({}, 1)
-    states: list[State] = [UNKNOWN if selected else None for selected in inputs]
-    return BatchAxes(analysis.visit(closed, states, "", ()), analysis.equations)
+    return _Analysis(batch_size).visit(closed, inputs, "")
 
 
 def depends_on(closed: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Whether each result of a traced function may depend on the selected inputs."""
-    return [state is not None for state in reachable(closed, inputs).outputs]
+
+    def handle(eqn: JaxprEqn, operands: list[bool]) -> Sequence[bool]:
+        if eqn.primitive.name in ("new_ref", "empty_ref"):
+            return [True] * len(eqn.outvars)  # Later writes to it are not analyzed.
+        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+            return depends_on(inner, operands)
+        if eqn.primitive.name == "scan":
+            scan = Scan.of(eqn)
+            consts, carry, xs = scan.split(operands)
+            while True:
+                out = depends_on(scan.body, [*consts, *carry, *xs])
+                joined = [a or b for a, b in zip(carry, out[: scan.num_carry], strict=True)]
+                if joined == carry:
+                    return [*carry, *out[scan.num_carry :]]
+                carry = joined
+        return [any(operands)] * len(eqn.outvars)
+
+    return interpret(closed, inputs, handle, lambda constant: False)
 
 
 class _Analysis(NamedTuple):
-    equations: dict[Path, tuple[list[State], list[State]]]
     batch_size: int
     is_differentiated: bool = True
 
-    def visit(
-        self, closed: ClosedJaxpr, inputs: Sequence[State], scope: str, path: Path
-    ) -> list[State]:
+    def visit(self, closed: ClosedJaxpr, inputs: Sequence[State], scope: str) -> list[State]:
         """Analyze a jaxpr and return the states of its results."""
-        index = itertools.count()
 
-        def handle(eqn: JaxprEqn, operands: list[State]) -> list[State]:
-            eqn_path = (*path, next(index))
-            if eqn.primitive.name in ("new_ref", "empty_ref"):
-                return [UNKNOWN] * len(eqn.outvars)  # Later writes to it are not analyzed.
-            if all(state is None for state in operands):
-                return [None] * len(eqn.outvars)
+        def handle(eqn: JaxprEqn, states: list[State]) -> list[State]:
             eqn_scope = "/".join(filter(None, (scope, *scopes(eqn))))
             # JAX differentiates the custom rule, never the equations inside the function.
-            has_rule = eqn.primitive.name.startswith(("custom_jvp_call", "custom_vjp_call"))
-            analysis = self._replace(is_differentiated=False) if has_rule else self
-            results = analysis._equation(eqn, operands, eqn_scope, eqn_path)
-            if has_rule and self.is_differentiated:
-                results = self._check_backward(eqn, operands, results, eqn_scope)
-            self.equations[eqn_path] = operands, results
-            return results
+            if self.is_differentiated and eqn.primitive.name.startswith(_CUSTOM):
+                return self._differentiated(eqn, states, eqn_scope)
+            return self._equation(eqn, states, eqn_scope)
 
-        return interpret(closed, inputs, handle, lambda constant: None)
+        return interpret(closed, inputs, handle, self._constant)
 
-    def _equation(
-        self, eqn: JaxprEqn, operands: list[State], scope: str, path: Path
-    ) -> list[State]:
-        name = eqn.primitive.name
-        inner = called_jaxpr(eqn, custom_derivatives=True)
-        if inner is not None:
-            return self.visit(inner, operands, scope, path)
+    def _constant(self, value: Any) -> Shared:
+        if isinstance(value, jax.core.Tracer) or getattr(value, "size", 1) > _CONSTANT_SIZE:
+            return Shared()
+        if jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+            return Shared()
+        return _known(np.asarray(value), self.batch_size)
+
+    def _equation(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+            return self.visit(inner, states, scope)
         if name == "scan":
-            return self._scan(eqn, operands, scope, path)
-        if name == "optimization_barrier":
-            return operands
-        count = len(eqn.outvars)
-        if mixed := next((s for s in operands if isinstance(s, Mixed)), None):
-            return [mixed] * count
-        if UNKNOWN in operands:
-            return [UNKNOWN] * count
-        if name == "cond":
-            return self._branches(eqn, operands[1:], scope)
-        state = _apply_rule(eqn, operands, self.batch_size)
-        return [Mixed(scope, name) if isinstance(state, Mixed) else state] * count
+            return self._scan(eqn, states, scope)
+        if name in ("optimization_barrier", "device_put"):
+            return states
+        if name == "while":
+            return self._while(eqn, states, scope)
+        for kind in (Mixed, Unknown):
+            for state in states:
+                if isinstance(state, kind):
+                    return [state] * count
+        if name == "cond" and isinstance(states[0], Shared):
+            return self._branches(eqn, states[1:], scope)
+        if all(isinstance(state, Shared) for state in states):
+            return [_shared(eqn, states, self.batch_size)] * count
+        state = self._apply_rule(eqn, states)
+        if isinstance(state, Mixed):
+            state = state._replace(layer=scope, operation=name, line=source_line(eqn))
+        elif isinstance(state, Unknown):
+            state = Unknown(name, source_line(eqn))
+        return [state] * count
 
-    def _check_backward(
-        self, eqn: JaxprEqn, operands: list[State], results: list[State], scope: str
-    ) -> list[State]:
-        """Check that a custom backward pass keeps examples apart.
+    def _apply_rule(self, eqn: JaxprEqn, states: list[State]) -> State:
+        """State of an equation of rows. ``Mixed()`` says that it mixes examples."""
+        name = eqn.primitive.name
+        if name == "concatenate" and (indices := self._indices(eqn, states)):
+            return indices
+        if any(isinstance(state, Indices) for state in states):
+            return _index(eqn, states)
+        axes = [state.axis if isinstance(state, BatchAxis) else None for state in states]
+        op = Operands(eqn, axes, self.batch_size, rows=self.batch_size)
+        rule = rule_of(name)
+        plan = rule(op) if rule else None
+        if plan is None:
+            return Mixed() if rule and _mixes(op) else Unknown()
+        for state, shape, target in zip(
+            states, op.shapes, plan.operands or [None] * len(states), strict=True
+        ):
+            if target is None:
+                continue
+            if isinstance(state, BatchAxis) and state.axis != target:
+                return Mixed()  # Every example meets every other one.
+            if isinstance(state, Shared) and not state.is_uniform(target, shape):
+                return Mixed(by_position=True)
+        return BatchAxis(plan.axis)
 
-        Returns:
-          ``results``, if each cotangent has its batch axis where the operand has it. Otherwise
-          mixed or unknown states.
-        """
+    def _indices(self, eqn: JaxprEqn, states: list[State]) -> Indices | None:
+        """Index vectors in which a column counts the rows of the batch."""
+        axis = next(state.axis for state in states if isinstance(state, BatchAxis))
+        dimension = eqn.params["dimension"]
+        column = 0
+        for state, v in zip(states, eqn.invars, strict=True):
+            if isinstance(state, Shared) and state.value is not None and axis != dimension:
+                moved = np.moveaxis(state.value, axis, 0)
+                rows = np.arange(self.batch_size).reshape(-1, *[1] * (moved.ndim - 1))
+                if len(moved) == self.batch_size and (moved == rows).all():
+                    return Indices(axis, column)
+            column += aval(v).shape[dimension]
+        return None
+
+    def _differentiated(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
+        """Analyze a function with custom derivatives as it runs when it is differentiated."""
         inputs, outputs = (
             [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
             for variables in (eqn.invars, eqn.outvars)
         )
+        analysis = self._replace(is_differentiated=False)
         differentiable = [i for i, output in enumerate(outputs) if _is_floating(output)]
-        batched = [i for i, state in enumerate(operands) if isinstance(state, BatchAxis)]
+        batched = [i for i, state in enumerate(states) if isinstance(state, BatchAxis)]
         batched = [i for i in batched if _is_floating(inputs[i])]
         if not batched or not differentiable:
-            return results
+            return analysis._equation(eqn, states, scope)
 
         def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
-            def function(*rows: Any) -> list[Any]:
+            def function(*rows: Any) -> Any:
                 values = dict(enumerate(inputs)) | dict(zip(batched, rows, strict=True))
                 outputs = evaluate(eqn, list(values.values()))
-                return [outputs[i] for i in differentiable]
+                return [outputs[i] for i in differentiable], outputs
 
-            return jax.vjp(function, *(inputs[i] for i in batched))[1](cotangents)
+            _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in batched), has_aux=True)
+            return vjp(cotangents), outputs
 
         closed = jax.make_jaxpr(backward)(inputs, [outputs[i] for i in differentiable])
-        analysis = self._replace(equations={}, is_differentiated=False)
-        states = [*operands, *(results[i] for i in differentiable)]
-        cotangents = analysis.visit(closed, states, scope, ())
-        if mixed := next((state for state in cotangents if isinstance(state, Mixed)), None):
-            operation = f"{mixed.operation}, in the backward pass"
-            return [mixed._replace(operation=operation)] * len(results)
+        # Cotangents have their batch axis where the results have it.
+        primal = analysis._equation(eqn, states, scope)
+        found = analysis.visit(closed, [*states, *(primal[i] for i in differentiable)], scope)
+        cotangents, results = found[: len(batched)], found[len(batched) :]
+        for state in found:
+            if isinstance(state, Mixed):
+                operation = f"{state.operation}, in the derivative rule of {eqn.primitive.name}"
+                return [state._replace(operation=operation)] * len(results)
         if any(
-            state not in (None, operands[i]) for i, state in zip(batched, cotangents, strict=True)
+            isinstance(state, Unknown) or (isinstance(state, BatchAxis) and state != states[i])
+            for i, state in zip(batched, cotangents, strict=True)
         ):
-            return [UNKNOWN] * len(results)
+            return [Unknown(eqn.primitive.name, source_line(eqn))] * len(results)
         return results
 
-    def _branches(self, eqn: JaxprEqn, operands: list[State], scope: str) -> list[State]:
-        analysis = self._replace(equations={})
-        results = [analysis.visit(b, operands, scope, ()) for b in eqn.params["branches"]]
+    def _branches(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
+        results = [self.visit(b, states, scope) for b in eqn.params["branches"]]
         return [_join(states) for states in zip(*results, strict=True)]
 
-    def _scan(self, eqn: JaxprEqn, operands: list[State], scope: str, path: Path) -> list[State]:
+    def _scan(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
         scan = Scan.of(eqn)
-        consts, carry, xs = scan.split(operands)
+        consts, carry, xs = scan.split(states)
+
+        if any(state == BatchAxis(0) for state in xs):
+            return self._loop_over_batch(eqn, scan, consts, carry, xs, scope)
 
         def without_scan_axis(state: State) -> State:
             if isinstance(state, BatchAxis):
-                return BatchAxis(state.axis - 1) if state.axis else UNKNOWN
-            return state
-
-        def with_scan_axis(state: State) -> State:
-            return BatchAxis(state.axis + 1) if isinstance(state, BatchAxis) else state
+                return BatchAxis(state.axis - 1)
+            return Shared() if isinstance(state, Shared) and state.uniform is not None else state
 
         slices = [without_scan_axis(state) for state in xs]
         while True:  # A fixed point exists: each iteration knows less of the carry.
-            out = self.visit(scan.body, [*consts, *carry, *slices], scope, path)
+            out = self.visit(scan.body, [*consts, *carry, *slices], scope)
             joined = [_join(pair) for pair in zip(carry, out[: scan.num_carry], strict=True)]
             if joined == carry:
-                return [*carry, *map(with_scan_axis, out[scan.num_carry :])]
+                break
             carry = joined
+        stacked = [
+            BatchAxis(state.axis + 1) if isinstance(state, BatchAxis) else state
+            for state in out[scan.num_carry :]
+        ]
+        return [*carry, *(Shared() if isinstance(s, Shared) else s for s in stacked)]
+
+    def _loop_over_batch(
+        self,
+        eqn: JaxprEqn,
+        scan: Scan,
+        consts: list[State],
+        carry: list[State],
+        xs: list[State],
+        scope: str,
+    ) -> list[State]:
+        """A loop over the examples, such as `jax.lax.map`: its iterations must not depend."""
+        mixed = Mixed(scope, eqn.primitive.name, source_line(eqn))
+        inputs = [*consts, *carry, *xs]
+        dependent = [not isinstance(state, Shared) for state in inputs]
+        carried = depends_on(scan.body, dependent)[: scan.num_carry]
+        if any(dependent[: len(consts) + len(carry)]) or any(carried):
+            return [mixed] * len(eqn.outvars)
+        slices: list[State] = []
+        for state, v in zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True):
+            if state == BatchAxis(0):
+                slices.append(KEY)  # A value of the example alone.
+            elif isinstance(state, Shared) and state.is_uniform(0, aval(v).shape):
+                slices.append(Shared())
+            else:
+                slices.append(mixed._replace(by_position=True))
+        out = self.visit(scan.body, [*consts, *carry, *slices], scope)
+        ys = out[scan.num_carry :]
+        return [*carry, *(BatchAxis(0) if isinstance(y, Shared) else y for y in ys)]
+
+    def _while(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
+        loop = While.of(eqn)
+        condition_consts, body_consts, carry = loop.split(states)
+        while True:
+            out = self.visit(loop.body, [*body_consts, *carry], scope)
+            joined = [_join(pair) for pair in zip(carry, out, strict=True)]
+            if joined == carry:
+                break
+            carry = joined
+        (condition,) = self.visit(loop.condition, [*condition_consts, *carry], scope)
+        return carry if isinstance(condition, Shared) else [condition] * len(carry)
+
+
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 
 
 def _is_floating(a: jax.ShapeDtypeStruct) -> bool:
@@ -237,232 +351,146 @@ def _is_floating(a: jax.ShapeDtypeStruct) -> bool:
 
 def _join(states: Sequence[State]) -> State:
     """State of a value that is one of several values."""
-    if mixed := next((s for s in states if isinstance(s, Mixed)), None):
-        return mixed
-    dependent = {s for s in states if s is not None}
+    for kind in (Mixed, Unknown):
+        for state in states:
+            if isinstance(state, kind):
+                return state
+    dependent = {s for s in states if not isinstance(s, Shared)}
     if len(dependent) > 1:
-        return UNKNOWN
-    return dependent.pop() if dependent else None
+        return Unknown()
+    if dependent:
+        return dependent.pop()
+    shared = [s for s in states if isinstance(s, Shared)]
+    sets = [s.uniform for s in shared if s.uniform is not None]
+    return Shared(frozenset.intersection(*sets) if sets else None)
 
 
-def _apply_rule(eqn: JaxprEqn, operands: list[State], batch_size: int) -> State:
-    """State of an equation's results, given batch axes (or None) of its operands.
-
-    ``Mixed()`` says that the equation mixes examples.
-    """
-    name = eqn.primitive.name
-    if name in ELEMENTWISE:
-        return _elementwise(eqn, operands)
-    if name in _RULES:
-        return _RULES[name](eqn, operands)
-    unary: UnaryRule | None = _UNARY_RULES.get(name)
-    if name == "reshape":
-        unary = functools.partial(_reshape, batch_size=batch_size)
-    elif unary is None and name.startswith(("reduce_", "arg")):
-        unary = _reduce
-    first, *others = operands
-    if unary is None or not isinstance(first, BatchAxis) or any(others):
-        return UNKNOWN
-    return unary(eqn, first.axis)
+def _mixes(op: Operands) -> bool:
+    """Whether an equation without a row-wise rule is seen to mix examples."""
+    name, axes = op.eqn.primitive.name, {a for a in op.axes if a is not None}
+    if name in ELEMENTWISE or name == "add_any":
+        return len(axes) > 1
+    if name.startswith(("reduce_", "arg", "psum", "pm")) and "axes" in op.params:
+        return bool(axes & set(op.params["axes"]))
+    if name == "scatter" or name.startswith("scatter-"):
+        # Several examples are added to one place.
+        dims, (operand, indices, updates) = op.params["dimension_numbers"], op.axes
+        into_shared = operand is None and indices is not None
+        return into_shared and updates is not None and updates not in dims.update_window_dims
+    if name == "gather":
+        return op.axes[0] is not None and op.axes[1] is None  # Selects rows of the batch.
+    return name.startswith("cum") or name in _MIX_ALONG_BATCH
 
 
-Rule = Callable[[JaxprEqn, list[State]], State]
-"""``(equation, states of its operands) -> state of its results``."""
-
-UnaryRule = Callable[[JaxprEqn, int], State]
-"""``(equation, batch axis of its first operand) -> state of its results``.
-
-For equations whose other operands do not depend on the batch.
-"""
-
-
-def _elementwise(eqn: JaxprEqn, operands: list[State]) -> State:
-    # Examples along different axes: every example meets every other.
-    state = _join(operands)
-    return Mixed() if state is UNKNOWN else state
+_MIX_ALONG_BATCH = frozenset(
+    (
+        "conv_general_dilated", "dot_general", "dynamic_slice", "fft", "reduce_window_max",
+        "reduce_window_sum", "rev", "select_and_scatter_add", "slice", "sort", "split", "top_k",
+        "unstack",
+    )
+)  # fmt: skip
+"""Primitives that combine or select the elements of an axis that their rule does not cover."""
 
 
-def _dot_general(eqn: JaxprEqn, operands: list[State]) -> State:
-    contracting, batch = eqn.params["dimension_numbers"]
-    results: list[State] = []
-    for k, state in enumerate(operands):
-        if not isinstance(state, BatchAxis):
+def _index(eqn: JaxprEqn, states: list[State]) -> State:
+    """State of an indexing equation in which each example has its own row."""
+    name, (operand, indices, *updates) = eqn.primitive.name, states
+    dims: Any = eqn.params.get("dimension_numbers")
+    if not isinstance(indices, Indices) or not isinstance(operand, BatchAxis):
+        return Mixed(by_position=True)
+    if name == "gather":
+        map_, removed = dims.start_index_map, dims.collapsed_slice_dims
+        axes = [i for i in range(len(aval(eqn.outvars[0]).shape)) if i not in dims.offset_dims]
+        if map_[indices.column] == operand.axis and operand.axis in removed:
+            return BatchAxis(axes[indices.axis])
+    elif name.startswith("scatter") and isinstance(updates[0], BatchAxis | Shared):
+        map_, removed = dims.scatter_dims_to_operand_dims, dims.inserted_window_dims
+        if map_[indices.column] == operand.axis and operand.axis in removed:
+            return operand
+    return Unknown()
+
+
+# Values that do not depend on the batch.
+
+
+def _known(array: np.ndarray, batch_size: int) -> Shared:
+    """State of a known array."""
+    uniform = set()
+    for axis, size in enumerate(array.shape):
+        parts = batch_size if size % batch_size == 0 else size
+        moved = np.moveaxis(array, axis, 0).reshape(parts, -1) if array.size else array
+        if (moved == moved[:1]).all():
+            uniform.add(axis)
+    is_small = array.size <= _CONSTANT_SIZE and array.dtype.kind in "iub"
+    return Shared(frozenset(uniform), array if is_small else None)
+
+
+def _shared(eqn: JaxprEqn, states: list[Any], batch_size: int) -> Shared:
+    """Find along which axes the result of an equation of shared values is uniform."""
+    name, out = eqn.primitive.name, aval(eqn.outvars[0]).shape
+    shapes = [aval(v).shape for v in eqn.invars]
+    pairs = list(zip(states, shapes, strict=True))
+    everywhere = all(s.uniform is None or len(s.uniform) == len(shape) for s, shape in pairs)
+    if everywhere and any(s.uniform is None for s in states):
+        return KEY
+    known = _EVALUATE.get(name)
+    if known and math.prod(out) <= _CONSTANT_SIZE and all(s.value is not None for s in states):
+        return _known(known(eqn, *(s.value for s in states)), batch_size)
+    if name == "iota":
+        return Shared(frozenset(range(len(out))) - {eqn.params["dimension"]})
+    uniform: set[int] = set()
+    if name == "broadcast_in_dim":
+        dimensions = [int(d) for d in eqn.params["broadcast_dimensions"]]
+        uniform |= set(range(len(out))) - set(dimensions)
+        uniform |= {d for a, d in enumerate(dimensions) if shapes[0][a] == 1}
+    if not (rule := rule_of(name)):
+        return Shared()
+    # An axis along which the rows are equal and treated alike gives equal rows.
+    for axis in range(max((len(shape) for shape in shapes), default=0)):
+        own = [
+            axis
+            if axis < len(shape) and shape[axis] > 1 and state.is_uniform(axis, shape)
+            else None
+            for state, shape in pairs
+        ]
+        if all(a is None for a in own):
             continue
-        if state.axis in contracting[k]:
-            return Mixed()
-        if state.axis in batch[k]:
-            results.append(BatchAxis(tuple(batch[k]).index(state.axis)))
-            continue
-        removed = (*contracting[k], *batch[k])
-        axis = len(batch[k]) + state.axis - sum(r < state.axis for r in removed)
-        if k == 1:
-            axis += aval(eqn.invars[0]).ndim - len(contracting[0]) - len(batch[0])
-        results.append(BatchAxis(axis))
-    return _elementwise(eqn, results)
+        plan = rule(Operands(eqn, own, batch_size, rows=batch_size))
+        targets = plan.operands or [None] * len(own) if plan else []
+        if plan and all(
+            target is None or state.is_uniform(target, shape)
+            for (state, shape), target in zip(pairs, targets, strict=True)
+        ):
+            uniform.add(plan.axis)
+    return Shared(frozenset(uniform))
 
 
-def _concatenate(eqn: JaxprEqn, operands: list[State]) -> State:
-    state = _join(operands)
-    along_batch = isinstance(state, BatchAxis) and state.axis == eqn.params["dimension"]
-    return UNKNOWN if along_batch else state
-
-
-def _sort(eqn: JaxprEqn, operands: list[State]) -> State:
-    state = _join(operands)
-    if not isinstance(state, BatchAxis):
-        return UNKNOWN
-    return Mixed() if state.axis == eqn.params["dimension"] else state
-
-
-def _gather(eqn: JaxprEqn, operands: list[State]) -> State:
-    """Index a shared table per example, or one table per example."""
-    dims, (table, indices) = eqn.params["dimension_numbers"], operands
-    ndim = aval(eqn.outvars[0]).ndim
-    index_axes = [i for i in range(ndim) if i not in dims.offset_dims]
-    if isinstance(table, BatchAxis) and table.axis in dims.operand_batching_dims:
-        paired = dims.start_indices_batching_dims[dims.operand_batching_dims.index(table.axis)]
-        return BatchAxis(index_axes[paired]) if indices in (None, BatchAxis(paired)) else UNKNOWN
-    if table is None and isinstance(indices, BatchAxis) and indices.axis < len(index_axes):
-        return BatchAxis(index_axes[indices.axis])
-    if isinstance(table, BatchAxis) and indices is None:
-        removed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-        shape = aval(eqn.invars[0]).shape
-        whole = eqn.params["slice_sizes"][table.axis] == shape[table.axis]
-        if whole and table.axis not in (*removed, *dims.start_index_map):
-            return BatchAxis(dims.offset_dims[table.axis - sum(r < table.axis for r in removed)])
-    return UNKNOWN
-
-
-def _dynamic_update_slice(eqn: JaxprEqn, operands: list[State]) -> State:
-    """Overwrite the same slice of each example."""
-    state = _join(operands[:2])
-    if not isinstance(state, BatchAxis) or any(operands[2:]):
-        return UNKNOWN
-    size, update_size = (aval(a).shape[state.axis] for a in eqn.invars[:2])
-    return state if size == update_size else UNKNOWN
-
-
-def _scatter(eqn: JaxprEqn, operands: list[State]) -> State:
-    """Update the same indices of each example."""
-    dims, (operand, indices, updates) = eqn.params["dimension_numbers"], operands
-    shape, update_shape = (aval(eqn.invars[i]).shape for i in (0, 2))
-    inserted = (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    window = [axis for axis in range(len(shape)) if axis not in inserted]
-    for axis, update_axis in zip(window, dims.update_window_dims, strict=True):
-        fits = operand in (None, BatchAxis(axis)) and updates in (None, BatchAxis(update_axis))
-        whole = update_shape[update_axis] == shape[axis]
-        if fits and whole and axis not in dims.scatter_dims_to_operand_dims and indices is None:
-            return BatchAxis(axis)
-    return UNKNOWN
-
-
-_RULES: dict[str, Rule] = {
-    "add_any": _elementwise,
-    "concatenate": _concatenate,
-    "dot_general": _dot_general,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "gather": _gather,
-    "scatter": _scatter,
-    "scatter-add": _scatter,
-    "sort": _sort,
+_EVALUATE: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda eqn, a, b: np.asarray(a + b, a.dtype),
+    "broadcast_in_dim": lambda eqn, a: _broadcast(eqn, a),
+    "concatenate": lambda eqn, *parts: np.concatenate(parts, eqn.params["dimension"]),
+    "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
+    "iota": lambda eqn: _iota(eqn),
+    "lt": lambda eqn, a, b: a < b,
+    "mul": lambda eqn, a, b: np.asarray(a * b, a.dtype),
+    "reshape": lambda eqn, a: a.reshape(eqn.params["new_sizes"]),
+    "select_n": lambda eqn, which, a, b: np.asarray(np.where(which, b, a)),
+    "squeeze": lambda eqn, a: a.squeeze(eqn.params["dimensions"]),
+    "sub": lambda eqn, a, b: np.asarray(a - b, a.dtype),
+    "transpose": lambda eqn, a: a.transpose(eqn.params["permutation"]),
 }
+"""Primitives of constant integers that are evaluated to recognize the rows of a batch."""
 
 
-def _same_axis(eqn: JaxprEqn, axis: int) -> State:
-    return BatchAxis(axis)
+def _broadcast(eqn: JaxprEqn, a: np.ndarray) -> np.ndarray:
+    sizes = [1] * len(eqn.params["shape"])
+    for axis, size in zip(eqn.params["broadcast_dimensions"], a.shape, strict=True):
+        sizes[axis] = size
+    return np.broadcast_to(a.reshape(sizes), eqn.params["shape"])
 
 
-def _reduce(eqn: JaxprEqn, axis: int) -> State:
-    axes = eqn.params.get("axes")
-    if axes is None:
-        return UNKNOWN
-    return Mixed() if axis in axes else BatchAxis(axis - sum(a < axis for a in axes))
-
-
-def _cumulative(eqn: JaxprEqn, axis: int) -> State:
-    return Mixed() if axis == eqn.params["axis"] else BatchAxis(axis)
-
-
-def _broadcast_in_dim(eqn: JaxprEqn, axis: int) -> State:
-    return BatchAxis(eqn.params["broadcast_dimensions"][axis])
-
-
-def _transpose(eqn: JaxprEqn, axis: int) -> State:
-    return BatchAxis(tuple(eqn.params["permutation"]).index(axis))
-
-
-def _reshape(eqn: JaxprEqn, axis: int, batch_size: int) -> State:
-    """Examples stay outermost in the axis that has as many elements before it as before."""
-    shape, new_shape = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
-    before = math.prod(shape[:axis])
-    new_before = 1
-    for new_axis, size in enumerate(new_shape):
-        if new_before == before and size != 1:
-            # The axis itself, merged with later axes, or split into whole examples.
-            return BatchAxis(new_axis) if size % batch_size == 0 else UNKNOWN
-        new_before *= size
-    return UNKNOWN
-
-
-def _squeeze(eqn: JaxprEqn, axis: int) -> State:
-    dimensions = eqn.params["dimensions"]
-    return UNKNOWN if axis in dimensions else BatchAxis(axis - sum(d < axis for d in dimensions))
-
-
-def _convolution(eqn: JaxprEqn, axis: int) -> State:
-    dims = eqn.params["dimension_numbers"]
-    if axis != dims.lhs_spec[0] or eqn.params["batch_group_count"] != 1:
-        return UNKNOWN
-    return BatchAxis(dims.out_spec[0])
-
-
-def _reduce_window(eqn: JaxprEqn, axis: int) -> State:
-    p = eqn.params
-    windows = p["window_dimensions"], p["window_strides"], p["base_dilation"]
-    moved = any(sizes[axis] != 1 for sizes in windows) or any(p["padding"][axis])
-    return UNKNOWN if moved else BatchAxis(axis)
-
-
-def _pad(eqn: JaxprEqn, axis: int) -> State:
-    return UNKNOWN if any(eqn.params["padding_config"][axis]) else BatchAxis(axis)
-
-
-def _slice(eqn: JaxprEqn, axis: int) -> State:
-    before, after = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
-    return BatchAxis(axis) if before[axis] == after[axis] else UNKNOWN
-
-
-def _split(eqn: JaxprEqn, axis: int) -> State:
-    return UNKNOWN if axis == eqn.params["axis"] else BatchAxis(axis)
-
-
-def _reverse(eqn: JaxprEqn, axis: int) -> State:
-    return Mixed() if axis in eqn.params["dimensions"] else BatchAxis(axis)
-
-
-def _bitcast(eqn: JaxprEqn, axis: int) -> State:
-    before, after = aval(eqn.invars[0]), aval(eqn.outvars[0])
-    return BatchAxis(axis) if before.ndim == after.ndim else UNKNOWN
-
-
-_UNARY_RULES: dict[str, UnaryRule] = {
-    "bitcast_convert_type": _bitcast,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "conv_general_dilated": _convolution,
-    "cumlogsumexp": _cumulative,
-    "cummax": _cumulative,
-    "cummin": _cumulative,
-    "cumprod": _cumulative,
-    "cumsum": _cumulative,
-    "dynamic_slice": _slice,
-    "pad": _pad,
-    "reduce_window_max": _reduce_window,
-    "reduce_window_sum": _reduce_window,
-    "rev": _reverse,
-    "sharding_constraint": _same_axis,
-    "slice": _slice,
-    "split": _split,
-    "squeeze": _squeeze,
-    "stop_gradient": _same_axis,
-    "transpose": _transpose,
-}
+def _iota(eqn: JaxprEqn) -> np.ndarray:
+    shape, dimension = eqn.params["shape"], eqn.params["dimension"]
+    sizes = [size if a == dimension else 1 for a, size in enumerate(shape)]
+    counts = np.arange(shape[dimension], dtype=eqn.params["dtype"])
+    return np.broadcast_to(counts.reshape(sizes), shape)

@@ -119,11 +119,13 @@ class Operands(NamedTuple):
       eqn: The equation, for one example.
       axes: The axis that counts examples in each operand, None if all examples share it.
       batch: Number of examples.
+      rows: Number of examples that the equation was traced for.
     """
 
     eqn: JaxprEqn
     axes: Sequence[int | None]
     batch: int
+    rows: int = 1
 
     @property
     def params(self) -> dict[str, Any]:
@@ -176,7 +178,7 @@ class _Interpreter(NamedTuple):
         if name in _UNCHANGED:
             return self._unchanged(eqn, operands)
         axes = [a.axis if isinstance(a, Rows) else None for a in operands]
-        rule = _rule(name)
+        rule = rule_of(name)
         plan = rule(Operands(eqn, axes, self.batch)) if rule else None
         return self._vmap(eqn, operands) if plan is None else self._execute(eqn, operands, plan)
 
@@ -379,7 +381,8 @@ def _with_batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Value
 Rule = Callable[[Operands], Plan | None]
 
 
-def _rule(name: str) -> Rule | None:
+def rule_of(name: str) -> Rule | None:
+    """Return the rule of a primitive, None if it has none."""
     if name in ELEMENTWISE:
         return _elementwise
     if name not in _RULES and name.startswith(("reduce_", "arg")):
@@ -403,23 +406,23 @@ def _elementwise(op: Operands) -> Plan | None:
             targets.append(0 if strict and not out else None)
         elif len(shape) != len(out) or (shape and own is not None and shape[axis] != out[axis]):
             return None  # A row of the operand is repeated within the example.
-        elif own is None and shape[axis] != 1:
-            return None  # The array differs within the example.
         else:
-            targets.append(axis if strict or own is not None else None)
+            repeats = own is None and shape[axis] == 1 and not strict
+            targets.append(None if repeats else axis)
     return Plan(axis, operands=targets)
 
 
 def _dot_general(op: Operands) -> Plan | None:
     contracting, batch = op.params["dimension_numbers"]
+    pairs = list(zip(*batch, strict=True))
+    for position, pair in enumerate(pairs):
+        if all(own in (None, axis) for own, axis in zip(op.axes, pair, strict=True)):
+            return Plan(position, operands=pair)
     if all(axis is not None for axis in op.axes):
-        left, right = (
-            tuple(batch[k]).index(a) if a in batch[k] else None for k, a in enumerate(op.axes)
-        )
-        return Plan(left) if left is not None and left == right else None
+        return None
     k = 0 if op.axes[0] is not None else 1
     axis: Any = op.axes[k]
-    if axis in contracting[k] or axis in batch[k]:
+    if axis in contracting[k]:
         return None
     removed = (*contracting[k], *batch[k])
     new_axis = len(batch[k]) + axis - sum(r < axis for r in removed)
@@ -509,7 +512,7 @@ def _same_axis(op: Operands) -> Plan | None:
 
 def _reduce(op: Operands) -> Plan | None:
     axis, axes = op.only_first(), op.params.get("axes")
-    if axis is None or axes is None or axis in axes:
+    if axis is None or axes is None or axis in axes or any(isinstance(a, str) for a in axes):
         return None
     return Plan(axis - sum(a < axis for a in axes))
 
@@ -542,7 +545,7 @@ def _reshape(op: Operands) -> Plan | None:
     if axis is None or not out:
         return None if axis is None else Plan(0, reshapes=True)
     before = math.prod(shape[:axis])
-    candidates = [i for i in range(len(out)) if math.prod(out[:i]) == before]
+    candidates = [i for i, n in enumerate(out) if math.prod(out[:i]) == before and n % op.rows == 0]
     if not candidates:
         return None
     # Prefer an axis of the same length: it is the axis itself.
@@ -571,6 +574,27 @@ def _keeps_rows(params: dict[str, Any], axis: int) -> bool:
 def _select_and_scatter_add(op: Operands) -> Plan | None:
     axis = op.first_axis()
     return Plan(axis, operands=[axis, axis]) if _keeps_rows(op.params, axis) else None
+
+
+def _leading(count: int) -> Rule:
+    """Rule of an equation that works along the last ``count`` axes of its operands."""
+
+    def rule(op: Operands) -> Plan | None:
+        axis = op.first_axis()
+        if any(len(shape) <= axis + count for shape in op.shapes):
+            return None
+        return Plan(axis, operands=[axis] * len(op.shapes))
+
+    return rule
+
+
+def _fft(op: Operands) -> Plan | None:
+    return _leading(len(op.params["fft_lengths"]))(op)
+
+
+def _random_bits(op: Operands) -> Plan | None:
+    axis = op.only_first()
+    return None if axis is None else Plan(axis)
 
 
 def _pad(op: Operands) -> Plan | None:
@@ -602,6 +626,7 @@ _RULES: dict[str, Rule] = {
     "add_any": _elementwise,
     "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,
+    "cholesky": _leading(2),
     "concatenate": lambda op: _aligned(op, op.params["dimension"]),
     "conv_general_dilated": _convolution,
     "cumlogsumexp": _cumulative,
@@ -612,15 +637,27 @@ _RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "dynamic_slice": _slice,
     "dynamic_update_slice": _dynamic_update_slice,
+    "eigh": _leading(2),
+    "fft": _fft,
     "gather": _gather,
+    "householder_product": _leading(2),
+    "lu": _leading(2),
     "pad": _pad,
+    "pmax": _reduce,
+    "pmin": _reduce,
+    "psum": _reduce,
+    "qr": _leading(2),
+    "random_bits": _random_bits,
+    "random_unwrap": _random_bits,
     "reduce_window_max": _window,
     "reduce_window_sum": _window,
     "reshape": _reshape,
     "rev": _reverse,
     "scatter": _scatter,
     "scatter-add": _scatter,
-    "scatter_add": _scatter,
+    "scatter-max": _scatter,
+    "scatter-min": _scatter,
+    "scatter-mul": _scatter,
     "select_and_scatter_add": _select_and_scatter_add,
     "sharding_constraint": _same_axis,
     "slice": _slice,
@@ -629,7 +666,10 @@ _RULES: dict[str, Rule] = {
     "squeeze": _reshape,
     "stack": _stack,
     "stop_gradient": _same_axis,
+    "svd": _leading(2),
     "tile": _tile,
+    "top_k": _leading(1),
     "transpose": _transpose,
+    "triangular_solve": _leading(2),
     "unstack": _unstack,
 }

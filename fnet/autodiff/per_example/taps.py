@@ -22,10 +22,12 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from fnet.autodiff.per_example.batch_axis import Path
 from fnet.autodiff.per_example.ghost_norm import LinearEquation, linear_equation
 from fnet.backward_pass import is_params_first
 from fnet.jaxpr import Scan, aval, call_like, called_jaxpr, evaluate, in_scopes, interpret
+
+Path = tuple[int, ...]
+"""Position of an equation: its index, preceded by the indices of the calls and scans around it."""
 
 Arrangement = Callable[[Any], Any]
 """A rearrangement of a parameter's elements, for NumPy and JAX arrays with axes of scans first."""
