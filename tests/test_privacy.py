@@ -19,7 +19,12 @@ from dp_accounting import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import PLDAccountant
 from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
-from fnet.privacy import PoissonSampling, calibrate_noise_multiplier, epsilon
+from fnet.privacy import (
+    PoissonSampling,
+    banded_square_root,
+    calibrate_noise_multiplier,
+    epsilon,
+)
 from train.config import Clipped, Mesh, recipes
 from train.errors import UserError
 from train.run.metrics import noise_scale, noise_scale_course
@@ -115,6 +120,31 @@ def test_epsilon_rises_with_every_step_from_zero():
     assert all(a < b for a, b in itertools.pairwise(spent))
 
 
+@pytest.mark.slow
+def test_a_run_with_correlated_noise_reports_and_resumes(private, capsys):
+    words = "--grad.noise-bands", 4, "--train.steps"
+    fnet_command("train", "private.py", "--out", "whole", *words, 6)
+    sampling = PoissonSampling(1437, 64, bands=4)
+    expected = epsilon(1.0, 1e-5, sampling, 6, strategy=banded_square_root(4))
+    guarantee = guarantee_of(private / "whole")
+    assert guarantee["epsilon"] == expected
+    assert guarantee["noise_bands"] == 4
+    assert "in one of 4 groups" in capsys.readouterr().out
+    fnet_command("train", "private.py", "--out", "parts", *words, 3)
+    fnet_command("train", "parts", "--resume", "--train.steps", 6)
+    chex.assert_trees_all_equal(final_state(private / "whole"), final_state(private / "parts"))
+
+
+def test_noise_of_a_run_is_correlated_and_sampling_is_cyclic(private):
+    config = recipes.load("private.py")
+    config = dataclasses.replace(config, grad=dataclasses.replace(config.grad, noise_bands=4))
+    run = setup(config)
+    assert run.step.mode.strategy == banded_square_root(4)
+    assert run.privacy.sampling.bands == 4
+    run = setup(recipes.load("private.py"))
+    assert run.step.mode.strategy == banded_square_root(1)
+
+
 def test_truncating_an_overflowing_batch_does_not_change_epsilon():
     """The exact accounting of a step that keeps a uniform choice of an overflowing batch."""
     examples, size, noise, steps = 1437, 512, 8.0, 300
@@ -132,6 +162,7 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
         "epsilon": privacy.epsilon(8),
         "noise_multiplier": 1.0,
         "sampling_probability": 64 / 1437,
+        "noise_bands": 1,
         "delta": 1e-5,
         "accountant": "pld",
         "unit": "example",
@@ -357,6 +388,9 @@ MISTAKES = [
     (("--data.batch-size", "2000"), "data.batch_size: 2000 is more than the 1437 training examples"),
     (("--grad.delta", "None", *NONE, "--grad.insecure-noise-seed", "None", "--grad.release-only"), "grad.release_only: nothing is covered by a guarantee without noise"),
     (("--grad.epsilon", "1e-5", *NONE), "grad.epsilon: calibrate_noise_multiplier: epsilon 1e-05 is impossible in 8 steps at delta 1e-05: even a noise multiplier of 1024 spends"),
+    (("--grad.noise-bands", "23"), "grad.noise_bands: 23 groups of 1437 training examples are smaller than the 64 of data.batch_size; give at most 22"),
+    (("--grad.noise-bands", "2", *NONE, "--grad.delta", "None"), "grad.noise_bands: 2, but there is no noise; give grad.epsilon or grad.noise_multiplier, too"),
+    (("--grad.noise-bands", "2", "--grad.quantile", "0.5"), "grad.noise_bands: 2, but grad.quantile needs independent noise; give one of them"),
     (("--grad.noise-multiplier", "0.001"), "grad.noise_multiplier: 0.001 gives no privacy: 8 steps spend epsilon"),
 ]  # fmt: skip
 

@@ -99,6 +99,8 @@ class Clipped(Section):
     """Privacy delta; choose less than 1 / number of training examples."""
     noise_multiplier: Positive | None = None
     """Noise standard deviation as a multiple of clip, instead of epsilon; needs delta."""
+    noise_bands: Count = 1
+    """Bands of correlated noise, with cyclic sampling of as many groups; 1 is DP-SGD."""
     accountant: Literal["pld", "rdp"] = "pld"
     """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
     release_only: bool = False

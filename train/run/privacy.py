@@ -37,6 +37,11 @@ class Privacy:
     accountant: Accountant = "pld"
     unit: Literal["example", "user"] = "example"
 
+    @property
+    def strategy(self) -> privacy.Strategy:
+        """Correlation of the noise over steps."""
+        return privacy.banded_square_root(self.sampling.bands)
+
     def epsilon(self, steps: int) -> float:
         """Return epsilon of the first ``steps`` steps, an upper bound.
 
@@ -52,6 +57,7 @@ class Privacy:
             "epsilon": self.epsilon(steps),
             "noise_multiplier": self.noise_multiplier,
             "sampling_probability": self.sampling.probability,
+            "noise_bands": self.sampling.bands,
             "delta": self.delta,
             "accountant": self.accountant,
             "unit": self.unit,
@@ -59,11 +65,13 @@ class Privacy:
 
     def describe(self, steps: int) -> str:
         """Describe the guarantee after ``steps`` steps in one line."""
+        bands = self.sampling.bands
         return (
             f"epsilon {self.epsilon(steps):.4g} at delta {self.delta:g} after {steps} steps"
             f"{' for each user' if self.unit == 'user' else ''} "
             f"({self.accountant}; noise multiplier {self.noise_multiplier:.4g}, "
-            f"sampling probability {self.sampling.probability:.4g})"
+            f"sampling probability {self.sampling.probability:.4g}"
+            f"{f' in one of {bands} groups' if bands > 1 else ''})"
         )
 
 
@@ -84,9 +92,15 @@ def sampling_from_config(config: Config, examples: int) -> privacy.PoissonSampli
             f"data.batch_size: {size} is more than the {examples} {_units(config)}; "
             "private training samples each at most once per step"
         )
+    bands = config.grad.noise_bands
+    if bands * size > examples:
+        raise UserError(
+            f"grad.noise_bands: {bands} groups of {examples} {_units(config)} are smaller than "
+            f"the {size} of data.batch_size; give at most {examples // size}"
+        )
     # A multiple of 8 for vector units, of the devices, and of the microbatches.
     multiple = math.lcm(8, config.mesh.data * config.mesh.fsdp) * config.grad.microbatches
-    return privacy.PoissonSampling(examples, size, multiple=multiple)
+    return privacy.PoissonSampling(examples, size, bands, multiple)
 
 
 def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy | None:
@@ -107,6 +121,11 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
     if not grad.is_private:
         if grad.delta is not None:
             raise UserError("grad.delta: needs grad.epsilon or grad.noise_multiplier, too")
+        if grad.noise_bands > 1:
+            raise UserError(
+                f"grad.noise_bands: {grad.noise_bands}, but there is no noise; give grad.epsilon "
+                "or grad.noise_multiplier, too"
+            )
         if grad.release_only:
             raise UserError(
                 "grad.release_only: nothing is covered by a guarantee without noise; give "
@@ -148,7 +167,12 @@ def privacy_from_config(config: Config, *, examples: int, steps: int) -> Privacy
         assert grad.epsilon is not None
         try:
             noise = privacy.calibrate_noise_multiplier(
-                grad.epsilon, grad.delta, sampling, steps, accountant=grad.accountant
+                grad.epsilon,
+                grad.delta,
+                sampling,
+                steps,
+                strategy=privacy.banded_square_root(sampling.bands),
+                accountant=grad.accountant,
             )
         except ValueError as error:
             raise UserError(f"grad.epsilon: {error}") from error
@@ -178,5 +202,10 @@ def check_dp_accounting() -> None:
 @functools.cache
 def _epsilon(run: Privacy, steps: int) -> float:
     return privacy.epsilon(
-        run.noise_multiplier, run.delta, run.sampling, steps, accountant=run.accountant
+        run.noise_multiplier,
+        run.delta,
+        run.sampling,
+        steps,
+        strategy=run.strategy,
+        accountant=run.accountant,
     )

@@ -303,6 +303,7 @@ def _mode(
             per_layer=grad.per_layer,
             automatic=grad.automatic,
             microbatches=microbatches,
+            **({"strategy": privacy.strategy} if privacy else {}),
         )
         return mode, optimizer
     if grad.per_layer or grad.automatic is not None:
@@ -310,6 +311,11 @@ def _mode(
         raise UserError(
             f"grad.quantile: adapts one clip for whole gradients, so that grad.{other} cannot be "
             "used; give one of them"
+        )
+    if grad.noise_bands > 1:
+        raise UserError(
+            f"grad.noise_bands: {grad.noise_bands}, but grad.quantile needs independent noise; "
+            "give one of them"
         )
     try:
         adaptive = autodiff.AdaptiveClipping(
@@ -328,7 +334,9 @@ def _batch_shapes(task: Task, config: Config) -> dict[str, jax.ShapeDtypeStruct]
     dataset, rows = task.dataset, config.data.batch_size
     if config.is_private:
         # The search for the largest batch also tries more than the training examples.
-        rows = sampling_from_config(config, max(rows, _num_units(dataset))).rows
+        assert isinstance(config.grad, Clipped)
+        examples = max(config.grad.noise_bands * rows, _num_units(dataset))
+        rows = sampling_from_config(config, examples).rows
     if config.examples_per_user:
         batch = users.sample_user_batch(dataset, rows, config.examples_per_user)
     else:
