@@ -97,7 +97,7 @@ def import_weights(
             checkpoints.wait()
         folder.write_config(config)  # last, so that a folder without weights is not a run
         as_dict = report._asdict() | {"file": str(path), "renamed": report.renamed}
-        atomic_write(out / "import.json", as_json(as_dict))
+        atomic_write(folder.imported, as_json(as_dict))
     return report
 
 

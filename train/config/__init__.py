@@ -104,6 +104,11 @@ class Config(Section):
         return self.data.examples_per_user if has_users else None  # type: ignore[union-attr]
 
     @property
+    def canaries(self) -> int:
+        """Number of canaries for an audit."""
+        return (self.grad.audit or 0) if isinstance(self.grad, Clipped) else 0
+
+    @property
     def is_release_only(self) -> bool:
         """Whether the run writes only what its privacy guarantee covers."""
         return isinstance(self.grad, Clipped) and self.grad.release_only

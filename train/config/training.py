@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from train.config.section import (
     Bytes,
@@ -103,6 +103,8 @@ class Clipped(Section):
     """Bands of correlated noise, with cyclic sampling of as many groups; 1 is DP-SGD."""
     accountant: Literal["pld", "rdp"] = "pld"
     """Privacy accountant: privacy loss distributions or Renyi differential privacy."""
+    audit: Annotated[int, Ge(8), Lt(2**31)] | None = None
+    """Number of canaries to train on for an audit, a lower bound on epsilon; None is no audit."""
     release_only: bool = False
     """Write only what the guarantee covers: parameters, epsilon, metrics on held-out examples."""
     insecure_noise_seed: Seed | None = None

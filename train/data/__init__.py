@@ -34,6 +34,7 @@ class Dataset(NamedTuple):
         it can be read.
       max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
       users: Number of the user of each training row, int32 [N]; None without users.
+      canaries: Number of canaries, the last training rows; see `train.data.canaries`.
     """
 
     train: Arrays
@@ -45,6 +46,7 @@ class Dataset(NamedTuple):
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
     users: np.ndarray | None = None
+    canaries: int = 0
 
 
 def num_examples(arrays: Arrays) -> int:

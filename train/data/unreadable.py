@@ -21,7 +21,7 @@ class UnreadableFiles:
     def __init__(self, dataset: Dataset, log: Callable[[str], None]):
         self._dataset, self._log = dataset, log
         self._known: set[int] = set()
-        num_train = num_examples(dataset.train)
+        num_train = num_examples(dataset.train) - dataset.canaries
         self._splits = {
             "training": range(num_train),
             "test": range(num_train, num_train + num_examples(dataset.test)),

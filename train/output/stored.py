@@ -97,6 +97,16 @@ class StoredMemory(_Stored):
         return cls.model_validate(report.as_dict())
 
 
+class StoredAudit(_Stored):
+    """Result of an audit, see `fnet.privacy.audit.Audit`."""
+
+    epsilon: FiniteFloat
+    confidence: FiniteFloat
+    canaries: Count
+    guesses: Count
+    correct: Count
+
+
 class StoredSummary(_Stored):
     """Contents of summary.json."""
 
@@ -104,6 +114,7 @@ class StoredSummary(_Stored):
     seconds: FiniteFloat
     metrics: dict[str, float] = {}
     noise_scale: float | None = None
+    audit: StoredAudit | None = None
     parameters: Count | None = None
     budget_bytes: Count | None = None
     peak_bytes_predicted: Count | None = None

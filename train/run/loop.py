@@ -19,6 +19,8 @@ from train.output import curves, examples, plots
 from train.output.memory_tables import memory_tables, plan_summary, plan_table
 from train.output.progress import Progress, line_printer
 from train.run import distributed, tracking
+from train.run.audit import audit
+from train.run.audit import describe as describe_audit
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes, write_classes
 from train.run.interruption import Interruption
@@ -205,10 +207,16 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             if not config.is_release_only:  # the picture shows test images themselves
                 examples.draw(run, evaluate, state, folder.examples)
                 written |= {"examples": folder.examples}
+        result = None
+        if run.canaries:
+            # Pretrained weights have other initial values.
+            known = not folder.imported.exists()
+            result = audit(run, run.canaries, state.params, seeds.data, initial_known=known)
         bad_files = [line.get(unreadable_name, 0) for line in lines]
         summary = {
             "metrics": _test_metrics(evaluation.metrics),
             "privacy": _privacy(run, step),
+            "audit": result._asdict() if result else None,
             "noise_scale": noise_scale(lines),
             "unreadable_files": (
                 None if config.is_release_only else max([unreadable.count, *bad_files])
@@ -233,6 +241,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if run.privacy:
             log(f"privacy: {run.privacy.describe(step)}")
             log(describe_seeds(folder, config))
+        if result:
+            log(describe_audit(result, run.privacy, step))
         for name, path in written.items():
             log(f"{name}: {path}")
 

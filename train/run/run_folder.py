@@ -44,6 +44,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.json"
         self.classes = path / "classes.json"
+        self.imported = path / "import.json"
         self.secret_seed = path / "secret_seed"
         self.metrics = path / "metrics.jsonl"
         self.bad_steps = path / "bad_steps.jsonl"

@@ -13,11 +13,13 @@ from jax import Array
 
 import fnet
 from fnet import TrainState, autodiff, optim
+from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
 from fnet.step import Step
 from train import data
 from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
 from train.data import Dataset, buckets, poisson, users
+from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.evaluation import Evaluator
@@ -42,6 +44,7 @@ class Setup(NamedTuple):
       state_shapes: Shapes of the train state.
       batch_shapes: Shapes of a training batch.
       privacy: Privacy guarantee; None without noise.
+      canaries: Canaries of an audit, or None.
       layout: Layout of the shapes; None for one device.
     """
 
@@ -55,6 +58,7 @@ class Setup(NamedTuple):
     state_shapes: TrainState
     batch_shapes: Any
     privacy: Privacy | None
+    canaries: GradientCanaries | None = None
     layout: Layout | None = None
 
     def on(self, layout: Layout) -> "Setup":
@@ -90,6 +94,8 @@ class Setup(NamedTuple):
           seed: ``data`` of `train.run.seeds.Seeds`.
         """
         dataset, size = self.task.dataset, self.config.data.batch_size
+        if dataset.canaries:
+            dataset = exclude(dataset, draw_included(dataset.canaries, seed))
         if self.privacy and self.config.examples_per_user:
             k = self.config.examples_per_user
             return users.user_batches(dataset, self.privacy.sampling, k, seed)
@@ -137,6 +143,11 @@ def setup(config: Config) -> Setup:
     """
     task = build_task(config)
     _check_users(config)
+    canaries = _draw_canaries(config, task)
+    if canaries:
+        task = task._replace(
+            dataset=add_canaries(task.dataset, config.canaries), loss=canaries.add_to(task.loss)
+        )
     if config.examples_per_user:
         task = task._replace(loss=per_user(task.loss))
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
@@ -203,6 +214,7 @@ def setup(config: Config) -> Setup:
         state_shapes=state_shapes,
         batch_shapes=batch_shapes,
         privacy=privacy,
+        canaries=canaries,
     )
 
 
@@ -266,6 +278,29 @@ def _check_users(config: Config) -> None:
             f"data.user: {user}, but users are protected by noise only; give grad.mode clipped "
             "with grad.epsilon or grad.noise_multiplier"
         )
+
+
+def _draw_canaries(config: Config, task: Task) -> GradientCanaries | None:
+    """Draw the canaries of an audit.
+
+    Raises:
+      UserError: if there are too many for delta or the network.
+    """
+    if not config.canaries:
+        return None
+    assert isinstance(config.grad, Clipped)
+    count, delta = config.canaries, config.grad.delta
+    if delta is not None and 2 * count * delta > 1:
+        raise UserError(
+            f"grad.audit: {count} canaries are too many at grad.delta {delta:g}; expected at most "
+            f"1 / (2 delta) = {int(1 / (2 * delta))}"
+        )
+    params, _ = jax.eval_shape(task.model.init, jax.random.key(0))
+    try:
+        # Well above the clip, which may adapt.
+        return GradientCanaries.draw(params, count, config.train.seed, norm=10 * config.grad.clip)
+    except ValueError as error:
+        raise UserError(f"grad.audit: {error}") from error
 
 
 def _num_steps(config: Config, steps_per_epoch: float) -> int:

@@ -79,6 +79,11 @@ def figures_of(run: Run, index: int, metrics: Sequence[Metric]) -> dict[str, Cel
     epsilon, grad = run.last("privacy/epsilon"), run.config.grad
     if epsilon is not None and isinstance(grad, Clipped) and grad.delta is not None:
         figures["epsilon"] = Cell(number(epsilon), f"at delta {grad.delta:g}")
+    if run.summary and (audit := run.summary.audit):
+        note = (
+            f"{audit.confidence:.0%} confidence, {audit.correct} of {audit.guesses} guesses right"
+        )
+        figures["epsilon, at least"] = Cell(number(audit.epsilon), note)
     if run.summary and run.summary.noise_scale is not None:
         figures["gradient noise scale"] = Cell(number(run.summary.noise_scale), "examples")
     if run.bad_steps:
