@@ -37,6 +37,7 @@ from fnet.autodiff.per_example.batch_axis import (
 )
 from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
+from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
     FactoredGradients,
@@ -47,7 +48,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     ZeroGradients,
 )
 from fnet.autodiff.per_example.taps import Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import find_equations, inline, source_line
+from fnet.jaxpr import find_equations, source_line
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -100,7 +101,7 @@ def per_example_gradients(
 
     size = examples.size
     aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
-    closed = inline(_trace_one(name, batch_loss, leaves, examples))
+    closed = hoist(_trace_one(name, batch_loss, leaves, examples), len(leaves))
     if not size:
         losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
         none: dict[int, ParameterGradients]

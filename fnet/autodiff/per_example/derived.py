@@ -84,7 +84,7 @@ class Split(NamedTuple):
         return [values[i] for i in range(len(self.derived))]
 
 
-def _find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
+def find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
     """Find the derived values that meet data, or are results."""
     variables: dict[Var, None] = {}
 
@@ -111,7 +111,7 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
     """
     jaxpr = closed.jaxpr
     views: list[State] = [View.whole(i, v.aval.shape) for i, v in enumerate(jaxpr.invars[:count])]
-    variables = _find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])
+    variables = find_derived(closed, [*views, *[DATA] * (len(jaxpr.invars) - count)])
     constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     _, eqns = dependencies(jaxpr, jaxpr.outvars, variables)
     rest = jaxpr.replace(

@@ -1,0 +1,212 @@
+"""Move computations of parameters alone out of loops and `jax.checkpoint`.
+
+`derived` handles values that are computed from parameters before they meet data, if it sees them
+outside of loops. A recurrent cell that concatenates its kernels in each step, or a loop that reads
+``w[i]``, computes them inside. `hoist` computes them once before the loop, or once per iteration,
+and scans over the results.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from fnet.autodiff.per_example.derived import find_derived
+from fnet.autodiff.per_example.taps import DATA, State, View
+from fnet.jaxpr import (
+    CHECKPOINT,
+    Scan,
+    aval,
+    call_like,
+    called_jaxpr,
+    dependencies,
+    evaluate,
+    evaluate_from,
+    in_scopes,
+    inline,
+    interpret,
+)
+
+
+class _Value(NamedTuple):
+    """A value while a function is traced again.
+
+    Attributes:
+      array: The value.
+      is_known: Whether it depends on parameters and constants alone.
+    """
+
+    array: Any
+    is_known: bool
+
+
+def hoist(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
+    """Inline calls, and compute what depends on parameters alone outside of loops.
+
+    Args:
+      closed: ``(*params, *batch) -> results``.
+      count: Number of parameters.
+    """
+
+    def function(*args: Any) -> list[Any]:
+        values = [_Value(a, i < count) for i, a in enumerate(args)]
+        return [v.array for v in _run(closed, values)]
+
+    hoisted: ClosedJaxpr = jax.make_jaxpr(function)(*closed.in_avals)
+    return hoisted
+
+
+def _run(closed: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
+    return interpret(closed, values, _equation, lambda constant: _Value(constant, True))
+
+
+def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
+    name, inner = eqn.primitive.name, called_jaxpr(eqn)
+    if inner is not None and name not in CHECKPOINT:
+        with in_scopes(eqn):
+            return _run(inner, values)
+    arrays = [v.array for v in values]
+    if all(v.is_known for v in values):
+        return [_Value(a, True) for a in evaluate(eqn, arrays)]
+    outputs = None
+    if inner is not None:
+        outputs = _checkpoint(eqn, inline(inner), values)
+    elif name == "scan":
+        outputs = _scan(eqn, values)
+    return [_Value(a, False) for a in (evaluate(eqn, arrays) if outputs is None else outputs)]
+
+
+def _states(values: Sequence[_Value], atoms: Sequence[Any]) -> list[State]:
+    return [
+        (View.whole(k, aval(v).shape) if jnp.issubdtype(aval(v).dtype, jnp.floating) else None)
+        if value.is_known
+        else DATA
+        for k, (value, v) in enumerate(zip(values, atoms, strict=True))
+    ]
+
+
+def _checkpoint(eqn: JaxprEqn, body: ClosedJaxpr, values: list[_Value]) -> list[Any] | None:
+    jaxpr = body.jaxpr
+    variables = find_derived(body, _states(values, jaxpr.invars))
+    if not variables:
+        return None
+    constants = dict(zip(jaxpr.constvars, body.consts, strict=True))
+    arrays = [v.array for v in values]
+    known = constants | dict(zip(jaxpr.invars, arrays, strict=True))
+
+    def function(arrays: list[Any], derived: list[Any]) -> list[Any]:
+        env = constants | dict(zip([*jaxpr.invars, *variables], [*arrays, *derived], strict=True))
+        return evaluate_from(jaxpr, jaxpr.outvars, env)
+
+    with in_scopes(eqn):
+        return call_like(eqn, function)(arrays, evaluate_from(jaxpr, variables, known))
+
+
+def _scan(eqn: JaxprEqn, values: list[_Value]) -> list[Any] | None:
+    scan, length = Scan.of(eqn), eqn.params["length"]
+    body = inline(scan.body)
+    jaxpr = body.jaxpr
+    consts, carry, xs = scan.split(values)
+    const_vars, carry_vars, x_vars = scan.split(jaxpr.invars)
+    constants = dict(zip(jaxpr.constvars, body.consts, strict=True))
+    constants |= {v: c.array for v, c in zip(const_vars, consts, strict=True)}
+    known = {v for v, c in zip(const_vars, consts, strict=True) if c.is_known} | {*jaxpr.constvars}
+
+    # Slices of a parameter by the number of the iteration are slices of a scan.
+    scanned = {v: x.array for v, x in zip(x_vars, xs, strict=True)}
+    own_slices = _counted_slices(jaxpr, carry_vars, carry, known, constants, length)
+    states: list[Any] = _states([*consts, *(_Value(None, False) for _ in carry), *xs], jaxpr.invars)
+    reverse = eqn.params["reverse"]
+    if reverse:
+        own_slices = {}
+    variables = [v for v in find_derived(body, states) if not _reads(jaxpr, v, own_slices)]
+    if not variables and not own_slices:
+        return None
+    known_xs = {v for v, x in zip(x_vars, xs, strict=True) if x.is_known}
+    invariant: list[Var] = []
+    per_iteration: list[Var] = []
+    for v in variables:
+        is_invariant = not known_xs & set(dependencies(jaxpr, [v])[0])
+        (invariant if is_invariant else per_iteration).append(v)
+    with in_scopes(eqn):
+        constants |= zip(invariant, evaluate_from(jaxpr, invariant, constants), strict=True)
+        if per_iteration:
+
+            def derive(slices: dict[Var, Any]) -> list[Any]:
+                return evaluate_from(jaxpr, per_iteration, constants | slices)
+
+            own = {v: scanned[v] for v in x_vars if v in known_xs}
+            scanned |= zip(per_iteration, jax.lax.map(derive, own), strict=True)
+        names = [*scanned]
+
+        def iterate(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
+            of_scan, of_counter = slices
+            env = constants | dict(zip(carry_vars, carry, strict=True))
+            env |= dict(zip(names, of_scan, strict=True))
+            env |= {v: a[None] for v, a in zip(own_slices, of_counter, strict=True)}
+            out = evaluate_from(jaxpr, jaxpr.outvars, env)
+            return out[: scan.num_carry], out[scan.num_carry :]
+
+        slices = [*scanned.values()], [*own_slices.values()]
+        out, ys = scan.run(iterate, [c.array for c in carry], slices)
+    return [*out, *ys]
+
+
+def _reads(jaxpr: Any, v: Var, slices: dict[Var, Any]) -> bool:
+    """Whether a derived value is, or follows from, a slice by the number of the iteration."""
+    _, eqns = dependencies(jaxpr, [v])
+    return any(out in slices for e in eqns for out in e.outvars)
+
+
+def _counted_slices(
+    jaxpr: Any,
+    carry_vars: Sequence[Var],
+    carry: Sequence[_Value],
+    known: set[Var],
+    constants: dict[Var, Any],
+    length: int,
+) -> dict[Var, Array]:
+    """Find ``w[i]`` in a loop, where ``i`` counts iterations.
+
+    Returns:
+      By the result of each such slice, the array [length, ...] of which iteration i reads row i.
+    """
+    counters: dict[Var, np.ndarray] = {}
+    produced = {v: e for e in jaxpr.eqns for v in e.outvars}
+    for v, init, out in zip(carry_vars, carry, jaxpr.outvars[: len(carry)], strict=True):
+        step = _increment(produced.get(out), v)
+        if step is not None and not isinstance(init.array, jax.core.Tracer):
+            counters[v] = np.asarray(init.array) + step * np.arange(length, dtype=aval(v).dtype)
+    slices: dict[Var, Array] = {}
+    for eqn in jaxpr.eqns if counters else ():
+        operand, *starts = eqn.invars
+        sizes = eqn.params.get("slice_sizes", ())
+        if eqn.primitive.name != "dynamic_slice" or operand not in known:
+            continue
+        shape = aval(operand).shape
+        inputs, _ = dependencies(jaxpr, starts)
+        if tuple(sizes) != (1, *shape[1:]) or not set(inputs) <= set(counters):
+            continue
+        with jax.ensure_compile_time_eval():
+            first, *others = jax.vmap(lambda values, s=starts: evaluate_from(jaxpr, s, values))(
+                {v: jnp.asarray(counters[v]) for v in inputs}
+            )
+            first, others = np.asarray(first), [np.asarray(a) for a in others]
+        start = int(first[0]) if length else 0
+        consecutive = (first == start + np.arange(length)).all() and not any(map(np.any, others))
+        if consecutive and start >= 0 and start + length <= shape[0]:
+            slices[eqn.outvars[0]] = constants[operand][start : start + length]
+    return slices
+
+
+def _increment(eqn: JaxprEqn | None, v: Var) -> int | None:
+    """The number ``c`` if the equation is ``v + c``."""
+    if eqn is None or eqn.primitive.name != "add" or aval(v).shape:
+        return None
+    numbers = [a.val for a in eqn.invars if isinstance(a, Literal)]
+    reads = any(a is v for a in eqn.invars)
+    return int(numbers[0]) if len(numbers) == 1 and reads else None

@@ -1,0 +1,128 @@
+"""Parameters that are combined, sliced or normalized before they meet data."""
+
+import chex
+import example_losses
+import jax
+import jax.numpy as jnp
+import pytest
+from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses
+
+import fnet
+from fnet.autodiff import gradient_strategies
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+D = 6
+X = normal(9, B, 5, D)
+
+
+def matrices(*names):
+    return {name: normal(i, D, D) for i, name in enumerate(names)}
+
+
+def concatenated_cell(p, x):
+    def cell(h, x):
+        kernel = jnp.concatenate([p["a"], p["b"]], 1)
+        i, f = jnp.split(x @ kernel + h @ jnp.concatenate([p["c"], p["d"]], 1), 2, 1)
+        return jnp.tanh(i) * jax.nn.sigmoid(f), None
+
+    return row_losses(jax.lax.scan(cell, x[:, 0], jnp.swapaxes(x, 0, 1))[0])
+
+
+def loop_over_slices(p, x):
+    def body(i, x):
+        return jnp.tanh(x @ p[i] + x)
+
+    return row_losses(jax.lax.fori_loop(1, 4, body, x))
+
+
+def normalized_in_scan(p, x):
+    def layer(x, w):
+        return jnp.tanh(x @ (w / jnp.linalg.norm(w))), None
+
+    return row_losses(jax.lax.scan(layer, x, p)[0])
+
+
+def normalized_in_checkpoint(p, x):
+    @jax.checkpoint
+    def layer(x, w):
+        return jnp.tanh(x @ (w / jnp.linalg.norm(w)))
+
+    return row_losses(layer(layer(x, p["a"]), p["b"]))
+
+
+def weight_norm(p, x):
+    kernel = p["a"] / jnp.linalg.norm(p["a"], axis=0) * p["g"]
+    return row_losses(jnp.tanh(x @ kernel) @ p["b"])
+
+
+def straight_through(p, x):
+    kernel = p["a"] + jax.lax.stop_gradient(jnp.round(p["a"] * 4) / 4 - p["a"])
+    return row_losses(jnp.tanh(x @ kernel))
+
+
+def low_rank_update(p, x):
+    return row_losses(jnp.tanh(x @ (p["w"] + p["a"] @ p["b"])) @ p["w"])
+
+
+STACK = normal(0, 5, D, D)
+CASES = {
+    "concatenated": (
+        lambda p, x: row_losses(jnp.tanh(x @ jnp.concatenate([p["a"], p["b"]], 1))),
+        matrices("a", "b"), "ghost norm",
+    ),
+    "concatenated in a cell": (concatenated_cell, matrices("a", "b", "c", "d"), "ghost norm"),
+    "stacked": (
+        lambda p, x: row_losses(
+            jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, jnp.stack([p["a"], p["b"]]))[0]
+        ),
+        matrices("a", "b"), "ghost norm",
+    ),
+    "slices by a counter": (loop_over_slices, STACK, "ghost norm"),
+    "normalized in a scan": (normalized_in_scan, STACK, "derived"),
+    "normalized in jax.checkpoint": (normalized_in_checkpoint, matrices("a", "b"), "derived"),
+    "weight norm": (
+        weight_norm, matrices("a", "b") | {"g": normal(5, D)},
+        {"a": "derived", "b": "ghost norm", "g": "derived"},
+    ),
+    "straight-through": (straight_through, matrices("a"), "ghost norm"),
+    "low-rank update of a tied kernel": (
+        low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
+        "derived",
+    ),
+    "weight decay": (
+        lambda p, x: row_losses(x @ p["a"]) + (p["a"] ** 2).sum(), matrices("a"), "derived",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_matches_a_loop_over_examples(name, per_layer):
+    loss, params, _ = CASES[name]
+    per_example = loop_over_examples(Case(loss, params, (X,)))
+    gradient = jax.jit(fnet.clipped_grad(loss, float("inf"), per_layer=per_layer))
+    total, info = gradient(params, X)
+    expected = jax.tree.map(lambda g: g.sum(0), per_example)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strategy(name):
+    loss, params, strategy = CASES[name]
+    expected = jax.tree.map(lambda _: strategy, params) if isinstance(strategy, str) else strategy
+    assert gradient_strategies(loss, params, X) == expected
+
+
+def test_each_parameter_of_a_group_is_clipped_on_its_own():
+    loss, params, _ = CASES["concatenated in a cell"]
+    total, _ = jax.jit(fnet.clipped_grad(loss, 0.1, per_layer=True))(params, X)
+    gradients = [jax.grad(lambda p, i=i: loss(p, X[i : i + 1])[0])(params) for i in range(B)]
+    bound = 0.1 / len(params) ** 0.5
+
+    def clip(g):
+        return g * jnp.minimum(1, bound / jnp.linalg.norm(g))
+
+    expected = jax.tree.map(lambda *rows: sum(map(clip, rows)), *gradients)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
