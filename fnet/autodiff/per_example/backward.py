@@ -11,8 +11,9 @@ holds the example alone, and computes it in this way:
    can make one example's gradient depend on another.
 """
 
+import collections
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
     ChunkedGradients,
     FactoredGradients,
+    GroupGradients,
     MaterializedGradients,
     ParameterGradients,
     PerExampleGradients,
@@ -65,6 +67,7 @@ def per_example_gradients(
     *,
     has_aux: bool = False,
     width: int | None = None,
+    remat: bool = False,
 ) -> PerExampleGradients:
     """Differentiate the losses of all examples in one backward pass.
 
@@ -76,6 +79,8 @@ def per_example_gradients(
       has_aux: Whether the loss returns ``(losses, aux)``.
       width: Number of examples at a time for gradients computed in chunks; by default as many
         as take no more memory than the parameters.
+      remat: Whether parameters inside of `jax.checkpoint` get a second backward pass for sums,
+        so that nothing is saved for them. Sums may have one set of scales only.
 
     Raises:
       TypeError: Parameters or losses are not floating-point, ``width`` is not an int, or
@@ -110,7 +115,7 @@ def per_example_gradients(
             losses, aux, [False] * len(aux_shapes), treedef, none, [], None
         )  # fmt: skip
 
-    result = _differentiate(closed, leaves, examples, width)
+    result = _differentiate(closed, leaves, examples, width, remat)
     shapes_of_one = [a.shape for a in closed.out_avals[1:]]
     aux = _batched_aux(result.aux, shapes_of_one, aux_shapes, size)
     chunked = None
@@ -258,12 +263,16 @@ class _Differentiated(NamedTuple):
     losses: Array
     aux: list[Value]
     by_param: dict[int, ParameterGradients]
-    groups: list[DerivedGradients]
+    groups: list[GroupGradients]
     in_chunks: list[int]
 
 
 def _differentiate(
-    closed: ClosedJaxpr, params: Sequence[Any], examples: Examples, width: int | None
+    closed: ClosedJaxpr,
+    params: Sequence[Any],
+    examples: Examples,
+    width: int | None,
+    remat: bool,
 ) -> _Differentiated:
     """Differentiate the loss of one example, and execute the result for all examples."""
     size = examples.size
@@ -281,13 +290,21 @@ def _differentiate(
         else:
             groups.append(group)
 
+    grouped = {i for group in groups for i in group.params}
+    measured = _rematerialized(uses, range(len(params)), grouped) if remat else {}
+
     def differentiate(*args: Any) -> Any:
-        zeros = [jnp.zeros((*u.scan_lengths, *u.out.shape), u.out.dtype) for u in uses.linear]
+        zeros = [
+            jnp.zeros(u.scan_lengths)
+            if k in measured
+            else jnp.zeros((*u.scan_lengths, *u.out.shape), u.out.dtype)
+            for k, u in enumerate(uses.linear)
+        ]
 
         def tapped_loss(taps: list[Array], selected: dict[int, Any]) -> Any:
             own = [selected.get(i, p) for i, p in enumerate(args[:count])]
             (losses, *aux), data = evaluate_with_taps(
-                split.loss, [*own, *args[count:]], uses.linear, taps
+                split.loss, [*own, *args[count:]], uses.linear, taps, measured
             )
             return losses, (aux, data)
 
@@ -303,8 +320,13 @@ def _differentiate(
         i: MaterializedGradients(rows_of(g, leaves[i].shape, size)) for i, g in gradients.items()
     }
     inputs: dict[int, list[UseInputs]] = {}
-    for use, x, ct, shape in zip(uses.linear, data, cts, shapes[2], strict=True):
+    squares: dict[int, Array] = {}
+    for k, (use, x, ct, shape) in enumerate(zip(uses.linear, data, cts, shapes[2], strict=True)):
         n = len(use.scan_lengths)
+        if k in measured:
+            layers = rows_of(ct, use.scan_lengths, size).reshape(size, -1)
+            squares[use.view.param] = layers.sum(1)
+            continue
         if use.equation.data is None:
             x = jnp.zeros((*use.scan_lengths, size, 0))
         else:
@@ -316,22 +338,99 @@ def _differentiate(
     def gradients_of(i: int) -> ParameterGradients:
         return by_leaf[i] if i in by_leaf and leaves[i].size else ZeroGradients(leaves[i], size)
 
-    grouped = {i for group in groups for i in group.params}
+    rematerialized = RematerializedGradients(split.loss, leaves, examples, squares)
     return _Differentiated(
         rows_of(losses, (1,), size)[:, 0],
         aux,
-        {i: gradients_of(i) for i in range(len(params)) if i not in grouped | in_chunks},
+        {
+            i: gradients_of(i)
+            for i in range(len(params))
+            if i not in grouped | in_chunks | set(squares)
+        },
         [
-            DerivedGradients(
-                group,
-                [params[i] for i in group.params],
-                {i: by_leaf[i] for i in group.params if i in by_leaf},
-                [gradients_of(len(params) + i) for i in group.derived],
-            )
-            for group in groups
+            *([rematerialized] if squares else []),
+            *(
+                DerivedGradients(
+                    group,
+                    [params[i] for i in group.params],
+                    {i: by_leaf[i] for i in group.params if i in by_leaf},
+                    [gradients_of(len(params) + i) for i in group.derived],
+                )
+                for group in groups
+            ),
         ],
         sorted(in_chunks),
     )
+
+
+def _rematerialized(uses: Uses, params: Sequence[int], grouped: Collection[int]) -> set[int]:
+    """Numbers of the uses inside of `jax.checkpoint` that give a parameter's norm alone."""
+    counts = collections.Counter(use.view.param for use in uses.linear)
+    return {
+        k
+        for k, use in enumerate(uses.linear)
+        if use.rematerialized
+        and counts[use.view.param] == 1
+        and len(use.scan_lengths) == len(use.view.scans)
+        and not use.view.has_repeats
+        and use.view.param in params
+        and use.view.param not in grouped
+    }
+
+
+class RematerializedGradients(NamedTuple):
+    """Gradients of parameters inside of `jax.checkpoint`, of which only norms were computed.
+
+    Attributes:
+      loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
+      params: Its first arguments.
+      examples: The batch.
+      squares: Squared norms [batch] by number of the parameter.
+      strategy: See `GroupGradients`.
+    """
+
+    loss: ClosedJaxpr
+    params: Sequence[Any]
+    examples: Examples
+    squares: dict[int, Array]
+    strategy: str = "rematerialized"
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """Numbers of the parameters."""
+        return list(self.squares)
+
+    def squared_norms(self, whole: bool) -> dict[int, Array]:
+        """See `GroupGradients`."""
+        return self.squares
+
+    def materialize(self) -> dict[int, Array]:
+        """See `GroupGradients`."""
+        chunks = ChunkedGradients(
+            self.loss, self.params, self.examples, self.numbers, self.examples.size
+        )
+        return chunks.materialize()
+
+    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+        """See `GroupGradients`. A second backward pass, with weighted losses."""
+        scales = scales_by_param[self.numbers[0]]
+        included = scales != 0
+        # An example that is left out, which may be infinite, is computed as another one.
+        other = jnp.argmax(included)
+
+        def replace(a: Array) -> Array:
+            return jnp.where(included.reshape(-1, *[1] * (a.ndim - 1)), a, a[other])
+
+        size = self.examples.size
+        rows = [Rows(replace(a), 0) for a in self.examples.leaves]
+
+        def weighted_loss(selected: dict[int, Any]) -> Array:
+            params = [selected.get(i, p) for i, p in enumerate(self.params)]
+            losses, *_ = run_for_batch(self.loss, [*params, *rows], size, keep_rules=True)
+            return (rows_of(losses, (1,), size)[:, 0] * scales).sum()
+
+        sums = jax.grad(weighted_loss)({i: self.params[i] for i in self.numbers})
+        return {i: jnp.where(included.any(), g, 0) for i, g in sums.items()}
 
 
 def _batched_aux(

@@ -53,18 +53,21 @@ Value = Rows | Any
 """`Rows`, or an array that all examples share."""
 
 
-def run_for_batch(closed: ClosedJaxpr, args: Sequence[Value], batch: int) -> list[Value]:
+def run_for_batch(
+    closed: ClosedJaxpr, args: Sequence[Value], batch: int, *, keep_rules: bool = False
+) -> list[Value]:
     """Execute the program of one example for all examples.
 
     Args:
       closed: The program, traced for one example.
       args: One value per argument of the program.
       batch: Number of examples.
+      keep_rules: Whether functions keep their custom derivatives, to differentiate the result.
 
     Returns:
       One value per result of the program: what it gives for each example alone.
     """
-    return _Interpreter(batch).run(closed, args)
+    return _Interpreter(batch, keep_rules).run(closed, args)
 
 
 def rows_of(value: Value, shape: Sequence[int], batch: int, axis: int = 0) -> Array:
@@ -156,6 +159,7 @@ class Operands(NamedTuple):
 
 class _Interpreter(NamedTuple):
     batch: int
+    keep_rules: bool
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
         return interpret(closed, args, self._equation)
@@ -168,7 +172,7 @@ class _Interpreter(NamedTuple):
             return self._checkpoint(eqn, operands)
         # A program that was differentiated only has the custom functions it does not
         # differentiate.
-        if (inner := called_jaxpr(eqn, custom_derivatives=True)) is not None:
+        if (inner := called_jaxpr(eqn, custom_derivatives=not self.keep_rules)) is not None:
             with in_scopes(eqn):
                 return self.run(inner, operands)
         if name == "scan":

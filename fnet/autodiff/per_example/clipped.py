@@ -230,6 +230,7 @@ class ClippedGrad:
             examples("clipped_grad", batch),
             has_aux=self.has_aux,
             width=self.width,
+            remat=not self.per_layer,
         )
         size = grads.losses.shape[0]
         is_real = jnp.ones(size, bool) if mask is None else jnp.asarray(mask) != 0
@@ -285,6 +286,8 @@ def gradient_strategies(
     ``"materialized in chunks"``  are such products, a few examples at a time
     ``"derived"``                 follow from those of a value that is computed from parameters
                                   alone, such as a masked or normalized kernel
+    ``"rematerialized"``          are inside of `jax.checkpoint`: norms are computed in the backward
+                                  pass, sums in a second one, and nothing is saved
     ``"autodiff"``                come from automatic differentiation, and are materialized
     ``"autodiff in chunks"``      come from automatic differentiation, a few examples at a time
     ``"unused"``                  are 0: the losses do not depend on the parameter
@@ -317,7 +320,7 @@ def gradient_strategies(
     def trace(params: Any, batch: Any) -> None:
         name = "gradient_strategies"
         grads = per_example_gradients(
-            name, loss, params, examples(name, batch), has_aux=has_aux, width=width
+            name, loss, params, examples(name, batch), has_aux=has_aux, width=width, remat=True
         )
         strategies.append(grads.strategies())
 

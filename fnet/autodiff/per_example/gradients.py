@@ -131,7 +131,9 @@ def per_example_norms(loss: PerExampleLoss, *, has_aux: bool = False) -> Callabl
 
     def norms(params: Any, *batch: Any) -> Any:
         e = examples("per_example_norms", batch)
-        gradients = per_example_gradients("per_example_norms", loss, params, e, has_aux=has_aux)
+        gradients = per_example_gradients(
+            "per_example_norms", loss, params, e, has_aux=has_aux, remat=True
+        )
         squares = sum(jax.tree.leaves(gradients.squared_norms(whole=True)), jnp.zeros(e.size))
         return (jnp.sqrt(squares), gradients.aux) if has_aux else jnp.sqrt(squares)
 

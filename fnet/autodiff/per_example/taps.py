@@ -13,7 +13,7 @@ respect to taps instead of parameters skips all parameter gradients.
 
 import enum
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,16 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.autodiff.per_example.ghost_norm import LinearEquation, linear_equation
 from fnet.backward_pass import is_params_first
-from fnet.jaxpr import Scan, aval, call_like, called_jaxpr, evaluate, in_scopes, interpret
+from fnet.jaxpr import (
+    CHECKPOINT,
+    Scan,
+    aval,
+    call_like,
+    called_jaxpr,
+    evaluate,
+    in_scopes,
+    interpret,
+)
 
 Path = tuple[int, ...]
 """Position of an equation: its index, preceded by the indices of the calls and scans around it."""
@@ -254,6 +263,7 @@ class Use(NamedTuple):
       equation: How the equation is linear in the view.
       scan_lengths: Lengths of the enclosing scans, outermost first.
       out: Shape and dtype of the equation's result in one iteration.
+      rematerialized: Whether the equation is inside of `jax.checkpoint`.
     """
 
     path: Path
@@ -261,6 +271,7 @@ class Use(NamedTuple):
     equation: LinearEquation
     scan_lengths: tuple[int, ...]
     out: jax.ShapeDtypeStruct
+    rematerialized: bool = False
 
 
 class Uses(NamedTuple):
@@ -298,6 +309,7 @@ class _Search:
     def __init__(self) -> None:
         self.uses: list[Use] = []
         self.nonlinear: set[int] = set()
+        self.checkpoints = 0
 
     def visit(
         self,
@@ -319,7 +331,10 @@ class _Search:
         self, eqn: JaxprEqn, states: list[State], path: Path, scan_lengths: tuple[int, ...]
     ) -> Sequence[State]:
         if (inner := called_jaxpr(eqn)) is not None:
-            return self.visit(inner, states, path, scan_lengths)
+            self.checkpoints += eqn.primitive.name in CHECKPOINT
+            results = self.visit(inner, states, path, scan_lengths)
+            self.checkpoints -= eqn.primitive.name in CHECKPOINT
+            return results
         if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
             return states
         if DATA not in states:
@@ -350,7 +365,8 @@ class _Search:
             return False
         out = aval(eqn.outvars[0])
         shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        self.uses.append(Use(path, view, equation, scan_lengths, shape))
+        in_checkpoint = self.checkpoints > 0
+        self.uses.append(Use(path, view, equation, scan_lengths, shape, in_checkpoint))
         return True
 
     def _scan(
@@ -376,6 +392,7 @@ def evaluate_with_taps(
     args: Sequence[Any],
     uses: Sequence[Use],
     taps: Sequence[Array],
+    measured: Collection[int] = (),
 ) -> tuple[list[Any], list[Array]]:
     """Evaluate a traced function with a tap behind every use.
 
@@ -385,12 +402,15 @@ def evaluate_with_taps(
       uses: Uses of its parameters.
       taps: Zeros [*scan_lengths, *out.shape] for each use. The cotangent of a tap is the
         cotangent of the equation's result.
+      measured: Numbers of uses that save nothing. The tap is [*scan_lengths], and its cotangent
+        is the squared norm of the gradient with respect to the view.
 
     Returns:
       The results, and the data [*scan_lengths, ...] that each use combines with the parameter.
       The data is an empty array if the gradient does not depend on it.
     """
-    evaluation = _Evaluation({use.path: number for number, use in enumerate(uses)}, uses)
+    numbers = {use.path: number for number, use in enumerate(uses)}
+    evaluation = _Evaluation(numbers, uses, frozenset(measured))
     results, data = evaluation.run(closed, args, (), dict(enumerate(taps)))
     return results, [data[number] for number in range(len(uses))]
 
@@ -402,6 +422,7 @@ _Data = dict[int, Array]
 class _Evaluation(NamedTuple):
     at_path: dict[Path, int]
     uses: Sequence[Use]
+    measured: frozenset[int]
 
     def run(
         self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Array]
@@ -415,6 +436,10 @@ class _Evaluation(NamedTuple):
             if eqn_path in self.at_path:
                 number, (out,) = self.at_path[eqn_path], evaluate(eqn, inputs)
                 operand = self.uses[number].equation.data
+                if number in self.measured:
+                    data[number] = jnp.zeros(0)
+                    x = jnp.zeros(0) if operand is None else inputs[operand]
+                    return [_measure(self.uses[number], out, x, taps[number])]
                 data[number] = jnp.zeros(0) if operand is None else inputs[operand]
                 return [tap(out, taps[number])]
             inner_taps = {n: taps[n] for n in self._within(eqn_path)}
@@ -470,3 +495,20 @@ def tap(x: Array, zeros: Array) -> Array:
 @tap.defjvp
 def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
+
+
+def _measure(use: Use, out: Array, x: Array, zero: Array) -> Array:
+    """Return ``out``. The cotangent of ``zero`` is the squared norm of the use's gradient."""
+
+    @jax.custom_vjp
+    def measure(out: Array, x: Array, zero: Array) -> Array:
+        return out
+
+    def backward(x: Array, ct: Array) -> tuple[Array, None, Array]:
+        ct_of_elements = use.view.unscale(ct)
+        squares = use.equation.squared_norms(x[None, None, None], ct_of_elements[None, None, None])
+        return ct, None, squares[0].astype(jnp.float32)
+
+    measure.defvjp(lambda out, x, zero: (out, x), backward)
+    measured: Array = measure(out, jax.lax.stop_gradient(x), zero)
+    return measured

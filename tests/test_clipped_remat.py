@@ -1,0 +1,117 @@
+"""Clipped gradients of losses with `jax.checkpoint`: nothing more is saved than by `jax.grad`."""
+
+import chex
+import example_losses
+import jax
+import jax.numpy as jnp
+import pytest
+from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses
+
+import fnet
+from fnet.autodiff import gradient_strategies
+from fnet.memory import peak
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+D = 6
+X = normal(9, B, 5, D)
+PARAMS = {"in": normal(0, D, D), "up": normal(1, 3, D, 2 * D), "down": normal(2, 3, 2 * D, D)}
+
+
+def scanned(p, x):
+    @jax.checkpoint
+    def layer(h, w):
+        up, down = w
+        return h + jax.nn.silu(h @ up) @ down, None
+
+    return row_losses(jax.lax.scan(layer, x @ p["in"], (p["up"], p["down"]))[0])
+
+
+def unrolled(p, x):
+    @jax.checkpoint
+    def layer(h, up, down):
+        return h + fnet.layer_norm(jax.nn.gelu(h @ up) @ down, jnp.ones(D), jnp.zeros(D))
+
+    x = layer(x @ p["in"], p["up"][0], p["down"][0])
+    return row_losses(layer(x, p["up"][1], p["down"][1]))
+
+
+def one_layer(p, x):
+    """A function with custom derivatives inside of `jax.checkpoint`."""
+
+    @jax.checkpoint
+    def layer(h, w):
+        return fnet.layer_norm(jax.nn.gelu(h @ w), jnp.ones(D), jnp.zeros(D))
+
+    return row_losses(layer(x, p["in"]) @ p["up"][0])
+
+
+def shared(p, x):
+    """The kernels of one layer are used in every iteration, and one of them outside, too."""
+
+    @jax.checkpoint
+    def layer(h, _):
+        return jnp.tanh(h @ p["in"] @ p["up"][0]) @ p["down"][0], None
+
+    return row_losses(jax.lax.scan(layer, x @ p["in"], None, length=2)[0])
+
+
+LOSSES = {"one layer": one_layer, "scanned": scanned, "unrolled": unrolled, "shared": shared}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_matches_a_loop_over_examples(name, per_layer):
+    loss = LOSSES[name]
+    per_example = loop_over_examples(Case(loss, PARAMS, (X,)))
+    gradient = jax.jit(fnet.clipped_grad(loss, float("inf"), per_layer=per_layer))
+    total, info = gradient(PARAMS, X)
+    expected = jax.tree.map(lambda g: g.sum(0), per_example)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+
+
+def test_clips_every_example():
+    gradients = [jax.grad(lambda p, i=i: scanned(p, X[i : i + 1])[0])(PARAMS) for i in range(B)]
+    norms = [
+        jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(tree))) for tree in gradients
+    ]
+    clip = float(sorted(norms)[B // 2])
+    total, _ = jax.jit(fnet.clipped_grad(scanned, clip))(PARAMS, X)
+    expected = jax.tree.map(
+        lambda *rows: sum(g * min(1, clip / n) for g, n in zip(rows, norms, strict=True)),
+        *gradients,
+    )
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, 1e30])
+def test_leaves_out_examples_with_a_gradient_that_is_not_finite(value):
+    gradient = jax.jit(fnet.clipped_grad(scanned, 0.1))
+    expected, _ = gradient(PARAMS, X, mask=jnp.arange(B) != 2)
+    total, info = gradient(PARAMS, X.at[2, 1].set(value))
+    assert info.nonfinite == 1
+    chex.assert_trees_all_close(total, expected, rtol=1e-5)
+    nothing, _ = gradient(PARAMS, jnp.full_like(X, value))
+    chex.assert_trees_all_equal(nothing, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+def test_strategy():
+    expected = {"in": "ghost norm", "up": "rematerialized", "down": "rematerialized"}
+    assert gradient_strategies(scanned, PARAMS, X) == expected
+
+
+def test_temporaries_are_those_of_the_plain_gradient():
+    width, depth, length = 64, 12, 32
+    params = {
+        "in": jax.ShapeDtypeStruct((width, width), jnp.float32),
+        "up": jax.ShapeDtypeStruct((depth, width, 4 * width), jnp.float32),
+        "down": jax.ShapeDtypeStruct((depth, 4 * width, width), jnp.float32),
+    }
+    x = jax.ShapeDtypeStruct((16, length, width), jnp.float32)
+
+    def temporaries(f):
+        return peak(jax.jit(f).lower(params, x).compile()).temporaries
+
+    plain = temporaries(lambda p, x: jax.grad(lambda p: scanned(p, x).mean())(p))
+    assert temporaries(fnet.clipped_grad(scanned, 1.0)) <= 1.3 * plain
