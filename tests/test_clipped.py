@@ -67,6 +67,23 @@ def test_infinite_clip_gives_the_plain_sum():
     chex.assert_trees_all_close((total, info.norms), (jnp.float32(4), jnp.array([3.0, 4.0, 5.0])))
 
 
+def test_division_by_the_batch_size_divides_by_one():
+    total, info = clipped_grad(lambda p, x: p * x / len(x), INFINITY)(jnp.float32(2), X)
+    chex.assert_trees_all_close((total, info.norms), (jnp.float32(12), jnp.asarray(X)))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_class_tokens_may_be_tiled_over_the_batch(length):
+    def loss(token, x):
+        tiled = jnp.tile(token, (len(x), 1)).reshape(len(x), length, 2)
+        return row_losses(jnp.concatenate([tiled, x], 1))
+
+    token, x = jnp.ones((length, 2)), jnp.ones((B, 3, 2))
+    total, _ = clipped_grad(loss, INFINITY)(token, x)
+    expected = jax.grad(lambda token: loss(token, x).sum())(token)
+    chex.assert_trees_all_close(total, expected, rtol=1e-6)
+
+
 def test_masked_examples_contribute_zero():
     gradient = clipped_grad(halves, 2.5, rescale_to_unit_norm=True)
     total, info = gradient(jnp.float32(2), X, mask=np.array([True, False, False]))

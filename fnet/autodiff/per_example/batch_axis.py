@@ -443,6 +443,9 @@ def _shared(eqn: JaxprEqn, states: list[Any], batch_size: int) -> Shared:
         dimensions = [int(d) for d in eqn.params["broadcast_dimensions"]]
         uniform |= set(range(len(out))) - set(dimensions)
         uniform |= {d for a, d in enumerate(dimensions) if shapes[0][a] == 1}
+    if name == "tile":
+        repeats = zip(eqn.params["reps"], shapes[0], strict=True)
+        uniform |= {a for a, (n, size) in enumerate(repeats) if size == 1 or n % batch_size == 0}
     if not (rule := rule_of(name)):
         return Shared()
     # An axis along which the rows are equal and treated alike gives equal rows.

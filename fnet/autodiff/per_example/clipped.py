@@ -112,9 +112,12 @@ def clipped_grad(
                                       normalized
     traced ``clip`` below 0 or NaN    as ``clip=0``
     parameter without effect          a gradient of 0
-    layer that mixes examples         ValueError with the layer's name
-    indexing of other examples        not detected: a batch of one example has no others
-    division by the batch size        not detected: it may be 1 or the whole batch
+    layer that mixes examples         ValueError with the layer's name and the source line
+    position in the batch             ValueError if the loss depends on it, as with
+                                      ``jnp.arange(len(x))`` or dropout with a key from a closure
+    batch size                        is 1: ``/ len(x)`` divides by 1
+    operation that is not analyzed    ValueError if the losses of the batch differ from those of
+                                      single examples; a warning if traced
     ================================  ===========================================================
 
     Args:
@@ -139,7 +142,8 @@ def clipped_grad(
     Raises:
       ValueError: ``clip`` is negative, NaN, or infinite with ``automatic``; or ``automatic`` is
         not above 0. When called: ``width`` is below 1, the losses are not [batch], arrays differ
-        in their leading axis, or a layer mixes examples.
+        in their leading axis, a layer mixes examples, or the loss depends on the position in
+        the batch.
       TypeError: Parameters or losses are not floating-point.
 
     Example:
