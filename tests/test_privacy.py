@@ -25,9 +25,10 @@ from fnet.privacy import (
     calibrate_noise_multiplier,
     epsilon,
 )
-from train.config import Clipped, Mesh, recipes
+from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
 from train.run.metrics import noise_scale, noise_scale_course
+from train.run.planning import compile_step, largest_batch
 from train.run.privacy import Privacy, check_dp_accounting, privacy_from_config
 from train.run.setup import setup
 
@@ -337,12 +338,36 @@ def test_per_example_runs_measure_the_noise_scale(workplace):
     assert summary["privacy"] is None
 
 
-def test_plans_choose_microbatches_only_for_the_mean(workplace):
+def test_plans_choose_microbatches_unless_the_config_does(workplace):
     choices = {}
-    for grad in ("Mean()", "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"):
+    fixed = "Microbatch(microbatches=4)", "PerExample()", "Clipped(microbatches=2)"
+    for grad in ("Mean()", "Clipped()", *fixed):
         write_other(workplace, grad)
         choices[grad] = setup(recipes.load("other.py")).microbatch_choices
-    assert list(choices.values()) == [None, (4,), (1,), (2,)]
+    assert list(choices.values()) == [None, None, (4,), (1,), (2,)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantile", ["None", "0.5"])
+def test_a_private_step_is_planned_within_a_budget(quantile, workplace, monkeypatch):
+    grad = f"Clipped(noise_multiplier=8.0, delta=1e-5, quantile={quantile})"
+    write_other(workplace, grad, model="Mlp(hidden=(256,))")
+    config = recipes.load("other.py")
+    run = setup(dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=512)))
+    monkeypatch.setattr("train.run.planning.reserve", lambda run, target=None: 0)
+    peak = compile_step(run).executable.report.peak.total
+    memory = Memory(budget=f"{int(0.6 * peak)}B", policy="none")
+    tight = run._replace(config=dataclasses.replace(run.config, memory=memory))
+    planned = compile_step(tight)
+    assert planned.microbatches > 1
+    assert planned.executable.report.peak.total <= 0.6 * peak
+    batch = next(run.training_batches(0))
+    whole, parts = (
+        step(run.init(jax.random.key(0)), batch)[0].params
+        for step in (run.step, planned.executable)
+    )
+    chex.assert_trees_all_close(whole, parts, atol=1e-6)  # the same noise, too
+    assert largest_batch(run, planned.plan.chosen, int(0.6 * peak)) >= 512
 
 
 def test_the_noise_scale_is_a_ratio_of_exponential_averages():

@@ -85,7 +85,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
                 available = format_bytes(max(step_limit, 0))
                 raise UserError(f"not even the smallest batch fits in {available}")
             log(_largest_batch_size(size, smallest))
-            run = run.with_batch_size(size)
+            run = run.with_batch_size(size, smallest.microbatches)
             if not run.config.memory.budget:  # choose the fastest candidate that fits the target
                 run = run._replace(config=_replace(run.config, "memory", budget=f"{step_limit}B"))
         found = plan(run, target=target, progress=show_candidate)

@@ -92,7 +92,7 @@ class Clipped(Section):
     automatic: Positive | None = None
     """Automatic clipping: scale each gradient by clip / (norm + this value); None clips."""
     microbatches: Count = 1
-    """Number of microbatches that each batch is split into."""
+    """Number of microbatches that each batch is split into; 1 lets a memory budget choose."""
     epsilon: Annotated[float, Gt(0), Le(MAX_EPSILON)] | None = None
     """Privacy budget of the whole run, which sets the noise; needs delta."""
     delta: Annotated[float, Gt(0), Lt(1)] | None = None

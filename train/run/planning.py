@@ -195,7 +195,7 @@ def largest_batch(
 
     def peak(microbatch_size: int) -> int:
         batch_size = microbatch_size * parts
-        resized = run.with_batch_size(batch_size)
+        resized = run.with_batch_size(batch_size, candidate.microbatches)
         lowered = step.trace(*_arguments(resized, target)).lower()
         size = memory.estimate_peak(lowered, candidate.compiler_options, target).total
         size += reserve(resized, target) - reserve(run, target)

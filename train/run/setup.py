@@ -84,7 +84,8 @@ class Setup(NamedTuple):
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
         """Numbers of microbatches that a memory plan may choose from; None for any."""
-        fixed = isinstance(self.config.grad, Microbatch | PerExample | Clipped)
+        grad = self.config.grad
+        fixed = isinstance(grad, Microbatch | PerExample) or self.step.microbatches > 1
         return (self.step.microbatches,) if fixed else None
 
     def training_batches(self, seed: int) -> grain.DatasetIterator:
@@ -105,11 +106,14 @@ class Setup(NamedTuple):
             return buckets.bucketed_batches(dataset, size, seed, longest)
         return data.training_batches(dataset, size, seed)
 
-    def with_batch_size(self, rows: int) -> "Setup":
-        """Return the same run with another batch size, for compilation."""
+    def with_batch_size(self, rows: int, microbatches: int = 1) -> "Setup":
+        """Return the same run with another batch size, for compilation in microbatches."""
         config = dataclasses.replace(
             self.config, data=dataclasses.replace(self.config.data, batch_size=rows)
         )
+        if isinstance(config.grad, Clipped):  # batches are padded to a multiple
+            grad = dataclasses.replace(config.grad, microbatches=microbatches)
+            config = dataclasses.replace(config, grad=grad)
         return self._replace(config=config).with_batch_shapes(_batch_shapes(self.task, config))
 
     def put(self, batch: Any) -> Any:
