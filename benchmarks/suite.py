@@ -96,7 +96,7 @@ SUITE = (
     ahead_of_time("linear_cross_entropy", "h100"),
     Benchmark("pixel_cross_entropy", quick=("--rounds", "3")),
     Benchmark("accumulation", quick=("--rounds", "3")),
-    Benchmark("correlated_noise", quick=("--rounds", "3"), packages=("dp-accounting",)),
+    Benchmark("correlated_noise", quick=("--rounds", "3"), packages=("dp_accounting",)),
     ahead_of_time("accumulation", "h100"),
     Benchmark("optimizer_in_backward", quick=("--rounds", "5", "--optimizers", "sgd", "adam")),
     ahead_of_time("optimizer_in_backward", "h100", quick=("--optimizers", "sgd", "adam")),

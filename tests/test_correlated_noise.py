@@ -216,6 +216,16 @@ def test_coefficients_equal_those_of_jax_privacy():
     assert banded_inverse_square_root(4).noising_coef == (1.0, -0.5, -0.125, -0.0625)
 
 
+@pytest.mark.parametrize("bands", [2, 4, 16])
+def test_dropped_coefficients_are_smaller_than_the_rounding_of_float32(bands):
+    kept = banded_square_root(bands).noising_coef
+    coef = np.cumprod([1.0, *((2 * j - 1) / (2 * j) for j in range(1, bands))])
+    whole = inverse_toeplitz(coef / np.linalg.norm(coef), 400)[:, 0]
+    tails = [np.linalg.norm(whole[i:]) / np.linalg.norm(whole) for i in range(len(whole))]
+    assert tails[len(kept)] <= 2**-24 < tails[len(kept) - 1]
+    np.testing.assert_allclose(kept, whole[: len(kept)], atol=1e-12)
+
+
 MINSEP = [
     (banded_square_root(4), 10, 3, 4.931758530183727),
     (banded_square_root(4), 10, 4, 2.839895013123359),

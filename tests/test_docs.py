@@ -54,6 +54,15 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         exec(compile(code, f"{page.name}, block {i}", "exec"), names)
 
 
+def test_a_private_program_has_15_lines():
+    page = (DOCS / "private_training.md").read_text()
+    section = page[page.index("## DP-SGD in 15 lines") : page.index("## Configuration")]
+    _, (_, program), _ = CODE.findall(section)
+    lines = [line for line in program.splitlines() if line.strip()]
+    assert len(lines) == 15
+    assert max(map(len, lines)) <= 100
+
+
 def blocks():
     """The lines of every block of commands that a page shows, with the page."""
     for page in PAGES:

@@ -161,6 +161,25 @@ def test_batches_have_the_rows_of_the_arrays_and_resume():
     np.testing.assert_array_equal(resumed["x"], batches[3]["x"])
 
 
+def test_streams_of_a_step_are_independent():
+    """Sampling has stream 0 of a step, augmentation stream 1, and the groups stream 2 of step 0."""
+
+    def uniform(*spawn_key):
+        return np.random.Generator(
+            np.random.Philox(np.random.SeedSequence(5, spawn_key=spawn_key))
+        ).random(EXAMPLES)
+
+    sampling = PoissonSampling(EXAMPLES, 10)
+    np.testing.assert_array_equal(
+        sampling.indices(5, 3), np.flatnonzero(uniform(3, 0) < sampling.probability)
+    )
+    groups = np.random.Generator(np.random.Philox(np.random.SeedSequence(5, spawn_key=(0, 2))))
+    everyone = PoissonSampling(EXAMPLES, EXAMPLES / 4, 4)
+    np.testing.assert_array_equal(
+        everyone.indices(5, 1), np.flatnonzero(groups.integers(4, size=EXAMPLES) == 1)
+    )
+
+
 def test_cyclic_sampling_draws_each_example_in_its_group_only():
     sampling, steps = PoissonSampling(EXAMPLES, 5, bands=4), 4000
     assert sampling.probability == 0.5

@@ -6,9 +6,7 @@ import io
 import itertools
 import json
 import logging
-import re
 import sys
-from pathlib import Path
 
 import chex
 import jax
@@ -444,12 +442,3 @@ def test_importing_dp_accounting_does_not_raise_the_log_level(before, monkeypatc
     monkeypatch.setattr(logger, "level", before)
     check_dp_accounting()
     assert logger.level == max(before, logging.ERROR)
-
-
-def test_the_program_of_the_page_has_15_lines():
-    page = (Path(__file__).parent.parent / "docs" / "private_training.md").read_text()
-    section = page[page.index("## DP-SGD in 15 lines") : page.index("## Configuration")]
-    _, program, _ = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    lines = [line for line in program.splitlines() if line.strip()]
-    assert len(lines) == 15
-    assert max(map(len, lines)) <= 100
