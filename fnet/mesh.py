@@ -1,8 +1,10 @@
 """Values that vary over the axes of a mesh, inside `jax.shard_map`."""
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 Tree = TypeVar("Tree")
@@ -16,17 +18,26 @@ def equally_varying(arrays: Tree) -> Tree:
     vary equally, and the transpose of the marking sums the cotangents of arrays that devices
     share. With ``check_vma=False`` and outside of `jax.shard_map` this does nothing.
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
 
     def mark(a: Array) -> Array:
-        missing = tuple(sorted(axes - _varying(a)))
+        missing = tuple(sorted(axes - varying_axes(a)))
         return jax.lax.pcast(a, missing, to="varying") if missing else a
 
     marked: Tree = jax.tree.map(mark, arrays)
     return marked
 
 
-def _varying(a: Array) -> frozenset[str]:
+def argument_like(shape: Sequence[int], cotangent: Array) -> Any:
+    """Return an argument of `jax.linear_transpose` that varies as its cotangent does."""
+    zeros = jax.ShapeDtypeStruct(tuple(shape), cotangent.dtype)
+    if not varying_axes(cotangent):
+        return zeros
+    return equally_varying((jnp.zeros(zeros.shape, zeros.dtype), cotangent))[0]
+
+
+def varying_axes(a: Array) -> frozenset[str]:
+    """Return the mesh axes that an array varies over inside `jax.shard_map`."""
     kind = jax.typeof(a)
     # Older and newer versions of JAX than 0.10 have it as `vma`.
     axes: frozenset[str] = (

@@ -411,3 +411,34 @@ def test_scales_beyond_the_range_of_float16():
     unit, _ = clipped_grad(loss, 0.0, rescale_to_unit_norm=True)(w, x * 1e-4)
     np.testing.assert_allclose(jnp.linalg.norm(clipped), 2e-8, rtol=1e-3)
     np.testing.assert_allclose(jnp.linalg.norm(unit), 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_examples_of_all_devices_stay_apart(check_vma):
+    case = CASES["dense_over_sequence"]()
+    mesh = Mesh(jax.devices()[:2], ("data",))
+
+    def sharded(params, *batch):
+        return jax.lax.psum(clipped_grad(case.loss, 0.5)(params, *batch)[0], "data")
+
+    data = PartitionSpec("data")
+    gradient = jax.shard_map(
+        sharded, mesh=mesh, in_specs=(PartitionSpec(), *[data for _ in case.batch]),
+        out_specs=PartitionSpec(), check_vma=check_vma,
+    )  # fmt: skip
+    expected, _ = jax.jit(clipped_grad(case.loss, 0.5))(case.params, *case.batch)
+    chex.assert_trees_all_close(
+        jax.jit(gradient)(case.params, *case.batch), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_loss_with_shard_map_inside_names_the_fix():
+    mesh = Mesh(jax.devices()[:2], ("data",))
+    spec = PartitionSpec("data")
+
+    def loss(w, x):
+        return jax.shard_map(lambda x: x**2, mesh=mesh, in_specs=spec, out_specs=spec)(x) * w
+
+    with pytest.raises(ValueError, match="not evenly divisible") as error:
+        clipped_grad(loss, 1.0)(jnp.float32(1), jnp.ones(4))
+    assert "around the gradient, not into the loss" in "".join(error.value.__notes__)

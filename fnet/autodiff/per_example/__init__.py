@@ -2,9 +2,11 @@
 
 Read `clipped` first: it explains the algorithm. Then follow one call of `clipped_grad`:
 
-- `backward` traces the loss and runs one backward pass that keeps examples apart.
-- `batch_axis` proves that no layer mixes examples, and finds each value's batch axis.
+- `backward` traces and differentiates the loss of one example.
+- `batch_axis` refuses losses of a whole batch that mix examples or depend on their position.
+- `hoist` and `derived` find values that are computed from parameters alone.
 - `taps` finds the equations that combine parameters with data, and gets cotangents there.
+- `batching` executes the program of one example for the batch.
 - `parameter_gradients` computes norms and weighted sums for each parameter.
 - `ghost_norm` does so for linear equations, without materializing gradients.
 

@@ -51,6 +51,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.taps import Uses, evaluate_with_taps, find_uses
 from fnet.jaxpr import find_equations, source_line
+from fnet.mesh import equally_varying, varying_axes
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
 """``(params, batch) -> (losses, aux)``."""
@@ -105,6 +106,8 @@ def per_example_gradients(
         return losses, aux
 
     size = examples.size
+    leaves, rows = equally_varying((leaves, examples.leaves))
+    examples = examples._replace(leaves=rows)
     aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
     closed = hoist(_trace_one(name, batch_loss, leaves, examples), len(leaves))
     if not size:
@@ -149,6 +152,7 @@ def _check_whole_batch(
     if isinstance(state, Mixed):
         raise ValueError(_refusal(name, state))
     if isinstance(state, Unknown):
+        _trace_one(name, function, params, examples)  # It must work for a batch of one.
         _compare_losses(name, state, function, params, examples)
     return jax.tree.structure(aux), [a.shape for a in jax.tree.leaves(aux)]
 
@@ -203,8 +207,10 @@ def _compare_losses(
     )
 
 
-def _shapes(examples: Examples, size: int) -> list[jax.ShapeDtypeStruct]:
+def _shapes(examples: Examples, size: int) -> list[Any]:
     """Shapes of a batch of ``size`` examples."""
+    if any(map(varying_axes, examples.leaves)):  # A shape has no mesh axes that it varies over.
+        return [a[jnp.zeros(size, int)] for a in examples.leaves]
     return [jax.ShapeDtypeStruct((size, *a.shape[1:]), a.dtype) for a in examples.leaves]
 
 
@@ -228,7 +234,14 @@ def _trace_one(
     name: str, function: BatchLoss, params: Sequence[Any], examples: Examples
 ) -> ClosedJaxpr:
     """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``."""
-    closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
+    try:
+        closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
+    except Exception as error:
+        error.add_note(
+            f"{name} traced the loss of a batch of one example, which must work. jax.shard_map "
+            "goes around the gradient, not into the loss."
+        )
+        raise
     if effects := [e for e in closed.effects if "Debug" not in type(e).__name__]:
         raise ValueError(
             f"{name}: the loss has side effects ({', '.join(map(str, effects))}), which could "
@@ -294,12 +307,14 @@ def _differentiate(
     measured = _rematerialized(uses, range(len(params)), grouped) if remat else {}
 
     def differentiate(*args: Any) -> Any:
-        zeros = [
+        zeros: list[Array] = [
             jnp.zeros(u.scan_lengths)
             if k in measured
             else jnp.zeros((*u.scan_lengths, *u.out.shape), u.out.dtype)
             for k, u in enumerate(uses.linear)
         ]
+        # The cotangent of a zero that all devices of a `jax.shard_map` share would be their sum.
+        zeros, *_ = equally_varying((zeros, args))
 
         def tapped_loss(taps: list[Array], selected: dict[int, Any]) -> Any:
             own = [selected.get(i, p) for i, p in enumerate(args[:count])]

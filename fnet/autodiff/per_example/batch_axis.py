@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from fnet.autodiff.per_example.batching import Operands, rule_of
+from fnet.autodiff.per_example.batching import UNCHANGED, Operands, rule_of
 from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
@@ -177,7 +177,7 @@ class _Analysis(NamedTuple):
             return self.visit(inner, states, scope)
         if name == "scan":
             return self._scan(eqn, states, scope)
-        if name in ("optimization_barrier", "device_put"):
+        if name in UNCHANGED:
             return states
         if name == "while":
             return self._while(eqn, states, scope)

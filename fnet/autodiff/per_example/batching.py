@@ -179,7 +179,7 @@ class _Interpreter(NamedTuple):
             return self._scan(eqn, operands)
         if name == "cond" and not isinstance(operands[0], Rows):
             return self._cond(eqn, operands)
-        if name in _UNCHANGED:
+        if name in UNCHANGED:
             return self._unchanged(eqn, operands)
         axes = [a.axis if isinstance(a, Rows) else None for a in operands]
         rule = rule_of(name)
@@ -394,7 +394,7 @@ def rule_of(name: str) -> Rule | None:
     return _RULES.get(name)
 
 
-_UNCHANGED = ("optimization_barrier", "device_put")
+UNCHANGED = ("device_put", "optimization_barrier", "pbroadcast", "pcast", "pvary")
 """Primitives whose results are their operands."""
 
 _SAME_SHAPES = ("add_any", "clamp", "select_n")

@@ -34,6 +34,7 @@ from fnet.jaxpr import (
     in_scopes,
     interpret,
 )
+from fnet.mesh import argument_like
 
 Path = tuple[int, ...]
 """Position of an equation: its index, preceded by the indices of the calls and scans around it."""
@@ -115,9 +116,9 @@ class View(NamedTuple):
             view = self.from_param(p)
             return view[tuple(map(slice, cotangent.shape))] if view.ndim else view
 
-        shape = jax.ShapeDtypeStruct(param.shape, cotangent.dtype)
         gradient: Array
-        (gradient,) = jax.linear_transpose(view_of, shape)(cotangent)
+        argument = argument_like(param.shape, cotangent)
+        (gradient,) = jax.linear_transpose(view_of, argument)(cotangent)
         return gradient
 
 
