@@ -56,7 +56,12 @@ TARGETS = {
     "fnet/autodiff/mean.py": "tests/test_step.py",
     "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
     "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
-    "fnet/autodiff/per_example/ghost_norm.py": "tests/test_clipped.py",
+    "fnet/autodiff/per_example/ghost_norm.py": (
+        "tests/test_ghost_norm.py tests/test_parameter_parts.py tests/test_clipped.py"
+    ),
+    "fnet/autodiff/per_example/parameter_gradients.py": (
+        "tests/test_ghost_norm.py tests/test_parameter_parts.py tests/test_clipped.py"
+    ),
     "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
     "fnet/privacy/accounting.py": "tests/test_privacy.py tests/test_correlated_noise.py",
     "fnet/privacy/correlated.py": "tests/test_correlated_noise.py",

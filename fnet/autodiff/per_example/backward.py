@@ -46,6 +46,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     MaterializedGradients,
     ParameterGradients,
     PerExampleGradients,
+    SquaredNorms,
     UseInputs,
     ZeroGradients,
 )
@@ -400,7 +401,7 @@ class RematerializedGradients(NamedTuple):
       loss: The traced loss of a batch of one: ``(*params, *batch) -> (losses, ...)``.
       params: Its first arguments.
       examples: The batch.
-      squares: Squared norms [batch] by number of the parameter.
+      squares: `upper_squared_norms` [batch] by number of the parameter.
       strategy: See `GroupGradients`.
     """
 
@@ -415,9 +416,9 @@ class RematerializedGradients(NamedTuple):
         """Numbers of the parameters."""
         return list(self.squares)
 
-    def squared_norms(self, whole: bool) -> dict[int, Array]:
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
         """See `GroupGradients`."""
-        return self.squares
+        return {i: SquaredNorms(a, jnp.zeros_like(a)) for i, a in self.squares.items()}
 
     def materialize(self) -> dict[int, Array]:
         """See `GroupGradients`."""
@@ -426,7 +427,9 @@ class RematerializedGradients(NamedTuple):
         )
         return chunks.materialize()
 
-    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+    def weighted_sum(
+        self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
+    ) -> dict[int, Array]:
         """See `GroupGradients`. A second backward pass, with weighted losses."""
         scales = scales_by_param[self.numbers[0]]
         included = scales != 0

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from fnet.autodiff.per_example.ghost_norm import map_in_chunks
+from fnet.autodiff.per_example.ghost_norm import map_in_chunks, squared_norms_of
 from fnet.autodiff.per_example.parameter_gradients import (
     FactoredGradients,
     MaterializedGradients,
     ParameterGradients,
+    SquaredNorms,
     ZeroGradients,
+    cancels,
 )
 from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters
 from fnet.jaxpr import aval, dependencies, interpret
@@ -204,20 +206,21 @@ class DerivedGradients(NamedTuple):
         """See `ParameterGradients`."""
         return self.derived[0].strategy if self.group.is_placement else "derived"
 
-    def squared_norms(self, whole: bool) -> dict[int, Array]:
-        """Squared norms [batch] by number of the parameter.
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        """Squared norms by number of the parameter.
 
         Args:
           whole: Whether only the sum over parameters is needed.
         """
         numbers = self.group.params
         if whole and self.group.is_placement:
-            squares = jax.tree.reduce(jnp.add, [g.squared_norms() for g in self.derived])
-            return {numbers[0]: squares} | dict.fromkeys(numbers[1:], jnp.zeros_like(squares))
+            norms = SquaredNorms.total([g.squared_norms() for g in self.derived])
+            zeros = jnp.zeros_like(norms.values)
+            return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, zeros))
         parts = [*self.direct.values(), *self.derived]
         counts = [len(_batch_first(g)) for g in parts]
 
-        def squares_of(*arrays: Array) -> Array:
+        def squares_of(*arrays: Array) -> tuple[Array, Array]:
             rows = iter(arrays)
             chunk = [
                 _with_rows(g, [next(rows) for _ in range(n)], len(arrays[0]))
@@ -226,29 +229,37 @@ class DerivedGradients(NamedTuple):
             direct = dict(zip(self.direct, chunk, strict=False))
             own = self._replace(direct=direct, derived=chunk[len(direct) :])
             gradients = own.materialize()
-            squares = [MaterializedGradients(gradients[i]).squared_norms() for i in numbers]
-            return jnp.stack(squares, 1)
+            squares = [squared_norms_of(gradients[i]) for i in numbers]
+            squares_of_parts = [squared_norms_of(g.materialize()) for g in chunk]
+            return jnp.stack(squares, 1), jnp.stack(squares_of_parts, 1)
 
         size = sum(p.size for p in self.params) + sum(
             v.aval.size for v in self.group.function.jaxpr.outvars
         )
         rows = [a for g in parts for a in _batch_first(g)]
-        squares = map_in_chunks(squares_of, rows, 4 * size)
-        return {i: squares[:, k] for k, i in enumerate(numbers)}
+        squares, squares_of_parts = map_in_chunks(squares_of, rows, 4 * size)
+        is_rough = jnp.zeros(len(squares), bool)
+        for k, g in enumerate(parts):
+            if isinstance(g, FactoredGradients):
+                is_rough |= cancels(g.squares_of_terms(), squares_of_parts[:, k])
+        zeros = jnp.zeros_like(squares[:, 0])
+        return {i: SquaredNorms(squares[:, k], zeros, is_rough) for k, i in enumerate(numbers)}
 
     def materialize(self) -> dict[int, Array]:
         """Per-example gradients [batch, *parameter] by number of the parameter."""
         pulled = jax.vmap(self._pull_back)([g.materialize() for g in self.derived])
         return self._add_direct(pulled, {i: g.materialize() for i, g in self.direct.items()})
 
-    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+    def weighted_sum(
+        self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
+    ) -> dict[int, Array]:
         """Weighted sums [*parameter] by number of the parameter; scales are [batch] each."""
         sums: dict[int, Array] = {}
         for scales in {
             id(s): s for s in map(scales_by_param.__getitem__, self.group.params)
         }.values():
-            pulled = self._pull_back([g.weighted_sum(scales) for g in self.derived])
-            direct = {i: g.weighted_sum(scales) for i, g in self.direct.items()}
+            pulled = self._pull_back([g.weighted_sum(scales, is_rough) for g in self.derived])
+            direct = {i: g.weighted_sum(scales, is_rough) for i, g in self.direct.items()}
             totals = self._add_direct(pulled, direct)
             sums |= {i: total for i, total in totals.items() if scales_by_param[i] is scales}
         return sums

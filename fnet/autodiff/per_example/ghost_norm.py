@@ -14,6 +14,11 @@ With a single time step the squared norm is ``|u_b|^2 |v_b|^2`` (Goodfellow 2015
 matrices for sequences are "ghost clipping" (Li et al. 2022); reusing the cotangents of one
 backward pass for norms and sums is "book-keeping" (Bu et al. 2023).
 
+If time steps almost cancel, both are differences of large numbers. The squared norm then rounds
+to a wrong number, such as 0. `inner_products` therefore bounds the rounding error of Gram forms,
+and `LinearEquation.term_norms` says how much a gradient cancels. Gradients that cancel too much
+are materialized instead, see `parameter_gradients.SquaredNorms`.
+
 The first half of this file computes these quantities from factors. The second half reads JAX
 equations that are linear in a parameter (``add``, ``mul``, ``dot_general``, ``gather``,
 ``conv_general_dilated``) and gives the factors of each.
@@ -26,6 +31,7 @@ Shapes:
     ``time`` the iterations that share it. Gradients are [stack, *parameter shape].
 
 References:
+  - Higham 2002, "Accuracy and stability of numerical algorithms", second edition.
   - Goodfellow 2015, "Efficient per-example gradient computations", arXiv:1510.01799.
   - Li et al. 2022, "Large language models can be strong differentially private learners",
     arXiv:2110.05679.
@@ -55,15 +61,52 @@ _MIN_BYTES = 2**20
 _MASKED_CHUNKS = 32
 """Number of chunks in which `weighted_sum` masks examples that are left out."""
 
+_BLOCK = 64
+"""Gram matrices are sums over blocks of this many columns, which round less than one product."""
+
+_SHORT = 2**13
+"""Time steps times columns up to which blocks do not matter."""
+
+_REDUCTION = 64
+"""Length of the longest chain of additions in a sum over two axes by XLA, a tree of windows."""
+
+NEGLIGIBLE = 1e-3
+"""Rounding errors below this fraction of a squared norm do not count. They change the norm by
+less than 5e-4."""
+
+NARROW = 2.0**-8
+"""Bound of the rounding error of a weighted sum of bfloat16, per sum of the norms of its terms.
+
+Rounding to bfloat16 has relative errors of up to 2^-9. The bound is twice as large. If the sum of
+squares of norm and bound is clipped, the norm of a contribution is at most 1.12 times the clip."""
+
+_WIDE = 2.0**-12
+"""`NARROW` for sums of float32, 100 times the largest error in measurements."""
+
 _WIDE_RANGE = 1e38
 """Cotangents are scaled in their own dtype if its maximum exceeds this, otherwise in float32."""
 
 
-def squared_norms(u: Array, v: Array) -> Array:
+class Estimate(NamedTuple):
+    """Squared norms or inner products of per-example gradients.
+
+    Attributes:
+      values: [batch].
+      errors: Bounds of their rounding errors if terms may cancel, [batch]. None if the relative
+        errors are small.
+    """
+
+    values: Array
+    errors: Array | None = None
+
+
+def squared_norms(u: Array, v: Array) -> Estimate:
     """Squared norms ``sum_g |G_gb|^2`` of per-example gradients.
 
     Uses whichever is cheaper for more than one time step: the Gram matrices ``<u_t, u_s>`` and
-    ``<v_t, v_s>``, or the gradients themselves, materialized for a few examples at a time.
+    ``<v_t, v_s>``, or the gradients themselves, materialized for a few examples at a time. Only
+    the Gram form loses digits if time steps cancel. For one-hot vectors, cotangents of equal
+    indices are summed, which does not.
 
     Args:
       u: Factors [groups, batch, time, rows]. Integers [groups, batch, time] stand for one-hot
@@ -75,25 +118,34 @@ def squared_norms(u: Array, v: Array) -> Array:
     """
     groups, _, time = u.shape[:3]
     if time == 1:
-        if groups == 1:
-            return _squared_lengths(u) * _squared_lengths(v)
-        return jax.vmap(lambda u, v: squared_norms(u[None], v[None]))(u, v).sum(0)
+        return Estimate((_squares(u) * _squares(v)).sum((0, 2)))
     if _is_one_hot(u) or _is_one_hot(v):
-        return nonnegative(inner_products(u, v, u, v))
+        u, v = (u, v) if _is_one_hot(u) else (v, u)
+        size = time * (time if _is_one_hot(v) else time + v.shape[-1])
+        return Estimate(map_groups_in_chunks(_one_hot_squared_norms, (u, v), 4 * groups * size))
     rows, cols = u.shape[-1], v.shape[-1]
     if time * (rows + cols) < rows * cols:
+        norms = inner_products(u, v, u, v)
+        return norms._replace(values=nonnegative(norms.values))
 
-        def norms(u: Array, v: Array) -> Array:
-            return nonnegative((_gram(u, u) * _gram(v, v)).sum((0, 2, 3)))
+    def direct_norms(u: Array, v: Array) -> Array:
+        return jnp.square(upcast(materialize(u, v))).sum((0, 2, 3))
 
-        size = 2 * groups * time * time
-    else:
+    return Estimate(map_groups_in_chunks(direct_norms, (u, v), 4 * groups * rows * cols))
 
-        def norms(u: Array, v: Array) -> Array:
-            return jnp.square(upcast(materialize(u, v))).sum((0, 2, 3))
 
-        size = groups * rows * cols
-    return map_groups_in_chunks(norms, (u, v), 4 * size)
+def _one_hot_squared_norms(indices: Array, v: Array) -> Array:
+    is_same = _gram(indices, indices)
+    if _is_one_hot(v):
+        return (is_same * _gram(v, v)).sum((0, 2, 3))
+    # Each row of the gradient appears as often as its index.
+    rows = jnp.einsum(
+        "gbts,gbsc->gbtc",
+        is_same,
+        upcast(v),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    return (jnp.square(rows).sum(3) / is_same.sum(3)).sum((0, 2))
 
 
 def nonnegative(squares: Array) -> Array:
@@ -101,14 +153,75 @@ def nonnegative(squares: Array) -> Array:
     return jax.lax.max(squares, jnp.zeros_like(squares))
 
 
-def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Array:
-    """Inner products ``sum_g <G_gb, G'_gb>`` [batch] of two gradients of the same shape."""
+def inner_products(u: Array, v: Array, other_u: Array, other_v: Array) -> Estimate:
+    """Inner products ``sum_g <G_gb, G'_gb>`` of two gradients of the same shape.
 
-    def products(u: Array, v: Array, other_u: Array, other_v: Array) -> Array:
-        return (_gram(u, other_u) * _gram(v, other_v)).sum((0, 2, 3))
+    A sum of n products in any order has a rounding error of at most ``n e sum_i |x_i y_i|``, with
+    the roundoff e (Higham 2002, section 3.1). For blocks, n is the length of the longest chain of
+    additions. Gram matrices A and B with errors of at most dA and dB give, to first order, the
+    bound ``sum_ts dA_ts |B_ts| + |A_ts| dB_ts`` for ``sum_ts A_ts B_ts``.
+    """
+
+    def products(u: Array, v: Array, other_u: Array, other_v: Array) -> Estimate:
+        a, b = _gram(u, other_u), _gram(v, other_v)
+        error_of_a, error_of_b = _gram_errors(u, other_u), _gram_errors(v, other_v)
+        abs_a, abs_b = jnp.abs(a), jnp.abs(b)
+        error_of_sum = _REDUCTION * _roundoff(a) * abs_a * abs_b
+        errors = error_of_a * abs_b + abs_a * error_of_b + error_of_sum
+        return Estimate((a * b).sum((0, 2, 3)), errors.sum((0, 2, 3)))
 
     size = 2 * u.shape[0] * u.shape[2] * other_u.shape[2]
-    return map_groups_in_chunks(products, (u, v, other_u, other_v), 4 * size)
+    estimate: Estimate = map_groups_in_chunks(products, (u, v, other_u, other_v), 4 * size)
+    return estimate
+
+
+def _squares(factor: Array) -> Array:
+    """Squared lengths of the vectors of a factor, [groups, batch, time], float32 or wider."""
+    if _is_one_hot(factor):
+        return jnp.ones(factor.shape, jnp.float32)
+    return jnp.square(upcast(factor)).sum(-1)
+
+
+def _lengths(factor: Array) -> Array:
+    """Lengths of the vectors of a factor, [groups, batch, time]."""
+    return jnp.sqrt(_squares(factor))
+
+
+def term_norms(u: Array, v: Array) -> tuple[Array, Array]:
+    """Sum of the norms of all terms of each example's gradient, see `LinearEquation`."""
+    widths = [1 if _is_one_hot(factor) else factor.shape[-1] for factor in (u, v)]
+    return sum_term_norms(_squares(u), _squares(v), widths)
+
+
+def sum_term_norms(a: Array, b: Array, widths: Sequence[int]) -> tuple[Array, Array]:
+    """`term_norms`, given the squared lengths of factors and their numbers of columns."""
+    # Each square may have lost this much when it was rounded to 0.
+    tiny = float(jnp.finfo(a.dtype).tiny)
+    upper = (squares + n * tiny for squares, n in zip((a, b), widths, strict=True))
+
+    # Groups have no elements in common, so their sums add up like perpendicular vectors.
+    def norm(a: Array, b: Array) -> Array:
+        return jnp.sqrt(jnp.square((jnp.sqrt(a) * jnp.sqrt(b)).sum(2)).sum(0))
+
+    return norm(a, b), norm(*upper)
+
+
+def rounds_sums(ct: jnp.dtype) -> Array | bool:
+    """Whether `weighted_sum` rounds factors to less than float32.
+
+    Cotangents in bfloat16 are scaled in bfloat16. Matrix products of float32 round factors on
+    accelerators, unless `jax.default_matmul_precision` says otherwise.
+    """
+    info: Any = jnp.finfo(ct)
+    if info.bits < 32 and float(info.max) > _WIDE_RANGE:
+        return True
+    config: Any = jax.config
+    if info.bits > 32 or config.jax_default_matmul_precision in ("float32", "highest"):
+        return False
+    rounds: Array = jax.lax.platform_dependent(
+        cpu=lambda: jnp.array(False), default=lambda: jnp.array(True)
+    )
+    return rounds
 
 
 def materialize(u: Array, v: Array) -> Array:
@@ -171,36 +284,42 @@ def scale_rows(v: Array, scales: Array) -> tuple[Array, Array]:
     v = jax.lax.collapse(v, 0, 2)
     included = scales != 0
     # Scales and scaled cotangents may exceed the range of float16, but not of bfloat16.
-    v = v if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else upcast(v)
-    return jnp.where(included[:, None], v * scales[:, None].astype(v.dtype), 0), included
+    dtype = v.dtype if float(jnp.finfo(v.dtype).max) > _WIDE_RANGE else sum_dtype(v)
+    scaled = (upcast(v) * scales[:, None]).astype(dtype)
+    return jnp.where(included[:, None], scaled, 0), included
 
 
-def map_in_chunks(f: Callable[..., Array], arrays: Sequence[Array], example_bytes: int) -> Array:
+def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes: int) -> Any:
     """Compute ``f(*arrays)`` for a few examples at a time if its intermediates are large.
 
     Args:
-      f: Function of arrays [batch, ...] that returns an array [batch, ...].
+      f: Function of arrays [batch, ...] that returns a tree of arrays [batch, ...].
       arrays: Its arguments.
       example_bytes: Bytes of its intermediates per example.
     """
-    batch = arrays[0].shape[0]
-    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // _FACTOR_BYTES_RATIO)
-    divisors = (n for n in range(1, batch + 1) if batch % n == 0)
-    chunks = next((n for n in divisors if batch // n * example_bytes <= allowed), max(batch, 1))
+    chunks = number_of_chunks(arrays[0].shape[0], arrays, example_bytes)
     if chunks == 1:
         return f(*arrays)
 
     # A chunk is every n-th example, so that each device of a sharded batch has a part of it.
     def split(a: Array) -> Array:
-        return jnp.moveaxis(a.reshape(batch // chunks, chunks, *a.shape[1:]), 1, 0)
+        return jnp.moveaxis(a.reshape(-1, chunks, *a.shape[1:]), 1, 0)
 
-    results: Any = jax.lax.map(lambda arrays: f(*arrays), tuple(map(split, arrays)))
-    return jnp.moveaxis(results, 0, 1).reshape(batch, *results.shape[2:])
+    def join(a: Array) -> Array:
+        return jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:])
+
+    results = jax.lax.map(lambda arrays: f(*arrays), tuple(map(split, arrays)))
+    return jax.tree.map(join, results)
 
 
-def map_groups_in_chunks(
-    f: Callable[..., Array], arrays: Sequence[Array], example_bytes: int
-) -> Array:
+def number_of_chunks(batch: int, arrays: Sequence[Array], example_bytes: int) -> int:
+    """Number of equal parts of a batch whose intermediates are small compared with ``arrays``."""
+    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // _FACTOR_BYTES_RATIO)
+    divisors = (n for n in range(1, batch + 1) if batch % n == 0)
+    return next((n for n in divisors if batch // n * example_bytes <= allowed), max(batch, 1))
+
+
+def map_groups_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes: int) -> Any:
     """`map_in_chunks` for functions of arrays [groups, batch, ...]."""
     swapped = [jnp.swapaxes(a, 0, 1) for a in arrays]
     return map_in_chunks(
@@ -217,21 +336,59 @@ def _gram(u: Array, other: Array) -> Array:
     if _is_one_hot(other):
         indices = jnp.broadcast_to(other[:, :, None], (*u.shape[:3], other.shape[-1]))
         return jnp.take_along_axis(u, indices, -1)
-    return jnp.einsum(
-        "gbtr,gbsr->gbts",
-        u,
-        other,
-        # Terms cancel in the norm, which would lose half of the default precision's digits.
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=sum_dtype(u, other),
+    return _dense_gram(u, other)
+
+
+def _dense_gram(u: Array, other: Array) -> Array:
+    width = u.shape[-1]
+    size = _block_size(width, max(u.shape[2], other.shape[2]))
+    if size == width:
+        return jnp.einsum(
+            "gbtr,gbsr->gbts",
+            u,
+            other,
+            # Terms cancel in the norm, which would lose half of the default precision's digits.
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=sum_dtype(u, other),
+        )
+    first = (width - 1) % size + 1
+
+    def add_block(i: Array, total: Array) -> Array:
+        blocks = (
+            jax.lax.dynamic_slice_in_dim(a, first + i * size, size, axis=3) for a in (u, other)
+        )
+        return total + _dense_gram(*blocks)
+
+    total: Array = jax.lax.fori_loop(
+        0, (width - first) // size, add_block, _dense_gram(u[..., :first], other[..., :first])
     )
+    return total
 
 
-def _squared_lengths(factor: Array) -> Array:
-    """Squared lengths [batch] of factors [1, batch, 1, n], or of one-hot vectors [1, batch, 1]."""
-    if _is_one_hot(factor):
-        return jnp.ones(factor.shape[1], jnp.float32)
-    return jnp.square(upcast(factor.reshape(factor.shape[1], -1))).sum(1)
+def _block_size(width: int, time: int) -> int:
+    """Length of the blocks in which to sum inner products of vectors of this length."""
+    if width <= _BLOCK or width * time <= _SHORT:
+        return width
+    return _BLOCK if width <= _BLOCK**2 else _BLOCK**2
+
+
+def _additions(width: int, time: int) -> int:
+    """Length of the longest chain of additions in `_dense_gram`."""
+    size = _block_size(width, time)
+    return width if size == width else (width - 1) // size + _additions(size, time)
+
+
+def _gram_errors(u: Array, other: Array) -> Array | float:
+    """Bounds of the rounding errors of `_gram`, [groups, batch, t, s]."""
+    if _is_one_hot(u) or _is_one_hot(other):
+        return 0.0
+    additions = _additions(u.shape[-1], max(u.shape[2], other.shape[2]))
+    a, b = _lengths(u)[..., :, None], _lengths(other)[..., None, :]
+    return (additions + 1) * _roundoff(a) * a * b
+
+
+def _roundoff(a: Array) -> float:
+    return float(jnp.finfo(a.dtype).eps) / 2
 
 
 def _is_one_hot(factor: Array) -> bool:
@@ -252,8 +409,18 @@ class LinearEquation(Protocol):
     def requires_unique_elements(self) -> bool:
         """Whether the norm is wrong if the equation reads an element of the parameter twice."""
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """Squared norm of each example's gradient, [batch]."""
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """Number of terms that add up to an example's gradient."""
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """Sum of the norms of the terms of each example's gradient, [batch].
+
+        A much smaller gradient is the result of cancellation. The second result is an upper
+        bound even if squares of the smallest numbers are rounded to 0.
+        """
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """Per-example gradients, [stack, batch, *parameter]."""
@@ -264,6 +431,21 @@ class LinearEquation(Protocol):
         float32 or wider. An example with scale 0 contributes exactly 0, even if its data or
         cotangents are not finite.
         """
+
+
+def upper_squared_norms(equation: LinearEquation, x: Array, ct: Array) -> Array:
+    """Upper bound of the squared norm of what an example contributes to a sum, [batch].
+
+    For gradients that cannot be materialized if their terms cancel. The bound may then be much
+    larger than the squared norm. Errors below `NEGLIGIBLE` do not count.
+    """
+    values, errors = equation.squared_norms(x, ct)
+    if equation.terms(x, ct) == 1:
+        return values
+    _, terms = equation.term_norms(x, ct)
+    constant = jnp.where(rounds_sums(ct.dtype), NARROW, _WIDE)
+    bound = jnp.square(constant * terms) + (0 if errors is None else errors)
+    return values + jnp.where(bound > NEGLIGIBLE * values, bound, 0)
 
 
 def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
@@ -292,9 +474,17 @@ class BiasAdd(NamedTuple):
             return None
         return cls(_broadcast_axes(eqn, parameter))
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
-        return _squared_norms_of(self.materialize(x, ct))
+        return Estimate(squared_norms_of(jnp.moveaxis(self.materialize(x, ct), 1, 0)))
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        return ct.shape[2] * math.prod(ct.shape[3 + i] for i in self.broadcast_axes)
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        return _absolute_norms(self, x, ct)
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
@@ -332,9 +522,17 @@ class Scale(NamedTuple):
             return None
         return cls(1 - parameter, _broadcast_axes(eqn, parameter))
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
-        return _squared_norms_of(self.materialize(x, ct))
+        return Estimate(squared_norms_of(jnp.moveaxis(self.materialize(x, ct), 1, 0)))
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        return ct.shape[2] * math.prod(ct.shape[3 + i] for i in self.broadcast_axes)
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        return _absolute_norms(self, x, ct)
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
@@ -354,9 +552,19 @@ def _broadcast_axes(eqn: JaxprEqn, parameter: int) -> tuple[int, ...]:
     return tuple(i for i, (n, m) in enumerate(zip(*shapes, strict=True)) if n < m)
 
 
-def _squared_norms_of(grads: Array) -> Array:
-    """Squared norms [batch] of gradients [stack, batch, *parameter]."""
-    return jnp.square(grads).sum((0, *range(2, grads.ndim)))
+def _absolute_norms(equation: "BiasAdd | Scale", x: Array, ct: Array) -> tuple[Array, Array]:
+    """Norms [batch] of the sums of absolute terms."""
+    if equation.terms(x, ct) > 1:
+        x, ct = jnp.abs(x), jnp.abs(ct)
+    grads = jnp.moveaxis(equation.materialize(x, ct), 1, 0)
+    squares = squared_norms_of(grads)
+    lost = math.prod(grads.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
+    return jnp.sqrt(squares), jnp.sqrt(squares + lost)
+
+
+def squared_norms_of(grads: Array) -> Array:
+    """Squared norms [batch] of gradients [batch, ...]."""
+    return jnp.square(upcast(grads)).sum(range(1, grads.ndim))
 
 
 class Dot(NamedTuple):
@@ -427,9 +635,18 @@ class Dot(NamedTuple):
         middle_axes = range(1 + n, 1 + n + len(middle))
         return g.transpose(0, *middle_axes, *(source[i] for i in range(len(order))))
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
         return squared_norms(*self.factors(x, ct))
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        u, _ = jax.eval_shape(self.factors, x, ct)
+        return int(u.shape[2])
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        return term_norms(*self.factors(x, ct))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
@@ -460,77 +677,131 @@ def _arrange(a: Array, groups: Any, time: Any, last: Any) -> Array:
 
 
 class Embedding(NamedTuple):
-    """``gather`` of whole rows of a table.
+    """``gather`` of slices that are whole along all axes but the indexed ones.
+
+    The indexed axes are those with slices of one element. Together they number the rows of the
+    table, and the other axes are its columns.
 
     Attributes:
       data: 1, the indices.
       mode: How the gather treats indices outside of the table.
       parameter: Shape of the table.
+      dims: Dimension numbers of the gather.
+      indexed: Indexed axes of the table.
     """
 
     data: int
     mode: jax.lax.GatherScatterMode
     parameter: tuple[int, ...]
+    dims: jax.lax.GatherDimensionNumbers
+    indexed: tuple[int, ...]
     requires_unique_elements: bool = True
 
     @classmethod
     def read(cls, eqn: JaxprEqn, parameter: int) -> "Embedding | None":
         """Read the equation; None for any other gather."""
-        dims, table = eqn.params["dimension_numbers"], aval(eqn.invars[0])
-        indices_ndim = aval(eqn.invars[1]).ndim
-        takes_rows = (
-            parameter == 0
-            and dims.collapsed_slice_dims == dims.start_index_map == (0,)
-            and tuple(eqn.params["slice_sizes"]) == (1, *table.shape[1:])
-            and dims.offset_dims == tuple(range(indices_ndim - 1, indices_ndim - 2 + table.ndim))
-            and not dims.operand_batching_dims
-        )
-        return cls(1, eqn.params["mode"], table.shape) if takes_rows else None
+        dims, shape = eqn.params["dimension_numbers"], aval(eqn.invars[0]).shape
+        sizes = eqn.params["slice_sizes"]
+        started = {*dims.start_index_map, *dims.operand_batching_dims}
+        indexed = tuple(i for i in range(len(shape)) if sizes[i] == 1 and i in started)
+        is_whole = all(sizes[i] == n for i, n in enumerate(shape) if i not in indexed)
+        if parameter != 0 or not indexed or not is_whole:
+            return None
+        return cls(1, eqn.params["mode"], shape, dims, indexed)
 
     def factors(self, x: Array, ct: Array) -> tuple[Array, Array]:
-        """Indices [stack, batch, time] and cotangents of rows [stack, batch, time, width].
+        """Row numbers [stack, batch, time] and cotangents of rows [stack, batch, time, width].
 
         Cotangents at indices outside of the table are 0 if the gather fills such rows.
         """
-        stack, batch = x.shape[:2]
-        indices = x.reshape(stack, batch, -1)
-        if indices.dtype.itemsize < 4:  # Clipping to a long table would overflow.
-            indices = indices.astype(jnp.int32)
-        rows = ct.reshape(*indices.shape, math.prod(self.parameter[1:]))
-        last = self.parameter[0] - 1
-        inside = (indices >= 0) & (indices <= last)
+        rows, inside = self._rows(x)
+        offset = self.dims.offset_dims
+        batch = [3 + i for i in range(ct.ndim - 3) if i not in offset]
+        ct = ct.transpose(0, 1, 2, *batch, *(3 + i for i in offset))
+        ct = ct.reshape(*ct.shape[:2], -1, self._width())
+        rows, inside = (a.reshape(ct.shape[:3]) for a in (rows, inside))
         if self.mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
-            rows = jnp.where(inside[..., None], rows, 0)
-        return indices.clip(0, last), rows
+            ct = jnp.where(inside[..., None], ct, 0)
+        return rows, ct
+
+    def _rows(self, x: Array) -> tuple[Array, Array]:
+        """Row numbers [..., *batch] of indices, and which are within the table."""
+        if x.dtype.itemsize < 4:  # Clipping to a long table would overflow.
+            x = x.astype(jnp.int32)
+        shape = x.shape[:-1]
+        rows, inside = jnp.zeros(shape, x.dtype), jnp.ones(shape, bool)
+        batching = dict(
+            zip(self.dims.operand_batching_dims, self.dims.start_indices_batching_dims, strict=True)
+        )
+        for axis, size in enumerate(self.parameter):
+            if axis in batching:
+                index = jax.lax.broadcasted_iota(x.dtype, shape, 3 + batching[axis])
+            elif axis in self.dims.start_index_map:
+                index = x[..., self.dims.start_index_map.index(axis)]
+            else:
+                continue
+            last = size - 1 if axis in self.indexed else 0
+            inside &= (index >= 0) & (index <= last)
+            if axis in self.indexed:
+                rows = rows * size + index.clip(0, last)
+        return rows, inside
+
+    def _width(self) -> int:
+        return math.prod(n for i, n in enumerate(self.parameter) if i not in self.indexed)
+
+    def _height(self) -> int:
+        return math.prod(self.parameter[i] for i in self.indexed)
+
+    def _order(self) -> list[int]:
+        """Axes of the table, the indexed ones first."""
+        return [*self.indexed, *(i for i in range(len(self.parameter)) if i not in self.indexed)]
+
+    def _zeros(self, rows: Array) -> Array:
+        return jnp.zeros((self._height(), self._width()), sum_dtype(rows))
+
+    def _as_parameter(self, g: Array) -> Array:
+        """Arrange [..., rows, width] as [..., *parameter]."""
+        order, n = self._order(), g.ndim - 2
+        g = g.reshape(*g.shape[:-2], *(self.parameter[i] for i in order))
+        return g.transpose(*range(n), *(n + order.index(i) for i in range(len(order))))
 
     def as_matrix(self, elements: np.ndarray) -> np.ndarray:
         """Arrange [*stack, *parameter] like the gradient of `factors`: [groups, rows, cols]."""
-        return elements.reshape(-1, self.parameter[0], math.prod(self.parameter[1:]))
+        stack, order = elements.ndim - len(self.parameter), self._order()
+        elements = elements.transpose(*range(stack), *(stack + i for i in order))
+        return elements.reshape(-1, self._height(), self._width())
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`."""
         return squared_norms(*self.factors(x, ct))
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        u, _ = jax.eval_shape(self.factors, x, ct)
+        return int(u.shape[2])
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        return term_norms(*self.factors(x, ct))
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), sum_dtype(rows))
+        table = self._zeros(rows)
         scatter_add: Callable[[Array, Array], Array] = jax.vmap(
             jax.vmap(lambda indices, rows: table.at[indices].add(rows))
         )
-        grads = scatter_add(indices, rows.astype(table.dtype))
-        return grads.reshape(*indices.shape[:2], *self.parameter)
+        return self._as_parameter(scatter_add(indices, rows.astype(table.dtype)))
 
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
-        table = jnp.zeros((self.parameter[0], rows.shape[-1]), sum_dtype(rows))
+        table = self._zeros(rows)
 
         def scatter_add(indices: Array, rows: Array) -> Array:
             return table.at[indices.ravel()].add(scale_rows(rows, scales)[0])
 
-        sums = jax.vmap(scatter_add)(indices, rows.astype(table.dtype))
-        return sums.reshape(-1, *self.parameter)
+        return self._as_parameter(jax.vmap(scatter_add)(indices, rows.astype(table.dtype)))
 
 
 class Convolution(NamedTuple):
@@ -580,9 +851,7 @@ class Convolution(NamedTuple):
     def _patches(self, x: Array) -> Array:
         """Input patches, [stack, batch, position, window * features]."""
         p = self.params
-        spec = p["dimension_numbers"].lhs_spec
-        x = x.transpose(0, 1, 2, *(3 + spec[0], *(3 + i for i in spec[2:]), 3 + spec[1]))
-        x = x.reshape(*x.shape[:2], -1, *x.shape[4:])  # [stack, batch, image, *space, features]
+        x = self._channels_last(x, "lhs_spec")
         padding = [
             (low, high, dilation - 1)
             for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True)
@@ -607,20 +876,57 @@ class Convolution(NamedTuple):
 
     def _positions(self, ct: Array) -> Array:
         """Cotangents, [stack, batch, position, features]."""
-        spec = self.params["dimension_numbers"].out_spec
-        ct = ct.transpose(0, 1, 2, *(3 + spec[0], *(3 + i for i in spec[2:]), 3 + spec[1]))
+        ct = self._channels_last(ct, "out_spec")
         return ct.reshape(*ct.shape[:2], -1, ct.shape[-1])
 
-    def squared_norms(self, x: Array, ct: Array) -> Array:
+    def squared_norms(self, x: Array, ct: Array) -> Estimate:
         """See `LinearEquation`. Patches exist for a few examples at a time."""
         u, v = jax.eval_shape(self._factors, x, ct)
 
-        def norms(x: Array, ct: Array) -> Array:
+        def norms(x: Array, ct: Array) -> Estimate:
             return squared_norms(*self._factors(x, ct))
 
         groups, _, time, rows = u.shape
         intermediates = min(time * time * 2, rows * v.shape[-1])
-        return map_groups_in_chunks(norms, (x, ct), 4 * groups * (time * rows + intermediates))
+        estimate: Estimate = map_groups_in_chunks(
+            norms, (x, ct), 4 * groups * (time * rows + intermediates)
+        )
+        return estimate
+
+    def terms(self, x: Array, ct: Array) -> int:
+        """See `LinearEquation`."""
+        u, _ = jax.eval_shape(self._factors, x, ct)
+        return int(u.shape[2])
+
+    def term_norms(self, x: Array, ct: Array) -> tuple[Array, Array]:
+        """See `LinearEquation`."""
+        p, groups = self.params, self.params["feature_group_count"]
+        x, ct = self._channels_last(x, "lhs_spec"), self._channels_last(ct, "out_spec")
+
+        def squares(a: Array) -> Array:
+            # [stack, batch, image, *space, groups * n] -> [..., groups]
+            return jnp.square(upcast(a)).reshape(*a.shape[:-1], groups, -1).sum(-1)
+
+        def last(sizes: Any, other: Any) -> tuple[Any, ...]:
+            return (other,) * 3 + tuple(sizes) + (other,)
+
+        of_patches = jax.lax.reduce_window(
+            squares(x), 0.0, jax.lax.add, last(self._window(), 1), last(p["window_strides"], 1),
+            last(p["padding"], (0, 0)), last(p["lhs_dilation"], 1), last(p["rhs_dilation"], 1),
+        )  # fmt: skip
+        a, b = (
+            jax.lax.collapse(jnp.moveaxis(s.reshape(*s.shape[:2], -1, groups), 3, 0), 0, 2)
+            for s in (of_patches, squares(ct))
+        )
+        spec, kernel = p["dimension_numbers"].rhs_spec, self.kernel.shape
+        rows = kernel[spec[1]] * math.prod(self._window())
+        return sum_term_norms(a, b, (rows, kernel[spec[0]] // groups))
+
+    def _channels_last(self, a: Array, spec: str) -> Array:
+        """Arrange [stack, batch, time, *shape] as [stack, batch, image, *space, features]."""
+        image, features, *space = getattr(self.params["dimension_numbers"], spec)
+        a = a.transpose(0, 1, 2, *(3 + i for i in (image, *space, features)))
+        return a.reshape(*a.shape[:2], -1, *a.shape[4:])
 
     def materialize(self, x: Array, ct: Array) -> Array:
         """See `LinearEquation`."""

@@ -11,8 +11,9 @@ the gradients of all examples. Each parameter has one of these forms:
     once for norms and once for sums.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -23,13 +24,71 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.autodiff.examples import Examples
 from fnet.autodiff.per_example import ghost_norm
-from fnet.autodiff.per_example.ghost_norm import Dot, Embedding
+from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squared_norms_of
 from fnet.autodiff.per_example.taps import Use
 from fnet.autodiff.update import squared_norm
-from fnet.precision import sum_dtype, upcast
+from fnet.precision import sum_dtype
 
 _FACTORS_RATIO = 4
 """Gradients are materialized if their factors are at least this many times larger."""
+
+_OVERLAP_WORK = 10_000
+"""Work that `numpy.shares_memory` may take to decide whether two views overlap."""
+
+_ROUGH = 0.004
+"""Gradients are materialized if their squared norm may have an error above this fraction of it."""
+
+_CANCELLATION = 128
+"""Gradients are materialized if the norms of their terms add up to this many times their norm.
+
+For smaller ratios, a weighted sum of float32 has an error of less than 5e-4 times its norm. The
+largest error in measurements was 40 roundoffs times the sum of the norms, for thousands of equal
+time steps."""
+
+
+class SquaredNorms(NamedTuple):
+    """Squared norms of per-example gradients, and what rounding may do to them.
+
+    A gradient is a sum of terms, such as one outer product per time step. If large terms cancel,
+    rounding errors of their sum may exceed the sum.
+
+    Attributes:
+      values: Squared norms, [batch].
+      errors: Bounds of rounding errors: of ``values``, and of a weighted sum for a scale of 1,
+        squared; [batch].
+      is_rough: Whether most terms of the gradient cancel, [batch]. It is then materialized for
+        its norm, and should be for the sum. None if this cannot happen.
+    """
+
+    values: Array
+    errors: Array
+    is_rough: Array | None = None
+
+    @classmethod
+    def total(cls, norms: Sequence["SquaredNorms"]) -> "SquaredNorms":
+        """Return the squared norms of gradients with respect to several parameters."""
+        rough = [n.is_rough for n in norms if n.is_rough is not None]
+        return cls(
+            functools.reduce(jnp.add, [n.values for n in norms]),
+            functools.reduce(jnp.add, [n.errors for n in norms]),
+            functools.reduce(jnp.logical_or, rough) if rough else None,
+        )
+
+    @property
+    def upper(self) -> Array:
+        """Upper bound of the squared norm of what an example contributes to a sum, [batch].
+
+        Errors that change the norm by less than 5e-4 do not count, so that ordinary gradients
+        are scaled by their norm.
+        """
+        return self.values + jnp.where(
+            self.errors > ghost_norm.NEGLIGIBLE * self.values, self.errors, 0
+        )
+
+
+def cancels(squares_of_terms: Array, squared_norms: Array) -> Array:
+    """Whether terms cancel so much that their sum should not be left to a weighted sum."""
+    return squares_of_terms > _CANCELLATION**2 * squared_norms
 
 
 class ParameterGradients(Protocol):
@@ -39,17 +98,17 @@ class ParameterGradients(Protocol):
     def strategy(self) -> str:
         """How norms and sums are computed; see `fnet.autodiff.gradient_strategies`."""
 
-    def squared_norms(self) -> Array:
-        """Squared norm of each example's gradient, [batch]."""
+    def squared_norms(self) -> SquaredNorms:
+        """Squared norm of each example's gradient, with bounds of rounding errors."""
 
     def materialize(self) -> Array:
         """Per-example gradients, [batch, *parameter]."""
 
-    def weighted_sum(self, scales: Array) -> Array:
+    def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*parameter].
 
         float32 or wider. An example with scale 0 contributes exactly 0, even if its gradient is
-        not finite.
+        not finite. ``is_rough`` is that of `SquaredNorms`.
         """
 
 
@@ -64,13 +123,15 @@ class GroupGradients(Protocol):
     def strategy(self) -> str:
         """See `ParameterGradients`."""
 
-    def squared_norms(self, whole: bool) -> dict[int, Array]:
-        """Squared norms, [batch]; if ``whole``, only their sum over parameters is right."""
+    def squared_norms(self, whole: bool) -> dict[int, SquaredNorms]:
+        """Squared norms; if ``whole``, only their sum over parameters is right."""
 
     def materialize(self) -> dict[int, Array]:
         """See `ParameterGradients`."""
 
-    def weighted_sum(self, scales_by_param: Mapping[int, Array]) -> dict[int, Array]:
+    def weighted_sum(
+        self, scales_by_param: Mapping[int, Array], is_rough: Array | None
+    ) -> dict[int, Array]:
         """See `ParameterGradients`."""
 
 
@@ -121,14 +182,179 @@ class FactoredGradients(NamedTuple):
     @property
     def strategy(self) -> str:
         """See `ParameterGradients`."""
-        if self._is_small():
+        strategies = {part.strategy for part in self._parts()}
+        return next(strategy for strategy in _STRATEGIES if strategy in strategies)
+
+    def squared_norms(self) -> SquaredNorms:
+        """See `ParameterGradients`."""
+        return SquaredNorms.total([part.squared_norms() for part in self._parts()])
+
+    def squares_of_terms(self) -> Array:
+        """Squares of the sums of the norms of terms, see `SquaredNorms`; [batch]."""
+        squares = [part.squares_of_terms()[0] for part in self._parts() if not part.is_small()]
+        return functools.reduce(jnp.add, squares, jnp.zeros(()))
+
+    def materialize(self) -> Array:
+        """See `ParameterGradients`."""
+        parts = self._parts()
+        grads = [part.materialize() for part in parts]
+        return jax.vmap(lambda grads: self._assemble(parts, grads))(grads)
+
+    def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
+        """See `ParameterGradients`."""
+        parts = self._parts()
+        return self._assemble(parts, [part.weighted_sum(scales, is_rough) for part in parts])
+
+    def _parts(self) -> list["_Part"]:
+        """Split the uses into parts of the parameter that have no elements in common."""
+        boxes = [Box.of(i.use.view.elements, self.param.shape) for i in self.inputs]
+        views = list(zip(boxes, (i.use.view.elements for i in self.inputs), strict=True))
+        parts = []
+        for numbers in _connected(views):
+            inputs = [self.inputs[n] for n in numbers]
+            (box, *others) = {boxes[n] for n in numbers}
+            is_proper = box is not None and not others and box.shape != self.param.shape
+            parts.append(_Part(self.param, inputs, box if is_proper else None))
+        return parts
+
+    def _assemble(self, parts: Sequence["_Part"], grads: Sequence[Array]) -> Array:
+        """Put gradients of parts into one gradient of the parameter."""
+        whole = [g for part, g in zip(parts, grads, strict=True) if part.box is None]
+        dtype = jnp.result_type(*grads)
+        total = jax.tree.reduce(jnp.add, whole) if whole else jnp.zeros(self.param.shape, dtype)
+        for part, g in zip(parts, grads, strict=True):
+            if part.box is not None:
+                total = jax.lax.dynamic_update_slice(total, g.astype(dtype), part.box.start)
+        return total
+
+
+_STRATEGIES = ("autodiff", "materialized in chunks", "materialized", "ghost norm")
+"""Strategies of parts of a parameter. The first that occurs is the strategy of the parameter."""
+
+
+class Box(NamedTuple):
+    """Elements of an array within a range of indices along each axis.
+
+    Attributes:
+      start: First index along each axis.
+      shape: Number of indices along each axis.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, elements: np.ndarray, shape: tuple[int, ...]) -> "Box | None":
+        """Return the box whose elements are those of a view, each once; None if there is none.
+
+        Args:
+          elements: See `View`.
+          shape: Shape of the parameter.
+        """
+        whole = elements
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        if not elements.size or whole.shape != shape:
+            return None
+        first = _address(elements) - _address(whole)
+        last = first + sum(
+            s * (n - 1) for n, s in zip(elements.shape, elements.strides, strict=True)
+        )
+        corners = [np.unravel_index(k, shape) for k in (first, last)] if shape else [(), ()]
+        start, end = (tuple(map(int, corner)) for corner in corners)
+        if not all(i <= j for i, j in zip(start, end, strict=True)):
+            return None
+        box = whole[tuple(slice(i, j + 1) for i, j in zip(start, end, strict=True))]
+        in_order = elements.transpose(_memory_order(elements))
+        # The same addresses in the same order, if NumPy needs no copy to reshape the box.
+        reshaped = box.reshape(in_order.shape) if box.size == in_order.size else box
+        return cls(start, box.shape) if _is_same_view(reshaped, in_order) else None
+
+    def arrange(self, gradient: Array, elements: np.ndarray) -> Array:
+        """Arrange the gradient of the view ``elements`` like the box."""
+        return gradient.transpose(_memory_order(elements)).reshape(self.shape)
+
+    def overlaps(self, other: "Box") -> bool:
+        """Whether two boxes have an element in common."""
+        return all(
+            max(i, j) < min(i + n, j + m)
+            for i, n, j, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+
+
+def _memory_order(elements: np.ndarray) -> list[int]:
+    """Axes in the order of their strides, largest first."""
+    return sorted(range(elements.ndim), key=lambda i: (-elements.strides[i], i))
+
+
+def _address(a: np.ndarray) -> int:
+    address: int = a.__array_interface__["data"][0]
+    return address
+
+
+def _is_same_view(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two views of one array have the same elements in the same order."""
+    return _layout(a) == _layout(b)
+
+
+def _layout(a: np.ndarray) -> tuple[Any, ...]:
+    strides = tuple((n, s) for n, s in zip(a.shape, a.strides, strict=True) if n > 1)
+    return _address(a), a.shape, strides
+
+
+def _connected(views: Sequence[tuple[Box | None, np.ndarray]]) -> list[list[int]]:
+    """Numbers of views in groups, so that views of different groups have no common element."""
+    alike: dict[Any, list[int]] = {}
+    for number, (box, elements) in enumerate(views):
+        alike.setdefault(box or _layout(elements), []).append(number)
+    groups: list[list[int]] = []
+    for numbers in alike.values():
+        view = views[numbers[0]]
+        overlapping = [g for g in groups if any(_overlap(view, views[n]) for n in g)]
+        groups = [g for g in groups if g not in overlapping]
+        groups.append(sorted(sum(overlapping, numbers)))
+    return sorted(groups)
+
+
+def _overlap(a: tuple[Box | None, np.ndarray], b: tuple[Box | None, np.ndarray]) -> bool:
+    """Whether two views may have an element in common."""
+    if a[0] is not None and b[0] is not None:
+        return a[0].overlaps(b[0])
+    max_work: Any = _OVERLAP_WORK
+    try:
+        return np.shares_memory(a[1], b[1], max_work=max_work)
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Part(NamedTuple):
+    """Uses of one part of a parameter.
+
+    Gradients of a part are [..., *part]: arrays like the box, or like the parameter.
+
+    Attributes:
+      param: The parameter.
+      inputs: Data and cotangents of the uses.
+      box: Elements of each use, or None if uses differ in them or use all.
+    """
+
+    param: Any
+    inputs: Sequence[UseInputs]
+    box: Box | None
+
+    @property
+    def strategy(self) -> str:
+        """See `ParameterGradients`."""
+        if self.is_small():
             return "materialized"
         return "ghost norm" if self._is_single() or self._factors() else "materialized in chunks"
 
-    def _is_small(self) -> bool:
-        first = self.inputs[0]
-        batch = first.ct.shape[len(first.use.scan_lengths)]
-        small: bool = _FACTORS_RATIO * batch * self.param.size <= sum(
+    def _size(self) -> int:
+        return math.prod(self.box.shape) if self.box else self.param.size
+
+    def is_small(self) -> bool:
+        """Whether the gradients take much less memory than the factors."""
+        small: bool = _FACTORS_RATIO * self._batch() * self._size() <= sum(
             i.x.size + i.ct.size for i in self.inputs
         )
         return small
@@ -136,6 +362,11 @@ class FactoredGradients(NamedTuple):
     def _is_single(self) -> bool:
         """Whether the equation of a single use gives the norms."""
         return len(self.inputs) == 1 and not self.inputs[0].use.view.has_repeats
+
+    def _never_cancels(self) -> bool:
+        """Whether the gradient is a single term."""
+        i = self.inputs[0]
+        return self._is_single() and i.use.equation.terms(*i.arranged()) == 1
 
     def _factors(self) -> list[tuple[Array, Array]] | None:
         """Factors of all uses that give gradients in the same arrangement, or None."""
@@ -158,76 +389,147 @@ class FactoredGradients(NamedTuple):
                 return None
         return aligned
 
-    def squared_norms(self) -> Array:
+    def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
-        if self._is_small():
+        if self.is_small():
             return MaterializedGradients(self.materialize()).squared_norms()
+        if self._never_cancels():
+            (single,) = self.inputs
+            values, _ = single.use.equation.squared_norms(*single.arranged())
+            _, upper = single.use.equation.term_norms(*single.arranged())
+            return SquaredNorms(values, jnp.square(upper) - values)
+        squares_of_terms, upper = self.squares_of_terms()
+        estimate = self._estimate()
+        values = self._squared_norms_in_chunks() if estimate is None else estimate.values
+        is_rough = cancels(squares_of_terms, values)
+        # Squares that were rounded to 0, in the norm or in lengths of factors.
+        errors = self._size() * _tiny(values) + jnp.where(
+            upper > 1.001 * squares_of_terms, upper, 0
+        )
+        if estimate is not None and estimate.errors is not None:
+            is_rough |= estimate.errors > _ROUGH * values
+            errors += jnp.where(is_rough, 0, estimate.errors)
+        if estimate is not None:
+            values = jnp.where(is_rough, self._squared_norms_in_chunks(is_rough.any()), values)
+        rounds_sums = ghost_norm.rounds_sums(jnp.result_type(*(i.ct for i in self.inputs)))
+        errors += jnp.where(rounds_sums & ~is_rough, ghost_norm.NARROW**2 * squares_of_terms, 0)
+        return SquaredNorms(values, errors, is_rough)
+
+    def squares_of_terms(self) -> tuple[Array, Array]:
+        """Squares of the sums of the norms of terms, and upper bounds; see `LinearEquation`."""
+        terms = [i.use.equation.term_norms(*i.arranged()) for i in self.inputs]
+        sums, upper = (functools.reduce(jnp.add, norms) for norms in zip(*terms, strict=True))
+        return jnp.square(sums), jnp.square(upper)
+
+    def _estimate(self) -> Estimate | None:
+        """Squared norms that do not materialize gradients, or None."""
         if self._is_single():
             (single,) = self.inputs
             return single.use.equation.squared_norms(*single.arranged())
-        if factors := self._factors():
-            return _squared_norms_of_sum(factors)
-        scans = [len(i.use.scan_lengths) for i in self.inputs]
-        batch_first = [
-            jnp.moveaxis(a, n, 0)
-            for i, n in zip(self.inputs, scans, strict=True)
-            for a in (i.x, i.ct)
-        ]
+        factors = self._factors()
+        return _squared_norms_of_sum(factors) if factors else None
 
-        def squared_norms_of_chunk(*arrays: Array) -> Array:
-            pairs = zip(self.inputs, scans, arrays[::2], arrays[1::2], strict=True)
-            inputs = [
-                i._replace(x=jnp.moveaxis(x, 0, n), ct=jnp.moveaxis(ct, 0, n))
-                for i, n, x, ct in pairs
-            ]
-            gradients = self._replace(inputs=inputs).materialize()
-            return MaterializedGradients(gradients).squared_norms()
+    def _squared_norms_in_chunks(self, needed: Array | bool = True) -> Array:
+        """Squared norms of gradients that are materialized for a few examples at a time.
 
-        return ghost_norm.map_in_chunks(squared_norms_of_chunk, batch_first, 4 * self.param.size)
+        They are 0 if they are not ``needed``.
+        """
+        chunks, part = self._chunks()
+
+        def replace_chunk(i: Array, squares: Array) -> Array:
+            return squares.at[:, i].set(squared_norms_of(part(i).materialize()))
+
+        zeros = jnp.zeros((self._batch() // chunks, chunks), sum_dtype(self.param))
+        squares: Array = jax.lax.fori_loop(0, jnp.where(needed, chunks, 0), replace_chunk, zeros)
+        return squares.ravel()
+
+    def _chunks(self) -> tuple[int, Callable[[Array], "_Part"]]:
+        """Number of chunks of the batch with small gradients, and the chunk of each number.
+
+        A chunk is every n-th example, as in `ghost_norm.map_in_chunks`.
+        """
+        arrays = [a for i in self.inputs for a in (i.x, i.ct)]
+        batch = self._batch()
+        chunks = ghost_norm.number_of_chunks(batch, arrays, 4 * self._size())
+
+        def chunk_of(number: Array, i: UseInputs) -> UseInputs:
+            n = len(i.use.scan_lengths)
+
+            def every_nth(a: Array) -> Array:
+                split = a.reshape(*a.shape[:n], batch // chunks, chunks, *a.shape[n + 1 :])
+                chunk: Array = jax.lax.dynamic_index_in_dim(split, number, n + 1, keepdims=False)
+                return chunk
+
+            return i._replace(x=every_nth(i.x), ct=every_nth(i.ct))
+
+        if chunks == 1:
+            return 1, lambda number: self
+        return chunks, lambda number: self._replace(
+            inputs=[chunk_of(number, i) for i in self.inputs]
+        )
+
+    def _batch(self) -> int:
+        first = self.inputs[0]
+        return int(first.ct.shape[len(first.use.scan_lengths)])
 
     def materialize(self) -> Array:
-        """See `ParameterGradients`."""
+        """Per-example gradients, [batch, *part]."""
 
         def gradients_of(i: UseInputs) -> Array:
             views = i.use.equation.materialize(*i.arranged())
-            return jax.vmap(lambda view: i.to_param(view, self.param), 1)(views)
+            return jax.vmap(lambda view: self._to_part(i, view), 1)(views)
 
         return jax.tree.reduce(jnp.add, [gradients_of(i) for i in self.inputs])
 
-    def weighted_sum(self, scales: Array) -> Array:
-        """See `ParameterGradients`."""
-        if self._is_small():
+    def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
+        """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
+        if self.is_small():
             return MaterializedGradients(self.materialize()).weighted_sum(scales)
+        smooth_scales = scales if is_rough is None else jnp.where(is_rough, 0, scales)
         sums = [
-            i.to_param(i.use.equation.weighted_sum(*i.arranged(), scales), self.param)
+            self._to_part(i, i.use.equation.weighted_sum(*i.arranged(), smooth_scales))
             for i in self.inputs
         ]
-        return jax.tree.reduce(jnp.add, sums)
+        total: Array = jax.tree.reduce(jnp.add, sums)
+        if is_rough is None or self._never_cancels():
+            return total
+        rough_scales = jnp.where(is_rough, scales, 0)
+        chunks, part = self._chunks()
+
+        def add_chunk(i: Array, total: Array) -> Array:
+            gradients = MaterializedGradients(part(i).materialize())
+            return total + gradients.weighted_sum(rough_scales.reshape(-1, chunks)[:, i])
+
+        # Large terms of such a gradient would leave their rounding errors in the sum.
+        repeats = jnp.where((rough_scales != 0).any(), chunks, 0)
+        sums_with_rough: Array = jax.lax.fori_loop(0, repeats, add_chunk, total)
+        return sums_with_rough
+
+    def _to_part(self, i: UseInputs, gradient: Array) -> Array:
+        """Return the gradient of the part, given the gradient [stack, *view] of a use."""
+        if self.box is None:
+            return i.to_param(gradient, self.param)
+        view = i.use.view
+        stack = tuple(i.use.scan_lengths[k] for k in view.scans)
+        return self.box.arrange(gradient.reshape(*stack, *gradient.shape[1:]), view.elements)
 
 
-def _is_same_view(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two views of one array have the same elements in the same order."""
-
-    def layout(a: np.ndarray) -> tuple[Any, ...]:
-        strides = [(n, s) for n, s in zip(a.shape, a.strides, strict=True) if n > 1]
-        return a.__array_interface__["data"][0], a.shape, strides
-
-    return layout(a) == layout(b)
-
-
-def _squared_norms_of_sum(factors: Sequence[tuple[Array, Array]]) -> Array:
-    """Squared norms ``|sum_i G_i|^2`` [batch] of gradients that are sums over uses."""
+def _squared_norms_of_sum(factors: Sequence[tuple[Array, Array]]) -> Estimate:
+    """Squared norms ``|sum_i G_i|^2`` of gradients that are sums over uses."""
     is_one_hot = [jnp.issubdtype(a.dtype, jnp.integer) for pair in factors for a in pair]
     if not any(is_one_hot):
         u, v = (jnp.concatenate(arrays, 2) for arrays in zip(*factors, strict=True))
         return ghost_norm.squared_norms(u, v)
     squares = [ghost_norm.squared_norms(u, v) for u, v in factors]
     mixed = [
-        2 * ghost_norm.inner_products(*factors[i], *factors[j])
+        ghost_norm.inner_products(*factors[i], *factors[j])
         for i in range(len(factors))
         for j in range(i)
     ]
-    return ghost_norm.nonnegative(jax.tree.reduce(jnp.add, squares + mixed))
+    estimates = squares + mixed + mixed
+    total: Array = jax.tree.reduce(jnp.add, [e.values for e in estimates])
+    errors: Array = jax.tree.reduce(jnp.add, [e.errors for e in estimates])
+    return Estimate(ghost_norm.nonnegative(total), errors)
 
 
 class MaterializedGradients(NamedTuple):
@@ -240,21 +542,31 @@ class MaterializedGradients(NamedTuple):
     gradients: Array
     strategy: str = "autodiff"
 
-    def squared_norms(self) -> Array:
+    def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
-        gradients = upcast(self.gradients)
-        return jnp.square(gradients).sum(tuple(range(1, gradients.ndim)))
+        # The sum has no other gradients than these.
+        return _accurate(squared_norms_of(self.gradients), math.prod(self.gradients.shape[1:]))
 
     def materialize(self) -> Array:
         """See `ParameterGradients`."""
         return self.gradients
 
-    def weighted_sum(self, scales: Array) -> Array:
+    def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
         # A matrix product. XLA on CPU compiles scales[:, None] * gradients to a slow loop.
         rows = self.gradients.reshape(len(scales), -1).astype(sum_dtype(self.gradients))
         total = scales.astype(rows.dtype) @ jnp.where(scales[:, None] != 0, rows, 0)
         return total.reshape(self.gradients.shape[1:])
+
+
+def _accurate(values: Array, size: int) -> SquaredNorms:
+    """Squared norms of gradients of this size, from the gradients that are summed."""
+    return SquaredNorms(values, jnp.full_like(values, size * _tiny(values)))
+
+
+def _tiny(squares: Array) -> float:
+    """Squares below this number round to 0."""
+    return float(jnp.finfo(squares.dtype).tiny)
 
 
 class ZeroGradients(NamedTuple):
@@ -269,15 +581,16 @@ class ZeroGradients(NamedTuple):
     batch_size: int
     strategy: str = "unused"
 
-    def squared_norms(self) -> Array:
+    def squared_norms(self) -> SquaredNorms:
         """See `ParameterGradients`."""
-        return jnp.zeros(self.batch_size, jnp.float32)
+        zeros = jnp.zeros(self.batch_size, jnp.float32)
+        return SquaredNorms(zeros, zeros)
 
     def materialize(self) -> Array:
         """See `ParameterGradients`."""
         return jnp.zeros((self.batch_size, *self.param.shape), self.param.dtype)
 
-    def weighted_sum(self, scales: Array) -> Array:
+    def weighted_sum(self, scales: Array, is_rough: Array | None = None) -> Array:
         """See `ParameterGradients`."""
         return jnp.zeros(self.param.shape, jnp.float32)
 
@@ -299,13 +612,14 @@ class ChunkedGradients(NamedTuple):
     numbers: Sequence[int]
     width: int
 
-    def squared_norms(self) -> dict[int, Array]:
-        """Squared norms [batch] by number of the parameter."""
+    def squared_norms(self) -> dict[int, SquaredNorms]:
+        """Squared norms by number of the parameter."""
 
         def squares(example: Sequence[Array]) -> list[Array]:
             return [squared_norm(g) for g in self._gradient(example)]
 
-        return dict(zip(self.numbers, self.examples.map(squares, self.width), strict=True))
+        values = dict(zip(self.numbers, self.examples.map(squares, self.width), strict=True))
+        return {i: _accurate(a, self.params[i].size) for i, a in values.items()}
 
     def materialize(self) -> dict[int, Array]:
         """Per-example gradients [batch, *parameter] by number of the parameter."""
@@ -375,10 +689,28 @@ class PerExampleGradients(NamedTuple):
         Args:
           whole: Whether only their sum is needed.
         """
-        squares = {i: g.squared_norms() for i, g in self.by_param.items()}
+        values, _, _ = self.bounded_squared_norms(whole=whole)
+        return values
+
+    def bounded_squared_norms(
+        self, *, whole: bool = False
+    ) -> tuple[Any, Any, dict[int, Array | None]]:
+        """Squared norms for clipping, see `SquaredNorms`.
+
+        Args:
+          whole: Whether only their sum is needed.
+
+        Returns:
+          Squared norms and their upper bounds, like params; ``is_rough`` by number of the
+          parameter, for `weighted_sum`.
+        """
+        norms = {i: g.squared_norms() for i, g in self.by_param.items()}
         for group in self.groups:
-            squares |= group.squared_norms(whole)
-        return self._unflatten(squares | (self.chunked.squared_norms() if self.chunked else {}))
+            norms |= group.squared_norms(whole)
+        norms |= self.chunked.squared_norms() if self.chunked else {}
+        values = self._unflatten({i: n.values for i, n in norms.items()})
+        upper = self._unflatten({i: n.upper for i, n in norms.items()})
+        return values, upper, {i: n.is_rough for i, n in norms.items()}
 
     def materialize(self) -> Any:
         """Per-example gradients [batch, *parameter], like params."""
@@ -387,21 +719,24 @@ class PerExampleGradients(NamedTuple):
             gradients |= group.materialize()
         return self._unflatten(gradients | (self.chunked.materialize() if self.chunked else {}))
 
-    def weighted_sum(self, scales: Any) -> Any:
+    def weighted_sum(self, scales: Any, is_rough: Mapping[int, Array | None] | None = None) -> Any:
         """Weighted sums ``sum_b scales_b gradient_b``, like params; float32 or wider.
 
         Args:
           scales: Weights [batch] for each parameter, like params. An example with scale 0
             contributes exactly 0, even if its gradient is not finite.
+          is_rough: From `bounded_squared_norms`. Clipped sums need it.
         """
         scales_by_param = dict(enumerate(jax.tree.leaves(scales)))
+        rough = is_rough or {}
         sums: dict[int, Array] = {}
         previous = jnp.zeros(())
         for i, gradients in sorted(self.by_param.items(), reverse=True):
-            sums[i] = gradients.weighted_sum(_wait_for(previous, scales_by_param[i]))
+            scales = _wait_for(previous, scales_by_param[i])
+            sums[i] = gradients.weighted_sum(scales, rough.get(i))
             previous = sums[i] if sums[i].ndim > 1 and sums[i].size else previous
         for group in self.groups:
-            sums |= group.weighted_sum(scales_by_param)
+            sums |= group.weighted_sum(scales_by_param, rough.get(group.numbers[0]))
         chunked = self.chunked.weighted_sum(scales_by_param) if self.chunked else {}
         return self._unflatten(sums | chunked)
 

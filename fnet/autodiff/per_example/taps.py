@@ -22,7 +22,11 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from fnet.autodiff.per_example.ghost_norm import LinearEquation, linear_equation
+from fnet.autodiff.per_example.ghost_norm import (
+    LinearEquation,
+    linear_equation,
+    upper_squared_norms,
+)
 from fnet.backward_pass import is_params_first
 from fnet.jaxpr import (
     CHECKPOINT,
@@ -507,7 +511,8 @@ def _measure(use: Use, out: Array, x: Array, zero: Array) -> Array:
 
     def backward(x: Array, ct: Array) -> tuple[Array, None, Array]:
         ct_of_elements = use.view.unscale(ct)
-        squares = use.equation.squared_norms(x[None, None, None], ct_of_elements[None, None, None])
+        x, ct_of_elements = (a[None, None, None] for a in (x, ct_of_elements))
+        squares = upper_squared_norms(use.equation, x, ct_of_elements)
         return ct, None, squares[0].astype(jnp.float32)
 
     measure.defvjp(lambda out, x, zero: (out, x), backward)

@@ -1,0 +1,295 @@
+"""Norms of gradients whose terms cancel: an example contributes at most the clip."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
+
+
+def dense(p, u, v):
+    """A loss whose gradient of example b is sum_t u_bt v_bt^T."""
+    return ((u @ p) * v).sum((1, 2))
+
+
+def outer_products(u, v):
+    return np.einsum("btr,btc->brc", np.float64(u), np.float64(v))
+
+
+def float32(a):
+    return np.asarray(a, np.float32)
+
+
+def alternating(time, gap):
+    return np.where(np.arange(time) % 2, -(1 + gap), 1)[:, None]
+
+
+def equal_pair(rng, time, rows, cols, gap):
+    u = 255 * rng.integers(0, 2, (1, rows))
+    return np.repeat(u, time, 0), rng.normal(size=(1, cols)) * alternating(time, gap)
+
+
+def almost_equal_steps(rng, time, rows, cols, gap):
+    u = rng.normal(size=(1, rows)) + gap * rng.normal(size=(time, rows))
+    return u, (rng.normal(size=(1, cols)) + gap * rng.normal(size=(time, cols))) * alternating(
+        time, 0
+    )
+
+
+def constant_vectors(rng, time, rows, cols, gap):
+    u = rng.uniform(1, 2) * np.ones((time, rows)) * (1 + gap * rng.normal(size=(time, 1)))
+    return u, rng.uniform(1, 2) * np.ones((1, cols)) * alternating(time, gap)
+
+
+def halves_of_the_sequence(rng, time, rows, cols, gap):
+    sign = np.where(np.arange(time) < time // 2, 1, -(1 + gap))[:, None]
+    return np.full((time, rows), 0.1), np.full((1, cols), 0.1) * sign
+
+
+def large_and_tiny_elements(rng, time, rows, cols, gap):
+    """Inner products of 1 and many numbers of half a unit in its last place: worst rounding."""
+    u = np.full((time, rows), 2.0**-12 * (1 + 1e-3 * rng.normal(size=(time, 1))))
+    u[:, 0] = 1
+    v = np.full((time, cols), 2.0**-12) * alternating(time, gap)
+    v[:, 0] = alternating(time, gap)[:, 0]
+    return u, v
+
+
+def perpendicular_pairs(rng, time, rows, cols, gap):
+    u = np.repeat(rng.normal(size=(-(-time // 2), rows)), 2, 0)[:time]
+    v = np.repeat(rng.normal(size=(-(-time // 2), cols)), 2, 0)[:time]
+    return u, v * alternating(time, gap)
+
+
+def wide_range_of_lengths(rng, time, rows, cols, gap):
+    u, v = perpendicular_pairs(rng, time, rows, cols, gap)
+    lengths = np.repeat(10.0 ** rng.uniform(-3, 3, (-(-time // 2), 1)), 2, 0)[:time]
+    return u * lengths, v * lengths
+
+
+SEQUENCES = (
+    equal_pair, almost_equal_steps, constant_vectors, halves_of_the_sequence,
+    large_and_tiny_elements, perpendicular_pairs, wide_range_of_lengths,
+)  # fmt: skip
+
+
+def contributions(loss, params, batch, clip, **how):
+    """What the sum loses if one example is masked, for each example in float64."""
+    gradient = jax.jit(clipped_grad(loss, clip, **how))
+    size = len(batch[0])
+
+    def total(mask):
+        sums, _ = gradient(params, *batch, mask=mask)
+        return np.concatenate([np.ravel(np.float64(a)) for a in jax.tree.leaves(sums)])
+
+    everything = total(np.ones(size, bool))
+    return np.stack([everything - total(np.arange(size) != b) for b in range(size)])
+
+
+def check_clipped(loss, params, batch, grads):
+    """Each example contributes its clipped gradient, and at most 1.001 times the clip."""
+    grads = np.float64(grads).reshape(len(grads), -1)
+    norms = np.linalg.norm(grads, axis=1)
+    for clip in (norms.min() / 2, norms.min() / 1e4):
+        parts = contributions(loss, params, batch, clip)
+        assert np.linalg.norm(parts, axis=1).max() <= 1.001 * clip
+        expected = grads * np.minimum(1, clip / norms)[:, None]
+        # Where terms cancel, the norm may be overestimated by 0.2 %.
+        assert np.linalg.norm(parts - expected, axis=1).max() <= 0.003 * clip
+
+
+def sequences(time, rows, cols):
+    rng = np.random.default_rng(0)
+    pairs = [
+        sequence(rng, time, rows, cols, gap)
+        for sequence in SEQUENCES
+        for gap in (1e-1, 1e-2, 1e-3, 1e-4)
+    ]
+    return tuple(float32(np.stack(a)) for a in zip(*pairs, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 784, 32), (3, 40, 40), (8, 300, 70), (64, 256, 200), (128, 96, 400), (64, 24, 24)],
+    ids=str,
+)
+def test_cancelling_sequences_are_clipped(shape):
+    u, v = sequences(*shape)
+    check_clipped(dense, jnp.zeros(shape[1:]), (u, v), outer_products(u, v))
+
+
+def test_cancelling_sequences_of_heads_are_clipped():
+    u, v = sequences(4, 32, 24)
+    u, v = (np.stack([a, a[::-1]], 2) for a in (u, v))  # [batch, time, heads, n]
+
+    def loss(p, u, v):
+        return (jnp.einsum("bthr,hrc->bthc", u, p) * v).sum((1, 2, 3))
+
+    grads = np.einsum("bthr,bthc->bhrc", np.float64(u), np.float64(v))
+    check_clipped(loss, jnp.zeros((2, 32, 24)), (u, v), grads)
+
+
+def test_cancelling_uses_are_clipped():
+    u, v = sequences(2, 64, 48)
+
+    def loss(p, u, v):
+        return ((u[:, 0] @ p) * v[:, 0] + (u[:, 1] @ p) * v[:, 1]).sum(1)
+
+    check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v))
+
+
+def test_cancelling_uses_in_different_equations_are_clipped():
+    rng = np.random.default_rng(0)
+    v = float32(rng.normal(size=(4, 1, 32)) * np.array([1, -1.001])[:, None])
+    tokens = np.arange(4)
+
+    def loss(p, tokens, u, v):
+        return (p[tokens] * v[:, 0]).sum(1) + ((u @ p) * v[:, 1]).sum(1)
+
+    u = float32(np.eye(24)[tokens])
+    grads = np.einsum("br,btc->brc", np.float64(u), np.float64(v))
+    check_clipped(loss, jnp.zeros((24, 32)), (tokens, u, v), grads)
+
+
+def test_cancelling_steps_of_a_scan_are_clipped():
+    u, v = sequences(8, 64, 48)
+
+    def loss(p, u, v):
+        def step(total, uv):
+            return total + ((uv[0] @ p) * uv[1]).sum(1), None
+
+        return lax.scan(step, jnp.zeros(len(u)), (u.swapaxes(0, 1), v.swapaxes(0, 1)))[0]
+
+    check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v))
+
+
+def test_cancelling_sequences_in_checkpoints_are_clipped():
+    u, v = sequences(2, 64, 48)
+
+    def loss(p, u, v):
+        return jax.checkpoint(dense)(p["w"], u, v) + p["bias"]
+
+    p = {"w": jnp.zeros((64, 48)), "bias": jnp.zeros(())}
+    assert gradient_strategies(loss, p, u, v)["w"] == "rematerialized"
+    norms = np.linalg.norm(outer_products(u, v).reshape(len(u), -1), axis=1)
+    for clip in (norms.min() / 2, norms.min() / 1e4):
+        parts = contributions(loss, p, (u, v), clip)
+        assert np.linalg.norm(parts, axis=1).max() <= 1.001 * clip
+
+
+def test_cancelling_sequences_of_concatenated_kernels_are_clipped():
+    u, v = sequences(2, 64, 48)
+
+    def loss(p, u, v):
+        return dense(jnp.concatenate([p["a"], p["b"]], 1), u, v)
+
+    p = {"a": jnp.zeros((64, 16)), "b": jnp.zeros((64, 32))}
+    grads = outer_products(u, v)
+    grads = np.concatenate([g.reshape(len(u), -1) for g in np.split(grads, [16], 2)], 1)
+    check_clipped(loss, p, (u, v), grads)
+
+
+def test_cancelling_sequences_of_scaled_kernels_are_clipped():
+    u, v = sequences(2, 64, 48)
+    scale = float32(np.random.default_rng(1).uniform(1, 2, (64, 48)))
+
+    def loss(p, u, v):
+        return dense(p * scale, u, v)
+
+    check_clipped(loss, jnp.zeros((64, 48)), (u, v), outer_products(u, v) * scale)
+
+
+def test_repeated_tokens_are_clipped():
+    _, v = sequences(6, 2, 64)
+    tokens = np.tile([3, 3, 5, 5, 0, 0], (len(v), 1))
+    grads = np.zeros((len(v), 200, 64))
+    np.add.at(grads, (np.arange(len(v))[:, None], tokens), np.float64(v))
+    check_clipped(lambda p, t, v: (p[t] * v).sum((1, 2)), jnp.zeros((200, 64)), (tokens, v), grads)
+
+
+@pytest.mark.parametrize(("window", "groups"), [(1, 1), (2, 1), (2, 2)])
+def test_convolutions_of_flat_images_are_clipped(window, groups):
+    rng = np.random.default_rng(0)
+    x = float32(200 * np.ones((3, 4, 4, 64)) * rng.uniform(1, 2, size=(3, 1, 1, 1)))
+    ct = float32(alternating(16, 1e-4).reshape(4, 4, 1) * rng.normal(size=(3, 1, 1, 128)))
+
+    def loss(p, x, ct):
+        names = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(
+            x, p, (1, 1), "SAME", dimension_numbers=names, feature_group_count=groups
+        )
+        return (y * ct).sum((1, 2, 3))
+
+    p = jnp.zeros((window, window, 64 // groups, 128))
+    padding = (0, window - 1)
+    padded = np.pad(np.float64(x), ((0, 0), padding, padding, (0, 0)))
+    grads = [
+        np.einsum(
+            "bhwgi,bhwgo->bigo",
+            padded[:, i : i + 4, j : j + 4].reshape(3, 4, 4, groups, -1),
+            np.float64(ct).reshape(3, 4, 4, groups, -1),
+        ).reshape(3, -1)
+        for i, j in np.ndindex(window, window)
+    ]
+    assert gradient_strategies(loss, p, x, ct) == "ghost norm"
+    check_clipped(loss, p, (x, ct), np.stack(grads, 1))
+
+
+def test_bfloat16_contributes_at_most_1_12_times_the_clip():
+    u, v = (jnp.asarray(a, jnp.bfloat16) for a in sequences(8, 64, 48))
+    grads = outer_products(*(np.asarray(a, np.float32) for a in (u, v))).reshape(len(u), -1)
+    norms = np.linalg.norm(grads, axis=1)
+    for clip in (norms[norms > 0].min(), np.median(norms)):
+        parts = contributions(dense, jnp.zeros((64, 48)), (u, v), clip)
+        assert np.linalg.norm(parts, axis=1).max() <= 1.12 * clip
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_rescaled_norm_is_at_most_1_if_squares_underflow(time):
+    # The squares of all but one element are 0 in float32.
+    v = np.full((1, 10_000), 3e-23, np.float32)
+    v[0, 0] = 4e-23
+    u = np.ones((1, time, 3), np.float32)
+
+    def loss(p, u, v):
+        return ((u @ p) * v[:, None]).sum((1, 2))
+
+    parts = contributions(loss, jnp.zeros((3, 10_000)), (u, v), 0, rescale_to_unit_norm=True)
+    assert np.linalg.norm(parts) <= 1.001
+
+
+def test_ordinary_sequences_match_float64():
+    rng = np.random.default_rng(0)
+    u, v = (float32(rng.normal(size=(3, 100, n))) for n in (300, 250))
+    grads = outer_products(u, v)
+    norms = np.linalg.norm(grads.reshape(3, -1), axis=1)
+    total, info = jax.jit(clipped_grad(dense, norms.mean()))(jnp.zeros((300, 250)), u, v)
+    scales = np.minimum(1, norms.mean() / norms)
+    np.testing.assert_allclose(info.norms, norms, rtol=1e-6)
+    np.testing.assert_allclose(info.scales, scales, rtol=1e-6)
+    expected = (grads * scales[:, None, None]).sum(0)
+    np.testing.assert_allclose(total, expected, atol=1e-6 * np.abs(expected).max())
+
+
+def test_error_bounds_of_inner_products_hold():
+    for shape in [(2, 784, 32), (8, 300, 70), (16, 5000, 8), (64, 100, 100)]:
+        u, v = sequences(*shape)
+        exact = np.square(outer_products(u, v)).sum((1, 2))
+        values, errors = jax.jit(ghost_norm.inner_products)(u[None], v[None], u[None], v[None])
+        assert (np.abs(np.float64(values) - exact) <= errors).all()
+
+
+def test_worst_rounding_of_a_gram_matrix_is_within_its_bound():
+    # Each of n additions is wrong by a roundoff, as 1 + e = 1.
+    u, v = (
+        np.concatenate([np.full((1, 2, 1), 1), np.full((1, 2, n - 1), 2.0**-12)], 2)[None]
+        for n in (64, 5)
+    )
+    u, v = float32(u), float32(v)
+    exact = np.square(outer_products(u[0], v[0])).sum((1, 2))
+    values, errors = ghost_norm.inner_products(u, v, u, v)
+    assert np.abs(np.float64(values) - exact) > 0
+    assert np.abs(np.float64(values) - exact) <= errors

@@ -1,0 +1,179 @@
+"""Parameters of which a loss uses parts: slices, and rows that indices select."""
+
+import example_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from example_losses import normal, tokens
+
+from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
+from fnet.autodiff.per_example.parameter_gradients import Box
+from fnet.memory import peak
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+B = 6
+
+
+def check_matches_a_loop(loss, params, *batch):
+    """Compare the clipped sum with per-example gradients; return the strategies."""
+    one = jax.grad(lambda p, *example: loss(p, *(a[None] for a in example))[0])
+    grads = jax.vmap(one, (None, *[0] * len(batch)))(params, *batch)
+    norms = jnp.sqrt(sum(jnp.square(g).sum(range(1, g.ndim)) for g in jax.tree.leaves(grads)))
+    clip = float(jnp.median(norms))
+    total, info = jax.jit(clipped_grad(loss, clip))(params, *batch)
+    np.testing.assert_allclose(info.norms, norms, rtol=1e-5)
+    for actual, g in zip(jax.tree.leaves(total), jax.tree.leaves(grads), strict=True):
+        expected = jnp.tensordot(jnp.minimum(1, clip / norms), g, 1)
+        scale = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * scale)
+    return gradient_strategies(loss, params, *batch)
+
+
+def summed(y):
+    return jnp.square(jnp.tanh(y)).sum(range(1, y.ndim))
+
+
+def layers_of_a_stack(p, x):
+    for i in range(3):
+        x = jnp.tanh(x @ p[i])
+    return summed(x)
+
+
+def column_blocks(p, x):
+    q, k, v = (x @ p[:, 8 * i : 8 * i + 8] for i in range(3))
+    return summed(q * k + v)
+
+
+def some_columns(p, x):
+    return summed(x @ p[:, 2:9]) + summed(x @ p[:, 16:20])
+
+
+def transposed_blocks(p, x):
+    a, b = p.T[:8], p.T[8:]
+    return summed(x @ a.T) + summed(x @ b.T)
+
+
+def heads(p, x):
+    p = p.reshape(8, 3, 8)
+    return summed(x @ p[:, 0]) + summed(x @ p[:, 1]) + summed(x @ p[:, 2])
+
+
+def every_other_column(p, x):
+    return summed(x @ p[:, ::2]) + summed(x @ p[:, 1::2])
+
+
+def blocks_used_twice(p, x):
+    return summed(x @ p[:, :8] @ p[:, :8]) + summed(x @ p[:, 8:])
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (layers_of_a_stack, (3, 8, 8)), (column_blocks, (8, 24)), (some_columns, (8, 24)),
+        (transposed_blocks, (8, 24)), (heads, (8, 24)), (every_other_column, (8, 24)),
+        (blocks_used_twice, (8, 24)),
+    ],
+    ids=lambda a: getattr(a, "__name__", ""),
+)  # fmt: skip
+def test_disjoint_slices_are_not_materialized(loss, shape):
+    strategy = check_matches_a_loop(loss, normal(0, *shape), normal(1, B, 8))
+    assert strategy == "ghost norm"
+
+
+def test_overlapping_slices_are_materialized():
+    def loss(p, x):
+        return summed(x @ p[:, :16]) + summed(x @ p[:, 8:])
+
+    strategy = check_matches_a_loop(loss, normal(0, 8, 24), normal(1, B, 8))
+    assert strategy == "materialized in chunks"
+
+
+def test_chains_of_overlapping_slices_are_one_part():
+    def loss(p, x):
+        return summed(x @ p[:, :8]) + summed(x @ p[:, 12:]) + summed(x @ p[:, 4:16])
+
+    check_matches_a_loop(loss, normal(0, 8, 24), normal(1, B, 8))
+
+
+def test_biases_in_slices():
+    def loss(p, x):
+        return summed(x + p[:8]) + summed(x * p[8:16]) + summed(x + p[8:16])
+
+    check_matches_a_loop(loss, normal(0, 20), normal(1, B, 3, 8))
+
+
+def test_slices_take_no_memory_of_the_whole_parameter_per_layer():
+    p, x = jax.ShapeDtypeStruct((16, 128, 128), jnp.float32), np.zeros((64, 128), np.float32)
+
+    def loss(p, x):
+        for i in range(16):
+            x = jnp.tanh(x @ p[i])
+        return summed(x)
+
+    compiled = jax.jit(clipped_grad(loss, 1.0)).lower(p, x).compile()
+    assert peak(compiled).temporaries < 2 * 16 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("view", "box"),
+    [
+        (lambda a: a, ((0, 0, 0), (4, 6, 5))),
+        (lambda a: a[1], ((1, 0, 0), (1, 6, 5))),
+        (lambda a: a[1:3, 2:, 4].T, ((1, 2, 4), (2, 4, 1))),
+        (lambda a: a.reshape(4, 30)[2:, :10], ((2, 0, 0), (2, 2, 5))),
+        (lambda a: a.reshape(4, 30)[2:, :11], None),
+        (lambda a: a[:, ::2], None),
+        (lambda a: np.broadcast_to(a[:1], (4, 6, 5)), None),
+        (lambda a: a[:0], None),
+    ],
+)
+def test_box_of_a_view(view, box):
+    whole = np.empty((4, 6, 5), np.int8)
+    assert Box.of(view(whole), whole.shape) == box
+
+
+def test_box_arranges_a_view_like_the_parameter():
+    whole = np.arange(120, dtype=np.int8).reshape(4, 6, 5).copy()
+    view = whole[1:3, 2:, :3].transpose(2, 0, 1)
+    box = Box.of(view, whole.shape)
+    np.testing.assert_array_equal(box.arrange(jnp.asarray(view), view), whole[1:3, 2:, :3])
+
+
+@pytest.mark.parametrize(
+    ("gather", "batch_axis"),
+    [
+        (lambda p, t: jax.vmap(jax.vmap(lambda i: p[i]))(t), 0),
+        (lambda p, t: jnp.take(p, t, axis=1, mode="clip"), 1),
+        (lambda p, t: jnp.take(p, t, axis=2), 2),
+        (lambda p, t: p[t, t // 2], 0),
+        (lambda p, t: p[:, t, t // 2], 1),
+        (lambda p, t: jax.vmap(lambda t: jax.lax.dynamic_slice(p, (t[0], 0, 0), (1, 6, 6)))(t), 0),
+        (lambda p, t: p.at[t + 4].get(mode="fill", fill_value=0), 0),
+        (lambda p, t: p.at[t, t + 4].get(mode="fill", fill_value=0), 0),
+    ],
+)
+def test_gathers_of_whole_slices_are_embeddings(gather, batch_axis):
+    def loss(p, t):
+        rows = jnp.moveaxis(gather(p, t), batch_axis, 0)
+        return summed(rows * jnp.arange(rows[0].size).reshape(rows.shape[1:]))
+
+    strategy = check_matches_a_loop(loss, normal(0, 6, 6, 6), tokens(1, 6, B, 4))
+    assert strategy == "ghost norm"
+
+
+def test_gathers_with_batch_dimensions_match_a_loop():
+    def loss(p, t):
+        indices = jnp.broadcast_to(t[:, :1, None], (len(t), 1, 7))
+        return summed(jax.vmap(lambda i: jnp.take_along_axis(p, i, 0, mode="clip"))(indices))
+
+    check_matches_a_loop(loss, normal(0, 6, 7), tokens(1, 6, B, 4))
+
+
+@pytest.mark.parametrize("slices", [(1, 3, 6), (2, 6, 6)])
+def test_gathers_of_parts_of_slices_match_a_loop(slices):
+    def loss(p, t):
+        return summed(jax.vmap(lambda t: jax.lax.dynamic_slice(p, (t[0], 0, 0), slices))(t))
+
+    assert check_matches_a_loop(loss, normal(0, 6, 6, 6), tokens(1, 6, B, 4)) != "ghost norm"
