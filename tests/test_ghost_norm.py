@@ -249,10 +249,10 @@ def test_bfloat16_contributes_at_most_1_12_times_the_clip():
 
 @pytest.mark.parametrize("time", [1, 2])
 def test_rescaled_norm_is_at_most_1_if_squares_underflow(time):
-    # The squares of all but one element are 0 in float32.
-    v = np.full((1, 10_000), 3e-23, np.float32)
-    v[0, 0] = 4e-23
-    u = np.ones((1, time, 3), np.float32)
+    # The squares of all but one element are below the smallest normal number.
+    v = np.full((1, 10_000), 1e-19, np.float32)
+    v[0, 0] = 2e-19
+    u = np.full((1, time, 3), 1e10, np.float32)
 
     def loss(p, u, v):
         return ((u @ p) * v[:, None]).sum((1, 2))
