@@ -280,6 +280,12 @@ def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
             yield from inner_jaxprs(item)
 
 
+def primitive_names(eqn: JaxprEqn) -> set[str]:
+    """Return the names of an equation's primitive and of those in its inner jaxprs."""
+    inner = (e for jaxpr in inner_jaxprs(eqn) for e in jaxpr.eqns)
+    return {eqn.primitive.name}.union(*map(primitive_names, inner))
+
+
 def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str) -> Iterator[JaxprEqn]:
     """Yield all equations whose primitive's name starts with ``name``, inner jaxprs included."""
     for eqn in jaxpr.eqns:

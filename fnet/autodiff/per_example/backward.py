@@ -36,7 +36,7 @@ from fnet.autodiff.per_example.batch_axis import (
     Unknown,
     find_batch_axes,
 )
-from fnet.autodiff.per_example.batching import Rows, Value, rows_of, run_for_batch
+from fnet.autodiff.per_example.batching import Rows, Value, is_separable, rows_of, run_for_batch
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -119,13 +119,15 @@ def per_example_gradients(
             losses, aux, [False] * len(aux_shapes), treedef, none, [], None
         )  # fmt: skip
 
-    result = _differentiate(closed, leaves, examples, width, remat)
+    result = _differentiate(name, closed, leaves, examples, width, remat)
     shapes_of_one = [a.shape for a in closed.out_avals[1:]]
     aux = _batched_aux(result.aux, shapes_of_one, aux_shapes, size)
     chunked = None
     if result.in_chunks:
         nbytes = sum(leaves[i].nbytes for i in result.in_chunks)
         default = max(1, min(_memory_budget(leaves) // max(nbytes, 1), size))
+        if not all(map(is_separable, closed.jaxpr.eqns)):
+            width = 1
         chunked = ChunkedGradients(closed, leaves, examples, result.in_chunks, width or default)
     return PerExampleGradients(
         result.losses, jax.tree.unflatten(aux_treedef, aux),
@@ -145,6 +147,7 @@ def _check_whole_batch(
     batch = _shapes(examples, size)
     closed, (losses, aux) = _make_jaxpr(function, params, examples, batch)
     check_losses(name, losses, size)
+    _check_effects(name, closed)
     # A single key of the batch becomes a key of each example.
     states = [Shared()] * len(params) + [
         KEY if shared else BatchAxis(0) for shared in examples.is_single_key
@@ -243,6 +246,17 @@ def _trace_one(
             "goes around the gradient, not into the loss."
         )
         raise
+    _check_effects(name, closed)
+    if losses.shape != (1,):
+        raise ValueError(
+            f"{name}: expected losses of shape [1] for a batch of one, got {losses.shape}; pass "
+            "arrays with one row per example as arguments, not by closure or in params."
+        )
+    return closed
+
+
+def _check_effects(name: str, closed: ClosedJaxpr) -> None:
+    """Refuse programs that could carry values from one example to another."""
     if effects := [e for e in closed.effects if "Debug" not in type(e).__name__]:
         raise ValueError(
             f"{name}: the loss has side effects ({', '.join(map(str, effects))}), which could "
@@ -255,12 +269,6 @@ def _trace_one(
                 f"{name}: mutable arrays are not supported in the loss ({primitive} at "
                 f"{source_line(eqn)}). Use functional updates, such as x.at[i].set(y)."
             )
-    if losses.shape != (1,):
-        raise ValueError(
-            f"{name}: expected losses of shape [1] for a batch of one, got {losses.shape}; pass "
-            "arrays with one row per example as arguments, not by closure or in params."
-        )
-    return closed
 
 
 class _Differentiated(NamedTuple):
@@ -282,6 +290,7 @@ class _Differentiated(NamedTuple):
 
 
 def _differentiate(
+    name: str,
     closed: ClosedJaxpr,
     params: Sequence[Any],
     examples: Examples,
@@ -330,6 +339,7 @@ def _differentiate(
 
     batch_of_one = _shapes(examples, 1)
     program, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*leaves, *batch_of_one)
+    _check_effects(name, program)  # A derivative rule may have some.
     results = run_for_batch(program, [*leaves, *(Rows(a, 0) for a in examples.leaves)], size)
     losses, aux, data, cts, gradients = jax.tree.unflatten(jax.tree.structure(shapes), results)
     by_leaf: dict[int, ParameterGradients] = {

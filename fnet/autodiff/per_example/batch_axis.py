@@ -159,8 +159,16 @@ class _Analysis(NamedTuple):
             eqn_scope = "/".join(filter(None, (scope, *scopes(eqn))))
             # JAX differentiates the custom rule, never the equations inside the function.
             if self.is_differentiated and eqn.primitive.name.startswith(_CUSTOM):
-                return self._differentiated(eqn, states, eqn_scope)
-            return self._equation(eqn, states, eqn_scope)
+                results = self._differentiated(eqn, states, eqn_scope)
+            else:
+                results = self._equation(eqn, states, eqn_scope)
+            # Equations inside functions of JAX have no line of their own.
+            return [
+                state._replace(line=source_line(eqn))
+                if isinstance(state, Mixed | Unknown) and not state.line
+                else state
+                for state in results
+            ]
 
         return interpret(closed, inputs, handle, self._constant)
 
@@ -314,8 +322,8 @@ class _Analysis(NamedTuple):
         mixed = Mixed(scope, eqn.primitive.name, source_line(eqn))
         inputs = [*consts, *carry, *xs]
         dependent = [not isinstance(state, Shared) for state in inputs]
-        carried = depends_on(scan.body, dependent)[: scan.num_carry]
-        if any(dependent[: len(consts) + len(carry)]) or any(carried):
+        depends = depends_on(scan.body, dependent)[: scan.num_carry]
+        if any(dependent[: len(consts) + len(carry)]) or any(depends):
             return [mixed] * len(eqn.outvars)
         slices: list[State] = []
         for state, v in zip(xs, eqn.invars[len(consts) + len(carry) :], strict=True):
@@ -325,7 +333,13 @@ class _Analysis(NamedTuple):
                 slices.append(Shared())
             else:
                 slices.append(mixed._replace(by_position=True))
-        out = self.visit(scan.body, [*consts, *carry, *slices], scope)
+        # A value that is carried on differs between iterations, unless it never changes.
+        variables = scan.body.jaxpr.invars[len(consts) :], scan.body.jaxpr.outvars
+        carried = [
+            state if before is after else mixed._replace(by_position=True)
+            for state, before, after in zip(carry, *variables, strict=False)
+        ]
+        out = self.visit(scan.body, [*consts, *carried, *slices], scope)
         ys = out[scan.num_carry :]
         return [*carry, *(BatchAxis(0) if isinstance(y, Shared) else y for y in ys)]
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, primitives
 
 from fnet.jaxpr import (
     CHECKPOINT,
@@ -33,6 +33,7 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     interpret,
+    primitive_names,
 )
 
 
@@ -181,6 +182,8 @@ class _Interpreter(NamedTuple):
             return self._cond(eqn, operands)
         if name in UNCHANGED:
             return self._unchanged(eqn, operands)
+        if not is_separable(eqn):
+            return self._one_by_one(eqn, operands)
         axes = [a.axis if isinstance(a, Rows) else None for a in operands]
         rule = rule_of(name)
         plan = rule(Operands(eqn, axes, self.batch)) if rule else None
@@ -204,7 +207,7 @@ class _Interpreter(NamedTuple):
         return [Rows(a, int(plan.axis)) for a in outputs]  # Rules compute axes with numpy.
 
     def _vmap(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Vectorize one equation with `jax.vmap`: right for every equation."""
+        """Vectorize one equation with `jax.vmap`: right for every separable equation."""
         arrays, axes = [], []
         for a, v in zip(operands, eqn.invars, strict=True):
             is_rows = isinstance(a, Rows)
@@ -215,9 +218,24 @@ class _Interpreter(NamedTuple):
             return evaluate(eqn, arrays)
 
         vectorized: Any = jax.vmap(function, (axes,), axis_size=self.batch)
+        return self._batch_first(eqn, vectorized(arrays))
+
+    def _one_by_one(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Execute one equation for one example after the other: right for every equation."""
+        numbers = [k for k, a in enumerate(operands) if isinstance(a, Rows)]
+        rows = [rows_of(operands[k], aval(eqn.invars[k]).shape, self.batch) for k in numbers]
+
+        def function(example: list[Array]) -> list[Array]:
+            own = dict(zip(numbers, example, strict=True))
+            return evaluate(eqn, [own.get(k, a) for k, a in enumerate(operands)])
+
+        return self._batch_first(eqn, jax.lax.map(function, rows))
+
+    def _batch_first(self, eqn: JaxprEqn, results: Sequence[Array]) -> list[Value]:
+        """Return the results [batch, ...] of an equation as rows."""
         return [
             Rows(a.reshape(_merged(aval(v).shape, 0, self.batch)), 0)
-            for a, v in zip(vectorized(arrays), eqn.outvars, strict=True)
+            for a, v in zip(results, eqn.outvars, strict=True)
         ]
 
     def _convert(self, value: Value, shape: Sequence[int], axis: int) -> Rows:
@@ -362,6 +380,31 @@ class _Interpreter(NamedTuple):
             _array(value if axis is None else self._convert(value, shape, axis))
             for value, shape, axis in zip(values, shapes, axes, strict=True)
         ]
+
+
+_SEPARABLE = frozenset(
+    p.name
+    for module in (jax.lax, jax.lax.linalg, primitives)
+    for p in vars(module).values()
+    if isinstance(p, Primitive)
+) - {"rng_bit_generator", "rng_uniform"} | {
+    "checkpoint", "debug_callback", "erf_inv", "pallas_call", "ragged_dot_general", "random_unwrap",
+    "random_wrap", "shard_map", "squeeze",
+}  # fmt: skip
+"""Primitives that `jax.vmap` applies to each example alone.
+
+The batching rule of another primitive may see all examples: callbacks, `jax.custom_batching`, the
+primitives of other libraries.
+"""
+
+
+def is_separable(eqn: JaxprEqn) -> bool:
+    """Whether `jax.vmap` of an equation certainly applies it to each example alone."""
+    names = primitive_names(eqn)
+    # `jax.vmap` generates the numbers of all "rbg" keys from the first one.
+    avals = (aval(v) for v in (*eqn.invars, *eqn.outvars))
+    is_rbg = any("rbg" in str(a.dtype) for a in avals if hasattr(a, "dtype"))
+    return names <= _SEPARABLE and not (is_rbg and any(n.startswith("random_") for n in names))
 
 
 def _array(value: Value) -> Any:
@@ -546,6 +589,8 @@ def _transpose(op: Operands) -> Plan | None:
 def _reshape(op: Operands) -> Plan | None:
     """Examples stay outermost in an axis with as many elements before it as now."""
     shape, axis, out = op.shapes[0], op.axes[0], op.out
+    if op.params.get("dimensions") is not None and op.eqn.primitive.name == "reshape":
+        return None  # It also transposes.
     if axis is None or not out:
         return None if axis is None else Plan(0, reshapes=True)
     before = math.prod(shape[:axis])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from fnet.autodiff.per_example.ghost_norm import map_in_chunks, squared_norms_of
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -28,7 +28,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     ZeroGradients,
     cancels,
 )
-from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters
+from fnet.autodiff.per_example.taps import DATA, Derived, State, View, after_parameters, takes_part
 from fnet.jaxpr import aval, dependencies, interpret
 
 _PLACEMENTS = frozenset(
@@ -95,7 +95,7 @@ def find_derived(closed: ClosedJaxpr, states: Sequence[State]) -> list[Var]:
         variables.update({v: None for v, state in pairs if isinstance(state, Derived)})
 
     def handle(eqn: JaxprEqn, states: list[State]) -> Sequence[State]:
-        if DATA not in states:
+        if not takes_part(eqn, states):
             return after_parameters(eqn, states)
         meets_data(eqn.invars, states)
         return [DATA] * len(eqn.outvars)
@@ -139,7 +139,7 @@ def split_derived(closed: ClosedJaxpr, count: int) -> Split:
                 tuple(number[v] for v in params),
                 tuple(variables.index(v) for v in members),
                 ClosedJaxpr(function, consts),
-                _is_placement(function.eqns, eqns_of_rest=eqns_reading(rest.eqns, params)),
+                _is_placement(function, eqns_of_rest=eqns_reading(rest.eqns, params)),
             )
         )
     return Split(ClosedJaxpr(rest, closed.consts), groups, [v.aval for v in variables])
@@ -150,13 +150,15 @@ def eqns_reading(eqns: Sequence[JaxprEqn], variables: Sequence[Var]) -> bool:
     return any(v in variables for e in eqns for v in e.invars if not isinstance(v, Literal))
 
 
-def _is_placement(eqns: Sequence[JaxprEqn], eqns_of_rest: bool) -> bool:
-    """Whether equations of parameters only move elements, each to one place."""
-    read = [v for e in eqns for v in e.invars if not isinstance(v, Literal)]
+def _is_placement(function: Jaxpr, eqns_of_rest: bool) -> bool:
+    """Whether a function of parameters only moves elements, each to one place."""
+    # A result that another result is computed from is in two places.
+    atoms = [*(v for e in function.eqns for v in e.invars), *function.outvars]
+    read = [v for v in atoms if not isinstance(v, Literal)]
     return (
         not eqns_of_rest
         and len(read) == len(set(read))
-        and all(e.primitive.name in _PLACEMENTS or _only_adds_axes(e) for e in eqns)
+        and all(e.primitive.name in _PLACEMENTS or _only_adds_axes(e) for e in function.eqns)
     )
 
 

@@ -37,6 +37,7 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     interpret,
+    primitive_names,
 )
 from fnet.mesh import argument_like
 
@@ -233,6 +234,22 @@ State = View | Derived | Data | None
 """None: a value without a gradient that depends on no data."""
 
 
+_OWN_TRANSPOSES = {"custom_vjp_call", "linear_call", "custom_transpose_call"}
+"""Primitives whose backward pass need not be linear in the cotangent."""
+
+
+def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
+    """Whether an equation computes each example's own value, or has its own gradient.
+
+    The gradient of a sum of losses is then not the pull-back of the sum of cotangents.
+    """
+    if DATA in states:
+        return True
+    return any(state is not None for state in states) and bool(
+        primitive_names(eqn) & _OWN_TRANSPOSES
+    )
+
+
 def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
     """Return the states of the results of an equation that no data takes part in."""
     with_gradient = [(k, state) for k, state in enumerate(states) if state is not None]
@@ -342,7 +359,7 @@ class _Search:
             return results
         if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
             return states
-        if DATA not in states:
+        if not takes_part(eqn, states):
             return after_parameters(eqn, states)
         if eqn.primitive.name == "scan":
             self._scan(eqn, states, path, scan_lengths)

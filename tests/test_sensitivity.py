@@ -1,0 +1,1003 @@
+"""Losses that try to break the privacy bound of `fnet.clipped_grad`.
+
+The gradient of example b is that of the loss on a batch that holds b alone. Each loss below is either
+refused, or its clipped sum equals a loop over batches of one example and moves by at most 1.001
+clips if any example is removed or masked. Four tables say what is expected:
+
+- `MIXING` and `POSITION`: layers whose rows depend on other rows, or on their own position. They
+  must be refused.
+- `ROWWISE`: layers that treat each row alone. They must be computed.
+- `EITHER`: layers that a proof may or may not cover. Both are right, a wrong sum is not.
+
+A layer takes and returns activations [batch, 4]. `LOSSES` holds losses with more arguments.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import example_losses
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.experimental import io_callback
+
+import fnet
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+
+@pytest.fixture(autouse=True)
+def allow_key_reuse():
+    """Allow several calls with one key, which a comparison needs."""
+    with jax.debug_key_reuse(False):
+        yield
+
+
+B = D = 4
+"""Examples and features. They coincide, so that no check of shapes alone tells them apart."""
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+X, W = normal(0, B, D), normal(1, D, D)
+
+
+def row_losses(h):
+    """One loss for each row."""
+    return (jnp.sin(h) * h).reshape(len(h), -1).sum(-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss and its arguments.
+
+    Attributes:
+      loss: ``loss(params, *batch) -> losses [batch]``.
+      params: Parameters.
+      batch: Arrays with one row per example. A single random key becomes one key per example.
+      tolerance: Largest error of the clipped sum, in clips per example.
+      slack: Largest factor between the sensitivity and the clip.
+    """
+
+    loss: Callable[..., Any]
+    params: Any = dataclasses.field(default_factory=lambda: jnp.asarray(W))
+    batch: tuple[Any, ...] = (X,)
+    tolerance: float = 2e-4
+    slack: float = 1.001
+
+
+def after_dense(layer):
+    """A loss with the layer between a dense layer and one loss for each row."""
+    return Case(lambda p, x: row_losses(layer(jnp.tanh(x @ p))))
+
+
+def is_key(a):
+    return jnp.issubdtype(jnp.asarray(a).dtype, jax.dtypes.prng_key)
+
+
+def flat(tree):
+    """All leaves in one float64 vector."""
+    leaves = [np.asarray(a).ravel() for a in jax.tree.leaves(tree)]
+    wide = [a.astype(np.complex128 if np.iscomplexobj(a) else np.float64) for a in leaves]
+    return np.concatenate([np.zeros(0), *wide])
+
+
+def check_bound(case):
+    """Compare the clipped sum with a loop over batches of one, and with the sum of fewer examples.
+
+    Raises:
+      ValueError, TypeError: The loss is refused.
+    """
+    is_single_key = [is_key(a) and not jnp.ndim(a) for a in case.batch]
+
+    def rows(batch, selected):
+        pairs = zip(batch, is_single_key, strict=True)
+        return tuple(a if single_key else a[selected] for a, single_key in pairs)
+
+    @jax.jit  # One program, because compilation takes most of the time.
+    def results(params, batch, mask, clip, b):
+        """The clipped sum, the sum without example b, and the gradient of example b alone."""
+        gradient = fnet.clipped_grad(case.loss, 1.0)
+        total = gradient(params, *batch, mask=mask, clip=clip)[0]
+        others = jnp.arange(B - 1) + (jnp.arange(B - 1) >= b)
+        without = gradient(params, *rows(batch, others), clip=clip)[0]
+        pairs = zip(batch, is_single_key, strict=True)
+        example = [jax.random.fold_in(a, b) if k else a[b][None] for a, k in pairs]
+        return total, without, jax.grad(lambda p: case.loss(p, *example)[0])(params)
+
+    everyone = np.ones(B, bool)
+    for batch in case.batch, with_row(case.batch, 100), with_row(case.batch, np.nan):
+
+        def compute(mask, clip, b, batch=batch):
+            return [flat(a) for a in results(case.params, batch, mask, clip, b)]
+
+        plain = compute(everyone, np.inf, 0)[0]
+        grads = [compute(everyone, np.inf, b)[2] for b in range(B)]
+        grads = [g if np.isfinite(g).all() else np.zeros_like(g) for g in grads]
+        norms = np.array([np.linalg.norm(g) for g in grads])
+        np.testing.assert_allclose(plain, sum(grads), rtol=0, atol=case.tolerance * norms.sum())
+
+        clip = float(np.float32(np.median(norms[norms > 0]) / 2)) if norms.any() else 1.0
+        scales = np.minimum(1, clip / np.where(norms > 0, norms, 1))
+        expected = sum(s * g for s, g in zip(scales, grads, strict=True))
+        for b in range(B):
+            total, without, _ = compute(everyone, clip, b)
+            np.testing.assert_allclose(total, expected, rtol=0, atol=case.tolerance * B * clip)
+            masked = compute(everyone & (np.arange(B) != b), clip, b)[0]
+            assert np.linalg.norm(total - masked) <= case.slack * clip
+            if not any(is_single_key):  # Else removing an example changes the keys of later ones.
+                assert np.linalg.norm(total - without) <= case.slack * clip
+
+
+def with_row(batch, factor):
+    """The batch with a second example that is multiplied by a factor."""
+
+    def multiply(a):
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            return a
+        factors = np.array([1, factor, 1, 1], np.float32)
+        return (a * factors.reshape(B, *[1] * (a.ndim - 1))).astype(a.dtype)
+
+    return tuple(map(multiply, batch))
+
+
+# Layers whose rows depend on other rows.
+
+
+def attend(h):
+    return jax.nn.softmax(h @ h.T) @ h
+
+
+def centered(h):
+    return h - h.mean(0, keepdims=True)
+
+
+def class_centers(h):
+    label = (h[:, 0] > 0).astype(int)
+    return h - jnp.zeros((2, D)).at[label].add(h)[label]
+
+
+def conv_over_batch(h):
+    return lax.conv_general_dilated(h.T[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")[:, 0].T
+
+
+def pairs(h):
+    even, odd = h[::2], h[1::2]
+    n = len(odd)
+    return jnp.concatenate([even[:n] - odd, odd - even[:n], even[n:]])
+
+
+def preconditioned(h):
+    return h - jax.grad(lambda h: jnp.square(h.mean(0)).sum())(h)
+
+
+def whitened(h):
+    return jnp.linalg.solve(h.T @ h + jnp.eye(D), h.T).T
+
+
+def over_axis(f):
+    """A function of one row, vectorized over a named axis of examples."""
+    return lambda h: jax.vmap(f, axis_name="examples")(h)
+
+
+def permutation(size):
+    return [(i, (i + 1) % size) for i in range(size)]
+
+
+MIXING = {
+    # Statistics over the batch.
+    "mean": centered,
+    "detached mean": lambda h: h - lax.stop_gradient(h.mean(0)),
+    "variance": lambda h: h / jnp.sqrt(1 + h.var(0)),
+    "maximum": lambda h: h / jnp.abs(h).max(),
+    "softmax": lambda h: jax.nn.softmax(h, 0),
+    "logsumexp": lambda h: h - jax.nn.logsumexp(h, 0),
+    "quantile": lambda h: h - jnp.quantile(h, 0.3, axis=0),
+    "median": lambda h: h - jnp.median(h, 0),
+    "standardize": lambda h: jax.nn.standardize(h, 0),
+    "norm of all rows": lambda h: h / jnp.linalg.norm(h),
+    "total in every row": lambda h: jnp.broadcast_to(h.sum(), h.shape),
+    "tiled sum": lambda h: jnp.tile(h.sum(0), (len(h), 1)),
+    "product": lambda h: h * h.prod(0),
+    "custom reduction": lambda h: h * lax.reduce(lax.stop_gradient(h), 1.0, lambda a, b: a + b + a * b, (0,)),
+    "mean of a transposed view": lambda h: (h.T - h.T.mean(1, keepdims=True)).T,
+    "mean over merged axes": lambda h: h - h.reshape(-1).mean(),
+    "mean in a column map": lambda h: jax.vmap(lambda c: c - c.mean(), 1, 1)(h),
+    # Order of the examples, and comparisons with statistics: integers and booleans.
+    "sort": lambda h: jnp.sort(h, 0),
+    "sort of several": lambda h: lax.sort((h, 2 * h), dimension=0, num_keys=1)[1],
+    "ranks": lambda h: h * jnp.argsort(h, 0),
+    "largest": lambda h: h - lax.top_k(h.T, 1)[0].T,
+    "sorted by top_k": lambda h: lax.top_k(h.T, len(h))[0].T,
+    "argmax": lambda h: h * (jnp.argmax(h, 0) + 1),
+    "any": lambda h: jnp.where((h > 0.5).any(0), h, 2 * h),
+    "above the mean": lambda h: jnp.where(h > h.mean(0), h, 0),
+    "count": lambda h: h * (h > 0).sum(0),
+    "sign as int8": lambda h: h * (jnp.sign(h.sum(0)).astype(jnp.int8) + 2),
+    "searchsorted": lambda h: h * jnp.searchsorted(jnp.sort(h[:, 0]), h[:, 0])[:, None],
+    # Cumulative sums and windows.
+    "cumsum": lambda h: jnp.cumsum(h, 0),
+    "cummax": lambda h: lax.cummax(h, 0, reverse=True),
+    "associative scan": lambda h: lax.associative_scan(jnp.add, h),
+    "window sum": lambda h: lax.reduce_window(h, 0.0, lax.add, (3, 1), (1, 1), "SAME"),
+    "max pool": lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME"),
+    "convolution": conv_over_batch,
+    "convolution of all rows": lambda h: jnp.convolve(h.reshape(-1), jnp.ones(3), "same").reshape(h.shape),
+    "fft": lambda h: jnp.fft.fft(h, axis=0).real,
+    # Rows that meet or change places.
+    "roll": lambda h: h * jnp.roll(h, 1, 0),
+    "rev": lambda h: h * h[::-1],
+    "shift by padding": lambda h: h + jnp.pad(h, ((1, 0), (0, 0)))[:-1],
+    "pairs": pairs,
+    "first row": lambda h: h - h[:1],
+    "last row": lambda h: h - h[-1],
+    "dynamic row": lambda h: h - lax.dynamic_index_in_dim(h, 1, 0, keepdims=False),
+    "permuted rows": lambda h: h * jnp.take(h, np.arange(len(h))[::-1], axis=0),
+    "row chosen by data": lambda h: h * h[jnp.argmax(h, 1)],
+    "transposed": lambda h: h.T.reshape(h.shape) * h,
+    "other order of axes": lambda h: h.reshape(2, -1).T.reshape(h.shape) * h,
+    "pairwise distances": lambda h: jnp.abs(h[:, None] - h[None]).sum(1),
+    "batch as features": lambda h: jnp.einsum("bd,cd,ce->be", h, h, h),
+    "einsum": lambda h: h * jnp.einsum("bd,bd->d", h, h),
+    "attention": attend,
+    "segment sum": lambda h: h - jax.ops.segment_sum(h, jnp.zeros(len(h), int), 1),
+    "scatter-add": lambda h: h + jnp.zeros((1, D)).at[jnp.zeros(len(h), int)].add(h),
+    "scatter-max": lambda h: h + jnp.zeros((1, D)).at[jnp.zeros(len(h), int)].max(h),
+    "scatter-mul": lambda h: h * jnp.ones((1, D)).at[jnp.zeros(len(h), int)].multiply(lax.stop_gradient(h)),
+    "class centers": class_centers,
+    # Linear algebra of the batch.
+    "gram": lambda h: (h @ h.T) @ h,
+    "covariance": lambda h: h @ jnp.cov(h, rowvar=False, bias=True),
+    "whitened": whitened,
+    "cholesky": lambda h: jnp.linalg.cholesky(h @ h.T + 9 * jnp.eye(len(h))) @ h,
+    "singular value": lambda h: h / jnp.linalg.svd(h, compute_uv=False)[0],
+    "eigenvalues": lambda h: h * jnp.linalg.eigh(h.T @ h + jnp.diag(jnp.arange(1.0, 5)))[0],
+    "inverse": lambda h: h @ jnp.linalg.inv(h.T @ h + jnp.eye(D)),
+    # Control flow.
+    "scan": lambda h: lax.scan(lambda c, r: (c + r, c + r), jnp.zeros(D), h)[1],
+    "fori_loop": lambda h: h + lax.fori_loop(0, len(h), lambda i, c: c + h[i], jnp.zeros(D)),
+    "while_loop": lambda h: h + lax.while_loop(lambda c: c.max() < 3, lambda c: 1 + 2 * jnp.abs(c), lax.stop_gradient(h)),
+    "cond": lambda h: lax.cond(h.mean() > 0, lambda h: h, lambda h: 2 * h, h),
+    "switch": lambda h: lax.switch(jnp.argmax(h[:, 0]) % 2, [jnp.sin, jnp.cos], h),
+    "map": lambda h: lax.map(lambda r: r - h.mean(0), h),
+    "vmap": lambda h: jax.vmap(lambda i: h[i] - h.mean(0))(jnp.arange(len(h))),
+    "jit in jit": lambda h: jax.jit(jax.jit(centered))(h),
+    "checkpoint": lambda h: jax.checkpoint(centered)(h),
+    "checkpoint that saves nothing": lambda h: jax.checkpoint(centered, policy=jax.checkpoint_policies.nothing_saveable)(h),
+    "late in a scan": lambda h: lax.scan(lambda c, _: ((h + c[1].sum(0), c[0]), None), (h, h), length=4)[0][1],
+    # Named axes.
+    "pmean": over_axis(lambda r: r - lax.pmean(r, "examples")),
+    "psum": over_axis(lambda r: r * lax.psum(r, "examples")),
+    "pmax": over_axis(lambda r: r - lax.stop_gradient(lax.pmax(lax.stop_gradient(r), "examples"))),
+    "all_gather": over_axis(lambda r: r - lax.all_gather(r, "examples").mean(0)),
+    "ppermute": lambda h: over_axis(lambda r: r * lax.ppermute(r, "examples", permutation(len(h))))(h),
+    # Derivatives inside the loss.
+    "gradient of a batch mean": preconditioned,
+    "linearized": lambda h: h + jax.linearize(centered, h)[1](h),
+    "jvp": lambda h: h + jax.jvp(centered, (h,), (h,))[1],
+    "second order": lambda h: h - jax.grad(lambda a: jnp.vdot(a, jax.grad(lambda b: jnp.square(b.sum(0)).sum())(a)))(h),
+    # A mean behind operations that are rare.
+    "mean behind i0e": lambda h: centered(jax.scipy.special.i0e(h)),
+    "mean behind fft": lambda h: centered(jnp.fft.rfft(h).real),
+    "mean behind top_k": lambda h: centered(lax.top_k(h, 3)[0]),
+    "mean behind while_loop": lambda h: centered(h + lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * 2), (0, lax.stop_gradient(h)))[1]),
+    "mean behind cholesky": lambda h: centered(jnp.linalg.cholesky(h[:, :, None] * h[:, None] + jnp.eye(D)).reshape(len(h), -1)),
+    "mean behind a scatter": lambda h: centered(jax.vmap(lambda r, i: r.at[i].add(1))(h, jnp.argmax(h, 1))),
+    "mean behind a gather": lambda h: centered(jax.vmap(lambda r, i: r[i])(h, jnp.argsort(h, 1))),
+    "mean behind stack": lambda h: centered(jnp.stack([h, h + 1], 1).reshape(len(h), -1)),
+    "mean behind tile": lambda h: centered(jnp.tile(h, (1, 2))),
+    "mean behind reduce_precision": lambda h: centered(lax.reduce_precision(h, 8, 20)),
+    "mean behind bfloat16": lambda h: centered(h.astype(jnp.bfloat16)).astype(jnp.float32),
+    "mean behind complex": lambda h: jnp.abs(centered(lax.complex(h, h + 1))),
+    "mean behind solve": lambda h: centered(jax.vmap(lambda r: jnp.linalg.solve(jnp.diag(2 + r), r))(h)),
+}  # fmt: skip
+
+# Layers whose rows depend on their position.
+
+SEED = 7
+
+
+def key():
+    """A random key that losses close over, instead of taking it as an argument."""
+    return jax.random.key(SEED)
+
+
+POSITION = {
+    "arange": lambda h: h * jnp.arange(len(h))[:, None],
+    "parity": lambda h: h * jnp.where(jnp.arange(len(h)) % 2, 1.0, -1.0)[:, None],
+    "linspace": lambda h: h * jnp.linspace(0.5, 2, len(h))[:, None],
+    "iota": lambda h: h * lax.broadcasted_iota(jnp.float32, h.shape, 0),
+    "numpy constant": lambda h: h * np.linspace(0.5, 2, len(h), dtype=np.float32)[:, None],
+    "eye": lambda h: h + jnp.eye(len(h), D),
+    "one hot": lambda h: h + jax.nn.one_hot(jnp.arange(len(h)), D),
+    "triangle": lambda h: h * jnp.tri(len(h)).sum(1, keepdims=True),
+    "counted ones": lambda h: h * jnp.cumsum(jnp.ones_like(h), 0),
+    "first row changed": lambda h: h.at[0].set(0),
+    "first row marked": lambda h: h * jnp.ones_like(h).at[0].set(2),
+    "first row updated": lambda h: lax.dynamic_update_slice(h, jnp.zeros((1, D)), (0, 0)),
+    "padded constant": lambda h: h * jnp.pad(jnp.ones((1, D)), ((0, len(h) - 1), (0, 0)), constant_values=2),
+    "concatenated constants": lambda h: h * jnp.concatenate([jnp.ones((1, D)), jnp.full((len(h) - 1, D), 2)]),
+    "counter in a scan": lambda h: lax.scan(lambda i, r: (i + 1, r * i), 1, h)[1],
+    "counter in a map": lambda h: lax.map(lambda args: args[0] * args[1], (h, jnp.arange(len(h)))),
+    "index in vmap": lambda h: jax.vmap(lambda r, i: r * i)(h, jnp.arange(len(h))),
+    "axis_index": over_axis(lambda r: r * lax.axis_index("examples")),
+    "mean of tied positions": lambda h: h * jnp.argsort(jnp.zeros(len(h)))[:, None],
+    # Random numbers of a key that is not an argument: row b has those of position b.
+    "bernoulli": lambda h: jnp.where(jax.random.bernoulli(key(), 0.5, h.shape), h, 0),
+    "normal": lambda h: h + jax.random.normal(key(), h.shape),
+    "one number per row": lambda h: h * jax.random.uniform(key(), (len(h), 1)),
+    "truncated normal": lambda h: h + jax.random.truncated_normal(key(), -1.0, 1.0, h.shape),
+    "categorical": lambda h: h * jax.random.categorical(key(), jnp.zeros((len(h), 3)))[:, None],
+    "permutation of numbers": lambda h: h * jax.random.permutation(key(), len(h))[:, None],
+    "permutation of rows": lambda h: h * jax.random.permutation(key(), h),
+    "split": lambda h: h + jax.vmap(lambda k: jax.random.normal(k, (D,)))(jax.random.split(key(), len(h))),
+    "fold_in": lambda h: h + jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key(), i), (D,)))(jnp.arange(len(h))),
+    "legacy key": lambda h: h + jax.random.normal(jax.random.PRNGKey(SEED), h.shape),
+    "rbg key": lambda h: h + jax.random.normal(jax.random.key(SEED, impl="rbg"), h.shape),
+    "rng_bit_generator": lambda h: h + lax.rng_bit_generator(jnp.arange(4, dtype=jnp.uint32), h.shape)[1] % 7,
+    "numpy random": lambda h: h * np.random.default_rng(SEED).random((len(h), 1), np.float32),
+    "linen dropout": lambda h: nn.Dropout(0.5, deterministic=False).apply({}, h, rngs={"dropout": key()}),
+    "nnx dropout": lambda h: nnx.Dropout(0.5, deterministic=False)(h, rngs=nnx.Rngs(SEED)),
+    "equinox dropout": lambda h: eqx.nn.Dropout(0.5)(h, key=key()),
+    "haiku dropout": lambda h: hk.dropout(key(), 0.5, h),
+}  # fmt: skip
+
+# Custom derivative rules. Each function is the identity, unless it is differentiated.
+
+
+def with_vjp(forward, backward):
+    """The identity, with a rule for reverse mode."""
+    f = jax.custom_vjp(lambda h: h)
+    f.defvjp(forward, backward)
+    return f
+
+
+def with_jvp(rule):
+    """The identity, with a rule ``rule(h, tangent) -> (result, tangent)``."""
+    f = jax.custom_jvp(lambda h: h)
+    f.defjvp(lambda primals, tangents: rule(*primals, *tangents))
+    return f
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_rule(rule, h):
+    return h
+
+
+with_rule.defvjp(lambda rule, h: (rule(h), None), lambda rule, _, ct: (ct,))
+
+
+@jax.custom_gradient
+def with_custom_gradient(h):
+    mean = h.mean(0)
+    return h, lambda ct: ct * mean
+
+
+def transposed_by_mean(h):
+    """A linear function whose declared transpose mixes examples."""
+    return jax.custom_derivatives.linear_call(lambda _, h: h, lambda _, ct: centered(ct), (), h)
+
+
+def with_closure(h):
+    mean = h.mean(0)
+
+    @jax.custom_vjp
+    def f(h, mean):
+        return h
+
+    f.defvjp(lambda h, mean: (h, mean), lambda mean, ct: (ct + mean, None))
+    return f(h, mean)
+
+
+def second_rule(h):
+    """A rule whose own rule mixes: found only where the gradient of a gradient is taken."""
+    inner = with_vjp(lambda h: (h, None), lambda _, ct: (centered(ct),))
+    return jax.grad(lambda h: jnp.square(inner(h)).sum())(h)
+
+
+MIXING_RULES = {
+    "forward rule": with_vjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct,)),
+    "forward rule with a detached mean": with_vjp(lambda h: (h - lax.stop_gradient(h).mean(0), None), lambda _, ct: (ct,)),
+    "backward rule": with_vjp(lambda h: (h, None), lambda _, ct: (ct - ct.mean(0),)),
+    "norm of all cotangents": with_vjp(lambda h: (h, None), lambda _, ct: (ct / jnp.linalg.norm(ct),)),
+    "residual": with_vjp(lambda h: (h, h.mean(0)), lambda mean, ct: (ct * mean,)),
+    "residual used as a boolean": with_vjp(lambda h: (h, h > h.mean(0)), lambda above, ct: (jnp.where(above, ct, 0),)),
+    "position in the backward rule": with_vjp(lambda h: (h, None), lambda _, ct: (ct * (1 + jnp.arange(len(ct)))[:, None],)),
+    "position in the forward rule": with_vjp(lambda h: (h * jnp.arange(len(h))[:, None], None), lambda _, ct: (ct,)),
+    "random backward rule": with_vjp(lambda h: (h, None), lambda _, ct: (ct + jax.random.normal(key(), ct.shape),)),
+    "primal of a jvp rule": with_jvp(lambda h, t: (h - h.mean(0), t)),
+    "tangent of a jvp rule": with_jvp(lambda h, t: (h, t - t.mean(0))),
+    "tangent that depends on a mean": with_jvp(lambda h, t: (h, t * h.mean(0))),
+    "nondiff argument": lambda h: with_rule(centered, h),
+    "nondiff argument with a closure": lambda h: with_rule(lambda a: a * 2 - a.mean(0), h),
+    "custom_gradient": with_custom_gradient,
+    "closed-over mean": with_closure,
+    "rule in a scan": lambda h: lax.scan(lambda c, _: (with_vjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct,))(c), None), h, length=2)[0],
+    "rule in a checkpoint": lambda h: jax.checkpoint(with_vjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct,)))(h),
+    "rule in a branch": lambda h: lax.cond(True, with_jvp(lambda h, t: (h - h.mean(0), t)), jnp.sin, h),
+    "rule of a jit": lambda h: jax.jit(with_vjp(lambda h: (h - h.mean(0), None), lambda _, ct: (ct,)))(h),
+    "rule in a gradient": second_rule,
+}  # fmt: skip
+
+# Effects, and functions whose results JAX cannot see.
+
+
+def with_reference(h):
+    """A reference that holds the mean of the last batch."""
+    ref = jax.new_ref(jnp.zeros(D))
+    ref[...] = lax.stop_gradient(h).mean(0)
+    return h - ref[...]
+
+
+def scratch_reference(h):
+    """A reference that holds rows only."""
+    ref = jax.new_ref(jnp.zeros_like(h))
+    ref[...] = 2 * h
+    return ref[...]
+
+
+MEMORY = np.zeros(D, np.float32)
+
+
+def remember(h):
+    """Store the first row on the host and return what was there before."""
+    before = MEMORY.copy()
+    MEMORY[:] = np.asarray(h).reshape(-1, D)[0]
+    return np.broadcast_to(before, np.shape(h))
+
+
+def host_mean(method):
+    """The mean over all rows that a callback on the host sees."""
+
+    def mean(h):
+        h = np.asarray(h)
+        return np.broadcast_to(h.reshape(-1, D).mean(0), h.shape)
+
+    def layer(h):
+        detached = lax.stop_gradient(h)
+        return h - jax.pure_callback(mean, detached, detached, vmap_method=method)
+
+    return layer
+
+
+@jax.custom_batching.custom_vmap
+def zeros_or_mean(h):
+    return 0 * h
+
+
+@zeros_or_mean.def_vmap
+def _(size, is_batched, h):
+    return jnp.broadcast_to(h.mean(0), h.shape), True
+
+
+@jax.custom_batching.custom_vmap
+def zeros_or_positions(h):
+    return 0 * h
+
+
+@zeros_or_positions.def_vmap
+def _(size, is_batched, h):
+    return lax.broadcasted_iota(h.dtype, h.shape, 0), True
+
+
+def moved_by_jit(h):
+    """A branch of Python on the size of the batch."""
+    return h if len(h) == 1 else h - h.mean(0)
+
+
+def experts(h):
+    """Rows sorted by expert, multiplied with its matrix, and sorted back."""
+    expert = (h[:, 0] > 0).astype(int)
+    order = jnp.argsort(expert)
+    sizes = jnp.bincount(expert, length=2)
+    out = lax.ragged_dot(h[order], jnp.stack([jnp.eye(D), 2 * jnp.eye(D)]), sizes)
+    return out[jnp.argsort(order)]
+
+
+def chosen_rows(h):
+    """The gradient of a `cond` that `jax.vmap` turns into a select."""
+    return jax.vmap(lambda r: lax.cond(r[0] > 0, jnp.sin, jnp.cos, r))(h)
+
+
+EITHER = {
+    # Row-wise, in ways that need a proof of their own.
+    "divided by the batch size": lambda h: h / len(h),
+    "numpy ones": lambda h: h * np.ones((len(h), 1), np.float32),
+    "reversed twice": lambda h: h[::-1][::-1],
+    "sorted and unsorted": lambda h: h[jnp.argsort(h[:, 0])][jnp.argsort(jnp.argsort(h[:, 0]))],
+    "identity matrix": lambda h: jnp.eye(len(h)) @ h,
+    "identity gather": lambda h: h[jnp.arange(len(h))],
+    "unstacked": lambda h: jnp.stack(list(jnp.unstack(h))),
+    "split and concatenated": lambda h: jnp.concatenate(jnp.split(h, len(h))),
+    "indexed rows": lambda h: jnp.stack([h[i] for i in range(len(h))]),
+    "rows updated in a loop": lambda h: lax.fori_loop(0, len(h), lambda i, c: c.at[i].set(2 * h[i]), h),
+    "padded and cropped": lambda h: jnp.pad(h, ((2, 1), (0, 0)))[2:-1],
+    "mean without effect": lambda h: h + 0 * h.mean(0),
+    "group per example": lambda h: lax.conv_general_dilated(h[..., None], jnp.ones((len(h), D, 1)), (1,), "VALID", batch_group_count=len(h))[0],
+    "experts": experts,
+    "mapped dropout with one mask": lambda h: jax.vmap(lambda r: eqx.nn.Dropout(0.5)(r, key=key()))(h),
+    "psum without effect": over_axis(lambda r: r + 0 * lax.psum(r, "examples")),
+    "conjugate gradients": lambda h: jax.scipy.sparse.linalg.cg(lambda v: 2 * v, h, maxiter=1)[0],
+    "resized batch": lambda h: jax.image.resize(h, h.shape, "linear"),
+    "scatter to own row": lambda h: jnp.zeros_like(h).at[jnp.arange(len(h))].set(h),
+    "declared transpose": transposed_by_mean,
+    # Effects and hidden results.
+    "python branch on the size": moved_by_jit,
+    "python branch, scale": lambda h: h * (3 if len(h) == 1 else 1),
+    "reference": with_reference,
+    "reference for scratch": scratch_reference,
+    "io_callback in a rule": lambda h: with_vjp(lambda h: (h, h), lambda r, ct: (ct + io_callback(remember, r, r),))(h),
+    "debug.callback": lambda h: (jax.debug.callback(lambda a: None, h), h)[1],
+    "io_callback": lambda h: h + io_callback(remember, lax.stop_gradient(h), lax.stop_gradient(h)),
+    "pure_callback, expand_dims": host_mean("expand_dims"),
+    "pure_callback, broadcast_all": host_mean("broadcast_all"),
+    "pure_callback, sequential": host_mean("sequential"),
+    "custom_vmap that mixes": lambda h: h - zeros_or_mean(lax.stop_gradient(h)),
+    "custom_vmap that counts": lambda h: h - zeros_or_positions(lax.stop_gradient(h)),
+    "custom_vmap of rows that mixes": lambda h: h - jax.vmap(zeros_or_mean)(lax.stop_gradient(h)),
+    "cond for each row": chosen_rows,
+}  # fmt: skip
+
+# Layers that treat each row alone.
+
+
+def norm_of_rows(h):
+    return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1)
+
+
+def pooled(h):
+    return lax.reduce_window(h, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME")
+
+
+def row_gradient(h):
+    """A gradient penalty."""
+    return jax.vmap(jax.grad(lambda r: jnp.sin(r).prod()))(h)
+
+
+def clip_rows(h):
+    """A rule that clips the cotangent of each row."""
+
+    def backward(_, ct):
+        return (ct / jnp.maximum(1, jnp.linalg.norm(ct, axis=-1, keepdims=True)),)
+
+    return with_vjp(lambda h: (jnp.sin(h), None), backward)(h)
+
+
+def spd(r):
+    return jnp.outer(r, r) + jnp.eye(D)
+
+
+ROWWISE = {
+    "identity": lambda h: h,
+    "layer norm": norm_of_rows,
+    "softmax": jax.nn.softmax,
+    "detached statistics of rows": lambda h: h / lax.stop_gradient(1 + jnp.abs(h).max(-1, keepdims=True)),
+    "sort": lambda h: jnp.sort(h, -1),
+    "argsort": lambda h: h * jnp.argsort(h, -1),
+    "top_k": lambda h: lax.top_k(h, 2)[0],
+    "cumsum": lambda h: jnp.cumsum(h, -1),
+    "fft": lambda h: jnp.abs(jnp.fft.rfft(h)),
+    "i0e": jax.scipy.special.i0e,
+    "quantile": lambda h: h - jnp.quantile(h, 0.3, axis=-1, keepdims=True),
+    "max pool": pooled,
+    "roll": lambda h: h * jnp.roll(h, 1, -1),
+    "rev": lambda h: h * h[:, ::-1],
+    "other positions": lambda h: h * jnp.arange(1.0, D + 1),
+    "closed-over feature weights": lambda h: h * np.linspace(0.5, 2, D, dtype=np.float32),
+    "one shared random mask": lambda h: h * jax.random.bernoulli(key(), 0.5, (D,)),
+    "zeros of the batch's shape": lambda h: h + jnp.zeros((len(h), D)),
+    "tile": lambda h: jnp.tile(h, (1, 2)),
+    "repeat": lambda h: jnp.repeat(h, 2, 1),
+    "stack": lambda h: jnp.stack([h, 2 * h, h], 1),
+    "unstack": lambda h: sum(jnp.unstack(h, axis=1))[:, None],
+    "there and back": lambda h: jnp.sin(h.T).T.reshape(len(h), 2, 2).swapaxes(1, 2),
+    "outer product": lambda h: (h[:, :, None] * h[:, None]) @ h[:, :, None],
+    "einsum": lambda h: jnp.einsum("bd,be,b->bd", h, h, h[:, 0]),
+    "cholesky": lambda h: jax.vmap(lambda r: jnp.linalg.cholesky(spd(r)))(h),
+    "solve": lambda h: jax.vmap(lambda r: jnp.linalg.solve(spd(r), r))(h),
+    "batched inverse": lambda h: jnp.linalg.inv(h[:, :, None] * h[:, None] + jnp.eye(D)),
+    "gather": lambda h: jnp.take_along_axis(h, jnp.argsort(h, -1), -1),
+    "gather from a table": lambda h: jnp.linspace(0, 1, 5)[jnp.digitize(h, jnp.linspace(-1, 1, 4))] * h,
+    "scatter": lambda h: jax.vmap(lambda r, i: r.at[i].add(r[0]))(h, jnp.argmax(h, -1)),
+    "scatter-max": lambda h: jax.vmap(lambda r, i: r.at[i].max(r[0]))(h, jnp.argmin(h, -1)),
+    "segment sum in each row": lambda h: jax.vmap(lambda r: jax.ops.segment_sum(r, jnp.array([0, 1, 0, 1]), 2))(h),
+    "columns updated": lambda h: h.at[:, 1].set(0),
+    "while_loop": lambda h: h * lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, 1.0))[1],
+    "while_loop for each row": lambda h: h + jax.vmap(lambda r: lax.while_loop(lambda r: r.max() < 3, lambda r: 1 + 2 * jnp.abs(r), r))(lax.stop_gradient(h)),
+    "fori_loop": lambda h: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * i + h, h),
+    "scan over features": lambda h: lax.scan(lambda c, col: (jnp.tanh(c + col), c), h[:, 0], h.T)[1].T,
+    "associative scan": lambda h: lax.associative_scan(jnp.multiply, h, axis=1),
+    "map over rows": lambda h: lax.map(lambda r: jnp.sin(r) * r.sum(), h),
+    "vmap": lambda h: jax.vmap(lambda r: r - r.mean())(h),
+    "vmap of vmap": lambda h: jax.vmap(jax.vmap(jnp.sin))(h),
+    "collective within an example": lambda h: jax.vmap(jax.vmap(lambda a: a - lax.pmean(a, "features"), axis_name="features"))(h),
+    "cond on a constant": lambda h: lax.cond(True, jnp.sin, jnp.cos, h),
+    "select": lambda h: jnp.where(h > 0, h, 0.1 * h),
+    "checkpoint": lambda h: jax.checkpoint(norm_of_rows)(h),
+    "jit": lambda h: jax.jit(norm_of_rows)(h),
+    "gradient of each row": row_gradient,
+    "gradient of the sum": lambda h: h + jax.grad(lambda h: (jnp.sin(h) * h).sum())(h),
+    "jvp": lambda h: jax.jvp(jnp.sin, (h,), (h,))[1],
+    "linearize": lambda h: jax.linearize(jnp.sin, h)[1](h),
+    "hessian of each row": lambda h: jax.vmap(jax.hessian(lambda r: jnp.sin(r).prod()))(h),
+    "custom_vjp": clip_rows,
+    "custom_jvp": with_jvp(lambda h, t: (jnp.sin(h), 2 * t * h)),
+    "straight-through": lambda h: h + lax.stop_gradient(jnp.round(h) - h),
+    "complex": lambda h: jnp.abs(lax.complex(h, h + 1)),
+    "bitcast": lambda h: h * (lax.bitcast_convert_type(lax.stop_gradient(h), jnp.int32) >> 31),
+    "convolution": lambda h: lax.conv_general_dilated(h[:, None], jnp.ones((2, 1, 3)), (1,), "SAME"),
+    "resize": lambda h: jax.image.resize(h, (len(h), 7), "linear"),
+    "optimization barrier": lax.optimization_barrier,
+    "linen group norm": lambda h: nn.GroupNorm(2, epsilon=1.0, use_bias=False, use_scale=False).apply({}, h),
+    "equinox layer norm": lambda h: jax.vmap(eqx.nn.LayerNorm(D))(h),
+    "no effect": lambda h: 0 * h,
+}  # fmt: skip
+
+# Batch norm of other libraries, whose parameters are constants here.
+
+RUNNING = {"batch_stats": {"mean": jnp.zeros(D), "var": jnp.ones(D)}}
+SCALE = {"params": {"scale": jnp.ones(D), "bias": jnp.zeros(D)}}
+
+
+def linen_batch_norm(h, **options):
+    norm = nn.BatchNorm(use_running_average=False, **options)
+    return norm.apply(SCALE | RUNNING, h, mutable=["batch_stats"])[0]
+
+
+def nnx_batch_norm(h, **options):
+    return nnx.BatchNorm(D, rngs=nnx.Rngs(0), **options)(h)
+
+
+def equinox_batch_norm(h):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(D, "examples", mode="batch")
+    return jax.vmap(norm, axis_name="examples", in_axes=(0, None), out_axes=(0, None))(h, state)[0]
+
+
+def haiku_batch_norm(h, **options):
+    def function(h):
+        return hk.BatchNorm(True, True, 0.9, **options)(h, is_training=True)
+
+    params, state = hk.transform_with_state(function).init(None, jnp.zeros((2, D)))
+    return hk.transform_with_state(function).apply(params, state, None, h)[0]
+
+
+def fnet_batch_norm(h):
+    layer = fnet.layers.abn(D)
+    params, state = layer.init(key())
+    return layer.apply(params, state, h[:, None, None], train=True)[0]
+
+
+BATCH_NORM = {
+    "linen": linen_batch_norm,
+    "linen, axis_name": over_axis(lambda r: linen_batch_norm(r[None], axis_name="examples")[0]),
+    "nnx": nnx_batch_norm,
+    "nnx, axis_name": over_axis(lambda r: nnx_batch_norm(r[None], axis_name="examples")[0]),
+    "equinox": equinox_batch_norm,
+    "haiku": haiku_batch_norm,
+    "haiku, cross_replica_axis": over_axis(
+        lambda r: haiku_batch_norm(r[None], cross_replica_axis="examples")[0]
+    ),
+    "fnet": fnet_batch_norm,
+}
+
+# Losses with other arguments, and layers at other places.
+
+LABELS = np.array([0, 1, 1, 3])
+LENGTHS = np.array([1, 3, 2, 3])
+SEQUENCES = normal(2, B, 3, D)
+TOKENS = np.array([[0, 1, 2], [4, 4, 4], [1, 2, 1], [3, 0, 0]])
+KEYS = jax.random.split(jax.random.key(1), B)
+RAW_KEYS = np.asarray(jax.random.key_data(KEYS))
+HEAD = {"w": jnp.asarray(W), "scale": jnp.float32(0.7), "empty": jnp.zeros((0, 3)), "none": None}
+
+
+def cross_entropy(p, x, y):
+    return optax.losses.softmax_cross_entropy_with_integer_labels(x @ p, y)
+
+
+def dropout(p, x, k):
+    return row_losses(jnp.where(jax.random.bernoulli(k, 0.5, x.shape), jnp.tanh(x @ p), 0))
+
+
+def dropout_of_rows(p, x, k):
+    masks = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (D,)))(k)
+    return row_losses(jnp.where(masks, jnp.tanh(x @ p), 0))
+
+
+def dropout_of_raw_keys(p, x, k):
+    return dropout_of_rows(p, x, jax.random.wrap_key_data(k))
+
+
+def split_for_rows(p, x, k):
+    return dropout_of_rows(p, x, jax.random.split(k, len(x)))
+
+
+def rbg(keys):
+    return jax.random.wrap_key_data(np.tile(RAW_KEYS, 2), impl="rbg")[keys]
+
+
+def token_losses(p, x, lengths):
+    """The mean over all tokens of the batch: a common mistake."""
+    is_token = jnp.arange(3) < lengths[:, None]
+    losses = jnp.where(is_token, jnp.square(jnp.tanh(x @ p)).sum(-1), 0)
+    return losses.sum(1) / is_token.sum()
+
+
+def mean_of_tokens(p, x, lengths):
+    is_token = jnp.arange(3) < lengths[:, None]
+    losses = jnp.where(is_token, jnp.square(jnp.tanh(x @ p)).sum(-1), 0)
+    return losses.sum(1) / is_token.sum(1)
+
+
+def contrastive(p, x):
+    h = x @ p
+    return optax.losses.softmax_cross_entropy_with_integer_labels(h @ h.T, jnp.arange(len(x)))
+
+
+def hardest(p, x, y):
+    losses = cross_entropy(p, x, y)
+    return jnp.where(losses >= jnp.median(losses), losses, 0)
+
+
+def language_model(p, t):
+    h = jnp.tanh(p["embed"][t] + p["position"])
+    scores = jnp.where(jnp.tri(3, dtype=bool), jnp.einsum("btd,bsd->bts", h, h), -jnp.inf)
+    logits = (h + jax.nn.softmax(scores) @ h) @ p["embed"].T
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits[:, :-1], t[:, 1:]).mean(1)
+
+
+def recurrent(p, x):
+    def step(h, column):
+        h = jnp.tanh(h @ p["w"] * p["scale"] + column)
+        return h, h
+
+    return row_losses(lax.scan(step, jnp.zeros((len(x), D)), x.swapaxes(0, 1))[1].swapaxes(0, 1))
+
+
+def indexed_layers(p, x):
+    return row_losses(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ p[i]), x))
+
+
+def adapted(p, x):
+    """One gradient step on the batch's mean loss, then the loss (MAML)."""
+    return row_losses(x @ (p - jax.grad(lambda p: row_losses(x @ p).mean())(p)))
+
+
+def adapted_to_each(p, x):
+    def loss(p, r):
+        return jnp.square(jnp.tanh(r) @ p).sum()
+
+    return jax.vmap(lambda r: loss(p - 0.1 * jax.grad(loss)(p, r), r))(x)
+
+
+REFERENCE = jax.new_ref(jnp.zeros(D))
+TOTAL = jax.new_ref(jnp.zeros(()))
+
+
+def with_outer_reference(p, x):
+    h = jnp.tanh(x @ p)
+    REFERENCE[...] = lax.stop_gradient(h).mean(0)
+    return row_losses(h - REFERENCE[...])
+
+
+def counted_by_a_reference(p, x):
+    TOTAL[...] = TOTAL[...] + 1
+    return row_losses(x @ p) * TOTAL[...]
+
+
+def added_to_a_reference(p, x):
+    h = jnp.tanh(x @ p)
+    REFERENCE[...] = jnp.zeros(D)
+    for row in lax.stop_gradient(h):
+        REFERENCE[...] += row
+    return row_losses(h - REFERENCE[...])
+
+
+REFUSED_LOSSES = {
+    "contrastive": Case(contrastive),
+    "mixup": Case(lambda p, x, y: 0.7 * cross_entropy(p, x, y) + 0.3 * cross_entropy(p, x, y[::-1]), batch=(X, LABELS)),
+    "label frequency": Case(lambda p, x, y: cross_entropy(p, x, y) * jnp.bincount(y, length=D)[y], batch=(X, LABELS)),
+    "normalized weights": Case(lambda p, x, w: row_losses(x @ p) * w / w.sum(), batch=(X, LENGTHS)),
+    "mean over all tokens": Case(token_losses, batch=(SEQUENCES, LENGTHS)),
+    "hardest examples": Case(hardest, batch=(X, LABELS)),
+    "mean of the losses": Case(lambda p, x: jnp.full(len(x), row_losses(x @ p).mean())),
+    "ranked losses": Case(lambda p, x: jnp.sort(row_losses(x @ p))),
+    "softmax over the losses": Case(lambda p, x: (lambda e: e * lax.stop_gradient(jax.nn.softmax(e)))(row_losses(x @ p))),
+    "parameter by position": Case(lambda p, x: row_losses(x * p[jnp.arange(len(x))])),
+    "parameters with a batch axis": Case(lambda p, x: row_losses(x * p)),
+    "parameters cut to the batch": Case(lambda p, x: row_losses(x * p[: len(x)])),
+    "constant cut to the batch": Case(lambda p, x: row_losses(x @ p * np.asarray(W)[: len(x)])),
+    "constant with a batch axis": Case(lambda p, x: row_losses(x @ p * W)),
+    "adapted to the batch": Case(adapted),
+    "reference": Case(with_outer_reference),
+    "reference that counts": Case(counted_by_a_reference),
+    "reference added to": Case(added_to_a_reference),
+    "statistics of the input": Case(lambda p, x: row_losses((x - x.mean(0)) @ p)),
+    "integers of the input": Case(lambda p, x, y: row_losses(x @ p) * (y == y.max()), batch=(X, LABELS)),
+    "row chosen by an argument": Case(lambda p, x, y: row_losses(x[y] @ p), batch=(X, LABELS)),
+    "segments given by an argument": Case(lambda p, x, y: row_losses(jax.ops.segment_sum(x @ p, y, D)[y]), batch=(X, LABELS)),
+}  # fmt: skip
+
+TABLE = jnp.asarray(normal(3, 5, D))
+
+COMPUTED_LOSSES = {
+    "cross entropy": Case(cross_entropy, batch=(X, LABELS)),
+    "mean over own tokens": Case(mean_of_tokens, batch=(SEQUENCES, LENGTHS)),
+    "dense over a sequence": Case(lambda p, x: row_losses(jnp.tanh(x @ p)), batch=(SEQUENCES,)),
+    "own row of a table": Case(lambda p, y: row_losses(jnp.sin(p[y])), batch=(LABELS,)),
+    "tied language model": Case(language_model, {"embed": TABLE, "position": TABLE[:3]}, (TOKENS,)),
+    "recurrent": Case(recurrent, HEAD, (SEQUENCES,)),
+    "indexed layers": Case(indexed_layers, jnp.asarray(normal(4, 3, D, D))),
+    "parameter used twice": Case(lambda p, x: row_losses(jnp.tanh(x @ p) @ p.T)),
+    "product of parameters": Case(lambda p, x: row_losses(x @ (p @ p.T))),
+    "normalized parameter": Case(lambda p, x: row_losses(x @ (p / jnp.linalg.norm(p, axis=0)))),
+    "scalar parameter": Case(lambda p, x: row_losses(x * p), jnp.float32(0.7)),
+    "without data": Case(lambda p, x: 0 * x[:, 0] + jnp.square(p).sum()),
+    "adapted to each example": Case(adapted_to_each),
+    "dropout": Case(dropout, batch=(X, jax.random.key(2))),
+    "dropout with a key for each example": Case(dropout_of_rows, batch=(X, KEYS)),
+    "dropout with raw keys": Case(dropout_of_raw_keys, batch=(X, RAW_KEYS)),
+    "linen dropout": Case(lambda p, x, k: row_losses(nn.Dropout(0.5, deterministic=False).apply({}, x @ p, rngs={"dropout": k})), batch=(X, jax.random.key(2))),
+    "nnx dropout": Case(lambda p, x, k: row_losses(nnx.Dropout(0.5, deterministic=False)(x @ p, rngs=nnx.Rngs(k))), batch=(X, jax.random.key(2))),
+    "bfloat16": Case(lambda p, x: row_losses(x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16)).astype(jnp.float32), tolerance=0.03, slack=1.01),
+    "float16 parameters": Case(lambda p, x: row_losses(x.astype(jnp.float16) @ p).astype(jnp.float32), jnp.asarray(W, jnp.float16), tolerance=0.01, slack=1.01),
+}  # fmt: skip
+
+
+def of_concatenated(f):
+    """A loss of a matrix that is concatenated from two parameters."""
+    halves = {"a": jnp.asarray(W[:2]), "b": jnp.asarray(W[2:])}
+    return Case(lambda p, x: f(jnp.concatenate([p["a"], p["b"]]), x), halves)
+
+
+def of_rule(backward):
+    """A loss of a parameter whose gradient passes through a rule that is not linear."""
+    rule = with_vjp(lambda w: (w, None), lambda _, ct: (backward(ct),))
+    return Case(lambda p, x: row_losses(jnp.tanh(x) @ rule(p)))
+
+
+COMPUTED_LOSSES |= {
+    "concatenated, used twice": of_concatenated(lambda w, x: (x @ w + x @ w.reshape(-1).reshape(D, D)).sum(1)),
+    "concatenated, transposed": of_concatenated(lambda w, x: row_losses(x @ w) + row_losses(x @ w.T)),
+    "concatenated, negative": of_concatenated(lambda w, x: (x @ w - x @ -w).sum(1)),
+    "normalized gradient of a parameter": of_rule(lambda ct: ct / jnp.linalg.norm(ct)),
+    "sign of the gradient of a parameter": of_rule(jnp.sign),
+    "clipped gradient of a parameter": of_rule(lambda ct: jnp.clip(ct, -0.1, 0.1)),
+    "reshape that transposes": Case(lambda p, x: row_losses(lax.reshape(jnp.tanh(x @ p)[..., None] * jnp.arange(3.0), (len(x), 12), (0, 2, 1)) * jnp.arange(12.0))),
+}  # fmt: skip
+
+EITHER_LOSSES = {
+    "complex parameters": Case(lambda p, x: row_losses(jnp.abs(x @ p)), jnp.asarray(W + 1j * W.T)),
+    "key split for the rows": Case(split_for_rows, batch=(X, jax.random.key(2))),
+    "rbg keys": Case(dropout_of_rows, batch=(X, rbg(slice(None)))),
+    "single rbg key": Case(dropout, batch=(X, rbg(0))),
+    "first key for all": Case(lambda p, x, k: dropout(p, x, k[0]), batch=(X, KEYS)),
+    "independent of the batch": Case(lambda p, x: jnp.full(len(x), jnp.square(p).sum())),
+    "single reference, read only": Case(lambda p, x: row_losses(x @ p + REFERENCE[...])),
+}  # fmt: skip
+
+REFUSED = {
+    **{f"{name} (mixing)": after_dense(layer) for name, layer in MIXING.items()},
+    **{f"{name} (position)": after_dense(layer) for name, layer in POSITION.items()},
+    **{f"{name} (rule)": after_dense(layer) for name, layer in MIXING_RULES.items()},
+    **{f"{name} (batch norm)": after_dense(layer) for name, layer in BATCH_NORM.items()},
+    **REFUSED_LOSSES,
+}
+COMPUTED = {name: after_dense(layer) for name, layer in ROWWISE.items()} | COMPUTED_LOSSES
+UNDECIDED = {name: after_dense(layer) for name, layer in EITHER.items()} | EITHER_LOSSES
+
+
+def refusal_of(function, case):
+    """The message with which a loss is refused, or an empty string."""
+    message = ""
+    try:
+        function(case)
+    except (ValueError, TypeError) as error:
+        message = str(error)
+    assert not message or message.startswith("clipped_grad: ")
+    return message
+
+
+def call_once(case):
+    """Without jit, so that the losses of the batch can be compared with those of its examples."""
+    fnet.clipped_grad(case.loss, 1.0)(case.params, *case.batch)
+
+
+may_be_unknown = pytest.mark.filterwarnings("ignore:clipped_grad. it is not known:UserWarning")
+
+
+@may_be_unknown
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_losses_that_mix_examples_or_depend_on_the_position(name):
+    message = refusal_of(call_once, REFUSED[name])
+    assert message
+    if "not known" in message:  # Inside jit losses cannot be compared, but the bound holds.
+        refusal_of(check_bound, REFUSED[name])
+
+
+@may_be_unknown
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computes_losses_that_treat_each_example_alone(name):
+    check_bound(COMPUTED[name])
+
+
+@may_be_unknown
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_never_computes_another_loss(name):
+    refusal_of(call_once, UNDECIDED[name]) or refusal_of(check_bound, UNDECIDED[name])
+
+
+@pytest.mark.parametrize("name", ["mean", "detached mean", "sort", "roll", "arange", "normal"])
+def test_names_the_source_line(name):
+    message = refusal_of(call_once, after_dense((MIXING | POSITION)[name]))
+    assert re.search(r"test_sensitivity.py:\d+", message)
+
+
+# Options of `clipped_grad`, small batches, and auxiliary outputs.
+
+SENSITIVITY_OPTIONS = {
+    "clip": {"clip": 0.3},
+    "rescaled": {"clip": 0.3, "rescale_to_unit_norm": True},
+    "rescaled to a clip of 0": {"clip": 0.0, "rescale_to_unit_norm": True},
+    "automatic": {"clip": 0.3, "automatic": 0.01},
+    "automatic, rescaled": {"clip": 0.3, "automatic": 0.01, "rescale_to_unit_norm": True},
+    "per layer": {"clip": 0.3, "per_layer": True},
+    "per layer, rescaled": {"clip": 0.3, "per_layer": True, "rescale_to_unit_norm": True},
+    "per layer, automatic": {"clip": 0.3, "per_layer": True, "automatic": 0.01},
+    "tree": {"clip": {"v": 0.1, "w": 0.3}, "per_layer": True},
+    "tree, rescaled": {
+        "clip": {"v": 0.1, "w": 0.3},
+        "per_layer": True,
+        "rescale_to_unit_norm": True,
+    },
+    "in chunks": {"clip": 0.3, "width": 2},
+}
+
+
+@pytest.mark.parametrize("name", SENSITIVITY_OPTIONS)
+def test_removing_an_example_moves_the_sum_by_at_most_the_sensitivity(name):
+    def loss(p, x):
+        return row_losses(jnp.tanh(x @ p["w"]) @ (p["v"] / (1 + jnp.square(p["v"]).sum())))
+
+    gradient = fnet.clipped_grad(loss, **SENSITIVITY_OPTIONS[name])
+    params = {"v": jnp.asarray(W), "w": jnp.asarray(W.T)}
+    batch = X * np.array([[1], [1e4], [1e-4], [1e30]], np.float32)
+    sums = jax.jit(jax.vmap(lambda mask: gradient(params, batch, mask=mask)[0]))
+    everyone = jax.tree.map(lambda a: a[0], sums(np.ones((1, B), bool)))
+    without = sums(~np.eye(B, dtype=bool))
+    for b in range(B):
+        moved = flat(everyone) - flat(jax.tree.map(lambda a, b=b: a[b], without))
+        assert np.linalg.norm(moved) <= 1.001 * gradient.sensitivity()
+
+
+@pytest.mark.parametrize("name", ["mean", "arange", "normal"])
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_small_batches_are_refused_too(name, size):
+    case = after_dense((MIXING | POSITION)[name])
+    with pytest.raises(ValueError, match=r"^clipped_grad: "):
+        fnet.clipped_grad(case.loss, 1.0)(case.params, X[:size])
+
+
+def test_statistics_of_the_batch_in_aux_do_not_move_the_sum():
+    def loss(p, x):
+        h = jnp.tanh(x @ p)
+        return row_losses(h), {"mean": h.mean(), "rows": h}
+
+    def without_aux(p, x):
+        return loss(p, x)[0]
+
+    total, _ = fnet.clipped_grad(loss, 1.0, has_aux=True)(jnp.asarray(W), X)
+    expected, _ = fnet.clipped_grad(without_aux, 1.0)(jnp.asarray(W), X)
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
