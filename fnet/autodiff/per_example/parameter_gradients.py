@@ -400,7 +400,10 @@ class _Part(NamedTuple):
             return SquaredNorms(values, jnp.square(upper) - values)
         squares_of_terms, upper = self.squares_of_terms()
         estimate = self._estimate()
-        values = self._squared_norms_in_chunks() if estimate is None else estimate.values
+        if estimate is None:
+            values = self._squared_norms_in_chunks(squares_of_terms)
+        else:
+            values = estimate.values
         is_rough = cancels(squares_of_terms, values)
         # Squares that were rounded to 0, in the norm or in lengths of factors.
         errors = self._size() * _tiny(values) + jnp.where(
@@ -410,7 +413,9 @@ class _Part(NamedTuple):
             is_rough |= estimate.errors > _ROUGH * values
             errors += jnp.where(is_rough, 0, estimate.errors)
         if estimate is not None:
-            values = jnp.where(is_rough, self._squared_norms_in_chunks(is_rough.any()), values)
+            values = jnp.where(
+                is_rough, self._squared_norms_in_chunks(values, is_rough.any()), values
+            )
         rounds_sums = ghost_norm.rounds_sums(jnp.result_type(*(i.ct for i in self.inputs)))
         errors += jnp.where(rounds_sums & ~is_rough, ghost_norm.NARROW**2 * squares_of_terms, 0)
         return SquaredNorms(values, errors, is_rough)
@@ -429,18 +434,18 @@ class _Part(NamedTuple):
         factors = self._factors()
         return _squared_norms_of_sum(factors) if factors else None
 
-    def _squared_norms_in_chunks(self, needed: Array | bool = True) -> Array:
+    def _squared_norms_in_chunks(self, values: Array, needed: Array | bool = True) -> Array:
         """Squared norms of gradients that are materialized for a few examples at a time.
 
-        They are 0 if they are not ``needed``.
+        They are ``values`` if they are not ``needed``.
         """
         chunks, part = self._chunks()
 
         def replace_chunk(i: Array, squares: Array) -> Array:
             return squares.at[:, i].set(squared_norms_of(part(i).materialize()))
 
-        zeros = jnp.zeros((self._batch() // chunks, chunks), sum_dtype(self.param))
-        squares: Array = jax.lax.fori_loop(0, jnp.where(needed, chunks, 0), replace_chunk, zeros)
+        repeats = jnp.where(needed, chunks, 0)
+        squares: Array = jax.lax.fori_loop(0, repeats, replace_chunk, values.reshape(-1, chunks))
         return squares.ravel()
 
     def _chunks(self) -> tuple[int, Callable[[Array], "_Part"]]:
