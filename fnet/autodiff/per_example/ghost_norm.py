@@ -456,6 +456,21 @@ def linear_equation(eqn: JaxprEqn, parameter: int) -> LinearEquation | None:
     return read(eqn, parameter)
 
 
+def norm_fits(equation: LinearEquation, eqn: JaxprEqn) -> bool:
+    """Whether the norm of one example's gradient takes no more memory than its factors."""
+    if isinstance(equation, BiasAdd | Scale):
+        return True
+    if not isinstance(equation, Dot | Embedding):
+        return False
+    arrays = [aval(v) for v in (eqn.invars[equation.data], eqn.outvars[0])]
+    shapes = [jax.ShapeDtypeStruct((1, 1, 1, *a.shape), a.dtype) for a in arrays]
+    u, v = jax.eval_shape(equation.factors, *shapes)
+    groups, _, time = u.shape[:3]
+    rows, cols = (1 if _is_one_hot(a) else a.shape[-1] for a in (u, v))
+    fits: bool = groups * min(2 * time * time, rows * cols) <= u.size + v.size
+    return fits
+
+
 class BiasAdd(NamedTuple):
     """``add``: the gradient is the cotangent.
 

@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from fnet.autodiff.per_example.ghost_norm import (
     LinearEquation,
     linear_equation,
+    norm_fits,
     upper_squared_norms,
 )
 from fnet.backward_pass import is_params_first
@@ -285,7 +286,8 @@ class Use(NamedTuple):
       equation: How the equation is linear in the view.
       scan_lengths: Lengths of the enclosing scans, outermost first.
       out: Shape and dtype of the equation's result in one iteration.
-      rematerialized: Whether the equation is inside of `jax.checkpoint`.
+      rematerialized: Whether the equation is inside of `jax.checkpoint`, and the norm of its
+        gradient takes no more memory than its data and result.
     """
 
     path: Path
@@ -387,8 +389,8 @@ class _Search:
             return False
         out = aval(eqn.outvars[0])
         shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        in_checkpoint = self.checkpoints > 0
-        self.uses.append(Use(path, view, equation, scan_lengths, shape, in_checkpoint))
+        rematerialized = self.checkpoints > 0 and norm_fits(equation, eqn)
+        self.uses.append(Use(path, view, equation, scan_lengths, shape, rematerialized))
         return True
 
     def _scan(
