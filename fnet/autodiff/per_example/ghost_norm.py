@@ -50,6 +50,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet.jaxpr import aval
+from fnet.mesh import argument_like
 from fnet.precision import sum_dtype, upcast
 
 _FACTOR_BYTES_RATIO = 4
@@ -969,7 +970,6 @@ class Convolution(NamedTuple):
         """See `LinearEquation`. This is the transposed convolution of any backward pass."""
         # In a narrow dtype of the kernel, the sum over the batch would be rounded.
         dtype = sum_dtype(x, ct)
-        kernel_shape = jax.ShapeDtypeStruct(self.kernel.shape, dtype)
         params = self.params | {"preferred_element_type": None}
         dims = params["dimension_numbers"]
 
@@ -986,7 +986,7 @@ class Convolution(NamedTuple):
                 return y
 
             gradient: Array
-            (gradient,) = jax.linear_transpose(convolve, kernel_shape)(ct)
+            (gradient,) = jax.linear_transpose(convolve, argument_like(self.kernel.shape, ct))(ct)
             return gradient
 
         scales = scales.reshape(1, -1, *[1] * (x.ndim - 2))
