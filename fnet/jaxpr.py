@@ -286,7 +286,7 @@ def primitive_names(eqn: JaxprEqn) -> set[str]:
     return {eqn.primitive.name}.union(*map(primitive_names, inner))
 
 
-def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str) -> Iterator[JaxprEqn]:
+def find_equations(jaxpr: Jaxpr | ClosedJaxpr, name: str | tuple[str, ...]) -> Iterator[JaxprEqn]:
     """Yield all equations whose primitive's name starts with ``name``, inner jaxprs included."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith(name):

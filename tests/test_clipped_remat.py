@@ -115,3 +115,29 @@ def test_temporaries_are_those_of_the_plain_gradient():
 
     plain = temporaries(lambda p, x: jax.grad(lambda p: scanned(p, x).mean())(p))
     assert temporaries(fnet.clipped_grad(scanned, 1.0)) <= 1.3 * plain
+
+
+@jax.custom_vjp
+def sign_backward(x):
+    """Its backward rule is not linear: it forgets the scale of a cotangent."""
+    return x
+
+
+sign_backward.defvjp(lambda x: (x, None), lambda _, ct: (100 * jnp.sign(ct),))
+
+
+def test_a_backward_rule_that_is_not_linear_stays_within_the_clip():
+    def loss(p, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return sign_backward(jnp.tanh(x @ w))
+
+        return row_losses(layer(x, p["in"]))
+
+    p = {"in": PARAMS["in"]}
+    assert gradient_strategies(loss, p, X) != {"in": "rematerialized"}
+    gradients = [jax.grad(lambda p, i=i: loss(p, X[i : i + 1])[0])(p)["in"] for i in range(B)]
+    total, _ = jax.jit(fnet.clipped_grad(loss, 0.1))(p, X)
+    expected = sum(g * jnp.minimum(1, 0.1 / jnp.linalg.norm(g)) for g in gradients)
+    chex.assert_trees_all_close(total["in"], expected, rtol=2e-5, atol=2e-6)
+    assert gradient_strategies(one_layer, PARAMS, X)["in"] == "rematerialized"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.autodiff.examples import (
     Examples,
@@ -50,8 +50,8 @@ from fnet.autodiff.per_example.parameter_gradients import (
     UseInputs,
     ZeroGradients,
 )
-from fnet.autodiff.per_example.taps import Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import find_equations, source_line
+from fnet.autodiff.per_example.taps import OWN_TRANSPOSES, Uses, evaluate_with_taps, find_uses
+from fnet.jaxpr import aval, called_jaxpr, evaluate, find_equations, interpret, source_line
 from fnet.mesh import equally_varying, varying_axes
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
@@ -314,6 +314,8 @@ def _differentiate(
             groups.append(group)
 
     grouped = {i for group in groups for i in group.params}
+    # A second backward pass scales cotangents before the rules of custom derivatives.
+    remat &= all(map(_is_linear, find_equations(split.loss, OWN_TRANSPOSES)))
     measured = _rematerialized(uses, range(len(params)), grouped) if remat else {}
 
     def differentiate(*args: Any) -> Any:
@@ -389,19 +391,69 @@ def _differentiate(
     )
 
 
+def _is_linear(eqn: JaxprEqn) -> bool:
+    """Whether the backward rule of a `jax.custom_vjp` is linear in the cotangent.
+
+    It is if JAX can transpose it.
+    """
+    if eqn.primitive.name != "custom_vjp_call":
+        return False
+    inputs, outputs = (
+        [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
+        for variables in (eqn.invars, eqn.outvars)
+    )
+    floating = [jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs]
+
+    def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
+        def function(*selected: Any) -> list[Any]:
+            given = iter(selected)
+            values = [next(given) if f else a for f, a in zip(floating, inputs, strict=True)]
+            return evaluate(eqn, values)
+
+        return jax.vjp(function, *(a for f, a in zip(floating, inputs, strict=True) if f))[1](
+            cotangents
+        )
+
+    def without_barriers(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
+        # A barrier of cotangents and other values would make these depend on the cotangents.
+        if eqn.primitive.name == "optimization_barrier":
+            return values
+        inner = called_jaxpr(eqn)
+        return (
+            evaluate(eqn, values) if inner is None else interpret(inner, values, without_barriers)
+        )
+
+    def transpose(inputs: list[Any], cotangents: list[Any]) -> Any:
+        closed = jax.make_jaxpr(backward)(inputs, cotangents)
+
+        def of_cotangents(cotangents: list[Any]) -> list[Any]:
+            return interpret(closed, [*inputs, *cotangents], without_barriers)
+
+        gradients = jax.eval_shape(of_cotangents, cotangents)
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in gradients]
+        return jax.linear_transpose(of_cotangents, cotangents)(zeros)
+
+    try:
+        jax.eval_shape(transpose, inputs, outputs)
+    except Exception:  # Whatever JAX says of a rule that is not linear.
+        return False
+    return True
+
+
 def _rematerialized(uses: Uses, params: Sequence[int], grouped: Collection[int]) -> set[int]:
-    """Numbers of the uses inside of `jax.checkpoint` that give a parameter's norm alone."""
+    """Numbers of the uses inside of `jax.checkpoint`, if each gives a parameter's norm alone."""
     counts = collections.Counter(use.view.param for use in uses.linear)
-    return {
-        k
-        for k, use in enumerate(uses.linear)
-        if use.rematerialized
+    inside = {k: use for k, use in enumerate(uses.linear) if use.in_checkpoint}
+    alone = all(
+        use.norm_fits
         and counts[use.view.param] == 1
         and len(use.scan_lengths) == len(use.view.scans)
         and not use.view.has_repeats
         and use.view.param in params
         and use.view.param not in grouped
-    }
+        for use in inside.values()
+    )
+    return set(inside) if alone else set()
 
 
 class RematerializedGradients(NamedTuple):

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, primitives
 
+from fnet.backward_pass import is_params_first
 from fnet.jaxpr import (
     CHECKPOINT,
     ELEMENTWISE,
@@ -180,7 +181,7 @@ class _Interpreter(NamedTuple):
             return self._scan(eqn, operands)
         if name == "cond" and not isinstance(operands[0], Rows):
             return self._cond(eqn, operands)
-        if name in UNCHANGED:
+        if name in UNCHANGED or is_params_first(eqn):
             return self._unchanged(eqn, operands)
         if not is_separable(eqn):
             return self._one_by_one(eqn, operands)

@@ -235,7 +235,7 @@ State = View | Derived | Data | None
 """None: a value without a gradient that depends on no data."""
 
 
-_OWN_TRANSPOSES = {"custom_vjp_call", "linear_call", "custom_transpose_call"}
+OWN_TRANSPOSES = ("custom_vjp_call", "linear_call", "custom_transpose_call")
 """Primitives whose backward pass need not be linear in the cotangent."""
 
 
@@ -247,7 +247,7 @@ def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
     if DATA in states:
         return True
     return any(state is not None for state in states) and bool(
-        primitive_names(eqn) & _OWN_TRANSPOSES
+        primitive_names(eqn).intersection(OWN_TRANSPOSES)
     )
 
 
@@ -286,8 +286,8 @@ class Use(NamedTuple):
       equation: How the equation is linear in the view.
       scan_lengths: Lengths of the enclosing scans, outermost first.
       out: Shape and dtype of the equation's result in one iteration.
-      rematerialized: Whether the equation is inside of `jax.checkpoint`, and the norm of its
-        gradient takes no more memory than its data and result.
+      in_checkpoint: Whether the equation is inside of `jax.checkpoint`.
+      norm_fits: Whether the norm of its gradient takes no more memory than its data and result.
     """
 
     path: Path
@@ -295,7 +295,8 @@ class Use(NamedTuple):
     equation: LinearEquation
     scan_lengths: tuple[int, ...]
     out: jax.ShapeDtypeStruct
-    rematerialized: bool = False
+    in_checkpoint: bool = False
+    norm_fits: bool = False
 
 
 class Uses(NamedTuple):
@@ -389,8 +390,9 @@ class _Search:
             return False
         out = aval(eqn.outvars[0])
         shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        rematerialized = self.checkpoints > 0 and norm_fits(equation, eqn)
-        self.uses.append(Use(path, view, equation, scan_lengths, shape, rematerialized))
+        in_checkpoint = self.checkpoints > 0
+        fits = in_checkpoint and norm_fits(equation, eqn)
+        self.uses.append(Use(path, view, equation, scan_lengths, shape, in_checkpoint, fits))
         return True
 
     def _scan(
