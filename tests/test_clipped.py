@@ -442,3 +442,23 @@ def test_a_loss_with_shard_map_inside_names_the_fix():
     with pytest.raises(ValueError, match="not evenly divisible") as error:
         clipped_grad(loss, 1.0)(jnp.float32(1), jnp.ones(4))
     assert "around the gradient, not into the loss" in "".join(error.value.__notes__)
+
+
+def test_complex_parameters_have_the_gradients_of_jax_grad():
+    w = example_losses.normal(0, 4, 3) + 1j * example_losses.normal(1, 4, 3)
+    x = example_losses.normal(2, B, 4)
+
+    def loss(p, x):
+        return (jnp.abs(x @ p["w"]) ** 2 @ p["v"]).real
+
+    p = {"w": w, "v": jnp.arange(3.0)}
+    rows = [jax.grad(lambda p, i=i: loss(p, x[i : i + 1])[0])(p) for i in range(B)]
+    norms = [float(jnp.sqrt(sum((abs(g) ** 2).sum() for g in jax.tree.leaves(r)))) for r in rows]
+    clip = sorted(norms)[B // 2]
+    total, info = jax.jit(clipped_grad(loss, clip))(p, x)
+    expected = jax.tree.map(
+        lambda *g: sum(a * min(1, clip / n) for a, n in zip(g, norms, strict=True)), *rows
+    )
+    chex.assert_trees_all_close(info.norms, jnp.array(norms), rtol=1e-5)
+    chex.assert_trees_all_close(total, expected, rtol=1e-5)
+    chex.assert_trees_all_equal_dtypes(total, p)

@@ -148,7 +148,7 @@ def clipped_grad(
         not above 0. When called: ``width`` is below 1, the losses are not [batch], arrays differ
         in their leading axis, a layer mixes examples, or the loss depends on the position in
         the batch.
-      TypeError: Parameters or losses are not floating-point.
+      TypeError: Parameters are neither floating-point nor complex, or losses are not floating.
 
     Example:
       >>> import jax.numpy as jnp, fnet
@@ -231,6 +231,8 @@ class ClippedGrad:
         """Return the sum of clipped gradients, like params, and `ClippedInfo`."""
         clip = self.clip if clip is None else clip
         check_clip(clip, self.per_layer, self.automatic)
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
+            return self._of_complex(params, batch, mask, clip)
         grads = per_example_gradients(
             "clipped_grad",
             self.loss,
@@ -273,6 +275,19 @@ class ClippedGrad:
         )
         return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
 
+    def _of_complex(
+        self, params: Any, batch: tuple[Any, ...], mask: Array | None, clip: Any
+    ) -> tuple[Any, ClippedInfo]:
+        """Differentiate with respect to real and imaginary parts, as `jax.grad` does."""
+
+        def loss(parts: Any, *batch: Any) -> Any:
+            return self.loss(_join_complex(parts, 1j), *batch)
+
+        sums, info = dataclasses.replace(self, loss=loss)(
+            jax.tree.map(_split_complex, params), *batch, mask=mask, clip=clip
+        )
+        return _join_complex(sums, -1j), info
+
     def _scales(self, bound: Any, unit: float, norms: Array) -> Array:
         """Scale gradients of these norms to at most ``bound``, or to ``unit`` if rescaled."""
         bound = jnp.asarray(bound, norms.dtype)
@@ -283,6 +298,24 @@ class ClippedGrad:
             larger = jnp.maximum(norms, bound)
             return jnp.where(larger > 0, unit / jnp.where(larger > 0, larger, 1), 0)
         return jnp.where(norms > bound, bound / jnp.where(norms > bound, norms, 1), 1)
+
+
+class _Parts(NamedTuple):
+    """Real and imaginary part of a complex parameter."""
+
+    real: Array
+    imag: Array
+
+
+def _split_complex(a: Any) -> Any:
+    return _Parts(jnp.real(a), jnp.imag(a)) if jnp.iscomplexobj(a) else a
+
+
+def _join_complex(tree: Any, unit: complex) -> Any:
+    def join(a: Any) -> Any:
+        return a.real + unit * a.imag if isinstance(a, _Parts) else a
+
+    return jax.tree.map(join, tree, is_leaf=lambda a: isinstance(a, _Parts))
 
 
 def gradient_strategies(
