@@ -1,7 +1,7 @@
 """One backward pass that keeps the gradients of all examples apart.
 
-`per_example_gradients` defines the gradient of an example as that of the loss on a batch that
-holds the example alone, and computes it in this way:
+`per_example_gradients` defines the gradient of an example as the gradient of the loss on a
+batch that holds it alone, and computes it in this way:
 
 1. Trace the loss of the whole batch, only to refuse losses that mix examples (`batch_axis`).
 2. Trace the loss of a batch of one. Differentiate it with respect to taps (`taps`), where
@@ -180,14 +180,14 @@ def _refusal(name: str, state: Mixed) -> str:
 def _compare_losses(
     name: str, state: Unknown, function: BatchLoss, params: Sequence[Any], examples: Examples
 ) -> None:
-    """Compare the losses of the whole batch with those of batches of one, if they are concrete."""
+    """Compare the losses of the whole batch with batches of one, if they are concrete."""
     reason = (
         f"{name}: it is not known whether {state.operation or 'the loss'}"
         f"{f' at {state.line}' * bool(state.line)} mixes the examples of a batch"
     )
     if any(isinstance(a, jax.core.Tracer) for a in [*params, *examples.leaves]):
         warnings.warn(
-            f"{reason}; gradients are those of batches of one example. Call it once without "
+            f"{reason}; fnet takes the gradients of batches of one example. Call it once without "
             "jax.jit to compare the losses.",
             stacklevel=2,
         )
@@ -205,7 +205,7 @@ def _compare_losses(
     if any(examples.is_single_key) or jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
         return
     raise ValueError(
-        f"{reason}, and the losses of the batch differ from those of its examples alone by up to "
+        f"{reason}, and the losses of the batch differ from the losses of its examples alone by up to "
         f"{float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's loss "
         "depends on this example alone."
     )

@@ -1,9 +1,9 @@
 """Find losses whose examples depend on each other, or on their position in the batch.
 
-The gradient of an example is that of the loss on a batch that holds the example alone
+The gradient of an example is the gradient of the loss on a batch that holds it alone
 (`batching`). If the loss of the whole batch mixes examples, this is not the loss that was written.
 `find_batch_axes` walks through the traced loss of a whole batch and follows the batch axis. The
-rules are those of `batching`, here for a batch of several examples: an equation that has no such
+rules are the ones of `batching`, here for a batch of several examples: an equation that has no such
 rule either mixes examples, or is unknown.
 
 A value that does not depend on the batch may still differ from row to row, such as dropout masks

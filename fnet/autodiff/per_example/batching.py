@@ -107,7 +107,7 @@ class Plan(NamedTuple):
       axis: The axis that counts examples in the results.
       params: Parameters of the equation that change.
       operands: The axis that counts examples in each operand, after a conversion. None leaves
-        the operand as it is.
+        the operand unchanged.
       reshapes: Whether the equation is a reshape to the new shape of its result.
     """
 
