@@ -205,8 +205,8 @@ def _compare_losses(
     if any(examples.is_single_key) or jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
         return
     raise ValueError(
-        f"{reason}, and the losses of the batch differ from the losses of its examples alone by up to "
-        f"{float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's loss "
+        f"{reason}, and the losses of the batch differ from the losses of its examples alone by up "
+        f"to {float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's loss "
         "depends on this example alone."
     )
 

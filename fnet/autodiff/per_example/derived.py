@@ -7,8 +7,9 @@ compute a matrix ``v = h(params)`` before it meets data. The matrix is then used
     sum_b s_b g_b(params) = J_h^T sum_b s_b g_b(v)           clipped sum: one backward pass of h
 
 `split_derived` takes a traced loss apart into ``h`` and the rest. `DerivedGradients` computes norms
-and sums of the parameters' gradients from the ones of ``v``. Norms need ``J_h^T`` per example, unless
-``h`` only puts elements of parameters in other places. Then ``|g_b(params)| = |g_b(v)|``.
+and sums of the parameters' gradients from the gradients of ``v``. Norms need ``J_h^T`` per
+example, unless ``h`` only puts elements of parameters in other places. Then
+``|g_b(params)| = |g_b(v)|``.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
