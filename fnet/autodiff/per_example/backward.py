@@ -206,8 +206,8 @@ def _compare_losses(
         return
     raise ValueError(
         f"{reason}, and the losses of the batch differ from the losses of its examples alone by up "
-        f"to {float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's loss "
-        "depends on this example alone."
+        f"to {float(jnp.abs(whole - single).max()):.3g}. Write the loss so that each example's "
+        "loss depends on this example alone."
     )
 
 
