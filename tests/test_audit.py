@@ -19,6 +19,7 @@ def randomized_response(rng, m, epsilon, delta=0.0):
     return np.where(included == truthful, 1.0, -1.0), included
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.0, 0.0), (1.0, 0.0), (3.0, 0.0), (1.0, 1e-3)])
 def test_the_bound_holds_with_the_claimed_confidence(epsilon, delta):
     rng, trials, confidence = np.random.default_rng(0), 400, 0.8

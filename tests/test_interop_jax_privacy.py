@@ -186,6 +186,7 @@ def test_sharding_constraints_see_the_batch_axis():
     assert "UnconstrainedSpec" in traced or "'data'" in traced
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("float64")
 def test_sums_on_a_grid_are_integers_within_the_bound():
     how = {"batch_argnums": (1, 2), "l2_clip_norm": CLIP, "grid_scale": 1000}

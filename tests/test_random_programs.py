@@ -518,7 +518,10 @@ def loops(v, n):
     if n.mixes:
         return v.after(
             lambda a: (
-                a + lax.while_loop(lambda c: c.max() < 2, lambda c: 1 + 2 * jnp.abs(c), lax.stop_gradient(a))
+                a
+                + lax.while_loop(
+                    lambda c: c.max() < 2, lambda c: 1 + 2 * jnp.abs(c), lax.stop_gradient(a)
+                )
             )
         )
     if n.below(2) or v.axis is None:
@@ -848,7 +851,7 @@ def steps(mixes):
 
 ROWWISE_PROGRAMS = st.lists(steps(st.just(False)), min_size=3, max_size=7)
 ANY_PROGRAMS = st.lists(steps(st.sampled_from([False, False, True])), min_size=2, max_size=5)
-QUICK = settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
 THOROUGH = settings(max_examples=1500, suppress_health_check=list(HealthCheck))
 
 

@@ -55,7 +55,7 @@ class ImageFolder(Section):
     batch_size: Count = 64
     """Batch size."""
     user: Literal["folder"] | None = None
-    """folder: users are the folders in each class, CLASS/USER/*.png; privacy is then per user."""
+    """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
     examples_per_user: Count | None = None
     """Largest number of examples of a user per step; needed with user."""
     image_size: Count = 224
@@ -251,7 +251,7 @@ class TextFile(Section):
     context: Annotated[int, Ge(2), Lt(2**31)] = 64
     """Context length: tokens per row."""
     user: Literal["document"] | None = None
-    """document: each document is a user; privacy is then per document; needs separator."""
+    """Set to document for privacy per document; needs separator."""
     examples_per_user: Count | None = None
     """Largest number of rows of a user per step; needed with user."""
     separator: Annotated[str, MinLen(1)] | None = None

@@ -27,6 +27,7 @@ from fnet.autodiff.examples import (
     check_losses,
     check_params,
     check_width,
+    is_key,
 )
 from fnet.autodiff.per_example.batch_axis import (
     KEY,
@@ -496,12 +497,13 @@ class RematerializedGradients(NamedTuple):
         scales = scales_by_param[self.numbers[0]]
         included = scales != 0
         # An example that is left out, which may be infinite, is computed as another one.
-        other = jnp.argmax(included)
+        size = self.examples.size
+        number = jnp.where(included, jnp.arange(size), jnp.argmax(included))
 
         def replace(a: Array) -> Array:
-            return jnp.where(included.reshape(-1, *[1] * (a.ndim - 1)), a, a[other])
+            a = jax.random.clone(a) if is_key(a) else a  # The same masks as in the first pass.
+            return a[number]
 
-        size = self.examples.size
         rows = [Rows(replace(a), 0) for a in self.examples.leaves]
 
         def weighted_loss(selected: dict[int, Any]) -> Array:
