@@ -113,29 +113,38 @@ def params_first(x: Array, params: P) -> tuple[Array, P]:
       >>> jax.grad(lambda w: dense(w, jnp.ones((2, 3))).sum())(jnp.ones((3, 4))).shape
       (3, 4)
     """
-    return _params_first(*equally_varying((x, params)))
+    x, params = equally_varying((x, params))
+    leaves, structure = jax.tree.flatten(params)
+    x, *leaves = finish_together(x, *leaves)
+    return x, jax.tree.unflatten(structure, leaves)
 
 
 @jax.custom_jvp
-def _params_first(x: Array, params: Any) -> tuple[Array, Any]:
-    return x, params
+def finish_together(*args: Any) -> tuple[Any, ...]:
+    """Return the arguments; in the backward pass, wait for the gradients of all of them.
+
+    XLA may postpone the gradients of parameters to the end. It must then hold what they are
+    computed from, of every layer.
+    """
+    return args
 
 
-def _params_first_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> Any:
+@functools.partial(finish_together.defjvp, symbolic_zeros=True)
+def _(primals: Any, tangents: Any) -> Any:
     # The transpose of a barrier on tangents is a barrier on cotangents. If only one argument is
     # differentiated, there is nothing to order.
-    if any(isinstance(t, SymbolicZero) for t in jax.tree.leaves(tangents)):
-        return primals, tangents
-    x, params = tangents
-    # JAX 0.11 fails to add the output of a barrier to a reference, but can add a copy of it.
-    return primals, jax.lax.optimization_barrier((x, jax.tree.map(jnp.copy, params)))
+    nonzero = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    after = list(tangents)
+    if len(nonzero) > 1:
+        # JAX 0.11 fails to add the output of a barrier to a reference, but can add a copy of it.
+        barred = jax.lax.optimization_barrier([jnp.copy(tangents[i]) for i in nonzero])
+        for i, t in zip(nonzero, barred, strict=True):
+            after[i] = t
+    return tuple(primals), tuple(after)
 
 
-_params_first.defjvp(_params_first_jvp, symbolic_zeros=True)
-
-
-def is_params_first(eqn: JaxprEqn) -> bool:
-    """Whether an equation is `params_first`, which returns its inputs."""
+def is_finish_together(eqn: JaxprEqn) -> bool:
+    """Whether an equation is `finish_together`, which returns its inputs."""
     if eqn.primitive.name != "custom_jvp_call":
         return False
-    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "_params_first")
+    return bool(eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == "finish_together")

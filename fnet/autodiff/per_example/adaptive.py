@@ -1,7 +1,6 @@
 """Adaptive clipping: a bound that follows a quantile of the gradient norms, privately."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -220,8 +219,8 @@ class AdaptiveClipping(Mode):
             function = per_example_loss(loss, model_state, params)
             clipped = clipped_grad(function, self.clip, has_aux=True)
             sums, info, is_counted = clipped_sum(
-                "AdaptiveClipping", functools.partial(clipped, clip=clip), params, model_state,
-                batch, loss_key, self.microbatches,
+                "AdaptiveClipping", clipped, params, model_state, batch, loss_key,
+                self.microbatches, clip,
             )  # fmt: skip
             gradient_key, count_key = jax.random.split(noise_key)
             if self.noise_multiplier:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
 from fnet.autodiff.examples import (
     Examples,
@@ -38,6 +38,7 @@ from fnet.autodiff.per_example.batch_axis import (
     find_batch_axes,
 )
 from fnet.autodiff.per_example.batching import Rows, Value, is_separable, rows_of, run_for_batch
+from fnet.autodiff.per_example.custom_rules import OWN_TRANSPOSES, AnyEquation, is_linear
 from fnet.autodiff.per_example.derived import DerivedGradients, split_derived
 from fnet.autodiff.per_example.hoist import hoist
 from fnet.autodiff.per_example.parameter_gradients import (
@@ -51,8 +52,8 @@ from fnet.autodiff.per_example.parameter_gradients import (
     UseInputs,
     ZeroGradients,
 )
-from fnet.autodiff.per_example.taps import OWN_TRANSPOSES, Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import aval, called_jaxpr, evaluate, find_equations, interpret, source_line
+from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
+from fnet.jaxpr import find_equations, source_line
 from fnet.mesh import equally_varying, varying_axes
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
@@ -181,15 +182,21 @@ def _refusal(name: str, state: Mixed) -> str:
 def _compare_losses(
     name: str, state: Unknown, function: BatchLoss, params: Sequence[Any], examples: Examples
 ) -> None:
-    """Compare the losses of the whole batch with batches of one, if they are concrete."""
+    """Compare the losses of the whole batch with batches of one, if they can be compared."""
     reason = (
         f"{name}: it is not known whether {state.operation or 'the loss'}"
         f"{f' at {state.line}' * bool(state.line)} mixes the examples of a batch"
     )
     if any(isinstance(a, jax.core.Tracer) for a in [*params, *examples.leaves]):
+        how = "Call it once without jax.jit"
+    elif any(examples.is_single_key):
+        how = "Pass an array with one random key per example"
+    else:
+        how = ""
+    if how:
         warnings.warn(
-            f"{reason}; fnet takes the gradients of batches of one example. Call it once without "
-            "jax.jit to compare the losses.",
+            f"{reason}; fnet takes the gradients of batches of one example. {how} to compare the "
+            "losses.",
             stacklevel=2,
         )
         return
@@ -203,7 +210,7 @@ def _compare_losses(
     single = jnp.concatenate(
         [losses([a[i : i + 1] for a in examples.leaves]) for i in range(examples.size)]
     )
-    if any(examples.is_single_key) or jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
+    if jnp.allclose(whole, single, rtol=1e-3, atol=1e-5):
         return
     raise ValueError(
         f"{reason}, and the losses of the batch differ from the losses of its examples alone by up "
@@ -316,23 +323,27 @@ def _differentiate(
 
     grouped = {i for group in groups for i in group.params}
     # A second backward pass scales cotangents before the rules of custom derivatives.
-    remat &= all(map(_is_linear, find_equations(split.loss, OWN_TRANSPOSES)))
-    measured = _rematerialized(uses, range(len(params)), grouped) if remat else {}
+    remat &= all(map(is_linear, find_equations(split.loss, OWN_TRANSPOSES)))
+    followed = uses.without({*materialized, *too_large})
+    measured = _rematerialized(followed, range(len(params)), grouped) if remat else set()
 
     def differentiate(*args: Any) -> Any:
-        zeros: list[Array] = [
-            jnp.zeros(u.scan_lengths)
-            if k in measured
-            else jnp.zeros((*u.scan_lengths, *u.out.shape), u.out.dtype)
-            for k, u in enumerate(uses.linear)
+        def zeros_like(use: Use) -> Any:
+            return jax.tree.map(
+                lambda out: jnp.zeros((*use.scan_lengths, *out.shape), out.dtype), use.out
+            )
+
+        zeros: list[Any] = [
+            jnp.zeros(u.scan_lengths) if k in measured else zeros_like(u)
+            for k, u in enumerate(followed)
         ]
         # The cotangent of a zero that all devices of a `jax.shard_map` share would be their sum.
         zeros, *_ = equally_varying((zeros, args))
 
-        def tapped_loss(taps: list[Array], selected: dict[int, Any]) -> Any:
+        def tapped_loss(taps: list[Any], selected: dict[int, Any]) -> Any:
             own = [selected.get(i, p) for i, p in enumerate(args[:count])]
             (losses, *aux), data = evaluate_with_taps(
-                split.loss, [*own, *args[count:]], uses.linear, taps, measured
+                split.loss, [*own, *args[count:]], followed, taps, measured
             )
             return losses, (aux, data)
 
@@ -350,18 +361,31 @@ def _differentiate(
     }
     inputs: dict[int, list[UseInputs]] = {}
     squares: dict[int, Array] = {}
-    for k, (use, x, ct, shape) in enumerate(zip(uses.linear, data, cts, shapes[2], strict=True)):
+    for k, (use, x, ct, shape) in enumerate(zip(followed, data, cts, shapes[2], strict=True)):
         n = len(use.scan_lengths)
         if k in measured:
             layers = rows_of(ct, use.scan_lengths, size).reshape(size, -1)
             squares[use.view.param] = layers.sum(1)
             continue
-        if use.equation.data is None:
+        equation = use.equation
+        if isinstance(equation, AnyEquation):
+            operands = dict(zip(equation.data, x, strict=True))
+            shared = {i: a for i, a in operands.items() if not isinstance(a, Rows)}
+            own = dict(zip(equation.data, shape, strict=True))
+            x = [rows_of(a, own[i].shape, size) for i, a in operands.items() if i not in shared]
+            use = use._replace(equation=equation._replace(shared=shared, width=width))
+        elif equation.data is None:
             x = jnp.zeros((*use.scan_lengths, size, 0))
         else:
             x = rows_of(x, shape.shape, size, n)
-        ct = rows_of(ct, (*use.scan_lengths, *use.out.shape), size, n)
-        inputs.setdefault(use.view.param, []).append(UseInputs(use, x, use.view.unscale(ct)))
+        ct = jax.tree.map(
+            lambda out, ct, use=use, n=n: use.view.unscale(
+                rows_of(ct, (*use.scan_lengths, *out.shape), size, n)
+            ),
+            use.out,
+            ct,
+        )
+        inputs.setdefault(use.view.param, []).append(UseInputs(use, x, ct))
     by_leaf |= {i: FactoredGradients(leaves[i], of_leaf) for i, of_leaf in inputs.items()}
 
     def gradients_of(i: int) -> ParameterGradients:
@@ -392,69 +416,22 @@ def _differentiate(
     )
 
 
-def _is_linear(eqn: JaxprEqn) -> bool:
-    """Whether the backward rule of a `jax.custom_vjp` is linear in the cotangent.
-
-    It is if JAX can transpose it.
-    """
-    if eqn.primitive.name != "custom_vjp_call":
-        return False
-    inputs, outputs = (
-        [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in variables]
-        for variables in (eqn.invars, eqn.outvars)
-    )
-    floating = [jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs]
-
-    def backward(inputs: list[Any], cotangents: list[Any]) -> Any:
-        def function(*selected: Any) -> list[Any]:
-            given = iter(selected)
-            values = [next(given) if f else a for f, a in zip(floating, inputs, strict=True)]
-            return evaluate(eqn, values)
-
-        return jax.vjp(function, *(a for f, a in zip(floating, inputs, strict=True) if f))[1](
-            cotangents
-        )
-
-    def without_barriers(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        # A barrier of cotangents and other values would make these depend on the cotangents.
-        if eqn.primitive.name == "optimization_barrier":
-            return values
-        inner = called_jaxpr(eqn)
-        return (
-            evaluate(eqn, values) if inner is None else interpret(inner, values, without_barriers)
-        )
-
-    def transpose(inputs: list[Any], cotangents: list[Any]) -> Any:
-        closed = jax.make_jaxpr(backward)(inputs, cotangents)
-
-        def of_cotangents(cotangents: list[Any]) -> list[Any]:
-            return interpret(closed, [*inputs, *cotangents], without_barriers)
-
-        gradients = jax.eval_shape(of_cotangents, cotangents)
-        zeros = [jnp.zeros(a.shape, a.dtype) for a in gradients]
-        return jax.linear_transpose(of_cotangents, cotangents)(zeros)
-
-    try:
-        jax.eval_shape(transpose, inputs, outputs)
-    except Exception:  # Whatever JAX says of a rule that is not linear.
-        return False
-    return True
-
-
-def _rematerialized(uses: Uses, params: Sequence[int], grouped: Collection[int]) -> set[int]:
-    """Numbers of the uses inside of `jax.checkpoint`, if each gives a parameter's norm alone."""
-    counts = collections.Counter(use.view.param for use in uses.linear)
-    inside = {k: use for k, use in enumerate(uses.linear) if use.in_checkpoint}
-    alone = all(
-        use.norm_fits
+def _rematerialized(
+    uses: Sequence[Use], params: Sequence[int], grouped: Collection[int]
+) -> set[int]:
+    """Numbers of the uses inside of `jax.checkpoint` that give a parameter's norm alone."""
+    counts = collections.Counter(use.view.param for use in uses)
+    return {
+        k
+        for k, use in enumerate(uses)
+        if use.in_checkpoint
+        and use.norm_fits
         and counts[use.view.param] == 1
         and len(use.scan_lengths) == len(use.view.scans)
         and not use.view.has_repeats
         and use.view.param in params
         and use.view.param not in grouped
-        for use in inside.values()
-    )
-    return set(inside) if alone else set()
+    }
 
 
 class RematerializedGradients(NamedTuple):
@@ -494,6 +471,32 @@ class RematerializedGradients(NamedTuple):
         self, scales_by_param: Mapping[int, Array], is_rough: Array | None = None
     ) -> dict[int, Array]:
         """See `GroupGradients`. A second backward pass, with weighted losses."""
+        weighted_loss, included = self._weighted_loss(scales_by_param)
+        sums = jax.grad(weighted_loss)({i: self.params[i] for i in self.numbers})
+        return {i: jnp.where(included.any(), g, 0) for i, g in sums.items()}
+
+    def add_weighted_sum(
+        self, totals: Mapping[int, Any], scales_by_param: Mapping[int, Array]
+    ) -> None:
+        """Add the weighted sums to mutable arrays by number of the parameter.
+
+        The backward pass adds to them layer by layer, so no other array of their size exists.
+        """
+        weighted_loss, included = self._weighted_loss(scales_by_param)
+
+        def add(_: Array, nothing: None) -> None:
+            value, backward = jax.vjp(weighted_loss, {i: self.params[i] for i in self.numbers})
+            accumulate: Any = backward  # A `jax.VJP`, which JAX types as a plain function.
+            accumulate.with_refs({i: totals[i] for i in self.numbers})(jnp.ones_like(value))
+
+        # Without any weight, gradients may be infinite. XLA copies the arrays that a
+        # `jax.lax.cond` updates, but not those of a loop.
+        jax.lax.fori_loop(0, included.any().astype(jnp.int32), add, None)
+
+    def _weighted_loss(
+        self, scales_by_param: Mapping[int, Array]
+    ) -> tuple[Callable[[dict[int, Any]], Array], Array]:
+        """Return the weighted loss of these parameters, and which examples have a weight."""
         scales = scales_by_param[self.numbers[0]]
         included = scales != 0
         # An example that is left out, which may be infinite, is computed as another one.
@@ -511,8 +514,7 @@ class RematerializedGradients(NamedTuple):
             losses, *_ = run_for_batch(self.loss, [*params, *rows], size, keep_rules=True)
             return (rows_of(losses, (1,), size)[:, 0] * scales).sum()
 
-        sums = jax.grad(weighted_loss)({i: self.params[i] for i in self.numbers})
-        return {i: jnp.where(included.any(), g, 0) for i, g in sums.items()}
+        return weighted_loss, included
 
 
 def _batched_aux(
@@ -549,7 +551,10 @@ def _memory_budget(params: Sequence[Any]) -> int:
 def _split_nonlinear(
     uses: Uses, params: Sequence[Any], size: int, width: int | None
 ) -> tuple[list[int], list[int]]:
-    """Split parameters with nonlinear uses: gradients that are materialized, and in chunks."""
+    """Split parameters with nonlinear uses: gradients to materialize, and to chunk.
+
+    Large parameters that `AnyEquation` covers are in neither.
+    """
     budget = _memory_budget(params)
     materialized, in_chunks = [], []
     for i in sorted(uses.nonlinear, key=lambda i: params[i].size):
@@ -557,6 +562,6 @@ def _split_nonlinear(
         if nbytes <= budget and (width is None or size <= width or params[i].ndim < 2):
             materialized.append(i)
             budget -= nbytes
-        else:
+        elif i in uses.unknown:
             in_chunks.append(i)
     return materialized, in_chunks

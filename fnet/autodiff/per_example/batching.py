@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, primitives
 
-from fnet.backward_pass import is_params_first
+from fnet.backward_pass import is_finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
     ELEMENTWISE,
@@ -181,7 +181,7 @@ class _Interpreter(NamedTuple):
             return self._scan(eqn, operands)
         if name == "cond" and not isinstance(operands[0], Rows):
             return self._cond(eqn, operands)
-        if name in UNCHANGED or is_params_first(eqn):
+        if name in UNCHANGED or is_finish_together(eqn):
             return self._unchanged(eqn, operands)
         if not is_separable(eqn):
             return self._one_by_one(eqn, operands)
@@ -388,8 +388,8 @@ _SEPARABLE = frozenset(
     for module in (jax.lax, jax.lax.linalg, primitives)
     for p in vars(module).values()
     if isinstance(p, Primitive)
-) - {"rng_bit_generator", "rng_uniform"} | {
-    "checkpoint", "debug_callback", "erf_inv", "pallas_call", "ragged_dot_general", "random_unwrap",
+) - {"rng_bit_generator", "rng_uniform"} | ELEMENTWISE | {
+    "checkpoint", "debug_callback", "pallas_call", "ragged_dot_general", "random_unwrap",
     "random_wrap", "shard_map", "squeeze",
 }  # fmt: skip
 """Primitives that `jax.vmap` applies to each example alone.
@@ -451,7 +451,9 @@ def _elementwise(op: Operands) -> Plan | None:
     targets: list[int | None] = []
     for shape, own in zip(op.shapes, op.axes, strict=True):
         if own is None and not shape:
-            targets.append(0 if strict and not out else None)
+            if strict and not out:
+                return None  # A literal cannot become an array of the batch.
+            targets.append(None)
         elif len(shape) != len(out) or (shape and own is not None and shape[axis] != out[axis]):
             return None  # A row of the operand is repeated within the example.
         else:
@@ -509,12 +511,12 @@ def _gather(op: Operands) -> Plan | None:
     dims, (table, indices) = op.params["dimension_numbers"], op.axes
     shapes = op.shapes
     index_axes = [i for i in range(len(op.out)) if i not in dims.offset_dims]
-    if table is not None and table in dims.operand_batching_dims:
-        paired = dims.start_indices_batching_dims[dims.operand_batching_dims.index(table)]
-        return Plan(index_axes[paired]) if indices == paired else None
+    for axis, paired in zip(
+        dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True
+    ):
+        if table in (None, axis) and indices in (None, paired):
+            return Plan(index_axes[paired], operands=[axis, paired])
     if table is None and indices is not None and indices < len(index_axes):
-        if indices in dims.start_indices_batching_dims:
-            return None
         return Plan(index_axes[indices])
     if table is not None and indices is None:
         removed = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
@@ -538,8 +540,15 @@ def _dynamic_update_slice(op: Operands) -> Plan | None:
 
 
 def _scatter(op: Operands) -> Plan | None:
-    """Update the same indices of each example."""
+    """Update one array per example, or the same indices of each example."""
     dims, (operand, indices, updates) = op.params["dimension_numbers"], op.axes
+    index_axes = [i for i in range(len(op.shapes[2])) if i not in dims.update_window_dims]
+    for axis, paired in zip(
+        dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True
+    ):
+        targets = axis, paired, index_axes[paired]
+        if all(own in (None, target) for own, target in zip(op.axes, targets, strict=True)):
+            return Plan(axis, operands=targets)
     if indices is not None:
         return None
     shape, update_shape = op.shapes[0], op.shapes[2]
@@ -647,6 +656,11 @@ def _random_bits(op: Operands) -> Plan | None:
     return None if axis is None else Plan(axis)
 
 
+def _random_wrap(op: Operands) -> Plan | None:
+    axis = op.only_first()
+    return None if axis is None or axis >= len(op.out) else Plan(axis)
+
+
 def _pad(op: Operands) -> Plan | None:
     axis = op.only_first()
     return None if axis is None or any(op.params["padding_config"][axis]) else Plan(axis)
@@ -690,7 +704,6 @@ _RULES: dict[str, Rule] = {
     "eigh": _leading(2),
     "fft": _fft,
     "gather": _gather,
-    "householder_product": _leading(2),
     "lu": _leading(2),
     "pad": _pad,
     "pmax": _reduce,
@@ -699,6 +712,7 @@ _RULES: dict[str, Rule] = {
     "qr": _leading(2),
     "random_bits": _random_bits,
     "random_unwrap": _random_bits,
+    "random_wrap": _random_wrap,
     "reduce_window_max": _window,
     "reduce_window_sum": _window,
     "reshape": _reshape,

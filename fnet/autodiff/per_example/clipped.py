@@ -233,6 +233,29 @@ class ClippedGrad:
         check_clip(clip, self.per_layer, self.automatic)
         if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
             return self._of_complex(params, batch, mask, clip)
+        sums, info = self._clip_and_sum(params, batch, mask, clip)
+        return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
+
+    def add_to(
+        self, totals: Any, params: Any, *batch: Any, mask: Array | None = None, clip: Any = None
+    ) -> ClippedInfo:
+        """Add the sum of clipped gradients to mutable arrays (`jax.new_ref`) like params.
+
+        A backward pass through `jax.checkpoint` adds to them layer by layer, so that no second
+        array of the parameters' size exists.
+        """
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
+            sums, info = self(params, *batch, mask=mask, clip=clip)
+            jax.tree.map(lambda total, g: jax.ref.addupdate(total, ..., g), totals, sums)
+            return info
+        clip = self.clip if clip is None else clip
+        check_clip(clip, self.per_layer, self.automatic)
+        return self._clip_and_sum(params, batch, mask, clip, totals)[1]
+
+    def _clip_and_sum(
+        self, params: Any, batch: tuple[Any, ...], mask: Array | None, clip: Any, totals: Any = None
+    ) -> tuple[Any, ClippedInfo]:
+        """Return the sum in float32 or wider, or None if it is added to ``totals``."""
         grads = per_example_gradients(
             "clipped_grad",
             self.loss,
@@ -264,7 +287,9 @@ class ClippedGrad:
             # Rounding may make the norm too small, see `SquaredNorms`.
             scales.append(jnp.where(is_counted, self._scales(bound, unit, norm_of(upper)), 0))
             scales_by_param += [scales[-1]] * len(jax.tree.leaves(group))
-        sums = grads.weighted_sum(jax.tree.unflatten(grads.treedef, scales_by_param), is_rough)
+        sums = grads.weighted_sum(
+            jax.tree.unflatten(grads.treedef, scales_by_param), is_rough, totals
+        )
         info = ClippedInfo(
             losses=grads.losses,
             norms=jnp.where(is_real, jnp.sqrt(total_squares), 0),
@@ -273,7 +298,7 @@ class ClippedGrad:
             aux=grads.aux,
             norms_per_layer=groups.treedef.unflatten(norms) if self.per_layer else None,
         )
-        return jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), sums, params), info
+        return sums, info
 
     def _of_complex(
         self, params: Any, batch: tuple[Any, ...], mask: Array | None, clip: Any
@@ -330,7 +355,8 @@ def gradient_strategies(
                                   cotangents of the layers
     ``"materialized"``            are products of inputs and cotangents, and small enough to
                                   materialize
-    ``"materialized in chunks"``  are such products, a few examples at a time
+    ``"materialized in chunks"``  are such products, or come from automatic differentiation of one
+                                  operation, a few examples at a time
     ``"derived"``                 follow from those of a value that is computed from parameters
                                   alone, such as a masked or normalized kernel
     ``"rematerialized"``          are inside of `jax.checkpoint`: norms are computed in the backward

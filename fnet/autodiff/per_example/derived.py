@@ -26,6 +26,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     MaterializedGradients,
     ParameterGradients,
     SquaredNorms,
+    UseInputs,
     ZeroGradients,
     cancels,
 )
@@ -287,9 +288,7 @@ def _batch_first(gradients: ParameterGradients) -> list[Array]:
     """The arrays behind the gradients, with the batch as their first axis."""
     if isinstance(gradients, FactoredGradients):
         return [
-            jnp.moveaxis(a, len(i.use.scan_lengths), 0)
-            for i in gradients.inputs
-            for a in (i.x, i.ct)
+            jnp.moveaxis(a, len(i.use.scan_lengths), 0) for i in gradients.inputs for a in i.arrays
         ]
     return [gradients.gradients] if isinstance(gradients, MaterializedGradients) else []
 
@@ -299,12 +298,12 @@ def _with_rows(
 ) -> ParameterGradients:
     """The gradients of the ``size`` examples in these rows, see `_batch_first`."""
     if isinstance(gradients, FactoredGradients):
-        pairs = zip(gradients.inputs, rows[::2], rows[1::2], strict=True)
-        scans = [len(i.use.scan_lengths) for i in gradients.inputs]
-        inputs = [
-            i._replace(x=jnp.moveaxis(x, 0, n), ct=jnp.moveaxis(ct, 0, n))
-            for (i, x, ct), n in zip(pairs, scans, strict=True)
-        ]
+        given = iter(rows)
+
+        def next_rows(i: UseInputs) -> UseInputs:
+            return i.map(lambda _: jnp.moveaxis(next(given), 0, len(i.use.scan_lengths)))
+
+        inputs = [next_rows(i) for i in gradients.inputs]
         return gradients._replace(inputs=inputs)
     if isinstance(gradients, MaterializedGradients):
         return gradients._replace(gradients=rows[0])

@@ -139,14 +139,15 @@ def _one_hot_squared_norms(indices: Array, v: Array) -> Array:
     is_same = _gram(indices, indices)
     if _is_one_hot(v):
         return (is_same * _gram(v, v)).sum((0, 2, 3))
-    # Each row of the gradient appears as often as its index.
-    rows = jnp.einsum(
-        "gbts,gbsc->gbtc",
-        is_same,
-        upcast(v),
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return (jnp.square(rows).sum(3) / is_same.sum(3)).sum((0, 2))
+    # Sum the cotangents of equal indices, each at the first position of the index.
+    time = indices.shape[2]
+    first = jnp.where(is_same != 0, jnp.arange(time), time).min(-1)
+
+    def sum_rows(first: Array, v: Array) -> Array:
+        return jnp.zeros_like(v).at[first].add(v)
+
+    rows = jax.vmap(jax.vmap(sum_rows))(first, upcast(v))
+    return jnp.square(rows).sum((0, 2, 3))
 
 
 def nonnegative(squares: Array) -> Array:
@@ -302,22 +303,41 @@ def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes:
     if chunks == 1:
         return f(*arrays)
 
-    # A chunk is every n-th example, so that each device of a sharded batch has a part of it.
-    def split(a: Array) -> Array:
-        return jnp.moveaxis(a.reshape(-1, chunks, *a.shape[1:]), 1, 0)
+    # A chunk is every n-th example, so that each device of a sharded batch has a part of it. Chunks
+    # are slices, because XLA would copy arrays whose chunks are moved to their first axis.
+    def compute_chunk(i: Array) -> Any:
+        return f(*(every_nth(a, chunks, i) for a in arrays))
 
     def join(a: Array) -> Array:
         return jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:])
 
-    results = jax.lax.map(lambda arrays: f(*arrays), tuple(map(split, arrays)))
+    results = jax.lax.map(compute_chunk, jnp.arange(chunks))
     return jax.tree.map(join, results)
 
 
-def number_of_chunks(batch: int, arrays: Sequence[Array], example_bytes: int) -> int:
-    """Number of equal parts of a batch whose intermediates are small compared with ``arrays``."""
-    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // _FACTOR_BYTES_RATIO)
-    divisors = (n for n in range(1, batch + 1) if batch % n == 0)
-    return next((n for n in divisors if batch // n * example_bytes <= allowed), max(batch, 1))
+def every_nth(a: Array, n: int, start: Array, axis: int = 0) -> Array:
+    """Return ``a[start::n]`` along an axis whose length is a multiple of ``n``."""
+    split = a.reshape(*a.shape[:axis], -1, n, *a.shape[axis + 1 :])
+    chunk: Array = jax.lax.dynamic_index_in_dim(split, start, axis + 1, keepdims=False)
+    return chunk
+
+
+def number_of_chunks(
+    batch: int, arrays: Sequence[Array], example_bytes: int, width: int | None = None
+) -> int:
+    """Number of equal parts of a batch whose intermediates are small compared with ``arrays``.
+
+    Parts have at most ``width`` examples per device. Each device of the mesh in scope has a part
+    of every chunk: otherwise the compiler gathers the batch to read a chunk.
+    """
+    devices = max(jax.sharding.get_abstract_mesh().size, 1)
+    devices = devices if batch % devices == 0 else 1
+    local = batch // devices
+    allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // (devices * _FACTOR_BYTES_RATIO))
+    fitting = allowed // max(example_bytes, 1)
+    largest = fitting if width is None else min(fitting, width)
+    divisors = (n for n in range(1, local + 1) if local % n == 0)
+    return next((n for n in divisors if local // n <= largest), max(local, 1))
 
 
 def map_groups_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes: int) -> Any:
@@ -809,6 +829,23 @@ class Embedding(NamedTuple):
         )
         return self._as_parameter(scatter_add(indices, rows.astype(table.dtype)))
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the indexed axes are the first ones."""
+        return self._order() == list(range(len(self.parameter)))
+
+    def add_rows(self, gradients: Array, x: Array, ct: Array) -> Array:
+        """Add the gradients to others, [batch, *parameter], if the table `is_in_order`."""
+        (indices,), (rows,) = self.factors(x, ct)
+        tables = gradients.reshape(len(gradients), self._height(), self._width())
+
+        def add(table: Array, indices: Array, rows: Array) -> Array:
+            return table.at[indices].add(rows.astype(table.dtype))
+
+        if len(tables) == 1:
+            return add(tables[0], indices[0], rows[0]).reshape(gradients.shape)
+        return jax.vmap(add)(tables, indices, rows).reshape(gradients.shape)
+
     def weighted_sum(self, x: Array, ct: Array, scales: Array) -> Array:
         """See `LinearEquation`."""
         indices, rows = self.factors(x, ct)
@@ -817,7 +854,10 @@ class Embedding(NamedTuple):
         def scatter_add(indices: Array, rows: Array) -> Array:
             return table.at[indices.ravel()].add(scale_rows(rows, scales)[0])
 
-        return self._as_parameter(jax.vmap(scatter_add)(indices, rows.astype(table.dtype)))
+        rows = rows.astype(table.dtype)
+        if len(rows) == 1:
+            return self._as_parameter(scatter_add(indices[0], rows[0])[None])
+        return self._as_parameter(jax.vmap(scatter_add)(indices, rows))
 
 
 class Convolution(NamedTuple):

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from fnet.autodiff.per_example.derived import find_derived
 from fnet.autodiff.per_example.taps import DATA, State, View
+from fnet.backward_pass import finish_together, is_finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
     Scan,
@@ -69,6 +70,10 @@ def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     if inner is not None and name not in CHECKPOINT:
         with in_scopes(eqn):
             return _run(inner, values)
+    if is_finish_together(eqn):
+        # Behind the barrier, what is computed from parameters would depend on data.
+        finished = iter(finish_together(*(v.array for v in values if not v.is_known)))
+        return [v if v.is_known else _Value(next(finished), False) for v in values]
     arrays = [v.array for v in values]
     if all(v.is_known for v in values):
         return [_Value(a, True) for a in evaluate(eqn, arrays)]

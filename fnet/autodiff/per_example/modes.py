@@ -12,7 +12,12 @@ from jax import Array
 from fnet.autodiff.accumulate import split_batch
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, weighted_mean
 from fnet.autodiff.per_example.batch_axis import depends_on
-from fnet.autodiff.per_example.clipped import ClippedInfo, check_clip, clipped_grad
+from fnet.autodiff.per_example.clipped import (
+    ClippedGrad,
+    ClippedInfo,
+    check_clip,
+    clipped_grad,
+)
 from fnet.autodiff.per_example.gradients import noise_scale
 from fnet.autodiff.update import Mode, squared_norm
 from fnet.precision import sum_dtype
@@ -310,12 +315,13 @@ def _is_counted(info: ClippedInfo, weight: Array | None) -> Array:
 
 def clipped_sum(
     name: str,
-    function: Callable[..., tuple[Any, ClippedInfo]],
+    function: ClippedGrad,
     params: Any,
     model_state: Any,
     batch: dict[str, Array],
     key: Array,
     microbatches: int,
+    clip: Array | None = None,
 ) -> tuple[Any, ClippedInfo, Array]:
     """Sum the clipped gradients of a batch in float32 or wider.
 
@@ -327,39 +333,43 @@ def clipped_sum(
       batch: Arrays [batch, ...] by name.
       key: Random key of the loss.
       microbatches: Number of equal parts of a batch, computed one after the other.
+      clip: Bound in place of the function's own.
 
     Returns:
       ``(sums, info, is_counted [batch])``.
     """
     params = _widen(params)
     if microbatches == 1:
-        sums, info = function(params, batch, key, mask=batch.get("weight"))
+        sums, info = function(params, batch, key, mask=batch.get("weight"), clip=clip)
     else:
         parts = split_batch(name, batch, microbatches)
         parts = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), parts)
-        sums, info = _accumulate(function, params, model_state, parts, key)
+        sums, info = _accumulate(function, params, model_state, parts, key, clip)
     return sums, info, _is_counted(info, batch.get("weight"))
 
 
 def _accumulate(
-    function: Callable[..., tuple[Any, ClippedInfo]],
+    function: ClippedGrad,
     params: Any,
     model_state: Any,
     parts: dict[str, Array],
     key: Array,
+    clip: Array | None,
 ) -> tuple[Any, ClippedInfo]:
     """Add up the clipped sums of microbatches, arrays [microbatches, size, ...], in place."""
     microbatches, size = jax.tree.leaves(parts)[0].shape[:2]
 
-    def add(sums: Any, part: Any) -> tuple[Any, ClippedInfo]:
-        i, rows = part
-        part_sums, info = function(
-            params, rows, jax.random.fold_in(key, i), mask=rows.get("weight")
-        )
-        return jax.tree.map(jnp.add, sums, part_sums), info
+    totals = jax.tree.map(lambda p: jax.new_ref(jnp.zeros_like(p)), params)
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    sums, infos = jax.lax.scan(add, zeros, (jnp.arange(microbatches), parts))
+    def add(_: None, part: Any) -> tuple[None, ClippedInfo]:
+        i, rows = part
+        part_key = jax.random.fold_in(key, i)
+        return None, function.add_to(
+            totals, params, rows, part_key, mask=rows.get("weight"), clip=clip
+        )
+
+    _, infos = jax.lax.scan(add, None, (jnp.arange(microbatches), parts))
+    sums = jax.tree.map(jax.freeze, totals)
 
     def join(a: Array) -> Array:
         if a.shape[1:2] != (size,):

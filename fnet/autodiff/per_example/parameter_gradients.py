@@ -24,6 +24,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fnet.autodiff.examples import Examples
 from fnet.autodiff.per_example import ghost_norm
+from fnet.autodiff.per_example.custom_rules import AnyEquation
 from fnet.autodiff.per_example.ghost_norm import Dot, Embedding, Estimate, squared_norms_of
 from fnet.autodiff.per_example.taps import Use
 from fnet.autodiff.update import squared_norm
@@ -140,15 +141,24 @@ class UseInputs(NamedTuple):
 
     Attributes:
       use: The equation that combines the parameter with data.
-      x: Data, [*scan_lengths, batch, ...].
-      ct: Cotangents of the equation's result, [*scan_lengths, batch, ...].
+      x: Data, [*scan_lengths, batch, ...]; a list of arrays for `AnyEquation`.
+      ct: Cotangents of the equation's result, [*scan_lengths, batch, ...]; or a list.
     """
 
     use: Use
-    x: Array
-    ct: Array
+    x: Any
+    ct: Any
 
-    def arranged(self) -> tuple[Array, Array]:
+    @property
+    def arrays(self) -> list[Array]:
+        """Data and cotangents."""
+        return jax.tree.leaves((self.x, self.ct))
+
+    def map(self, f: Callable[[Array], Array]) -> "UseInputs":
+        """Apply a function to data and cotangents."""
+        return self._replace(x=jax.tree.map(f, self.x), ct=jax.tree.map(f, self.ct))
+
+    def arranged(self) -> tuple[Any, Any]:
         """Return ``x`` and ``ct`` as [stack, batch, time, ...], see `ghost_norm`."""
         lengths, stack = self.use.scan_lengths, self.use.view.scans
         time = [i for i in range(len(lengths)) if i not in stack]
@@ -160,7 +170,8 @@ class UseInputs(NamedTuple):
             a = a.transpose(*stack, n, *time, *range(n + 1, a.ndim))
             return a.reshape(sizes[0], batch, sizes[1], *shape)
 
-        return arrange(self.x), arrange(self.ct)
+        arranged = self.map(arrange)
+        return arranged.x, arranged.ct
 
     def to_param(self, gradient: Array, param: Any) -> Array:
         """Return the parameter's gradient, given the view's gradient [stack, *view]."""
@@ -191,7 +202,7 @@ class FactoredGradients(NamedTuple):
 
     def squares_of_terms(self) -> Array:
         """Squares of the sums of the norms of terms, see `SquaredNorms`; [batch]."""
-        squares = [part.squares_of_terms()[0] for part in self._parts() if not part.is_small()]
+        squares = [part.squares_of_terms()[0] for part in self._parts() if part.may_cancel()]
         return functools.reduce(jnp.add, squares, jnp.zeros(()))
 
     def materialize(self) -> Array:
@@ -347,7 +358,8 @@ class _Part(NamedTuple):
         """See `ParameterGradients`."""
         if self.is_small():
             return "materialized"
-        return "ghost norm" if self._is_single() or self._factors() else "materialized in chunks"
+        has_formula = not self.is_materialized() and (self._is_single() or self._factors())
+        return "ghost norm" if has_formula else "materialized in chunks"
 
     def _size(self) -> int:
         return math.prod(self.box.shape) if self.box else self.param.size
@@ -355,9 +367,17 @@ class _Part(NamedTuple):
     def is_small(self) -> bool:
         """Whether the gradients take much less memory than the factors."""
         small: bool = _FACTORS_RATIO * self._batch() * self._size() <= sum(
-            i.x.size + i.ct.size for i in self.inputs
+            a.size for i in self.inputs for a in i.arrays
         )
         return small
+
+    def is_materialized(self) -> bool:
+        """Whether gradients have no formula, and are materialized for norms and sums."""
+        return any(isinstance(i.use.equation, AnyEquation) for i in self.inputs)
+
+    def may_cancel(self) -> bool:
+        """Whether norms and sums follow from terms that may cancel."""
+        return not self.is_small() and not self.is_materialized()
 
     def _is_single(self) -> bool:
         """Whether the equation of a single use gives the norms."""
@@ -393,6 +413,9 @@ class _Part(NamedTuple):
         """See `ParameterGradients`."""
         if self.is_small():
             return MaterializedGradients(self.materialize()).squared_norms()
+        if self.is_materialized():
+            values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
+            return _accurate(values, self._size())
         if self._never_cancels():
             (single,) = self.inputs
             values, _ = single.use.equation.squared_norms(*single.arranged())
@@ -430,7 +453,8 @@ class _Part(NamedTuple):
         """Squared norms that do not materialize gradients, or None."""
         if self._is_single():
             (single,) = self.inputs
-            return single.use.equation.squared_norms(*single.arranged())
+            estimate: Estimate = single.use.equation.squared_norms(*single.arranged())
+            return estimate
         factors = self._factors()
         return _squared_norms_of_sum(factors) if factors else None
 
@@ -453,19 +477,15 @@ class _Part(NamedTuple):
 
         A chunk is every n-th example, as in `ghost_norm.map_in_chunks`.
         """
-        arrays = [a for i in self.inputs for a in (i.x, i.ct)]
+        arrays = [a for i in self.inputs for a in i.arrays]
         batch = self._batch()
-        chunks = ghost_norm.number_of_chunks(batch, arrays, 4 * self._size())
+        widths = [getattr(i.use.equation, "width", None) for i in self.inputs]
+        width = min((w for w in widths if w), default=None)
+        chunks = ghost_norm.number_of_chunks(batch, arrays, 4 * self._size(), width)
 
         def chunk_of(number: Array, i: UseInputs) -> UseInputs:
-            n = len(i.use.scan_lengths)
-
-            def every_nth(a: Array) -> Array:
-                split = a.reshape(*a.shape[:n], batch // chunks, chunks, *a.shape[n + 1 :])
-                chunk: Array = jax.lax.dynamic_index_in_dim(split, number, n + 1, keepdims=False)
-                return chunk
-
-            return i._replace(x=every_nth(i.x), ct=every_nth(i.ct))
+            axis = len(i.use.scan_lengths)
+            return i.map(lambda a: ghost_norm.every_nth(a, chunks, number, axis))
 
         if chunks == 1:
             return 1, lambda number: self
@@ -475,7 +495,11 @@ class _Part(NamedTuple):
 
     def _batch(self) -> int:
         first = self.inputs[0]
-        return int(first.ct.shape[len(first.use.scan_lengths)])
+        return int(first.arrays[-1].shape[len(first.use.scan_lengths)])
+
+    def _dtype(self) -> jnp.dtype:
+        """The dtype of sums."""
+        return sum_dtype(*(jnp.result_type(*jax.tree.leaves(i.ct)) for i in self.inputs))
 
     def materialize(self) -> Array:
         """Per-example gradients, [batch, *part]."""
@@ -484,12 +508,34 @@ class _Part(NamedTuple):
             views = i.use.equation.materialize(*i.arranged())
             return jax.vmap(lambda view: self._to_part(i, view), 1)(views)
 
-        return jax.tree.reduce(jnp.add, [gradients_of(i) for i in self.inputs])
+        # The rows of a tied embedding are added in place: a second array could be large.
+        first, *others = sorted(self.inputs, key=self._adds_rows)
+        total = gradients_of(first)
+        for i in others:
+            if self._adds_rows(i):
+                total = i.use.equation.add_rows(total, *i.arranged())
+            else:
+                total += gradients_of(i)
+        return total
+
+    def _adds_rows(self, i: UseInputs) -> bool:
+        """Whether a use reads rows of the whole parameter."""
+        elements, equation = i.use.view.elements, i.use.equation
+        return (
+            isinstance(equation, Embedding)
+            and equation.is_in_order
+            and not i.use.view.scans
+            and elements.shape == self.param.shape
+            and elements.flags.c_contiguous
+        )
 
     def weighted_sum(self, scales: Array, is_rough: Array | None) -> Array:
         """Sum of the gradients scaled by ``scales`` [batch], [*part]."""
         if self.is_small():
             return MaterializedGradients(self.materialize()).weighted_sum(scales)
+        if self.is_materialized():
+            shape = self.box.shape if self.box else self.param.shape
+            return self._add_in_chunks(jnp.zeros(shape, self._dtype()), scales)
         smooth_scales = scales if is_rough is None else jnp.where(is_rough, 0, scales)
         sums = [
             self._to_part(i, i.use.equation.weighted_sum(*i.arranged(), smooth_scales))
@@ -498,17 +544,20 @@ class _Part(NamedTuple):
         total: Array = jax.tree.reduce(jnp.add, sums)
         if is_rough is None or self._never_cancels():
             return total
-        rough_scales = jnp.where(is_rough, scales, 0)
+        # Large terms of such a gradient would leave their rounding errors in the sum.
+        return self._add_in_chunks(total, jnp.where(is_rough, scales, 0))
+
+    def _add_in_chunks(self, total: Array, scales: Array) -> Array:
+        """Add gradients that are materialized for a few examples at a time, scaled."""
         chunks, part = self._chunks()
 
         def add_chunk(i: Array, total: Array) -> Array:
             gradients = MaterializedGradients(part(i).materialize())
-            return total + gradients.weighted_sum(rough_scales.reshape(-1, chunks)[:, i])
+            return total + gradients.weighted_sum(scales.reshape(-1, chunks)[:, i])
 
-        # Large terms of such a gradient would leave their rounding errors in the sum.
-        repeats = jnp.where((rough_scales != 0).any(), chunks, 0)
-        sums_with_rough: Array = jax.lax.fori_loop(0, repeats, add_chunk, total)
-        return sums_with_rough
+        repeats = jnp.where((scales != 0).any(), chunks, 0)
+        added: Array = jax.lax.fori_loop(0, repeats, add_chunk, total)
+        return added
 
     def _to_part(self, i: UseInputs, gradient: Array) -> Array:
         """Return the gradient of the part, given the gradient [stack, *view] of a use."""
@@ -724,26 +773,46 @@ class PerExampleGradients(NamedTuple):
             gradients |= group.materialize()
         return self._unflatten(gradients | (self.chunked.materialize() if self.chunked else {}))
 
-    def weighted_sum(self, scales: Any, is_rough: Mapping[int, Array | None] | None = None) -> Any:
+    def weighted_sum(
+        self,
+        scales: Any,
+        is_rough: Mapping[int, Array | None] | None = None,
+        totals: Any = None,
+    ) -> Any:
         """Weighted sums ``sum_b scales_b gradient_b``, like params; float32 or wider.
 
         Args:
           scales: Weights [batch] for each parameter, like params. An example with scale 0
             contributes exactly 0, even if its gradient is not finite.
           is_rough: From `bounded_squared_norms`. Clipped sums need it.
+          totals: Mutable arrays like params to add the sums to, in place of returning them.
         """
         scales_by_param = dict(enumerate(jax.tree.leaves(scales)))
+        refs = dict(enumerate(jax.tree.leaves(totals)))
         rough = is_rough or {}
         sums: dict[int, Array] = {}
+
+        def add(new: Mapping[int, Array]) -> None:
+            for i, total in new.items():
+                if refs:
+                    jax.ref.addupdate(refs[i], ..., total.astype(refs[i].dtype))
+                else:
+                    sums[i] = total
+
         previous = jnp.zeros(())
         for i, gradients in sorted(self.by_param.items(), reverse=True):
             scales = _wait_for(previous, scales_by_param[i])
-            sums[i] = gradients.weighted_sum(scales, rough.get(i))
-            previous = sums[i] if sums[i].ndim > 1 and sums[i].size else previous
+            total = gradients.weighted_sum(scales, rough.get(i))
+            add({i: total})
+            previous = total if total.ndim > 1 and total.size else previous
         for group in self.groups:
-            sums |= group.weighted_sum(scales_by_param, rough.get(group.numbers[0]))
-        chunked = self.chunked.weighted_sum(scales_by_param) if self.chunked else {}
-        return self._unflatten(sums | chunked)
+            if refs and hasattr(group, "add_weighted_sum"):
+                group.add_weighted_sum(refs, scales_by_param)
+            else:
+                add(group.weighted_sum(scales_by_param, rough.get(group.numbers[0])))
+        if self.chunked:
+            add(self.chunked.weighted_sum(scales_by_param))
+        return None if refs else self._unflatten(sums)
 
     def strategies(self) -> Any:
         """How each parameter's norms and sums are computed, like params."""

@@ -22,13 +22,17 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from fnet.autodiff.per_example.custom_rules import (
+    AnyEquation,
+    has_linear_rules,
+    scale_of_rule,
+)
 from fnet.autodiff.per_example.ghost_norm import (
-    LinearEquation,
     linear_equation,
     norm_fits,
     upper_squared_norms,
 )
-from fnet.backward_pass import is_params_first
+from fnet.backward_pass import is_finish_together
 from fnet.jaxpr import (
     CHECKPOINT,
     Scan,
@@ -38,7 +42,6 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     interpret,
-    primitive_names,
 )
 from fnet.mesh import argument_like
 
@@ -91,8 +94,9 @@ class View(NamedTuple):
           eqn: An equation of this view and constants.
           operand: Number of the operand that is the view.
         """
-        if (scale := _scale_of(eqn, operand)) is not None:
-            return [self._replace(scale=self.scale * scale)]
+        for scale in (_scale_of(eqn, operand), scale_of_rule(eqn, operand, _scale_of)):
+            if scale is not None:
+                return [self._replace(scale=self.scale * scale)]
         read = _ARRANGEMENTS.get(eqn.primitive.name)
         if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
             return None
@@ -235,20 +239,14 @@ State = View | Derived | Data | None
 """None: a value without a gradient that depends on no data."""
 
 
-OWN_TRANSPOSES = ("custom_vjp_call", "linear_call", "custom_transpose_call")
-"""Primitives whose backward pass need not be linear in the cotangent."""
-
-
 def takes_part(eqn: JaxprEqn, states: Sequence[State]) -> bool:
-    """Whether an equation computes each example's own value, or has its own gradient.
+    """Whether an equation computes each example's own value, or its gradient is not linear.
 
     The gradient of a sum of losses is then not the pull-back of the sum of cotangents.
     """
     if DATA in states:
         return True
-    return any(state is not None for state in states) and bool(
-        primitive_names(eqn).intersection(OWN_TRANSPOSES)
-    )
+    return any(state is not None for state in states) and not has_linear_rules(eqn)
 
 
 def after_parameters(eqn: JaxprEqn, states: Sequence[State]) -> Sequence[State]:
@@ -283,18 +281,19 @@ class Use(NamedTuple):
     Attributes:
       path: Position of the equation.
       view: View of the parameter.
-      equation: How the equation is linear in the view.
+      equation: A `LinearEquation` of the view, or `AnyEquation`.
       scan_lengths: Lengths of the enclosing scans, outermost first.
-      out: Shape and dtype of the equation's result in one iteration.
+      out: Shape and dtype of the equation's result in one iteration; a list of them for
+        `AnyEquation`.
       in_checkpoint: Whether the equation is inside of `jax.checkpoint`.
       norm_fits: Whether the norm of its gradient takes no more memory than its data and result.
     """
 
     path: Path
     view: View
-    equation: LinearEquation
+    equation: Any
     scan_lengths: tuple[int, ...]
-    out: jax.ShapeDtypeStruct
+    out: Any
     in_checkpoint: bool = False
     norm_fits: bool = False
 
@@ -303,19 +302,25 @@ class Uses(NamedTuple):
     """All uses of parameters in a function.
 
     Attributes:
-      linear: Uses of the parameters that only have linear uses, in order.
+      uses: Uses of the parameters that only meet data in single equations, in order.
       nonlinear: Parameters with a use that is not linear.
+      unknown: Those of them that meet data in another way, such as in the carry of a scan.
     """
 
-    linear: tuple[Use, ...]
+    uses: tuple[Use, ...]
     nonlinear: frozenset[int]
+    unknown: frozenset[int]
+
+    def without(self, params: Collection[int]) -> tuple[Use, ...]:
+        """Return the uses of all but some parameters."""
+        return tuple(use for use in self.uses if use.view.param not in params)
 
 
 def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     """Find the equations in which parameters meet data.
 
     Looks into `jax.jit`, `jax.checkpoint` and `jax.lax.scan`. Functions with custom derivatives
-    are nonlinear uses.
+    are single equations.
 
     Args:
       closed: ``jax.make_jaxpr(f)(*params, *data)``. Its first result is the loss.
@@ -325,15 +330,17 @@ def find_uses(closed: ClosedJaxpr, params: int) -> Uses:
     views = [View.whole(i, v.aval.shape) for i, v in enumerate(closed.jaxpr.invars[:params])]
     data = [DATA] * (len(closed.jaxpr.invars) - params)
     losses, *_ = search.visit(closed, [*views, *data], (), ())
-    search.add_nonlinear([losses])  # The loss itself may be a view of a parameter.
-    linear = tuple(use for use in search.uses if use.view.param not in search.nonlinear)
-    return Uses(linear, frozenset(search.nonlinear))
+    search.add_unknown([losses])  # The loss itself may be a view of a parameter.
+    nonlinear = {u.view.param for u in search.uses if isinstance(u.equation, AnyEquation)}
+    unknown = frozenset(search.unknown)
+    uses = Uses(tuple(search.uses), unknown | nonlinear, unknown)
+    return uses._replace(uses=uses.without(unknown))
 
 
 class _Search:
     def __init__(self) -> None:
         self.uses: list[Use] = []
-        self.nonlinear: set[int] = set()
+        self.unknown: set[int] = set()
         self.checkpoints = 0
 
     def visit(
@@ -360,7 +367,7 @@ class _Search:
             results = self.visit(inner, states, path, scan_lengths)
             self.checkpoints -= eqn.primitive.name in CHECKPOINT
             return results
-        if eqn.primitive.name == "optimization_barrier" or is_params_first(eqn):
+        if eqn.primitive.name == "optimization_barrier" or is_finish_together(eqn):
             return states
         if not takes_part(eqn, states):
             return after_parameters(eqn, states)
@@ -371,7 +378,7 @@ class _Search:
             if len(operands) != 1 or not self._add_use(
                 eqn, states, operands[0], path, scan_lengths
             ):
-                self.add_nonlinear(states)
+                self.add_unknown(states)
         return [DATA] * len(eqn.outvars)
 
     def _add_use(
@@ -382,17 +389,22 @@ class _Search:
         path: Path,
         scan_lengths: tuple[int, ...],
     ) -> bool:
-        """Add the equation of data and a view, if it is linear in the view."""
-        view, equation = states[operand], linear_equation(eqn, operand)
-        if not equation or not isinstance(view, View):
+        """Add the equation of data and a view."""
+        view = states[operand]
+        if not isinstance(view, View):
             return False
-        if equation.requires_unique_elements and view.has_repeats:
-            return False
-        out = aval(eqn.outvars[0])
-        shape = jax.ShapeDtypeStruct(out.shape, out.dtype)
         in_checkpoint = self.checkpoints > 0
-        fits = in_checkpoint and norm_fits(equation, eqn)
-        self.uses.append(Use(path, view, equation, scan_lengths, shape, in_checkpoint, fits))
+        shapes = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.outvars]
+        linear = linear_equation(eqn, operand)
+        if linear and not (linear.requires_unique_elements and view.has_repeats):
+            fits = in_checkpoint and norm_fits(linear, eqn)
+            self.uses.append(Use(path, view, linear, scan_lengths, shapes[0], in_checkpoint, fits))
+            return True
+        # Every iteration of a scan would save the parameter.
+        equation = AnyEquation.read(eqn, operand)
+        if scan_lengths or DATA not in states or not equation:
+            return False
+        self.uses.append(Use(path, view, equation, scan_lengths, shapes, in_checkpoint))
         return True
 
     def _scan(
@@ -400,34 +412,34 @@ class _Search:
     ) -> None:
         scan = Scan.of(eqn)
         consts, carry, xs = scan.split(states)
-        self.add_nonlinear(carry)
+        self.add_unknown(carry)
         slices = [
             state.sliced_by_scan(len(scan_lengths)) if isinstance(state, View) else state
             for state in xs
         ]
         inputs = [*consts, *[DATA] * scan.num_carry, *slices]
         inner_lengths = (*scan_lengths, eqn.params["length"])
-        self.add_nonlinear(self.visit(scan.body, inputs, path, inner_lengths))
+        self.add_unknown(self.visit(scan.body, inputs, path, inner_lengths))
 
-    def add_nonlinear(self, states: Sequence[State]) -> None:
-        self.nonlinear |= params_of(states)
+    def add_unknown(self, states: Sequence[State]) -> None:
+        self.unknown |= params_of(states)
 
 
 def evaluate_with_taps(
     closed: ClosedJaxpr,
     args: Sequence[Any],
     uses: Sequence[Use],
-    taps: Sequence[Array],
+    taps: Sequence[Any],
     measured: Collection[int] = (),
-) -> tuple[list[Any], list[Array]]:
+) -> tuple[list[Any], list[Any]]:
     """Evaluate a traced function with a tap behind every use.
 
     Args:
       closed: The function.
       args: Its arguments.
       uses: Uses of its parameters.
-      taps: Zeros [*scan_lengths, *out.shape] for each use. The cotangent of a tap is the
-        cotangent of the equation's result.
+      taps: Zeros [*scan_lengths, *out.shape] for each use, or a list of them. The cotangent of a
+        tap is the cotangent of the equation's result.
       measured: Numbers of uses that save nothing. The tap is [*scan_lengths], and its cotangent
         is the squared norm of the gradient with respect to the view.
 
@@ -441,7 +453,7 @@ def evaluate_with_taps(
     return results, [data[number] for number in range(len(uses))]
 
 
-_Data = dict[int, Array]
+_Data = dict[int, Any]
 """Data that meets the parameter, by number of the use."""
 
 
@@ -451,7 +463,7 @@ class _Evaluation(NamedTuple):
     measured: frozenset[int]
 
     def run(
-        self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Array]
+        self, closed: ClosedJaxpr, args: Sequence[Any], path: Path, taps: Mapping[int, Any]
     ) -> tuple[list[Any], _Data]:
         """Evaluate a jaxpr; ``taps`` are keyed by the number of the use."""
         index = itertools.count()
@@ -460,8 +472,12 @@ class _Evaluation(NamedTuple):
         def handle(eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
             eqn_path = (*path, next(index))
             if eqn_path in self.at_path:
-                number, (out,) = self.at_path[eqn_path], evaluate(eqn, inputs)
-                operand = self.uses[number].equation.data
+                number, outs = self.at_path[eqn_path], evaluate(eqn, inputs)
+                equation = self.uses[number].equation
+                if isinstance(equation, AnyEquation):
+                    data[number] = [inputs[k] for k in equation.data]
+                    return list(map(tap, outs, taps[number]))
+                (out,), operand = outs, equation.data
                 if number in self.measured:
                     data[number] = jnp.zeros(0)
                     x = jnp.zeros(0) if operand is None else inputs[operand]
@@ -485,7 +501,7 @@ class _Evaluation(NamedTuple):
         return [n for n, use in enumerate(self.uses) if use.path[: len(path)] == path]
 
     def _call(
-        self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Array]
+        self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Any]
     ) -> tuple[list[Any], _Data]:
         inner: Any = called_jaxpr(eqn)
 
@@ -495,7 +511,7 @@ class _Evaluation(NamedTuple):
         return call_like(eqn, call)(inputs, taps)
 
     def _scan(
-        self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Array]
+        self, eqn: JaxprEqn, inputs: list[Any], path: Path, taps: Mapping[int, Any]
     ) -> tuple[list[Any], _Data]:
         scan = Scan.of(eqn)
         consts, carry, xs = scan.split(inputs)

@@ -1,0 +1,77 @@
+"""Per-example gradients through custom derivatives and equations that are not linear."""
+
+import chex
+import example_losses
+import jax
+import jax.numpy as jnp
+import pytest
+from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses
+
+import fnet
+from fnet.autodiff import gradient_strategies
+from fnet.autodiff.per_example.custom_rules import is_linear
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+
+def quantizer(backward):
+    """Round to multiples of 1/4, with this backward rule ``(x, ct) -> ct``."""
+
+    @jax.custom_vjp
+    def quantize(x):
+        return jnp.round(x * 4) / 4
+
+    quantize.defvjp(lambda x: (quantize(x), x), lambda x, ct: (backward(x, ct),))
+    return quantize
+
+
+RULES = {
+    "identity": (lambda x, ct: ct, "ghost norm"),
+    "scaled": (lambda x, ct: -3 * ct, "ghost norm"),
+    "masked": (lambda x, ct: jnp.where(jnp.abs(x) < 1, ct, 0), "derived"),
+    "sign": (lambda x, ct: jnp.sign(ct), "autodiff"),
+}
+
+
+def assert_matches_a_loop(case):
+    per_example = loop_over_examples(case)
+    total, info = jax.jit(fnet.clipped_grad(case.loss, 1.0))(case.params, *case.batch)
+    norms = norms_of(per_example)
+    chex.assert_trees_all_close(info.norms, norms, rtol=2e-5)
+    scales = jnp.minimum(1, 1 / norms)
+    expected = jax.tree.map(lambda g: jnp.tensordot(scales, g, 1), per_example)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_weights_quantized_by_a_custom_vjp(name):
+    backward, strategy = RULES[name]
+    quantize = quantizer(backward)
+
+    def loss(p, x):
+        return row_losses(jnp.tanh(x @ quantize(p["w"].T)) @ p["head"])
+
+    params = {"w": normal(0, 6, 6), "head": normal(1, 6, 2)}
+    case = Case(loss, params, (normal(9, B, 5, 6),))
+    assert gradient_strategies(loss, params, *case.batch)["w"] == strategy
+    assert_matches_a_loop(case)
+
+
+def test_only_linear_rules_are_linear():
+    for name, (backward, _) in RULES.items():
+        (eqn,) = jax.make_jaxpr(quantizer(backward))(jnp.ones(3)).eqns
+        assert is_linear(eqn) == (name != "sign")
+
+
+def test_a_large_tied_embedding_with_a_fused_head():
+    vocabulary, width = 20_000, 64  # Gradients of all examples exceed the memory budget.
+
+    def loss(p, t):
+        h = jnp.tanh(p["table"][t[:, :-1]] @ p["w"])
+        return fnet.linear_cross_entropy(h, p["table"], t[:, 1:], vocab_axis=0).mean(1)
+
+    params = {"table": normal(0, vocabulary, width), "w": normal(1, width, width)}
+    tokens = jax.random.randint(jax.random.key(2), (B, 4), 0, vocabulary)
+    expected = {"table": "materialized in chunks", "w": "ghost norm"}
+    assert gradient_strategies(loss, params, tokens) == expected
+    assert_matches_a_loop(Case(loss, params, (tokens,)))
