@@ -26,7 +26,7 @@ ELEMENTWISE = frozenset(
         "clamp clz complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv "
         "erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow "
         "is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or "
-        "polygamma population_count pow random_gamma_grad real reduce_precision rem round "
+        "polygamma population_count pow real reduce_precision rem round "
         "rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
         "sqrt square sub tan tanh xor zeta"
     ).split()

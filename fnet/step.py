@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,10 +14,12 @@ from jax import Array
 from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import Gradient, Loss, mean
 from fnet.autodiff.update import Mode
+from fnet.fsdp import gather_at_use
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation
 from fnet.memory.peak import Peak, compile_min_memory, peak
 from fnet.memory.plan import Candidate, Plan, plan
+from fnet.memory.remat import Policy
 from fnet.memory.sizes import tree_bytes
 from fnet.memory.target import Target, shapes_on
 from fnet.state import TrainState
@@ -36,9 +39,12 @@ class Step:
       optimizer: An optax gradient transformation.
       mode: How losses become an update; see `fnet.autodiff`.
       ema_decay: Decay of the moving average of the parameters, or None.
-      state_sharding: Tree of `jax.sharding.Sharding` for the new state (FSDP), or None.
+      state_sharding: Tree of `jax.sharding.Sharding` for the state (FSDP), or None.
       skip_nonfinite: Whether steps with a non-finite loss or gradient change nothing.
-      remat: Remat policy of the loss, a key of `fnet.memory.REMAT_POLICIES`.
+      remat: Remat policy of the loss: a key of `fnet.memory.REMAT_POLICIES`, or a policy that
+        `plan_step` chose.
+      gather_axes: Mesh axes over which parameters are gathered where they are used, or None for
+        all; see `fnet.fsdp.gather_at_use`.
     """
 
     loss: Loss
@@ -47,7 +53,8 @@ class Step:
     ema_decay: float | None = None
     state_sharding: Any = None
     skip_nonfinite: bool = False
-    remat: str = "none"
+    remat: str | Policy = "none"
+    gather_axes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Reject settings that contradict each other.
@@ -57,7 +64,7 @@ class Step:
         """
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}.")
-        if self.remat not in REMAT_POLICIES:
+        if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"make_step: remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}."
             )
@@ -107,6 +114,23 @@ class Step:
             raise TypeError(
                 f"make_step: the batch must be a dict of arrays, got a {type(batch).__name__}."
             )
+        if self.state_sharding is None:
+            return self._apply(state, batch)
+        # Data comes in, state and metrics go out. Only parameters are gathered.
+        sharding = dataclasses.replace(
+            jax.tree.map(lambda _: None, self.state_sharding),
+            params=self.state_sharding.params,
+        )
+        apply = gather_at_use(
+            self._apply, (sharding, None), (self.state_sharding, None), axes=self.gather_axes
+        )
+        meshes = [s.mesh for s in jax.tree.leaves(self.state_sharding) if hasattr(s, "mesh")]
+        # The mode asks for the mesh in scope, to split a batch into parts of every device.
+        with jax.sharding.use_abstract_mesh(meshes[0].abstract_mesh) if meshes else nullcontext():
+            new_state, metrics = apply(state, batch)
+        return jax.lax.with_sharding_constraint(new_state, self.state_sharding), metrics
+
+    def _apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), self.optimizer)
         key = self.mode.step_key(state.key, state.step)
         params, opt_state, model_state, metrics = update(
@@ -126,10 +150,7 @@ class Step:
             old = {name: getattr(state, name) for name in new}
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
             metrics |= {"skipped": (~finite).astype(jnp.float32)}
-        new_state = dataclasses.replace(state, step=state.step + 1, **new)
-        if self.state_sharding is not None:
-            new_state = jax.lax.with_sharding_constraint(new_state, self.state_sharding)
-        return new_state, metrics
+        return dataclasses.replace(state, step=state.step + 1, **new), metrics
 
     @functools.cached_property
     def jitted(self) -> jax.stages.Wrapped:
@@ -162,8 +183,9 @@ def make_step(
     ema_decay: float | None = None,
     state_sharding: Any = None,
     skip_nonfinite: bool = False,
-    remat: str = "none",
+    remat: str | Policy = "none",
     microbatches: int | None = None,
+    gather_axes: Sequence[str] | None = None,
 ) -> Step:
     """Make a jitted train step ``step(state, batch) -> (state, metrics)`` that donates its state.
 
@@ -178,15 +200,18 @@ def make_step(
         function ``loss -> gradient``.
       ema_decay: Decay of the moving average ``state.ema``, in [0, 1). Required exactly when the
         state has one.
-      state_sharding: Sharding of the new state, as for FSDP: a tree of `jax.sharding.Sharding`
-        with the structure of the state. By default XLA decides.
+      state_sharding: Sharding of the state for FSDP: a tree of `jax.sharding.Sharding` with the
+        structure of the state. Each layer gathers its parameters where it uses them; see
+        `fnet.fsdp.gather_at_use`. By default XLA decides.
       skip_nonfinite: If the loss or the gradient's norm is not finite, change nothing but
         ``state.step``, and report the metric ``skipped`` as 1, otherwise 0. The step then
         holds the whole gradient before it updates anything.
-      remat: Remat policy (gradient checkpointing) of the loss, a key of
-        `fnet.memory.REMAT_POLICIES`.
+      remat: Remat policy (gradient checkpointing) of the loss: a key of
+        `fnet.memory.REMAT_POLICIES`, or a policy that `plan_step` chose.
       microbatches: Gradient accumulation: number of equal parts of the batch, computed one after
         the other. By default the mode decides: 1 for `fnet.autodiff.mean`.
+      gather_axes: Mesh axes over which parameters are gathered. By default all axes of
+        ``state_sharding``. Leave out axes of tensor parallelism.
 
     Returns:
       The step. Its metrics are scalars: ``loss``, ``grad_norm``, the means of the loss's metrics,
@@ -215,7 +240,9 @@ def make_step(
     mode = as_mode(mode)
     if microbatches is not None:
         mode = mode.split(microbatches)
-    return Step(loss, optimizer, mode, ema_decay, state_sharding, skip_nonfinite, remat)
+    return Step(
+        loss, optimizer, mode, ema_decay, state_sharding, skip_nonfinite, remat, gather_axes
+    )
 
 
 class Report(NamedTuple):
@@ -272,8 +299,8 @@ def compile_step(
 ) -> Executable:
     """Compile a step ahead of time and prove that it updates the state in place.
 
-    Nothing runs, so shapes are enough. With a budget, it chooses the remat policy and the number
-    of microbatches: the combination with the lowest estimated time whose peak fits. See
+    Nothing runs, so shapes are enough. With a budget, it chooses what the backward pass saves and
+    the number of microbatches: the lowest estimated time whose peak fits. See
     `fnet.step.plan_step` to see or restrict the candidates.
 
     Args:
@@ -342,7 +369,7 @@ def plan_step(
     batch: dict[str, Array],
     budget: int | str | None = None,
     *,
-    policies: Sequence[str] | None = None,
+    policies: Sequence[str | Policy] | None = None,
     microbatch_choices: Iterable[int] | None = None,
     reserve: int = 0,
     target: Target | None = None,
@@ -360,8 +387,8 @@ def plan_step(
       state: The state, or its shapes (``jax.eval_shape``).
       batch: A batch, or its shapes.
       budget: Bytes, or text as ``4GiB``, ``4GB``, ``4096MiB``. None for no limit.
-      policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default all that work on
-        the device.
+      policies: Keys of `fnet.memory.REMAT_POLICIES` to choose from. By default every array is
+        planned; see `fnet.memory.plan`.
       microbatch_choices: Numbers of microbatches to choose from. By default, with a budget, the
         step's own number and its multiples by powers of two that divide the batch. If the model
         has state, which splitting the batch changes, they are the last resort. Numbers that
@@ -389,7 +416,7 @@ def plan_step(
       ... )
       >>> step = fnet.make_step(loss, optimizer)
       >>> plan = fnet.plan_step(step, state, {"x": jnp.ones((4, 8))}, policies=("none", "dots"))
-      >>> plan.chosen.policy, plan.chosen.microbatches, len(plan.candidates) >= 2
+      >>> plan.chosen.policy.name, plan.chosen.microbatches, len(plan.candidates) >= 2
       ('none', 1, True)
     """
     if not isinstance(step, Step):
@@ -406,7 +433,7 @@ def plan_step(
     choices = tuple(microbatch_choices)
     step.replace(microbatches=max(choices, default=1))  # rejects a mode that cannot be split
 
-    def build(policy: str, microbatches: int) -> jax.stages.Traced:
+    def build(policy: Policy, microbatches: int) -> jax.stages.Traced:
         args: tuple[Any, Any] = (state, batch)
         candidate = step.replace(remat=policy, microbatches=microbatches)
         return candidate.trace(*(shapes_on(target, args) if target else args))

@@ -1,15 +1,16 @@
 """Memory of a training step, known from the traced or compiled program before it runs."""
 
+from fnet.memory.cost import Cost as Cost
+from fnet.memory.cost import estimate_cost as estimate_cost
 from fnet.memory.donation import Donation as Donation
 from fnet.memory.donation import DonationError, donation
+from fnet.memory.fit import remat_to_fit
 from fnet.memory.peak import CANDIDATE_OPTIONS as CANDIDATE_OPTIONS
 from fnet.memory.peak import Peak as Peak
 from fnet.memory.peak import compile_min_memory, peak
 from fnet.memory.plan import BudgetError, plan
 from fnet.memory.plan import Candidate as Candidate
-from fnet.memory.plan import Cost as Cost
 from fnet.memory.plan import Plan as Plan
-from fnet.memory.plan import estimate_cost as estimate_cost
 from fnet.memory.plan import estimate_peak as estimate_peak
 from fnet.memory.plan import largest_size as largest_size
 from fnet.memory.remat import REMAT_POLICIES
@@ -37,5 +38,6 @@ __all__ = [
     "donation",
     "peak",
     "plan",
+    "remat_to_fit",
     "residuals",
 ]

@@ -42,7 +42,8 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
     its only or first output.
 
     Args:
-      compiled: The compiled program, ``jax.jit(f, donate_argnums=0).lower(...).compile()``.
+      compiled: The compiled program, ``jax.jit(f, donate_argnums=0).lower(...).compile()``, also
+        of ``flax.nnx.jit``.
 
     Returns:
       The bytes that are reused, and the number of donated arrays.
@@ -65,6 +66,7 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
       state not updated in place: ['w'] drifts from float32[4] to bfloat16[4]: cast it back
       with .astype(float32).
     """
+    compiled = hlo.unwrap(compiled)
     arguments = tree_flatten_with_path(compiled.args_info)[0]
     donated = [(path, a) for path, a in arguments if a.donated]
     for option in ("jax_debug_nans", "jax_debug_infs"):

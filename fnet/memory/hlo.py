@@ -8,7 +8,9 @@ assignment (``memory_analysis().serialized_buffer_assignment_proto``) cannot rep
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+import jax
 
 Path = tuple[int, ...]
 """Position of an array in a nested tuple. Empty for a result that is a single array."""
@@ -208,11 +210,51 @@ def read(text: str) -> Module:
     return Module(computations, entry, donated(header))
 
 
+def is_elementwise_opcode(opcode: str) -> bool:
+    """Whether an operation computes each element of its result from one of each operand."""
+    return opcode in _ELEMENTWISE
+
+
+def unwrap(compiled: Any) -> jax.stages.Compiled:
+    """Return JAX's compiled program, also of a `fnet.step.Executable` or of ``flax.nnx.jit``."""
+    program = getattr(compiled, "compiled", compiled)
+    return cast(jax.stages.Compiled, program)
+
+
 def donated(header: str) -> dict[Path, tuple[int, Path]]:
     """Parse `Module.donated` from the first line of a program's text."""
     # input_output_alias={ {0}: (0, {}, may-alias), {1}: (3, {}, may-alias) }
     aliases = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}, (?:may|must)-alias\)", header)
     return {_path(output): (int(number), _path(path)) for output, number, path in aliases}
+
+
+class Window(NamedTuple):
+    """One spatial dimension of a convolution's window: ``window={size=3x3 pad=1_1x1_1}``."""
+
+    size: int
+    stride: int = 1
+    low: int = 0
+    high: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+
+def window(instruction: Instruction) -> list[Window]:
+    """Parse the window of a convolution or a reduction, by spatial dimension."""
+    text = instruction.attribute(r"window=\{([^}]*)\}")
+    fields = dict(part.split("=", 1) for part in text.split())
+    sizes = fields.get("size", "").split("x") if fields else []
+    pads = fields["pad"].split("x") if "pad" in fields else ["0_0"] * len(sizes)
+    windows = []
+    for d, size in enumerate(sizes):
+        values = {
+            name: int(fields[name].split("x")[d])
+            for name in ("stride", "lhs_dilate", "rhs_dilate")
+            if name in fields
+        }
+        low, high = (int(n) for n in pads[d].split("_"))
+        windows.append(Window(int(size), low=low, high=high, **values))
+    return windows
 
 
 def arrays(result: str) -> dict[Path, Array]:

@@ -19,9 +19,9 @@ CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Compiler options that `compile_min_memory` tries, by backend. Either may give the lower peak."""
 
-# Eigen's workspace for a convolution on CPU, relative to the operands of the program's largest
-# convolution. Measured: 2.4 to 2.6 in steps of a ResNet-50, batch 16 to 64 at 64 and 128 pixels.
-_CONVOLUTION_WORKSPACE = 2.5
+# On CPU, a convolution with a kernel from this size on copies its padded input twice and its kernel
+# once. Others copy their padded input. Of 22 measured convolutions, 21 are within 6 % of this.
+_LARGE_KERNEL = 3 * 2**17
 
 
 class _Parts(NamedTuple):
@@ -105,7 +105,8 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
     XLA fixes memory use at compile time: it assigns every array to a buffer.
 
     Args:
-      compiled: The compiled program, ``jax.jit(f).lower(...).compile()``.
+      compiled: The compiled program, ``jax.jit(f).lower(...).compile()``, also of
+        ``flax.nnx.jit``.
 
     Returns:
       Bytes by kind, their total, and the curve of bytes alive.
@@ -120,6 +121,7 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
       >>> p.total == p.arguments + p.outputs - p.aliased + p.temporaries + p.workspace
       True
     """
+    compiled = hlo.unwrap(compiled)
     stats: Any = compiled.memory_analysis()
     measured = Peak(
         arguments=stats.argument_size_in_bytes,
@@ -141,9 +143,22 @@ def _convolution_workspace(compiled: jax.stages.Compiled) -> int:
         results = {i.name: i.result for i in body}
         for instruction in body:
             if instruction.opcode == "convolution":
-                operands = (hlo.arrays(results[name])[()] for name in instruction.operands)
-                largest = max(largest, sum(array.bytes for array in operands))
-    return int(_CONVOLUTION_WORKSPACE * largest)
+                lhs, rhs = (hlo.arrays(results[name])[()] for name in instruction.operands)
+                largest = max(largest, _workspace_of(instruction, lhs, rhs))
+    return largest
+
+
+def _workspace_of(convolution: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
+    labels = convolution.attribute(r"dim_labels=(\w+)_")
+    windows = hlo.window(convolution)
+    padded = lhs.bytes
+    for d, w in enumerate(windows):
+        length = lhs.shape[labels.index(str(d))]
+        padded_length = max((length - 1) * w.lhs_dilate + 1 + w.low + w.high, 1)
+        padded = padded * padded_length // max(length, 1)
+    if rhs.bytes < _LARGE_KERNEL or any(w.lhs_dilate > 1 for w in windows):
+        return padded
+    return 2 * padded + rhs.bytes
 
 
 def platform(compiled: jax.stages.Compiled) -> str:

@@ -1,64 +1,58 @@
 """Plans: the fastest way to train within a memory budget, found by compiling without running."""
 
-import functools
-import itertools
-import math
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr
 
-from fnet.jaxpr import aval, inner_jaxprs, nbytes
+from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
-from fnet.memory.remat import policies_for
+from fnet.memory.proposals import Offloads, Planner, Proposal
+from fnet.memory.remat import REMAT_POLICIES, Policy, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target
+from fnet.memory.tensors import analyze
+from fnet.memory.windows import trace_inlined
 
-Build = Callable[[str, int], jax.stages.Traced]
+Build = Callable[[Policy, int], jax.stages.Traced]
 """``build(policy, microbatches) -> jitted.trace(...)``: traces a candidate."""
 
-FLOPS_PER_BYTE = 20.0
-"""Compute divided by memory bandwidth, to rank candidates: the ratio of an H100 in float32."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+# A plan compiles at most this many programs.
+_MOST_PROGRAMS = 10
+# A plan that fits is improved while the next proposal is so much faster.
+_WORTH_COMPILING = 0.005
+# XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
+# reads it. Until then the array is on the device too. In a loop the copy completes per iteration.
+_OFFLOADS: dict[str, Offloads] = {"tpu": "all"}
+# The smallest proposals: bytes relative to the bound of the linear program, and whether windows may
+# save all their residuals.
+_SMALLEST = ((1.05, True), (1.05, False), (1.01, False))
+# After a peak above the budget, the next proposal is smaller by this share, then by twice as much.
+_STEP = 0.01
 
 # XLA assigns buffers before it generates code, so the peak needs no optimized code.
 _WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
-
-
-class Cost(NamedTuple):
-    """Compute and memory traffic of a program, before any compiler.
-
-    Attributes:
-      flops: Floating-point operations: 2 per multiply-add of matrix products and convolutions, 1
-        per element of every other result.
-      bytes: Bytes read and written: operands and results of matrix products and convolutions,
-        results alone of other operations, which XLA fuses with their readers.
-    """
-
-    flops: int
-    bytes: int
-
-    @property
-    def time(self) -> float:
-        """Relative time. Moving a byte takes as long as `FLOPS_PER_BYTE` operations."""
-        return self.flops / FLOPS_PER_BYTE + self.bytes
 
 
 class Candidate(NamedTuple):
     """A compiled combination of remat policy, microbatches and compiler options.
 
     Attributes:
-      policy: Remat policy, a key of `REMAT_POLICIES`.
+      policy: Remat policy: one of `REMAT_POLICIES`, or ``planned``.
       microbatches: Number of microbatches.
       cost: FLOPs and bytes moved per step, which rank the candidates.
       peak: Peak memory of the compiled step.
       compiler_options: XLA options it was compiled with.
     """
 
-    policy: str
+    policy: Policy
     microbatches: int
     cost: Cost
     peak: Peak
@@ -66,7 +60,7 @@ class Candidate(NamedTuple):
 
     def __str__(self) -> str:
         split = f" in {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        return f"{self.policy}{split}"
+        return f"{self.policy.name}{split}"
 
 
 class Plan(NamedTuple):
@@ -78,12 +72,24 @@ class Plan(NamedTuple):
       smaller: Fastest candidate with a lower peak than ``chosen``, for a tighter budget. None if
         there is none.
       candidates: All candidates that were compiled, the fastest first.
+      predicted: Predicted peak and cost along the Pareto front of planned policies, without
+        microbatches. Empty if policies are given.
     """
 
     budget: int | None
     chosen: Candidate
     smaller: Candidate | None
     candidates: tuple[Candidate, ...]
+    predicted: tuple[tuple[int, Cost], ...] = ()
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """Candidates that no other one beats in both peak and estimated time, fastest first."""
+        front: list[Candidate] = []
+        for c in sorted(self.candidates, key=lambda c: (c.cost.time, c.peak.total)):
+            if not front or c.peak.total < front[-1].peak.total:
+                front.append(c)
+        return tuple(front)
 
 
 class BudgetError(ValueError):
@@ -103,7 +109,7 @@ def plan(
     build: Build,
     budget: int | str | None = None,
     *,
-    policies: Sequence[str] | None = None,
+    policies: Sequence[str | Policy] | None = None,
     microbatches: Iterable[int] = (1,),
     couples_batch: bool = False,
     state_bytes: int = 0,
@@ -111,20 +117,28 @@ def plan(
     target: Target | None = None,
     progress: Callable[[Candidate], None] | None = None,
 ) -> Plan:
-    """Choose remat policy, microbatches and compiler options without running a step.
+    """Choose what to save, microbatches and compiler options without running a step.
 
-    Each policy is compiled with the smallest number of microbatches. Candidates with more
-    microbatches follow in order of estimated time, until one fits. `fnet.compile_step` with a
-    budget and `fnet.step.plan_step` are `plan` for train steps.
+    An integer program decides for each array of the loss whether the backward pass saves it,
+    rematerializes it or, on devices with host memory, moves it there. It minimizes the estimated
+    time within the budget. The proposal is compiled, and the peak of the compiled program corrects
+    the next proposal. Candidates are compiled in order of estimated time, at most ten. The chosen
+    candidate was compiled and fits.
+
+    `fnet.compile_step` with a budget and `fnet.step.plan_step` are `plan` for train steps. The
+    integer program follows Jain et al. 2020, with fixed windows: the arrays of a window are
+    rematerialized when the backward pass reaches it.
 
     If the backend allows it, candidates are compiled without generating optimized code, so
     compile the chosen one again. JAX's compilation cache makes a second call fast.
 
     Args:
-      build: ``build(policy, microbatches)`` traces the train step. It may raise ValueError for a
-        number of microbatches that the batch cannot be split into, except the smallest number.
+      build: ``build(policy, microbatches)`` traces the train step, with
+        ``policy.apply(loss)`` in place of the loss. It may raise ValueError for a number of
+        microbatches that the batch cannot be split into, except the smallest number.
       budget: Bytes, or text for `parse_bytes`. None for no limit.
-      policies: Keys of `REMAT_POLICIES`. By default all that work on the device.
+      policies: Restricts the choice to these keys of `REMAT_POLICIES`. By default every array is
+        planned.
       microbatches: Numbers of microbatches, each a multiple of the one before.
       couples_batch: Whether splitting the batch changes the result, as with batch statistics.
         Splitting is then the last resort.
@@ -134,7 +148,8 @@ def plan(
       progress: Called with each candidate after it is compiled.
 
     Returns:
-      The chosen candidate, the next smaller one, and all that were compiled.
+      The chosen candidate, the next smaller one, and all that were compiled. Without a budget, the
+      candidates span the Pareto front of peak and estimated time.
 
     Raises:
       BudgetError: If the budget is below the state's size, or nothing fits. The message gives the
@@ -150,11 +165,15 @@ def plan(
       ...         x = jnp.tanh(jnp.tanh(x @ w) * x)
       ...     return x.sum()
       >>> def build(policy, microbatches):
-      ...     f = memory.REMAT_POLICIES[policy].apply(loss)
+      ...     f = policy.apply(loss)
       ...     return jax.jit(jax.grad(f)).trace(jnp.zeros((16, 16)), jnp.zeros((64, 16)))
       >>> plan = memory.plan(build, "40KiB", policies=("none", "segments"))
-      >>> plan.chosen.policy, plan.chosen.peak.total <= 40 * 1024
+      >>> plan.chosen.policy.name, plan.chosen.peak.total <= 40 * 1024
       ('segments', True)
+
+    References:
+      Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+      2020.
     """
     limit = None if budget is None else parse_bytes(budget)
     reserved = f", and {format_bytes(reserve)} is reserved" if reserve else ""
@@ -163,99 +182,316 @@ def plan(
             f"a budget of {format_bytes(limit)} is too small for the train state, which alone "
             f"takes {format_bytes(state_bytes)}{reserved}."
         )
-
-    def order(c: Candidate | _Traced) -> tuple[bool, float]:
-        return couples_batch and c.microbatches > 1, c.cost.time
-
-    def fits(bytes_: int) -> bool:
-        return limit is None or bytes_ + reserve <= limit
-
-    platform = _platform(target)
-    names = tuple(policies_for(platform) if policies is None else policies)
-    if unknown := [n for n in names if n not in policies_for(platform)]:
+    platform = target.device.platform if target else jax.default_backend()
+    named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
+    supported = policies_for(platform)
+    if unknown := [n for n in named if isinstance(n, str) and n not in supported]:
         raise ValueError(
-            f"plan: expected policies for {platform} of {policies_for(platform)}, "
-            f"got {unknown[0]!r}."
+            f"plan: expected policies for {platform} of {supported}, got {unknown[0]!r}."
         )
     choices = sorted(set(microbatches))
-    if not names or not choices or choices[0] < 1:
-        raise ValueError(f"plan: needs a policy and microbatches >= 1, got {names} and {choices}.")
+    if not named or not choices or choices[0] < 1:
+        raise ValueError(
+            f"plan: needs a policy and microbatches >= 1, got {list(named)} and {choices}."
+        )
     options = (target.compiler_options,) if target else CANDIDATE_OPTIONS.get(platform, ({},))
-    compile_all = functools.partial(_compile, options=options, target=target, progress=progress)
-    compiled = _search(build, names, choices, compile_all, order, fits)
-    ranked = tuple(sorted(compiled, key=order))
+    search = _Search(
+        build=build,
+        limit=None if limit is None else limit - reserve,
+        choices=choices,
+        couples_batch=couples_batch,
+        state_bytes=state_bytes,
+        target=target,
+        offloads=_OFFLOADS.get(platform, "loops" if "offload" in supported else "nothing"),
+        options=options,
+        progress=progress,
+    )
+    predicted = search.run([REMAT_POLICIES[n] for n in named], planner=policies is None)
+    ranked = tuple(sorted(search.candidates, key=search.order))
     least = min(ranked, key=lambda c: c.peak.total)
-    if not fits(least.peak.total):
+    if not search.fits(least.peak.total):
         raise BudgetError(
-            f"no policy fits a budget of {format_bytes(limit)}: the lowest peak is "
+            f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak is "
             f"{format_bytes(least.peak.total)}, by {least}{reserved}."
         )
     if limit is None:  # the smallest of equally fast ones
-        chosen = min(ranked, key=lambda c: (order(c), c.peak.total))
+        chosen = min(ranked, key=lambda c: (search.order(c), c.peak.total))
     else:
-        chosen = next(c for c in ranked if fits(c.peak.total))
+        chosen = next(c for c in ranked if search.fits(c.peak.total))
     smaller = next((c for c in ranked if c.peak.total < chosen.peak.total), None)
-    return Plan(limit, chosen, smaller, ranked)
+    return Plan(limit, chosen, smaller, ranked, predicted)
 
 
-def _platform(target: Target | None) -> str:
-    return target.device.platform if target else jax.default_backend()
+class _Attempt(NamedTuple):
+    """A program to compile next.
 
+    Attributes:
+      source: Where it comes from, which learns its peak.
+      policy: Remat policy.
+      microbatches: Number of microbatches.
+      time: Estimated time, which orders attempts.
+      bytes: Predicted bytes of its planned arrays; 0 for a named policy.
+    """
 
-class _Traced(NamedTuple):
-    """A remat policy with a number of microbatches, traced and lowered."""
-
-    policy: str
+    source: "_Named | _Planned"
+    policy: Policy
     microbatches: int
-    lowered: jax.stages.Lowered
-    cost: Cost
+    time: float
+    bytes: int = 0
 
 
-def _search(
-    build: Build,
-    policies: Sequence[str],
-    choices: Sequence[int],
-    compile_all: Callable[[Sequence[_Traced]], list[Candidate]],
-    order: Callable[[Any], tuple[bool, float]],
-    fits: Callable[[int], bool],
-) -> list[Candidate]:
-    """Best-first search. It relies on the cost growing with the number of microbatches."""
+@dataclasses.dataclass
+class _Search:
+    """Best-first search: compile the fastest attempt that may fit, and learn from its peak."""
 
-    def trace(policy: str, microbatches: int) -> _Traced:
-        traced = build(policy, microbatches)
-        return _Traced(policy, microbatches, traced.lower(), estimate_cost(traced.jaxpr))
+    build: Build
+    limit: int | None
+    choices: Sequence[int]
+    couples_batch: bool
+    state_bytes: int
+    target: Target | None
+    offloads: Offloads
+    options: Sequence[Mapping[str, Any]]
+    progress: Callable[[Candidate], None] | None
+    candidates: list[Candidate] = dataclasses.field(default_factory=list)
+    fitting: list[_Attempt] = dataclasses.field(default_factory=list)
 
-    def trace_if_possible(policy: str, microbatches: int) -> list[_Traced]:
+    def order(self, c: Candidate | _Attempt) -> tuple[bool, float]:
+        """Fastest first. Microbatches that change the result come last."""
+        time = c.time if isinstance(c, _Attempt) else c.cost.time
+        return self.couples_batch and c.microbatches > 1, time
+
+    def fits(self, bytes_: int) -> bool:
+        """Whether a peak is within the budget."""
+        return self.limit is None or bytes_ <= self.limit
+
+    def run(self, policies: Sequence[Policy], planner: bool) -> tuple[tuple[int, Cost], ...]:
+        """Compile candidates until the fastest one that fits is found.
+
+        Returns:
+          The predicted front.
+        """
+        sources: list[_Named | _Planned] = [_Named(self, p) for p in policies]
+        first: _Planned | None = None
+        for source in list(sources):
+            assert isinstance(source, _Named)
+            made = self.compile(source.first(), self.options)
+            if planner and made and made[0].loss:
+                first = _Planned(self, made[0])
+                sources.append(first)
+        # Rematerialization may need another option than the plain step.
+        options = self.options
+        if self.limit is None:
+            for attempt in first.spread() if first else ():
+                options = self._best_options(self.compile(attempt, options))
+        while self.limit is not None and len(self.candidates) < _MOST_PROGRAMS:
+            attempts = [a for source in sources if (a := source.next())]
+            best = min(map(self.order, self.fitting), default=(True, float("inf")))
+            if not attempts:
+                break
+            attempt = min(attempts, key=self.order)
+            faster = attempt._replace(time=(1 + _WORTH_COMPILING) * attempt.time)
+            if self.order(faster) >= best:
+                break
+            made = self.compile(attempt, options)
+            if isinstance(attempt.source, _Planned):
+                options = self._best_options(made)
+            if planner and made and isinstance(attempt.source, _Named) and made[0].loss:
+                sources.append(_Planned(self, made[0]))
+        return first.front() if first and self.limit is None else ()
+
+    def _best_options(self, made: "list[_Compiled]") -> Sequence[Mapping[str, Any]]:
+        return (min(made, key=lambda c: c.candidate.peak.total).candidate.compiler_options,)
+
+    def compile(self, attempt: _Attempt, options: Sequence[Mapping[str, Any]]) -> "list[_Compiled]":
+        """Compile a program with several options, and report it to its source."""
+        losses: list[_Loss] = []
+        policy = _recording(attempt.policy, losses) if attempt.bytes == 0 else attempt.policy
         try:
-            return [trace(policy, microbatches)]
+            traced = self.build(policy, attempt.microbatches)
         except ValueError:  # microbatches that are too small for a norm
+            if attempt.microbatches == self.choices[0]:
+                raise
+            attempt.source.learn(attempt, None)
             return []
+        lowered, cost = traced.lower(), estimate_cost(traced.jaxpr)
 
-    candidates: list[Candidate] = []
-    peaks: dict[str, list[Peak]] = {name: [] for name in policies}
-    best = (True, math.inf)
-    compiling = [trace(name, choices[0]) for name in policies]
-    waiting: list[_Traced] = []
-    while compiling:
-        compiled = compile_all(compiling)
-        candidates += compiled
-        for traced in compiling:
-            so_far = peaks[traced.policy]
-            new = [c.peak for c in compiled if c.policy == traced.policy]
-            so_far.append(min(new, key=lambda p: p.total))
-            if fits(so_far[-1].total):
-                best = min(best, order(traced))
-                continue
-            more = [
-                n
-                for n in choices
-                if n > traced.microbatches and fits(_lower_bound(so_far, n // choices[0]))
-            ]
-            if more:
-                waiting += trace_if_possible(traced.policy, more[0])
-        waiting.sort(key=order, reverse=True)
-        compiling = [waiting.pop()] if waiting and order(waiting[-1]) < best else []
-    return candidates
+        def compile_one(given: Mapping[str, Any]) -> Candidate:
+            estimate = estimate_peak(lowered, given, self.target)
+            return Candidate(attempt.policy, attempt.microbatches, cost, estimate, dict(given))
+
+        made = []
+        # XLA compiles without holding Python's lock.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for candidate in pool.map(compile_one, options):
+                made.append(candidate)
+                if self.progress:  # on the caller's thread
+                    self.progress(candidate)
+        self.candidates += made
+        smallest = min(made, key=lambda c: c.peak.total)
+        if self.fits(smallest.peak.total):
+            self.fitting.append(attempt._replace(time=attempt.time or cost.time))
+        attempt.source.learn(attempt, smallest)
+        return [_Compiled(c, losses[0] if losses else None) for c in made]
+
+
+class _Loss(NamedTuple):
+    """A traced loss."""
+
+    closed: ClosedJaxpr
+    differentiated: list[bool]
+    objective: list[bool]
+
+
+class _Compiled(NamedTuple):
+    """A candidate without remat, and its loss."""
+
+    candidate: Candidate
+    loss: _Loss | None
+
+
+def _recording(policy: Policy, losses: list[_Loss]) -> Policy:
+    """The same policy, which records the loss that it is applied to."""
+
+    def apply(f: F) -> F:
+        applied = policy.apply(f)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not losses and policy.name == "none":
+                closed, leaves, structure = trace_inlined(f, args, kwargs)
+                result = jax.tree.unflatten(structure, [True] * structure.num_leaves)
+                losses.append(
+                    _Loss(
+                        closed,
+                        [i < len(jax.tree.leaves(args[:1])) for i in range(len(leaves))],
+                        jax.tree.leaves(_objective(result)),
+                    )
+                )
+            return applied(*args, **kwargs)
+
+        return run  # type: ignore[return-value]
+
+    return policy._replace(apply=apply)
+
+
+def _objective(result: Any) -> Any:
+    """Mark the differentiated leaves: all, or the first of ``(value, aux)``."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        return result
+    return result[0], jax.tree.map(lambda _: False, result[1])
+
+
+class _Named:
+    """Attempts with a named policy: the whole batch, then more microbatches."""
+
+    def __init__(self, search: _Search, policy: Policy):
+        self._search, self._policy = search, policy
+        self._peaks: list[Peak] = []
+        self._time = 0.0
+        self._tried = 0
+
+    def first(self) -> _Attempt:
+        """The attempt with the fewest microbatches."""
+        return _Attempt(self, self._policy, self._search.choices[0], 0.0)
+
+    def next(self) -> _Attempt | None:
+        """The next attempt, or None if none can fit."""
+        search = self._search
+        if self._peaks and search.fits(self._peaks[-1].total):
+            return None
+        larger = [n for n in search.choices if n > self._tried]
+        fitting = [
+            n for n in larger if search.fits(_lower_bound(self._peaks, n // search.choices[0]))
+        ]
+        # The state is read once per microbatch.
+        return next(
+            (
+                _Attempt(self, self._policy, n, self._time + (n - 1) * search.state_bytes)
+                for n in fitting
+            ),
+            None,
+        )
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Take the peak of an attempt, or None if it was impossible."""
+        self._tried = attempt.microbatches
+        if candidate:
+            self._peaks.append(candidate.peak)
+            self._time = self._time or candidate.cost.time
+
+
+class _Planned:
+    """Attempts that save, move or rematerialize each array, for one number of microbatches."""
+
+    def __init__(self, search: _Search, plain: _Compiled):
+        assert plain.loss is not None
+        self._search, self._plain = search, plain.candidate
+        self._planner = Planner(analyze(*plain.loss), search.offloads)
+        self._equations = self._planner.graph.equations
+        self._tried: set[Any] = set()
+        self._fitting, self._too_large = 0, float("inf")
+        self._step = _STEP
+        # The program needs the planned bytes times a scale, plus an offset.
+        peak, planned_bytes = self._plain.peak, max(self._planner.plain_bytes, 1)
+        temporaries = peak.temporaries + peak.workspace
+        self._scale = min(1.0, temporaries / planned_bytes)
+        self._offset = peak.total - self._scale * planned_bytes
+
+    def _attempt(self, proposal: Proposal) -> _Attempt:
+        self._tried.add(proposal.windows)
+        policy = planned(proposal.windows, self._equations)
+        time = self._plain.cost.time + proposal.time
+        return _Attempt(self, policy, self._plain.microbatches, time, proposal.bytes)
+
+    def next(self) -> _Attempt | None:
+        """The fastest proposal that is predicted to fit and was not tried."""
+        assert self._search.limit is not None
+        if self._fitting > 0.95 * self._too_large:
+            return None
+        smallest = self._planner.smallest
+        target = (self._search.limit - self._offset) / self._scale
+        target = min(target, (1 - self._step) * self._too_large)
+        if self._fitting and target < self._fitting:
+            target = (self._fitting + self._too_large) / 2
+        if target >= smallest and (proposal := self._planner.solve(int(target))):
+            return None if proposal.windows in self._tried else self._attempt(proposal)
+        for share, plain in () if self._fitting else _SMALLEST:
+            proposal = self._planner.solve(int(share * smallest), plain)
+            if proposal and proposal.windows not in self._tried:
+                return self._attempt(proposal)
+        return None
+
+    def spread(self) -> Iterable[_Attempt]:
+        """Attempts between the plain loss and the smallest proposal."""
+        most, least = self._planner.plain_bytes, self._planner.smallest
+        for share in (0.6, 0.3, 0.05):
+            proposal = self._planner.solve(int(least + share * (most - least)))
+            if proposal and proposal.windows not in self._tried:
+                yield self._attempt(proposal)
+
+    def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
+        """Correct the offset by the peak of an attempt."""
+        if candidate is None:
+            return
+        total = candidate.peak.total
+        self._offset = total - self._scale * attempt.bytes
+        if self._search.fits(total):
+            self._step = _STEP
+            self._fitting = max(self._fitting, attempt.bytes)
+        else:
+            self._step = min(2 * self._step, 0.2)
+            self._too_large = min(self._too_large, attempt.bytes)
+
+    def front(self) -> tuple[tuple[int, Cost], ...]:
+        """Predicted peak and cost from the plain loss to the smallest proposal."""
+        cost = self._plain.cost
+        return tuple(
+            (
+                int(self._offset + self._scale * bytes_),
+                Cost(cost.flops + more.flops, cost.bytes + more.bytes),
+            )
+            for bytes_, more in self._planner.front()
+        )
 
 
 def _lower_bound(peaks: Sequence[Peak], times: int) -> int:
@@ -271,30 +507,6 @@ def _lower_bound(peaks: Sequence[Peak], times: int) -> int:
         saved = max(peaks[-2].total - peaks[-1].total, 0)
         bound = max(bound, peaks[-1].total - saved)
     return bound
-
-
-def _compile(
-    programs: Sequence[_Traced],
-    *,
-    options: Sequence[Mapping[str, Any]],
-    target: Target | None,
-    progress: Callable[[Candidate], None] | None,
-) -> list[Candidate]:
-    def compile_one(job: tuple[_Traced, Mapping[str, Any]]) -> Candidate:
-        program, compiler_options = job
-        estimate = estimate_peak(program.lowered, compiler_options, target)
-        return Candidate(
-            program.policy, program.microbatches, program.cost, estimate, dict(compiler_options)
-        )
-
-    # XLA compiles without holding Python's lock.
-    candidates = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for candidate in pool.map(compile_one, itertools.product(programs, options)):
-            candidates.append(candidate)
-            if progress:  # on the caller's thread
-                progress(candidate)
-    return candidates
 
 
 def estimate_peak(
@@ -321,7 +533,8 @@ def estimate_peak(
       >>> memory.estimate_peak(lowered, {}).total
       49152
     """
-    options = _WITHOUT_OPTIMIZED_CODE.get(_platform(target), {}) | dict(compiler_options)
+    platform = target.device.platform if target else jax.default_backend()
+    options = _WITHOUT_OPTIMIZED_CODE.get(platform, {}) | dict(compiler_options)
     try:
         # Numbers alone, because a Peak with a timeline keeps the program alive.
         return Peak(*peak(lowered.compile(compiler_options=options)))
@@ -334,77 +547,15 @@ def estimate_peak(
         return Peak(0, 0, 0, int(float(size[1]) * 2 ** (10 * " KMGT".index(size[2]))))
 
 
-def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
-    """Count FLOPs and bytes of a traced program, the same for every device.
-
-    A ``scan`` counts every iteration, a ``while`` loop one, and a ``cond`` its largest branch.
-    Rematerialization under `jax.checkpoint` counts.
-
-    Args:
-      program: A jaxpr: ``jitted.trace(...).jaxpr`` or ``jax.make_jaxpr(f)(...)``.
-
-    Returns:
-      FLOPs and bytes of one run.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from fnet import memory
-      >>> f = lambda a, b: a @ b
-      >>> memory.estimate_cost(jax.make_jaxpr(f)(jnp.zeros((3, 5)), jnp.zeros((5, 7))))
-      Cost(flops=210, bytes=284)
-    """
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    costs = [_equation_cost(eqn) for eqn in jaxpr.eqns]
-    return Cost(sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs))
-
-
-def _equation_cost(eqn: JaxprEqn) -> Cost:
-    name = eqn.primitive.name
-    # The inner jaxpr of a scatter or a reduction combines two numbers.
-    combines = name.startswith(("scatter", "reduce", "select_and"))
-    inner = [] if combines else [estimate_cost(jaxpr) for jaxpr in inner_jaxprs(eqn)]
-    if name == "cond":
-        return max(inner)
-    if inner:
-        iterations = eqn.params["length"] if name == "scan" else 1
-        return Cost(
-            iterations * sum(cost.flops for cost in inner),
-            iterations * sum(cost.bytes for cost in inner),
-        )
-    input_bytes, output_bytes = (sum(map(nbytes, a)) for a in (eqn.invars, eqn.outvars))
-    elements = sum(math.prod(_shape(v)) for v in eqn.outvars)
-    if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = _shape(eqn.invars[0])
-        products = math.prod(shape[i] for i in contracted)
-    elif name == "conv_general_dilated":
-        products = _window_size(eqn)
-    else:
-        return Cost(elements, output_bytes)
-    return Cost(2 * elements * products, input_bytes + output_bytes)
-
-
-def _window_size(convolution: JaxprEqn) -> int:
-    """Multiply-adds per element of a convolution's result."""
-    kernel = _shape(convolution.invars[1])
-    out_channels = kernel[convolution.params["dimension_numbers"].rhs_spec[0]]
-    # The gradient of a strided convolution dilates its argument with zeros, which XLA skips.
-    dilation = math.prod(convolution.params["lhs_dilation"])
-    return int(max(math.prod(kernel) // out_channels // dilation, 1))
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(aval(atom), "shape", ())
-
-
 _TOLERANCE = 0.02
 
 
 def largest_size(peak: Callable[[int], int], limit: int, start: int) -> int | None:
     """Find the largest ``n`` with ``peak(n) <= limit``, to within 2 %, in few calls.
 
-    ``peak`` must grow with ``n``, about linearly. Each call is where the line through the two
-    nearest measurements meets the limit.
+    ``peak`` must grow with ``n``, about linearly. The first two calls give a line, and the third
+    is where it meets the limit. Further calls follow only if that size is too large, or if the
+    line through it leaves room for more than 2 %.
 
     Args:
       peak: Bytes at size n, for example of a step compiled for a batch of n.
@@ -420,30 +571,30 @@ def largest_size(peak: Callable[[int], int], limit: int, start: int) -> int | No
     Example:
       >>> from fnet import memory
       >>> memory.largest_size(lambda n: 1000 + 37 * n, limit=100_000, start=16)
-      2662
+      2668
     """
     if start < 1:
         raise ValueError(f"largest_size: start must be at least 1, got {start}.")
-    fitting: tuple[int, int] | None = None
-    too_large: tuple[int, int] | None = None
-    n = start
+    low, high = 0, None
+    n, bytes_ = start, peak(start)
+    # With a fixed part, a line through zero is too steep: the second size is on the same side.
+    before, before_bytes = 0, 0
     while True:
-        bytes_ = peak(n)
         if bytes_ <= limit:
-            fitting = (n, bytes_)
+            low = max(low, n)
         else:
-            too_large = (n, bytes_)
-        if too_large is None:
-            n *= 2
-        elif fitting is None:
-            if n == 1:
-                return None
-            n //= 2
-        else:
-            (low, low_bytes), (high, high_bytes) = fitting, too_large
-            if high - low <= max(1, _TOLERANCE * low):
-                return low
-            crossing = low + (high - low) * (limit - low_bytes) / (high_bytes - low_bytes)
-            # Aim above the line, then below it, so that the bracket closes from both sides.
-            aim = crossing * (1 + _TOLERANCE / 4 if n == low else 1 - _TOLERANCE / 4)
-            n = min(max(int(aim), low + 1), high - 1)
+            high = n if high is None else min(high, n)
+        if high is not None and high - low <= max(1, _TOLERANCE * low):
+            return low or None
+        slope = max((bytes_ - before_bytes) / (n - before), limit * 1e-12, 1e-12)
+        crossing = n + (limit - bytes_) / slope
+        if before and n == low and crossing <= low * (1 + _TOLERANCE / 4) + 1:
+            return low
+        # Stay below the line, so that the size fits if memory is a little more than linear.
+        aim = int(crossing * (1 - _TOLERANCE / 8))
+        if not before and aim == n:
+            aim = n + 1 if high is None else n - 1
+        top = high - 1 if high is not None else max(aim, low + 1)
+        aim = min(max(aim, low + 1), top)
+        before, before_bytes = n, bytes_
+        n, bytes_ = aim, peak(aim)

@@ -1,33 +1,24 @@
 """Gradient checkpointing (remat, `jax.checkpoint`): policies, segments, check of the result."""
 
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
-from fnet.backward_pass import bind_static, recompute
-from fnet.jaxpr import CHECKPOINT, Scan, in_scopes, inline, nbytes
+from fnet.backward_pass import recompute
 from fnet.memory import hlo
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
+from fnet.memory.tensors import equation_names
+from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments
 
 F = TypeVar("F", bound=Callable[..., Any])
-CheckpointPolicy = Callable[..., Any]
-
-# A loop that makes more than this share of all bytes is rematerialized iteration by iteration.
-_LARGE_LOOP = 0.2
-# Number of limits on the size of a segment that are tried.
-_TRIALS = 200
 
 
-def remat_in_segments(
-    f: F, policy: CheckpointPolicy | None = None, *, loops_on_host: bool = False
-) -> F:
+def remat_in_segments(f: F, policy: CheckpointPolicy | None = None) -> F:
     """Divide a function into segments and rematerialize each in the backward pass.
 
     The backward pass saves only the arrays that pass from one segment to the next. ``f`` is
@@ -46,8 +37,6 @@ def remat_in_segments(
         such as ``train=True``, are static.
       policy: One of ``jax.checkpoint_policies``: what a segment or an iteration saves besides its
         inputs. By default nothing.
-      loops_on_host: Whether the carries of large loops are offloaded to host memory
-        (``pinned_host``, on GPU and TPU). ``policy`` then applies outside of these loops only.
 
     Returns:
       A function with the same arguments, values and gradients.
@@ -69,27 +58,14 @@ def remat_in_segments(
       Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, for a list of layers.
       Here for any function.
     """
-
-    @functools.wraps(f)
-    def with_remat(*args: Any, **kwargs: Any) -> Any:
-        with_static, arrays = bind_static(f, kwargs)
-        leaves, structure = jax.tree.flatten((args, arrays))
-
-        def flat(*leaves: Any) -> Any:
-            args, arrays = jax.tree.unflatten(structure, leaves)
-            return with_static(*args, **arrays)
-
-        traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        results = _run_segments(inline(traced), leaves, policy, loops_on_host)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return with_remat  # type: ignore[return-value]
+    return remat_windows(f, segments, policy)
 
 
 class Policy(NamedTuple):
     """A remat policy: what the backward pass saves, and what it rematerializes.
 
     Attributes:
+      name: Its key in `REMAT_POLICIES`, or ``planned`` for a policy of `fnet.memory.plan`.
       saves: Description of the residuals that are saved.
       apply: Wraps a function of arrays. The values and gradients stay the same.
       platforms: Platforms it works on. Empty for all.
@@ -106,196 +82,69 @@ class Policy(NamedTuple):
       3.0
     """
 
+    name: str
     saves: str
     apply: Callable[[Any], Any]
     platforms: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Policies(dict[str, Policy]):
+    def __getitem__(self, policy: str | Policy) -> Policy:
+        return policy if isinstance(policy, Policy) else super().__getitem__(policy)
+
 
 _save_dots = functools.partial(remat_in_segments, policy=jax.checkpoint_policies.dots_saveable)
-_offload = functools.partial(remat_in_segments, loops_on_host=True)
 
-REMAT_POLICIES: dict[str, Policy] = {
-    "none": Policy("all residuals", lambda f: f),
-    "norms": Policy("the arrays that fnet's norms name", recompute),
-    "dots": Policy("results of matrix products and convolutions", _save_dots),
-    "segments": Policy("arrays that pass between segments", remat_in_segments),
-    "offload": Policy("as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
-}
-"""Remat policies by name, from the fewest additional FLOPs to the most."""
+
+def _offload(f: F) -> F:
+    return remat_windows(f, functools.partial(segments, loops_on_host=True))
+
+
+REMAT_POLICIES = _Policies(
+    (p.name, p)
+    for p in (
+        Policy("none", "all residuals", lambda f: f),
+        Policy("norms", "the arrays that fnet's norms name", recompute),
+        Policy("dots", "results of matrix products and convolutions", _save_dots),
+        Policy("segments", "arrays that pass between segments", remat_in_segments),
+        Policy("offload", "as segments, loop carries in host memory", _offload, ("gpu", "tpu")),
+    )
+)
+"""Remat policies by name, from the fewest additional FLOPs to the most.
+
+A policy of a plan is its own key: ``REMAT_POLICIES[policy]`` takes a name or a policy.
+"""
+
+
+def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
+    """Return a policy that saves chosen arrays.
+
+    Args:
+      windows: Windows of the loss, with the arrays that each saves.
+      equations: `fnet.memory.tensors.equation_names` of the loss that they are chosen for. A loss
+        with other equations, as at another sequence length, is divided into segments instead.
+
+    Returns:
+      The policy.
+    """
+    saved = sum(len(w.saved) for w in windows)
+    moved = sum(len(w.offloaded) for w in windows)
+    text = f"{saved} arrays in {len(windows)} windows"
+    text += f", {moved} in host memory" if moved else ""
+
+    def divide(closed: ClosedJaxpr) -> Sequence[Window]:
+        return windows if equation_names(closed.jaxpr) == equations else segments(closed)
+
+    return Policy("planned", text, lambda f: remat_windows(f, divide))
 
 
 def policies_for(platform: str) -> list[str]:
     """Return the names of the policies that work on a `jax.Device.platform`."""
     family = "gpu" if platform in ("cuda", "rocm") else platform
     return [name for name, p in REMAT_POLICIES.items() if not p.platforms or family in p.platforms]
-
-
-# Segments.
-
-
-def _run_segments(
-    closed: ClosedJaxpr,
-    args: Sequence[Any],
-    policy: CheckpointPolicy | None,
-    loops_on_host: bool,
-) -> list[Any]:
-    """Evaluate a jaxpr segment by segment, each under a `jax.checkpoint`."""
-    jaxpr = closed.jaxpr
-    large = _large_loops(jaxpr)
-    loop_policy = _ON_HOST if loops_on_host else policy
-    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, args, strict=True)
-
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
-
-    for start, end in itertools.pairwise(_cuts(jaxpr, large)):
-        if start in large:
-            loop = jaxpr.eqns[start]
-            with in_scopes(loop):
-                outputs = _remat_iterations(loop, read(loop.invars), loop_policy)
-            values |= zip(loop.outvars, outputs, strict=True)
-            continue
-        segment = _segment(jaxpr, start, end)
-        run = jaxpr_as_fun(ClosedJaxpr(segment, []))
-        if end != len(jaxpr.eqns):
-            run = jax.checkpoint(run, policy=policy)
-        values |= zip(segment.outvars, run(*read(segment.invars)), strict=True)
-    return read(jaxpr.outvars)
-
-
-def _segment(jaxpr: Jaxpr, start: int, end: int) -> Jaxpr:
-    """Equations [start, end) as a jaxpr, from the variables they read to those read later."""
-    eqns = jaxpr.eqns[start:end]
-    made = dict.fromkeys(v for e in eqns for v in e.outvars)
-    inputs = dict.fromkeys(v for e in eqns for v in _variables(e.invars) if v not in made)
-    read_later = {v for e in jaxpr.eqns[end:] for v in _variables(e.invars)}
-    read_later |= set(_variables(jaxpr.outvars))
-    segment: Jaxpr = jaxpr.replace(
-        eqns=eqns,
-        constvars=[],
-        invars=list(inputs),
-        outvars=[v for v in made if v in read_later],
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return segment
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Var]:
-    return (a for a in atoms if not isinstance(a, Literal))
-
-
-def _made_bytes(jaxpr: Jaxpr) -> list[int]:
-    """Bytes of the results of each equation, and for a loop of all iterations.
-
-    This bounds what autodiff saves of the equation.
-    """
-    return [
-        e.params["length"] * sum(_made_bytes(Scan.of(e).body.jaxpr))
-        if e.primitive.name == "scan"
-        else sum(map(nbytes, e.outvars))
-        for e in jaxpr.eqns
-    ]
-
-
-def _large_loops(jaxpr: Jaxpr) -> set[int]:
-    """Positions of the loops to rematerialize iteration by iteration."""
-    made = _made_bytes(jaxpr)
-    return {
-        i
-        for i, e in enumerate(jaxpr.eqns)
-        if e.primitive.name == "scan"
-        and made[i] > _LARGE_LOOP * sum(made)
-        # A loop whose iterations are under a jax.checkpoint already does not change.
-        and any(inner.primitive.name not in CHECKPOINT for inner in Scan.of(e).body.jaxpr.eqns)
-    }
-
-
-_CARRY = "fnet_carry"
-_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[],
-    names_which_can_be_offloaded=[_CARRY],
-    offload_src="device",
-    offload_dst="pinned_host",
-)
-
-
-def _remat_iterations(
-    loop: JaxprEqn, inputs: Sequence[Any], policy: CheckpointPolicy | None
-) -> list[Any]:
-    """Evaluate a scan with each iteration under a `jax.checkpoint`."""
-    scan = Scan.of(loop)
-    consts, carry, xs = scan.split(inputs)
-    body = jaxpr_as_fun(scan.body)
-
-    def iteration(carry: list[Any], xs: Sequence[Any]) -> list[Any]:
-        # The policy sees only names inside the checkpoint.
-        named = [checkpoint_name(c, _CARRY) for c in carry] if policy is _ON_HOST else carry
-        results: list[Any] = body(*consts, *named, *xs)
-        return results
-
-    with_remat = jax.checkpoint(iteration, prevent_cse=False, policy=policy)
-
-    def step(carry: Any, xs: Any) -> Any:
-        results = with_remat(carry, xs)
-        return results[: scan.num_carry], results[scan.num_carry :]
-
-    carry, ys = scan.run(step, carry, xs)
-    return [*carry, *ys]
-
-
-def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
-    """Positions between equations where segments begin and end, from 0 to the last."""
-    count = len(jaxpr.eqns)
-    passing = _passing_bytes(jaxpr)
-    forced = {i + side for i in large for side in (0, 1)}
-    places = [
-        i
-        for i in range(count + 1)
-        if i in (0, count)
-        or i in forced
-        or (passing[i] <= passing[i - 1] and passing[i] < passing[i + 1])
-    ]
-    made = [0 if i in large else b for i, b in enumerate(_made_bytes(jaxpr))]
-    made_before = [0, *itertools.accumulate(made)]
-
-    def division(limit: int) -> tuple[float, list[int]]:
-        """The saved bytes and the cuts of the best segments of up to ``limit`` bytes."""
-        best: list[tuple[float, int]] = [(0.0, 0)]
-        for j in range(1, len(places)):
-            options = []
-            for i in range(j - 1, -1, -1):
-                if made_before[places[j]] - made_before[places[i]] > limit:
-                    break
-                options.append((best[i][0] + (passing[places[i]] if i else 0), i))
-                if places[i] in forced:
-                    break
-            best.append(min(options))
-        cuts, j = [places[-1]], len(places) - 1
-        while j:
-            j = best[j][1]
-            cuts.append(places[j])
-        return best[-1][0], cuts[::-1]
-
-    # The largest segment is at least the largest one between two neighboring places.
-    sizes = {made_before[b] - made_before[a] for a in places for b in places if a < b}
-    neighbors = itertools.pairwise(places)
-    least = max((made_before[b] - made_before[a] for a, b in neighbors), default=0)
-    limits = sorted(size for size in sizes if size >= least) or [0]
-    trials = limits[:: max(1, len(limits) // _TRIALS)]
-    _, best_limit = min((division(limit)[0] + limit, limit) for limit in trials)
-    return division(best_limit)[1]
-
-
-def _passing_bytes(jaxpr: Jaxpr) -> list[int]:
-    """Bytes that are made before each position and read after it, without arguments."""
-    changes = [0] * (len(jaxpr.eqns) + 2)
-    made = {v: i for i, e in enumerate(jaxpr.eqns) for v in e.outvars}
-    last = {v: i for i, e in enumerate(jaxpr.eqns) for v in _variables(e.invars) if v in made}
-    for v, read in last.items():
-        changes[made[v] + 1] += nbytes(v)
-        changes[read + 1] -= nbytes(v)
-    return list(itertools.accumulate(changes))
 
 
 # A check of the compiled program.

@@ -6,6 +6,7 @@ compiled program reports its memory and never runs.
 
 import contextlib
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,31 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 
+class Peaks(NamedTuple):
+    """Highest rates of a device, as its data sheet gives them; see `fnet.memory.roofline`.
+
+    Attributes:
+      flops: Dense matrix products and convolutions, FLOP/s by dtype. ``float32`` is with the
+        default precision of JAX: TF32 on a GPU that has it, bfloat16 on a TPU.
+      vector: Other operations, float32 elements per second.
+      bandwidth: Memory bandwidth in bytes per second.
+      link: Bandwidth to the other devices of the host, bytes per second in each direction.
+      network: Bandwidth to the devices of other hosts, bytes per second in each direction.
+      launch: Seconds that starting a kernel takes.
+      cache: Bytes of a cache and its bandwidth. Kernels that move fewer bytes run at that rate.
+    """
+
+    flops: dict[str, float]
+    vector: float
+    bandwidth: float
+    link: float
+    network: float
+    launch: float
+    cache: tuple[float, float] = (0.0, 1.0)
+
+
 class Gpu(NamedTuple):
-    """Properties of an NVIDIA GPU that XLA's compiler needs.
+    """Properties of an NVIDIA GPU that XLA's compiler needs, and rates that estimates need.
 
     Attributes:
       device: Name, as the driver reports it.
@@ -28,6 +52,11 @@ class Gpu(NamedTuple):
       memory: Bytes of memory, as the driver reports them. Drivers differ by up to 2 %.
       bandwidth: Memory bandwidth in bytes per second.
       l2_cache: Bytes of L2 cache.
+      bf16: Dense bfloat16 FLOP/s of the tensor cores with float32 sums. 0 without them.
+      tf32: Dense TF32 FLOP/s of the tensor cores. 0 without them.
+      fp16: Dense float16 FLOP/s of the tensor cores, if not as bfloat16.
+      link: Bytes per second to the host's other GPUs, in each direction: NVLink, or PCIe.
+      network: Bytes per second to other hosts, in each direction, of NVIDIA's own servers.
     """
 
     device: str
@@ -37,6 +66,24 @@ class Gpu(NamedTuple):
     memory: int
     bandwidth: int
     l2_cache: int
+    bf16: float
+    tf32: float
+    link: float
+    network: float = 3.125e9
+    fp16: float = 0.0
+
+    @property
+    def peaks(self) -> Peaks:
+        """Rates for estimates."""
+        fp32 = 2 * self.cores * _CAPABILITIES[self.compute_capability][3] * self.clock_ghz * 1e9
+        flops = {
+            "bfloat16": self.bf16 or fp32,
+            "float16": self.fp16 or self.bf16 or fp32,
+            "float32": self.tf32 or fp32,
+            "highest": fp32,
+        }
+        # A multiply-add counts once as an element.
+        return Peaks(flops, fp32 / 2, self.bandwidth, self.link, self.network, _KERNEL_LAUNCH)
 
     def as_text(self) -> str:
         """Format as XLA's ``GpuTargetConfigProto``. Literal numbers are the same for all GPUs."""
@@ -88,16 +135,44 @@ _CAPABILITIES = {
 
 
 class Tpu(NamedTuple):
-    """Properties of a TPU that XLA's compiler needs.
+    """Properties of a TPU that XLA's compiler needs, and rates that estimates need.
 
     Attributes:
-      topology: Smallest slice that is a whole host. One of its chips is used.
+      topology: Smallest slice that is a whole host.
       memory: Bytes of HBM that a program may fill, from the compiler's message for a program that
         is too large.
+      bf16: Dense bfloat16 FLOP/s.
+      bandwidth: HBM bandwidth in bytes per second.
+      link: Bytes per second to the other chips of the slice, in each direction.
     """
 
     topology: str
     memory: int
+    bf16: float
+    bandwidth: float
+    link: float
+
+    @property
+    def peaks(self) -> Peaks:
+        """Rates for estimates. Google publishes no rate of the vector unit."""
+        flops = {"bfloat16": self.bf16, "float16": self.bf16, "float32": self.bf16}
+        flops["highest"] = self.bf16 / _TPU_PASSES
+        return Peaks(flops, float("inf"), self.bandwidth, self.link, self.link, 0.0)
+
+    def slice_of(self, chips: int) -> str:
+        """Return the smallest known slice with that many chips."""
+        name, _, sides = self.topology.partition(":")
+        grid = [int(side) for side in sides.split("x")]
+        while math.prod(grid) < chips:  # double the shortest side; the last of equal ones
+            shortest = max(range(len(grid)), key=lambda k: (-grid[k], k))
+            grid[shortest] *= 2
+        return f"{name}:{'x'.join(map(str, grid))}"
+
+
+# Time from the start of one kernel to the next if kernels are empty: about 2 us in a CUDA graph.
+_KERNEL_LAUNCH = 2e-6
+# float32 products with precision "highest" are sums of six bfloat16 products.
+_TPU_PASSES = 6
 
 
 def _gibibytes(n: float) -> int:
@@ -105,7 +180,10 @@ def _gibibytes(n: float) -> int:
 
 
 # Sources: "XLA" is openxla/xla, xla/backends/gpu/target_config/specs. "deviceQuery" is published
-# output of the CUDA sample, with bandwidth = 2 x memory clock x bus width.
+# output of the CUDA sample, with bandwidth = 2 x memory clock x bus width. FLOP/s and links are of
+# NVIDIA's data sheets (A100 80GB SXM, H100 SXM, H200 SXM, HGX B200, L4, T4) and white papers (Ada,
+# Blackwell), without sparsity; of Cloud TPU's documentation for TPUs ("TPU v5e", ...). Networks
+# are of NVIDIA's DGX servers, one adapter per GPU, else 25 Gb/s.
 TARGETS: dict[str, Gpu | Tpu] = {
     # XLA, a100_sxm_80.txtpb: 80 GB, SXM4.
     "a100": Gpu(
@@ -116,6 +194,10 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=85_100_068_864,
         bandwidth=2_039_040_000_000,
         l2_cache=41_943_040,
+        bf16=312e12,
+        tf32=156e12,
+        link=300e9,
+        network=25e9,
     ),
     # XLA, h100_sxm.txtpb.
     "h100": Gpu(
@@ -126,6 +208,10 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=84_942_979_072,
         bandwidth=3_352_320_000_000,
         l2_cache=52_428_800,
+        bf16=989.4e12,
+        tf32=494.7e12,
+        link=450e9,
+        network=50e9,
     ),
     # XLA, h200.txtpb, except memory and cache, which are as CUDA reports them (cudaDeviceProp
     # in many published logs). XLA's file has the 141 "GB" of the data sheet in GiB.
@@ -137,6 +223,10 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=150_109_880_320,
         bandwidth=4_800_000_000_000,
         l2_cache=62_914_560,
+        bf16=989.4e12,
+        tf32=494.7e12,
+        link=450e9,
+        network=50e9,
     ),
     # XLA, b200.txtpb.
     "b200": Gpu(
@@ -147,6 +237,10 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=191_514_411_008,
         bandwidth=7_672_320_000_000,
         l2_cache=132_644_864,
+        bf16=2250e12,
+        tf32=1100e12,
+        link=900e9,
+        network=50e9,
     ),
     # deviceQuery, CUDA 12.4: 10501 MHz, 384 bit.
     "rtx4090": Gpu(
@@ -157,6 +251,9 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=25_386_352_640,
         bandwidth=1_008_096_000_000,
         l2_cache=75_497_472,
+        bf16=165.2e12,
+        tf32=82.6e12,
+        link=32e9,
     ),
     # deviceQuery, CUDA 12.8 (NVIDIA/nccl issue 1637): 14001 MHz, 512 bit. Clock of NVIDIA's own
     # card (Blackwell architecture white paper).
@@ -168,6 +265,9 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=33_680_457_728,
         bandwidth=1_792_128_000_000,
         l2_cache=100_663_296,
+        bf16=209.5e12,
+        tf32=104.8e12,
+        link=64e9,
     ),
     # deviceQuery, CUDA 12.2 (bottlerocket-os/bottlerocket-kernel-kit pull request
     # 139) and 11.8: 6251 MHz, 192 bit.
@@ -179,6 +279,9 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=23_583_784_960,
         bandwidth=300_048_000_000,
         l2_cache=50_331_648,
+        bf16=121e12,
+        tf32=60e12,
+        link=32e9,
     ),
     # deviceQuery, CUDA 11.2: 5001 MHz, 256 bit. Memory as reported by driver 580, which CUDA 13
     # needs (cudaDeviceProp on Colab).
@@ -190,11 +293,15 @@ TARGETS: dict[str, Gpu | Tpu] = {
         memory=15_637_086_208,
         bandwidth=320_064_000_000,
         l2_cache=4_194_304,
+        bf16=0,
+        tf32=0,
+        fp16=65e12,
+        link=16e9,
     ),
     # libtpu 0.0.42: "... exceeds available HBM (15.75G)".
-    "v5e": Tpu(topology="v5e:2x2", memory=_gibibytes(15.75)),
-    "v5p": Tpu(topology="v5p:2x2x1", memory=_gibibytes(95.74)),
-    "v6e": Tpu(topology="v6e:2x2", memory=_gibibytes(31.25)),
+    "v5e": Tpu("v5e:2x2", _gibibytes(15.75), bf16=197e12, bandwidth=819e9, link=100e9),
+    "v5p": Tpu("v5p:2x2x1", _gibibytes(95.74), bf16=459e12, bandwidth=2765e9, link=300e9),
+    "v6e": Tpu("v6e:2x2", _gibibytes(31.25), bf16=918e12, bandwidth=1640e9, link=224e9),
 }
 """Devices to compile for, by name."""
 
@@ -207,12 +314,16 @@ class Target(NamedTuple):
       device: Device for shardings. It holds no arrays and runs nothing.
       memory: Bytes of a GPU's memory, or bytes of a TPU's memory that a program may fill.
       compiler_options: XLA options that compiling without the device needs.
+      devices: All devices of a mesh, including ``device``. Empty for a single device.
+      peaks: Highest rates, for `fnet.memory.roofline`. None if unknown.
     """
 
     name: str
     device: jax.Device
     memory: int
     compiler_options: dict[str, Any]
+    devices: tuple[jax.Device, ...] = ()
+    peaks: Peaks | None = None
 
     @property
     def usable(self) -> int:
@@ -223,7 +334,7 @@ class Target(NamedTuple):
         return self.memory * 3 // 4 if self.device.platform == "gpu" else self.memory
 
 
-def describe(name: str) -> Target:
+def describe(name: str, count: int = 1) -> Target:
     """Return the target of that name, with XLA's compiler for it loaded.
 
     Without an attached TPU, several processes can compile for a TPU at once. With one, libtpu's
@@ -231,12 +342,14 @@ def describe(name: str) -> Target:
 
     Args:
       name: A key of `TARGETS`.
+      count: Number of devices, for a mesh. A host has 8 GPUs.
 
     Returns:
       The target, for `compile_for`, `shapes_on` and `fnet.memory.plan`.
 
     Raises:
-      ValueError: If the name is unknown. The message lists the known names.
+      ValueError: If the name is unknown, or the number is not one that hosts can have. The
+        message lists the known names.
       RuntimeError: If the compiler or a CUDA tool is not installed. The message names the extra to
         install.
 
@@ -256,11 +369,11 @@ def describe(name: str) -> Target:
         )
     known = TARGETS[name]
     if isinstance(known, Gpu):
-        return from_text(name, known.as_text())
-    return _tpu(name, known)
+        return from_text(name, known.as_text(), count)
+    return _tpu(name, known, count)
 
 
-def from_text(name: str, text: str) -> Target:
+def from_text(name: str, text: str, count: int = 1) -> Target:
     """Return a target for an NVIDIA GPU that is not in `TARGETS`, from XLA's description of it.
 
     On a machine with that GPU, run any JAX program with ``XLA_FLAGS=--xla_dump_to=DIR`` and read
@@ -270,6 +383,7 @@ def from_text(name: str, text: str) -> Target:
     Args:
       name: Name for messages.
       text: A ``GpuTargetConfigProto`` in protobuf's text format.
+      count: As for `describe`.
 
     Returns:
       The target.
@@ -280,7 +394,15 @@ def from_text(name: str, text: str) -> Target:
       RuntimeError: As `describe`.
     """
     memory = _checked_memory(name, text)
-    return Target(name, _gpu(name, text), memory, dict(_WITHOUT_A_GPU))
+    hosts = -(-count // _GPUS_PER_HOST)
+    if count < 1 or count % hosts:
+        raise ValueError(
+            f"{name}: expected up to {_GPUS_PER_HOST} GPUs, or as many on each host, got {count}."
+        )
+    devices = _gpu(name, text, f"1x{hosts}x{count // hosts}")
+    known = [gpu for gpu in TARGETS.values() if isinstance(gpu, Gpu) and f'"{gpu.device}"' in text]
+    peaks = known[0].peaks if known else None
+    return Target(name, devices[0], memory, dict(_WITHOUT_A_GPU), devices, peaks)
 
 
 def shapes_on(target: Target, tree: Any) -> Any:
@@ -288,7 +410,8 @@ def shapes_on(target: Target, tree: Any) -> Any:
 
     Args:
       target: A target of `describe` or `from_text`.
-      tree: Arrays, typed keys, numbers, or their shapes (``jax.eval_shape``).
+      tree: Arrays, typed keys, numbers, or their shapes (``jax.eval_shape``). Shapes with a
+        sharding over the target's devices keep it.
 
     Returns:
       The same tree of `jax.ShapeDtypeStruct`, for ``jitted.lower``.
@@ -301,13 +424,17 @@ def shapes_on(target: Target, tree: Any) -> Any:
       >>> shapes["w"].shape, shapes["w"].sharding.device_set == {this_cpu.device}
       ((2, 3), True)
     """
-    sharding = jax.sharding.SingleDeviceSharding(target.device)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type
-        ),
-        jax.eval_shape(lambda t: t, tree),
-    )
+    single = jax.sharding.SingleDeviceSharding(target.device)
+
+    def place(leaf: Any, shape: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None) or single
+        if not sharding.device_set <= {target.device, *target.devices}:
+            sharding = single
+        return jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type
+        )
+
+    return jax.tree.map(place, tree, jax.eval_shape(lambda t: t, tree))
 
 
 def compile_for(
@@ -356,6 +483,8 @@ def compile_for(
     return jitted.lower(*shapes_on(target, args)).compile(compiler_options=options)
 
 
+_GPUS_PER_HOST = 8
+
 # Autotuning runs kernels.
 _WITHOUT_A_GPU: dict[str, Any] = {"xla_gpu_autotune_level": 0}
 
@@ -399,14 +528,14 @@ def _checked_memory(name: str, text: str) -> int:
 
 
 @functools.cache
-def _gpu(name: str, text: str) -> jax.Device:
-    load = functools.partial(_first_device, name, "cuda", target_config=text, topology="1x1x1")
+def _gpu(name: str, text: str, topology: str) -> tuple[jax.Device, ...]:
+    load = functools.partial(_devices, name, "cuda", target_config=text, topology=topology)
     try:
         try:
-            device = load()
+            devices = load()
         except NotImplementedError:
             _load_cuda_plugin()
-            device = load()
+            devices = load()
     except jax.errors.JaxRuntimeError as error:
         # XLA's errors differ in their message alone.
         if "GpuTargetConfigProto" not in str(error):
@@ -420,8 +549,8 @@ def _gpu(name: str, text: str) -> jax.Device:
             f"{name}: XLA's compiler for NVIDIA GPUs is not installed: "
             'pip install "fnet-jax[target-gpu]"'
         ) from error
-    _try_cuda_tools(name, device)
-    return device
+    _try_cuda_tools(name, devices[0])
+    return devices
 
 
 def _load_cuda_plugin() -> None:
@@ -455,20 +584,20 @@ def _try_cuda_tools(name: str, device: jax.Device) -> None:
 
 
 @functools.cache
-def _tpu(name: str, known: Tpu) -> Target:
-    """A target for one chip of the slice."""
+def _tpu(name: str, known: Tpu, count: int) -> Target:
+    """A target for the first chips of the smallest slice that has as many."""
     # JAX sets this variable if it finds no TPU chip.
     attached = "TPU_SKIP_MDS_QUERY" not in os.environ
     try:
         with _environment({} if attached else _TPU_HOST):
-            device = _first_device(known.topology, "tpu")
+            devices = _devices(known.slice_of(count), "tpu")[:count]
     except jax.errors.JaxRuntimeError:
         raise
     except RuntimeError as error:
         raise RuntimeError(
             f'{name}: XLA\'s compiler for TPUs is not installed: pip install "fnet-jax[target-tpu]"'
         ) from error
-    return Target(name, device, known.memory, {})
+    return Target(name, devices[0], known.memory, {}, devices, known.peaks)
 
 
 # libtpu expects a TPU host. Without these variables it searches for one, prints errors, and takes
@@ -480,8 +609,8 @@ _TPU_HOST = {
 }
 
 
-def _first_device(topology_name: str, platform: str, **config: str) -> jax.Device:
-    return topologies.get_topology_desc(topology_name, platform, **config).devices[0]
+def _devices(topology_name: str, platform: str, **config: str) -> tuple[jax.Device, ...]:
+    return tuple(topologies.get_topology_desc(topology_name, platform, **config).devices)
 
 
 @contextlib.contextmanager

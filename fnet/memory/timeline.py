@@ -101,6 +101,7 @@ def timeline(compiled: jax.stages.Compiled) -> Timeline:
       >>> buffer.layer, buffer.kind, buffer.shape, buffer.bytes
       ('hidden', 'temporary', (32, 64), 8192)
     """
+    compiled = hlo.unwrap(compiled)
     module = hlo.read(compiled.as_text() or "")
     memory: Any = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

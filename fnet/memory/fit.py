@@ -1,0 +1,214 @@
+"""A memory budget for a loss in a train step of another library."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fnet.memory.plan import Candidate, Plan, plan
+from fnet.memory.remat import Policy
+from fnet.memory.sizes import tree_bytes
+from fnet.memory.target import Target, shapes_on
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def remat_to_fit(
+    loss: F,
+    budget: int | str,
+    *args: Any,
+    held: Any = None,
+    target: Target | None = None,
+    progress: Callable[[Candidate], None] | None = None,
+    **kwargs: Any,
+) -> tuple[F, Plan]:
+    """Rematerialize a loss so that its gradient fits a memory budget.
+
+    Put the returned loss in the place of yours, in a train step of your own: under
+    ``jax.value_and_grad``, ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad``. Values,
+    gradients and updated variables stay the same. Use `fnet.compile_step` if the step is from
+    `fnet.make_step`.
+
+    Candidates are compiled, never run: a program of the loss's value and gradient. Its arguments
+    (parameters and batch), gradients and temporaries count, and so does ``held``. The step must
+    donate what it updates, or else both copies exist.
+
+    Args:
+      loss: ``loss(model, ...)`` returns a scalar or ``(scalar, aux)``. The floating arrays of its
+        first argument are differentiated; of an nnx module, its `nnx.Param`.
+      budget: Bytes, or text for `parse_bytes`, such as ``"8GiB"``.
+      *args: Arguments of the loss, or trees of their shapes.
+      held: Other arrays that stay in memory meanwhile, such as the optimizer's state, or shapes.
+      target: A device to compile for. By default this machine's.
+      progress: Called with each candidate after it is compiled.
+      **kwargs: Keyword arguments of the loss.
+
+    Returns:
+      The loss to use, and the plan. ``plan.chosen.peak.total`` plus the bytes of ``held`` is at
+      most the budget. On CPU, give ``plan.chosen.compiler_options`` to your ``jax.jit``: XLA's
+      CPU compiler undoes rematerialization by default.
+
+    Raises:
+      BudgetError: If nothing fits. The message gives the lowest peak.
+      TypeError: If the loss does not return a scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import memory
+      >>> def loss(params, x):
+      ...     for w in params:
+      ...         x = jnp.tanh(jnp.tanh(x @ w) * x)
+      ...     return x.sum()
+      >>> params, x = [jnp.zeros((16, 16))] * 8, jnp.zeros((256, 16))
+      >>> smaller, plan = memory.remat_to_fit(loss, "224KiB", params, x)
+      >>> plan.chosen.peak.total <= 224 * 1024
+      True
+      >>> value, grads = jax.value_and_grad(smaller)(params, x)
+    """
+    call = _Call.of(args, kwargs)
+
+    def build(policy: Policy, microbatches: int) -> jax.stages.Traced:
+        del microbatches
+        f = call.pure(loss, [])
+
+        def gradient(params: list[Any], others: list[Any]) -> Any:
+            return jax.value_and_grad(policy.apply(f), has_aux=True)(params, others)
+
+        arguments = call.params, call.others
+        return jax.jit(gradient).trace(*(shapes_on(target, arguments) if target else arguments))
+
+    chosen = plan(build, budget, reserve=tree_bytes(held), target=target, progress=progress)
+    policy = chosen.chosen.policy
+
+    @functools.wraps(loss)
+    def fitted(*args: Any, **kwargs: Any) -> Any:
+        call = _Call.of(args, kwargs)
+        static: list[_Result] = []
+        value, arrays = policy.apply(call.pure(loss, static))(call.params, call.others)
+        return call.finish(value, arrays, static[-1])
+
+    return fitted, chosen  # type: ignore[return-value]
+
+
+class _Result(NamedTuple):
+    """What is known of a loss's result without its arrays.
+
+    Attributes:
+      has_aux: Whether it is ``(value, aux)``.
+      merge: Builds ``(aux, state of the nnx objects)`` from arrays.
+    """
+
+    has_aux: bool
+    merge: Callable[[list[Any]], Any]
+
+
+class _Call(NamedTuple):
+    """A call of a loss, as a function of lists of arrays.
+
+    Attributes:
+      params: Differentiated arrays, or their shapes.
+      others: Other arrays.
+      merge: ``merge(params, others) -> (args, kwargs, nnx objects)``.
+      objects: The nnx objects among the arguments.
+    """
+
+    params: list[Any]
+    others: list[Any]
+    merge: Callable[[list[Any], list[Any]], tuple[Any, Any, tuple[Any, ...]]]
+    objects: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "_Call":
+        """Separate the arrays of a call from everything else."""
+        nnx = _nnx()
+
+        def is_object(x: Any) -> bool:
+            return nnx is not None and isinstance(x, nnx.Module | nnx.Rngs)
+
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        objects = tuple(leaf for leaf in leaves if is_object(leaf))
+        places = [i for i, leaf in enumerate(leaves) if is_object(leaf)]
+        count = len(jax.tree.leaves(args[:1], is_leaf=is_object))
+        differentiated = [
+            i for i, leaf in enumerate(leaves[:count]) if _is_array(leaf) and _is_floating(leaf)
+        ]
+        rest = [i for i, x in enumerate(leaves) if _is_array(x) and i not in set(differentiated)]
+        graph, weights, state = nnx.split(objects, nnx.Param, ...) if objects else (None, {}, {})
+        weight_leaves, weight_structure = jax.tree.flatten(weights)
+        state_leaves, state_structure = jax.tree.flatten(state)
+
+        def merge(params: list[Any], others: list[Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+            merged = list(leaves)
+            for i, leaf in zip(differentiated, params, strict=False):
+                merged[i] = leaf
+            for i, leaf in zip(rest, others, strict=False):
+                merged[i] = leaf
+            new: tuple[Any, ...] = ()
+            if objects:
+                new = nnx.merge(
+                    graph,
+                    jax.tree.unflatten(weight_structure, params[len(differentiated) :]),
+                    jax.tree.unflatten(state_structure, others[len(rest) :]),
+                )
+                for i, thing in zip(places, new, strict=True):
+                    merged[i] = thing
+            args, kwargs = jax.tree.unflatten(structure, merged)
+            return args, kwargs, new
+
+        params = [leaves[i] for i in differentiated] + weight_leaves
+        others = [leaves[i] for i in rest] + state_leaves
+        return cls(params, others, merge, objects)
+
+    def pure(
+        self, loss: Callable[..., Any], static: list[_Result]
+    ) -> Callable[[list[Any], list[Any]], tuple[Array, list[Any]]]:
+        """Return ``f(params, others) -> (value, arrays)``, which appends the rest to ``static``."""
+
+        def f(params: list[Any], others: list[Any]) -> tuple[Array, list[Any]]:
+            args, kwargs, objects = self.merge(params, others)
+            result = loss(*args, **kwargs)
+            has_aux = isinstance(result, tuple) and len(result) == 2
+            value, aux = result if has_aux else (result, None)
+            if jnp.shape(value) != ():
+                raise TypeError(
+                    "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
+                    f"{jax.tree.map(jnp.shape, result)}."
+                )
+            changed = _nnx().state(objects) if objects else {}
+            leaves, structure = jax.tree.flatten((aux, changed))
+            known = [None if _is_array(leaf) else (leaf,) for leaf in leaves]
+
+            def merge(arrays: list[Any]) -> Any:
+                remaining = iter(arrays)
+                return jax.tree.unflatten(
+                    structure, [k[0] if k else next(remaining) for k in known]
+                )
+
+            static.append(_Result(has_aux, merge))
+            return value, [leaf for leaf in leaves if _is_array(leaf)]
+
+        return f
+
+    def finish(self, value: Array, arrays: list[Any], result: _Result) -> Any:
+        """Update the nnx objects, and return what the loss returns."""
+        aux, changed = result.merge(arrays)
+        if self.objects:
+            _nnx().update(self.objects, changed)
+        return (value, aux) if result.has_aux else value
+
+
+def _nnx() -> Any:
+    """Return flax nnx if it is imported. Without it, no argument can be an nnx object."""
+    return sys.modules.get("flax.nnx")
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def _is_floating(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))

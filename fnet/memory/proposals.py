@@ -1,0 +1,407 @@
+"""Choose what to save for the backward pass within a number of bytes: an integer program.
+
+Each array of a loss (`fnet.memory.tensors`) is saved, moved to host memory, or rematerialized when
+the backward pass reaches its window. `Planner.solve` minimizes the time of rematerialization.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fnet.memory.cost import FLOPS_PER_BYTE, Cost
+from fnet.memory.tensors import Graph, Name, Operation, Tensor
+from fnet.memory.windows import Window
+
+# Smaller arrays, relative to all that the plain loss saves, are always saved.
+_SMALL = 1e-4
+# Largest sizes of a window that are tried, relative to all that the plain loss saves.
+_WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
+_SECONDS_PER_PROGRAM = 2.0
+_GAP = 0.01
+# Time of moving a byte to or from the host, in the unit of `Cost.time`. An H100 computes 1,200
+# FLOPs in float32 while PCIe 5 x16 moves one byte.
+_HOST_SLOWDOWN = 600.0
+_SMALLEST_OFFLOADED = 2**16
+
+Offloads = Literal["nothing", "loops", "all"]
+"""Which arrays may be moved to host memory: none, arrays in loops, or all."""
+
+
+class Proposal(NamedTuple):
+    """A choice for every array.
+
+    Attributes:
+      windows: Windows of the loss, in forward order.
+      bytes: Predicted bytes that are saved or rematerialized at the peak.
+      cost: Predicted additional FLOPs and bytes.
+      time: Predicted additional time, with fused elementwise operations.
+      window_size: Which set of windows it has.
+    """
+
+    windows: tuple[Window, ...]
+    bytes: int
+    cost: Cost
+    time: float
+    window_size: int
+
+    @property
+    def saved_arrays(self) -> int:
+        """Number of arrays that are saved by name."""
+        return sum(len(w.saved) for w in self.windows)
+
+
+@dataclasses.dataclass(eq=False)
+class Planner:
+    """Solves the integer program of a loss for any number of bytes.
+
+    Attributes:
+      graph: Arrays and operations of the loss.
+      offloads: What may be moved to host memory.
+    """
+
+    graph: Graph
+    offloads: Offloads = "nothing"
+
+    @functools.cached_property
+    def plain_bytes(self) -> int:
+        """Bytes that the backward pass needs of the plain loss."""
+        return sum(self._plain_segment_bytes)
+
+    @functools.cached_property
+    def _plain_segment_bytes(self) -> list[int]:
+        sizes = [0] * len(self.graph.segments)
+        seen: set[Tensor] = set()
+        raw = {t for s in self.graph.segments for t in s.needs}
+        for s in self.graph.segments:
+            for t in s.needs:
+                if t not in seen and t not in self.graph.fused and t.copy_of not in raw:
+                    seen.add(t)
+                    sizes[t.segment] += t.saved_bytes
+        return sizes
+
+    @functools.cached_property
+    def _partitions(self) -> list[list[int]]:
+        """The window of each segment, for windows of several sizes."""
+        found: list[list[int]] = []
+        for size in _WINDOW_SIZES:
+            windows = self._windows_up_to(size * self.plain_bytes)
+            if windows not in found:
+                found.append(windows)
+        return found
+
+    def _windows_up_to(self, limit: float) -> list[int]:
+        """Merge segments into windows of at most ``limit`` bytes, where few bytes pass."""
+        segments, sizes = self.graph.segments, self._plain_segment_bytes
+        count = len(segments)
+        best: list[tuple[float, int]] = [(0.0, 0)]
+        for j in range(1, count + 1):
+            options: list[tuple[float, int]] = []
+            total = 0
+            for i in range(j - 1, -1, -1):
+                total += sizes[i]
+                if options and (total > limit or segments[i].is_loop):
+                    break
+                options.append((best[i][0] + (segments[i].passing if i else 0), i))
+                if segments[i].is_loop:
+                    break
+            best.append(min(options))
+        starts, j = [], count
+        while j:
+            j = best[j][1]
+            starts.append(j)
+        first = set(starts)
+        return list(itertools.accumulate((i in first and i > 0) for i in range(count)))
+
+    @functools.cached_property
+    def _programs(self) -> "list[_Program]":
+        small = _SMALL * self.plain_bytes
+        return [_Program(self.graph, p, small, self.offloads) for p in self._partitions]
+
+    def solve(self, limit: int, plain: bool = True) -> Proposal | None:
+        """Return the fastest choice that is predicted to need at most ``limit`` bytes.
+
+        Args:
+          limit: Bytes that are saved or rematerialized at the peak.
+          plain: Whether windows may save all their residuals. XLA schedules them less tightly.
+
+        Returns:
+          The proposal, or None if no choice needs so few bytes.
+        """
+        bounds = [(p.relaxed(limit, plain), n) for n, p in enumerate(self._programs)]
+        promising = sorted((b, n) for b, n in bounds if b is not None)
+        best: Proposal | None = None
+        for bound, number in promising[:3]:
+            if best is not None and (1 - _GAP) * best.time <= bound:
+                continue
+            proposal = self._programs[number].solve(limit, number, plain)
+            if proposal and (best is None or proposal.time < best.time):
+                best = proposal
+        return best
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """Lowest number of bytes that a choice is predicted to need."""
+        return min(p.smallest for p in self._programs)
+
+    def front(self, points: int = 12) -> list[tuple[int, Cost]]:
+        """Return predicted bytes and additional cost, from the plain loss to the smallest."""
+        limits = np.linspace(self.plain_bytes, self.smallest, points)
+        proposals = [self.solve(int(limit)) for limit in limits]
+        return [(p.bytes, p.cost) for p in proposals if p]
+
+
+class _Program:
+    """The integer program for given windows.
+
+    Columns are binary: whether an array is saved, whether it is offloaded, whether an operation
+    runs again, whether a window is plain. ``stored`` columns are arrays that plain windows save.
+    """
+
+    def __init__(self, graph: Graph, windows: Sequence[int], small: float, offloads: Offloads):
+        self.graph, self.windows = graph, windows
+        self.columns: dict[Any, int] = {}
+        self.cost: list[float] = []
+        self.integral: list[int] = []
+        self.always = {t for t in graph.tensors if t.name and t.saved_bytes <= small}
+        self.offloads = offloads
+        self.rows: list[dict[int, float]] = []
+        self.lower: list[float] = []
+        self.peaks: list[int] = []
+        self._build()
+
+    def _column(self, key: Any, cost: float = 0.0, integral: bool = False) -> int:
+        if key not in self.columns:
+            self.columns[key] = len(self.cost)
+            self.cost.append(cost)
+            self.integral.append(integral)
+        return self.columns[key]
+
+    def _at_least(self, terms: dict[int, float], bound: float) -> None:
+        self.rows.append(terms)
+        self.lower.append(bound)
+
+    def _saved(self, t: Tensor) -> dict[int, float]:
+        """Columns whose sum is whether an array outlives the forward pass."""
+        terms = {self._column(("save", t), 1e-9 * t.saved_bytes, True): 1.0}
+        in_loop = t.saved_bytes > t.bytes
+        allowed = self.offloads == "all" or (self.offloads == "loops" and in_loop)
+        if allowed and t.saved_bytes >= _SMALLEST_OFFLOADED:
+            cost = 2 * _HOST_SLOWDOWN * t.saved_bytes
+            terms[self._column(("offload", t), cost, True)] = 1.0
+        return terms
+
+    def _runs(self, o: Operation) -> int:
+        if ("run", o) in self.columns:
+            return self.columns["run", o]
+        column = self._column(("run", o), o.cost.flops / FLOPS_PER_BYTE + o.written)
+        for t in o.inputs:
+            if t not in self.always:
+                self._at_least(self._available(t, o.segment) | {column: -1.0}, 0.0)
+        return column
+
+    def _available(self, t: Tensor, segment: int) -> dict[int, float]:
+        """Columns of which one is set if an array exists while a segment is rematerialized."""
+        terms = self._saved(t) if t.name else {}
+        if t.operation and self.windows[t.segment] == self.windows[segment]:
+            terms[self._runs(t.operation)] = 1.0
+        return terms
+
+    def _build(self) -> None:
+        count = self.windows[-1] + 1
+        here: list[dict[int, float]] = [{} for _ in range(count)]  # bytes at a window's backward
+        after: list[dict[int, float]] = [{} for _ in range(count)]  # bytes while later ones run
+        fixed_here, fixed_after = [0.0] * count, [0.0] * count
+        stored: set[Tensor] = set()
+        needed = {(self.windows[n], t) for n, s in enumerate(self.graph.segments) for t in s.needs}
+        named = {t.copy_of: t for t in self.graph.tensors if t.copy_of}
+
+        def add(row: dict[int, float], column: int, size: float) -> None:
+            row[column] = row.get(column, 0.0) + size
+
+        for number, s in enumerate(self.graph.segments):
+            w = self.windows[number]
+            plain = self._column(("plain", w), 0.0, True)
+            for t in s.needs:
+                if t in self.always:
+                    continue
+                if self.windows[t.segment] != w:
+                    self._at_least(self._saved(t), 1.0)
+                    continue
+                self._at_least(self._available(t, number) | {plain: 1.0}, 1.0)
+                if t in stored or t in self.graph.fused or (w, t.copy_of) in needed:
+                    continue
+                stored.add(t)
+                # The array is in memory here, and with a plain window while later ones run.
+                fixed_here[w] += t.bytes
+                column = self._column(("stored", t))
+                name = t if t.name else named.get(t)
+                kept = self._saved(name) if name and name not in self.always else {}
+                self._at_least(kept | {column: 1.0, plain: -1.0}, 0.0)
+                add(after[w], column, t.saved_bytes)
+                if t.saved_bytes > t.bytes:
+                    add(here[w], column, t.saved_bytes - t.bytes)
+                if t.name:
+                    self.columns[("needed", t)] = -1
+        for t in self.always:
+            fixed_after[self.windows[t.segment]] += t.saved_bytes
+            fixed_here[self.windows[t.segment]] += t.saved_bytes
+        for (kind, key), column in list(self.columns.items()):
+            if kind not in ("save", "offload"):
+                continue
+            w = self.windows[key.segment]
+            is_needed = ("needed", key) in self.columns
+            if kind == "save":
+                add(after[w], column, key.saved_bytes)
+                if key.copy_of in stored:
+                    # Rematerialized too, because autodiff reads it before it is named.
+                    both = self._column(("both", key))
+                    self._at_least({both: 1.0, column: -1.0, self.columns["plain", w]: 1.0}, 0.0)
+                    column = both
+                add(here[w], column, key.saved_bytes - (key.bytes if is_needed else 0))
+            elif not is_needed:
+                add(here[w], column, key.bytes)
+        # Bytes of all windows before, as columns of their own, keep the rows short.
+        before: int | None = None
+        constant = 0.0
+        self.constants: list[float] = []
+        for w in range(count):
+            row = dict(here[w])
+            if before is not None:
+                row[before] = row.get(before, 0.0) + 1.0
+            self.peaks.append(len(self.rows))
+            self._at_least({c: -v for c, v in row.items()}, 0.0)
+            self.constants.append(constant + fixed_here[w])
+            total = self._column(("before", w + 1))
+            terms = {c: -v for c, v in after[w].items()} | {total: 1.0}
+            if before is not None:
+                terms[before] = -1.0
+            self._at_least(terms, 0.0)
+            constant += fixed_after[w]
+            before = total
+
+    @functools.cached_property
+    def _matrix(self) -> Any:
+        from scipy.sparse import csr_array
+
+        lengths = [len(r) for r in self.rows]
+        columns = np.fromiter(itertools.chain.from_iterable(self.rows), int, sum(lengths))
+        values = itertools.chain.from_iterable(r.values() for r in self.rows)
+        data = np.fromiter(values, float, sum(lengths))
+        pointers = np.concatenate([[0], np.cumsum(lengths)])
+        return csr_array((data, columns, pointers), shape=(len(self.rows), len(self.cost)))
+
+    @functools.cached_property
+    def _scale(self) -> np.ndarray[Any, Any]:
+        """Bytes are counted in units of the largest peak, which the solver needs."""
+        scale = np.ones(len(self.cost))
+        unit = max(*self.constants, 1.0)
+        for (kind, _), column in self.columns.items():
+            if kind == "before":
+                scale[column] = unit
+        return scale
+
+    def _optimize(
+        self, limit: float | None, integral: bool, plain: bool = True
+    ) -> tuple[np.ndarray[Any, Any], float] | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        unit = max(*self.constants, 1.0)
+        matrix = self._matrix * self._scale[None, :]
+        lower = np.array(self.lower)
+        is_bytes = np.zeros(len(self.rows), bool)
+        for w, row in enumerate(self.peaks):
+            is_bytes[row] = is_bytes[row + 1] = True
+            lower[row] = self.constants[w] - (limit if limit is not None else 0.0)
+        row_scale = np.where(is_bytes, 1 / unit, 1.0)
+        matrix = matrix * row_scale[:, None]
+        lower *= row_scale
+        upper = np.ones(len(self.cost))
+        for (kind, _), column in self.columns.items():
+            if kind == "before":
+                upper[column] = np.inf
+            elif kind == "plain" and not plain:
+                upper[column] = 0.0
+        cost = np.array(self.cost)
+        if limit is None:  # the smallest peak: one more column, which every peak row may use
+            from scipy.sparse import csr_array, hstack
+
+            slack = np.zeros((len(self.rows), 1))
+            slack[self.peaks] = 1.0
+            matrix = hstack([matrix, csr_array(slack)], format="csr")
+            cost, upper = np.append(np.zeros(len(cost)), 1.0), np.append(upper, np.inf)
+        size = max(cost.max(), 1e-30)
+        result = milp(
+            cost / size,
+            integrality=np.array([*self.integral, *([0] * (len(cost) - len(self.integral)))])
+            if integral
+            else None,
+            bounds=Bounds(0, upper),
+            constraints=LinearConstraint(matrix, lower, np.inf),
+            options={"time_limit": _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP},
+        )
+        if result.x is None:
+            return None
+        return result.x, float(result.fun) * size
+
+    def relaxed(self, limit: float, plain: bool) -> float | None:
+        """A lower bound on the time of rematerialization, or None if no choice is possible."""
+        solution = self._optimize(limit, integral=False, plain=plain)
+        return None if solution is None else solution[1]
+
+    @functools.cached_property
+    def smallest(self) -> int:
+        """Lowest number of bytes, with fractions of arrays."""
+        solution = self._optimize(None, integral=False)
+        unit = max(*self.constants, 1.0)
+        assert solution is not None
+        return int(solution[1] * unit)
+
+    def solve(self, limit: float, number: int, plain: bool) -> Proposal | None:
+        """Return the fastest choice that needs at most ``limit`` bytes."""
+        solution = self._optimize(limit, integral=True, plain=plain)
+        if solution is None:
+            return None
+        x = np.round(solution[0][: len(self.cost)] * self._scale, 6)
+        chosen = {key for key, column in self.columns.items() if column >= 0 and x[column] > 0.5}
+        cost = [o.cost for kind, o in chosen if kind == "run"]
+        return Proposal(
+            self._as_windows(chosen),
+            self._peak(x),
+            Cost(sum(c.flops for c in cost), sum(c.bytes for c in cost)),
+            solution[1],
+            number,
+        )
+
+    def _peak(self, x: np.ndarray[Any, Any]) -> int:
+        used = self._matrix @ x
+        return int(max(self.constants[w] - used[row] for w, row in enumerate(self.peaks)))
+
+    def _as_windows(self, chosen: set[Any]) -> tuple[Window, ...]:
+        segments = self.graph.segments
+        saved: list[set[Name]] = [set() for _ in range(self.windows[-1] + 1)]
+        offloaded: list[set[Name]] = [set() for _ in saved]
+        for t in self.always:
+            saved[self.windows[t.segment]].add(t.name or (0, 0))
+        for kind, key in chosen:
+            if kind == "save":
+                saved[self.windows[key.segment]].add(key.name)
+            elif kind == "offload":
+                offloaded[self.windows[key.segment]].add(key.name)
+        windows = []
+        for w, group in itertools.groupby(range(len(segments)), self.windows.__getitem__):
+            members = [segments[i] for i in group]
+            windows.append(
+                Window(
+                    members[0].start,
+                    members[-1].end,
+                    members[0].is_loop,
+                    ("plain", w) in chosen,
+                    frozenset(saved[w]),
+                    frozenset(offloaded[w]),
+                )
+            )
+        return tuple(windows)

@@ -1,0 +1,253 @@
+"""Windows: parts of a function that are rematerialized together, each under `jax.checkpoint`."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from fnet.backward_pass import bind_static, finish_together
+from fnet.jaxpr import Scan, in_scopes, inline
+from fnet.memory.tensors import (
+    CARRY,
+    Name,
+    array_names,
+    as_text,
+    is_floating,
+    large_loops,
+    made_bytes,
+    passing_bytes,
+    places_between,
+    run_named,
+    segment_of,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+CheckpointPolicy = Callable[..., Any]
+
+# Number of limits on the size of a segment that are tried.
+_TRIALS = 200
+
+
+class Window(NamedTuple):
+    """Equations that are rematerialized together.
+
+    Attributes:
+      start: First equation of the inlined function.
+      end: Equation after the last.
+      is_loop: Whether it is a single scan, rematerialized by iteration.
+      is_plain: Whether it saves all its residuals.
+      saved: Names of arrays that are saved in addition to the inputs of the window.
+      offloaded: Names of arrays that are moved to host memory, inputs included.
+    """
+
+    start: int
+    end: int
+    is_loop: bool = False
+    is_plain: bool = False
+    saved: frozenset[Name] = frozenset()
+    offloaded: frozenset[Name] = frozenset()
+
+
+def remat_windows(
+    f: F, divide: Callable[[ClosedJaxpr], Sequence[Window]], policy: CheckpointPolicy | None = None
+) -> F:
+    """Divide a function into windows, each under a `jax.checkpoint` of its own.
+
+    Args:
+      f: A function of pytrees of arrays, with keyword arguments as for `remat_in_segments`.
+      divide: Returns the windows of the inlined function.
+      policy: What windows save that name no arrays. By default their inputs only.
+
+    Returns:
+      A function with the same arguments, values and gradients.
+    """
+
+    @functools.wraps(f)
+    def with_remat(*args: Any, **kwargs: Any) -> Any:
+        closed, leaves, structure = trace_inlined(f, args, kwargs)
+        windows = divide(closed)
+        return jax.tree.unflatten(structure, _run_windows(closed, leaves, windows, policy))
+
+    return with_remat  # type: ignore[return-value]
+
+
+def trace_inlined(
+    f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[ClosedJaxpr, list[Any], Any]:
+    """Trace a function, and return its inlined jaxpr, its arguments and its result's structure."""
+    with_static, arrays = bind_static(f, kwargs)
+    leaves, structure = jax.tree.flatten((args, arrays))
+
+    def flat(*leaves: Any) -> Any:
+        args, arrays = jax.tree.unflatten(structure, leaves)
+        return with_static(*args, **arrays)
+
+    traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    return inline(traced), leaves, jax.tree.structure(shapes)
+
+
+def _run_windows(
+    closed: ClosedJaxpr,
+    args: Sequence[Any],
+    windows: Sequence[Window],
+    policy: CheckpointPolicy | None,
+) -> list[Any]:
+    """Evaluate a jaxpr window by window."""
+    jaxpr = closed.jaxpr
+    offloaded = frozenset[Name]().union(*(w.offloaded for w in windows))
+    origins = array_names(jaxpr) if offloaded else {}
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [a.val if isinstance(a, Literal) else values[a] for a in atoms]
+
+    for window in windows:
+        if window.is_loop and not window.is_plain:
+            loop = jaxpr.eqns[window.start]
+            with in_scopes(loop):
+                outputs = _remat_iterations(loop, read(loop.invars), window, policy)
+            values |= zip(loop.outvars, outputs, strict=True)
+            continue
+        segment = segment_of(jaxpr, window.start, window.end)
+        # The policy sees only names inside the checkpoint.
+        names = [origins.get(v) for v in segment.invars]
+        on_host = {n for n in names if n in offloaded and n is not None}
+        chosen = window._replace(offloaded=window.offloaded | on_host)
+        run = _named(ClosedJaxpr(segment, []), chosen, names)
+        if not window.is_plain or on_host:
+            run = jax.checkpoint(run, policy=_checkpoint_policy(chosen, policy))
+        inputs = read(segment.invars)
+        floating = [i for i, v in enumerate(segment.invars) if is_floating(v)]
+        if len(windows) > 1 and floating:
+            finished = finish_together(*(inputs[i] for i in floating))
+            for i, a in zip(floating, finished, strict=True):
+                inputs[i] = a
+        values |= zip(segment.outvars, run(*inputs), strict=True)
+    return read(jaxpr.outvars)
+
+
+def _named(
+    closed: ClosedJaxpr, window: Window, inputs: Sequence[Name | None]
+) -> Callable[..., list[Any]]:
+    """A jaxpr as a function that names the arrays of a window."""
+    first = 0 if window.is_loop else window.start
+
+    def name_of(i: int, j: int) -> str | None:
+        name = (first + i, j)
+        return as_text(name) if name in window.saved or name in window.offloaded else None
+
+    def run(*args: Any) -> list[Any]:
+        named = [
+            checkpoint_name(a, as_text(n)) if n in window.saved | window.offloaded and n else a
+            for a, n in zip(args, inputs, strict=True)
+        ]
+        return run_named(closed, named, name_of)
+
+    return run
+
+
+def _checkpoint_policy(window: Window, policy: CheckpointPolicy | None) -> CheckpointPolicy | None:
+    saved, offloaded = ([as_text(n) for n in ns] for ns in (window.saved, window.offloaded))
+    if offloaded:
+        on_host: CheckpointPolicy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=saved,
+            names_which_can_be_offloaded=offloaded,
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return on_host
+    if saved:
+        by_name: CheckpointPolicy = jax.checkpoint_policies.save_only_these_names(*saved)
+        return by_name
+    return policy
+
+
+def _remat_iterations(
+    loop: JaxprEqn, inputs: Sequence[Any], window: Window, policy: CheckpointPolicy | None
+) -> list[Any]:
+    """Evaluate a scan with each iteration under a `jax.checkpoint`."""
+    scan = Scan.of(loop)
+    consts, carry, xs = scan.split(inputs)
+    carries: list[Name | None] = [(CARRY, i) for i in range(scan.num_carry)]
+    others: list[Name | None] = [None] * len(xs)
+    names = [*([None] * len(consts)), *carries, *others]
+    body = _named(inline(scan.body), window, names)
+
+    def iteration(carry: list[Any], xs: Sequence[Any]) -> list[Any]:
+        return body(*consts, *carry, *xs)
+
+    with_remat = jax.checkpoint(
+        iteration, prevent_cse=False, policy=_checkpoint_policy(window, policy)
+    )
+
+    def step(carry: Any, xs: Any) -> Any:
+        results = with_remat(carry, xs)
+        return results[: scan.num_carry], results[scan.num_carry :]
+
+    carry, ys = scan.run(step, carry, xs)
+    return [*carry, *ys]
+
+
+def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False) -> list[Window]:
+    """Divide an inlined function so that the saved bytes and the largest window are smallest.
+
+    Args:
+      closed: The inlined function.
+      loops_on_host: Whether to move the carries of loops to host memory.
+
+    Returns:
+      The windows. The last one is plain, unless it is a loop.
+    """
+    jaxpr = closed.jaxpr
+    large, count = large_loops(jaxpr), len(jaxpr.eqns)
+    windows = []
+    for start, end in itertools.pairwise(_cuts(jaxpr, large)):
+        is_loop = start in large
+        offloaded: frozenset[Name] = frozenset()
+        if loops_on_host and is_loop:
+            num_carry = Scan.of(jaxpr.eqns[start]).num_carry
+            offloaded = frozenset((CARRY, i) for i in range(num_carry))
+        plain = end == count and not is_loop
+        windows.append(Window(start, end, is_loop, plain, offloaded=offloaded))
+    return windows
+
+
+def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
+    """Positions between equations where segments begin and end, from 0 to the last."""
+    passing = passing_bytes(jaxpr)
+    forced = {i + side for i in large for side in (0, 1)}
+    places = places_between(jaxpr, large)
+    made = [0 if i in large else b for i, b in enumerate(made_bytes(jaxpr))]
+    made_before = [0, *itertools.accumulate(made)]
+
+    def division(limit: int) -> tuple[float, list[int]]:
+        """The saved bytes and the cuts of the best segments of up to ``limit`` bytes."""
+        best: list[tuple[float, int]] = [(0.0, 0)]
+        for j in range(1, len(places)):
+            options = []
+            for i in range(j - 1, -1, -1):
+                if made_before[places[j]] - made_before[places[i]] > limit:
+                    break
+                options.append((best[i][0] + (passing[places[i]] if i else 0), i))
+                if places[i] in forced:
+                    break
+            best.append(min(options))
+        cuts, j = [places[-1]], len(places) - 1
+        while j:
+            j = best[j][1]
+            cuts.append(places[j])
+        return best[-1][0], cuts[::-1]
+
+    # The largest segment is at least the largest one between two neighboring places.
+    sizes = {made_before[b] - made_before[a] for a in places for b in places if a < b}
+    neighbors = itertools.pairwise(places)
+    least = max((made_before[b] - made_before[a] for a, b in neighbors), default=0)
+    limits = sorted(size for size in sizes if size >= least) or [0]
+    trials = limits[:: max(1, len(limits) // _TRIALS)]
+    _, best_limit = min((division(limit)[0] + limit, limit) for limit in trials)
+    return division(best_limit)[1]
