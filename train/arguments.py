@@ -74,7 +74,7 @@ class MemoryArguments:
     budget: Annotated[str | None, _default("memory.budget of the config")] = None
     """Memory limit per device, such as 4GiB, 4GB or 4096MiB."""
     target: Annotated[str | None, _default("this machine")] = None
-    """Device to compile for: h100, a100, v5e, ..., or a file that describes a GPU."""
+    """Device to compile for: h100, v5e, a file that describes a GPU, or several: h100,l4."""
     batch_size: Annotated[str | None, _default("data.batch_size of the config")] = None
     """Batch size, or auto for the largest that fits."""
     out: Annotated[str | None, _default("runs/NAME-memory")] = None

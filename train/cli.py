@@ -105,11 +105,13 @@ def _dispatch(argv: list[str]) -> None:
 
 
 def _prepare_jax() -> None:
-    """Limit the memory that the C library holds and cache compiled programs between runs."""
+    """Choose a platform, limit freed memory and cache compiled programs between runs."""
     import jax
 
+    from train.platform import choose_platform
     from train.run.process_memory import limit_freed_memory
 
+    choose_platform()
     limit_freed_memory()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache

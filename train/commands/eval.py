@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,7 @@ from train.output.progress import line_printer, printable
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
 from train.run.evaluation import Evaluation
+from train.run.mesh import layout, make_cpu_devices
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
 from train.tasks.segmentation import Views, make_measure
@@ -62,7 +64,8 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         folder that cannot be written.
     """
     config = apply_options(folder, folder.read_config(), options)
-    run = setup(config)
+    make_cpu_devices(config.mesh)
+    run = _on_mesh(setup(config))
     check_classes(folder, run.task.dataset.classes)
     views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
@@ -70,9 +73,11 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
             task=run.task._replace(measure=make_measure(config, run.task.model, views))
         )
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        network = checkpoints.restore_network(run.task.model.init)
+        place = run.layout.fields if run.layout else None
+        network = checkpoints.restore_network(run.task.model.init, place)
     # With several crops or views per image, fewer images make a batch of the same size.
-    batch_size = max(config.data.batch_size // max(run.crops, views.num_views), 1)
+    batch_size = config.data.batch_size // max(run.crops, views.num_views)
+    batch_size = max(batch_size // run.devices, 1) * run.devices
     log = line_printer(console)
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.compile_evaluation(unreadable, batch_size)
@@ -99,6 +104,12 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     print_scores(run, evaluation, console)
     for name, path in written.items():
         log(f"{name}: {path}")
+
+
+def _on_mesh(run: Setup) -> Setup:
+    """Return the run on the mesh it was trained on, if this machine has as many devices."""
+    devices = run.config.mesh.data * run.config.mesh.fsdp
+    return run.on(layout(run.config)) if 1 < devices <= len(jax.devices()) else run
 
 
 def print_scores(run: Setup, evaluation: Evaluation, console: Console) -> None:

@@ -1,27 +1,27 @@
 """``fnet memory``: predict the memory of training, without training."""
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
-from fnet.memory import Candidate, format_bytes
+from fnet.memory import Candidate, format_bytes, tree_bytes
 from fnet.memory.target import Target, describe, from_text
 from train import arguments
 from train import config as configs
 from train.arguments import MemoryArguments
 from train.commands.positional import positional
-from train.config import Config, Mesh, recipes
+from train.config import Config, recipes
 from train.errors import UserError
 from train.output import plots
-from train.output.memory_tables import memory_tables, plan_summary, plan_table
+from train.output.memory_tables import devices_table, memory_tables, plan_summary, plan_table
 from train.output.progress import line_printer
+from train.platform import use_cpu
 from train.run.memory_report import memory_report
-from train.run.mesh import layout, make_cpu_devices
-from train.run.planning import compile_chosen, largest_batch, limit, plan, reserve
+from train.run.mesh import make_cpu_devices
+from train.run.planning import overhead, reserve
+from train.run.prediction import predict_on
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -37,32 +37,32 @@ def main(argv: list[str]) -> None:
     options, config = arguments.read_with_config(
         MemoryArguments, recipes.load(given), flags, f"fnet memory {given}"
     )
-    make_cpu_devices(config.mesh)
     if options.target:
-        # Nothing runs, so that an accelerator of this machine, or its warnings, do not matter.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        jax.config.update("jax_platforms", "cpu")
+        use_cpu()  # nothing runs, so an accelerator of this machine does not matter
+    else:
+        make_cpu_devices(config.mesh)
     predict_memory(config, options, Console())
 
 
 def predict_memory(config: Config, options: MemoryArguments, console: Console) -> None:
-    """Print the predicted memory of a train step and write memory.json and memory.png.
+    """Print the predicted memory of a train step and write memory.json, memory.png and plan.png.
 
     Raises:
       UserError: for a budget that nothing fits, an unknown target or a missing compiler.
     """
     log = line_printer(console)
-    target = None if options.target is None else _target(options.target)
+    count = config.mesh.data * config.mesh.fsdp
+    targets: list[Target | None] = [None]
+    if options.target is not None:
+        targets = [_target(name, count) for name in options.target.split(",")]
     if options.budget is not None:
         config = _replace(config, "memory", budget=options.budget)
     find_batch_size = options.batch_size == "auto"
     if options.batch_size is not None and not find_batch_size:
         config = _replace(config, "data", batch_size=_batch_size(options.batch_size))
-    run = setup(configs.check(config, "command line"))
-    if target is None:
-        run = run.on(layout(run.config))
-    elif run.config.mesh != Mesh():
-        raise UserError("--target: describes one device; give --mesh.data 1 --mesh.fsdp 1")
+    run = setup(configs.check(config, "command line"), without_data=True)
+    for note in run.notes:
+        log(note)
     out = Path(options.out or f"runs/{config.name}-memory")
 
     with console.status("tracing") as status:
@@ -73,49 +73,47 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         def show_size(size: int, peak: int) -> None:
             status.update(f"searching the largest batch size: {size} needs {format_bytes(peak)}")
 
-        step_limit = limit(run, target)
-        if find_batch_size:
-            if step_limit is None:
-                raise UserError("--batch-size auto: needs --budget or --target")
-            unlimited = run._replace(config=_replace(run.config, "memory", budget=None))
-            candidates = plan(unlimited, target=target, progress=show_candidate).candidates
-            smallest = min(candidates, key=lambda c: c.peak.temporaries)
-            size = largest_batch(run, smallest, step_limit, target=target, progress=show_size)
-            if size is None:
-                available = format_bytes(max(step_limit, 0))
-                raise UserError(f"not even the smallest batch fits in {available}")
-            log(_largest_batch_size(size, smallest))
-            run = run.with_batch_size(size, smallest.microbatches)
-            if not run.config.memory.budget:  # choose the fastest candidate that fits the target
-                run = run._replace(config=_replace(run.config, "memory", budget=f"{step_limit}B"))
-        found = plan(run, target=target, progress=show_candidate)
-        status.update(f"compiling {found.chosen}")
-        report = memory_report(run, compile_chosen(run, found, target=target))
+        predictions = [
+            predict_on(
+                run,
+                target,
+                largest=find_batch_size,
+                progress=show_candidate,
+                size_progress=show_size,
+            )
+            for target in targets
+        ]
+        first = predictions[0]
+        report = memory_report(first.run, first.planned)
+    if len(predictions) == 1:
         console.print(*memory_tables(report), sep="\n")
-        console.print(plan_table(found, reserve(run, target)))
-        log(plan_summary(found, reserve(run, target)))
-        if target:
-            log(_NOT_COUNTED)
-        if step_limit is not None and not find_batch_size:
-            # The smallest candidate without microbatches may allow a larger batch than the chosen.
-            smallest = min(found.candidates, key=lambda c: (c.microbatches, c.peak.temporaries))
-            by_policy = {c.policy: c for c in (found.chosen, smallest)}
-            for candidate in by_policy.values():
-                size = largest_batch(run, candidate, step_limit, target=target, progress=show_size)
-                log(_largest_batch_size(size, candidate))
+        if plan := first.planned.plan:
+            console.print(plan_table(plan, reserve(first.run, first.target)))
+            log(plan_summary(plan, reserve(first.run, first.target)))
+    process = overhead(first.run, first.target)
+    if process.always:
+        step_peak, state_bytes = first.peak.total, tree_bytes(first.run.state_shapes)
+        predicted = process.peak(state_bytes // first.run.devices, step_peak)
+        log(f"Peak of the process: {format_bytes(predicted)} ({process})")
+    if options.target:
+        console.print(devices_table(predictions))
+        log(_NOT_COUNTED)
+    if find_batch_size and len(predictions) == 1:
+        size, policy = first.run.config.data.batch_size, first.planned.policy
+        log(f"largest batch size that fits: {size} (remat policy {policy})")
+    content = report.as_dict() | {"predictions": [p.as_dict() for p in predictions]}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        atomic_write(out / "memory.json", as_json(report.as_dict()))
+        atomic_write(out / "memory.json", as_json(content))
         plots.memory(report, f"{config.name}: memory of a train step", out / "memory.png")
+        if plan := first.planned.plan:
+            plots.plan(plan, f"{config.name}: peak memory and compute", out / "plan.png")
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
-    log(f"memory: {out / 'memory.json'}\nplot: {out / 'memory.png'}")
-
-
-def _largest_batch_size(size: int | None, candidate: Candidate) -> str:
-    return f"largest batch size that fits: {size} (remat policy {candidate})"
+    plots_of = "memory.png" + (", plan.png" if first.planned.plan else "")
+    log(f"memory: {out / 'memory.json'}\nplot: {out / plots_of}")
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:
@@ -133,13 +131,13 @@ def _batch_size(text: str) -> int:
     return size
 
 
-def _target(given: str) -> Target:
-    """Return a known device, or the one that a file describes."""
+def _target(given: str, count: int) -> Target:
+    """Return known devices, or those that a file describes."""
     path = Path(given)
     try:
         if path.is_file():
-            return from_text(path.stem, path.read_text())
-        return describe(given)
+            return from_text(path.stem, path.read_text(), count)
+        return describe(given, count)
     except (ValueError, RuntimeError, OSError) as error:
         message = str(error).removeprefix("describe: ").removeprefix("from_text: ")
         raise UserError(f"--target: {message}") from error

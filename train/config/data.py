@@ -246,6 +246,8 @@ class TextFile(Section):
     """Text file; None reads the sources of Python's standard library."""
     tokenizer: str | None = None
     """A tokenizer.json of Hugging Face's tokenizers library; None uses bytes as tokens."""
+    vocabulary: Annotated[int, Ge(2), Lt(2**31)] | None = None
+    """Vocabulary size of the network; None is the tokenizer's. fnet memory then needs no text."""
     batch_size: Count = 12
     """Batch size, in rows."""
     context: Annotated[int, Ge(2), Lt(2**31)] = 64

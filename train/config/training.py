@@ -34,7 +34,7 @@ class Optim(Section):
     decay_rate: Annotated[float, Gt(0), Lt(1)] = 0.1
     """Learning rate factor per decay (step, multistep, exponential)."""
     warmup_steps: CountOrZero = 0
-    """Steps of linear learning rate warmup from 0."""
+    """Steps of linear learning rate warmup from 0; a shorter run has a tenth of its steps."""
     momentum: Fraction = 0.9
     """Momentum of sgd."""
     nesterov: bool = False

@@ -100,7 +100,8 @@ def _encode_bytes(text: str) -> np.ndarray:
 
 
 def _decode_bytes(ids: Iterable[int]) -> str:
-    return bytes(int(i) for i in ids).decode("utf-8", "replace")
+    # A vocabulary that is larger than the tokenizer's has tokens that stand for nothing.
+    return bytes(int(i) for i in ids if i < 256).decode("utf-8", "replace")
 
 
 def _shorten(text: str) -> str:

@@ -11,6 +11,7 @@ from train.output.tables import Table, to_rich
 
 if TYPE_CHECKING:
     from train.run.memory_report import MemoryReport
+    from train.run.prediction import Prediction
 
 _MOST_LAYERS = 40
 
@@ -92,6 +93,43 @@ def largest_table(memory: StoredMemory) -> Table:
     )
 
 
+def devices_table(predictions: "list[Prediction]") -> rich_table.Table:
+    """Render what a step takes on each device, with its estimated time."""
+    count = predictions[0].run.devices
+    on = f" on {count} devices" if count > 1 else ""
+    t = rich_table.Table(title=f"Estimate{on}, at the rates of the data sheets")
+    t.title_justify = t.caption_justify = "left"
+    unit = predictions[0].unit
+    for name in ("device", "remat"):
+        t.add_column(name, overflow="fold")
+    for name in ("batch", "peak", "s / step", f"{unit} / s", "MFU"):
+        t.add_column(name, justify="right", overflow="fold")
+    t.add_column("limit", overflow="fold")
+    if count > 1:
+        t.add_column("sent", justify="right", overflow="fold")
+    for p in predictions:
+        e = p.estimate
+        split = f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
+        cells = [
+            p.target.name if p.target else "this machine",
+            f"{p.planned.policy}{split}",
+            f"{p.run.config.data.batch_size:,}",
+            format_bytes(p.peak.total) + ("" if p.fits else " too large"),
+        ]
+        if e is None or p.utilization is None:
+            cells += ["?", "?", "?", "rates unknown"] + ["?"] * (count > 1)
+        else:
+            limit = max(e.share, key=lambda name: e.share[name])
+            cells += [f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit]
+            cells += [format_bytes(int(e.link_bytes))] * (count > 1)
+        t.add_row(*cells, style="" if p.fits else "dim")
+    t.caption = (
+        "Bytes are per device. The time is a lower bound: a roofline over the compiled program. "
+        "Kernels seldom reach the rates of a data sheet."
+    )
+    return t
+
+
 def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
     """Render every candidate of a plan for the terminal, the fastest first.
 
@@ -111,7 +149,7 @@ def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
     for c in plan.candidates:
         fits = plan.budget is None or c.peak.total + reserve <= plan.budget
         t.add_row(
-            c.policy,
+            str(c.policy),
             str(c.microbatches),
             format_bytes(c.peak.total),
             f"{c.cost.flops / 1e9:,.1f}",

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fnet.memory import format_bytes
+from fnet.memory import Plan, format_bytes
 from train.output.curves import COLORS, round_ticks, style
 from train.output.palette import overlay_labels, voc_colors
 from train.output.stored import StoredMemory
@@ -172,6 +172,48 @@ def memory(report: "MemoryReport", title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def plan(plan: Plan, title: str, path: Path) -> None:
+    """Save plan.png: FLOPs and estimated time of each candidate over its peak memory.
+
+    Args:
+      plan: Candidates of a train step, and the predicted Pareto front.
+      title: Title of the picture.
+      path: Path of the PNG.
+    """
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    fastest = min(plan.candidates, key=lambda c: (c.cost.time, c.peak.total)).cost
+    front = {id(c) for c in plan.front}
+    most = max(plan.budget or 0, *(c.peak.total for c in plan.candidates))
+    for ax, name, of in zip(
+        figure.subplots(1, 2),
+        ("FLOPs, relative to the fastest", "estimated time, relative to the fastest"),
+        (lambda c: c.flops / fastest.flops, lambda c: c.time / fastest.time),
+        strict=True,
+    ):
+        unit = _bytes_axis(ax, most, horizontal=True)
+        if plan.predicted:
+            bytes_, costs = zip(*plan.predicted, strict=True)
+            label = "predicted front, planned per array"
+            ax.plot(np.array(bytes_) / unit, list(map(of, costs)), color=COLORS[0], label=label)
+        for on_front, label in ((True, "compiled, on the front"), (False, "compiled")):
+            group = [c for c in plan.candidates if (id(c) in front) == on_front]
+            x, y = [c.peak.total / unit for c in group], [of(c.cost) for c in group]
+            color = COLORS[0] if on_front else "0.7"
+            ax.scatter(x, y, color=color, zorder=3, label=label if group else None)
+        chosen = plan.chosen
+        label = f"chosen: {chosen}, {format_bytes(chosen.peak.total)}"
+        point = [chosen.peak.total / unit], [of(chosen.cost)]
+        ax.scatter(*point, s=140, facecolors="none", edgecolors=COLORS[1], zorder=4, label=label)
+        if plan.budget:
+            label = f"budget: {format_bytes(plan.budget)}"
+            ax.axvline(plan.budget / unit, color=COLORS[1], lw=1, ls="--", label=label)
+        ax.set_xlabel("peak of the train step")
+        ax.set_title(name, fontsize=10)
+        ax.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def draw_live_bytes(ax: Axes, stored: StoredMemory, highest: int = 0) -> None:
     """Draw the bytes that are alive at each instruction, and the peak that XLA assigned.
 
@@ -195,12 +237,13 @@ def draw_live_bytes(ax: Axes, stored: StoredMemory, highest: int = 0) -> None:
     ax.xaxis.set_major_locator(round_ticks())
 
 
-def _bytes_axis(ax: Axes, highest: float) -> int:
+def _bytes_axis(ax: Axes, highest: float, horizontal: bool = False) -> int:
     """Let an axis reach from 0 to a number of bytes, and return the unit to draw in."""
     power = min(int(np.log2(max(highest, 1)) // 10), len(_UNITS) - 1)
-    ax.set_ylim(0, 1.05 * max(highest, 1) / 1024**power)
-    ax.yaxis.set_major_locator(round_ticks())
-    ax.yaxis.set_major_formatter(ticker.StrMethodFormatter(f"{{x:g}} {_UNITS[power]}"))
+    limits, axis = (ax.set_xlim, ax.xaxis) if horizontal else (ax.set_ylim, ax.yaxis)
+    limits(0, 1.05 * max(highest, 1) / 1024**power)
+    axis.set_major_locator(round_ticks())
+    axis.set_major_formatter(ticker.StrMethodFormatter(f"{{x:g}} {_UNITS[power]}"))
     style(ax)
     return 1024**power
 

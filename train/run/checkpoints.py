@@ -21,14 +21,11 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from fnet import TrainState
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.run.distributed import any_process
-from train.run.process_memory import release_free_memory
+from train.run.process_memory import IN_FLIGHT, release_free_memory
 from train.run.run_folder import check_no_pattern
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-IN_FLIGHT = 32 * 2**20
-"""Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
 
 _RENAMED = {"pos_embedding": "places", "timestep": "time"}
 """Parameters of the denoiser and their names in checkpoints of earlier versions."""
@@ -203,7 +200,9 @@ class Checkpoints:
         return self._newest(read)
 
     def restore_network(
-        self, init: Callable[[Array], tuple[Any, Any]] | None = None
+        self,
+        init: Callable[[Array], tuple[Any, Any]] | None = None,
+        place: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> RestoredNetwork:
         """Restore the network of the newest intact checkpoint.
 
@@ -213,6 +212,8 @@ class Checkpoints:
         Args:
           init: the network's ``key -> (params, model_state)``, whose names and shapes are
             compared with the checkpoint's; None skips the comparison.
+          place: gives shapes their shardings (`train.run.mesh.Layout.fields`). By default all
+            arrays are restored to one device.
 
         Raises:
           UserError: if there is no checkpoint, if the names or shapes of its arrays differ, or if
@@ -229,6 +230,7 @@ class Checkpoints:
                 here = {params_name: params, "model_state": model_state}
                 self._compare(step, network, _rename_keys(here, renamed))
             target = jax.tree.map(_on_one_device, network, is_leaf=lambda a: hasattr(a, "shape"))
+            target = place(target) if place else target
             restored, _ = self._read(step, target)
             restored = _rename_keys(restored, _inverse(renamed))
             return RestoredNetwork(restored[params_name], restored["model_state"], step)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fnet import TrainState, memory
+from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
-from train.run.mesh import Layout
+from train.run.mesh import Layout, shardings
 from train.tasks import Task
 
 
@@ -109,10 +110,16 @@ class Evaluator:
             {name: np.zeros((), np.float32) for name in names},
             np.zeros((num_classes, num_classes), np.int32) if measured.confusion else None,
         )
+        if layout:
+            sharded = shardings(shapes.evaluation_params)
+            add_batch = gather_at_use(add_batch, (None, sharded, None, None))
         # Donated totals make each call wait for the one before. Otherwise the device could run
         # several at once and hold the temporaries of all.
         jitted = jax.jit(add_batch, donate_argnums=0, out_shardings=self._replicated)
-        self._add_batch = jitted.lower(self._zero_totals(), *arguments).compile()
+        # The options keep the order of gathers.
+        options = memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[0] if layout else {}
+        lowered = jitted.lower(self._zero_totals(), *arguments)
+        self._add_batch = lowered.compile(compiler_options=dict(options))
         program = memory.peak(self._add_batch)
         arguments_bytes = memory.tree_bytes((shapes, batch))
         self.peak = arguments_bytes + program.outputs + program.temporaries + program.workspace

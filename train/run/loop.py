@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 
 import fnet
+from fnet import memory
 from fnet.memory import format_bytes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
@@ -27,7 +28,7 @@ from train.run.interruption import Interruption
 from train.run.memory_report import MemoryReport, memory_report
 from train.run.mesh import layout
 from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of
-from train.run.planning import StepCache, check_memory_config, compile_step, reserve
+from train.run.planning import StepCache, check_memory_config, compile_step, overhead, reserve
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
@@ -74,6 +75,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         folder.write_config(config)
 
     with distributed.run_folder(out, prepare) as folder:
+        for note in run.notes:
+            log(note)
         log(f"training {config.name} for {run.steps} steps in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
         seeds = read_seeds(folder, config)
@@ -89,9 +92,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             init = run.compile_init()
             learning_rate = run.compile_schedule()
             report = memory_report(run, planned)
-        predicted_bytes = max(planned.executable.report.peak.total, evaluate.peak)
+        predicted_bytes = overhead(run).peak(
+            memory.tree_bytes(run.state_shapes) // run.devices,
+            planned.executable.report.peak.total,
+            evaluate.peak,
+        )
         _show_memory(run, report, folder, console)
-        memory = HighWater(run.devices // jax.process_count())
+        high_water = HighWater(run.devices // jax.process_count())
 
         batches = unreadable.watch(run.training_batches(seeds.data))
         with Checkpoints(
@@ -165,7 +172,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                             line |= _test_metrics(evaluation.metrics)
                         metrics_file.write(json.dumps(line) + "\n")
                         track(step, line)
-                        progress.log(step, line, predicted_bytes, memory.bytes())
+                        progress.log(step, line, predicted_bytes, high_water.bytes())
                         meter.restart()
 
                     is_best = config.checkpoint.best and score is not None and score > best_score
@@ -180,7 +187,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                     if is_stopping:
                         break
             checkpoints.wait()
-        measured_bytes = memory.bytes()  # before the plots, which are not training
+        measured_bytes = high_water.bytes()  # before the plots, which are not training
 
         lines = read_metrics(folder.metrics)
         num_params = planned.executable.report.parameters
@@ -227,7 +234,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             "parameters": num_params,
             "state_bytes": planned.executable.report.state_bytes,
             "donated_bytes": planned.executable.report.donation.aliased_bytes,
-            "policy": planned.policy,
+            "policy": str(planned.policy),
             "microbatches": planned.microbatches,
             "budget_bytes": planned.plan.budget if planned.plan else None,
             "peak_bytes_predicted": predicted_bytes,
@@ -299,10 +306,7 @@ def _describe(summary: dict[str, Any]) -> str:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
     counted = "process" if jax.default_backend() == "cpu" else "device"
-    memory = (
-        f"predicted {format_bytes(predicted)} (compiled programs), "
-        f"measured {format_bytes(measured)} ({counted})"
-    )
+    memory = f"predicted {format_bytes(predicted)}, measured {format_bytes(measured)} ({counted})"
     if summary["budget_bytes"]:
         memory += f", budget {format_bytes(summary['budget_bytes'])}"
     return (

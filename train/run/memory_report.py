@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet import memory
-from fnet.memory import Buffer, LayerResiduals, Plan, Timeline
+from fnet.memory import Buffer, LayerResiduals, Plan, Policy, Timeline
 from train.run.planning import Planned
 from train.run.setup import Setup
 
@@ -37,7 +37,7 @@ class MemoryReport(NamedTuple):
         """Return the report for memory.json."""
         planned = self.planned
         return planned.executable.report.as_dict() | {
-            "policy": planned.policy,
+            "policy": str(planned.policy),
             "microbatches": planned.microbatches,
             "remat": planned.remat._asdict() if planned.remat else None,
             "plan": _plan_as_dict(planned.plan) if planned.plan else None,
@@ -57,7 +57,7 @@ def memory_report(run: Setup, planned: Planned) -> MemoryReport:
     return MemoryReport(planned, residuals, timeline)
 
 
-def residuals_by_layer(run: Setup, policy: str, microbatches: int) -> list[LayerResiduals]:
+def residuals_by_layer(run: Setup, policy: str | Policy, microbatches: int) -> list[LayerResiduals]:
     """Return the bytes that the loss saves for the backward pass, by layer.
 
     Layers are grouped by the first parts of their names, so that at most 20 rows remain.
@@ -92,7 +92,11 @@ def _plan_as_dict(plan: Plan) -> dict[str, Any]:
     def candidate_as_dict(c: memory.Candidate | None) -> dict[str, Any] | None:
         if c is None:
             return None
-        return c._asdict() | {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
+        return c._asdict() | {
+            "policy": str(c.policy),
+            "cost": c.cost._asdict(),
+            "peak": c.peak.as_dict(),
+        }
 
     return {
         "budget": plan.budget,

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,17 +15,16 @@ from fnet import TrainState
 from train.config import Config, Mesh
 from train.errors import UserError
 
-_MIN_SHARDED_SIZE = 1024
-"""Smallest number of elements of an array that is sharded."""
+_MIN_SHARDED_SIZE = 2048
+"""Smallest number of elements of an array that is sharded. A gather of less is all latency."""
 
 
 class Layout(NamedTuple):
     """Sharding of train states and batches.
 
     A batch is sharded over all devices. Parameters, their average and the optimizer state are
-    sharded along ``fsdp`` (ZeRO: Rajbhandari et al., SC 2020): XLA gathers a layer's parameters
-    where they are used, and reduces its gradients where they are stored. Everything else is
-    replicated.
+    sharded along ``fsdp`` (ZeRO: Rajbhandari et al., SC 2020). The step gathers a layer's
+    parameters where they are used, see `fnet.fsdp`. Everything else is replicated.
 
     Attributes:
       mesh: Devices, with axes ``data`` and ``fsdp``.
@@ -56,22 +57,26 @@ class Layout(NamedTuple):
 
     def state(self, shapes: TrainState) -> TrainState:
         """Return the shapes of a train state, with shardings."""
+        fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
+        return dataclasses.replace(shapes, **self.fields(fields))
 
-        def shard(tree: Any) -> Any:
-            return jax.tree.map(lambda a: _with_sharding(a, self._sharding(a.shape)), tree)
+    def fields(self, shapes: dict[str, Any]) -> dict[str, Any]:
+        """Return the shapes of some fields of a train state, by name, with shardings."""
 
-        replicated = jax.tree.map(lambda a: _with_sharding(a, self.replicated), shapes)
-        return dataclasses.replace(
-            replicated,
-            params=shard(shapes.params),
-            opt_state=shard(shapes.opt_state),
-            ema=shard(shapes.ema),
-        )
+        def place(name: str, a: Any) -> jax.ShapeDtypeStruct:
+            is_sharded = name in ("params", "opt_state", "ema")
+            return _with_sharding(a, self._sharding(a.shape) if is_sharded else self.replicated)
+
+        return {
+            name: jax.tree.map(functools.partial(place, name), tree)
+            for name, tree in shapes.items()
+        }
 
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Shard the longest axis whose size the devices divide."""
+        """Shard the longest axis that the devices divide, but not the axis of stacked layers."""
         devices = self.mesh.shape["fsdp"]
-        axes = [i for i, n in enumerate(shape) if n % devices == 0]
+        first = 1 if len(shape) > 2 else 0  # a gather of a slice would gather the whole stack
+        axes = [i for i, n in enumerate(shape) if n % devices == 0 and i >= first]
         if not axes or math.prod(shape) < _MIN_SHARDED_SIZE:
             return self.replicated
         longest = max(axes, key=lambda i: shape[i])
@@ -84,14 +89,14 @@ def shardings(shapes: Any) -> Any:
     return jax.tree.map(lambda a: a.sharding, shapes)
 
 
-def layout(config: Config) -> Layout:
-    """Return the layout of a config's mesh over the first devices of this machine.
+def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
+    """Return the layout of a config's mesh over devices, by default the first of this machine.
 
     Raises:
       UserError: if there are too few devices, or they do not divide a batch evenly.
     """
     data, fsdp, batch_size = config.mesh.data, config.mesh.fsdp, config.data.batch_size
-    devices, count = jax.devices(), data * fsdp
+    devices, count = devices or jax.devices(), data * fsdp
     if count > len(devices):
         raise UserError(
             f"mesh: {data} x {fsdp} devices are wanted, but this machine has {len(devices)} "

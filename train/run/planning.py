@@ -1,5 +1,6 @@
 """Compile a train step within the config's memory budget."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,16 +10,19 @@ import numpy as np
 
 import fnet
 from fnet import TrainState, memory
-from fnet.memory import Candidate, Plan, RematReport
+from fnet.memory import Candidate, Plan, Policy, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
 from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
-from train.run.process_memory import FRAGMENTATION, RUNTIME_OVERHEAD
+from train.run import process_memory
+from train.run.process_memory import Overhead
 from train.run.setup import Setup
 
 Progress = Callable[[Candidate], None]
+SizeProgress = Callable[[int, int], None]
+"""Called with a batch size and the peak of its step."""
 
 
 class Planned(NamedTuple):
@@ -26,14 +30,14 @@ class Planned(NamedTuple):
 
     Attributes:
       executable: Compiled step with its report.
-      policy: Remat policy, a key of `fnet.memory.REMAT_POLICIES`.
+      policy: Remat policy: a key of `fnet.memory.REMAT_POLICIES`, or one that was planned.
       microbatches: Number of microbatches.
       plan: Plan it was chosen from; None if the config leaves no choice.
       remat: Effect of the policy on the compiled program; None without remat.
     """
 
     executable: Executable
-    policy: str
+    policy: str | Policy
     microbatches: int
     plan: Plan | None
     remat: RematReport | None
@@ -170,45 +174,103 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
         raise UserError(f"memory: {error}") from error
 
 
+def predict(
+    run: Setup,
+    limit: int | None = None,
+    *,
+    target: Target | None = None,
+    progress: Progress | None = None,
+) -> Planned:
+    """Compile the step of a config as far as its memory requires.
+
+    A plan is made only if the step does not fit.
+
+    Args:
+      run: setup of the run.
+      limit: bytes of the compiled step, or None.
+      target: device to compile for, by default this machine's.
+      progress: called with each candidate of a plan when it is compiled.
+
+    Raises:
+      UserError: as `compile_step`.
+    """
+    section = run.config.memory
+    policy = "none" if section.policy == "auto" else section.policy
+    first = _analyze(run, policy, target)
+    if limit is not None and first.executable.report.peak.total > limit:
+        budget = f"{limit + reserve(run, target)}B"
+        memory_section = dataclasses.replace(section, budget=budget)
+        run = run._replace(config=dataclasses.replace(run.config, memory=memory_section))
+        planned = plan(run, target=target, progress=progress)
+        c = planned.chosen
+        first = _analyze(run, c.policy, target, c.microbatches, c.compiler_options)
+        return first._replace(plan=planned)
+    if policy == "none":
+        return first
+    return first._replace(
+        remat=_check_remat(run, policy, first.microbatches, first.executable, target)
+    )
+
+
+class Largest(NamedTuple):
+    """The largest batch that fits.
+
+    Attributes:
+      run: The run with that batch size.
+      planned: Its compiled step.
+    """
+
+    run: Setup
+    planned: Planned
+
+
 def largest_batch(
     run: Setup,
-    candidate: Candidate,
     limit: int,
     *,
     target: Target | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> int | None:
+    progress: SizeProgress | None = None,
+) -> Largest | None:
     """Find the largest batch size whose step needs at most ``limit`` bytes.
+
+    Two programs give a line, and a third verifies where it meets the limit. With the policy
+    ``auto``, it is the policy that takes less at the config's batch size, of ``none`` and
+    ``segments``.
 
     Args:
       run: setup of the run, with whose batch size the search begins.
-      candidate: policy, microbatches and compiler options.
       limit: bytes of the compiled step.
       target: device to compile for, by default this machine's.
       progress: called with each batch size and its peak.
 
     Returns:
-      The batch size, or None if not even the smallest one fits.
+      The batch size with its step, or None if not even the smallest one fits.
     """
-    parts = candidate.microbatches * run.devices
-    step = run.step.replace(remat=candidate.policy, microbatches=candidate.microbatches)
+    policy = run.config.memory.policy
+    policies: list[str | Policy] = [policy] if policy != "auto" else ["none", "segments"]
+    microbatches = run.step.microbatches
+    parts = microbatches * run.devices
+    compiled: dict[int, Largest] = {}
 
-    def peak(microbatch_size: int) -> int:
-        batch_size = microbatch_size * parts
-        resized = run.with_batch_size(batch_size, candidate.microbatches)
-        lowered = step.trace(*_arguments(resized, target)).lower()
-        size = memory.estimate_peak(lowered, candidate.compiler_options, target).total
-        size += reserve(resized, target) - reserve(run, target)
+    def peak(size: int) -> int:
+        resized = run.with_batch_size(size * parts, microbatches)
+        planned = min(
+            (_analyze(resized, p, target) for p in policies),
+            key=lambda planned: planned.executable.report.peak.total,
+        )
+        policies[:] = [planned.policy]
+        compiled[size] = Largest(resized, planned)
+        total = planned.executable.report.peak.total
         if progress:
-            progress(batch_size, size)
-        return size
+            progress(size * parts, total)
+        return total + reserve(resized, target) - reserve(run, target)
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
-        largest = memory.largest_size(peak, limit, start)
-    except ValueError:  # too few examples for the network's norms, and twice as many do not fit
+        size = memory.largest_size(peak, limit, start)
+    except UserError:  # too few examples for the network's norms, and twice as many do not fit
         return None
-    return None if largest is None else largest * parts
+    return None if size is None else compiled[size]
 
 
 def limit(run: Setup, target: Target | None = None) -> int | None:
@@ -218,16 +280,16 @@ def limit(run: Setup, target: Target | None = None) -> int | None:
     return target.usable if target else None
 
 
-def reserve(run: Setup, target: Target | None = None) -> int:
-    """Return the bytes of a budget that the compiled step may not use.
-
-    On CPU, prefetched batches, checkpoints and the allocator share the memory with the step.
-    """
+def overhead(run: Setup, target: Target | None = None) -> Overhead:
+    """Estimate the memory of the process in addition to its compiled programs."""
     if target or jax.default_backend() != "cpu":
-        return 0
-    fragmentation = int(FRAGMENTATION * memory.tree_bytes(run.state_shapes))
-    batches = (PREFETCHED_BATCHES + 3) * memory.tree_bytes(run.batch_shapes)
-    return RUNTIME_OVERHEAD + fragmentation + batches
+        return Overhead()
+    return process_memory.overhead(run.state_shapes, run.batch_shapes, PREFETCHED_BATCHES + 3)
+
+
+def reserve(run: Setup, target: Target | None = None) -> int:
+    """Return the bytes of a budget that the compiled step may not use."""
+    return overhead(run, target).always
 
 
 def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
@@ -246,7 +308,7 @@ def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:
 
 def _compile(
     run: Setup,
-    policy: str,
+    policy: str | Policy,
     microbatches: int,
     target: Target | None,
     compiler_options: dict[str, Any] | None = None,
@@ -262,11 +324,40 @@ def _compile(
         raise UserError(f"memory: {error}") from error
 
 
+# XLA assigns buffers before it generates code, so the peak needs no optimized code.
+_WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
+
+
+def _analyze(
+    run: Setup,
+    policy: str | Policy,
+    target: Target | None,
+    microbatches: int | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> Planned:
+    """Compile a step to read its memory: the smallest of the backend's candidates."""
+    platform = target.device.platform if target else jax.default_backend()
+    candidates: Any = memory.CANDIDATE_OPTIONS.get(platform, ({},))
+    if compiler_options is not None:
+        candidates = (compiler_options,)
+    elif target:
+        candidates = (target.compiler_options,)
+    microbatches = microbatches or run.step.microbatches
+    unoptimized = _WITHOUT_OPTIMIZED_CODE.get(platform, {})
+    executables = [_compile(run, policy, microbatches, target, o | unoptimized) for o in candidates]
+    smallest = min(executables, key=lambda executable: executable.report.peak.total)
+    return Planned(smallest, policy, microbatches, None, None)
+
+
 def _check_remat(
-    run: Setup, policy: str, microbatches: int, executable: Executable, target: Target | None
+    run: Setup,
+    policy: str | Policy,
+    microbatches: int,
+    executable: Executable,
+    target: Target | None,
 ) -> RematReport | None:
     """Compare the compiled step with the same one without remat."""
-    if policy == "none":
+    if str(policy) == "none":
         return None
     options = executable.report.compiler_options
     baseline = _compile(run, "none", microbatches, target, options)

@@ -3,18 +3,83 @@
 import ctypes
 import gc
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
-RUNTIME_OVERHEAD = 64 * 2**20
-"""Bytes of a training process on CPU in addition to its compiled programs, prefetched batches and
-`FRAGMENTATION`: checkpoints on their way to disk, and code that is loaded late."""
+from fnet.memory import format_bytes, tree_bytes
 
-FRAGMENTATION = 1 / 12
-"""Bytes that the allocator holds between arrays after checkpoints, relative to the train state's.
+IN_FLIGHT = 32 * 2**20
+"""Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
 
-Together with `RUNTIME_OVERHEAD`, language models with averaged parameters and states of 73, 290,
-651 and 1,151 MiB took 55, 72, 82 and 85 MiB, and after a resume 65, 85, 105 and 120 MiB."""
+# Threads and late code take 7 to 12 MiB in steps of small networks, and 5 more after an evaluation.
+_RUNTIME = 16 * 2**20
+# Gaps after checkpoints, relative to the state.
+_ALLOCATOR = 1 / 12
+
+
+class Overhead(NamedTuple):
+    """Memory of a training process on CPU in addition to its compiled programs, in bytes.
+
+    On an accelerator all parts are 0: there, programs and their arguments have their own memory.
+
+    Attributes:
+      runtime: Threads of XLA and the data pipeline, and code that is loaded late.
+      batches: Batches that are read ahead, and those that the loop and the device hold.
+      background: Copies of a small state that is written while steps run.
+      checkpoint: Arrays of a large state on their way to disk, while no step runs.
+      allocator: Gaps that the C library leaves between arrays.
+    """
+
+    runtime: int = 0
+    batches: int = 0
+    background: int = 0
+    checkpoint: int = 0
+    allocator: int = 0
+
+    @property
+    def always(self) -> int:
+        """Bytes in addition to a program that runs."""
+        return self.runtime + self.batches + self.background + self.allocator
+
+    def __str__(self) -> str:
+        """Describe the parts in one line."""
+        parts = {
+            "runtime": self.runtime,
+            "batches read ahead": self.batches,
+            "checkpoints": self.background,
+            "gaps between arrays": self.allocator,
+        }
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+
+    def peak(self, state_bytes: int, *programs: int) -> int:
+        """Return the peak of the process: while a program runs, or while a checkpoint is written.
+
+        Args:
+          state_bytes: Bytes of the train state.
+          *programs: Peaks of the compiled programs, of which one runs at a time.
+        """
+        return self.always + max(state_bytes + self.checkpoint, *programs)
+
+
+def overhead(state: Any, batch: Any, batches: int) -> Overhead:
+    """Estimate the memory of a training process on CPU besides its compiled programs.
+
+    Args:
+      state: Shapes of the train state.
+      batch: Shapes of a batch.
+      batches: Number of batches that exist at once.
+    """
+    sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
+    in_background = sum(sizes) <= IN_FLIGHT
+    in_flight = 0 if in_background else IN_FLIGHT + max(sizes)
+    return Overhead(
+        runtime=_RUNTIME,
+        batches=batches * tree_bytes(batch),
+        background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
+        checkpoint=in_flight,
+        allocator=int(_ALLOCATOR * sum(sizes)),
+    )
 
 
 # malloc.h
@@ -24,8 +89,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 class HighWater:
     """Peak memory since this object was created, above the memory in use at that time.
 
-    On CPU this is the process's resident memory (Linux only), divided by its training devices. On
-    other devices the allocator counts it.
+    On CPU this is the process's resident memory (Linux only) without pages of files, such as code
+    that is loaded late, divided by its training devices. On other devices the allocator counts it.
 
     Args:
       devices: number of training devices of this process.
@@ -38,12 +103,15 @@ class HighWater:
             release_free_memory()
             _reset_peak()
         self._baseline = _in_use()
+        self._files = _status("RssFile") or 0
 
     def bytes(self) -> int | None:
         """Return the peak in bytes, or None if this system does not count it."""
         peak = _peak()
         if peak is None or self._baseline is None:
             return None
+        if jax.default_backend() == "cpu":
+            peak -= max((_status("RssFile") or 0) - self._files, 0)
         return max(peak - self._baseline, 0) // self._devices
 
 

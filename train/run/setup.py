@@ -18,7 +18,7 @@ from fnet.privacy.users import per_user
 from fnet.step import Step
 from train import data
 from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
-from train.data import Dataset, buckets, poisson, users
+from train.data import Dataset, buckets, placeholder, poisson, users
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -28,6 +28,9 @@ from train.run.privacy import Privacy, privacy_from_config, sampling_from_config
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
+
+_WARMUP_FRACTION = 10
+"""A run that is shorter than its warmup warms up for one step in so many."""
 
 
 class Setup(NamedTuple):
@@ -46,6 +49,7 @@ class Setup(NamedTuple):
       privacy: Privacy guarantee; None without noise.
       canaries: Canaries of an audit, or None.
       layout: Layout of the shapes; None for one device.
+      notes: Where the run differs from its config, for the user.
     """
 
     config: Config
@@ -60,6 +64,7 @@ class Setup(NamedTuple):
     privacy: Privacy | None
     canaries: GradientCanaries | None = None
     layout: Layout | None = None
+    notes: tuple[str, ...] = ()
 
     def on(self, layout: Layout) -> "Setup":
         """Return the same run with shardings of state and batches."""
@@ -139,13 +144,19 @@ class Setup(NamedTuple):
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
-def setup(config: Config) -> Setup:
+def setup(config: Config, *, without_data: bool = False) -> Setup:
     """Set up a run; nothing is compiled or computed yet.
+
+    Args:
+      config: Config of the run.
+      without_data: Replace data that are not there yet by zeros; see `train.data.placeholder`.
 
     Raises:
       UserError: if sections of the config do not fit each other or the data.
     """
-    task = build_task(config)
+    missing = placeholder.load(config) if without_data else None
+    task = build_task(config, missing.dataset if missing else None)
+    notes = [f"data: {missing.note}"] if missing else []
     _check_users(config)
     canaries = _draw_canaries(config, task)
     if canaries:
@@ -157,16 +168,19 @@ def setup(config: Config) -> Setup:
     steps_per_epoch = _steps_per_epoch(config, task.dataset)
     steps = _num_steps(config, steps_per_epoch)
     o = config.optim
-    if o.warmup_steps > steps:
-        raise UserError(
-            f"optim.warmup_steps: the run has {steps} steps, fewer than {o.warmup_steps}"
+    warmup_steps = o.warmup_steps
+    if warmup_steps > steps:
+        warmup_steps = steps // _WARMUP_FRACTION
+        notes.append(
+            f"optim.warmup_steps: {warmup_steps} instead of {o.warmup_steps}, because the run has "
+            f"{steps} steps"
         )
     try:
         schedule = optim.make_schedule(
             o.schedule,
             o.learning_rate,
             steps,
-            warmup_steps=o.warmup_steps,
+            warmup_steps=warmup_steps,
             decay_steps=[epochs * steps_per_epoch for epochs in o.decay_epochs],
             decay_rate=o.decay_rate,
         )
@@ -219,6 +233,7 @@ def setup(config: Config) -> Setup:
         batch_shapes=batch_shapes,
         privacy=privacy,
         canaries=canaries,
+        notes=tuple(notes),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from train.config import Config, DeepLab, Denoiser, LanguageModel
-from train.data import sample_batch
+from train.data import Dataset, sample_batch
 from train.errors import UserError
 from train.tasks import classification, diffusion, language, segmentation
 from train.tasks.task import BatchMetrics, Task
@@ -17,14 +17,18 @@ _TASKS: dict[type, Any] = {
 }
 
 
-def build(config: Config) -> Task:
+def build(config: Config, dataset: Dataset | None = None) -> Task:
     """Build the task of a config, which follows from its network.
+
+    Args:
+      config: Config of the run.
+      dataset: Data to use in place of those that the config describes.
 
     Raises:
       UserError: if the network is invalid, or the data do not fit it.
     """
     try:
-        task = _TASKS.get(type(config.model), classification).build(config)
+        task = _TASKS.get(type(config.model), classification).build(config, dataset)
         params, state = jax.eval_shape(task.model.init, jax.random.key(0))
         batch = {
             name: jax.ShapeDtypeStruct(a.shape, a.dtype)

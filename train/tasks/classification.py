@@ -10,22 +10,22 @@ from jax import Array
 import fnet
 from fnet import losses
 from train.config import Config, LanguageModel
-from train.data import sample_batch
+from train.data import Dataset, sample_batch
 from train.tasks import images
 from train.tasks.task import Batch, BatchMetrics, Task
 
 _TOP_K = 5
 
 
-def build(config: Config) -> Task:
-    """Build the classification task of a config.
+def build(config: Config, dataset: Dataset | None = None) -> Task:
+    """Build the classification task of a config, by default with the data it describes.
 
     Raises:
       UserError: if the data source has no images.
       ValueError: if the network is invalid.
     """
     assert not isinstance(config.model, LanguageModel)  # has its own task
-    dataset = images.load(config)
+    dataset = dataset or images.load(config)
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     model = config.model.build(shape, len(dataset.classes))
 

@@ -21,21 +21,23 @@ def build_schedule(model: Denoiser) -> Schedule:
     return schedules.get(model.schedule, model.steps)
 
 
-def build_network(config: Config) -> tuple[Dataset, models.Denoiser]:
-    """Load the images, and build the network for them.
+def build_network(
+    config: Config, dataset: Dataset | None = None
+) -> tuple[Dataset, models.Denoiser]:
+    """Load the images, by default those of the config, and build the network for them.
 
     Raises:
       UserError: if the data source has no images.
       ValueError: if the network is invalid.
     """
     assert isinstance(config.model, Denoiser)
-    dataset = images.load(config)
+    dataset = dataset or images.load(config)
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     return dataset, config.model.build(shape, len(dataset.classes))
 
 
-def build(config: Config) -> Task:
-    """Build the diffusion task of a config.
+def build(config: Config, dataset: Dataset | None = None) -> Task:
+    """Build the diffusion task of a config, by default with the data it describes.
 
     Raises:
       UserError: if the data source has no images, or for mixup, several crops or label smoothing.
@@ -50,7 +52,7 @@ def build(config: Config) -> Task:
         )
     if isinstance(config.data, ImageFolder):
         _check_single_images(config.data)
-    dataset, model = build_network(config)
+    dataset, model = build_network(config, dataset)
     index = np.arange(num_examples(dataset.test), dtype=np.int32)
     dataset = dataset._replace(test=dataset.test | {"index": index})
     classes, schedule = len(dataset.classes), build_schedule(section)

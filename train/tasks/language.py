@@ -8,7 +8,7 @@ from jax import Array
 
 import fnet
 from train.config import Config, LanguageModel, TextFile
-from train.data import text_file
+from train.data import Dataset, text_file
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks.task import Batch, BatchMetrics, Task
@@ -27,11 +27,11 @@ def build_network(config: Config) -> fnet.models.LanguageModel:
             f"data.source: {data.source} has no text, which the network {model.name} needs; "
             "give data.source text_file"
         )
-    return model.build(load_tokenizer(data).vocab_size, config.train.precision)
+    return model.build(data.vocabulary or load_tokenizer(data).vocab_size, config.train.precision)
 
 
-def build(config: Config) -> Task:
-    """Build the language modeling task of a config.
+def build(config: Config, dataset: Dataset | None = None) -> Task:
+    """Build the language modeling task of a config, by default with the data it describes.
 
     Raises:
       UserError: if the text is unreadable.
@@ -39,7 +39,7 @@ def build(config: Config) -> Task:
     """
     model = build_network(config)
     assert isinstance(config.data, TextFile)
-    dataset = text_file.load(config.data)
+    dataset = dataset or text_file.load(config.data)
     if config.is_private and "slack" in dataset.train:
         # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
         # must remove its tokens.

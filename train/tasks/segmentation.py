@@ -34,15 +34,15 @@ class Views(NamedTuple):
         return len(self.scales) * (2 if self.flip else 1)
 
 
-def build(config: Config) -> Task:
-    """Build the segmentation task of a config.
+def build(config: Config, dataset: Dataset | None = None) -> Task:
+    """Build the segmentation task of a config, by default with the data it describes.
 
     Raises:
       UserError: if the data source has no masks.
       ValueError: if the network is invalid.
     """
     assert isinstance(config.model, DeepLab)
-    dataset = _load(config)
+    dataset = dataset or _load(config)
     model = config.model.build(sample_batch(dataset, 1)["image"].shape[1:], len(dataset.classes))
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:

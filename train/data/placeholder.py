@@ -1,0 +1,76 @@
+"""Datasets without data, to predict a run's memory before its images or its tokenizer exist."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from train.config import Config, ImageFolder, SegmentationFolder, TextFile
+from train.data import Arrays, Dataset, num_examples
+
+_CLASSES = 1000
+_BATCHES = 100
+"""Length of an epoch, which is unknown and does not change the memory."""
+
+
+class Placeholder(NamedTuple):
+    """A dataset of zeros.
+
+    Attributes:
+      dataset: Rows and batches with the shapes and dtypes of the real ones.
+      note: What is assumed, for the user.
+    """
+
+    dataset: Dataset
+    note: str
+
+
+def load(config: Config) -> Placeholder | None:
+    """Return zeros in place of data that the config describes but that are not there.
+
+    Text is replaced if ``data.vocabulary`` is given, images if their folder does not exist.
+    """
+    data = config.data
+    rows = {"id": np.arange(_BATCHES * data.batch_size, dtype=np.int32)}
+    if isinstance(data, TextFile) and data.vocabulary is not None:
+        dtype = np.min_scalar_type(data.vocabulary - 1)
+        tokens = {"tokens": np.zeros((1, data.context + 1), dtype)}
+        length = {"length": np.full(1, data.context, np.int32)}
+        batch = tokens | length if data.separator else tokens
+        test = tokens | length | {"weight": np.ones(1, np.float32)}
+        users = rows["id"] if data.user else None
+        note = f"vocabulary of {data.vocabulary:,} tokens; the text is not read"
+        return Placeholder(_dataset(rows, (), batch, test)._replace(users=users), note)
+    if not isinstance(data, ImageFolder | SegmentationFolder) or Path(data.path).exists():
+        return None
+    image = np.zeros((1, data.image_size, data.image_size, 3), np.uint8)
+    batch = {"id": np.zeros(1, np.int32), "image": image, "weight": np.ones(1, np.float32)}
+    if isinstance(data, SegmentationFolder):
+        if data.classes is None:
+            return None
+        classes = data.classes
+        test = batch = batch | {"mask": np.zeros(image.shape[:3], np.uint8)}
+    else:
+        classes = _CLASSES
+        test = batch = batch | {"label": np.zeros(1, np.int32)}
+        if data.mixup:
+            batch = batch | {"label_2": np.zeros(1, np.int32), "mix": np.ones(1, np.float32)}
+        if data.crops > 1:
+            crops = np.broadcast_to(image[:, None], (1, data.crops, *image.shape[1:]))
+            test = test | {"image": crops}
+    names = tuple(str(i) for i in range(classes))
+    note = f"no folder {data.path}: {classes:,} classes are assumed"
+    return Placeholder(_dataset(rows, names, batch, test), note)
+
+
+def _dataset(rows: Arrays, classes: tuple[str, ...], batch: Arrays, test: Arrays) -> Dataset:
+    def repeat(example: Arrays, count: int) -> Arrays:
+        return {name: np.broadcast_to(a, (count, *a.shape[1:])) for name, a in example.items()}
+
+    return Dataset(
+        train=rows,
+        test={"id": rows["id"][:1]},
+        classes=classes,
+        augment=lambda chosen, generator: repeat(batch, num_examples(chosen)),
+        prepare=lambda chosen: repeat(test, num_examples(chosen)),
+    )
