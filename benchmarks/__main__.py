@@ -4,6 +4,7 @@
     python -m benchmarks --quick                # fewer rounds, fewer cases
     python -m benchmarks --only abn clipped     # names that contain one of these
     python -m benchmarks --only attention       # a full name selects one benchmark
+    python -m benchmarks --gpu                  # the main claims on a GPU, in 8 minutes
     python -m benchmarks --list
 
 ``--out`` gets benchmarks.md, benchmarks.json, benchmarks.png, and the output of each benchmark in
@@ -31,7 +32,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks import machine, report
-from benchmarks.suite import PATHS, SUITE, Benchmark
+from benchmarks.suite import GPU, PATHS, SUITE, Benchmark
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
         "--only", nargs="+", metavar="PATTERN", help="Names or parts of names; * and ? match."
     )
     parser.add_argument("--quick", action="store_true", help="Fewer rounds and cases.")
+    parser.add_argument("--gpu", action="store_true", help="The main claims, on a GPU.")
     parser.add_argument("--list", action="store_true", help="List the benchmarks and run nothing.")
     for name, meaning in PATHS.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=f"{meaning.capitalize()}.")
@@ -53,6 +55,7 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
     for name in PATHS:
         if getattr(args, name) and not Path(getattr(args, name)).exists():
             parser.error(f"--{name}: {getattr(args, name)} does not exist")
+    suite = GPU if args.gpu else suite
     chosen = matching(suite, args.only)
     if not chosen:
         parser.error(
@@ -66,6 +69,8 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
         described = machine.describe()
     except RuntimeError as error:
         parser.error(str(error))
+    if args.gpu and all(device.endswith(" x cpu") for device in described["devices"]):
+        parser.error("--gpu: JAX finds no GPU here")
     try:
         previous = report.read(args.out, described)
     except ValueError as error:

@@ -30,7 +30,12 @@ def images(seed: int = 0) -> Array:
 
 
 def plain_stack(
-    blocks: int, activation: str = "leaky_relu", *, recompute: bool = False, seed: int = 0
+    blocks: int,
+    activation: str = "leaky_relu",
+    *,
+    recompute: bool = False,
+    seed: int = 0,
+    width: int = WIDTH,
 ) -> tuple[Loss, Any]:
     """Plain jnp implementation, optionally with ``jax.checkpoint`` around each block.
 
@@ -39,38 +44,46 @@ def plain_stack(
       activation: name of an activation that `fnet.abn` supports.
       recompute: whether to wrap each block in ``jax.checkpoint``.
       seed: seed of the parameters.
+      width: C, the number of channels.
 
     Returns:
       ``(loss, params)``: ``loss(params, x)`` is the mean square of the output
-      [] for ``x`` of shape `IMAGES`; params are one dict per block of ``kernel``
+      [] for ``x`` [N, H, W, C]; params are one dict per block of ``kernel``
       [3, 3, C, C], ``gamma`` and ``beta`` [C], float32.
     """
     block = _plain_block(activation)
-    return _stack(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed)
+    return _stack(jax.checkpoint(block) if recompute else block), _parameters(blocks, seed, width)
 
 
 def in_place_stack(
-    blocks: int, activation: str = "leaky_relu", *, seed: int = 0
+    blocks: int, activation: str = "leaky_relu", *, seed: int = 0, width: int = WIDTH
 ) -> tuple[Loss, Any]:
     """Implementation with fnet's layers under `fnet.recompute`; returns as `plain_stack`."""
-    block = serial(conv=layers.conv(WIDTH, WIDTH, bias=False), abn=_abn(WIDTH, activation))
+    block = serial(conv=layers.conv(width, width, bias=False), abn=_abn(width, activation))
     return _from_layer(serial(*[block] * blocks), seed, wrap=fnet.recompute)
 
 
 def reversible_stack(
-    blocks: int, activation: str = "leaky_relu", *, restore: bool = True, seed: int = 0
+    blocks: int,
+    activation: str = "leaky_relu",
+    *,
+    restore: bool = True,
+    seed: int = 0,
+    width: int = WIDTH,
 ) -> tuple[Loss, Any]:
     """Reversible stack with the same blocks on the halves of the channels.
 
     A coupled block has two convolutions of half the width, with a quarter of the FLOPs each.
     ``restore=False`` saves all activations instead. Returns as `plain_stack`.
     """
-    half = WIDTH // 2
+    half = width // 2
     block = serial(conv=layers.conv(half, half, bias=False), abn=_abn(half, activation))
     return _from_layer(layers.reversible([(block, block)] * blocks, restore=restore), seed)
 
 
-def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) -> tuple[Loss, Any]:
+def flax_stack(
+    blocks: int, activation: str = "leaky_relu", *, seed: int = 0, width: int = WIDTH
+) -> tuple[Loss, Any]:
     """Implementation in flax linen; returns as `plain_stack`, with flax's params."""
     act = activations.get(activation).forward
 
@@ -78,13 +91,13 @@ def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) ->
         @nn.compact
         def __call__(self, x: Array) -> Array:
             for _ in range(blocks):
-                x = nn.Conv(WIDTH, (3, 3), use_bias=False)(x)
+                x = nn.Conv(width, (3, 3), use_bias=False)(x)
                 x = act(nn.BatchNorm(use_running_average=False, epsilon=_EPS)(x), 0.01)
             return x
 
     model = Stack()
     # A 2 x 2 image is enough to initialize the parameters.
-    variables = model.init(jax.random.key(seed), jnp.zeros((1, 2, 2, WIDTH)))
+    variables = model.init(jax.random.key(seed), jnp.zeros((1, 2, 2, width)))
     statistics = variables["batch_stats"]
 
     def loss(params: Any, x: Array) -> Array:
@@ -97,7 +110,7 @@ def flax_stack(blocks: int, activation: str = "leaky_relu", *, seed: int = 0) ->
 
 
 def plain_coupled_stack(
-    blocks: int, activation: str = "leaky_relu", *, seed: int = 0
+    blocks: int, activation: str = "leaky_relu", *, seed: int = 0, width: int = WIDTH
 ) -> tuple[Loss, Any]:
     """Plain jnp implementation of `reversible_stack`, without rounding to a grid."""
     half = _plain_block(activation)
@@ -109,7 +122,7 @@ def plain_coupled_stack(
             x2 = x2 + half(g, x1)
         return jnp.square(jnp.concatenate([x1, x2], -1)).mean()
 
-    return loss, _parameters(2 * blocks, seed, WIDTH // 2)
+    return loss, _parameters(2 * blocks, seed, width // 2)
 
 
 def _abn(width: int, activation: str) -> Layer:
@@ -135,7 +148,7 @@ def _plain_block(activation: str) -> Block:
     return block
 
 
-def _parameters(blocks: int, seed: int, width: int = WIDTH) -> list[dict[str, Array]]:
+def _parameters(blocks: int, seed: int, width: int) -> list[dict[str, Array]]:
     he = jax.nn.initializers.he_normal()
     return [
         {

@@ -7,8 +7,8 @@ width 256, batch 16 of 256 tokens) are planned with `fnet.plan_step`, compiled a
 few steps, each in a fresh process. The plain step has remat policy "none" and the whole batch,
 and is compiled for the least memory. It is timed with JAX's default options if that is faster.
 The measured memory is the process's high-water mark above its memory after compilation, plus the
-batch. `RESERVE` of a budget is left for the runtime. Processes are interleaved, and seconds per
-step are medians.
+batch. `process_memory.overhead` of a budget is left for the process. Processes are interleaved,
+and seconds per step are medians.
 """
 
 import argparse
@@ -30,8 +30,7 @@ from benchmarks.measure import in_fresh_process, markdown_table
 from benchmarks.networks import image_loss
 from fnet import layers, models
 from fnet.memory import Plan, format_bytes, tree_bytes
-from train.run.process_memory import RUNTIME_OVERHEAD as RESERVE
-from train.run.process_memory import HighWater, limit_freed_memory
+from train.run.process_memory import HighWater, limit_freed_memory, overhead
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 
@@ -89,7 +88,8 @@ def measure(name: str, budget: int | None, steps: int) -> dict[str, Any]:
     if budget is None:
         plan = fnet.plan_step(step, state_shapes, shapes, policies=("none",))
     else:
-        plan = fnet.plan_step(step, state_shapes, shapes, budget, reserve=RESERVE)
+        reserve = overhead(state_shapes, shapes, 1).always
+        plan = fnet.plan_step(step, state_shapes, shapes, budget, reserve=reserve)
     planning_seconds = time.perf_counter() - start
     c = plan.chosen
     executable = fnet.compile_step(

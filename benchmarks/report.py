@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks import chart, machine
 from benchmarks.claims import KINDS, Claim
 from benchmarks.measure import markdown_table
-from train.run.run_folder import atomic_write
 
 Results = Mapping[str, Mapping[str, Any]]
 """By benchmark: the output of `claims.publish` and how it ran, or ``why`` it did not run."""
@@ -29,7 +28,9 @@ def write(described: Mapping[str, Any], results: Results, folder: Path) -> list[
       folder: existing folder to write to.
     """
     data, table, picture = (folder / name for name in FILES)
-    atomic_write(data, json.dumps({"machine": described, "results": results}, indent=1) + "\n")
+    incomplete = data.with_suffix(".tmp")
+    incomplete.write_text(json.dumps({"machine": described, "results": results}, indent=1) + "\n")
+    incomplete.replace(data)
     has_chart = chart.memory_by_depth(results, picture)
     table.write_text(as_markdown(described, results, picture.name if has_chart else ""))
     return [data, table, *[picture] * has_chart]

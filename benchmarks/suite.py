@@ -96,12 +96,17 @@ SUITE = (
     ahead_of_time("linear_cross_entropy", "h100"),
     Benchmark("pixel_cross_entropy", quick=("--rounds", "3")),
     Benchmark("accumulation", quick=("--rounds", "3")),
+    Benchmark("fsdp", quick=("--widths", "128"), cpu=True),
+    ahead_of_time("fsdp", "h100", quick=("--widths", "512")),
+    ahead_of_time("fsdp", "v5e", quick=None),
     Benchmark("correlated_noise", quick=("--rounds", "3"), packages=("dp_accounting",)),
     ahead_of_time("accumulation", "h100"),
+    ahead_of_time("clipped_composition", "h100", quick=None),
     Benchmark("optimizer_in_backward", quick=("--rounds", "5", "--optimizers", "sgd", "adam")),
     ahead_of_time("optimizer_in_backward", "h100", quick=("--optimizers", "sgd", "adam")),
     Benchmark("attention", quick=("--rounds", "5", "--tokens", "2048")),
     Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
+    Benchmark("planning", quick=None, packages=("equinox",)),
     Benchmark("clipped_grad", quick=("--rounds", "7", "--only", "MLP")),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
     Benchmark("clipped_grad_slow_paths", quick=("--rounds", "5"), packages=("equinox",), cpu=True),
@@ -126,6 +131,9 @@ SUITE = (
     Benchmark("kills", quick=("--kills", "5")),
     Benchmark("processes"),
 )
+
+GPU = (Benchmark("gpu"),)
+"""What ``python -m benchmarks --gpu`` runs."""
 
 
 def _is_installed(distribution: str) -> bool:

@@ -1,17 +1,20 @@
 """Strict settings for all tests: an implicit rank promotion or a reused key is an error."""
 
 import gc
+import importlib.metadata
 import os
 import shutil
 
-# Set before JAX starts: four devices on the CPU, so that sharding is tested everywhere; and no
-# optimised code, in one piece, a quarter of the time: no test is of speed, and buffers are assigned
-# before it.
+# Set before JAX starts. Four devices on the CPU test sharding everywhere. The other flags make
+# compilation several times faster: no test measures speed, and they leave the sizes of buffers.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     + " --xla_cpu_parallel_codegen_split_count=1"
 )
+# The flag is gone in jaxlib 0.12, and XLA ends the process at a flag that it does not know.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Threads for all devices: with as many as cores, those that wait for each other may never end.
 os.environ.setdefault("NPROC", "12")

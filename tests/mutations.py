@@ -54,6 +54,14 @@ TARGETS = {
     "fnet/diffusion/samplers.py": "tests/test_samplers.py",
     "fnet/autodiff/accumulate.py": "tests/test_accumulate.py tests/test_step.py",
     "fnet/autodiff/mean.py": "tests/test_step.py",
+    "fnet/autodiff/per_example/batch_axis.py": (
+        "tests/test_batch_axis.py tests/test_clipped_errors.py tests/test_sensitivity.py"
+    ),
+    "fnet/autodiff/per_example/batching.py": "tests/test_batching.py tests/test_clipped.py",
+    "fnet/autodiff/per_example/backward.py": "tests/test_clipped.py tests/test_clipped_errors.py",
+    "fnet/autodiff/per_example/derived.py": "tests/test_derived.py tests/test_parameter_parts.py",
+    "fnet/autodiff/per_example/hoist.py": "tests/test_clipped_remat.py tests/test_clipped.py",
+    "fnet/autodiff/per_example/taps.py": "tests/test_clipped.py tests/test_clipped_remat.py",
     "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
     "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
     "fnet/autodiff/per_example/ghost_norm.py": (

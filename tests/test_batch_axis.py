@@ -38,6 +38,12 @@ def state_of_layer(layer, x=X, *, train=True):
     return find_batch_axes(closed, [*shared, BatchAxis(0)], B)[0]
 
 
+def dropout_of_raw_keys(x):
+    raw = x[:, 0, :2].astype(jnp.uint32)
+    keys = jax.random.wrap_key_data(raw)
+    return x * jax.vmap(lambda k: jax.random.uniform(k, (5, 8)))(keys)
+
+
 def scatter_add(x):
     return jnp.zeros_like(x).at[:, jnp.array([3, 0])].add(x[:, :2])
 
@@ -50,6 +56,7 @@ OPERATIONS = {
     "signbit": jnp.signbit,
     "dynamic_update_slice": lambda x: jax.lax.dynamic_update_slice(x, x[:, :2], (0, 3, 0)),
     "scatter-add": scatter_add,
+    "keys from raw keys": dropout_of_raw_keys,
     "set to 0": lambda x: x.at[:, 0].set(0),
     "sharding constraint": lambda x: jax.lax.with_sharding_constraint(
         x, jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -15,7 +15,7 @@ from benchmark_cases import MACHINE
 from benchmarks import __main__ as program
 from benchmarks import chart, claims, machine, report
 from benchmarks.claims import Claim, argument_parser
-from benchmarks.suite import PATHS, SUITE, Benchmark
+from benchmarks.suite import GPU, PATHS, SUITE, Benchmark
 
 FOLDER = Path(claims.__file__).parent
 SHARED = {"--rounds", "--target", "--json"}
@@ -172,14 +172,14 @@ def test_publish_writes_claims_with_installed_versions(tmp_path, capsys):
 
 
 def test_suite_has_every_script_that_publishes_claims():
-    assert {b.script for b in SUITE} == publishing()
+    assert {b.script for b in SUITE + GPU} == publishing()
 
 
 def test_names_in_the_suite_are_unique():
     assert len({b.name for b in SUITE}) == len(SUITE)
 
 
-@pytest.mark.parametrize("benchmark_", SUITE, ids=lambda b: b.name)
+@pytest.mark.parametrize("benchmark_", SUITE + GPU, ids=lambda b: b.name)
 def test_scripts_have_the_options_that_the_suite_passes(benchmark_):
     source = (FOLDER / f"{benchmark_.script}.py").read_text()
     given = {w for w in (*benchmark_.arguments, *(benchmark_.quick or ())) if w.startswith("--")}
@@ -347,6 +347,7 @@ def test_list_runs_nothing(tmp_path, capsys):
     [
         (["--only", "nothing"], "--only nothing: matches no benchmark of"),
         (["--text", "/nowhere/at.txt"], "--text: /nowhere/at.txt does not exist"),
+        (["--gpu"], "--gpu: JAX finds no GPU here"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):

@@ -223,3 +223,12 @@ def test_rejects_a_loss_without_aux_if_has_aux():
 def test_rejects_integer_parameters():
     with pytest.raises(TypeError, match=r"got int32 at \['n'\]"):
         clipped_grad(lambda p, x: p["n"] * x, 1.0)({"n": jnp.int32(1)}, X)
+
+
+def test_warns_if_losses_cannot_be_compared_because_of_a_single_key():
+    def loss(p, x, key):
+        x = jnp.concatenate([x, jnp.sin(x)])[: len(x)]  # An unknown operation.
+        return halves(p, x * jax.random.uniform(key))
+
+    with pytest.warns(UserWarning, match="one random key per example"):
+        clipped_grad(loss, 1.0)(jnp.float32(1), X, jax.random.key(0))

@@ -27,7 +27,7 @@ CODE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe"),
+    *("add_an_activation", "add_a_recipe", "budget"),
 }
 
 

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from fnet.memory import DonationError, donation
+from fnet.memory import DonationError, donation, peak
 
 
 def compiled(f, state):
@@ -55,6 +56,18 @@ def test_a_leaf_that_is_overwritten_without_being_read_is_named():
 def test_a_step_without_outputs_names_the_missing_leaves():
     with pytest.raises(DonationError, match=r"\['w'\] .* has no output in its place: return it"):
         donation(compiled(lambda state, x: (), STATE))
+
+
+def test_accepts_programs_of_nnx():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def step(model, x):
+        model.kernel[...] = model.kernel[...] - x.sum()
+
+    compiled = nnx.jit(step, donate_argnums=0).lower(model, jnp.ones(4)).compile()
+    assert donation(compiled) == donation(compiled.compiled)
+    assert donation(compiled).aliased_bytes >= 8 * 8 * 4
+    assert peak(compiled).total == peak(compiled.compiled).total
 
 
 def test_rejects_a_step_that_donates_nothing():

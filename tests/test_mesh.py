@@ -13,12 +13,25 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from fnet import memory
-from train.config import Clipped, Config, Digits, Memory, Mesh, Microbatch, Mlp, Optim, PreactResNet
+from fnet.memory.peak import compile_min_memory
+from train.config import (
+    Clipped,
+    Config,
+    Digits,
+    LanguageModel,
+    Memory,
+    Mesh,
+    Microbatch,
+    Mlp,
+    Optim,
+    PreactResNet,
+    TextFile,
+)
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.memory_report import residuals_by_layer
 from train.run.mesh import layout
-from train.run.planning import compile_step, largest_batch, plan, reserve
+from train.run.planning import compile_step, largest_batch, predict, reserve
 from train.run.setup import setup
 
 pytestmark = pytest.mark.slow
@@ -94,8 +107,63 @@ def test_each_device_holds_its_shard():
         assert planned.executable.report.donation.leaves == len(jax.tree.leaves(state))
 
 
+def transformer(width):
+    return Config(
+        data=TextFile(context=64, batch_size=32),
+        model=LanguageModel(mixers=("attention",), blocks=2, width=width, heads=4),
+        optim=Optim(name="adamw", learning_rate=1e-3, clip_norm=1.0),
+    )
+
+
+@pytest.mark.parametrize("width", [128, 256, 512, 1024])
+def test_fsdp_adds_two_gathered_blocks_and_shards_gradients(width):
+    config = transformer(width)
+    temporaries = {}
+    for mesh in (Mesh(data=4), Mesh(fsdp=4)):
+        run = on(mesh, config)
+        compiled, _ = compile_min_memory(run.step.lower(run.state_shapes, run.batch_shapes))
+        temporaries[mesh] = memory.peak(compiled).temporaries
+    params = on(Mesh(), config).state_shapes.params
+    block = memory.tree_bytes(params["blocks"]["0"])
+    sharded_gradients = memory.tree_bytes(params) * 3 // 4
+    bound = temporaries[Mesh(data=4)] + 2 * block - sharded_gradients
+    assert temporaries[Mesh(fsdp=4)] <= bound
+
+
+def test_no_device_holds_the_whole_initial_state():
+    run = on(Mesh(fsdp=4), transformer(512))
+    init, shapes = run.compile_init(), setup(run.config).state_shapes
+    peak = memory.peak(init)
+    assert peak.outputs < 0.26 * memory.tree_bytes(shapes)
+    assert peak.total < 0.5 * memory.tree_bytes(shapes)
+    matrices = {a.shape for a in jax.tree.leaves(run.state_shapes.params) if any(a.sharding.spec)}
+    assert len(matrices) >= 4
+    for shape in matrices:  # not even one array exists as a whole
+        assert f"[{','.join(map(str, shape))}]" not in init.as_text()
+
+
+def test_evaluation_gathers_parameters_where_it_uses_them():
+    config = transformer(512)
+    peaks = {}
+    for mesh in (Mesh(data=4), Mesh(fsdp=4)):
+        run = on(mesh, config)
+        evaluate = run.compile_evaluation(UnreadableFiles(run.task.dataset, print), 32)
+        peaks[mesh] = evaluate.peak - memory.tree_bytes(run.state_shapes)
+    block = memory.tree_bytes(on(Mesh(), config).state_shapes.params["blocks"]["0"])
+    assert peaks[Mesh(fsdp=4)] <= peaks[Mesh(data=4)] + 2 * block
+
+
+def test_eval_runs_on_the_mesh_of_the_run(workplace):
+    fnet_command("train", "tiny.py", "--mesh.fsdp", 2, "--train.steps", 4, "--out", "r")
+    trained = json.loads((workplace / "r" / "metrics.jsonl").read_text().splitlines()[-1])
+    fnet_command("eval", "r")
+    metrics = json.loads((workplace / "r" / "evaluation.json").read_text())["metrics"]
+    for name, value in metrics.items():
+        assert value == pytest.approx(trained[name], rel=1e-4), name
+
+
 def test_evaluation_does_not_depend_on_devices(alone):
-    runs = [on(Mesh()), on(Mesh(data=4))]
+    runs = [on(Mesh()), on(Mesh(data=4)), on(Mesh(fsdp=4))]
     result = []
     for run in runs:
         evaluate = run.compile_evaluation(
@@ -103,8 +171,9 @@ def test_evaluation_does_not_depend_on_devices(alone):
         )
         state = jax.device_put(alone[1], jax.tree.map(lambda a: a.sharding, run.state_shapes))
         result.append(evaluate(state))
-    chex.assert_trees_all_close(result[1].metrics, result[0].metrics, rtol=1e-5)
-    np.testing.assert_array_equal(result[1].confusion, result[0].confusion)
+    for other in result[1:]:
+        chex.assert_trees_all_close(other.metrics, result[0].metrics, rtol=1e-5)
+        np.testing.assert_array_equal(other.confusion, result[0].confusion)
 
 
 def test_resumes_on_other_devices(workplace):
@@ -135,13 +204,12 @@ def test_a_budget_is_per_device(workplace):
 def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     config = dataclasses.replace(CONFIG, model=Mlp(hidden=(8,)), data=Digits(batch_size=6))
     run, tried = on(Mesh(data=2), config), {}
-    (way,) = plan(run).candidates[:1]
-
-    room = 2 * way.peak.total
-    result = largest_batch(run, way, room, progress=tried.__setitem__)
+    room = 2 * predict(run).executable.report.peak.total
+    result = largest_batch(run, room, progress=tried.__setitem__)
+    size = result.run.config.data.batch_size
     assert all(n % 2 == 0 for n in tried)
-    assert tried[result] <= room < tried[result + 2]
-    assert largest_batch(run, way, 1) is None
+    assert tried[size] == result.planned.executable.report.peak.total <= room
+    assert largest_batch(run, 1) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import copy
+import functools
 import itertools
 import pickle
 
@@ -132,18 +133,24 @@ def test_stacks_of_a_scan_have_the_names_of_inner_layers():
     assert gradients == {("blocks/body/up", "backward"), ("blocks/body/down", "backward")}
 
 
-def test_convolution_workspace_is_proportional_to_the_operands():
-    def f(x, kernel):
+def test_convolution_workspace_holds_the_padded_input():
+    def f(x, kernel, dilation=1):
         return jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            *(x, kernel, (1, 1), "SAME"),
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
 
     x = jax.ShapeDtypeStruct((8, 16, 16, 4), jnp.float32)
     kernel = jax.ShapeDtypeStruct((3, 3, 4, 8), jnp.float32)
     p = peak(compiled(f, x, kernel))
-    assert p.workspace == 2.5 * 4 * (x.size + kernel.size)
+    assert p.workspace == 4 * 8 * 18 * 18 * 4
     assert p.total == p.assigned + p.workspace
     assert peak(compiled(lambda x, y: x @ y, X, X)).workspace == 0
+    large = jax.ShapeDtypeStruct((3, 3, 64, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 16, 16, 64), jnp.float32)
+    p = peak(compiled(functools.partial(f, dilation=12), x, large))
+    assert p.workspace == 4 * (2 * (16 + 24) ** 2 * 64 + large.size)
 
 
 def test_peak_reports_the_numbers_of_the_compiler():

@@ -41,21 +41,31 @@ def arguments(model, optimizer=None, shape=(WIDTH,)):
 
 @pytest.fixture(scope="module")
 def step_and_peaks():
-    """A dense network's step, its plan without a budget, and the peak of each policy."""
+    """A dense network's step, its plan without a budget, and the peak of each named policy."""
     args = arguments(dense_network())
     plan = fnet.plan_step(*args)
     peaks = {}
-    for c in plan.candidates:
-        peaks[c.policy] = min(peaks.get(c.policy, c.peak.total), c.peak.total)
+    for c in fnet.plan_step(*args, policies=("none", "segments")).candidates:
+        peaks[c.policy.name] = min(peaks.get(c.policy.name, c.peak.total), c.peak.total)
     return args, plan, peaks
 
 
 def test_without_a_budget_the_fastest_candidate_is_chosen(step_and_peaks):
     _, plan, _ = step_and_peaks
-    assert plan.chosen.policy == "none"
+    assert plan.chosen.policy.name == "none"
     assert plan.chosen.microbatches == 1
     assert [c.cost.time for c in plan.candidates] == sorted(c.cost.time for c in plan.candidates)
-    assert {c.policy for c in plan.candidates} == {"none", "norms", "dots", "segments"}
+
+
+def test_without_a_budget_the_candidates_span_a_pareto_front(step_and_peaks):
+    _, plan, peaks = step_and_peaks
+    front = [(c.cost.time, c.peak.total) for c in plan.front]
+    assert len(front) >= 3
+    assert front == sorted(front)
+    assert [p for _, p in front] == sorted((p for _, p in front), reverse=True)
+    assert front[-1][1] < 1.05 * peaks["segments"]
+    predicted = [bytes_ for bytes_, _ in plan.predicted]
+    assert predicted == sorted(predicted, reverse=True)
 
 
 def test_the_fastest_candidate_that_fits_the_budget_is_chosen(step_and_peaks):
@@ -72,19 +82,20 @@ def test_the_fastest_candidate_that_fits_the_budget_is_chosen(step_and_peaks):
 def test_microbatches_come_before_rematerialization(step_and_peaks):
     args, _, peaks = step_and_peaks
     plan = fnet.plan_step(*args, int(0.9 * peaks["none"]))
-    assert (plan.chosen.policy, plan.chosen.microbatches) == ("none", 2)
+    assert (plan.chosen.policy.name, plan.chosen.microbatches) == ("none", 2)
     assert plan.smaller is None or plan.smaller.peak.total < plan.chosen.peak.total
 
 
-@pytest.mark.slow
 def test_the_compiled_step_has_the_planned_peak(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
-    chosen = fnet.plan_step(step, state, batch, int(0.7 * peaks["none"])).chosen
+    budget = int(0.7 * peaks["none"])
+    plan = fnet.plan_step(step, state, batch, budget, microbatch_choices=(1,))
+    chosen = plan.chosen
+    assert chosen.policy.name == "planned"
+    assert chosen.peak.total <= budget
+    assert len(plan.candidates) <= 10
     executable = fnet.compile_step(
-        step.replace(remat=chosen.policy, microbatches=chosen.microbatches),
-        state,
-        batch,
-        compiler_options=chosen.compiler_options,
+        step.replace(remat=chosen.policy), state, batch, compiler_options=chosen.compiler_options
     )
     assert executable.report.peak == chosen.peak
 
@@ -98,14 +109,14 @@ def test_a_batch_with_statistics_is_split_last():
     plan_step = functools.partial(
         fnet.plan_step, *arguments(model), policies=("none", "norms"), microbatch_choices=(1, 2)
     )
-    peaks = {c.policy: c.peak.total for c in plan_step().candidates}
+    peaks = {c.policy.name: c.peak.total for c in plan_step().candidates}
     plan = plan_step(int(0.95 * peaks["none"]))
     assert plan.chosen.microbatches == 1
     plan = plan_step(int(0.95 * min(peaks.values())))
     assert plan.chosen.microbatches > 1
     # A microbatch of one example has no statistics, so another policy is chosen.
     plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
-    assert (plan.chosen.policy, plan.chosen.microbatches) == ("norms", 1)
+    assert (plan.chosen.policy.name, plan.chosen.microbatches) == ("norms", 1)
     with pytest.raises(BudgetError, match=r"the lowest peak is .* by norms"):
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
@@ -188,7 +199,7 @@ def test_compile_step_keeps_to_its_budget(step_and_peaks):
     budget = int(0.9 * peaks["none"])
     executable = fnet.compile_step(step, state, batch, budget=budget)
     assert executable.report.peak.total <= budget
-    assert (executable.step.remat, executable.step.microbatches) != ("none", 1)
+    assert (str(executable.step.remat), executable.step.microbatches) != ("none", 1)
     with pytest.raises(ValueError, match="a budget chooses the compiler options"):
         fnet.compile_step(step, state, batch, budget=budget, compiler_options={})
 
@@ -244,8 +255,10 @@ def test_smaller_is_the_fastest_candidate_with_a_lower_peak():
     x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
     def plan_with(*policies):
-        return plan(lambda policy, split: jax.jit(programs[policy]).trace(x), policies=policies)
+        return plan(
+            lambda policy, split: jax.jit(programs[policy.name]).trace(x), policies=policies
+        )
 
     both = plan_with("none", "segments")
-    assert (both.chosen.policy, both.smaller.policy) == ("none", "segments")
+    assert (str(both.chosen.policy), str(both.smaller.policy)) == ("none", "segments")
     assert plan_with("segments").smaller is None

@@ -192,7 +192,11 @@ RELEASED_METRICS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("quantile", [(), ("--grad.quantile", 0.5)], ids=["constant", "adaptive"])
+@pytest.mark.parametrize(
+    "quantile",
+    [pytest.param((), marks=pytest.mark.slow), ("--grad.quantile", 0.5)],
+    ids=["constant", "adaptive"],
+)
 def test_release_only_writes_what_the_guarantee_covers(quantile, private, capsys):
     fnet_command("train", "private.py", "--out", "run", "--grad.release-only", *quantile)
     assert {path.name for path in (private / "run").iterdir()} == RELEASED_FILES

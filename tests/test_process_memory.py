@@ -8,7 +8,7 @@ import pytest
 from program_cases import state_of
 
 from train.run.checkpoints import Checkpoints
-from train.run.process_memory import HighWater
+from train.run.process_memory import IN_FLIGHT, HighWater, overhead
 
 pytestmark = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only"
@@ -31,3 +31,16 @@ def test_saving_takes_less_memory_than_the_state(tmp_path):
         memory = HighWater()
         checkpoints.save(1, state, {})
         assert memory.bytes() < 200 * 2**20
+
+
+def test_small_states_are_written_while_steps_run_and_large_ones_between_them():
+    def shapes(size):
+        return {"w": jax.ShapeDtypeStruct((size // 4,), np.float32)}
+
+    small, large = (overhead(shapes(size), {}, 1) for size in (2**20, 2**28))
+    assert (small.background, small.checkpoint) == (2**21, 0)
+    assert (large.background, large.checkpoint) == (0, 2**28 + IN_FLIGHT)
+    step = 2**28 + 2**20
+    assert large.peak(2**28, step) == large.always + 2**28 + large.checkpoint
+    assert small.peak(2**20, step) == small.always + step
+    assert "checkpoints 2.00 MiB" in str(small)

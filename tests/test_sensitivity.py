@@ -575,6 +575,10 @@ def clip_rows(h):
     return with_vjp(lambda h: (jnp.sin(h), None), backward)(h)
 
 
+def outer_product(h):
+    return (h[:, :, None] * h[:, None]) @ h[:, :, None]
+
+
 def spd(r):
     return jnp.outer(r, r) + jnp.eye(D)
 
@@ -603,7 +607,7 @@ ROWWISE = {
     "stack": lambda h: jnp.stack([h, 2 * h, h], 1),
     "unstack": lambda h: sum(jnp.unstack(h, axis=1))[:, None],
     "there and back": lambda h: jnp.sin(h.T).T.reshape(len(h), 2, 2).swapaxes(1, 2),
-    "outer product": lambda h: (h[:, :, None] * h[:, None]) @ h[:, :, None],
+    "outer product": lambda h: outer_product(jnp.tanh(h)),
     "einsum": lambda h: jnp.einsum("bd,be,b->bd", h, h, h[:, 0]),
     "cholesky": lambda h: jax.vmap(lambda r: jnp.linalg.cholesky(spd(r)))(h),
     "solve": lambda h: jax.vmap(lambda r: jnp.linalg.solve(spd(r), r))(h),
@@ -618,7 +622,7 @@ ROWWISE = {
     "while_loop for each row": lambda h: h + jax.vmap(lambda r: lax.while_loop(lambda r: r.max() < 3, lambda r: 1 + 2 * jnp.abs(r), r))(lax.stop_gradient(h)),
     "fori_loop": lambda h: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * i + h, h),
     "scan over features": lambda h: lax.scan(lambda c, col: (jnp.tanh(c + col), c), h[:, 0], h.T)[1].T,
-    "associative scan": lambda h: lax.associative_scan(jnp.multiply, h, axis=1),
+    "associative scan": lambda h: lax.associative_scan(jnp.multiply, jnp.tanh(h), axis=1),
     "map over rows": lambda h: lax.map(lambda r: jnp.sin(r) * r.sum(), h),
     "vmap": lambda h: jax.vmap(lambda r: r - r.mean())(h),
     "vmap of vmap": lambda h: jax.vmap(jax.vmap(jnp.sin))(h),

@@ -50,6 +50,13 @@ def test_the_classifier_can_have_its_own_learning_rate():
     chex.assert_trees_all_close(own["head"], tenfold, rtol=1e-4, atol=1e-6)
 
 
+def test_warmup_shrinks_to_fit_a_short_run():
+    run = setup(Config(optim=Optim(warmup_steps=100), train=Train(steps=30)))
+    assert run.notes == ("optim.warmup_steps: 3 instead of 100, because the run has 30 steps",)
+    assert run.schedule(3) == pytest.approx(0.1)
+    assert not setup(Config(optim=Optim(warmup_steps=30), train=Train(steps=30))).notes
+
+
 def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)

@@ -22,7 +22,7 @@ def _fresh():
 @pytest.fixture
 def without_compilers(monkeypatch):
     """Descriptions are checked, but no compiler is loaded."""
-    monkeypatch.setattr(target, "_gpu", lambda name, text: jax.local_devices()[1])
+    monkeypatch.setattr(target, "_gpu", lambda name, text, topology: jax.local_devices()[1:])
 
 
 def here():

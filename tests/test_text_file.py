@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -122,6 +123,17 @@ def test_bucketed_batches_resume_at_a_saved_position(tmp_path):
 def test_bucket_lengths_are_powers_of_two_within_bounds():
     lengths = np.array([1, 16, 17, 32, 33, 100, 500])
     np.testing.assert_array_equal(bucket_lengths(lengths, 100), [16, 16, 32, 32, 64, 100, 100])
+
+
+def test_a_vocabulary_may_be_larger_than_the_tokenizers_but_not_smaller(text):
+    data = TextFile(path=text, context=8, vocabulary=300)
+    params, _ = build(Config(data=data, model=LanguageModel(blocks=1))).model.init(
+        jax.random.key(0)
+    )
+    assert jax.tree.leaves(params["embedding"])[0].shape[0] == 300
+    small = dataclasses.replace(data, vocabulary=100)
+    with pytest.raises(UserError, match=r"data\.vocabulary: 100, but the tokenizer has 256 tokens"):
+        text_file.load(small)
 
 
 def test_reads_bytes_that_are_not_utf8(tmp_path):

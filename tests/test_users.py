@@ -48,11 +48,17 @@ def problem():
     return params, batch, count
 
 
+@jax.jit
 def clipped_sum(params, batch, clip):
     def losses(params, batch):
         return per_user(loss)(params, {}, batch, None)[0]
 
-    return jax.jit(fnet.clipped_grad(losses, clip))(params, batch)
+    return fnet.clipped_grad(losses, 1.0)(params, batch, clip=clip)
+
+
+@jax.jit
+def gradient_of_mean(params, examples):
+    return jax.grad(lambda p: loss(p, {}, examples, None)[0].mean())(params)
 
 
 def test_clips_the_mean_gradient_of_each_users_examples(problem):
@@ -60,11 +66,8 @@ def test_clips_the_mean_gradient_of_each_users_examples(problem):
     clip, expected, norms = 0.4, jax.tree.map(jnp.zeros_like, params), []
     for user in range(USERS):
         own = {n: batch[n][user, : count[user]] for n in ("x", "label")}
-
-        def mean(params, own=own):
-            return loss(params, {}, own, None)[0].mean()
-
-        grad = jax.tree.map(jnp.zeros_like, params) if not count[user] else jax.grad(mean)(params)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grad = gradient_of_mean(params, own) if count[user] else zeros
         norms.append(float(optax.tree.norm(grad)))
         scale = min(1.0, clip / max(norms[-1], 1e-30))
         expected = jax.tree.map(lambda s, g, a=scale: s + a * g, expected, grad)

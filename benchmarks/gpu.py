@@ -1,0 +1,386 @@
+"""Claims of fnet on a GPU, in a few minutes: donation, memory and time of real programs.
+
+    python -m benchmarks --gpu
+    python -m benchmarks.gpu --minutes 20
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu --tiny
+
+Each program is compiled with JAX's default options and runs in a process of its own, so that the
+allocator's high-water mark is the program's. The process counts from before its arguments exist.
+A recipe is trained for a few steps by the command line program, and its summary is read. Nothing
+needs the network. When the minutes are over, the programs that are left are skipped.
+
+XLA tries kernels while it compiles, which takes memory too. Where a program never exceeds that,
+its peak is unknown, and the table says so.
+
+``--tiny`` runs the same programs at sizes for a test on CPU, and claims nothing.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import fnet
+from benchmarks import abn_stack, attention, clipped_grad, machine, networks
+from benchmarks import linear_cross_entropy as fused_loss
+from benchmarks import transformer_step as language_model
+from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.measure import interleaved, markdown_table
+from fnet.memory import peak, roofline
+from fnet.memory.target import TARGETS, Gpu
+from train.run.process_memory import HighWater
+
+RECIPES = (
+    "digits",
+    "digits_dp",
+    "digits_revnet",
+    "digits_diffusion",
+    "resnet50_synthetic",
+    "text_transformer",
+)
+MEGABYTE = 1e6
+TOLERANCE = 0.05, 16 * MEGABYTE
+"""Largest difference of predicted and measured bytes: a share of the prediction, or these bytes."""
+
+
+class Program(NamedTuple):
+    """A function and its arguments. Nothing large exists before the arguments are made.
+
+    Attributes:
+      function: jitted function, or a compiled one.
+      make: makes the arguments.
+      donates: whether the function returns its first argument updated, in the same buffers.
+    """
+
+    function: Any
+    make: Callable[[], tuple[Any, ...]]
+    donates: bool = False
+
+
+class Case(NamedTuple):
+    """Programs to compare.
+
+    Attributes:
+      programs: ``build(tiny) -> program``, by name. The first is the baseline.
+      memory: targets of the measured peaks relative to the baseline's, by name.
+      time: targets of the seconds, likewise.
+    """
+
+    programs: Mapping[str, Callable[[bool], Program]]
+    memory: Mapping[str, str]
+    time: Mapping[str, str]
+
+
+def conv_stack(stack: Any, blocks: int, tiny: bool, **options: Any) -> Program:
+    """Gradient of blocks of convolution, batch norm and activation."""
+    shape, blocks = ((2, 8, 8, 16), 2) if tiny else ((64, 56, 56, 128), blocks)
+    build = functools.partial(stack, blocks, width=shape[-1], **options)
+    gradient = jax.jit(jax.value_and_grad(build()[0]))
+    return Program(gradient, lambda: (build()[1], jax.random.normal(jax.random.key(0), shape)))
+
+
+def loss_gradient(losses: Any, tiny: bool) -> Program:
+    sizes = (
+        fused_loss.Sizes(16, 8, 64) if tiny else fused_loss.Sizes(8192, 2048, 131_072, "bfloat16")
+    )
+    return Program(jax.jit(fused_loss.value_and_gradients(losses)), sizes.arrays)
+
+
+def example_gradients(gradient: Any, tiny: bool) -> Program:
+    """Gradient of a transformer's loss."""
+    width, tokens, batch = (64, 8, 4) if tiny else (768, 256, 64)
+
+    def build() -> networks.Network:
+        return networks.fnet_transformer(width, tokens, batch)["fnet"]
+
+    return Program(jax.jit(gradient(build().loss)), lambda: tuple(build()[1:]))
+
+
+def attention_gradient(side: str, tiny: bool) -> Program:
+    shape = (1, 64, 2, 16) if tiny else (8, 4096, 16, 64)
+    function = attention.gradient(attention.sides(True, None)[side])
+
+    def make() -> tuple[jax.Array, ...]:
+        return tuple(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(4))
+
+    return Program(function, make)
+
+
+def train_step(share: float, tiny: bool) -> Program:
+    """Train step of a language model, within a share of the plain step's predicted bytes."""
+    s = language_model.Sizes(
+        blocks=12, width=768, heads=12, tokens=1024, batch=16, vocabulary=32_768
+    )
+    if tiny:
+        s = language_model.Sizes(blocks=2, width=32, heads=2, tokens=64, batch=8, vocabulary=64)
+    model, loss = language_model.fnet_model(s, None)
+    optimizer = optax.adamw(1e-3)
+    create = functools.partial(fnet.TrainState.create, model, optimizer)
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    batch: Any = {"tokens": jax.ShapeDtypeStruct((s.batch, s.tokens + 1), jnp.int32)}
+    step = fnet.make_step(loss, optimizer)
+    compiled = fnet.compile_step(step, shapes, batch, compiler_options={})
+    if share < 1:
+        budget = int(share * compiled.report.peak.total)
+        compiled = fnet.compile_step(step, shapes, batch, budget=budget)
+
+    def make() -> tuple[Any, ...]:
+        key = jax.random.key(1)
+        tokens = jax.random.randint(key, batch["tokens"].shape, 0, s.vocabulary)
+        return jax.jit(create)(jax.random.key(0)), {"tokens": tokens}
+
+    return Program(compiled.compiled, make, donates=True)
+
+
+def on(build: Callable[..., Program], *args: Any, **options: Any) -> Callable[[bool], Program]:
+    return lambda tiny: build(*args, tiny=tiny, **options)
+
+
+PLAIN, HALF = "plain", "budget of 50 %"
+CASES = {
+    "train step": Case(
+        {PLAIN: on(train_step, 1.0), HALF: on(train_step, 0.5)}, {HALF: "<= 0.5"}, {HALF: "<= 1.4"}
+    ),
+    "in-place norm": Case(
+        {
+            "flax": on(conv_stack, abn_stack.flax_stack, 16, activation="relu"),
+            "fnet": on(conv_stack, abn_stack.in_place_stack, 16, activation="relu"),
+        },
+        {"fnet": "<= 0.6"},
+        {"fnet": "<= 1.1"},
+    ),
+    "fused loss": Case(
+        {
+            "optax": on(loss_gradient, fused_loss.optax_losses),
+            "fnet": on(loss_gradient, fnet.linear_cross_entropy),
+        },
+        {"fnet": "<= 0.5"},
+        {"fnet": "<= 1.1"},
+    ),
+    "clipped gradients": Case(
+        {
+            PLAIN: on(example_gradients, clipped_grad.plain),
+            "fnet": on(example_gradients, functools.partial(clipped_grad.clipped, bound=1.0)),
+            "vmap": on(example_gradients, functools.partial(clipped_grad.clip_and_sum, bound=1.0)),
+        },
+        {"fnet": "<= 1.1", "vmap": ""},
+        {"fnet": "<= 1.1", "vmap": ""},
+    ),
+    "attention": Case(
+        {"jax.nn": on(attention_gradient, "jax.nn"), "fnet": on(attention_gradient, "fnet")},
+        {"fnet": "<= 1.0"},
+        {"fnet": "<= 1.1"},
+    ),
+    "reversible blocks": Case(
+        {
+            PLAIN: on(conv_stack, abn_stack.plain_coupled_stack, 16),
+            "fnet": on(conv_stack, abn_stack.reversible_stack, 16),
+            "fnet, twice as deep": on(conv_stack, abn_stack.reversible_stack, 32),
+        },
+        {"fnet": "<= 0.3", "fnet, twice as deep": "<= 0.3"},
+        {"fnet": "<= 1.6"},
+    ),
+}
+
+
+def measure(case: str, name: str, tiny: bool) -> dict[str, Any]:
+    """Run a program in this process.
+
+    Returns:
+      ``predicted`` and ``measured`` bytes (None if unknown), ``seconds`` per call, on a known GPU
+      the ``estimated`` seconds, and for a program that donates, the share of its buffers that
+      are ``in_place``.
+    """
+    program = CASES[case].programs[name](tiny)
+    shapes = jax.eval_shape(program.make)
+    compiled = program.function
+    if not isinstance(compiled, jax.stages.Compiled):
+        compiled = compiled.lower(*shapes).compile()
+    memory = HighWater()
+    compiling = memory.bytes() or 0
+    arguments = program.make()
+    result: dict[str, Any] = {"predicted": peak(compiled).total}
+    kind = jax.devices()[0].device_kind
+    for known in TARGETS.values():
+        if isinstance(known, Gpu) and known.device == kind:
+            result["estimated"] = roofline.estimate(compiled, known.peaks).seconds
+    if program.donates:
+        state, *rest = arguments
+        del arguments
+        before = _pointers(state)
+        box = [compiled(state, *rest)[0]]
+        del state
+        result["in_place"] = sum(map(before.__contains__, _pointers(box[0]))) / len(before)
+
+        def call() -> Any:
+            box[0], metrics = compiled(box[0], *rest)
+            return metrics
+
+    else:
+
+        def call() -> Any:
+            return compiled(*arguments)
+
+    seconds = interleaved({name: call}, 2 if tiny else 10)[name]
+    measured = memory.bytes()
+    is_known = measured is not None and measured > compiling
+    return result | {"seconds": seconds, "measured": measured if is_known else None}
+
+
+def _pointers(tree: Any) -> list[int]:
+    """Addresses of the buffers of a tree's arrays."""
+    arrays = (
+        jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
+        for a in jax.tree.leaves(tree)
+    )
+    return [a.unsafe_buffer_pointer() for a in arrays]
+
+
+def train_recipe(recipe: str, folder: Path, seconds: float) -> dict[str, Any]:
+    """Train a recipe for a few steps with the program; return its predicted and measured bytes."""
+    out = folder / recipe
+    command = [sys.executable, "-m", "fnet", "train", recipe, "--out", str(out)]
+    _run([*command, "--train.steps", "8"], seconds)
+    summary = json.loads((out / "summary.json").read_text())
+    return {"predicted": summary["peak_bytes_predicted"], "measured": summary["peak_bytes_seen"]}
+
+
+def run_all(minutes: float, tiny: bool, parallel: int) -> tuple[dict[str, Any], list[str]]:
+    """Run every program and recipe; return results by name, and those that failed with reasons."""
+    end = time.monotonic() + 60 * minutes
+    results: dict[str, Any] = {}
+    failed: list[str] = []
+
+    def attempt(name: str, run: Callable[[float], Any]) -> None:
+        left = end - time.monotonic()
+        try:
+            results[name] = run(left) if left > 0 else None
+        except subprocess.TimeoutExpired:
+            results[name] = None
+        except RuntimeError as error:
+            failed.append(f"{name}: {error}")
+            return
+        if results[name] is None:
+            del results[name]
+            failed.append(f"{name}: no time left")
+        print(f"{name}: {results.get(name, failed[-1:])}", file=sys.stderr, flush=True)
+
+    for case, (programs, *_) in CASES.items():
+        for name in programs:
+            words = ["--worker", case, name, *["--tiny"] * tiny]
+            command = [sys.executable, "-m", "benchmarks.gpu", *words]
+            attempt(f"{case}, {name}", lambda left, c=command: json.loads(_run(c, left)))  # type: ignore[misc]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as pool:
+        for recipe in RECIPES[:1] if tiny else RECIPES:
+            train = functools.partial(train_recipe, recipe, Path(folder))
+            pool.submit(attempt, f"recipe {recipe}", train)
+    return results, failed
+
+
+def _run(command: list[str], seconds: float) -> str:
+    """Run a command for at most so many seconds; return the last line of its output.
+
+    Raises:
+      RuntimeError: if it fails; the message is its last line of output.
+    """
+    answer = subprocess.run(
+        command,
+        timeout=seconds,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )
+    if answer.returncode:
+        raise RuntimeError((answer.stderr.strip() or answer.stdout.strip()).splitlines()[-1])
+    return answer.stdout.strip().splitlines()[-1]
+
+
+def claims(results: Mapping[str, Any]) -> Iterator[Claim]:
+    """Claim memory and time relative to the baselines, true predictions, and donation."""
+    for case, (programs, memory, seconds) in CASES.items():
+        baseline = next(iter(programs))
+        for kind, key, targets in (
+            ("measured memory", "measured", memory),
+            ("time", "seconds", seconds),
+        ):
+            for name, target in targets.items():
+                both = [results.get(f"{case}, {n}", {}).get(key) for n in (name, baseline)]
+                if all(both):
+                    what = f"{case}, {name}: {'peak' if key == 'measured' else 'time'}"
+                    yield Claim(what, baseline, both[0] / both[1], target, kind)
+    for name, result in results.items():
+        if "in_place" in result:
+            what = f"{name}: share of the state's buffers that are updated in place"
+            yield Claim(what, "all", result["in_place"], ">= 1", "measured memory")
+        if "estimated" in result:
+            what = f"{name}: estimated seconds"
+            yield Claim(what, "measured", result["estimated"] / result["seconds"], ">= 0.5", "time")
+        if result["measured"]:
+            share, least = TOLERANCE
+            difference = abs(result["measured"] - result["predicted"])
+            allowed = max(share * result["predicted"], least)
+            what = f"{name}: difference of predicted and measured peak"
+            yield Claim(what, "5 % or 16 MB", difference / allowed, "<= 1", "measured memory")
+
+
+def rows(results: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Build a row for each program and recipe."""
+
+    def megabytes(value: float | None) -> str:
+        return "unknown" if value is None else f"{value / MEGABYTE:,.1f}"
+
+    return [
+        {
+            "program": name,
+            "predicted MB": megabytes(r["predicted"]),
+            "measured MB": megabytes(r["measured"]),
+            "measured / predicted": f"{r['measured'] / r['predicted']:.3f}"
+            if r["measured"]
+            else "",
+            "ms": f"{r['seconds'] * 1e3:,.2f}" if "seconds" in r else "",
+            "estimated / measured": f"{r['estimated'] / r['seconds']:.2f}"
+            if "estimated" in r
+            else "",
+        }
+        for name, r in results.items()
+    ]
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--minutes", type=float, default=7.5, help="Time limit.")
+    parser.add_argument("--tiny", action="store_true", help="Small sizes, to try it on CPU.")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not (args.minutes > 0 and math.isfinite(args.minutes)):
+        parser.error(f"--minutes: expected a number above 0, got {args.minutes}")
+    if args.worker:
+        case, name = args.worker
+        print(json.dumps(measure(case, name, args.tiny)))
+        return
+    start = time.monotonic()
+    results, failed = run_all(args.minutes, args.tiny, parallel=max(machine.cores() // 2, 1))
+    print(f"{', '.join(machine.describe()['devices'])}, {time.monotonic() - start:.0f} s.\n")
+    if results:
+        print(markdown_table(rows(results)))
+    for reason in failed:
+        print(f"- skipped: {reason}")
+    claimed = () if args.tiny else claims(results)
+    publish(claimed, args, "jax", "jaxlib", "flax", "optax", data=results)
+
+
+if __name__ == "__main__":
+    main()

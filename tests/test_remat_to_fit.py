@@ -1,0 +1,159 @@
+"""A budget for losses that other libraries differentiate."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from fnet import memory
+
+WIDTH, DEPTH, ROWS = 32, 6, 512
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(3)])
+        self.norms = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(3)])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = jnp.tanh(layer(self.drop(nnx.gelu(norm(x)))))
+        return x
+
+
+class Equinox(eqx.Module):
+    layers: list
+    activation: object
+
+    def __init__(self, key):
+        keys = jax.random.split(key, DEPTH)
+        self.layers = [eqx.nn.Linear(WIDTH, WIDTH, key=k) for k in keys]
+        self.activation = jax.nn.gelu
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(self.activation(x)))
+        return x
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(DEPTH):
+            x = jnp.tanh(linen.Dense(WIDTH)(linen.gelu(x)))
+        return x
+
+
+def haiku(x):
+    for _ in range(DEPTH):
+        x = jnp.tanh(hk.Linear(WIDTH)(jax.nn.gelu(x)))
+    return x
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def libraries():
+    """By library: a loss, its first argument, and what differentiates it."""
+    transformed = hk.without_apply_rng(hk.transform(haiku))
+    return {
+        "equinox": (
+            lambda m, x: jnp.square(jax.vmap(m)(x)).mean(),
+            Equinox(jax.random.key(0)),
+            eqx.filter_value_and_grad,
+        ),
+        "linen": (
+            lambda p, x: jnp.square(Linen().apply(p, x)).mean(),
+            Linen().init(jax.random.key(0), X),
+            jax.value_and_grad,
+        ),
+        "haiku": (
+            lambda p, x: jnp.square(transformed.apply(p, x)).mean(),
+            transformed.init(jax.random.key(0), X),
+            jax.value_and_grad,
+        ),
+    }
+
+
+def plain_bytes(loss, *args):
+    plan = memory.remat_to_fit(loss, "1GiB", *args)[1]
+    assert plan.chosen.policy.name == "none"
+    return plan.chosen.peak.total
+
+
+@pytest.mark.parametrize("library", ["equinox", "linen", "haiku"])
+def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
+    with jax.numpy_rank_promotion("allow"):
+        loss, model, value_and_grad = libraries()[library]
+        budget = int(0.6 * plain_bytes(loss, model, X))
+        fitted, plan = memory.remat_to_fit(loss, budget, model, X)
+        assert plan.chosen.peak.total <= budget
+        expected, actual = (value_and_grad(f)(model, X) for f in (loss, fitted))
+        # The user's program has the bytes that were planned.
+        arrays, static = eqx.partition(model, eqx.is_array)
+        program = jax.jit(lambda a, x: value_and_grad(fitted)(eqx.combine(a, static), x))
+        compiled = program.lower(arrays, X).compile(plan.chosen.compiler_options)
+        assert memory.peak(compiled).total <= 1.02 * budget
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_variables_are_updated_as_without_the_budget():
+    def loss(network, x):
+        return jnp.square(network(x)).mean(), {"mean": x.mean()}
+
+    def train(loss):
+        network = Nnx(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(network, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(network, optimizer, x):
+            (value, aux), grads = nnx.value_and_grad(loss, has_aux=True)(network, x)
+            optimizer.update(network, grads)
+            return value, aux
+
+        for _ in range(2):
+            value, aux = step(network, optimizer, X)
+        return value, aux, nnx.state(network)
+
+    with jax.numpy_rank_promotion("allow"):
+        network = Nnx(nnx.Rngs(0))
+        budget = int(0.85 * plain_bytes(loss, network, X))
+        before = jax.tree.map(jnp.copy, nnx.state(network))
+        fitted, plan = memory.remat_to_fit(loss, budget, network, X)
+        assert plan.chosen.peak.total <= budget
+        same = jax.tree.map(lambda a, b: bool((a == b).all()), before, nnx.state(network))
+        assert all(jax.tree.leaves(same)), "planning changes nothing"
+        expected, actual = train(loss), train(fitted)
+    as_numbers = [
+        [jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a for a in r]
+        for r in (jax.tree.leaves(expected), jax.tree.leaves(actual))
+    ]
+    for a, b in zip(*as_numbers, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_held_bytes_count_and_shapes_are_enough():
+    loss, model, _ = libraries()["haiku"]
+    with jax.numpy_rank_promotion("allow"):
+        shapes = jax.eval_shape(lambda: (model, X))
+        plain = plain_bytes(loss, *shapes)
+        held = jax.ShapeDtypeStruct((plain // 16,), jnp.float32)
+        _, plan = memory.remat_to_fit(loss, plain, *shapes, held=held)
+    assert plan.chosen.peak.total <= plain - 4 * (plain // 16)
+    assert plan.chosen.policy.name != "none"
+
+
+def test_rejects_losses_per_example():
+    with pytest.raises(TypeError, match=r"must return a scalar or \(scalar, aux\), got \(3,\)"):
+        memory.remat_to_fit(lambda w, x: w * x, "1GiB", jnp.ones(()), jnp.ones(3))
+
+
+def test_rejects_budget_that_nothing_fits():
+    with pytest.raises(memory.BudgetError, match="lowest peak"):
+        memory.remat_to_fit(lambda w: jnp.sin(w).sum(), 64, jnp.ones(1000))

@@ -1,0 +1,171 @@
+"""Time of a compiled program at the highest rates of a device, from its instructions."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from fnet.memory import roofline
+from fnet.memory.target import TARGETS, Gpu, Peaks, Tpu
+
+PEAKS = Peaks({"float32": 1e12, "bfloat16": 2e12}, 1e12, 1e11, 1e10, 1e9, 0.0)
+
+
+def estimate(f, *shapes, peaks=PEAKS, dtype=jnp.float32):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return roofline.estimate(jax.jit(f).lower(*args).compile(), peaks)
+
+
+def test_counts_every_iteration_of_a_loop():
+    def f(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    e = estimate(f, (7, 64, 64), (32, 64))
+    assert e.total_flops == 7 * 2 * 32 * 64 * 64
+    weights, activations = 7 * 64 * 64 * 4, 32 * 64 * 4
+    # Reads the weights once, not the whole stack in every iteration.
+    assert weights <= e.bytes < 3 * weights + 7 * 6 * activations < 7 * weights
+
+
+def test_a_product_is_limited_by_compute_and_a_sum_by_memory():
+    product = estimate(lambda a, b: a @ b, (1024, 1024), (1024, 1024))
+    assert product.seconds == pytest.approx(2 * 1024**3 / 1e12)
+    assert product.share["compute"] == 1
+    total = estimate(lambda a, b: a + b, (1024, 1024), (1024, 1024))
+    assert total.seconds == pytest.approx(3 * 4 * 1024**2 / 1e11)
+    assert total.share["memory"] == 1
+
+
+def test_small_kernels_run_in_the_cache():
+    cached = PEAKS._replace(cache=(1e6, 1e12))
+    small, large = (256, 256), (1024, 1024)
+    for shape, rate in ((small, 1e12), (large, 1e11)):
+        e = estimate(lambda a: a + 1, shape, peaks=cached)
+        assert e.seconds == pytest.approx(e.bytes / rate)
+
+
+def test_flops_of_a_convolution_skip_padding_and_holes():
+    def f(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x, w = (2, 9, 9, 4), (3, 3, 4, 8)
+    forward = estimate(f, x, w)
+    # On each side, 5 positions x 3 taps, of which the first and the last reach the padding.
+    assert forward.total_flops == 2 * 13**2 * 2 * 4 * 8
+    both = estimate(lambda x, w, y: jax.vjp(f, x, w)[1](y), x, w, (2, 5, 5, 8))
+    assert both.total_flops == pytest.approx(2 * forward.total_flops)
+
+
+def test_an_update_in_place_writes_the_update_alone():
+    def f(x, row):
+        return jax.lax.dynamic_update_slice(x, row, (3, 0))
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 256), (1, 256))]
+    compiled = jax.jit(f, donate_argnums=0).lower(*args).compile()
+    assert roofline.estimate(compiled, PEAKS).bytes < 16 * 256
+
+
+def test_a_conditional_counts_its_slowest_branch():
+    def f(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x)
+
+    e = estimate(f, (64, 64))
+    assert e.total_flops == 2 * 2 * 64**3
+
+
+def test_counts_the_bytes_that_devices_exchange():
+    devices = jax.local_devices()[:4]
+    mesh = jax.make_mesh((4,), ("x",), devices=devices, axis_types=(AxisType.Auto,))
+    rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), ()))
+    a = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=rows)
+    total = jax.jit(lambda a: a.T @ a, out_shardings=whole).lower(a).compile()
+    e = roofline.estimate(total, PEAKS)
+    assert e.total_flops == 2 * 128 * 128 * 16  # of one device
+    assert e.link_bytes == 2 * 3 / 4 * 128 * 128 * 4  # an all-reduce
+    assert e.seconds >= e.link_bytes / PEAKS.link
+    gathered = jax.jit(lambda a: a * 2, out_shardings=whole).lower(a).compile()
+    assert roofline.estimate(gathered, PEAKS).link_bytes == 3 / 4 * 64 * 128 * 4
+
+
+GPU_PROGRAM = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
+
+ENTRY %main (a: bf16[512,256], b: bf16[256,128], x: f32[8,16,16,4], dy: f32[8,16,16,32]) -> f32[] {
+  %a = bf16[512,256]{1,0} parameter(0)
+  %b = bf16[256,128]{1,0} parameter(1)
+  %x = f32[8,16,16,4]{3,2,1,0} parameter(2)
+  %dy = f32[8,16,16,32]{3,2,1,0} parameter(3)
+  %start = ((bf16[512,256]{1,0}), bf16[4096,256]{1,0}) all-gather-start(%a), replica_groups=[1,8]<=[8], dimensions={0}
+  %gemm = (bf16[512,128]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  %dw = (f32[32,3,3,4]{3,2,1,0}, u8[0]{0}) custom-call(%x, %dy), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
+  ROOT %done = bf16[4096,256]{1,0} all-gather-done(%start)
+}
+"""
+
+
+def test_reads_library_calls_and_overlapping_messages_of_a_gpu_program():
+    e = roofline.estimate(GPU_PROGRAM, PEAKS)
+    taps = 16 * 3 - 2
+    assert e.flops == {"bfloat16": 2 * 512 * 256 * 128, "float32": 2 * taps**2 * 8 * 4 * 32}
+    assert e.link_bytes == 7 / 8 * 4096 * 256 * 2
+    assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)  # it outlasts both kernels
+    assert e.share["link"] < 1
+
+
+TPU_PROGRAM = """HloModule step, is_scheduled=true, num_partitions=4
+
+%start_body (p: bf16[32,128]) -> (bf16[32,128], bf16[128,128]) {
+  %p = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.1 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+  ROOT %call.1 = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%done_body (q: bf16[32,128]) -> bf16[128,128] {
+  %q = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} all-gather(%q), replica_groups=mesh['a'=4,'b'=1] {'a'}, dimensions={0}
+  ROOT %call.2 = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[32,128]) -> bf16[128,128] {
+  %x = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %async-collective-start = (bf16[32,128]{1,0:T(8,128)(2,1)S(1)}, bf16[128,128]{1,0:T(8,128)(2,1)S(1)}) fusion(%x), kind=kCustom, calls=%start_body
+  %part = bf16[32,128]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=0
+  ROOT %async-collective-done = bf16[128,128]{1,0:T(8,128)(2,1)S(1)} fusion(%part), kind=kCustom, calls=%done_body
+}
+"""
+
+
+def test_counts_the_messages_inside_fusions_of_a_tpu_program_once():
+    e = roofline.estimate(TPU_PROGRAM, PEAKS)
+    assert e.link_bytes == 3 / 4 * 128 * 128 * 2
+    assert e.seconds == pytest.approx(e.link_bytes / PEAKS.link)
+
+
+def test_utilization_is_relative_to_the_dtype_of_most_flops():
+    e = roofline.Estimate(1.0, {"float32": 1.0, "bfloat16": 2.0}, 0.0, 0.0, {})
+    assert roofline.utilization(5e11, 1.0, e, PEAKS) == 0.25
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_known_devices_have_rates(name):
+    peaks = TARGETS[name].peaks
+    assert all(rate > 0 for rate in peaks.flops.values())
+    assert peaks.flops["bfloat16"] >= peaks.flops["highest"] > 1e12
+    assert 1e11 < peaks.bandwidth < 1e13
+    assert 1e9 < peaks.network <= peaks.link < peaks.bandwidth
+    assert isinstance(TARGETS[name], Gpu | Tpu)
+
+
+def test_slices_of_a_tpu_grow_by_their_shortest_side():
+    assert [TARGETS["v5e"].slice_of(n) for n in (1, 4, 8, 16, 32)] == [
+        *("v5e:2x2", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8")
+    ]
+    assert [TARGETS["v5p"].slice_of(n) for n in (1, 8, 16, 64)] == [
+        *("v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4", "v5p:4x4x4")
+    ]
+
+
+def test_rejects_a_program_without_a_schedule():
+    with pytest.raises(ValueError, match="has no schedule"):
+        roofline.estimate("HloModule f", PEAKS)
