@@ -1,5 +1,6 @@
-"""Values that vary over the axes of a mesh, inside `jax.shard_map`."""
+"""The mesh in scope, and values that vary over its axes inside `jax.shard_map`."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +27,15 @@ def equally_varying(arrays: Tree) -> Tree:
 
     marked: Tree = jax.tree.map(mark, arrays)
     return marked
+
+
+def batch_devices() -> int:
+    """Return the number of devices that may share an array here; 1 without a mesh in scope.
+
+    Inside `jax.shard_map`, each device has an array of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
 
 
 def argument_like(shape: Sequence[int], cotangent: Array) -> Any:

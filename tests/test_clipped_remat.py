@@ -168,6 +168,25 @@ def test_memory_of_a_step_with_microbatches_remat_and_sharding(monkeypatch, mesh
     assert bytes_of(private) <= 1.15 * bytes_of(fnet.autodiff.mean)
 
 
+def test_chunks_have_a_part_on_every_device_that_shares_the_batch(monkeypatch):
+    monkeypatch.setattr(ghost_norm, "_MIN_BYTES", 0)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    chunks = []
+
+    def count(x):
+        chunks.append(ghost_norm.number_of_chunks(len(x), [x], x[0].nbytes * len(x)))
+        return x
+
+    x = jnp.ones((16, 3))
+    count(x)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        count(x)
+    # Inside of shard_map the batch of 4 is the device's own.
+    rows = jax.sharding.PartitionSpec("data")
+    jax.eval_shape(jax.shard_map(count, mesh=mesh, in_specs=rows, out_specs=rows), x)
+    assert chunks == [16, 4, 4]
+
+
 @jax.custom_vjp
 def sign_backward(x):
     """Its backward rule is not linear: it forgets the scale of a cotangent."""

@@ -50,7 +50,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn
 
 from fnet.jaxpr import aval
-from fnet.mesh import argument_like
+from fnet.mesh import argument_like, batch_devices
 from fnet.precision import sum_dtype, upcast
 
 _FACTOR_BYTES_RATIO = 4
@@ -330,8 +330,7 @@ def number_of_chunks(
     Parts have at most ``width`` examples per device. Each device of the mesh in scope has a part
     of every chunk: otherwise the compiler gathers the batch to read a chunk.
     """
-    devices = max(jax.sharding.get_abstract_mesh().size, 1)
-    devices = devices if batch % devices == 0 else 1
+    devices = batch_devices() if batch % batch_devices() == 0 else 1
     local = batch // devices
     allowed = max(_MIN_BYTES, sum(a.nbytes for a in arrays) // (devices * _FACTOR_BYTES_RATIO))
     fitting = allowed // max(example_bytes, 1)
