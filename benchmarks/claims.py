@@ -150,6 +150,12 @@ def argument_parser(
     return parser
 
 
+def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, int]) -> None:
+    """Add an option for each size, with its default."""
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help=f"{name.capitalize()}.")
+
+
 def _positive(word: str) -> int:
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {word!r}")

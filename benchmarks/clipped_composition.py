@@ -9,7 +9,6 @@ and noise is compared with the plain step of the same remat policy and number of
 one device and for 8 devices with data parallelism or FSDP. Nothing is run.
 """
 
-import argparse
 import functools
 from typing import Any
 
@@ -22,7 +21,8 @@ from jax.sharding import AxisType
 
 import fnet
 import fnet.memory.target
-from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks import transformer_step
+from benchmarks.claims import Claim, add_sizes, argument_parser, publish
 from benchmarks.measure import markdown_table
 from fnet import layers
 from fnet.layer import Layer, apply_child, init_children
@@ -37,20 +37,14 @@ MESHES = {"1 device": (1, 1), "data 8": (DEVICES, 1), "fsdp 8": (1, DEVICES)}
 TARGET = "<= 1.15"
 
 
-class Sizes(argparse.Namespace):
+class Settings(transformer_step.Sizes):
     """Sizes of the model and the batch, and settings of the step."""
 
-    blocks: int
-    width: int
-    heads: int
-    tokens: int
-    batch: int
-    vocabulary: int
     policy: str
     microbatches: int
 
 
-def scanned_model(s: Sizes) -> tuple[Layer, fnet.autodiff.Loss]:
+def scanned_model(s: Settings) -> tuple[Layer, fnet.autodiff.Loss]:
     """A language model whose blocks are one `jax.lax.scan`, and its loss."""
     attention = layers.attention(s.width, s.heads, causal=True, rotary=10_000.0, bias=False)
     block = layers.Block(attention, layers.feed_forward(s.width, 8 * s.width // 3 // 64 * 64))
@@ -75,7 +69,7 @@ def scanned_model(s: Sizes) -> tuple[Layer, fnet.autodiff.Loss]:
 
 
 def compile_step(
-    s: Sizes, mode: Any, mesh: tuple[int, int], devices: Any, compiler_options: Any
+    s: Settings, mode: Any, mesh: tuple[int, int], devices: Any, compiler_options: Any
 ) -> jax.stages.Compiled:
     """Compile the step for the first devices, arranged as ``mesh``: data parallel x FSDP."""
     model, loss = scanned_model(s)
@@ -99,20 +93,22 @@ def compile_step(
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=0, target=True)
-    for name, size in {
-        "blocks": 12,
-        "width": 768,
-        "heads": 12,
-        "tokens": 1024,
-        "batch": 64,
-        "vocabulary": 32_768,
-        "microbatches": 4,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"{name.capitalize()}.")
+    add_sizes(
+        parser,
+        {
+            "blocks": 12,
+            "width": 768,
+            "heads": 12,
+            "tokens": 1024,
+            "batch": 64,
+            "vocabulary": 32_768,
+            "microbatches": 4,
+        },
+    )
     parser.add_argument("--policy", default="segments", help="Remat policy.")
     parser.add_argument("--meshes", nargs="+", default=list(MESHES), choices=MESHES, help="Meshes.")
     parser.add_argument("--explain", action="store_true", help="Print the buffers at the peak.")
-    s = parser.parse_args(namespace=Sizes())
+    s = parser.parse_args(namespace=Settings())
     devices, options = jax.devices(), {}
     if s.target:
         known = TARGETS[s.target]

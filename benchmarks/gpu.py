@@ -76,7 +76,7 @@ class Case(NamedTuple):
     Attributes:
       programs: ``build(tiny) -> program``, by name. The first is the baseline.
       memory: targets of the measured peaks relative to the baseline's, by name.
-      time: targets of the seconds, likewise.
+      time: targets of the measured seconds relative to the baseline's, by name.
     """
 
     programs: Mapping[str, Callable[[bool], Program]]

@@ -7,8 +7,8 @@ A ResNet-50 (flax linen, 224 x 224), a transformer of unrolled blocks (Equinox),
 `fnet.plan_step` at 70, 50 and 35 % of the peak of their plain step. Microbatches are not allowed.
 Then each network is compiled with ``jax.checkpoint`` around every block, around every second
 block, and around every block with saved matrix products. A plan gets the same bytes as each of
-these. FLOPs are those of the traced step (`fnet.memory.estimate_cost`), peaks those of the
-compiled step. Nothing is run.
+these. FLOPs are counted in the traced step (`fnet.memory.estimate_cost`), peaks in the compiled
+step. Nothing is run.
 """
 
 import argparse

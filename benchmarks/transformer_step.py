@@ -26,7 +26,7 @@ from jax import Array
 
 import fnet
 import fnet.memory.target
-from benchmarks.claims import Claim, argument_parser, publish
+from benchmarks.claims import Claim, add_sizes, argument_parser, publish
 from benchmarks.measure import compile_with_each_option, interleaved, markdown_table, step_caller
 from fnet import layers, models
 from fnet.layers.attention_context import Passing
@@ -151,15 +151,17 @@ def programs(lowered: jax.stages.Lowered, target: Any) -> list[jax.stages.Compil
 
 def main() -> None:
     parser = argument_parser(__doc__, rounds=7, target=True)
-    for name, size in {
-        "blocks": 12,
-        "width": 384,
-        "heads": 6,
-        "tokens": 256,
-        "batch": 8,
-        "vocabulary": 32_768,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=size, help=f"{name.capitalize()}.")
+    add_sizes(
+        parser,
+        {
+            "blocks": 12,
+            "width": 384,
+            "heads": 6,
+            "tokens": 256,
+            "batch": 8,
+            "vocabulary": 32_768,
+        },
+    )
     parser.add_argument(
         "--policies", nargs="+", default=POLICIES, choices=POLICIES, help="Remat policies."
     )

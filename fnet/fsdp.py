@@ -213,8 +213,8 @@ class _Gather:
         atoms = list(eqn.invars)
         params = frozenset().union(*(_shard(states[i]).params for i in positions))
         self.gathered |= params
-        # Compilers merge gathers that nothing orders: those of several layers to one, and those of
-        # forward and backward pass, whose result would be alive in between.
+        # Compilers merge gathers that nothing orders. One gather would then serve several layers,
+        # or both the forward and the backward pass, and its result would stay alive in between.
         met = [v for v, s in zip(atoms, states, strict=True) if s == DATA and _is_array(v)]
         waiting = list(dict.fromkeys([*(atoms[i] for i in positions), *met]))
         eqns, results = _spliced(_barrier, waiting, eqn)
