@@ -18,6 +18,7 @@ from fnet.layers.fold import fold
 from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.kernel_init import cosine_patches as cosine_patches
 from fnet.layers.kernel_init import partly_identity as partly_identity
+from fnet.layers.layer_scale import layer_scale as layer_scale
 from fnet.layers.mamba import mamba
 from fnet.layers.mamba2 import mamba2
 from fnet.layers.norm import layer_norm_layer as layer_norm

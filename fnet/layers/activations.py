@@ -78,6 +78,8 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
     "relu": Activation(lambda z, _: jax.nn.relu(z)),
     "gelu": Activation(lambda z, _: jax.nn.gelu(z)),
+    "gelu_exact": Activation(lambda z, _: jax.nn.gelu(z, approximate=False)),
+    "quick_gelu": Activation(lambda z, _: z * jax.nn.sigmoid(1.702 * z)),
     "silu": Activation(lambda z, _: jax.nn.silu(z)),
     "tanh": Activation(lambda z, _: jnp.tanh(z)),
     "sigmoid": Activation(lambda z, _: jax.nn.sigmoid(z)),
@@ -157,7 +159,8 @@ def activation(name: str, param: float | None = None) -> Layer:
 
     Args:
       name: ``identity``, ``leaky_relu``, ``elu``, ``softplus``, ``relu``,
-        ``gelu`` (tanh approximation), ``silu``, ``tanh`` or ``sigmoid``.
+        ``gelu`` (tanh approximation), ``gelu_exact`` (by the error function), ``quick_gelu``
+        (``z sigmoid(1.702 z)``), ``silu``, ``tanh`` or ``sigmoid``.
       param: slope of ``leaky_relu`` (0.01 by default) or alpha of ``elu`` (1 by default).
         Other activations ignore it.
 

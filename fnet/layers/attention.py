@@ -1,7 +1,8 @@
 """The self-attention layer, for whole sequences and for decoding with a key-value cache."""
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from fnet.backward_pass import save
 from fnet.layer import Decode, Layer, Params, State, apply_child, init_children
 from fnet.layers.dense import dense
-from fnet.layers.dot_product_attention import MASKED_SCORE, dot_product_attention
+from fnet.layers.dot_product_attention import MASKED_SCORE, cap, dot_product_attention
 from fnet.layers.rotary import rotary as apply_rotary
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
@@ -26,19 +27,26 @@ def attention(
     heads: int,
     *,
     groups: int | None = None,
+    head_dim: int | None = None,
     causal: bool = False,
     window: int | None = None,
-    rotary: float | None = None,
+    rotary: float | Sequence[float] | None = None,
     bias: bool = True,
+    output_bias: bool | None = None,
+    fused: bool = True,
+    qk_norm: Callable[[int], Layer] | None = None,
+    qk_norm_over: Literal["head", "heads"] = "head",
+    scale: float | None = None,
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Layer:
-    """Multi-head self-attention: ``y = softmax(q k^T / sqrt(width / heads)) v W + b``.
+    """Multi-head self-attention: ``y = softmax(scale q k^T) v W + b``.
 
     Vaswani et al., "Attention Is All You Need", NeurIPS 2017, computed by
     `fnet.dot_product_attention`. Under `fnet.recompute` the output of the attention is saved.
 
     Causal attention supports decoding with a key-value cache. The cache is
-    ``{"key", "value"}``, each [B, length, groups, width / heads], with keys after rotation.
+    ``{"key", "value"}``, each [B, length, groups, head_dim], with keys after rotation.
     With a window it holds the last min(length, window) positions, so the cost of a token
     does not depend on the number of positions before it. If the cache is donated, a token is
     written in place. On CPU at most a few positions of the cache are copied at a time,
@@ -46,29 +54,43 @@ def attention(
 
     Args:
       width: D, size of the last axis of input and output.
-      heads: query heads; divides ``width``.
+      heads: query heads.
       groups: key and value heads, each read by heads / groups query heads (grouped-query
         attention, Ainslie et al. 2023); divides ``heads``. None: ``heads``.
+      head_dim: features per head. None: width / heads.
       causal: whether each position attends only to itself and earlier positions.
       window: sliding window, as for `fnet.dot_product_attention`.
-      rotary: base of the rotary position embedding (`fnet.layers.rotary`), 10000.0 in the
-        paper; None: no position embedding.
-      bias: whether the dense layers have biases.
+      rotary: base of the rotary position embedding, 10000.0 in the paper, or its frequencies, as
+        for `fnet.layers.rotary`; None: no position embedding.
+      bias: whether the dense layers of queries, keys and values have biases.
+      output_bias: whether the output's dense layer has a bias. None: as ``bias``.
+      fused: whether one dense layer computes queries, keys and values. Otherwise there are three.
+      qk_norm: norm of queries and keys before the rotation, ``size -> layer`` (Henry et al. 2020,
+        "Query-Key Normalization for Transformers"); None: no norm.
+      qk_norm_over: whether ``qk_norm`` is over the features of each ``head``, with parameters
+        that heads share, or over all ``heads`` together.
+      scale: factor of the scores. None: 1 / sqrt(head_dim).
+      soft_cap: as for `fnet.dot_product_attention`.
       chunk: as for `fnet.dot_product_attention`.
 
     Returns:
       A layer, [B, T, D] -> [B, T, D], without state. Its params are ``query_key_value``, whose
-      kernel is [D, (heads + 2 groups) width / heads] in this order, and ``output``, each
-      ``{"kernel", "bias"}``. ``apply`` also takes ``mask`` [B, T] bool, True for real tokens;
+      kernel is [D, (heads + 2 groups) head_dim] in this order, or ``query``, ``key`` and
+      ``value``; ``output``; and with ``qk_norm`` ``query_norm`` and ``key_norm``. Dense layers
+      have ``{"kernel", "bias"}``. ``apply`` also takes ``mask`` [B, T] bool, True for real tokens;
       others are not attended to. Causal attention ignores it, so padding must be at the end.
-      Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises ValueError for
-      ``length < 1``, and ``extend`` for more positions than fit into a cache without a window.
+      ``segments`` [B, T], integers, numbers the documents of a row; positions attend only within
+      their document. Causal attention has `fnet.layer.Decode`. Its ``init_cache`` raises
+      ValueError for ``length < 1``, and ``extend`` for more positions than fit into a cache
+      without a window.
 
     Raises:
-      ValueError: if ``heads`` does not divide ``width``, ``groups`` does not divide
-        ``heads``, ``window`` or ``chunk`` is below 1, ``rotary`` is not above 0, or width /
-        heads is odd with ``rotary``; when applied, if ``x`` or ``mask`` has another shape.
-      TypeError: when applied, if ``x`` is not floating or ``mask`` is not bool.
+      ValueError: if ``heads`` does not divide ``width`` and there is no ``head_dim``, ``groups``
+        does not divide ``heads``, ``window``, ``head_dim`` or ``chunk`` is below 1, ``rotary`` is
+        not above 0, or the features of a head are odd with ``rotary``; when applied, if ``x``,
+        ``mask`` or ``segments`` has another shape.
+      TypeError: when applied, if ``x`` is not floating, ``mask`` is not bool, or ``segments`` are
+        not integers.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -81,12 +103,16 @@ def attention(
       (2, 5, 8)
     """
     groups = heads if groups is None else groups
-    _check(width, heads, groups, window, rotary, chunk)
-    head_dim = width // heads
-    children = {
-        "query_key_value": dense(width, (heads + 2 * groups) * head_dim, bias=bias),
-        "output": dense(width, width, bias=bias),
-    }
+    _check(width, heads, groups, head_dim, window, rotary, chunk)
+    head_dim = width // heads if head_dim is None else head_dim
+    sizes = {"query": heads * head_dim, "key": groups * head_dim, "value": groups * head_dim}
+    projections = {"query_key_value": sum(sizes.values())} if fused else sizes
+    children = {name: dense(width, n, bias=bias) for name, n in projections.items()}
+    output_bias = bias if output_bias is None else output_bias
+    children["output"] = dense(sizes["query"], width, bias=output_bias)
+    if qk_norm is not None:
+        for name in ("query", "key"):
+            children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
 
     def project(
         params: Params, x: Array, first: Array | int, train: bool
@@ -94,17 +120,36 @@ def attention(
         """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
         if x.ndim != 3:
             raise ValueError(f"attention: expected [B, T, {width}], got {x.shape}")
-        qkv, _ = apply_child(children, "query_key_value", params, {}, x, key=None, train=train)
-        qkv = qkv.reshape(*x.shape[:2], heads + 2 * groups, head_dim)
-        q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
+
+        def child(name: str, x: Array) -> Array:
+            return apply_child(children, name, params, {}, x, key=None, train=train)[0]
+
+        def split_heads(x: Array) -> Array:
+            return x.reshape(*x.shape[:2], -1, head_dim)
+
+        def normalize(name: str, x: Array) -> Array:
+            if qk_norm is None:
+                return x
+            if qk_norm_over == "head":
+                return child(f"{name}_norm", x)
+            return split_heads(child(f"{name}_norm", merge_heads(x)))
+
+        if fused:
+            qkv = split_heads(child("query_key_value", x))
+            q, k, v = jnp.split(qkv, (heads, heads + groups), axis=2)
+        else:
+            q, k, v = (split_heads(child(name, x)) for name in sizes)
+        q, k = normalize("query", q), normalize("key", k)
         if rotary is not None:
             positions = first + jnp.arange(x.shape[1])
             q, k = (apply_rotary(a, positions, rotary) for a in (q, k))
         return q, k, v
 
+    def merge_heads(y: Array) -> Array:
+        return y.reshape(*y.shape[:2], -1)
+
     def combine(params: Params, y: Array, train: bool) -> Array:
-        y = y.reshape(*y.shape[:2], width)
-        return apply_child(children, "output", params, {}, y, key=None, train=train)[0]
+        return apply_child(children, "output", params, {}, merge_heads(y), key=None, train=train)[0]
 
     def apply(
         params: Params,
@@ -114,11 +159,21 @@ def attention(
         key: Array | None = None,
         train: bool,
         mask: Bool[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         del key
         q, k, v = project(params, x, 0, train)
         y = dot_product_attention(
-            q, k, v, causal=causal, window=window, mask=_key_mask(mask, x, causal), chunk=chunk
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            mask=_key_mask(mask, x, causal),
+            segments=segments,
+            scale=scale,
+            soft_cap=soft_cap,
+            chunk=chunk,
         )
         return combine(params, save(y), train), state
 
@@ -130,7 +185,9 @@ def attention(
     ) -> tuple[Float[Array, "b t d"], Cache]:
         del state
         q, k, v = project(params, x, position, False)
-        y, cache = extend_cache_and_attend(cache, q, k, v, position, window=window)
+        y, cache = extend_cache_and_attend(
+            cache, q, k, v, position, window=window, scale=scale, soft_cap=soft_cap
+        )
         return combine(params, y, False), cache
 
     decode = Decode(init_cache, extend) if causal else None
@@ -155,25 +212,36 @@ def _check(
     width: int,
     heads: int,
     groups: int,
+    head_dim: int | None,
     window: int | None,
-    rotary: float | None,
+    rotary: float | Sequence[float] | None,
     chunk: int | None,
 ) -> None:
-    if heads < 1 or width % heads:
-        raise ValueError(f"attention: heads must divide width, got heads={heads}, width={width}")
+    if heads < 1 or (head_dim is None and width % heads):
+        raise ValueError(
+            f"attention: heads must divide width, got heads={heads}, width={width}; "
+            "or give head_dim"
+        )
     if groups < 1 or heads % groups:
         raise ValueError(f"attention: groups must divide heads, got groups={groups}, heads={heads}")
+    if head_dim is not None and head_dim < 1:
+        raise ValueError(f"attention: head_dim must be at least 1, got {head_dim}")
     if window is not None and window < 1:
         raise ValueError(f"attention: window must be at least 1, got {window}; None attends to all")
     if chunk is not None and chunk < 1:
         raise ValueError(f"attention: chunk must be at least 1, got {chunk}")
     if rotary is None:
         return
-    if not rotary > 0:
+    if not isinstance(rotary, Sequence) and not rotary > 0:
         raise ValueError(
             f"attention: rotary is a base and must be > 0, got {rotary}; None disables it"
         )
-    if width // heads % 2:
+    if head_dim is not None and head_dim % 2:
+        raise ValueError(
+            f"attention: rotary rotates pairs of features, got head_dim {head_dim}; choose an "
+            "even number"
+        )
+    if head_dim is None and width // heads % 2:
         raise ValueError(
             f"attention: rotary rotates pairs of features, got width {width} / heads {heads} = "
             f"{width // heads} per head; choose heads so that it is even"
@@ -205,6 +273,8 @@ def extend_cache_and_attend(
     position: Int[Array, ""],
     *,
     window: int | None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Float[Array, "b t h d"], Cache]:
     """Write new positions to the cache, and attend from them to the past and to each other.
 
@@ -215,7 +285,7 @@ def extend_cache_and_attend(
       cache: from `empty_cache`, extended by ``position`` positions.
       q, k, v: of positions ``position`` to ``position + t - 1``.
       position: number of positions before.
-      window: as for `fnet.dot_product_attention`.
+      window, scale, soft_cap: as for `fnet.dot_product_attention`.
 
     Returns:
       ``(y, cache)``: [B, t, H, D] in the dtype of ``q``, and the cache in its own dtype.
@@ -225,6 +295,7 @@ def extend_cache_and_attend(
         ``position + t`` exceeds the slots; the output of the last positions is then wrong.
     """
     t, slots = q.shape[1], cache["key"].shape[1]
+    scores = _Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap)
     new = {"key": k.astype(cache["key"].dtype), "value": v.astype(cache["value"].dtype)}
     if window is None and t > slots:
         raise ValueError(f"attention: {t} positions do not fit into a cache for {slots}")
@@ -235,7 +306,7 @@ def extend_cache_and_attend(
             for name in cache
         }
         at = position if window is None else jnp.minimum(position, slots - 1)
-        return _attend_from(q, cache["key"], cache["value"], at, 0, slots), cache
+        return _attend_from(scores, q, cache["key"], cache["value"], at, 0, slots), cache
     # Sort the ring buffer by position, append the new positions, and keep the last ones.
     both = {
         name: jnp.concatenate([jnp.roll(cache[name], -position % slots, axis=1), new[name]], axis=1)
@@ -243,7 +314,8 @@ def extend_cache_and_attend(
     }
     cache = {name: jnp.roll(a[:, t:], (position + t) % slots, axis=1) for name, a in both.items()}
     first = jnp.maximum(slots - position, 0)
-    return _attend_from(q, both["key"], both["value"], slots, first, min(window, slots + t)), cache
+    span = min(window, slots + t)
+    return _attend_from(scores, q, both["key"], both["value"], slots, first, span), cache
 
 
 # Chunk sizes. On CPU a loop over chunks of keys copies only a few positions of the cache, and
@@ -251,7 +323,15 @@ def extend_cache_and_attend(
 _QUERIES, _KEYS_ON_CPU = 128, 64
 
 
+class _Scores(NamedTuple):
+    """How scores are computed: ``cap(scale q k^T)``."""
+
+    scale: float
+    soft_cap: float | None
+
+
 def _attend_from(
+    scores: _Scores,
     q: Float[Array, "b t h d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
@@ -267,7 +347,7 @@ def _attend_from(
     q = q.reshape(b, n, size, groups, h // groups, d).transpose(1, 0, 3, 4, 2, 5)
 
     def attend(q: Array, start: Array, keys: int) -> Array:
-        return _online_softmax(q, k, v, start + at, first, window, keys)
+        return _online_softmax(scores, q, k, v, start + at, first, window, keys)
 
     def chunk(x: tuple[Array, Array]) -> Array:
         y: Array = jax.lax.platform_dependent(
@@ -282,6 +362,7 @@ def _attend_from(
 
 
 def _online_softmax(
+    how: _Scores,
     q: Float[Array, "b k g c d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
@@ -293,7 +374,7 @@ def _online_softmax(
     """Attention in one pass over chunks of ``size`` keys (Milakov and Gimelshein 2018)."""
     queries, s = q.shape[-2], k.shape[1]
     dtype = sum_dtype(q)
-    scaled = q.astype(dtype) * jnp.asarray(q.shape[-1] ** -0.5, dtype)
+    scaled = q.astype(dtype) * jnp.asarray(how.scale, dtype)
     query_positions = at + jnp.arange(queries)
 
     def read_chunk(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -306,7 +387,7 @@ def _online_softmax(
         j = (start + jnp.arange(size))[None]
         position = query_positions[:, None]
         allowed = (j <= position) & (j > position - window) & (j >= jnp.maximum(first, i * size))
-        scores = jnp.einsum("bksd,bkgtd->bkgts", keys, scaled)
+        scores = cap(jnp.einsum("bksd,bkgtd->bkgts", keys, scaled), how.soft_cap)
         scores = jnp.where(allowed[None, None, None], scores, MASKED_SCORE)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         shrink = jnp.exp(top - new_top)

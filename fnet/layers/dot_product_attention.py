@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from fnet.precision import upcast
 
@@ -25,7 +25,9 @@ def dot_product_attention(
     causal: bool = False,
     window: int | None = None,
     mask: Bool[Array, "#b #h #t #s"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
     scale: ArrayLike | None = None,
+    soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "b t h d"]:
     """Multi-head attention ``y = softmax(scale * q k^T) v`` without materializing all scores.
@@ -49,10 +51,10 @@ def dot_product_attention(
     On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at
     trace time and supports the shapes
     (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
-    bfloat16 without a mask. Causal attention also needs T = S, and a window needs causal
-    attention. The kernel saves q, k, v, the output and one number per row. It supports
-    neither forward mode (`jax.jvp`), nor second derivatives, nor a `jax.vmap` over only some
-    of q, k, v and the cotangent. Chunks support all of these: pass ``chunk`` to use them.
+    bfloat16 without a mask, segments or a soft cap. Causal attention also needs T = S, and a
+    window needs causal attention. The kernel saves q, k, v, the output and one number per row.
+    It supports neither forward mode (`jax.jvp`), nor second derivatives, nor a `jax.vmap` over
+    only some of q, k, v and the cotangent. Chunks support all of these: pass ``chunk`` to use them.
 
     Args:
       q: queries [B, T, H, D]; float16, bfloat16, float32 or float64. Scores and
@@ -66,7 +68,12 @@ def dot_product_attention(
         i + window - 1. None: no window.
       mask: [B, H, T, S] bool, or 1 in place of any size. True: attend. ``causal`` and
         ``window`` apply in addition.
+      segments: number of the document of each position [B, T], for several documents in a row;
+        needs T = S. A query attends only to keys with its own number. This needs no array of
+        the size of a mask.
       scale: factor of the scores; default 1 / sqrt(D).
+      soft_cap: c, > 0: scores become ``c tanh(scores / c)`` after scaling (Gemma Team 2024,
+        "Gemma 2": 50). None: no cap.
       chunk: maximum number of queries per chunk; chunks are evenly sized. By default 2^20
         scores per chunk over all heads and examples, but at least 64 queries; one chunk for
         up to 2^21 scores. With a window, at most half the window, but at least 64. Axes
@@ -76,9 +83,10 @@ def dot_product_attention(
       [B, T, H, D], in the dtype of ``q``.
 
     Raises:
-      TypeError: if q, k and v are not floating or differ in dtype, or the mask is
-        not bool.
-      ValueError: if the shapes do not match; if ``chunk < 1`` or ``window < 1``.
+      TypeError: if q, k and v are not floating or differ in dtype, the mask is
+        not bool, or the segments are not integers.
+      ValueError: if the shapes do not match; if ``chunk < 1`` or ``window < 1``; if
+        ``soft_cap`` is not above 0.
 
     Example:
       >>> import jax, jax.numpy as jnp, fnet
@@ -87,7 +95,7 @@ def dot_product_attention(
       >>> y.shape, bool(jnp.allclose(y[:, 0], v[:, 0]))
       ((1, 6, 2, 4), True)
     """
-    _check(q, k, v, mask, chunk, window)
+    _check(q, k, v, mask, segments, chunk, window, soft_cap)
     if not q.size or not k.size:
         return jnp.zeros_like(q)
     if scale is None:
@@ -98,10 +106,11 @@ def dot_product_attention(
     size = _default_chunk(q, k, window) if chunk is None else chunk
 
     def in_chunks(q: Array, k: Array, v: Array) -> Array:
-        y: Array = _in_chunks(q, k, v, mask, scale, causal, window, size)
+        y: Array = _in_chunks(q, k, v, mask, segments, scale, causal, window, soft_cap, size)
         return y
 
-    if chunk is not None or mask is not None or (causal and q.shape[1] != k.shape[1]):
+    not_fused = chunk is not None or mask is not None or segments is not None or bool(soft_cap)
+    if not_fused or (causal and q.shape[1] != k.shape[1]):
         return in_chunks(q, k, v)
     fused = functools.partial(
         jax.nn.dot_product_attention, is_causal=causal, scale=scale, implementation="cudnn"
@@ -147,15 +156,17 @@ def _span(size: int, causal: bool, window: int | None) -> float:
 
 
 # Checkpointed twice: here, to save q, k and v in their own dtype, and around each chunk.
-@functools.partial(jax.checkpoint, static_argnums=(5, 6, 7))
+@functools.partial(jax.checkpoint, static_argnums=(6, 7, 8, 9))
 def _in_chunks(
     q: Array,
     k: Array,
     v: Array,
     mask: Array | None,
+    segments: Array | None,
     scale: ArrayLike,
     causal: bool,
     window: int | None,
+    soft_cap: float | None,
     chunk: int,
 ) -> Array:
     (b, t, h, d), s, groups = q.shape, k.shape[1], k.shape[2]
@@ -168,6 +179,9 @@ def _in_chunks(
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [n, B, K, H / K, size, D]
     k, v = (upcast(jnp.moveaxis(a, 1, 2)) for a in (k, v))  # [B, K, S, D]
     mask = None if mask is None else _by_group(mask, groups, padding)
+    query_segments = None
+    if segments is not None:
+        query_segments = jnp.pad(segments, ((0, 0), padding), constant_values=-1)
     starts = size * jnp.arange(n)
 
     span = _span(size, causal, window)
@@ -175,21 +189,24 @@ def _in_chunks(
     parts = []
     for first, last in itertools.pairwise(n * i // bands for i in range(bands + 1)):
         end = min(s, last * size) if causal else s
-        static = causal, window, int(min(span, end))
-        attend = functools.partial(_attend, k[:, :, :end], v[:, :, :end], mask, scale, *static)
+        static = causal, window, soft_cap, int(min(span, end))
+        by_key = k[:, :, :end], v[:, :, :end], mask, (query_segments, segments)
+        attend = functools.partial(_attend, *by_key, scale, *static)
         parts.append(jax.lax.map(lambda x, f=attend: f(*x), (q[first:last], starts[first:last])))
     y = jnp.concatenate(parts).transpose(1, 0, 4, 2, 3, 5)  # [B, n, size, K, H / K, D]
     return y.reshape(b, n, size, h, d).reshape(b, n * size, h, d)[:, :t]
 
 
-@functools.partial(jax.checkpoint, static_argnums=(4, 5, 6))
+@functools.partial(jax.checkpoint, static_argnums=(5, 6, 7, 8))
 def _attend(
     k: Float[Array, "b k s d"],
     v: Float[Array, "b k s d"],
     mask: Bool[Array, "#b #k #g #t #s_or_more"] | None,
+    segments: tuple[Array | None, Array | None],
     scale: ArrayLike,
     causal: bool,
     window: int | None,
+    soft_cap: float | None,
     span: int,
     q: Float[Array, "b k g c d"],
     start: Array,
@@ -203,7 +220,7 @@ def _attend(
         k, v = (jax.lax.dynamic_slice_in_dim(a, first, span, axis=2) for a in (k, v))
     product = functools.partial(jnp.einsum, precision=_PRECISION.get(q.dtype))
     scores = product("bkgtd,bksd->bkgts", upcast(q), k)
-    scores = scores * jnp.asarray(scale, scores.dtype)
+    scores = cap(scores * jnp.asarray(scale, scores.dtype), soft_cap)
 
     if causal or window is not None:
         distance = (start - first) + jnp.arange(size)[:, None] - jnp.arange(span)[None]
@@ -218,13 +235,24 @@ def _attend(
         if mask.shape[-1] > 1:
             allowed = jax.lax.dynamic_slice_in_dim(allowed, first, span, axis=-1)
         scores = jnp.where(allowed, scores, MASKED_SCORE)
+    query_segments, key_segments = segments
+    if query_segments is not None and key_segments is not None:
+        of_queries = jax.lax.dynamic_slice_in_dim(query_segments, start, size, axis=1)
+        of_keys = jax.lax.dynamic_slice_in_dim(key_segments, first, span, axis=1)
+        allowed = of_queries[:, :, None] == of_keys[:, None]
+        scores = jnp.where(jnp.expand_dims(allowed, (1, 2)), scores, MASKED_SCORE)
 
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
     weights = jnp.exp(scores - top)
     y = product("bkgts,bksd->bkgtd", weights, v) / weights.sum(-1, keepdims=True)
-    if mask is not None or window is not None:
+    if mask is not None or window is not None or query_segments is not None:
         y = jnp.where(top <= MASKED_SCORE, 0, y)  # False for NaN, which must propagate
     return y.astype(q.dtype)
+
+
+def cap(scores: Array, soft_cap: float | None) -> Array:
+    """Compute ``c tanh(scores / c)``; for no cap return the scores."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
 
 
 def _by_group(mask: Array, groups: int, padding: tuple[int, int]) -> Array:
@@ -256,7 +284,14 @@ def _older_than_ampere() -> bool:
 
 
 def _check(
-    q: Array, k: Array, v: Array, mask: Array | None, chunk: int | None, window: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    segments: Array | None,
+    chunk: int | None,
+    window: int | None,
+    soft_cap: float | None,
 ) -> None:
     """Raise if dtypes, shapes or options do not match."""
     where = "dot_product_attention"
@@ -279,6 +314,16 @@ def _check(
         raise ValueError(f"{where}: chunk must be at least 1, got {chunk}")
     if window is not None and window < 1:
         raise ValueError(f"{where}: window must be at least 1, got {window}; None attends to all")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"{where}: soft_cap must be > 0, got {soft_cap}; None sets no cap")
+    if segments is not None:
+        if not jnp.issubdtype(segments.dtype, jnp.integer):
+            raise TypeError(f"{where}: segments must be integers, got {segments.dtype}")
+        if t != s or segments.shape != (b, t):
+            raise ValueError(
+                f"{where}: segments must have shape {(b, t)}, [B, T] of q {q.shape}, with as many "
+                f"keys as queries, got {segments.shape} and k {k.shape}"
+            )
     if mask is None:
         return
     if mask.dtype != bool:

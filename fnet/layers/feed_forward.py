@@ -18,6 +18,7 @@ def feed_forward(
     activation: str = "silu",
     gated: bool = True,
     bias: bool = False,
+    fused: bool = True,
     dropout: float = 0.0,
 ) -> Layer:
     """Feed-forward layer, gated by default: ``y = (act(x Wg) * (x Wu)) Wd``.
@@ -33,12 +34,15 @@ def feed_forward(
       activation: name of an activation, as for `fnet.layers.activation`.
       gated: whether to multiply by a gate.
       bias: whether the dense layers have biases.
+      fused: whether one dense layer computes the gate and what it multiplies. Otherwise there are
+        two.
       dropout: dropout rate of the output in training.
 
     Returns:
       A layer, [..., D] -> [..., D], without state. Its params are ``expand`` with kernel
       [D, 2 hidden] (gate, then up) or without a gate [D, hidden], and ``contract`` with
-      kernel [hidden, D].
+      kernel [hidden, D]. If gated and not fused, ``gate`` and ``up`` [D, hidden] replace
+      ``expand``.
 
     Raises:
       ValueError: if ``width`` or ``hidden`` is below 1, the activation is unknown, or the
@@ -57,8 +61,11 @@ def feed_forward(
     """
     check_sizes("feed_forward", width=width, hidden=hidden)
     act, param = activations.get(activation).forward, activations.parameter_of(activation, None)
-    children = {
-        "expand": dense(width, hidden * (2 if gated else 1), bias=bias),
+    if gated and not fused:
+        expand = {name: dense(width, hidden, bias=bias) for name in ("gate", "up")}
+    else:
+        expand = {"expand": dense(width, hidden * (2 if gated else 1), bias=bias)}
+    children = expand | {
         "contract": dense(hidden, width, bias=bias),
         "dropout": dropout_layer(dropout),
     }
@@ -71,15 +78,17 @@ def feed_forward(
         key: Array | None = None,
         train: bool,
     ) -> tuple[Float[Array, "... d"], State]:
-        z, _ = apply_child(children, "expand", params, {}, x, key=None, train=train)
+        z = [
+            apply_child(children, name, params, {}, x, key=None, train=train)[0] for name in expand
+        ]
 
         @jax.checkpoint
-        def contract(params: Params, z: Array) -> Array:
+        def contract(params: Params, z: list[Array]) -> Array:
             if gated:
-                gate, up = jnp.split(z, 2, axis=-1)
+                gate, up = z if len(z) == 2 else jnp.split(z[0], 2, axis=-1)
                 h = act(gate, param) * up
             else:
-                h = act(z, param)
+                h = act(z[0], param)
             return apply_child(children, "contract", params, {}, h, key=None, train=train)[0]
 
         y = contract({"contract": params["contract"]}, z)

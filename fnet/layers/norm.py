@@ -157,21 +157,24 @@ def layer_norm_layer(d: int, *, bias: bool = True, eps: float = 1e-6) -> Layer:
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
         del key, train
-        return layer_norm(x, params["scale"], params.get("bias"), eps=eps), state
+        scale, b = upcast(params["scale"]), params.get("bias")  # pretrained ones may be bfloat16
+        return layer_norm(x, scale, None if b is None else upcast(b), eps=eps), state
 
     return Layer(init, apply)
 
 
-def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
+def rms_norm_layer(d: int, *, eps: float = 1e-6, offset: float = 0.0) -> Layer:
     """RMS norm as a layer; see `fnet.rms_norm` for the equation.
 
     Args:
       d: size of the last axis of the input.
       eps: added to the mean square.
+      offset: added to the param ``scale``. It is 1 in Gemma, whose weights are stored as
+        ``scale - 1``.
 
     Returns:
       A layer, x [..., d] -> [..., d] in the dtype of x, without state. Its param is
-      ``scale`` [d], initially ones, float32.
+      ``scale`` [d], initially ``1 - offset``, float32.
 
     Raises:
       ValueError: if ``d`` is below 1; when applied, if the input does not end in ``d``.
@@ -190,13 +193,14 @@ def rms_norm_layer(d: int, *, eps: float = 1e-6) -> Layer:
 
     def init(key: Array) -> tuple[Params, State]:
         del key
-        return {"scale": jnp.ones(d, jnp.float32)}, {}
+        return {"scale": jnp.full(d, 1 - offset, jnp.float32)}, {}
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool
     ) -> tuple[Array, State]:
         del key, train
-        return rms_norm(x, params["scale"], eps=eps), state
+        scale = upcast(params["scale"])  # pretrained weights may be bfloat16
+        return rms_norm(x, scale + offset if offset else scale, eps=eps), state
 
     return Layer(init, apply)
 

@@ -1,5 +1,7 @@
 """Rotary position embedding (RoPE)."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Real
@@ -11,7 +13,7 @@ from fnet.precision import sum_dtype, upcast
 def rotary(
     x: Float[Array, "b t h d"],
     positions: Real[Array, " t"] | Real[Array, "b t"],
-    base: float = 10000.0,
+    base: float | Sequence[float] = 10000.0,
 ) -> Float[Array, "b t h d"]:
     """Apply rotary position embedding to queries or keys.
 
@@ -24,6 +26,9 @@ def rotary(
         y[i]         = x[i] cos(angle) - x[i + D / 2] sin(angle)
         y[i + D / 2] = x[i + D / 2] cos(angle) + x[i] sin(angle)
 
+    In place of ``base^(-2 i / D)`` you may give the frequencies themselves. With fewer than D / 2
+    of them, only the first features are rotated, twice as many as there are frequencies.
+
     The product of a rotated query and a rotated key depends only on the difference of
     their positions. Norms do not change. The backward pass saves no array of the size of
     ``x``.
@@ -31,7 +36,8 @@ def rotary(
     Args:
       x: queries or keys [B, T, H, D] with D even; floating.
       positions: [T], or [B, T] if they differ between examples; integers or floating.
-      base: base of the wavelengths, which range from 2 pi to about 2 pi base; > 0.
+      base: base of the wavelengths, which range from 2 pi to about 2 pi base; > 0. Or the
+        frequencies, in radians per position, at most D / 2.
 
     Returns:
       [B, T, H, D], in the dtype of ``x``. Angles are computed in float32 (float64 for a
@@ -39,7 +45,7 @@ def rotary(
 
     Raises:
       ValueError: if ``x`` does not have rank 4, D is odd, the shape of ``positions`` does
-        not match, or ``base`` is not > 0.
+        not match, ``base`` is not > 0, or there are no or too many frequencies.
       TypeError: if ``x`` is not floating.
 
     Example:
@@ -58,12 +64,24 @@ def rotary(
             f"rotary: positions must have shape {x.shape[1:2]} or {x.shape[:2]}, "
             f"[T] or [B, T] of x {x.shape}, got {positions.shape}"
         )
-    if not base > 0:
-        raise ValueError(f"rotary: base must be > 0, got {base}")
     dtype = sum_dtype(x)
-    half = x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
+    if isinstance(base, Sequence):
+        frequency = jnp.asarray(base, dtype)
+        if not 0 < len(base) <= x.shape[-1] // 2:
+            raise ValueError(
+                f"rotary: expected 1 to {x.shape[-1] // 2} frequencies, for the {x.shape[-1]} "
+                f"features of x {x.shape}, got {len(base)}"
+            )
+    elif not base > 0:
+        raise ValueError(f"rotary: base must be > 0, got {base}")
+    else:
+        half = x.shape[-1] // 2
+        frequency = base ** (-jnp.arange(half, dtype=dtype) / half)
+    half = len(frequency)
     angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * frequency[None, None]
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
-    a, b = upcast(x[..., :half]), upcast(x[..., half:])
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b = upcast(x[..., :half]), upcast(x[..., half : 2 * half])
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)

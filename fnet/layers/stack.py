@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
 from fnet.layer import Decode, Layer, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.attention_context import RATE, Passing, apply_context, update_context
@@ -18,12 +18,35 @@ from fnet.layers.dynamic_tanh import dynamic_tanh
 from fnet.layers.norm import layer_norm_layer, rms_norm_layer
 from fnet.precision import add, multiply
 
+Norm = str | Callable[[int], Layer]
+"""A norm by name, or a function ``width -> layer``."""
+
 NORMS: dict[str, Callable[[int], Layer]] = {
     "rms": rms_norm_layer,
     "layer": functools.partial(layer_norm_layer, bias=False),
     "dynamic_tanh": dynamic_tanh,
 }
 """Norms by name: ``width -> layer``."""
+
+
+def resolve_norm(where: str, norm: Norm) -> Callable[[int], Layer]:
+    """Look up a norm.
+
+    Args:
+      where: name of the calling function, for the message.
+      norm: a key of `NORMS`, or a function ``width -> layer``.
+
+    Returns:
+      A function ``width -> layer``.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if not isinstance(norm, str):
+        return norm
+    if norm not in NORMS:
+        raise ValueError(f"{where}: norm must be one of {sorted(NORMS)}, got {norm!r}")
+    return NORMS[norm]
 
 
 class Block(NamedTuple):
@@ -49,7 +72,8 @@ def stack(
     width: int,
     blocks: Sequence[Block],
     *,
-    norm: str = "rms",
+    norm: Norm | None = "rms",
+    post_norm: Norm | None = None,
     context: Passing | None = None,
     context_rate: float = RATE,
     condition: int | None = None,
@@ -68,6 +92,10 @@ def stack(
     they read the context that this batch just updated. A little information then flows from
     the future to the past.
 
+    With ``post_norm``, the output of each mixer and each feed-forward passes another norm before it
+    is added: ``r = x' + post_norm(m)``. Gemma 2 has both norms, OLMo 2 only the second. Any layer
+    without state may be the post-norm, such as `fnet.layers.layer_scale`.
+
     With ``condition``, a dense layer of a vector per example scales and shifts the output
     of each norm and scales each branch. Its parameters are initially 0, so each block
     starts as the identity (adaLN-Zero: Peebles, Xie 2023, "Scalable Diffusion Models with
@@ -79,7 +107,8 @@ def stack(
       width: D, size of the last axis of input and output.
       blocks: at least one.
       norm: norm before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
-        ``dynamic_tanh``.
+        ``dynamic_tanh``, or a function ``width -> layer``; None: no norm.
+      post_norm: norm after each mixer and feed-forward, likewise; None: no norm.
       context: how contexts are passed, ``lagged`` or ``current``; None: no attention context.
       context_rate: weight of the current batch in a context.
       condition: size of the condition vectors; None: no condition.
@@ -87,8 +116,10 @@ def stack(
 
     Returns:
       A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real
-      tokens, and ``condition`` [B, condition]. Its params are ``{"0": {"mixer_norm",
-      "mixer", "feed_forward_norm", "feed_forward", "modulation", "strength"}, ...}``. Its
+      tokens, ``segments`` [B, T], the number of each token's document, which mixers must then
+      accept, and ``condition`` [B, condition]. Its params are ``{"0": {"mixer_norm", "mixer",
+      "mixer_post_norm", "feed_forward_norm", "feed_forward", "feed_forward_post_norm",
+      "modulation", "strength"}, ...}``. Its
       state is ``{"1": {"context": [D, D]}, ...}``, updated in training and read in
       evaluation. It supports `fnet.layer.Decode` if all mixers do and there is no
       condition.
@@ -113,13 +144,16 @@ def stack(
     if not blocks:
         raise ValueError("stack: needs at least one block, got none")
     check_sizes("stack", width=width, condition=1 if condition is None else condition)
-    if norm not in NORMS:
-        raise ValueError(f"stack: norm must be one of {sorted(NORMS)}, got {norm!r}")
+    norms = {
+        suffix: resolve_norm("stack", n)
+        for suffix, n in (("norm", norm), ("post_norm", post_norm))
+        if n is not None
+    }
     if context is not None and context not in get_args(Passing):
         raise ValueError(
             f"stack: context must be one of {get_args(Passing)} or None, got {context!r}"
         )
-    blocks_children = [_children(width, block, norm, condition, dropout) for block in blocks]
+    blocks_children = [_children(width, block, norms, condition, dropout) for block in blocks]
 
     def init(key: Array) -> tuple[Params, State]:
         params: Params = {}
@@ -146,10 +180,12 @@ def stack(
         key: Array | None = None,
         train: bool,
         mask: Bool[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         _check_condition(blocks_children, condition, x)
-        mask_input = {} if mask is None else {"mask": mask}
+        given = {"mask": mask, "segments": segments}
+        inputs = {name: a for name, a in given.items() if a is not None}
         mixer_input, mixer_output = x, x  # of the previous block
         for i, children in enumerate(blocks_children):
             name, k = str(i), None if key is None else jax.random.fold_in(key, i)
@@ -168,7 +204,7 @@ def stack(
                     x = apply_context(x, block_context, p["strength"])
                 mixer_input = x
                 mix = functools.partial(
-                    apply_child, children, "mixer", p, s, key=k, train=train, **mask_input
+                    apply_child, children, "mixer", p, s, key=k, train=train, **inputs
                 )
                 x, mixer_output, s = _block(children, p, x, mix, condition, key=k, train=train)
             state = state | {name: s} if s else state
@@ -204,12 +240,22 @@ def _extend_mixer(
 
 
 def _children(
-    width: int, block: Block, norm: str, condition: int | None, dropout: float
+    width: int,
+    block: Block,
+    norms: dict[str, Callable[[int], Layer]],
+    condition: int | None,
+    dropout: float,
 ) -> dict[str, Layer]:
     """Build the layers of a block, by name."""
-    children = {"mixer_norm": NORMS[norm](width), "mixer": block.mixer}
-    if block.feed_forward:
-        children |= {"feed_forward_norm": NORMS[norm](width), "feed_forward": block.feed_forward}
+    children: dict[str, Layer] = {}
+    for branch, layer in zip(_BRANCHES, block, strict=True):
+        if layer is None:
+            continue
+        if "norm" in norms:
+            children[f"{branch}_norm"] = norms["norm"](width)
+        children[branch] = layer
+        if "post_norm" in norms:
+            children[f"{branch}_post_norm"] = norms["post_norm"](width)
     if dropout:
         children |= {f"{branch}_dropout": dropout_layer(dropout) for branch in _BRANCHES}
     if condition:
@@ -256,7 +302,7 @@ def _block(
         return add(multiply(h, 1 + scale), shift)
 
     def add_branch(branch: str, x: Array, y: Array) -> Array:
-        y = child(f"{branch}_dropout", y)
+        y = child(f"{branch}_dropout", child(f"{branch}_post_norm", y))
         return x + (multiply(y, modulation[branch][2]) if branch in modulation else y)
 
     mixed, mix_aux = mix(normalize("mixer", x))

@@ -9,11 +9,14 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from fnet.layer import Decode, Params, State, apply_child, init_children
+from fnet.layer import Decode, Params, State, apply_child, check_sizes, init_children
 from fnet.layers.attention_context import RATE, Passing
+from fnet.layers.dense import dense
+from fnet.layers.dot_product_attention import cap
 from fnet.layers.embedding import embedding, unembed
-from fnet.layers.stack import NORMS, Block, stack
+from fnet.layers.stack import Block, Norm, resolve_norm, stack
 from fnet.losses import linear_cross_entropy
+from fnet.precision import add
 
 
 class LanguageModel(NamedTuple):
@@ -21,14 +24,15 @@ class LanguageModel(NamedTuple):
 
     Attributes:
       init: ``init(key) -> (params, state)``, as for `fnet.Layer`.
-      apply: ``apply(params, state, tokens, *, key=None, train, mask=None) -> (logits
-        [B, T, V], state)``.
+      apply: ``apply(params, state, tokens, *, key=None, train, mask=None, segments=None) ->
+        (logits [B, T, V], state)``. ``segments`` [B, T], integers, number the documents of a row
+        (packing). Documents do not see each other, and positions restart in each.
       decode: incremental decoding, or None if a mixer does not support it. Its ``extend``
         returns the logits [B, V] after the last of its tokens [B, t].
       losses: ``losses(params, state, tokens, labels, *, key=None, train, mask=None,
-        smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of the labels
-        [B, T] without materializing logits (`fnet.linear_cross_entropy`). Losses are 0 where the
-        mask is False; tokens and labels there may have any value, such as -100.
+        segments=None, smoothing=0.0) -> (losses [B, T] in nats, state)``: cross-entropy of the
+        labels [B, T] without materializing logits (`fnet.linear_cross_entropy`). Losses are 0 where
+        the mask is False; tokens and labels there may have any value, such as -100.
     """
 
     init: Callable[[Array], tuple[Params, State]]
@@ -42,7 +46,13 @@ def language_model(
     vocabulary: int,
     width: int,
     blocks: Sequence[Block],
-    norm: str = "rms",
+    norm: Norm = "rms",
+    pre_norm: bool = True,
+    post_norm: Norm | None = None,
+    positions: int | None = None,
+    embed_scale: float | None = None,
+    tied: bool = True,
+    soft_cap: float | None = None,
     context: Passing | None = None,
     context_rate: float = RATE,
     dropout: float = 0.0,
@@ -57,18 +67,28 @@ def language_model(
       vocabulary: V, the number of tokens.
       width: D, the size of an activation vector.
       blocks: at least one block; see `fnet.layers.stack`.
-      norm: norm before each mixer, each feed-forward layer and the head.
+      norm: norm before each mixer, each feed-forward layer and the head: a name, or a function
+        ``width -> layer``.
+      pre_norm: whether mixers and feed-forward layers have a norm before them.
+      post_norm: norm after each mixer and each feed-forward layer; see `fnet.layers.stack`.
+      positions: number of learned position embeddings, the longest sequence. None: no such
+        embeddings.
+      embed_scale: factor of the token embeddings, sqrt(D) in Gemma. None: 1.
+      tied: whether the head shares the embedding. Otherwise its kernel is [D, V].
+      soft_cap: c, > 0: logits become ``c tanh(logits / c)``. None: no cap.
       context: how blocks pass on the attention context. None: no attention context.
       context_rate: weight of the current batch in the running context.
       dropout: dropout rate on each residual branch.
       dtype: dtype of activations. Parameters, contexts and losses are float32.
 
     Returns:
-      A language model with params ``{"embedding", "blocks", "norm"}`` and, with an attention
-      context, state ``{"blocks"}``.
+      A language model with params ``{"embedding", "blocks", "norm"}``, ``pos_embedding``
+      [positions, D] if positions are learned, and ``head`` if it is not tied. With an attention
+      context it has state ``{"blocks"}``.
 
     Raises:
-      ValueError: for sizes below 1, and as `fnet.layers.stack`.
+      ValueError: for sizes below 1, for an unknown norm, and as `fnet.layers.stack`; when applied,
+        for more tokens than ``positions``.
 
     Example:
       >>> import fnet, jax
@@ -85,27 +105,62 @@ def language_model(
       >>> logits.shape, losses.shape
       ((2, 8, 256), (2, 7))
     """
+    check_sizes("language_model", positions=1 if positions is None else positions)
     children = {
         "embedding": embedding(vocabulary, width, dtype=dtype),
         "blocks": stack(
             width,
             blocks,
-            norm=norm,
+            norm=norm if pre_norm else None,
+            post_norm=post_norm,
             context=context,
             context_rate=context_rate,
             dropout=dropout,
         ),
-        "norm": NORMS[norm](width),
+        "norm": resolve_norm("language_model", norm)(width),
     }
+    if not tied:
+        children["head"] = dense(width, vocabulary, bias=False)
+
+    def embed(params: Params, tokens: Array, at: Array) -> Float[Array, "b t d"]:
+        """Embed tokens at positions ``at`` [T] or [B, T]."""
+        x, _ = apply_child(children, "embedding", params, {}, tokens, key=None, train=False)
+        if embed_scale is not None:
+            x = x * jnp.asarray(embed_scale, x.dtype)
+        if positions is None:
+            return x
+        with jax.named_scope("pos_embedding"):
+            rows = params["pos_embedding"].at[at].get(mode="fill", fill_value=jnp.nan)
+            return add(x, rows if at.ndim == 2 else rows[None])
 
     def features(
-        params: Params, state: State, tokens: Array, key: Array | None, train: bool, mask: Any
+        params: Params,
+        state: State,
+        tokens: Array,
+        key: Array | None,
+        train: bool,
+        mask: Array | None,
+        segments: Array | None,
     ) -> tuple[Float[Array, "b t d"], State]:
+        t = tokens.shape[-1]
+        if positions is not None and t > positions:
+            raise ValueError(
+                f"language_model: {t} tokens, but positions are learned for {positions}; "
+                "give shorter sequences"
+            )
         if mask is not None:  # Padding may have any index, and NaN times 0 is NaN.
             tokens = jnp.where(mask, tokens, 0)
-        x, _ = apply_child(children, "embedding", params, {}, tokens, key=key, train=train)
+        at = jnp.arange(t) if segments is None else positions_in_segments(segments)
         x, state = apply_child(
-            children, "blocks", params, state, x, key=key, train=train, mask=mask
+            children,
+            "blocks",
+            params,
+            state,
+            embed(params, tokens, at),
+            key=key,
+            train=train,
+            mask=mask,
+            **({} if segments is None else {"segments": segments}),
         )
         return final_norm(params, x), state
 
@@ -113,8 +168,12 @@ def language_model(
         return apply_child(children, "norm", params, {}, x, key=None, train=False)[0]
 
     def head(params: Params, x: Array) -> Array:
-        with jax.named_scope("head"):
-            return unembed(x, params["embedding"]["embedding"])
+        if tied:
+            with jax.named_scope("head"):
+                logits = unembed(x, params["embedding"]["embedding"])
+        else:
+            logits, _ = apply_child(children, "head", params, {}, x, key=None, train=False)
+        return cap(logits, soft_cap)
 
     def apply(
         params: Params,
@@ -124,8 +183,9 @@ def language_model(
         key: Array | None = None,
         train: bool,
         mask: Bool[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t v"], State]:
-        x, state = features(params, state, tokens, key, train, mask)
+        x, state = features(params, state, tokens, key, train, mask, segments)
         return head(params, x), state
 
     def losses(
@@ -137,30 +197,47 @@ def language_model(
         key: Array | None = None,
         train: bool,
         mask: Bool[Array, "b t"] | None = None,
+        segments: Int[Array, "b t"] | None = None,
         smoothing: float = 0.0,
     ) -> tuple[Float[Array, "b t"], State]:
-        x, state = features(params, state, tokens, key, train, mask)
-        table = params["embedding"]["embedding"]
+        x, state = features(params, state, tokens, key, train, mask, segments)
+        kernel = params["embedding"]["embedding"] if tied else params["head"]["kernel"]
         with jax.named_scope("head"):
             losses = linear_cross_entropy(
-                x, table, labels, mask=mask, smoothing=smoothing, vocab_axis=0
+                x,
+                kernel,
+                labels,
+                mask=mask,
+                smoothing=smoothing,
+                soft_cap=soft_cap,
+                vocab_axis=0 if tied else 1,
             )
         return losses, state
 
     def init(key: Array) -> tuple[Params, State]:
-        return init_children(children, key)
+        params, state = init_children(children, key)
+        if positions is not None:
+            pos_key = jax.random.fold_in(key, len(children))
+            pos_embedding = jax.random.normal(pos_key, (positions, width), jnp.float32)
+            params["pos_embedding"] = 0.02 * pos_embedding
+        return params, state
 
     decode_blocks = children["blocks"].decode
     if decode_blocks is None:
         return LanguageModel(init, apply, None, losses)
 
     def init_cache(batch: int, length: int, dtype: DTypeLike = dtype) -> Any:
+        if positions is not None and length > positions:
+            raise ValueError(
+                f"language_model: a cache for {length} tokens, but positions are learned for "
+                f"{positions}; ask for fewer tokens"
+            )
         return decode_blocks.init_cache(batch, length, dtype)
 
     def extend(
         params: Params, state: State, cache: Any, tokens: Int[Array, "b t"], position: Array
     ) -> tuple[Float[Array, "b v"], Any]:
-        x, _ = apply_child(children, "embedding", params, {}, tokens, key=None, train=False)
+        x = embed(params, tokens, position + jnp.arange(tokens.shape[1]))
         with jax.named_scope("blocks"):
             x, cache = decode_blocks.extend(
                 params["blocks"], state.get("blocks", {}), cache, x, position
@@ -168,3 +245,23 @@ def language_model(
         return head(params, final_norm(params, x[:, -1])), cache
 
     return LanguageModel(init, apply, Decode(init_cache, extend), losses)
+
+
+def positions_in_segments(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    """Count positions from 0 in each run of equal numbers.
+
+    Args:
+      segments: number of the document of each position, integers [B, T].
+
+    Returns:
+      int32 [B, T].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.models.language_model import positions_in_segments
+      >>> positions_in_segments(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
+      [[0, 1, 2, 0, 1, 0]]
+    """
+    at = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return at - jax.lax.cummax(jnp.where(is_first, at, 0), axis=1)
