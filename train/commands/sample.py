@@ -16,7 +16,7 @@ from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments
 from train.commands.positional import positional
-from train.config import Config, Denoiser, LanguageModel, TextFile
+from train.config import ChatFile, Config, Denoiser, LanguageModel, TextFile
 from train.data import Dataset, sample_batch
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
@@ -58,7 +58,7 @@ def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> 
       UserError: for an empty prompt, one outside the vocabulary, or a run without a checkpoint.
     """
     data, section = config.data, config.model
-    assert isinstance(data, TextFile)
+    assert isinstance(data, TextFile | ChatFile)
     assert isinstance(section, LanguageModel)
     tokenizer = load_tokenizer(data)
     prompt = tokenizer.encode_prompt(options.prompt)

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 import fnet
 from train.config.data import (
     ArrayFile,
+    ChatFile,
     Digits,
     HuggingFace,
     ImageFolder,
@@ -46,7 +47,16 @@ from train.config.training import (
 )
 from train.errors import UserError, did_you_mean
 
-_Data = Digits | ImageFolder | ArrayFile | HuggingFace | SegmentationFolder | Synthetic | TextFile
+_Data = (
+    Digits
+    | ImageFolder
+    | ArrayFile
+    | HuggingFace
+    | SegmentationFolder
+    | Synthetic
+    | ChatFile
+    | TextFile
+)
 _Model = (
     PreactResNet
     | ResNet9

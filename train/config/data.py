@@ -262,3 +262,49 @@ class TextFile(Section):
     """Fraction of the text, or of its documents, that is held out for testing."""
     split_seed: Seed | None = None
     """Random seed of the held-out part; None holds out the end."""
+
+
+@dataclass(frozen=True)
+class ChatFile(Section):
+    """Prompts with answers, chats or texts in a JSON lines or Parquet file, for fine-tuning."""
+
+    source: Literal["chat_file"] = "chat_file"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "data.jsonl"
+    """File of JSON lines, or a .parquet file (pip install 'fnet-jax[parquet]')."""
+    test_path: str | None = None
+    """File of test examples; None holds out test_fraction of path."""
+    tokenizer: str | None = None
+    """A tokenizer.json, or the folder of a model that holds one; None uses bytes as tokens."""
+    chat_template: str | None = None
+    """Jinja file; None is the template of the tokenizer's folder."""
+    vocabulary: Annotated[int, Ge(2), Lt(2**31)] | None = None
+    """Vocabulary size of the network; None is the tokenizer's. fnet memory then needs no data."""
+    batch_size: Count = 8
+    """Batch size, in rows."""
+    context: Annotated[int, Ge(2), Lt(2**31)] = 512
+    """Context length: tokens per row."""
+    packing: bool = False
+    """Pack several examples into a row; they do not see each other. Not with privacy."""
+    long: Literal["cut", "truncate", "drop"] | None = None
+    """Longer examples: cut into rows, truncate, or drop. None cuts texts and truncates others."""
+    loss_on: Literal["answers", "last_answer", "all"] = "answers"
+    """Tokens that are learned: answers, the last answer of each chat, or all tokens."""
+    as_chat: bool = False
+    """Write prompts and answers with the chat template, as a user's and an assistant's message."""
+    prompt: Annotated[str, MinLen(1)] | None = None
+    """Field of the prompt; None is prompt, question or instruction."""
+    answer: Annotated[str, MinLen(1)] | None = None
+    """Field of the answer; None is completion, answer, response or output."""
+    text: Annotated[str, MinLen(1)] | None = None
+    """Field of a plain text; None is text."""
+    messages: Annotated[str, MinLen(1)] | None = None
+    """Field of a chat's messages; None is messages or conversations."""
+    user: Annotated[str, MinLen(1)] | None = None
+    """Field of a user's id; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of rows of a user per step; needed with user."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.1
+    """Fraction of the examples that is held out for testing if there is no test_path."""
+    split_seed: Seed | None = None
+    """Random seed of the held-out examples; None holds out the last ones."""

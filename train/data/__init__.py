@@ -35,6 +35,9 @@ class Dataset(NamedTuple):
       max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
       users: Number of the user of each training row, int32 [N]; None without users.
       canaries: Number of canaries, the last training rows; see `train.data.canaries`.
+      test_bytes: Number of UTF-8 bytes of text that the test targets stand for; None if that is
+        unknown, or there is no text.
+      notes: What was changed in the data, for the user.
     """
 
     train: Arrays
@@ -47,6 +50,8 @@ class Dataset(NamedTuple):
     max_bad_fraction: float = 0.0
     users: np.ndarray | None = None
     canaries: int = 0
+    test_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
 
 def num_examples(arrays: Arrays) -> int:

@@ -23,9 +23,10 @@ def bucketed_batches(
 ) -> grain.DatasetIterator:
     """Iterate over batches of rows of similar length without end.
 
-    Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. The
-    weight is length / bucket, so that all tokens of a batch count the same, and 0.0 for padding.
-    An epoch holds every row once, in a new order; the last batch of a bucket is padded.
+    Each batch has ``tokens`` [batch, bucket + 1], ``length`` [batch] and ``weight`` [batch]. Some
+    sources add ``target_mask`` [batch, bucket]. The weight is the number of targets / bucket, so
+    that all targets of a batch count the same, and 0.0 for padding. An epoch holds every row once,
+    in a new order; the last batch of a bucket is padded.
 
     The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
     with the same batches.
@@ -70,7 +71,11 @@ class _BucketedBatches:
         generator = np.random.Generator(np.random.Philox([self._seed, epoch, position]))
         batch = augment_rows(self._dataset, select_rows(self._dataset.train, rows), generator)
         batch["tokens"] = batch["tokens"][:, : bucket + 1]
-        batch["weight"] = (batch["length"] / bucket).astype(np.float32)
+        count = batch["length"]
+        if "target_mask" in batch:
+            batch["target_mask"] = batch["target_mask"][:, :bucket]
+            count = batch["target_mask"].sum(1)
+        batch["weight"] = (count / bucket).astype(np.float32)
         return pad_batch(batch, self._batch_size)
 
     def _shuffle_epoch(self, epoch: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:

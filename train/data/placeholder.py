@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.config import Config, ImageFolder, SegmentationFolder, TextFile
+from train.config import ChatFile, Config, ImageFolder, SegmentationFolder, TextFile
 from train.data import Arrays, Dataset, num_examples
 
 _CLASSES = 1000
@@ -32,12 +32,19 @@ def load(config: Config) -> Placeholder | None:
     """
     data = config.data
     rows = {"id": np.arange(_BATCHES * data.batch_size, dtype=np.int32)}
-    if isinstance(data, TextFile) and data.vocabulary is not None:
+    if isinstance(data, TextFile | ChatFile) and data.vocabulary is not None:
         dtype = np.min_scalar_type(data.vocabulary - 1)
         tokens = {"tokens": np.zeros((1, data.context + 1), dtype)}
         length = {"length": np.full(1, data.context, np.int32)}
-        batch = tokens | length if data.separator else tokens
-        test = tokens | length | {"weight": np.ones(1, np.float32)}
+        weight = {"weight": np.ones(1, np.float32)}
+        if isinstance(data, ChatFile):
+            tokens["target_mask"] = np.ones((1, data.context), bool)
+            segment = {"segment": np.ones((1, data.context + 1), np.int32)}
+            batch = tokens | segment | weight if data.packing else tokens | length
+            test = batch | weight
+        else:
+            batch = tokens | length if data.separator else tokens
+            test = tokens | length | weight
         users = rows["id"] if data.user else None
         note = f"vocabulary of {data.vocabulary:,} tokens; the text is not read"
         return Placeholder(_dataset(rows, (), batch, test)._replace(users=users), note)

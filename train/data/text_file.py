@@ -104,11 +104,6 @@ def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: 
 def _read_documents(config: TextFile) -> tuple[np.ndarray, list[range]]:
     """Encode the text: all tokens, and the span of each document."""
     tokenizer = load_tokenizer(config)
-    if config.vocabulary is not None and config.vocabulary < tokenizer.vocab_size:
-        raise UserError(
-            f"data.vocabulary: {config.vocabulary}, but the tokenizer has {tokenizer.vocab_size} "
-            "tokens; give at least as many"
-        )
     text = _read_text(config)
     documents = text.split(config.separator) if config.separator else [text]
     encoded = [tokenizer.encode(document) for document in documents if document]

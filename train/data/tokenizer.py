@@ -4,12 +4,26 @@ import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.config import TextFile
+from train.config import ChatFile, TextFile
+from train.data.chat import special_tokens
 from train.errors import UserError
+
+
+class Pieces(NamedTuple):
+    """Tokens of a text, and the part of the text that each one stands for.
+
+    Attributes:
+      ids: Tokens [T], in the smallest unsigned dtype that holds all tokens.
+      start, end: First character of each token, and the one after its last, int64 [T].
+    """
+
+    ids: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
 
 
 class Tokenizer(NamedTuple):
@@ -20,23 +34,52 @@ class Tokenizer(NamedTuple):
       encode: text -> tokens [T], in the smallest unsigned dtype that holds all tokens.
       encode_prompt: as ``encode``, without the tokens that end a text.
       decode: tokens -> text; invalid bytes become U+FFFD.
+      encode_pieces: text -> `Pieces`, without the tokens that begin or end a text. Special tokens
+        that the text itself contains, such as ``</s>``, are encoded as such.
+      start_tokens: () -> tokens that begin a text.
+      end_token: () -> token that ends a text, ``eos_token`` of tokenizer_config.json; or None.
+      folder: folder of the tokenizer's files; None for bytes.
     """
 
     vocab_size: int
     encode: Callable[[str], np.ndarray]
     encode_prompt: Callable[[str], np.ndarray]
     decode: Callable[[Iterable[int]], str]
+    encode_pieces: Callable[[str], Pieces]
+    start_tokens: Callable[[], np.ndarray]
+    end_token: Callable[[], int | None]
+    folder: Path | None = None
 
 
-def load_tokenizer(config: TextFile) -> Tokenizer:
+def load_tokenizer(config: TextFile | ChatFile) -> Tokenizer:
     """Load the tokenizer of a config.
 
     Raises:
-      UserError: if its file is missing or invalid, or the tokenizers library is not installed.
+      UserError: if its file is missing or invalid, the tokenizers library is not installed, or
+        the config's vocabulary is smaller than the tokenizer's.
     """
+    tokenizer = _load(config)
+    if config.vocabulary is not None and config.vocabulary < tokenizer.vocab_size:
+        raise UserError(
+            f"data.vocabulary: {config.vocabulary}, but the tokenizer has {tokenizer.vocab_size} "
+            "tokens; give at least as many"
+        )
+    return tokenizer
+
+
+def _load(config: TextFile | ChatFile) -> Tokenizer:
     if config.tokenizer is None:
-        return Tokenizer(256, _encode_bytes, _encode_bytes, _decode_bytes)
+        return Tokenizer(
+            256,
+            _encode_bytes,
+            _encode_bytes,
+            _decode_bytes,
+            _split_bytes,
+            lambda: np.zeros(0, np.uint8),
+            lambda: None,
+        )
     path = Path(config.tokenizer)
+    path = path / "tokenizer.json" if path.is_dir() else path
     try:
         import tokenizers
     except ImportError:
@@ -59,7 +102,8 @@ def load_tokenizer(config: TextFile) -> Tokenizer:
     if unknown is None:
         unknown = tokenizer.token_to_id(model.get("unk_token") or "")
 
-    def encode(text: str, *, with_end: bool = True) -> np.ndarray:
+    def encode_with(encoder: Any, text: str, *, add_special_tokens: bool = True) -> Any:
+        """Encode a text, of which each symbol must have a token."""
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -68,7 +112,7 @@ def load_tokenizer(config: TextFile) -> Tokenizer:
                 "the text, or omit data.tokenizer"
             ) from None
         try:
-            encoding = tokenizer.encode(text)
+            encoding = encoder.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # a model that has no token for unknown symbols
             raise UserError(f"{path} cannot encode {_shorten(text)!r}: {error}") from error
         ids = np.array(encoding.ids, np.int64)
@@ -82,21 +126,64 @@ def load_tokenizer(config: TextFile) -> Tokenizer:
         # The message does not name them, because offsets after a dropped symbol are unreliable.
         if not all(text[i].isspace() for i in missing):
             raise UserError(f"{path} has no token for some of {_shorten(text)!r}")
+        return encoding
+
+    def encode(text: str, *, with_end: bool = True) -> np.ndarray:
+        encoding = encode_with(tokenizer, text)
+        ids = np.array(encoding.ids, np.int64)
         if not with_end:  # special tokens after the text, but not those before it
             from_text = np.flatnonzero(np.array(encoding.special_tokens_mask) == 0)
             ids = ids[: np.max(from_text, initial=-1) + 1]
         return ids.astype(dtype)
+
+    @functools.cache
+    def whole() -> Any:
+        """Return the tokenizer with offsets that include spaces."""
+        copy = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        copy.post_processor = tokenizers.processors.TemplateProcessing("$A", None, [])
+        return copy
+
+    def encode_pieces(text: str) -> Pieces:
+        encoding = encode_with(whole(), text, add_special_tokens=False)
+        start, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        return Pieces(np.array(encoding.ids, np.int64).astype(dtype), start, end)
+
+    def start_tokens() -> np.ndarray:
+        # Any text will do that has a token.
+        sample = next((t for t in ("a", *tokenizer.get_vocab()) if whole().encode(t).ids), "")
+        encoding = tokenizer.encode(sample)
+        count = np.cumprod(np.array(encoding.special_tokens_mask, np.int64)).sum()
+        return np.array(encoding.ids[:count], np.int64).astype(dtype)
+
+    def end_token() -> int | None:
+        name = special_tokens(path.parent).get("eos_token")
+        token = None if name is None else tokenizer.token_to_id(name)
+        if name is not None and token is None:
+            raise UserError(
+                f"{path} has no token {name!r}, which tokenizer_config.json gives as eos_token"
+            )
+        return token
 
     return Tokenizer(
         vocab_size,
         encode,
         functools.partial(encode, with_end=False),
         lambda ids: tokenizer.decode([int(i) for i in ids]),
+        encode_pieces,
+        functools.cache(start_tokens),
+        functools.cache(end_token),
+        path.parent,
     )
 
 
 def _encode_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def _split_bytes(text: str) -> Pieces:
+    sizes = [len(c.encode("utf-8", "surrogateescape")) for c in text]
+    start = np.repeat(np.arange(len(text)), sizes)
+    return Pieces(_encode_bytes(text), start, start + 1)
 
 
 def _decode_bytes(ids: Iterable[int]) -> str:

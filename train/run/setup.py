@@ -17,7 +17,15 @@ from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
 from fnet.step import Step
 from train import data
-from train.config import Clipped, Config, ImageFolder, Microbatch, PerExample, TextFile
+from train.config import (
+    ChatFile,
+    Clipped,
+    Config,
+    ImageFolder,
+    Microbatch,
+    PerExample,
+    TextFile,
+)
 from train.data import Dataset, buckets, placeholder, poisson, users
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.unreadable import UnreadableFiles
@@ -157,6 +165,7 @@ def setup(config: Config, *, without_data: bool = False) -> Setup:
     missing = placeholder.load(config) if without_data else None
     task = build_task(config, missing.dataset if missing else None)
     notes = [f"data: {missing.note}"] if missing else []
+    notes += [f"data: {note}" for note in task.dataset.notes]
     _check_users(config)
     canaries = _draw_canaries(config, task)
     if canaries:
@@ -262,6 +271,8 @@ def check_same_noise(run: Setup, saved: Config) -> None:
 def _longest(config: Config) -> int | None:
     """Return the largest length of rows of text; None if all have the same."""
     text = config.data
+    if isinstance(text, ChatFile):
+        return None if text.packing else text.context
     return text.context if isinstance(text, TextFile) and text.separator else None
 
 

@@ -1,5 +1,6 @@
 """Language modeling, which predicts each token from those before it: data, network and loss."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,8 +8,8 @@ import numpy as np
 from jax import Array
 
 import fnet
-from train.config import Config, LanguageModel, TextFile
-from train.data import Dataset, text_file
+from train.config import ChatFile, Config, LanguageModel, TextFile
+from train.data import Dataset, chat_file, text_file
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
 from train.tasks.task import Batch, BatchMetrics, Task
@@ -22,10 +23,10 @@ def build_network(config: Config) -> fnet.models.LanguageModel:
       ValueError: if the network is invalid.
     """
     data, model = config.data, config.model
-    if not isinstance(data, TextFile) or not isinstance(model, LanguageModel):
+    if not isinstance(data, TextFile | ChatFile) or not isinstance(model, LanguageModel):
         raise UserError(
             f"data.source: {data.source} has no text, which the network {model.name} needs; "
-            "give data.source text_file"
+            "give data.source text_file or chat_file"
         )
     return model.build(data.vocabulary or load_tokenizer(data).vocab_size, config.train.precision)
 
@@ -33,13 +34,16 @@ def build_network(config: Config) -> fnet.models.LanguageModel:
 def build(config: Config, dataset: Dataset | None = None) -> Task:
     """Build the language modeling task of a config, by default with the data it describes.
 
+    The loss of a row is the mean over its targets. Batches without privacy weight each row by the
+    number of its targets, so that all targets count the same. With privacy, all rows count the
+    same, because privacy is per row.
+
     Raises:
-      UserError: if the text is unreadable.
+      UserError: if the data are unreadable, or one row has several examples and privacy.
       ValueError: if the network is invalid.
     """
     model = build_network(config)
-    assert isinstance(config.data, TextFile)
-    dataset = dataset or text_file.load(config.data)
+    dataset = dataset or _load(config)
     if config.is_private and "slack" in dataset.train:
         # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row
         # must remove its tokens.
@@ -48,8 +52,13 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
 
     def losses(params: Any, state: Any, batch: Batch, key: Array | None, smoothing: float) -> Any:
         tokens = batch["tokens"].astype(jnp.int32)
-        targets, mask = tokens[:, 1:], None
-        if "length" in batch:
+        targets, mask, segments = tokens[:, 1:], None, {}
+        if "segment" in batch:
+            # The last token of a segment has no target, as if the segment were a row.
+            inputs = batch["segment"][:, :-1]
+            mask = (inputs > 0) & (inputs == batch["segment"][:, 1:])
+            segments = {"segments": inputs}
+        elif "length" in batch:
             mask = jnp.arange(targets.shape[1])[None] < batch["length"][:, None]
         per_token, state = model.losses(
             params,
@@ -60,8 +69,13 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
             train=key is not None,
             mask=mask,
             smoothing=smoothing,
+            **segments,
         )
-        count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
+        if "target_mask" in batch:
+            per_token = jnp.where(batch["target_mask"], per_token, 0)
+            count = jnp.maximum(batch["target_mask"].sum(1), 1)
+        else:
+            count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
         return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
@@ -73,3 +87,29 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
         return BatchMetrics({"loss": per_row})
 
     return Task(dataset, model, loss, measure)
+
+
+def _load(config: Config) -> Dataset:
+    """Load the data; with privacy, each example is in one row.
+
+    Raises:
+      UserError: if they are unreadable, or their options do not allow privacy per row.
+    """
+    data = config.data
+    if not isinstance(data, ChatFile):
+        assert isinstance(data, TextFile)
+        return text_file.load(data)
+    if config.is_private:
+        if data.packing:
+            raise UserError(
+                "data.packing: puts several examples into a row, but privacy is per row; give "
+                "data.packing False"
+            )
+        if data.user is None:
+            if data.long == "cut":
+                raise UserError(
+                    "data.long: cut makes several rows of an example, but privacy is per row; "
+                    "give truncate or drop, or privacy per user with data.user"
+                )
+            data = dataclasses.replace(data, long=data.long or "truncate")
+    return chat_file.load(data)

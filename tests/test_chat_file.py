@@ -1,0 +1,534 @@
+"""Fine-tuning data: prompts with answers, chats and texts, in rows or packed."""
+
+import dataclasses
+import json
+from functools import partial
+
+import chex
+import jax
+import numpy as np
+import pytest
+from data_cases import error_message, take_batches
+
+from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
+from train.data import chat_file, evaluation_batches, num_examples, placeholder
+from train.data.buckets import bucketed_batches
+from train.data.packing import pack
+from train.data.tokenizer import load_tokenizer
+from train.run.setup import setup
+from train.tasks import build
+
+CHATML = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MODEL = LanguageModel(blocks=1, width=16, heads=2, hidden=16)
+
+
+def answers(count, start=0):
+    """Prompts with answers; each answer has letters that its prompt has not."""
+    return [
+        {"prompt": f"{i}: ", "completion": chr(97 + i % 26) * (1 + i * 7 % 11)}
+        for i in range(start, start + count)
+    ]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(records)`` returns the path of a file of JSON lines."""
+
+    def write(records, name="data.jsonl"):
+        lines = [r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def load(write):
+    """``load(records, **options)`` loads a dataset, by default with a context of 32."""
+
+    def load(records, **options):
+        return chat_file.load(ChatFile(**{"path": write(records), "context": 32} | options))
+
+    return load
+
+
+@pytest.fixture
+def template(tmp_path):
+    path = tmp_path / "template.jinja"
+    path.write_text(CHATML)
+    return str(path)
+
+
+def as_text(tokens):
+    return bytes(np.asarray(tokens, np.uint8)).decode()
+
+
+def batch_of(data, split="train"):
+    """All rows of a split as one batch."""
+    if split == "train":
+        return data.augment(data.train, np.random.default_rng(0))
+    return data.prepare(data.test)
+
+
+def examples_of(batch):
+    """(text, learned text) of each example, in the order of the rows."""
+    found = []
+    for row, (tokens, mask) in enumerate(zip(batch["tokens"], batch["target_mask"], strict=True)):
+        segment = np.arange(len(tokens)) <= batch["length"][row] if "length" in batch else None
+        segment = batch["segment"][row] if segment is None else segment.astype(int)
+        for number in range(1, segment.max() + 1):
+            inside = segment == number
+            found.append((as_text(tokens[inside]), as_text(tokens[1:][mask & inside[1:]])))
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_answers_are_learned_and_prompts_are_not(load, packing):
+    records = answers(20)
+    data = load(records, packing=packing, test_fraction=0.25)
+    expected = [(r["prompt"] + r["completion"], r["completion"]) for r in records]
+    assert sorted(examples_of(batch_of(data))) == sorted(expected[:15])
+    assert sorted(examples_of(batch_of(data, "test"))) == sorted(expected[15:])
+    if not packing:
+        assert examples_of(batch_of(data)) == expected[:15]
+
+
+def test_everything_is_learned_if_asked(load):
+    for (text, learned), record in zip(
+        examples_of(batch_of(load(answers(10), loss_on="all"))), answers(9), strict=True
+    ):
+        assert text == record["prompt"] + record["completion"]
+        assert learned == text[1:]  # nothing comes before the first token
+
+
+def test_texts_are_learned_but_for_their_first_token(load):
+    data = load([{"text": "abc"}, {"text": "a☃"}, {"text": "xy"}], test_fraction=0.3)
+    assert examples_of(batch_of(data)) == [("abc", "bc"), ("a☃", "☃")]
+    assert data.test_bytes == 1
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda q, a: {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]},
+        lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+        lambda q, a: {"question": q, "answer": a},
+        lambda q, a: {"prompt": q, "response": a},
+    ],
+)  # fmt: skip
+def test_chats_are_written_with_their_template(load, template, form):
+    records = [form(f"Is {i}?", f"No {i}.") for i in range(4)]
+    data = load(records, chat_template=template, as_chat=True, context=64, test_fraction=0.25)
+    expected = [(f"<user>Is {i}?</><assistant>No {i}.</>", f"No {i}.</>") for i in range(4)]
+    assert examples_of(batch_of(data)) == expected[:3]
+    assert data.test_bytes is None
+
+
+def test_only_the_last_answer_is_learned_if_asked(load, template):
+    turns = [("user", "a?"), ("assistant", "b"), ("user", "c?"), ("assistant", "d")]
+    record = {"messages": [{"role": r, "content": c} for r, c in turns]}
+    options = {"chat_template": template, "context": 128, "test_fraction": 0.5}
+    (_, learned), *_ = examples_of(batch_of(load([record] * 2, **options)))
+    assert learned == "b</>d</>"
+    last = load([record] * 2, **options, loss_on="last_answer")
+    assert [a for _, a in examples_of(batch_of(last))] == ["d</>"]
+
+
+def test_fields_can_have_other_names(load):
+    records = [{"in": f"{i}: ", "out": "x", "text": "no"} for i in range(4)]
+    data = load(records, prompt="in", answer="out", test_fraction=0.25)
+    assert examples_of(batch_of(data))[0] == ("0: x", "x")
+
+
+def test_a_seed_chooses_the_test_examples(load):
+    def test_set(seed):
+        return {t for t, _ in examples_of(batch_of(load(answers(40), split_seed=seed), "test"))}
+
+    assert test_set(0) == test_set(0)
+    assert test_set(0) != test_set(1)
+    whole = load(answers(40), split_seed=0)
+    texts = [t for s in ("train", "test") for t, _ in examples_of(batch_of(whole, s))]
+    assert sorted(texts) == sorted(r["prompt"] + r["completion"] for r in answers(40))
+
+
+def test_test_examples_can_have_a_file_of_their_own(load, write):
+    data = load(answers(5), test_path=write(answers(3, 10), "test.jsonl"))
+    assert [t for t, _ in examples_of(batch_of(data, "test"))] == [
+        r["prompt"] + r["completion"] for r in answers(3, 10)
+    ]
+    assert num_examples(data.train) == 5
+
+
+def test_long_texts_are_cut_into_rows_that_learn_each_token_once(load):
+    text = "".join(chr(97 + i % 26) for i in range(70))
+    data = load([{"text": text}, {"text": "xy"}], context=16, test_fraction=0.5)
+    batch = batch_of(data)
+    np.testing.assert_array_equal(batch["length"], [16, 16, 16, 16, 5])
+    assert "".join(learned for _, learned in examples_of(batch)) == text[1:]
+    assert all(t[1:] == learned for t, learned in examples_of(batch))
+    assert data.notes == ("1 of 1 training examples were cut into rows of 17 tokens",)
+
+
+def test_a_cut_prompt_leaves_no_rows_without_an_answer(load):
+    records = [{"prompt": "p" * 50, "answer": "a" * 20}, {"prompt": "p", "answer": "a"}]
+    data = load(records, context=16, long="cut", test_fraction=0.5)
+    assert [learned for _, learned in examples_of(batch_of(data))] == ["a" * 15, "a" * 5]
+
+
+def test_long_answers_are_truncated_or_dropped(load):
+    records = [{"prompt": "p: ", "answer": "a" * n} for n in (3, 40, 50, 5)]
+    data = load(records, context=16, test_fraction=0.25)
+    assert [len(a) for _, a in examples_of(batch_of(data))] == [3, 14, 14]
+    assert data.notes == ("2 of 3 training examples were truncated to 17 tokens",)
+    data = load(records, context=16, test_fraction=0.25, long="drop")
+    assert [len(a) for _, a in examples_of(batch_of(data))] == [3]
+    assert "2 of 3 training examples were dropped" in data.notes[0]
+
+
+def test_packing_uses_few_rows_and_each_example_once():
+    lengths = np.random.default_rng(0).integers(1, 40, 500)
+    rows = pack(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(500))
+    assert all(lengths[row].sum() <= 64 for row in rows)
+    lower_bound = -(-lengths.sum() // 64)
+    assert lower_bound <= len(rows) <= lower_bound * 1.03
+    assert rows == pack(lengths, 64)
+
+
+def test_packing_chooses_the_fullest_row_with_space():
+    assert pack(np.array([3, 6, 4, 2, 1]), 8) == [[1, 3], [2, 0, 4]]
+    assert pack(np.array([8, 8]), 8) == [[0], [1]]
+    assert pack(np.array([], int), 8) == []
+
+
+def test_packed_batches_weight_rows_by_their_targets(load):
+    data = load(answers(30), packing=True)
+    (batch, *_), _ = take_batches(data)
+    assert batch["segment"].dtype == np.int32
+    assert batch["segment"].max() > 1
+    np.testing.assert_allclose(batch["weight"], batch["target_mask"].sum(1) / 32)
+    assert "27 examples packed into" in data.notes[0]
+    assert data.name(0).count("line") == batch_of(data)["segment"][0].max()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_batches_resume_at_a_saved_position(load, packing):
+    data = load(answers(40), packing=packing)
+
+    def batches():
+        if packing:
+            return take_batches(data, n=0)[1]
+        return bucketed_batches(data, 4, 0, 32)
+
+    first = batches()
+    for _ in range(7):
+        next(first)
+    second = batches()
+    second.set_state(first.get_state())
+    for _ in range(9):
+        a, b = next(first), next(second)
+        chex.assert_trees_all_equal(a, b)
+
+
+def test_rows_of_similar_length_are_batched(load):
+    data = load(answers(40), context=64)
+    source = bucketed_batches(data, 4, 0, 64)
+    batch = next(source)
+    bucket = batch["tokens"].shape[1] - 1
+    assert bucket < 64
+    assert batch["target_mask"].shape == (4, bucket)
+    np.testing.assert_allclose(batch["weight"], batch["target_mask"].sum(1) / bucket)
+
+
+@pytest.fixture
+def network():
+    """A language model's task on a config's data, with parameters that are not initial ones."""
+
+    def build_network(data):
+        task = build(Config(data=data, model=MODEL))
+        params, state = jax.jit(task.model.init)(jax.random.key(0))
+        return task, jax.tree.map(lambda p: p * 1.5, params), state
+
+    return build_network
+
+
+def reference_losses(task, params, state, texts):
+    """Sum of the losses of learned tokens, and their number, with an example per row."""
+    tokens = np.zeros((len(texts), 40), np.int32)
+    for row, (text, _) in zip(tokens, texts, strict=True):
+        row[: len(text)] = np.frombuffer(text.encode(), np.uint8)
+    logits, _ = jax.jit(partial(task.model.apply, train=False))(params, state, tokens)
+    log_probs = np.asarray(jax.nn.log_softmax(logits))
+    total = count = 0
+    for row, (text, learned) in enumerate(texts):
+        for i in range(len(text) - len(learned), len(text)):
+            total -= log_probs[row, i - 1, tokens[row, i]]
+            count += 1
+    return total, count
+
+
+def test_each_target_of_a_batch_counts_the_same(write, network):
+    config = ChatFile(path=write(answers(12)), context=32)
+    task, params, state = network(config)
+    batch = next(bucketed_batches(task.dataset, 6, 0, 32))
+    losses, _ = jax.jit(task.loss)(params, state, batch, jax.random.key(0))
+    total, count = reference_losses(task, params, state, examples_of(batch))
+    assert count == batch["target_mask"].sum()
+    mean = (losses * batch["weight"]).sum() / batch["weight"].sum()
+    np.testing.assert_allclose(mean, total / count, rtol=1e-5)
+
+
+def test_test_metrics_average_over_targets(write, network):
+    config = ChatFile(path=write(answers(20)), context=32, test_fraction=0.4)
+    task, params, state = network(config)
+    sums, measure = np.zeros(2), jax.jit(task.measure)
+    for batch in evaluation_batches(task.dataset, 3):
+        losses = measure(params, state, batch).metrics["loss"]
+        sums += [(losses * batch["weight"]).sum(), batch["weight"].sum()]
+    total, count = reference_losses(
+        task, params, state, examples_of(batch_of(task.dataset, "test"))
+    )
+    np.testing.assert_allclose(sums[0] / sums[1], total / count, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("records", "options", "message"),
+    [
+        (["{"], {}, "data.path: FILE, line 1: not JSON: Expecting property name"),
+        (["", "", "[1]"], {}, "data.path: FILE, line 3: expected a JSON object per line, got an array"),
+        ([], {}, "leaves 0 for testing and 0 for training"),
+        ([{"a": "b"}], {}, "line 1: expected the fields prompt and answer, messages, or text; name others"),
+        ([{"prompt": "b"}], {"prompt": "prompt"}, "line 1: no field completion or answer or response; name"),
+        ([{"text": "ab"}, {"txt": "ab"}], {}, "line 2: no field text (did you mean txt?)"),
+        ([{"text": "ab"}, {"text": 3}], {}, "line 2: text must be a text, got int"),
+        ([{"text": "ab"}, {"text": " "}], {}, "line 2: text is empty; remove the record"),
+        ([{"prompt": "a", "answer": ""}], {}, "line 1: answer is empty; remove the record"),
+        ([{"text": "a"}] * 2, {"test_fraction": 0.5}, "line 1: has no token to learn; remove the record"),
+        ([{"text": "ab"}] * 3, {"test_fraction": 0.1}, "0.1 of 3 examples in FILE leaves 0 for testing"),
+        (
+            [{"prompt": "p" * 40, "answer": "a"}] * 2,
+            {"test_fraction": 0.5},
+            "line 1: the answer begins after the first 33 tokens, so that nothing is left of it; give",
+        ),
+        (
+            [{"prompt": "p" * 40, "answer": "a"}] * 2,
+            {"test_fraction": 0.5, "long": "drop"},
+            "no training example of FILE has at most data.context + 1 = 33 tokens",
+        ),
+        ([{"text": "ab"}] * 9, {"vocabulary": 100}, "data.vocabulary: 100, but the tokenizer has 256"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], {}, "data.tokenizer: chats need a tokenizer"),
+        ([{"text": "ab"}] * 9, {"test_path": "none.jsonl"}, "data.test_path: cannot read none.jsonl: No such"),
+        ([{"text": "ab", "u": [1]}] * 9, {"user": "u"}, "line 1: u must be a text or an integer, got [1]"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_record_names_its_line(load, write, records, options, message):
+    assert message.replace("FILE", write(records)) in error_message(load, records, **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must be a list of messages, got []"),
+        ("Hi", "messages must be a list of messages, got 'Hi'"),
+        (["Hi"], "message 1: expected role and content, got 'Hi'"),
+        ([{"role": "bot", "content": "a"}], "message 1: expected a role of system, developer, user"),
+        ([{"content": "a"}], "message 1: expected a role of system, developer, user, assistant, tool, got None"),
+        ([{"role": "user", "content": ["a"]}], "message 1: content must be a text, got list"),
+        ([{"role": "assistant", "content": " "}], "message 1: the answer is empty; remove the record"),
+        ([{"role": "user", "content": "a"}], "line 1: no assistant's message"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_chat_names_its_line(load, template, messages, message):
+    given = error_message(load, [{"messages": messages}] * 2, chat_template=template)
+    assert "data.jsonl, line 1" in given
+    assert message in given
+
+
+def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ raise_exception('no\nsystem') }}")
+    records = [{"prompt": "a", "answer": "b"}]
+    message = error_message(load, records, chat_template=str(tmp_path / "t.jinja"), as_chat=True)
+    assert message.endswith(
+        "data.jsonl, line 1: " + str(tmp_path / "t.jinja") + " refuses the chat: no system"
+    )
+
+
+def test_missing_files_are_one_line(tmp_path):
+    assert "data.path: cannot read none.jsonl: No such file" in error_message(
+        chat_file.load, ChatFile(path="none.jsonl")
+    )
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    """``parquet(records)`` returns the path of a Parquet file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def write(records):
+        path = tmp_path / "data.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
+        return path
+
+    return write
+
+
+def test_parquet_files_hold_the_same_examples(load, parquet, template):
+    for records in (
+        answers(20),
+        [{"messages": [{"role": "user", "content": f"{i}", "name": None}, {"role": "assistant", "content": "ja"}]} for i in range(20)],
+    ):  # fmt: skip
+        path = str(parquet(records))
+        options = {"chat_template": template, "context": 64}
+        data = load(records, **options)
+        chex.assert_trees_all_equal(batch_of(load([], **options | {"path": path})), batch_of(data))
+
+
+def test_bad_parquet_files_are_one_line(load, parquet):
+    path = parquet(answers(20))
+    assert f"{path}, row 1: no field x" in error_message(load, [], path=str(path), text="x")
+    path.write_bytes(path.read_bytes()[:-30])
+    assert f"data.path: cannot read {path}: " in error_message(load, [], path=str(path))
+    path.write_bytes(b"")
+    assert f"data.path: cannot read {path}: " in error_message(load, [], path=str(path))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Folder of a tokenizer of bytes and a few words, with special tokens and a template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    numbers = {c: i for i, c in enumerate([*alphabet, "No", "Ġa", "ab"])}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(numbers, [("N", "o"), ("Ġ", "a"), ("a", "b")])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>", "<user>", "<assistant>", "</>"])
+    start = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 259)])
+    made.post_processor = tokenizers.processors.Sequence(
+        [tokenizers.processors.ByteLevel(trim_offsets=True), start]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    settings = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{{ bos_token }}" + CHATML,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(tmp_path)  # fmt: skip
+
+
+def test_examples_begin_and_end_with_the_special_tokens_of_the_tokenizer(load, tokenizer):
+    records = [{"prompt": "Is", "answer": " a☃"}, {"prompt": "x", "answer": "y"}]
+    data = load(records, tokenizer=tokenizer, test_fraction=0.5)
+    batch = batch_of(data)
+    n = int(batch["length"][0])
+    tokens = batch["tokens"][0, : n + 1].tolist()
+    assert (tokens[0], tokens[-1]) == (259, 260)
+    # A token that begins with the answer's space belongs to the answer.
+    assert tokens[1:4] == [load_tokenizer(ChatFile(tokenizer=tokenizer)).encode(t)[1] for t in ("I", "s", " a")]  # fmt: skip
+    np.testing.assert_array_equal(batch["target_mask"][0, :n], [0, 0, 1, 1, 1, 1, 1])
+    assert data.test_bytes == 1
+    texts = load([{"text": "é a"}] * 2, tokenizer=tokenizer, test_fraction=0.5)
+    assert texts.test_bytes == 4  # two of é, two of one token, and none of the end
+
+
+def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):
+    record = {
+        "messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "No"}]
+    }
+    batch = batch_of(load([record] * 2, tokenizer=tokenizer, test_fraction=0.5))  # fmt: skip
+    assert batch["tokens"][0, :8].tolist() == [259, 261, 258, 263, 262, 256, 263, 0]
+    np.testing.assert_array_equal(batch["target_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
+
+
+def test_refuses_an_end_token_that_the_tokenizer_lacks(load, tokenizer, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    message = error_message(load, answers(9), tokenizer=tokenizer)
+    assert "tokenizer.json has no token '<end>', which tokenizer_config.json gives" in message
+
+
+def test_chats_of_a_tokenizer_without_a_template_are_one_line(load, tokenizer, tmp_path):
+    (tmp_path / "tokenizer_config.json").unlink()
+    message = error_message(load, answers(9), tokenizer=tokenizer, as_chat=True)
+    assert f"data.tokenizer: {tmp_path} has no chat template, neither" in message
+
+
+@pytest.mark.parametrize("mixer", ["attention", "rg_lru", "mamba", "mamba2"])
+def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):
+    path = write(answers(12))
+    model = dataclasses.replace(MODEL, mixers=(mixer,))
+    results = []
+    for packing in (False, True):
+        data = ChatFile(path=path, context=32, packing=packing, test_fraction=0.25)
+        task = build(Config(data=data, model=model))
+        params, state = jax.jit(task.model.init)(jax.random.key(0))
+        params = jax.tree.map(lambda p: p * 1.5, params)
+        batch = {"weight": np.float32(1)} | batch_of(task.dataset)
+        if not packing:
+            batch["weight"] = batch["target_mask"].mean(1, dtype=np.float32)
+
+        def loss(params, task=task, state=state, batch=batch):
+            losses, _ = task.loss(params, state, batch, jax.random.key(0))
+            return (losses * batch["weight"]).sum() / batch["weight"].sum()
+
+        results.append(jax.jit(jax.value_and_grad(loss))(params))
+        assert (len(batch["tokens"]) < 9) == packing
+    chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-6)
+    total, count = reference_losses(task, params, state, examples_of(batch))
+    np.testing.assert_allclose(results[1][0], total / count, rtol=1e-5)
+
+
+PRIVATE = Clipped(noise_multiplier=1.0, delta=1e-5)
+
+
+def test_private_rows_hold_one_example_each(write):
+    path = write([{"text": "ab" * 40}] * 20)
+    data = ChatFile(path=path, context=32, batch_size=4)
+    config = Config(data=data, model=MODEL, grad=PRIVATE)
+    rows = build(config).dataset.train
+    assert len(rows["start"]) == 18
+    packed = dataclasses.replace(config, data=dataclasses.replace(data, packing=True))
+    assert "data.packing: puts several examples into a row" in error_message(build, packed)
+    cut = dataclasses.replace(config, data=dataclasses.replace(data, long="cut"))
+    assert "data.long: cut makes several rows of an example" in error_message(build, cut)
+
+
+def test_privacy_per_user_splits_by_user_and_allows_cut_rows(write):
+    records = [{"text": chr(97 + i % 5) * 40, "user": i % 5} for i in range(20)]
+    data = ChatFile(path=write(records), context=32, user="user", examples_per_user=2, long="cut")
+    data = dataclasses.replace(data, test_fraction=0.2)
+    dataset = build(Config(data=data, model=MODEL, grad=PRIVATE)).dataset
+    batch = batch_of(dataset)
+    assert len(dataset.users) == num_examples(dataset.train) == 32
+    by_user = {(int(u), int(t[0])) for u, t in zip(dataset.users, batch["tokens"], strict=True)}
+    assert len(by_user) == 4
+    assert not {t for _, t in by_user} & set(batch_of(dataset, "test")["tokens"][:, 0].tolist())
+
+
+@pytest.mark.parametrize("grad", [PRIVATE, Clipped(), Microbatch(2)])
+def test_steps_take_rows_with_target_masks(write, grad):
+    data = ChatFile(path=write(answers(40)), context=32, batch_size=4)
+    run = setup(Config(data=data, model=MODEL, grad=grad, train=Train(steps=1)))
+    batch = next(run.training_batches(0))
+    _, metrics = jax.jit(run.step)(run.init(jax.random.key(0)), batch)
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_placeholders_have_the_shapes_of_the_data(write, packing):
+    data = ChatFile(path=write(answers(40)), context=32, packing=packing, vocabulary=256)
+    missing = placeholder.load(Config(data=data, model=MODEL)).dataset
+    real = chat_file.load(data)
+    for split in ("train", "test"):
+        shapes = [
+            {name: (a.shape[1:], a.dtype) for name, a in batch_of(d, split).items()}
+            for d in (missing, real)
+        ]
+        assert shapes[0] == shapes[1]

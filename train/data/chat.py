@@ -1,0 +1,318 @@
+"""Chat templates and generation settings that come with published models."""
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from train.errors import UserError, list_available
+
+Message = Mapping[str, Any]
+"""Message of a chat: ``{"role": "user", "content": "Hi."}``."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles that a message may have. Templates of most models know only some of them."""
+DATA_DATE = datetime.datetime(2024, 7, 26)
+"""Date in training data, so that a resumed run trains on the same tokens.
+
+It is the date that the template of Llama 3.1 writes where there is no clock."""
+# Unicode reserves these two for internal use, so that no text contains them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
+
+class ChatTemplate(NamedTuple):
+    """Jinja template that writes the messages of a chat as one text.
+
+    Templates come with weights from the internet. They run in Jinja's sandbox, which gives them
+    no access to Python objects and no way to change their arguments.
+
+    Attributes:
+      source: Template, as in ``tokenizer_config.json``.
+      tokens: Special tokens by name, such as ``{"bos_token": "<s>"}``.
+      where: File of the template, for error messages.
+      now: Clock of ``strftime_now``.
+    """
+
+    source: str
+    tokens: Mapping[str, str] = {}
+    where: str = "the chat template"
+    now: Callable[[], datetime.datetime] = datetime.datetime.now
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """Write messages as a text, which includes all special tokens.
+
+        Args:
+          messages: Messages with ``role`` and ``content``.
+          add_generation_prompt: End with the start of an assistant's answer.
+          tools: JSON schemas of tools that the template may list.
+
+        Raises:
+          UserError: if the template is invalid, or refuses the messages.
+        """
+        text = self._render(messages, add_generation_prompt, tools)
+        return text.replace(_OPEN, "").replace(_CLOSE, "")
+
+    def render_answers(
+        self, messages: Sequence[Message], *, last: bool = False, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[range]]:
+        """Write messages as a text, and find what an assistant wrote in it.
+
+        With ``{% generation %}`` in the template, answers are what it encloses. Otherwise, the
+        answer in message i is what ``render(messages[:i + 1])`` adds to
+        ``render(messages[:i], add_generation_prompt=True)``. It includes the end of the turn.
+
+        Args:
+          messages: Messages with ``role`` and ``content``.
+          last: Find only the answer in the last message.
+          tools: JSON schemas of tools that the template may list.
+
+        Returns:
+          The text, and the span of each answer in characters.
+
+        Raises:
+          UserError: as `render`; or if the template writes a message differently once others
+            follow, so that its answers are not in the text.
+        """
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self.source):
+            text, spans = _find_marks(self._render(messages, False, tools))
+            if last:
+                spans = spans[-1:] if messages[-1]["role"] == "assistant" else []
+            return text, spans
+        text = self.render(messages, tools=tools)
+        spans = []
+        for i, message in enumerate(messages):
+            is_last = i == len(messages) - 1
+            if message["role"] != "assistant" or (last and not is_last):
+                continue
+            before = self.render(messages[:i], add_generation_prompt=True, tools=tools)
+            after = text if is_last else self.render(messages[: i + 1], tools=tools)
+            if not text.startswith(after) or not after.startswith(before):
+                advice = "" if last else "; train on the last answer only, or on everything"
+                raise UserError(
+                    f"{self.where} writes message {i + 1} differently if other messages follow, "
+                    f"so that its answer cannot be found{advice}"
+                )
+            spans.append(range(len(before), len(after)))
+        return text, spans
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Any) -> str:
+        # Some templates fail on None, where a missing key is fine.
+        given = [{k: v for k, v in m.items() if v is not None} for m in messages]
+        try:
+            return _compile(self.source, self.now).render(
+                messages=given,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(f"{self.where}, line {error.lineno}: {_one_line(error)}") from error
+        except Exception as error:  # templates run code, which can fail in any way
+            raise UserError(f"{self.where} refuses the chat: {_one_line(error)}") from error
+
+
+class _Generation(Extension):
+    """``{% generation %}...{% endgeneration %}``, which encloses what an assistant wrote."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
+    """Compile a template in the environment that transformers gives to chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+
+    def raise_exception(message: str) -> str:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(  # Jinja's own filter escapes HTML
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: now().strftime(format)
+    return environment.from_string(source)
+
+
+def _find_marks(text: str) -> tuple[str, list[range]]:
+    """Remove the marks of `_Generation` from a text, and return the spans between them."""
+    plain, spans = "", []
+    for piece in re.split(f"({_OPEN}[^{_CLOSE}]*{_CLOSE})", text):
+        inner = piece.replace(_OPEN, "").replace(_CLOSE, "")
+        if inner != piece:
+            spans.append(range(len(plain), len(plain) + len(inner)))
+        plain += inner
+    return plain, spans
+
+
+def load_template(
+    folder: Path | None,
+    path: Path | None = None,
+    now: Callable[[], datetime.datetime] = datetime.datetime.now,
+) -> ChatTemplate:
+    """Load a chat template, and the special tokens that it uses.
+
+    Args:
+      folder: Folder with ``tokenizer_config.json``, and optionally ``chat_template.jinja``. None
+        if there is only ``path``, whose special tokens are then empty.
+      path: Jinja file to use in place of the folder's template.
+      now: Clock of the template.
+
+    Raises:
+      UserError: if there is no template, or a file is unreadable.
+    """
+    tokens = special_tokens(folder) if folder else {}
+    file = path or (folder / "chat_template.jinja" if folder else None)
+    if file and (path or file.is_file()):
+        try:
+            return ChatTemplate(file.read_text("utf-8"), tokens, str(file), now)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or _one_line(error)
+            raise UserError(f"cannot read {file}: {reason}; expected a Jinja template") from error
+    if folder is None:
+        raise UserError("there is no tokenizer, which comes with a chat template")
+    where = folder / "tokenizer_config.json"
+    template = load_json(where).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = by_name.get("default")
+        if template is None:
+            names = list_available([str(name) for name in by_name], "templates")
+            raise UserError(f"{where} has no chat template named default{names}")
+    if not isinstance(template, str):
+        raise UserError(
+            f"{folder} has no chat template, neither chat_template.jinja nor chat_template in "
+            "tokenizer_config.json; give one as a Jinja file"
+        )
+    return ChatTemplate(template, tokens, f"chat_template in {where}", now)
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Read the special tokens of a model by name, such as ``{"eos_token": "</s>"}``.
+
+    Raises:
+      UserError: if a file is unreadable.
+    """
+    tokens: dict[str, str] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in load_json(folder / name).items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                tokens[key] = text
+    return tokens
+
+
+class GenerationSettings(NamedTuple):
+    """Settings of ``generation_config.json``.
+
+    Attributes:
+      temperature: Sampling temperature; 0 is greedy. None if the file names none.
+      top_k: Number of most probable tokens to sample from; None for all.
+      top_p: Nucleus (top-p) threshold; None for 1.
+      end_tokens: Tokens that end a text.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    end_tokens: tuple[int, ...] = ()
+
+
+def load_generation_settings(folder: Path) -> GenerationSettings:
+    """Read ``generation_config.json``; without the file, return the defaults.
+
+    Without ``do_sample``, transformers generates greedily, so that the temperature is 0.
+
+    Raises:
+      UserError: if the file is unreadable, or a setting has a wrong type.
+    """
+    path = folder / "generation_config.json"
+    settings = load_json(path)
+    if not settings:
+        return GenerationSettings()
+
+    def read(name: str, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+        value = settings.get(name)
+        if value is not None and (isinstance(value, bool) or not is_valid(value)):
+            raise UserError(f"{path}: {name} must be {expected}, got {value!r}")
+        return value
+
+    ends = settings.get("eos_token_id")
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not all(type(token) is int and token >= 0 for token in ends):
+        raise UserError(f"{path}: eos_token_id must be a token or a list of tokens, got {ends!r}")
+    temperature = read("temperature", "a number >= 0", lambda v: _is_number(v) and v >= 0)
+    top_k = read("top_k", "an integer >= 0", lambda v: isinstance(v, int) and v >= 0)
+    top_p = read("top_p", "a number in (0, 1]", lambda v: _is_number(v) and 0 < v <= 1)
+    if not settings.get("do_sample"):
+        return GenerationSettings(0.0, None, None, tuple(ends))
+    # transformers uses 0 for all tokens, and its own defaults for what is missing.
+    return GenerationSettings(
+        1.0 if temperature is None else float(temperature),
+        50 if top_k is None else top_k or None,
+        None if top_p in (None, 1) else float(top_p),
+        tuple(ends),
+    )
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; ``{}`` if there is no such file.
+
+    Raises:
+      UserError: if it is unreadable, or is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

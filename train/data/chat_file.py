@@ -1,0 +1,428 @@
+"""Rows of tokens from prompts with answers, chats or texts, for fine-tuning language models."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.config import ChatFile
+from train.data import Arrays, Dataset, records
+from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
+from train.data.packing import pack
+from train.data.records import Record
+from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
+from train.data.users import number_users, split_by_user
+from train.errors import UserError, list_available
+
+_FIELDS = {
+    "messages": ("messages", "conversations"),
+    "prompt": ("prompt", "question"),
+    "answer": ("completion", "answer", "response"),
+    "text": ("text",),
+}
+"""Names that a field may have if the config names none."""
+_KINDS = {"chat": ("messages",), "answer": ("prompt", "answer"), "text": ("text",)}
+"""Fields that the examples of a kind have."""
+_SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+class _Document(NamedTuple):
+    """Tokens of an example.
+
+    Attributes:
+      ids: Tokens [T].
+      target: Whether each token is learned, bool [T].
+      bytes: UTF-8 bytes of text that each token stands for, int64 [T].
+      where: File and line of its example, which begin an error message.
+      user: Id of its user, or None.
+    """
+
+    ids: np.ndarray
+    target: np.ndarray
+    bytes: np.ndarray
+    where: str
+    user: str | None = None
+
+    def part(self, start: int, stop: int) -> "_Document":
+        """Return some of its tokens. The first one has nothing before it, so it is no target."""
+        target = self.target[start:stop].copy()
+        target[:1] = False
+        return self._replace(ids=self.ids[start:stop], target=target, bytes=self.bytes[start:stop])
+
+
+def load(config: ChatFile) -> Dataset:
+    """Encode the examples of a file as rows of ``tokens`` [N, context + 1].
+
+    All tokens of a row but the last are inputs, and all but the first can be targets. Batches have
+    ``target_mask`` [N, context], which is True for the targets that are learned.
+
+    Without packing, a row holds one example, or a part of it, and batches have ``length`` [N],
+    the number of inputs. With packing, batches have ``segment`` [N, context + 1], which counts the
+    row's examples from 1 and is 0 for padding, and ``weight`` [N]. The weight is the number of
+    targets / context, so that each target of a batch counts the same. Test batches always have it.
+
+    Raises:
+      UserError: if a file is unreadable, an example has no answer or does not fit the chat
+        template, or there are too few examples.
+    """
+    tokenizer = load_tokenizer(config)
+    read = _Reader(config, tokenizer)
+    examples = read.documents(records.read(config.path, "data.path"))
+    if config.test_path is None:
+        examples, test_examples = _split(config, examples)
+    else:
+        test_examples = read.documents(records.read(config.test_path, "data.test_path"))
+    train, notes = _fit(config, read.kind, examples, "training")
+    test, test_notes = _fit(config, read.kind, test_examples, "test")
+    train_rows, test_rows = _Rows.make(train, config), _Rows.make(test, config)
+
+    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
+        del generator
+        batch = train_rows.gather(rows, config.context)
+        if config.packing:
+            batch["weight"] = _weight(batch)
+        return batch
+
+    def prepare(rows: Arrays) -> Arrays:
+        batch = test_rows.gather(rows, config.context)
+        return batch | {"weight": _weight(batch)}
+
+    users = None
+    if config.user is not None:  # never packed, because users are protected by noise
+        users = _number_users([row[0] for row in train_rows.documents])
+    if config.packing:
+        count = len(train_rows.documents)
+        used = sum(len(d.ids) for d in train) / (count * (config.context + 1))
+        notes.append(f"{len(train):,} examples packed into {count:,} rows, {used:.1%} full")
+    return Dataset(
+        train=train_rows.arrays,
+        test=test_rows.arrays,
+        classes=(),
+        augment=augment,
+        prepare=prepare,
+        name=lambda row: "; ".join(d.where.partition(": ")[2] for d in train_rows.documents[row]),
+        users=users,
+        test_bytes=None if read.template else sum(int(d.bytes[d.target].sum()) for d in test),
+        notes=(*notes, *test_notes),
+    )
+
+
+def _weight(batch: Arrays) -> np.ndarray:
+    return batch["target_mask"].mean(1, dtype=np.float32)
+
+
+class _Rows(NamedTuple):
+    """Rows of documents whose tokens lie one after the other.
+
+    Attributes:
+      documents: Documents of each row.
+      arrays: ``start`` and ``length`` of each row: its first token, and its number of inputs.
+      tokens, target, first: Token, whether it is learned, and whether it begins a document.
+      packed: Whether a row can have several documents.
+    """
+
+    documents: list[list[_Document]]
+    arrays: Arrays
+    tokens: np.ndarray
+    target: np.ndarray
+    first: np.ndarray
+    packed: bool
+
+    @classmethod
+    def make(cls, documents: list[_Document], config: ChatFile) -> "_Rows":
+        lengths = np.array([len(d.ids) for d in documents])
+        rows = [[d] for d in documents]
+        if config.packing:
+            rows = [[documents[i] for i in row] for row in pack(lengths, config.context + 1)]
+        in_order = [d for row in rows for d in row]
+        sizes = np.array([sum(len(d.ids) for d in row) for row in rows])
+        first = np.zeros(lengths.sum(), bool)
+        first[np.cumsum([0, *(len(d.ids) for d in in_order[:-1])])] = True
+        return cls(
+            rows,
+            {"start": np.cumsum(sizes) - sizes, "length": (sizes - 1).astype(np.int32)},
+            np.concatenate([d.ids for d in in_order]),
+            np.concatenate([d.target for d in in_order]),
+            first,
+            config.packing,
+        )
+
+    def gather(self, rows: Arrays, context: int) -> Arrays:
+        """Gather the arrays of a batch, as `load` describes them."""
+        offsets = np.arange(context + 1)
+        inside = offsets <= rows["length"][:, None]
+        index = np.minimum(rows["start"][:, None] + offsets, len(self.tokens) - 1)
+        batch = {
+            "tokens": np.where(inside, self.tokens[index], 0).astype(self.tokens.dtype),
+            "target_mask": (self.target[index] & inside)[:, 1:],
+        }
+        if self.packed:
+            segment = np.cumsum(self.first[index], 1, dtype=np.int32)
+            return batch | {"segment": np.where(inside, segment, 0)}
+        return batch | {"length": rows["length"]}
+
+
+def _number_users(documents: list[_Document]) -> np.ndarray:
+    ids = np.array([d.user for d in documents], np.str_)
+    return number_users(ids, len(documents), "data.user")
+
+
+def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document], list[_Document]]:
+    """Split examples into training and test; no user is in both."""
+    count = len(examples)
+    num_test = round(config.test_fraction * count)
+    if config.user is not None:
+        users, seed = _number_users(examples), config.split_seed or 0
+        train, test = split_by_user(users, config.test_fraction, seed)
+    elif not 0 < num_test < count:
+        raise UserError(
+            f"data.test_fraction: {config.test_fraction} of {count} examples in {config.path} "
+            f"leaves {num_test} for testing and {count - num_test} for training; expected at "
+            "least one each, or data.test_path"
+        )
+    else:
+        order = np.arange(count)
+        if config.split_seed is not None:
+            order = np.random.default_rng(config.split_seed).permutation(count)
+        train, test = order[: count - num_test], order[count - num_test :]
+    return [examples[i] for i in train], [examples[i] for i in test]
+
+
+def _fit(
+    config: ChatFile, kind: str, examples: list[_Document], split: str
+) -> tuple[list[_Document], list[str]]:
+    """Cut, truncate or drop the examples that are longer than a row.
+
+    Returns:
+      The documents, and what was changed in them, for the user.
+
+    Raises:
+      UserError: if nothing is left of an answer, or of all examples.
+    """
+    size = config.context + 1
+    way = config.long or ("cut" if kind == "text" else "truncate")
+    documents: list[_Document] = []
+    num_long = 0
+    for example in examples:
+        whole = example.part(0, len(example.ids))
+        if not whole.target.any():
+            raise UserError(f"{whole.where}: has no token to learn; remove the record")
+        if len(whole.ids) <= size:
+            documents.append(whole)
+            continue
+        num_long += 1
+        if way == "cut":
+            # Each row begins with the last token of the row before, which it predicts from.
+            parts = [whole.part(i, i + size) for i in range(0, len(whole.ids) - 1, config.context)]
+            documents += [part for part in parts if part.target.any()]
+        elif way == "truncate":
+            part = whole.part(0, size)
+            if not part.target.any():
+                raise UserError(
+                    f"{whole.where}: the answer begins after the first {size} tokens, so "
+                    f"that nothing is left of it; give a larger data.context than "
+                    f"{config.context}, or data.long drop"
+                )
+            documents.append(part)
+    if not examples:
+        raise UserError(f"data.test_path: {config.test_path} holds no examples")
+    if not documents:
+        raise UserError(
+            f"data.path: no {split} example of {config.path} has at most data.context + 1 = "
+            f"{size} tokens; give a larger data.context"
+        )
+    done = {
+        "cut": f"were cut into rows of {size} tokens",
+        "truncate": f"were truncated to {size} tokens",
+        "drop": f"were dropped, because they have more than {size} tokens",
+    }[way]
+    notes = [f"{num_long:,} of {len(examples):,} {split} examples {done}"] if num_long else []
+    return documents, notes
+
+
+class _Reader:
+    """Makes documents of records, which all have the fields of the first one.
+
+    Attributes:
+      kind: ``"text"``, ``"answer"`` or ``"chat"``; "" before the first record.
+      template: Chat template; None without chats.
+    """
+
+    def __init__(self, config: ChatFile, tokenizer: Tokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        self._fields: dict[str, str] = {}
+        self.kind = ""
+        self.template: ChatTemplate | None = None
+
+    def documents(self, read: Iterable[Record]) -> list[_Document]:
+        """Encode records in order.
+
+        Raises:
+          UserError: if one is wrong.
+        """
+        documents = []
+        for record in read:
+            if not self.kind:
+                self._find_fields(record)
+            documents.append(self._document(record))
+        return documents
+
+    def _find_fields(self, record: Record) -> None:
+        """Find out what kind of examples a file has, and load the chat template if needed."""
+        config = self._config
+        given = {name: field for name in _FIELDS if (field := getattr(config, name))}
+        found = {name: record.find(*fields) for name, fields in _FIELDS.items()} | given
+        fields = list_available(list(record.fields), "fields")
+        kinds = [kind for kind, needed in _KINDS.items() if given.keys() & set(needed)] or [
+            kind for kind, needed in _KINDS.items() if all(found[name] for name in needed)
+        ]
+        if not kinds:
+            raise UserError(
+                f"{record.where}: expected the fields prompt and answer, messages, or text; name "
+                f"others with data.prompt and data.answer, data.messages, or data.text{fields}"
+            )
+        self.kind = kinds[0]
+        for name in _KINDS[self.kind]:
+            if not found[name]:
+                raise UserError(
+                    f"{record.where}: no field {' or '.join(_FIELDS[name])}; name another one "
+                    f"with data.{name}{fields}"
+                )
+            self._fields[name] = found[name] or ""
+        if self.kind == "answer" and config.as_chat:
+            self.kind = "chat"
+        if self.kind != "chat":
+            return
+        path = Path(config.chat_template) if config.chat_template else None
+        folder = self._tokenizer.folder
+        if folder is None and path is None:
+            raise UserError(
+                "data.tokenizer: chats need a tokenizer and its chat template; give the folder of "
+                "a model"
+            )
+        option = "data.chat_template" if path else "data.tokenizer"
+        try:
+            # The date is fixed, so that a run that is resumed on another day has the same data.
+            self.template = load_template(folder, path, lambda: DATA_DATE)
+        except UserError as error:
+            raise UserError(f"{option}: {error}") from error
+
+    def _document(self, record: Record) -> _Document:
+        try:
+            document = self._chat(record) if self.kind == "chat" else self._plain(record)
+        except UserError as error:
+            if str(error).startswith(record.where):
+                raise
+            raise UserError(f"{record.where}: {error}") from error
+        if self._config.user is None:
+            return document
+        user = record.get(self._config.user)
+        if not isinstance(user, str | int):
+            raise UserError(
+                f"{record.where}: {self._config.user} must be a text or an integer, got {user!r}"
+            )
+        return document._replace(user=str(user))
+
+    def _plain(self, record: Record) -> _Document:
+        """Encode a text, or a prompt followed by its answer, from a start to an end token."""
+        learned = _filled(record, self._fields["answer" if self.kind == "answer" else "text"])
+        prompt = record.text(self._fields["prompt"]) if self.kind == "answer" else ""
+        text = prompt + learned
+        pieces = self._tokenizer.encode_pieces(text)
+        if self._config.loss_on == "all":
+            prompt = ""
+        target = _overlaps(pieces, [range(len(prompt), len(text))])
+        before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
+        has_end = end is None or pieces.ids[-1] == end
+        after = np.array([] if has_end else [end], pieces.ids.dtype)
+        return _Document(
+            np.concatenate([before, pieces.ids, after]),
+            np.concatenate([np.zeros(len(before), bool), target, np.ones(len(after), bool)]),
+            np.pad(_bytes(text, pieces), (len(before), len(after))),
+            record.where,
+        )
+
+    def _chat(self, record: Record) -> _Document:
+        """Encode a chat, as its template writes it."""
+        assert self.template
+        if "messages" in self._fields:
+            messages = _messages(record, self._fields["messages"])
+        else:
+            messages = [
+                {"role": "user", "content": record.text(self._fields["prompt"])},
+                {"role": "assistant", "content": _filled(record, self._fields["answer"])},
+            ]
+        tools = record.fields.get("tools")
+        tools = tools if isinstance(tools, list) else None
+        if self._config.loss_on == "all":
+            text = self.template.render(messages, tools=tools)
+            answers = [range(len(text))]
+        else:
+            last = self._config.loss_on == "last_answer"
+            text, answers = self.template.render_answers(messages, last=last, tools=tools)
+            if not any(answers):
+                raise UserError(
+                    "the last message is not an assistant's" if last else "no assistant's message"
+                )
+        pieces = self._tokenizer.encode_pieces(text)
+        return _Document(pieces.ids, _overlaps(pieces, answers), _bytes(text, pieces), record.where)
+
+
+def _filled(record: Record, name: str) -> str:
+    text = record.text(name)
+    if not text.strip():
+        raise UserError(f"{record.where}: {name} is empty; remove the record")
+    return text
+
+
+def _messages(record: Record, name: str) -> list[dict[str, Any]]:
+    """Read the messages of a chat, whose keys are role and content, or from and value.
+
+    Raises:
+      UserError: if one is not a message, has an unknown role, or is an empty answer.
+    """
+    given = record.get(name)
+    if not isinstance(given, list) or not given:
+        raise UserError(f"{record.where}: {name} must be a list of messages, got {given!r:.40}")
+    messages = []
+    for number, message in enumerate(given, 1):
+        where = f"{record.where}, message {number}"
+        if not isinstance(message, Mapping):
+            raise UserError(f"{where}: expected role and content, got {message!r:.40}")
+        read = {key: value for key, value in message.items() if value is not None}
+        if "from" in read and "role" not in read:
+            role = read.pop("from")
+            read = {"role": _SHAREGPT.get(role, role), "content": read.pop("value", None), **read}
+        role, content = read.get("role"), read.get("content")
+        if role not in ROLES:
+            raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
+        if content is None and "tool_calls" in read:
+            read["content"] = content = ""
+        elif not isinstance(content, str):
+            raise UserError(f"{where}: content must be a text, got {type(content).__name__}")
+        elif role == "assistant" and not content.strip() and "tool_calls" not in read:
+            raise UserError(f"{where}: the answer is empty; remove the record")
+        messages.append(read)
+    return messages
+
+
+def _overlaps(pieces: Pieces, spans: Iterable[range]) -> np.ndarray:
+    """Return which tokens stand for a character of the spans, bool [T]."""
+    inside = np.zeros(len(pieces.ids), bool)
+    for span in spans:
+        inside |= (pieces.end > span.start) & (pieces.start < span.stop)
+    return inside
+
+
+def _bytes(text: str, pieces: Pieces) -> np.ndarray:
+    """Count the UTF-8 bytes that each token adds to the text, int64 [T].
+
+    A character of several tokens counts for the first one. What is between two tokens, such as
+    a space that the tokenizer drops, counts for the second one.
+    """
+    sizes = np.ones(len(text), np.int64)
+    if not text.isascii():
+        sizes = np.array([len(c.encode("utf-8", "surrogateescape")) for c in text])
+    until = np.concatenate([[0], np.cumsum(sizes)])
+    return np.diff(until[np.maximum.accumulate(pieces.end)], prepend=0)

@@ -1,0 +1,52 @@
+"""Packing: documents of different lengths, several to a row."""
+
+import bisect
+
+import numpy as np
+
+
+def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Put documents into few rows by best-fit decreasing.
+
+    The longest document comes first, and each goes into the fullest row that has space for it. The
+    number of rows is at most 11/9 of the smallest possible one, plus 4. The result depends on
+    nothing but the arguments.
+
+    Args:
+      lengths: Lengths [N], from 1 to ``size``.
+      size: Length of a row.
+
+    Returns:
+      For each row, the indices of its documents.
+
+    References:
+      Johnson 1973, "Near-optimal bin packing algorithms". Ding et al. 2024, "Fewer truncations
+      improve language modeling", packs text so.
+
+    Example:
+      >>> import numpy as np
+      >>> pack(np.array([3, 6, 4, 2, 1]), 8)
+      [[1, 3], [2, 0, 4]]
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}  # rows that have exactly this space
+    spaces: list[int] = []  # keys of by_space, in ascending order
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        found = bisect.bisect_left(spaces, length)
+        if found == len(spaces):
+            row, space = len(rows), size
+            rows.append([])
+        else:
+            space = spaces[found]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[found]
+        rows[row].append(i)
+        left = space - length
+        if left:
+            if left not in by_space:
+                by_space[left] = []
+                bisect.insort(spaces, left)
+            by_space[left].append(row)
+    return rows

@@ -1,0 +1,116 @@
+"""Records of JSON lines and Parquet files, with the place of each one for error messages."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.errors import UserError, did_you_mean, list_available
+
+
+class Record(NamedTuple):
+    """Record of a file.
+
+    Attributes:
+      option: Config field or flag that names the file.
+      place: File, and line or row.
+      fields: Values by field name.
+    """
+
+    option: str
+    place: str
+    fields: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """Option and place, which begin an error message."""
+        return f"{self.option}: {self.place}"
+
+    def find(self, *names: str) -> str | None:
+        """Return the first of the names that this record has with a value."""
+        return next((name for name in names if self.fields.get(name) is not None), None)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a field.
+
+        Raises:
+          UserError: if it is missing.
+        """
+        value = self.fields.get(name)
+        if value is None:
+            names = list(self.fields)
+            known = did_you_mean(name, names) or list_available(names, "fields")
+            raise UserError(f"{self.where}: no field {name}{known}")
+        return value
+
+    def text(self, name: str) -> str:
+        """Return the text of a field, which may be empty.
+
+        Raises:
+          UserError: if it is missing, or not a text.
+        """
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise UserError(f"{self.where}: {name} must be a text, got {type(value).__name__}")
+        return value
+
+
+def read(path: str, option: str) -> Iterator[Record]:
+    """Yield the records of a file in order: of Parquet by its suffix, else of JSON lines.
+
+    Args:
+      path: File.
+      option: Config field or flag that names it, for error messages.
+
+    Raises:
+      UserError: if the file is unreadable, or a line is not a JSON object.
+    """
+    if Path(path).suffix in (".parquet", ".pq"):
+        return _read_parquet(path, option)
+    return _read_json_lines(path, option)
+
+
+def _read_json_lines(path: str, option: str) -> Iterator[Record]:
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                place = f"{path}, line {number}"
+                try:
+                    fields = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{option}: {place}: not JSON: {error}") from None
+                if not isinstance(fields, dict):
+                    raise UserError(
+                        f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}"
+                    )
+                yield Record(option, place, fields)
+    except OSError as error:
+        raise UserError(
+            f"{option}: cannot read {path}: {error.strerror}; give a file of JSON lines"
+        ) from error
+
+
+def _read_parquet(path: str, option: str) -> Iterator[Record]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{option}: {path} needs pyarrow; pip install 'fnet-jax[parquet]'"
+        ) from None
+    row = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for fields in batch.to_pylist():
+                    row += 1
+                    yield Record(option, f"{path}, row {row}", fields)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{option}: cannot read {path}: {reason}") from error
+
+
+def _kind(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
