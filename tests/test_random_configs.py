@@ -27,6 +27,7 @@ EXCLUDED = {
     "model": {"resnext", "densenet", "wider_resnet", "deeplab"},
 }
 TEXT_MODELS = {"language_model"}
+TEXT_SOURCES = {"text_file", "chat_file"}
 
 
 def values(hint):
@@ -94,6 +95,7 @@ SMALL = {
     "image_folder": {"batch_size": 8, "image_size": 16, "path": "images"},
     "arrays": {"batch_size": 8, "path": "data.npz"},
     "text_file": {"batch_size": 8, "context": 16, "path": "text.txt"},
+    "chat_file": {"batch_size": 8, "context": 16, "path": "text.jsonl"},
 }
 """Fields that make networks small and give the paths of data."""
 
@@ -108,7 +110,7 @@ def configs(draw):
             names = set(sections_by_name) - EXCLUDED.get(f.name, set())
             if f.name == "model" and not wrong:
                 names &= (
-                    TEXT_MODELS if config["data"]["source"] == "text_file" else names - TEXT_MODELS
+                    TEXT_MODELS if config["data"]["source"] in TEXT_SOURCES else names - TEXT_MODELS
                 )
             name = draw(st.sampled_from(sorted(names)))
             config[f.name] = draw(sections(sections_by_name[name], wrong)) | SMALL.get(name, {})
@@ -150,6 +152,8 @@ def files(workplace):
     x, y = rng.integers(0, 256, (40, 8, 8, 3), np.uint8), np.arange(40) % 3
     np.savez(workplace / "data.npz", x=x, y=y)
     (workplace / "text.txt").write_text("to be or not to be, that is the question\n" * 40)
+    lines = [{"prompt": f"{i}?", "answer": "yes", "text": "x" * i} for i in range(1, 30)]
+    (workplace / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return workplace
 
 

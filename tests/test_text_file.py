@@ -190,7 +190,7 @@ def test_refuses_symbols_that_a_tokenizer_would_drop(tokenizers, save_and_load):
 
 @pytest.mark.parametrize(
     ("unknown", "reason"),
-    [(2, "has no token for some of 'axb'"), (None, "cannot read 'axb': .*`unk_id` is missing")],
+    [(2, "has no token for some of 'axb'"), (None, "cannot encode 'axb': .*`unk_id` is missing")],
 )
 def test_refuses_symbols_that_a_unigram_model_does_not_know(
     unknown, reason, tokenizers, save_and_load

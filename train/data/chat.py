@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -130,7 +130,7 @@ class ChatTemplate(NamedTuple):
 class _Generation(Extension):
     """``{% generation %}...{% endgeneration %}``, which encloses what an assistant wrote."""
 
-    tags: ClassVar = {"generation"}
+    tags: set[str] = {"generation"}  # noqa: RUF012 - as its base class declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

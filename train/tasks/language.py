@@ -73,9 +73,8 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
         )
         if "target_mask" in batch:
             per_token = jnp.where(batch["target_mask"], per_token, 0)
-            count = jnp.maximum(batch["target_mask"].sum(1), 1)
-        else:
-            count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
+            return per_token.sum(1) / jnp.maximum(batch["target_mask"].sum(1), 1), state
+        count = targets.shape[1] if mask is None else jnp.maximum(batch["length"], 1)
         return per_token.sum(1) / count, state
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
