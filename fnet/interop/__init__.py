@@ -1,4 +1,4 @@
-"""Adapters to other libraries: flax (`linen`, `nnx`), `jax_privacy`, pretrained weights of torch.
+"""Adapters to flax (`linen`, `nnx`) and `jax_privacy`; weights of torch and Hugging Face.
 
 Each is imported on first use, so that `import fnet` does not import flax. torch is never needed.
 """
@@ -6,13 +6,16 @@ Each is imported on first use, so that `import fnet` does not import flax. torch
 import importlib
 from typing import Any
 
-__all__ = ["from_torch", "to_torch"]
+__all__ = ["from_huggingface", "from_torch", "to_huggingface", "to_torch"]
 
 _ATTRIBUTES = {
     "jax_privacy": "fnet.interop.jax_privacy",
     "linen": "fnet.interop.linen",
     "nnx": "fnet.interop.nnx",
     "torch": "fnet.interop.torch",
+    "huggingface": "fnet.interop.huggingface",
+    "from_huggingface": "fnet.interop.huggingface:from_huggingface",
+    "to_huggingface": "fnet.interop.huggingface:to_huggingface",
     "from_torch": "fnet.interop.torch:from_torch",
     "to_torch": "fnet.interop.torch:to_torch",
 }

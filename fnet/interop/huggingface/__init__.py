@@ -1,0 +1,179 @@
+"""Published models of Hugging Face: a ``config.json`` and tensors in safetensors files.
+
+Nothing is downloaded, and transformers is not needed.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from fnet.interop.huggingface import decoders
+from fnet.interop.huggingface.checkpoint import (
+    PretrainedModel,
+    check_shapes,
+    read_params,
+    to_tensors,
+    with_found_names,
+)
+from fnet.interop.huggingface.options import Options
+from fnet.layer import Params
+
+
+class Family(NamedTuple):
+    """Models that share a ``model_type``.
+
+    Attributes:
+      build: ``(options, dtype) -> model``.
+      architectures: names of the classes with the head that is supported.
+      prefix: prefix that checkpoints without a head lack.
+    """
+
+    build: Callable[[Options, DTypeLike], PretrainedModel]
+    architectures: tuple[str, ...]
+    prefix: str | None = "model."
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(decoders.decoder, ("LlamaForCausalLM",)),
+    "mistral": Family(decoders.decoder, ("MistralForCausalLM",)),
+    "qwen2": Family(decoders.decoder, ("Qwen2ForCausalLM",)),
+    "qwen3": Family(decoders.decoder, ("Qwen3ForCausalLM",)),
+    "gemma": Family(decoders.decoder, ("GemmaForCausalLM",)),
+    "gemma2": Family(decoders.decoder, ("Gemma2ForCausalLM",)),
+    "gemma3_text": Family(decoders.decoder, ("Gemma3ForCausalLM",)),
+    "gpt2": Family(decoders.gpt2, ("GPT2LMHeadModel",), "transformer."),
+    "olmo2": Family(decoders.decoder, ("Olmo2ForCausalLM",)),
+    "phi3": Family(decoders.decoder, ("Phi3ForCausalLM",)),
+    "smollm3": Family(decoders.decoder, ("SmolLM3ForCausalLM",)),
+}
+"""Supported models by ``model_type``."""
+
+
+def build_model(config: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) -> PretrainedModel:
+    """Build the network of a ``config.json``, without weights.
+
+    Args:
+      config: ``config.json`` as a dict.
+      dtype: dtype of activations.
+
+    Returns:
+      A model. Its ``init`` makes float32 parameters; `from_huggingface` reads those of a file.
+
+    Raises:
+      ValueError: for an unknown model type, class or option, with its name.
+
+    Example:
+      >>> import fnet, jax
+      >>> from fnet.interop.huggingface import build_model
+      >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
+      ...           "n_head": 12, "n_positions": 1024}
+      >>> params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
+      >>> sum(p.size for p in jax.tree.leaves(params))
+      124439808
+    """
+    options = Options(config)
+    if options.kind not in FAMILIES:
+        raise ValueError(
+            f"huggingface: model_type {config.get('model_type')!r} is not supported, only "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[options.kind]
+    for architecture in config.get("architectures") or ():
+        if architecture not in family.architectures:
+            raise ValueError(
+                f"{options.kind}: architecture {architecture!r} is not supported, only "
+                f"{', '.join(family.architectures)}"
+            )
+    model = family.build(options, dtype)
+    options.reject_unread()
+    return model
+
+
+def from_huggingface(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None = None,
+    sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
+) -> tuple[PretrainedModel, Params]:
+    """Load a published model, exactly.
+
+    Supported are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3, SmolLM.
+    Logits equal those of transformers up to rounding. An option that is not supported raises an
+    error; nothing is approximated.
+
+    Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
+    a time, so a lazy mapping needs host memory for one tensor. With ``sharding``, each process
+    reads only the slices of its devices.
+
+    Args:
+      config: ``config.json`` as a dict.
+      tensors: ``{name: array}`` as in the safetensors files. In place of arrays it may hold objects
+        with ``shape`` and ``dtype`` that return arrays for ``tensor[slices]``.
+      dtype: dtype of activations. None: that of the embedding.
+      sharding: ``(path, shape) -> sharding`` of each parameter, with paths such as
+        ``"blocks/0/mixer/query/kernel"``. None: the default device.
+
+    Returns:
+      ``(model, params)``. ``model.apply(params, {}, x, train=False) -> (logits, state)`` takes
+      tokens [B, T]. Language models also have ``losses`` and ``decode``, as
+      `fnet.models.LanguageModel`.
+
+    Raises:
+      ValueError: for an unknown model type, class or option; for tensors that are missing,
+        unknown, or of another shape.
+      TypeError: for tensors that are not floating.
+
+    Example:
+      >>> import fnet, jax, numpy as np
+      >>> from fnet.interop.huggingface import build_model
+      >>> config = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8,
+      ...           "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+      >>> model = build_model(config)
+      >>> params, _ = model.init(jax.random.key(0))
+      >>> tensors = fnet.interop.to_huggingface(model, params)
+      >>> tensors["model.layers.0.mlp.gate_proj.weight"].shape
+      (16, 8)
+      >>> model, params = fnet.interop.from_huggingface(config, tensors)
+      >>> logits, _ = model.apply(params, {}, np.array([[1, 2, 3]]), train=False)
+      >>> logits.shape
+      (1, 3, 11)
+    """
+    model = build_model(config)
+    family = FAMILIES[str(config["model_type"])]
+    model = with_found_names(model, list(tensors), family.prefix)
+    if dtype is None:
+        dtype = np.dtype(tensors[model.tensors[0].name].dtype)
+    model = build_model(config, dtype=dtype)._replace(tensors=model.tensors)
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    check_shapes(model, shapes, tensors)
+    return model, read_params(model, shapes, tensors, sharding)
+
+
+def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:
+    """Convert parameters to the tensors of a checkpoint, the inverse of `from_huggingface`.
+
+    Args:
+      model: a model of `from_huggingface`.
+      params: its parameters.
+
+    Returns:
+      ``{name: array}`` in the names, layouts and dtypes of the file.
+
+    Example:
+      >>> import fnet, jax
+      >>> from fnet.interop.huggingface import build_model
+      >>> config = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1,
+      ...           "n_head": 2, "n_positions": 16}
+      >>> model = build_model(config)
+      >>> params, _ = model.init(jax.random.key(0))
+      >>> tensors = fnet.interop.to_huggingface(model, params)
+      >>> tensors["transformer.wpe.weight"].shape
+      (16, 8)
+    """
+    return to_tensors(model, params)

@@ -1,0 +1,90 @@
+"""Reading a ``config.json``: every option is understood, or rejected by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a config may say about training, generation and files. It does not change logits.
+_IGNORED = frozenset({
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "auto_map",
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+    "chunk_size_feed_forward", "cls_token_id", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "drop_path_rate", "dtype", "early_stopping", "embd_pdrop",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+    "hidden_dropout_prob", "id2label", "initializer_factor", "initializer_range",
+    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length",
+    "max_position_embeddings", "min_length", "model_type", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed",
+    "unsloth_version", "use_bfloat16", "use_cache",
+})  # fmt: skip
+
+_REQUIRED = object()
+
+
+class Options:
+    """Options of a ``config.json`` that knows which of them were read.
+
+    Attributes:
+      kind: The model type, such as ``"llama"``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.kind = str(config.get("model_type"))
+        self._config = dict(config)
+        self._read = set(_IGNORED)
+
+    def get(self, name: str, default: Any = _REQUIRED) -> Any:
+        """Read an option. A missing or null one is the ``default``.
+
+        Raises:
+          ValueError: if it is missing and has no default.
+        """
+        self._read.add(name)
+        value = self._config.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise ValueError(f"{self.kind}: config.json has no {name}")
+        return default
+
+    def nullable(self, name: str, default: Any) -> Any:
+        """Read an option whose null means None, and that has a default if it is missing."""
+        self._read.add(name)
+        return self._config.get(name, default)
+
+    def require(self, name: str, *supported: Any) -> Any:
+        """Read an option that must have one of the supported values; the first is the default.
+
+        Raises:
+          ValueError: for another value.
+        """
+        value = self.get(name, supported[0])
+        if value not in supported:
+            expected = " or ".join(repr(v) for v in supported)
+            raise ValueError(f"{self.kind}: {name} {value!r} is not supported, only {expected}")
+        return value
+
+    def ignore(self, *names: str) -> None:
+        """Accept options that do not change the output."""
+        self._read.update(names)
+
+    def reject_unread(self) -> None:
+        """Raise for options that nobody read, unless they are null, false or empty.
+
+        Raises:
+          ValueError: with the names and values.
+        """
+        unread = {
+            name: value
+            for name, value in self._config.items()
+            if name not in self._read and value not in (None, False, [], {}, ())
+        }
+        if unread:
+            options = ", ".join(f"{name}={value!r}" for name, value in sorted(unread.items()))
+            raise ValueError(f"{self.kind}: unknown options in config.json: {options}")

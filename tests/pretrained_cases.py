@@ -1,0 +1,106 @@
+"""Tiny configs of published language models, their weights, and logits of transformers.
+
+Weights are drawn by NumPy from the tensors' names, so that no file is needed. The logits are those
+of transformers 5.24.0 with torch 2.13.0 in float32: ``python -m tests.pretrained_cases`` prints
+them again.
+"""
+
+import zlib
+
+import numpy as np
+
+_BASE = {
+    "vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+CONFIGS = {
+    "llama": _BASE,
+    "llama_biases": _BASE
+    | {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "head_dim": 12,
+       "tie_word_embeddings": True},
+    "llama3": _BASE | {"model_type": "llama", "rope_scaling": _LLAMA3, "rope_theta": 500.0},
+    "llama_linear_rope": _BASE
+    | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "mistral": _BASE | {"sliding_window": 5, "head_dim": 16},
+    "qwen2": _BASE
+    | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
+       "tie_word_embeddings": True},
+    "qwen3": _BASE | {"head_dim": 16},
+    "gemma": _BASE | {"head_dim": 16},
+    "gemma2": _BASE | _GEMMA,
+    "gemma3_text": _BASE
+    | _GEMMA
+    | {"num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt2": {"vocab_size": 37, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "olmo2": _BASE,
+    "phi3": _BASE | {"sliding_window": 6},
+    "phi3_partial_rotary": _BASE
+    | {"model_type": "phi3", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "smollm3": _BASE | {"num_hidden_layers": 4},
+}  # fmt: skip
+CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
+
+TOKENS = np.random.default_rng(0).integers(0, 37, (2, 17))
+
+
+LOGITS = {
+    "llama": [0.04555, -0.4396, 0.56153, 0.53312],
+    "llama_biases": [0.67957, -0.68507, 0.18122, 0.15433],
+    "llama3": [0.04762, -0.41705, 0.50241, 0.5511],
+    "llama_linear_rope": [0.09887, -0.52251, 0.52149, 0.47321],
+    "mistral": [0.22955, -0.66024, -0.02331, -0.59641],
+    "qwen2": [-0.38528, 0.03354, 0.13668, -0.16946],
+    "qwen3": [0.06947, -0.23504, 0.37253, 0.59936],
+    "gemma": [0.16323, 0.59345, -0.16648, 1.24983],
+    "gemma2": [1.32298, -0.62232, 0.5951, 0.10837],
+    "gemma3_text": [1.64514, -0.84052, -0.97, 0.81972],
+    "gpt2": [0.25569, -0.69439, 0.04851, -0.04677],
+    "olmo2": [-0.20899, -0.03841, -0.31594, 0.37688],
+    "phi3": [0.09342, -0.44882, 0.37915, -0.06388],
+    "phi3_partial_rotary": [-0.09559, 0.1707, 0.14641, -0.1359],
+    "smollm3": [-0.07247, 0.43253, -0.5663, -0.07458],
+}
+"""The first logits at the last of the second row's `TOKENS`."""
+
+
+def weights(shapes):
+    """Deterministic weights {name: array} for shapes by name."""
+
+    def draw(name, shape):
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        scale = 0.5 if len(shape) == 1 else shape[-1] ** -0.5
+        return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+    return {name: draw(name, shape) for name, shape in shapes.items()}
+
+
+def peer(name):
+    """The model of transformers with these weights, and its own config as a dict."""
+    import torch
+    import transformers
+
+    config = dict(CONFIGS[name])
+    config = transformers.AutoConfig.for_model(
+        config.pop("model_type"), pad_token_id=0, bos_token_id=1, eos_token_id=2, **config
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    state = model.state_dict()
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    drawn = weights({n: tuple(a.shape) for n, a in state.items() if n not in tied})
+    model.load_state_dict({n: torch.tensor(a) for n, a in drawn.items()}, strict=False)
+    return model, config.to_dict(), drawn
+
+
+if __name__ == "__main__":
+    import torch
+
+    for name in CONFIGS:
+        model, _, _ = peer(name)
+        logits = model(torch.tensor(TOKENS)).logits.detach().numpy()
+        print(f'    "{name}": {[round(float(v), 5) for v in logits[1, -1, :4]]},')

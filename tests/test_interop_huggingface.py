@@ -1,0 +1,205 @@
+"""Published language models give the logits, the tokens and the tensors of transformers."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import fnet
+from fnet.interop.huggingface import FAMILIES, build_model
+from fnet.interop.huggingface.checkpoint import Tensor
+from fnet.interop.huggingface.decoders import rotary_frequencies
+from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, peer, weights
+
+
+def file_shapes(model):
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = {
+        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
+    }
+    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional}
+
+
+@functools.cache
+def loaded(name):
+    tensors = weights(file_shapes(build_model(CONFIGS[name])))
+    model, params = fnet.interop.from_huggingface(CONFIGS[name], tensors)
+    return model, params, tensors
+
+
+def test_every_family_has_a_case():
+    assert {c["model_type"] for c in CONFIGS.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_match_those_of_transformers(name):
+    model, params, tensors = loaded(name)
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    np.testing.assert_allclose(logits[1, -1, :4], LOGITS[name], atol=2e-5)
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_logits_and_greedy_text_match_transformers(name):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs, config, tensors = peer(name)
+    expected = theirs(torch.tensor(TOKENS)).logits.detach().numpy()
+    model, params = fnet.interop.from_huggingface(config, tensors)
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
+
+    prompt = TOKENS[:, :5]
+    tokens = fnet.generate(model, params, {}, prompt, jax.random.key(0), 10, temperature=0.0)
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    text = theirs.generate(torch.tensor(prompt), **options)[:, 5:].numpy()
+    chex.assert_trees_all_equal(tokens, text.astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "phi3"])
+def test_fused_losses_match_the_logits(name):
+    model, params, _ = loaded(name)
+    labels = np.roll(TOKENS, -1, axis=1)
+    losses, _ = jax.jit(lambda p: model.losses(p, {}, TOKENS, labels, train=True))(params)
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    expected = -np.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+    chex.assert_trees_all_close(losses, expected, atol=1e-5)
+
+
+def test_bfloat16_tensors_stay_bfloat16():
+    _, _, tensors = loaded("gemma2")
+    tensors = {name: a.astype(jnp.bfloat16) for name, a in tensors.items()}
+    model, params = fnet.interop.from_huggingface(CONFIGS["gemma2"], tensors)
+    assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
+    assert logits.dtype == jnp.bfloat16
+    np.testing.assert_allclose(logits[1, -1, :4], LOGITS["gemma2"], atol=0.1)
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
+
+
+def test_checkpoints_without_a_head_have_other_names():
+    _, params, tensors = loaded("gpt2")
+    short = {name.removeprefix("transformer."): a for name, a in tensors.items()}
+    short["h.0.attn.bias"] = np.ones((1, 1, 64, 64), bool)  # a buffer of old files
+    model, read = fnet.interop.from_huggingface(CONFIGS["gpt2"], short)
+    chex.assert_trees_all_equal(read, params)
+    assert sorted(fnet.interop.to_huggingface(model, read)) == sorted(
+        short.keys() - {"h.0.attn.bias"}
+    )
+
+
+def test_a_tied_head_in_the_file_must_equal_the_embedding():
+    _, params, tensors = loaded("gemma")
+    table = tensors["model.embed_tokens.weight"]
+    both = tensors | {"lm_head.weight": table}
+    model, read = fnet.interop.from_huggingface(CONFIGS["gemma"], both)
+    chex.assert_trees_all_equal(read, params)
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, read), both)
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        fnet.interop.from_huggingface(CONFIGS["gemma"], both | {"lm_head.weight": table + 1})
+
+
+class Slices:
+    """A lazy tensor, which records how much is read of it at once."""
+
+    def __init__(self, array, log):
+        self.array, self.shape, self.dtype, self.log = array, array.shape, array.dtype, log
+
+    def __getitem__(self, index):
+        part = self.array[index]
+        self.log.append(part.size / self.array.size)
+        return part
+
+
+def test_each_device_reads_only_its_slices():
+    _, params, tensors = loaded("phi3")
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    log = []
+
+    def sharding(path, shape):
+        axis = next((i for i, n in enumerate(shape) if n % 4 == 0), None)
+        spec = [None] * len(shape)
+        if axis is not None:
+            spec[axis] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    lazy = {name: Slices(a, log) for name, a in tensors.items()}
+    _, sharded = fnet.interop.from_huggingface(CONFIGS["phi3"], lazy, sharding=sharding)
+    chex.assert_trees_all_equal(jax.device_get(sharded), jax.device_get(params))
+    kernel = sharded["blocks"]["0"]["feed_forward"]["expand"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (8, 96)
+    assert set(log) == {0.25}
+
+
+def test_tensor_layouts_invert():
+    a = np.arange(24.0).reshape(2, 1, 12)
+    for t, shape in (
+        (Tensor("a", "p", axes=(1, 0), unit_axis=1), (12, 2)),
+        (Tensor("a", "p", unit_axis=1), (2, 12)),
+    ):
+        assert t.to_param(a).shape == shape
+        assert t.file_shape(shape) == a.shape
+        chex.assert_trees_all_equal(t.to_file(t.to_param(a)), a)
+        index = (slice(1, 2), slice(0, 1))
+        chex.assert_trees_all_equal(t.to_param(a[t.file_slices(index)]), t.to_param(a)[index])
+    t = Tensor("a", "p", by_head=4)
+    assert t.file_shape((24,)) == (4, 6)
+    chex.assert_trees_all_equal(t.to_file(t.to_param(np.eye(4, 6))), np.eye(4, 6))
+
+
+LLAMA = CONFIGS["llama"]
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' is not supported, only .*llama"),
+        ({}, "model_type None is not supported"),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
+        (LLAMA | {"num_experts": 8}, "llama: unknown options in config.json: num_experts=8"),
+        (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'silu' or"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "unknown rope opt"),
+        ({"model_type": "llama"}, "llama: config.json has no hidden_size"),
+        (CONFIGS["qwen2"] | {"layer_types": ["linear_attention"] * 3}, "layer_types must name"),
+        (CONFIGS["gpt2"] | {"scale_attn_weights": False}, "scale_attn_weights False"),
+        (LLAMA | {"quantization_config": {"bits": 4}}, "unknown options.*quantization_config"),
+    ],
+)
+def test_rejects_options_by_name(config, match):
+    with pytest.raises(ValueError, match=match):
+        build_model(config)
+
+
+def test_rejects_tensors_that_do_not_fit():
+    _, _, tensors = loaded("llama")
+    load = functools.partial(fnet.interop.from_huggingface, LLAMA)
+    less = {n: a for n, a in tensors.items() if "layers.1.mlp" not in n}
+    with pytest.raises(ValueError, match=r"lacks model.layers.1.mlp.gate_proj.weight, .*up_proj"):
+        load(less)
+    with pytest.raises(ValueError, match=r"the model does not: model.layers.3.mlp.up_proj.weight"):
+        load(tensors | {"model.layers.3.mlp.up_proj.weight": np.zeros((2, 2))})
+    wrong = {"model.norm.weight": np.zeros(31, np.float32)}
+    with pytest.raises(ValueError, match=r"model.norm.weight: expected shape \(32,\) .* got \(31,"):
+        load(tensors | wrong)
+    with pytest.raises(TypeError, match=r"model.norm.weight: expected a floating dtype, got int8"):
+        load(tensors | {"model.norm.weight": np.zeros(32, np.int8)})
+
+
+def test_llama3_frequencies():
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    plain = rotary_frequencies("llama", 128, {"rope_theta": 500_000.0}, 0)
+    scaled = rotary_frequencies("llama", 128, {"rope_theta": 500_000.0} | scaling, 0)
+    ratio = np.array(scaled) / np.array(plain)
+    # Wavelengths below 8192 / 4 stay; those above 8192 are divided by 8.
+    wavelengths = 2 * np.pi / np.array(plain)
+    np.testing.assert_allclose(ratio[wavelengths < 2048], 1)
+    np.testing.assert_allclose(ratio[wavelengths > 8192], 1 / 8)
+    assert ((ratio > 1 / 8) & (ratio < 1)).sum() == 6
