@@ -73,6 +73,7 @@ OPTIMIZERS = {
     "decay by rank": optax.adamw(
         1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 2, tree)
     ),
+    "centralized within each layer": optax.chain(optax.centralize(), optax.sgd(0.1)),
     "partly frozen": optax.partition(
         {"kernel": optax.adam(1e-2), "other": optax.set_to_zero()},
         lambda tree: jax.tree.map(

@@ -4,6 +4,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fnet.memory import hlo
 from fnet.memory.timeline import Buffer, Timeline, timeline
@@ -13,6 +14,12 @@ from fnet.memory.timeline import Buffer, Timeline, timeline
 _KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 # The default scheduler of the CPU compiler trades memory for concurrency.
 _SCHEDULE_FOR_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
+# The CPU compiler computes bfloat16 in float32, and casts whole stacks in front of a loop.
+_KEEP_CASTS_IN_LOOPS = _SCHEDULE_FOR_MEMORY | {
+    "xla_disable_hlo_passes": "cse_barrier_expander,while-loop-invariant-code-motion,"
+    "while-loop-expensive-invariant-code-motion"
+}
 
 CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "cpu": (_KEEP_REMAT, _KEEP_REMAT | _SCHEDULE_FOR_MEMORY),
@@ -172,7 +179,8 @@ def compile_min_memory(
 ) -> tuple[jax.stages.Compiled, dict[str, Any]]:
     """Compile with each of the backend's `CANDIDATE_OPTIONS` and return the smallest program.
 
-    On CPU, rematerialization needs these options: jax 0.10 undoes it by default.
+    On CPU, rematerialization needs these options: jax 0.10 undoes it by default. For bfloat16
+    arguments there is one more candidate, which keeps casts to float32 inside of loops.
 
     Args:
       lowered: The lowered program, ``jax.jit(f).lower(...)``.
@@ -189,5 +197,9 @@ def compile_min_memory(
       True
     """
     candidates = CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))
+    if jax.default_backend() == "cpu" and any(
+        leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(lowered.args_info)
+    ):
+        candidates = (*candidates, _KEEP_CASTS_IN_LOOPS)
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
     return min(compiled, key=lambda c: peak(c[0]).total)

@@ -26,6 +26,12 @@ from fnet.jaxpr import (
     interpret,
 )
 
+INTEGER_CARRIERS = {
+    jnp.dtype(jnp.int8): jnp.dtype(jnp.float8_e5m2),
+    jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e5m2),
+}
+"""Floating dtypes of the same size, for integers in a stack."""
+
 REST = -1
 """Owner of arrays outside of all stacks: other parameters, and shared state such as a count."""
 
@@ -193,7 +199,7 @@ def _known_after(values: Any, index: Array) -> Array:
             # Slice first: a reshape would gather a sharded array.
             element = jax.lax.slice(a, (0,) * a.ndim, (1,) * a.ndim).reshape(())
             # No number exceeds infinity, but the compiler does not know that.
-            index = index + (element > jnp.inf).astype(index.dtype)
+            index = index + (element.astype(jnp.float32) > jnp.inf).astype(index.dtype)
     return index
 
 
@@ -217,12 +223,15 @@ def trace_update(
     param_owners = jax.tree.leaves(owners)
     state_owners = _state_owners(optimizer, params, opt_state, owners)
 
+    # A layer is a chunk already, so fnet.optim.compact_adamw needs no loop of its own.
+    update_whole = optax.with_extra_args_support(optimizer).update
+
     def trace(layers: int | None) -> ClosedJaxpr:
         p = _resized(params, param_owners, layers)
         s = _resized(opt_state, state_owners, layers)
 
         def update(grads: Any, state: optax.OptState, params: Any) -> tuple[Any, optax.OptState]:
-            updates, new_state = optimizer.update(grads, state, params)
+            updates, new_state = update_whole(grads, state, params, chunked=False)
             structure: Any = jax.tree.structure(state)
             if structure != jax.tree.structure(new_state):
                 raise ValueError(
@@ -234,16 +243,16 @@ def trace_update(
 
         return inline(jax.make_jaxpr(update)(p, s, p), custom_derivatives=True)
 
-    closed = trace(1)
+    closed, stacked = trace(1), trace(None)
     names = ["params" + keystr(path) for path, _ in tree_flatten_with_path(params)[0]]
     names += ["opt_state" + keystr(path) for path, _ in tree_flatten_with_path(opt_state)[0]]
     inputs, count = closed.jaxpr.invars, len(param_owners)
     grads, state, old_params = inputs[:count], inputs[count:-count], inputs[-count:]
     slots = map(Slot, names, param_owners + state_owners, old_params + state, closed.jaxpr.outvars)
     update = LayerUpdate(closed, tuple(grads), tuple(slots))
-    _check_dependence(update)
+    _check_dependence(update, stacked)
     _check_dtypes(update)
-    if _operations(closed) != _operations(trace(None)):
+    if _operations(closed) != _operations(stacked):
         raise ValueError(
             "optimizer_in_backward: the optimizer's update of a stack depends on the number of "
             "layers, so it cannot be applied one layer at a time; use mode=mean"
@@ -334,8 +343,13 @@ class _Dependence(NamedTuple):
         return any(source.owner != REST for source in self.sources)
 
 
-def _check_dependence(update: LayerUpdate) -> None:
-    """Raise ValueError if a layer depends on more than itself and on what is known before."""
+def _check_dependence(update: LayerUpdate, stacked: ClosedJaxpr) -> None:
+    """Raise ValueError if a layer depends on more than itself and on what is known before.
+
+    Args:
+      update: the update of stacks of one layer.
+      stacked: its jaxpr with all layers, whose shapes tell the layers from other axes.
+    """
     slot_of = {slot.old: slot for slot in update.slots}
     dependences = []
     for number, v in enumerate(update.closed.jaxpr.invars):
@@ -349,7 +363,7 @@ def _check_dependence(update: LayerUpdate) -> None:
             continue
         dependences.append(_Dependence(frozenset([source])))
     results = interpret(
-        update.closed,
+        stacked,
         dependences,
         _propagate,
         constant=lambda a: _Dependence(uniform=jnp.ndim(a) == 0),
@@ -366,8 +380,8 @@ def _check_dependence(update: LayerUpdate) -> None:
             raise ValueError(
                 f"optimizer_in_backward: the update of {slot.name} applies "
                 f"{', '.join(sorted(result.mixed_by))} to a stack, but layers are updated one at "
-                "a time, so only elementwise operations are possible (as in sgd, momentum, lion, "
-                "adam, adamw); use mode=mean"
+                "a time, so only operations inside of a layer are possible (as in sgd, momentum, "
+                "lion, adam, adamw, compact_adamw); use mode=mean"
             )
 
 
@@ -377,7 +391,7 @@ def _propagate(eqn: JaxprEqn, inputs: list[_Dependence]) -> list[_Dependence]:
     sources: frozenset[_Source] = frozenset().union(*(d.sources for d in inputs))
     mixed_by: frozenset[str] = frozenset().union(*(d.mixed_by for d in inputs))
     if not mixed_by and any(d.on_stack for d in inputs):
-        if name not in ELEMENTWISE:
+        if name not in ELEMENTWISE and not _keeps_layers(eqn):
             mixed_by = frozenset([name])
         elif not all(d.uniform or d.on_stack for d in inputs):
             mixed_by = frozenset([f"{name} with an array of no layer"])
@@ -388,16 +402,34 @@ def _propagate(eqn: JaxprEqn, inputs: list[_Dependence]) -> list[_Dependence]:
     ]
 
 
+def _keeps_layers(eqn: JaxprEqn) -> bool:
+    """Whether entry i of the result's first axis depends on entry i of the operand's alone."""
+    name, shape, after = eqn.primitive.name, aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
+    if not shape or not after or shape[0] != after[0]:
+        return False
+    if name == "bitcast_convert_type":
+        return bool(shape == after)
+    if name in ("reshape", "squeeze"):  # row by row, so an equal first axis is the same axis
+        return True
+    if name == "broadcast_in_dim":
+        return bool(eqn.params["broadcast_dimensions"][0] == 0)
+    if name == "slice":  # all of an equal first axis
+        return True
+    if name == "pad":
+        return bool(eqn.params["padding_config"][0] == (0, 0, 0))
+    return name in ("reduce_max", "reduce_min", "reduce_sum") and 0 not in eqn.params["axes"]
+
+
 def _check_dtypes(update: LayerUpdate) -> None:
     """Raise TypeError for arrays of a stack that cannot be overwritten in a backward pass."""
     for slot in update.slots:
         old, new = aval(slot.old), aval(slot.new)
         if slot.owner == REST:
             continue
-        if not jnp.issubdtype(old.dtype, jnp.floating):
+        if not jnp.issubdtype(old.dtype, jnp.floating) and old.dtype not in INTEGER_CARRIERS:
             raise TypeError(
                 f"optimizer_in_backward: {slot.name} is {old.dtype}, but arrays of a stack "
-                "must be floating to be updated in the backward pass; use mode=mean"
+                "must be floating, int8 or uint8 to be updated in the backward pass; use mode=mean"
             )
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise TypeError(

@@ -24,9 +24,9 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
     memory of its parameters and optimizer state, without gradients. All other parameters
     are updated after the backward pass. The step and its metrics are the same as with `mean`.
 
-    The optimizer must be elementwise: ``sgd`` with or without momentum, ``lion``, ``adam``,
-    ``adamw`` with a mask, schedules and so on. fnet checks this in the jaxpr of the update, so
-    your own optimizers work too.
+    The optimizer must not mix layers: ``sgd`` with or without momentum, ``lion``, ``adam``,
+    ``adamw`` with a mask, `fnet.optim.compact_adamw`, schedules and so on. fnet checks this in the
+    jaxpr of the update, so your own optimizers work too.
 
     Args:
       *paths: paths of the parameters of each such `repeat` in ``params``, keys separated by
@@ -64,7 +64,8 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
 
     References:
       Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-      (LOMO), ACL 2024, for SGD. This mode extends it to any elementwise optimizer.
+      (LOMO), ACL 2024, for SGD. This mode extends it to any optimizer that
+      does not mix layers.
     """
     if not paths:
         raise ValueError(
@@ -128,7 +129,9 @@ def _update(
     ]
     old = dict(enumerate(jax.tree.leaves((params, opt_state))))
     owned = [
-        Owned({n: old[n] for n in update.owned(stack.number)}, jnp.zeros((), jnp.float32))
+        Owned(
+            {n: old[n] for n in update.owned(stack.number)}, jnp.zeros((), jnp.float32)
+        ).as_floating()
         for stack in stacks
     ]
     placeholders: list[StackPlaceholder] = []
@@ -155,7 +158,7 @@ def _update(
     with jax.named_scope("optimizer"):
         new = _update_rest(update, owners, grads, old)
     for own in new_owned:
-        new |= own.arrays
+        new |= own.as_stored(update.slots).arrays
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[n] for n in range(len(update.slots)))
     squares = squared_norm(grads) + sum(own.squares for own in new_owned)

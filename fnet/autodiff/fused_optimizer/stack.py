@@ -11,9 +11,9 @@ from jax import Array
 from jax.extend.core import Jaxpr, Literal, Var, get_opaque_trace_state, jaxpr_as_fun
 
 from fnet.autodiff.batched.tangents import is_differentiable
-from fnet.autodiff.fused_optimizer.layer_update import LayerUpdate
+from fnet.autodiff.fused_optimizer.layer_update import INTEGER_CARRIERS, LayerUpdate, Slot
 from fnet.autodiff.update import squared_norm
-from fnet.jaxpr import ELEMENTWISE, Atom, dependencies, evaluate_from, inline
+from fnet.jaxpr import ELEMENTWISE, Atom, aval, dependencies, evaluate_from, inline
 
 Body = Callable[..., tuple[Any, Any]]
 """``body(params, inputs, x, *closed) -> (x, outputs)``: one layer of a stack.
@@ -24,6 +24,8 @@ Body = Callable[..., tuple[Any, Any]]
 class Owned(NamedTuple):
     """Arrays that the backward pass updates. It returns the new values as their cotangents.
 
+    Integers have no cotangents, so they pass through differentiation `as_floating`.
+
     Attributes:
       arrays: all layers [n, ...] by slot number (see `LayerUpdate`).
       squares: sum of the squared elements of the gradients, float32 [].
@@ -31,6 +33,21 @@ class Owned(NamedTuple):
 
     arrays: dict[int, Array]
     squares: Array
+
+    def as_floating(self) -> "Owned":
+        """Return the same bits as floating arrays, because cotangents of integers have none."""
+        return self._replace(arrays={n: _with_dtype(a, None) for n, a in self.arrays.items()})
+
+    def as_stored(self, slots: Sequence[Slot]) -> "Owned":
+        """Return the same bits in the dtypes of the slots; the inverse of `as_floating`."""
+        arrays = {n: _with_dtype(a, aval(slots[n].old).dtype) for n, a in self.arrays.items()}
+        return self._replace(arrays=arrays)
+
+
+def _with_dtype(a: Array, dtype: Any) -> Array:
+    """Reinterpret the bits of an array; None is the floating dtype of their number."""
+    dtype = dtype or INTEGER_CARRIERS.get(a.dtype, a.dtype)
+    return a if a.dtype == dtype else jax.lax.bitcast_convert_type(a, dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -315,7 +332,8 @@ def _backward(
     static: _Static, residuals: _Residuals, cotangents: tuple[Any, Any]
 ) -> tuple[Owned, None, None, Any, list[Array]]:
     static.mark_updated()  # while tracing; JAX skips this rule if all cotangents are zero
-    stack, owned, shared, vjp = static.stack, residuals.owned, residuals.shared, residuals.vjp
+    stack, shared, vjp = static.stack, residuals.shared, residuals.vjp
+    owned = residuals.owned.as_stored(stack.update.slots)
     dx, doutputs = cotangents
     doutputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, doutputs)
     invariants = vjp.invariants(residuals.constants)
@@ -344,7 +362,7 @@ def _backward(
     xs = (residuals.saved, doutputs, jnp.arange(layers))
     carry = dx, jax.tree.map(jnp.zeros_like, residuals.closed), owned
     (dx, dclosed, owned), _ = jax.lax.scan(step, carry, xs, reverse=True)
-    return owned, None, None, dx, dclosed
+    return owned.as_floating(), None, None, dx, dclosed
 
 
 _scan.defvjp(_forward, _backward)

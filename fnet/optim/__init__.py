@@ -14,6 +14,22 @@ import jax
 import numpy as np
 import optax
 
+from fnet.optim.compact import CompactState, compact_adamw, compact_lion, compact_sgd
+
+__all__ = [
+    "CLASSIFIERS",
+    "OPTIMIZERS",
+    "SCHEDULES",
+    "CompactState",
+    "classifier_mask",
+    "compact_adamw",
+    "compact_lion",
+    "compact_sgd",
+    "make_optimizer",
+    "make_schedule",
+    "weight_decay_mask",
+]
+
 SCHEDULES = ("constant", "cosine", "linear", "step", "multistep", "exponential")
 """Names of learning rate schedules that `make_schedule` knows."""
 
