@@ -107,7 +107,7 @@ def test_everything_is_learned_if_asked(load):
 def test_texts_are_learned_but_for_their_first_token(load):
     data = load([{"text": "abc"}, {"text": "a☃"}, {"text": "xy"}], test_fraction=0.3)
     assert examples_of(batch_of(data)) == [("abc", "bc"), ("a☃", "☃")]
-    assert data.test_bytes == 1
+    assert data.tokens_per_byte() == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_chats_are_written_with_their_template(load, template, form):
     data = load(records, chat_template=template, as_chat=True, context=64, test_fraction=0.25)
     expected = [(f"<user>Is {i}?</><assistant>No {i}.</>", f"No {i}.</>") for i in range(4)]
     assert examples_of(batch_of(data)) == expected[:3]
-    assert data.test_bytes is None
+    assert data.tokens_per_byte() is None
 
 
 def test_only_the_last_answer_is_learned_if_asked(load, template):
@@ -434,9 +434,10 @@ def test_examples_begin_and_end_with_the_special_tokens_of_the_tokenizer(load, t
     # A token that begins with the answer's space belongs to the answer.
     assert tokens[1:4] == [load_tokenizer(ChatFile(tokenizer=tokenizer)).encode(t)[1] for t in ("I", "s", " a")]  # fmt: skip
     np.testing.assert_array_equal(batch["target_mask"][0, :n], [0, 0, 1, 1, 1, 1, 1])
-    assert data.test_bytes == 1
+    assert data.tokens_per_byte() == 2  # one of the text, and its end
     texts = load([{"text": "é a"}] * 2, tokenizer=tokenizer, test_fraction=0.5)
-    assert texts.test_bytes == 4  # two of é, two of one token, and none of the end
+    # Two bytes of é in two tokens, two bytes of the other token, and no byte of the end.
+    assert texts.tokens_per_byte() == 4 / 4
 
 
 def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):

@@ -159,6 +159,8 @@ class EvalArguments(CheckpointArguments):
     """Segmentation: scales for test-time augmentation; 1 is the scale of training."""
     flip: bool = False
     """Segmentation: average with the predictions for the horizontal flip."""
+    choices: Annotated[str | None, _default("the run's test examples")] = None
+    """Language models: a JSON lines file of multiple-choice questions to answer instead."""
 
 
 @dataclass(frozen=True)

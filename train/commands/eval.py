@@ -9,21 +9,33 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fnet.models import LanguageModel
 from train import arguments
 from train.arguments import EvalArguments
 from train.commands.positional import positional
-from train.config import Config, DeepLab, Denoiser, HuggingFace, ImageFolder
+from train.config import (
+    ChatFile,
+    Config,
+    DeepLab,
+    Denoiser,
+    HuggingFace,
+    ImageFolder,
+    TextFile,
+)
+from train.data.tokenizer import load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
 from train.output.progress import line_printer, printable
 from train.run.checkpoints import Checkpoints
+from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes
 from train.run.evaluation import Evaluation
 from train.run.mesh import layout, make_cpu_devices
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
+from train.tasks import language
 from train.tasks.segmentation import Views, make_measure
 
 _MAX_CLASSES = 40
@@ -56,6 +68,8 @@ def main(argv: list[str]) -> None:
 def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
     """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
+    With a file of questions, the answers are evaluated instead, and choices.json is written.
+
     A private run of which only covered results are written (`grad.release_only`) has no
     examples.png, because it shows test images.
 
@@ -64,6 +78,9 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         folder that cannot be written.
     """
     config = apply_options(folder, folder.read_config(), options)
+    if options.choices is not None:
+        answer_choices(folder, config, options, console)
+        return
     make_cpu_devices(config.mesh)
     run = _on_mesh(setup(config))
     check_classes(folder, run.task.dataset.classes)
@@ -82,6 +99,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     unreadable = UnreadableFiles(run.task.dataset, log)
     evaluate = run.compile_evaluation(unreadable, batch_size)
     evaluation = evaluate(network)
+    evaluation = evaluation._replace(metrics=evaluation.metrics | _text_metrics(run, evaluation))
 
     title = f"{config.name}, step {network.step}"
     written = {"evaluation": folder.evaluation}
@@ -104,6 +122,66 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     print_scores(run, evaluation, console)
     for name, path in written.items():
         log(f"{name}: {path}")
+
+
+def answer_choices(
+    folder: RunFolder, config: Config, options: EvalArguments, console: Console
+) -> None:
+    """Print how many multiple-choice questions the model answers, and write choices.json.
+
+    Neither the training nor the test data of the run are read.
+
+    Raises:
+      UserError: for a run without a checkpoint, a wrong file of questions, or a folder that cannot
+        be written.
+    """
+    data, file = config.data, options.choices
+    assert isinstance(data, TextFile | ChatFile)
+    assert file is not None
+    tokenizer = load_tokenizer(data)
+    questions = load_questions(file, "--choices", tokenizer, data.context)
+    model = language.build_network(config)
+    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
+        params, state, step = checkpoints.restore_network(model.init)
+    scores = score_choices(model, params, state, questions, data.batch_size, data.context)
+    metrics = {
+        f"choices/{name}": value
+        for name, value in scores._asdict().items()
+        if name.startswith("accuracy")
+    }
+    num_truncated = sum(question.truncated for question in questions)
+    as_dict = {
+        "step": step,
+        "file": file,
+        "metrics": metrics,
+        "questions": len(questions),
+        "truncated_questions": num_truncated,
+        "answers": [
+            {"answer": q.answer, "log_likelihoods": s.tolist()}
+            for q, s in zip(questions, scores.log_likelihoods, strict=True)
+        ],
+    }
+    try:
+        atomic_write(folder.choices, as_json(as_dict))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
+    log = line_printer(console)
+    log(f"{folder.path} after step {step}, {len(questions):,} questions")
+    if num_truncated:
+        log(f"{num_truncated:,} questions lost their beginning to fit in {data.context} tokens")
+    for name, value in metrics.items():
+        log(f"{name} {value:.6g}")
+    log(f"choices: {folder.choices}")
+
+
+def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
+    """Return the perplexity of a language model, and its bits per byte if they are known."""
+    if not isinstance(run.task.model, LanguageModel):
+        return {}
+    loss = evaluation.metrics["loss"]
+    metrics = {"perplexity": float(np.exp(loss))}
+    ratio = run.task.dataset.tokens_per_byte()
+    return metrics if ratio is None else metrics | {"bits_per_byte": loss * ratio / np.log(2)}
 
 
 def _on_mesh(run: Setup) -> Setup:
@@ -154,6 +232,8 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
     allowed: tuple[str, ...] = ()
     if isinstance(config.model, DeepLab):
         allowed = ("image_size", "scales", "flip")
+    elif isinstance(config.data, TextFile | ChatFile):
+        allowed = ("choices",)
     elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
         allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
@@ -170,7 +250,7 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
                 f"{_flag(name)}: {folder.path} is a run of {config.model.name} on "
                 f"{config.data.source}; its options: {flags}"
             )
-    changes = {n: getattr(options, n) for n in given if n not in ("scales", "flip")}
+    changes = {n: getattr(options, n) for n in given if n not in ("scales", "flip", "choices")}
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
     for scale in options.scales:
         side = round(scale * getattr(config.data, "image_size", 0))

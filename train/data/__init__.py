@@ -35,8 +35,8 @@ class Dataset(NamedTuple):
       max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
       users: Number of the user of each training row, int32 [N]; None without users.
       canaries: Number of canaries, the last training rows; see `train.data.canaries`.
-      test_bytes: Number of UTF-8 bytes of text that the test targets stand for; None if that is
-        unknown, or there is no text.
+      tokens_per_byte: Counts the test targets per UTF-8 byte of the text that they stand for.
+        None if that is unknown, or there is no text.
       notes: What was changed in the data, for the user.
     """
 
@@ -50,7 +50,7 @@ class Dataset(NamedTuple):
     max_bad_fraction: float = 0.0
     users: np.ndarray | None = None
     canaries: int = 0
-    test_bytes: int | None = None
+    tokens_per_byte: Callable[[], float | None] = lambda: None
     notes: tuple[str, ...] = ()
 
 

@@ -90,9 +90,14 @@ def load(config: ChatFile) -> Dataset:
 
     users = None
     if config.user is not None:  # never packed, because users are protected by noise
-        users = _number_users([row[0] for row in train_rows.documents])
+        users = _number_users(train)
+    tokens_per_byte = None
+    # The text of a chat has special tokens, which nobody writes in bytes.
+    num_bytes = 0 if read.template else sum(int(d.bytes[d.target].sum()) for d in test)
+    if num_bytes:
+        tokens_per_byte = sum(int(d.target.sum()) for d in test) / num_bytes
     if config.packing:
-        count = len(train_rows.documents)
+        count = len(train_rows.places)
         used = sum(len(d.ids) for d in train) / (count * (config.context + 1))
         notes.append(f"{len(train):,} examples packed into {count:,} rows, {used:.1%} full")
     return Dataset(
@@ -101,9 +106,9 @@ def load(config: ChatFile) -> Dataset:
         classes=(),
         augment=augment,
         prepare=prepare,
-        name=lambda row: "; ".join(d.where.partition(": ")[2] for d in train_rows.documents[row]),
+        name=lambda row: "; ".join(train_rows.places[row]),
         users=users,
-        test_bytes=None if read.template else sum(int(d.bytes[d.target].sum()) for d in test),
+        tokens_per_byte=lambda: tokens_per_byte,
         notes=(*notes, *test_notes),
     )
 
@@ -116,13 +121,13 @@ class _Rows(NamedTuple):
     """Rows of documents whose tokens lie one after the other.
 
     Attributes:
-      documents: Documents of each row.
+      places: Files and lines of each row's documents.
       arrays: ``start`` and ``length`` of each row: its first token, and its number of inputs.
       tokens, target, first: Token, whether it is learned, and whether it begins a document.
       packed: Whether a row can have several documents.
     """
 
-    documents: list[list[_Document]]
+    places: list[list[str]]
     arrays: Arrays
     tokens: np.ndarray
     target: np.ndarray
@@ -140,7 +145,7 @@ class _Rows(NamedTuple):
         first = np.zeros(lengths.sum(), bool)
         first[np.cumsum([0, *(len(d.ids) for d in in_order[:-1])])] = True
         return cls(
-            rows,
+            [[d.where.partition(": ")[2] for d in row] for row in rows],
             {"start": np.cumsum(sizes) - sizes, "length": (sizes - 1).astype(np.int32)},
             np.concatenate([d.ids for d in in_order]),
             np.concatenate([d.target for d in in_order]),
@@ -303,7 +308,7 @@ class _Reader:
             )
         option = "data.chat_template" if path else "data.tokenizer"
         try:
-            # The date is fixed, so that a run that is resumed on another day has the same data.
+            # The date is fixed, so that a run has the same data when it is resumed later.
             self.template = load_template(folder, path, lambda: DATA_DATE)
         except UserError as error:
             raise UserError(f"{option}: {error}") from error

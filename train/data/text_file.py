@@ -1,6 +1,8 @@
 """Rows of tokens from a text file, for language models."""
 
+import functools
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +10,7 @@ import numpy as np
 
 from train.config import TextFile
 from train.data import Arrays, Dataset
-from train.data.tokenizer import load_tokenizer
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.users import number_users
 from train.errors import UserError
 
@@ -26,7 +28,7 @@ def load(config: TextFile) -> Dataset:
       UserError: if the text is unreadable, or too short for one row in each split; or for a
         vocabulary that is smaller than the tokenizer's.
     """
-    tokens, documents = _read_documents(config)
+    tokens, documents, count_bytes = _read_documents(config)
     train, test = _split_documents(documents, config)
     context = config.context
     if config.user is not None and config.separator is None:
@@ -54,6 +56,11 @@ def load(config: TextFile) -> Dataset:
             return _gather(tokens, batch["start"], batch["length"], context)
 
         rows = {"start": start, "length": length}
+
+    def tokens_per_byte() -> float | None:
+        num_bytes = count_bytes(test)
+        return int(test_length.sum()) / num_bytes if num_bytes else None
+
     weight = (test_length / context).astype(np.float32)  # every token counts the same
     return Dataset(
         train=rows,
@@ -61,6 +68,7 @@ def load(config: TextFile) -> Dataset:
         classes=(),
         augment=augment,
         users=None if config.user is None else number_users(document, len(document), "data.user"),
+        tokens_per_byte=tokens_per_byte,
     )
 
 
@@ -101,15 +109,46 @@ def _gather(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, context: 
     return {"tokens": np.where(inside, tokens[indices], 0).astype(tokens.dtype), "length": length}
 
 
-def _read_documents(config: TextFile) -> tuple[np.ndarray, list[range]]:
-    """Encode the text: all tokens, and the span of each document."""
+def _read_documents(
+    config: TextFile,
+) -> tuple[np.ndarray, list[range], Callable[[list[range]], int | None]]:
+    """Encode the text.
+
+    Returns:
+      All tokens, the span of each document, and ``count_bytes(spans)``. It counts the UTF-8 bytes
+      of the text of the tokens in spans, without the first token of each. It returns None if
+      the tokens do not decode to the text.
+    """
     tokenizer = load_tokenizer(config)
     text = _read_text(config)
     documents = text.split(config.separator) if config.separator else [text]
     encoded = [tokenizer.encode(document) for document in documents if document]
     ends = np.cumsum([0] + [len(e) for e in encoded])
     spans = [range(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-    return np.concatenate([np.zeros(0, np.uint8), *encoded]), spans
+    tokens = np.concatenate([np.zeros(0, np.uint8), *encoded])
+    return tokens, spans, functools.partial(_count_bytes, config, tokenizer, tokens, spans)
+
+
+def _count_bytes(
+    config: TextFile,
+    tokenizer: Tokenizer,
+    tokens: np.ndarray,
+    documents: list[range],
+    parts: list[range],
+) -> int | None:
+    if tokenizer.folder is None:
+        return sum(len(part) - 1 for part in parts if part)
+    text = _read_text(config)  # again, because the text was not kept in memory
+    texts = text.split(config.separator) if config.separator else [text]
+    by_start = dict(zip([d.start for d in documents], filter(None, texts), strict=True))
+    total = 0
+    for part in parts:
+        decoded = tokenizer.decode(tokens[part.start : part.stop])
+        if decoded not in by_start.get(part.start, text):
+            return None
+        first = tokenizer.decode(tokens[part.start : part.start + 1])
+        total += len(decoded.encode()) - len(first.encode())
+    return total
 
 
 def _split_documents(documents: list[range], config: TextFile) -> tuple[list[range], list[range]]:

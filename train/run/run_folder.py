@@ -56,6 +56,7 @@ class RunFolder:
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
         self.evaluation = path / "evaluation.json"
+        self.choices = path / "choices.json"
         self.profile = path / "profile"
         self.report = path / "report.html"
         self.lock_file = path / ".lock"

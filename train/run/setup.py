@@ -165,7 +165,8 @@ def setup(config: Config, *, without_data: bool = False) -> Setup:
     missing = placeholder.load(config) if without_data else None
     task = build_task(config, missing.dataset if missing else None)
     notes = [f"data: {missing.note}"] if missing else []
-    notes += [f"data: {note}" for note in task.dataset.notes]
+    if not config.is_release_only:  # they depend on training examples
+        notes += [f"data: {note}" for note in task.dataset.notes]
     _check_users(config)
     canaries = _draw_canaries(config, task)
     if canaries:

@@ -1,0 +1,265 @@
+"""Perplexity of held-out text, and multiple choice by likelihood."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from data_cases import error_message
+from program_cases import assert_one_line_error, exit_code, fnet_command
+
+from train.config import ChatFile, LanguageModel, TextFile, recipes
+from train.data import text_file
+from train.data.tokenizer import load_tokenizer
+from train.run.checkpoints import Checkpoints
+from train.run.choices import Question, load_questions, score_choices
+from train.run.run_folder import RunFolder
+from train.tasks import language
+
+BYTES = load_tokenizer(ChatFile())
+CONTEXT = 48
+QUESTIONS = [
+    {"question": "Is é a letter? ", "choices": ["Yes", "No", "☃☃☃☃"], "answer": 0},
+    {"prompt": "The sky is", "choices": ["blue", "a very long answer, but wrong"], "answer": "b"},
+    {"question": "a" * 60, "choices": ["x", "abc", "q r"], "answer": "C"},
+    {"question": "1 + 1 =", "choices": ["2", "12345678"], "answer": 0},
+    {"question": "?", "choices": ["éé", "aaa", "abab"], "answer": 1},
+]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """``write(records)`` returns the path of a file of JSON lines."""
+
+    def write(questions):
+        path = tmp_path / "questions.jsonl"
+        lines = [q if isinstance(q, str) else json.dumps(q) for q in questions]
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def network():
+    model = LanguageModel(blocks=1, width=16, heads=2, hidden=16).build(256)
+    params, state = jax.jit(model.init)(jax.random.key(0))
+    return model, jax.tree.map(lambda p: 2 * p, params), state
+
+
+def log_likelihood(network, question, choice):
+    """Sum of the log-probabilities of a choice's bytes, from the logits of one row."""
+    model, params, state = network
+    text = question.rstrip().encode()
+    answer = f"{question} {choice}".encode()[len(text) :]
+    tokens = np.frombuffer((text + answer)[-CONTEXT - 1 :], np.uint8).astype(np.int32)
+    padded = np.zeros((1, CONTEXT + 1), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits, _ = jax.jit(model.apply, static_argnames="train")(params, state, padded, train=False)
+    logits = np.asarray(logits[0], np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    at = range(len(tokens) - len(answer), len(tokens))
+    return sum(log_probs[i - 1, tokens[i]] for i in at)
+
+
+def test_scores_are_those_of_single_choices(network, write):
+    questions = load_questions(write(QUESTIONS), "--choices", BYTES, CONTEXT)
+    scores = score_choices(*network, questions, batch_size=4, context=CONTEXT)
+    expected = [
+        np.array(
+            [log_likelihood(network, q.get("question", q.get("prompt")), c) for c in q["choices"]]
+        )
+        for q in QUESTIONS
+    ]
+    for actual, values in zip(scores.log_likelihoods, expected, strict=True):
+        np.testing.assert_allclose(actual, values, rtol=1e-5)
+    answers = [0, 1, 2, 0, 1]
+    for accuracy, size in (
+        (scores.accuracy, lambda c: 1),
+        (scores.accuracy_per_character, len),
+        (scores.accuracy_per_byte, lambda c: len(c.encode())),
+    ):
+        right = [
+            np.argmax([s / size(c) for s, c in zip(values, q["choices"], strict=True)]) == answer
+            for values, q, answer in zip(expected, QUESTIONS, answers, strict=True)
+        ]
+        assert accuracy == np.mean(right)
+
+
+def test_normalization_is_by_characters_or_by_bytes():
+    """``acc_norm`` of lm-evaluation-harness divides by characters, ``acc_bytes`` by bytes."""
+
+    class Fixed:
+        """Model whose loss of a token is its number / 10."""
+
+        @staticmethod
+        def losses(params, state, tokens, labels, *, train, mask):
+            return np.float32(0.1) * labels, state
+
+    def question(answer):
+        # Sums of -30, -40 and -36: per character -15, -10 and -36; per byte -15, -10 and -9.
+        rows = [np.array([1, n]) for n in (300, 400, 360)]
+        return Question(rows, [1, 1, 1], ["ab", "abcd", "\U0001f600"], answer, False)
+
+    for answer, expected in enumerate([(1, 0, 0), (0, 1, 0), (0, 0, 1)]):
+        scores = score_choices(Fixed, {}, {}, [question(answer)], batch_size=2, context=8)
+        assert scores[:3] == expected
+
+
+def test_questions_are_joined_to_choices_by_a_space(write):
+    first, *_ = load_questions(write(QUESTIONS), "--choices", BYTES, CONTEXT)
+    assert bytes(first.rows[0].astype(np.uint8)).decode() == "Is é a letter?  Yes"
+    assert first.counts[0] == 5  # with both spaces
+    assert not first.truncated
+
+
+def test_long_questions_lose_their_beginning(write):
+    question = load_questions(write(QUESTIONS), "--choices", BYTES, CONTEXT)[2]
+    assert question.truncated
+    assert [len(row) for row in question.rows] == [CONTEXT + 1] * 3
+    assert bytes(question.rows[1].astype(np.uint8)).decode() == "a" * 45 + " abc"
+
+
+def test_questions_begin_with_the_start_token_of_the_tokenizer(write, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    numbers = {"<s>": 0, "[U]": 1, "Is": 2, "it": 3, "yes": 4, "no": 5}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[U]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(ChatFile(tokenizer=str(tmp_path)))
+    path = write([{"question": "Is it", "choices": ["yes", "no no"], "answer": 1}])
+    (question,) = load_questions(path, "--choices", tokenizer, CONTEXT)
+    assert [row.tolist() for row in question.rows] == [[0, 2, 3, 4], [0, 2, 3, 5, 5]]
+    assert question.counts == [1, 2]
+    message = error_message(
+        load_questions,
+        write([{"question": "Is", "choices": ["yes", "perhaps"], "answer": 0}]),
+        "--choices",
+        tokenizer,
+        CONTEXT,
+    )
+    assert "questions.jsonl, line 1: " in message
+    assert "tokenizer.json has no token for some of 'Is perhaps'" in message
+
+
+GOOD = QUESTIONS[0]
+
+
+@pytest.mark.parametrize(
+    ("questions", "message"),
+    [
+        ([], "holds no questions"),
+        (["?"], "line 1: not JSON: "),
+        ([GOOD, {"choices": ["a", "b"], "answer": 0}], "line 2: no field question"),
+        ([GOOD | {"question": " "}], "line 1: the question is empty; remove the record"),
+        ([GOOD | {"choices": ["a"]}], "line 1: choices must be a list of two or more texts, got ['a']"),
+        ([GOOD | {"choices": ["a", ""]}], "choices must be a list of two or more texts"),
+        ([GOOD | {"answer": 3}], "answer must be an index from 0 to 2 or a letter from A to C, got 3"),
+        ([GOOD | {"answer": "D"}], "or a letter from A to C, got 'D'"),
+        ([GOOD | {"answer": "1"}], "or a letter from A to C, got '1'"),
+        ([GOOD | {"answer": True}], "or a letter from A to C, got True"),
+        ([GOOD | {"choices": ["a", "b" * 60]}], "has 62 tokens; expected 1 to data.context 48"),
+    ],
+)  # fmt: skip
+def test_a_wrong_question_names_its_line(write, questions, message):
+    path = write(questions)
+    given = error_message(load_questions, path, "--choices", BYTES, CONTEXT)
+    assert given.startswith(f"--choices: {path}")
+    assert message in given
+
+
+@pytest.mark.parametrize("separator", [None, "|"])
+def test_tokens_per_byte_follow_from_the_text(tmp_path, separator):
+    tokenizers = pytest.importorskip("tokenizers")
+    numbers = {c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    numbers["ab"] = len(numbers)
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, [("a", "b")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("x" * 40 + ("|" if separator else "") + "abé ababab")
+    options = {"context": 4, "separator": separator, "test_fraction": 7 / 47}
+    data = TextFile(path=str(tmp_path / "text.txt"), **options)
+    if separator:
+        data = TextFile(path=str(tmp_path / "text.txt"), **options | {"test_fraction": 0.5})
+    assert text_file.load(data).tokens_per_byte() == 1
+    # The tokens ab, é (two), a space, ab, ab, ab: the first one is no target.
+    tokenized = text_file.load(TextFile(**data.__dict__ | {"tokenizer": str(tmp_path)}))
+    assert tokenized.tokens_per_byte() == 6 / 9
+
+
+def test_tokens_per_byte_are_unknown_if_the_tokenizer_changes_the_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("b\n" * 200)
+    data = TextFile(path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path), context=4)
+    assert text_file.load(data).tokens_per_byte() is None
+
+
+RECIPE = """
+from train.config import ChatFile, Config, LanguageModel, Optim, Train
+
+def config():
+    return Config(
+        name="answers",
+        data=ChatFile(path="data.jsonl", context=48, batch_size=4, packing=True),
+        model=LanguageModel(blocks=1, width=16, hidden=16, heads=2),
+        optim=Optim(name="adamw", learning_rate=0.01, schedule="constant"),
+        train=Train(steps=4, log_every=2, eval_every=4),
+    )
+"""
+
+
+@pytest.fixture
+def folder(workplace):
+    """Folder of a recipe, its data and questions."""
+    (workplace / "answers.py").write_text(RECIPE)
+    lines = [json.dumps({"prompt": f"{i}? ", "answer": "yes" * (i % 4 + 1)}) for i in range(40)]
+    (workplace / "data.jsonl").write_text("\n".join(lines))
+    (workplace / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    return workplace
+
+
+def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
+    fnet_command("train", "answers.py", "--out", "run")
+    assert "data: 36 examples packed into" in capsys.readouterr().out
+    fnet_command("eval", "run")
+    printed = dict(
+        line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("test/")
+    )
+    metrics = json.loads((folder / "run" / "evaluation.json").read_text())["metrics"]
+    loss = metrics["test/loss"]
+    np.testing.assert_allclose(metrics["test/perplexity"], np.exp(loss))
+    np.testing.assert_allclose(metrics["test/bits_per_byte"], loss / np.log(2))
+    assert printed["test/perplexity"] == f"{np.exp(loss):.6g}"
+
+    fnet_command("eval", "run", "--choices", "questions.jsonl")
+    lines = capsys.readouterr().out.splitlines()
+    run = RunFolder(folder / "run")
+    model = language.build_network(recipes.load("run"))
+    with Checkpoints(run.checkpoints) as checkpoints:
+        params, state, _ = checkpoints.restore_network(model.init)
+    expected = [
+        [
+            log_likelihood((model, params, state), q.get("question", q.get("prompt")), c)
+            for c in q["choices"]
+        ]
+        for q in QUESTIONS
+    ]
+    written = json.loads(run.choices.read_text())
+    for answer, values in zip(written["answers"], expected, strict=True):
+        np.testing.assert_allclose(answer["log_likelihoods"], values, rtol=1e-4)
+    accuracy = np.mean([np.argmax(v) == a for v, a in zip(expected, [0, 1, 2, 0, 1], strict=True)])
+    assert written["metrics"]["choices/accuracy"] == accuracy
+    assert f"choices/accuracy {accuracy:.6g}" in lines
+    assert "1 questions lost their beginning to fit in 48 tokens" in lines
+
+    assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
+    assert_one_line_error(capsys, "--choices: cannot read none.jsonl: No such file or directory")
+    assert exit_code("eval", "run", "--flip") == 2
+    assert_one_line_error(capsys, "on chat_file; its options: --choices")
