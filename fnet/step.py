@@ -116,10 +116,12 @@ class Step:
             )
         if self.state_sharding is None:
             return self._apply(state, batch)
-        # Data comes in, state and metrics go out. Only parameters are gathered.
+        # Data comes in, state and metrics go out. Only parameters are gathered: trained ones, and
+        # frozen ones in the model state.
         sharding = dataclasses.replace(
             jax.tree.map(lambda _: None, self.state_sharding),
             params=self.state_sharding.params,
+            model_state=self.state_sharding.model_state,
         )
         apply = gather_at_use(
             self._apply, (sharding, None), (self.state_sharding, None), axes=self.gather_axes

@@ -39,10 +39,13 @@ class _Value(NamedTuple):
     Attributes:
       array: The value.
       is_known: Whether it depends on parameters and constants alone.
+      has_gradient: Whether it depends on parameters. Constants stay where they are used: a loss
+        may dequantize frozen weights one layer at a time.
     """
 
     array: Any
     is_known: bool
+    has_gradient: bool
 
 
 def hoist(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
@@ -54,7 +57,7 @@ def hoist(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
     """
 
     def function(*args: Any) -> list[Any]:
-        values = [_Value(a, i < count) for i, a in enumerate(args)]
+        values = [_Value(a, i < count, i < count) for i, a in enumerate(args)]
         return [v.array for v in _run(closed, values)]
 
     hoisted: ClosedJaxpr = jax.make_jaxpr(function)(*closed.in_avals)
@@ -62,7 +65,7 @@ def hoist(closed: ClosedJaxpr, count: int) -> ClosedJaxpr:
 
 
 def _run(closed: ClosedJaxpr, values: Sequence[_Value]) -> list[_Value]:
-    return interpret(closed, values, _equation, lambda constant: _Value(constant, True))
+    return interpret(closed, values, _equation, lambda constant: _Value(constant, True, False))
 
 
 def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
@@ -73,25 +76,28 @@ def _equation(eqn: JaxprEqn, values: list[_Value]) -> Sequence[_Value]:
     if is_finish_together(eqn):
         # Behind the barrier, what is computed from parameters would depend on data.
         finished = iter(finish_together(*(v.array for v in values if not v.is_known)))
-        return [v if v.is_known else _Value(next(finished), False) for v in values]
+        return [v if v.is_known else _Value(next(finished), False, True) for v in values]
     arrays = [v.array for v in values]
     if all(v.is_known for v in values):
-        return [_Value(a, True) for a in evaluate(eqn, arrays)]
+        has_gradient = any(v.has_gradient for v in values)
+        return [_Value(a, True, has_gradient) for a in evaluate(eqn, arrays)]
     outputs = None
     if inner is not None:
         outputs = _checkpoint(eqn, inline(inner), values)
     elif name == "scan":
         outputs = _scan(eqn, values)
-    return [_Value(a, False) for a in (evaluate(eqn, arrays) if outputs is None else outputs)]
+    outputs = evaluate(eqn, arrays) if outputs is None else outputs
+    return [_Value(a, False, True) for a in outputs]
 
 
 def _states(values: Sequence[_Value], atoms: Sequence[Any]) -> list[State]:
-    return [
-        (View.whole(k, aval(v).shape) if jnp.issubdtype(aval(v).dtype, jnp.floating) else None)
-        if value.is_known
-        else DATA
-        for k, (value, v) in enumerate(zip(values, atoms, strict=True))
-    ]
+    def state(k: int, value: _Value, v: Any) -> State:
+        if not value.is_known:
+            return DATA
+        is_floating = jnp.issubdtype(aval(v).dtype, jnp.floating)
+        return View.whole(k, aval(v).shape) if value.has_gradient and is_floating else None
+
+    return [state(k, value, v) for k, (value, v) in enumerate(zip(values, atoms, strict=True))]
 
 
 def _checkpoint(eqn: JaxprEqn, body: ClosedJaxpr, values: list[_Value]) -> list[Any] | None:
@@ -124,7 +130,9 @@ def _scan(eqn: JaxprEqn, values: list[_Value]) -> list[Any] | None:
     # Slices of a parameter by the number of the iteration are slices of a scan.
     scanned = {v: x.array for v, x in zip(x_vars, xs, strict=True)}
     own_slices = _counted_slices(jaxpr, carry_vars, carry, known, constants, length)
-    states: list[Any] = _states([*consts, *(_Value(None, False) for _ in carry), *xs], jaxpr.invars)
+    states: list[Any] = _states(
+        [*consts, *(_Value(None, False, True) for _ in carry), *xs], jaxpr.invars
+    )
     reverse = eqn.params["reverse"]
     if reverse:
         own_slices = {}
@@ -140,12 +148,14 @@ def _scan(eqn: JaxprEqn, values: list[_Value]) -> list[Any] | None:
     with in_scopes(eqn):
         constants |= zip(invariant, evaluate_from(jaxpr, invariant, constants), strict=True)
         if per_iteration:
+            inputs = [v for v in x_vars if v in known_xs]
 
-            def derive(slices: dict[Var, Any]) -> list[Any]:
-                return evaluate_from(jaxpr, per_iteration, constants | slices)
+            def derive(slices: list[Any]) -> list[Any]:
+                known = constants | dict(zip(inputs, slices, strict=True))
+                return evaluate_from(jaxpr, per_iteration, known)
 
-            own = {v: scanned[v] for v in x_vars if v in known_xs}
-            scanned |= zip(per_iteration, jax.lax.map(derive, own), strict=True)
+            derived = jax.lax.map(derive, [scanned[v] for v in inputs])
+            scanned |= zip(per_iteration, derived, strict=True)
         names = [*scanned]
 
         def iterate(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:

@@ -275,15 +275,20 @@ def check_private_state(
 
 
 def per_example_loss(loss: Loss, model_state: Any, like: Any) -> Callable[..., Any]:
-    """Return ``(params, batch, key) -> (losses, (metrics, model_state))``.
+    """Return ``(params, batch, key) -> (losses, (metrics, changes))``.
 
-    It casts its params to the dtypes of ``like`` before it calls ``loss``.
+    It casts its params to the dtypes of ``like`` before it calls ``loss``. The changes are the
+    new model state, with None for arrays that the loss passes on: no loop over microbatches
+    should stack frozen parameters.
     """
 
     def function(params: Any, batch: dict[str, Array], key: Array) -> tuple[Array, Any]:
         params = cast_like(params, like)
         losses, aux = losses_and_aux(loss(params, model_state, batch, key), model_state)
-        return losses, (aux.metrics, aux.model_state)
+        return losses, (aux.metrics, jax.tree.map(change, model_state, aux.model_state))
+
+    def change(before: Any, after: Any) -> Any:
+        return None if after is before else after
 
     return function
 
@@ -376,7 +381,9 @@ def _accumulate(
             return a[0]  # It does not depend on the batch.
         return jax.lax.collapse(jnp.swapaxes(a, 0, 1), 0, 2)
 
-    def join_state(before: Array, after: Array) -> Array:
+    def join_state(before: Array, after: Array | None) -> Array | None:
+        if after is None:
+            return None
         # The first axis of a state may be as long as a microbatch.
         return after[0] if after.ndim == before.ndim + 1 else join(after)
 
@@ -413,7 +420,9 @@ def summarize(
     means = {name: weighted_mean(values, is_counted) for name, values in metrics.items()}
     norms = jnp.where(is_counted > 0, info.norms, jnp.nan)
 
-    def average_state(before: Array, after: Array) -> Array:
+    def average_state(before: Array, after: Array | None) -> Array:
+        if after is None:
+            return before
         if after.shape == before.shape:
             return after
         mean = jax.vmap(functools.partial(weighted_mean, weight=is_counted), -1)

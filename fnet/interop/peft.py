@@ -1,0 +1,236 @@
+"""Adapter files of PEFT (LoRA, rsLoRA and DoRA), in and out. Pure functions of dicts."""
+
+import glob
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.lora import Adapters, LoRA
+
+_PREFIX = "base_model.model."
+
+_TENSORS = {
+    ".lora_A.weight": "a",
+    ".lora_B.weight": "b",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+}
+
+_READ = ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora")
+
+# They do not change what the adapters compute, or only say which modules have one.
+_IGNORED = frozenset(
+    (  # noqa: SIM905
+        "auto_mapping base_model_name_or_path exclude_modules fan_in_fan_out inference_mode "
+        "init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core "
+        "peft_version qalora_group_size revision runtime_config target_modules task_type"
+    ).split()
+)
+
+_OWN_INITIAL_WEIGHTS = (True, False, "gaussian", "eva")
+
+
+class Module(NamedTuple):
+    """Place of a module's weight in a tree of parameters.
+
+    Attributes:
+      path: Path of the weight, keys joined by "/".
+      transposed: Whether the weight is [out, in], as in torch and Equinox.
+      layer: Number of the layer, if the weight stacks the layers of several modules.
+    """
+
+    path: str
+    transposed: bool = False
+    layer: int | None = None
+
+
+Modules = Mapping[str, Sequence[Any]]
+"""Name of a module in the checkpoint -> `Module`, or a tuple of its fields."""
+
+
+def from_peft(
+    config: Mapping[str, Any], tensors: Mapping[str, Any], modules: Modules
+) -> tuple[LoRA, dict[str, dict[str, Any]]]:
+    """Convert a PEFT adapter.
+
+    The adapters compute what PEFT computes in evaluation mode. Dropout is not an option of
+    `fnet.lora`, so ``lora_dropout`` is ignored.
+
+    Args:
+      config: ``adapter_config.json`` as a dict.
+      tensors: ``adapter_model.safetensors``: name -> array, as in
+        ``"base_model.model.layers.0.q_proj.lora_A.weight"`` [rank, in].
+      modules: Name of each adapted module -> `Module` or ``(path, transposed)``. Modules without
+        an adapter are ignored.
+
+    Returns:
+      ``(config, adapters)`` for `fnet.lora`, float32. The targets of the configuration are the
+      adapted paths.
+
+    Raises:
+      ValueError: If an option of the configuration is not supported; it is named. If a tensor
+        is unknown, missing or of another rank, or not every layer of a stack has an adapter.
+
+    Example:
+      >>> import numpy as np
+      >>> from fnet.interop.peft import from_peft
+      >>> tensors = {
+      ...     "base_model.model.head.lora_A.weight": np.ones((2, 6), np.float32),
+      ...     "base_model.model.head.lora_B.weight": np.ones((3, 2), np.float32),
+      ... }
+      >>> config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+      >>> lora_config, adapters = from_peft(config, tensors, {"head": ("head/kernel", False)})
+      >>> lora_config.scale, adapters["head/kernel"]["a"].shape
+      (2.0, (6, 2))
+    """
+    _check_config(config)
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        module, kind = _module_and_kind(name)
+        if module not in modules:
+            raise ValueError(
+                f"from_peft: the tensor {name!r} belongs to the module {module!r}, which modules "
+                "does not contain; add where its weight is."
+            )
+        array = np.asarray(tensor, np.float32)
+        parts.setdefault(module, {})[kind] = array.T if kind in ("a", "b") else array.ravel()
+    if not parts:
+        raise ValueError("from_peft: expected the tensors of an adapter, got none.")
+    rank, dora = int(config["r"]), bool(config.get("use_dora"))
+    expected = {"a", "b", "magnitude"} if dora else {"a", "b"}
+    for module, arrays in parts.items():
+        if arrays.keys() != expected:
+            raise ValueError(
+                f"from_peft: the module {module!r} must have the parts {sorted(expected)}, got "
+                f"{sorted(arrays)}."
+            )
+        if (ranks := (arrays["a"].shape[-1], arrays["b"].shape[0])) != (rank, rank):
+            raise ValueError(
+                f"from_peft: the module {module!r} must have the rank r={rank}, got {ranks}."
+            )
+    adapters, layouts = _placed({m: Module(*modules[m]) for m in parts}, parts)
+    targets = {glob.escape(path): layout for path, layout in layouts.items()}
+    alpha = config.get("lora_alpha", rank)
+    return LoRA(rank, alpha, targets, dora=dora, rslora=bool(config.get("use_rslora"))), adapters
+
+
+def to_peft(
+    config: LoRA, adapters: Adapters, modules: Modules, base_model: str = ""
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Convert adapters to PEFT: the inverse of `from_peft`.
+
+    Args:
+      config: The configuration of the adapters.
+      adapters: As `fnet.lora.init` returns.
+      modules: As for `from_peft`; it must contain all adapted paths.
+      base_model: Name of the base model, for ``base_model_name_or_path``.
+
+    Returns:
+      ``(adapter_config, tensors)``: contents of ``adapter_config.json`` and of
+      ``adapter_model.safetensors``, float32.
+
+    Raises:
+      ValueError: If an adapted path is in no module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import lora
+      >>> from fnet.interop.peft import to_peft
+      >>> config = lora.LoRA(rank=2)
+      >>> adapters = lora.init(config, {"kernel": jnp.ones((6, 3))}, jax.random.key(0))
+      >>> adapter_config, tensors = to_peft(config, adapters, {"head": ("kernel", False)})
+      >>> {name: array.shape for name, array in tensors.items()}
+      {'base_model.model.head.lora_A.weight': (2, 6), 'base_model.model.head.lora_B.weight': (3, 2)}
+      >>> adapter_config["target_modules"]
+      ['head']
+    """
+    places = {name: Module(*place) for name, place in modules.items()}
+    if missing := sorted(set(adapters) - {place.path for place in places.values()}):
+        raise ValueError(
+            f"to_peft: modules must contain the modules of all adapters, lacks {missing}."
+        )
+    tensors: dict[str, np.ndarray] = {}
+    names = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+    targets = [module for module, place in places.items() if place.path in adapters]
+    for module in targets:
+        place = places[module]
+        for kind, array in adapters[place.path].items():
+            own = np.asarray(array if place.layer is None else array[place.layer], np.float32)
+            tensors[f"{_PREFIX}{module}.{names[kind]}"] = np.ascontiguousarray(own.T)
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model,
+        "r": config.rank,
+        "lora_alpha": config.rank if config.alpha is None else config.alpha,
+        "use_dora": config.dora,
+        "use_rslora": config.rslora,
+        "target_modules": targets,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }, tensors
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Reject options that change what an adapter computes, unless `fnet.lora` computes it too."""
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"from_peft: peft_type must be 'LORA', got {config.get('peft_type')!r}.")
+    if "r" not in config:
+        raise ValueError("from_peft: the rank r is missing in the configuration.")
+    unsupported = {
+        name: value
+        for name, value in config.items()
+        if name not in _READ
+        and name not in _IGNORED
+        and value
+        and (name, value) != ("bias", "none")
+    }
+    initial = config.get("init_lora_weights", True)
+    if initial not in _OWN_INITIAL_WEIGHTS:
+        unsupported["init_lora_weights"] = initial  # It changes the weights of the base model.
+    if unsupported:
+        shown = ", ".join(f"{name}={value!r}" for name, value in sorted(unsupported.items()))
+        raise ValueError(
+            f"from_peft: these options are not supported: {shown}; merge the adapter with PEFT "
+            "and import the merged model."
+        )
+
+
+def _module_and_kind(name: str) -> tuple[str, str]:
+    for suffix, kind in _TENSORS.items():
+        if name.startswith(_PREFIX) and name.endswith(suffix):
+            return name[len(_PREFIX) : -len(suffix)], kind
+    raise ValueError(
+        f"from_peft: expected tensors {_PREFIX}MODULE with one of {sorted(_TENSORS)}, got {name!r}."
+    )
+
+
+def _placed(
+    places: Mapping[str, Module], parts: Mapping[str, dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Return the adapters by path, with layers stacked, and the layout of each path."""
+    members: dict[str, dict[int | None, dict[str, Any]]] = {}
+    layouts: dict[str, str] = {}
+    for module, place in places.items():
+        layout = "n" * (place.layer is not None) + ("oi" if place.transposed else "io")
+        by_layer = members.setdefault(place.path, {})
+        if place.layer in by_layer or layouts.setdefault(place.path, layout) != layout:
+            raise ValueError(f"from_peft: two modules are at {place.path!r}, one is {module!r}.")
+        by_layer[place.layer] = parts[module]
+    adapters = {}
+    for path, by_layer in members.items():
+        if None in by_layer:
+            adapters[path] = {kind: jnp.asarray(array) for kind, array in by_layer[None].items()}
+            continue
+        if sorted(by_layer, key=int) != list(range(len(by_layer))):  # type: ignore[arg-type]
+            raise ValueError(
+                f"from_peft: every layer of {path!r} must have an adapter, got layers "
+                f"{sorted(by_layer, key=int)}."  # type: ignore[arg-type]
+            )
+        adapters[path] = {
+            kind: jnp.stack([by_layer[i][kind] for i in range(len(by_layer))])
+            for kind in by_layer[0]
+        }
+    return adapters, layouts

@@ -1,0 +1,463 @@
+"""Run a function with weights in parts: quantized, or with a low-rank update.
+
+`run` traces the function on the shapes of the full weights and interprets it. A matrix product
+with a weight in parts multiplies by the parts. The sum ``W + A B`` is never materialized, and a
+quantized ``W`` is dequantized for one product at a time, in the backward pass again. Any other
+operation gets the materialized weight.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from fnet.backward_pass import finish_together, is_finish_together
+from fnet.jaxpr import (
+    Scan,
+    While,
+    aval,
+    call_like,
+    called_jaxpr,
+    evaluate,
+    in_scopes,
+    interpret,
+)
+from fnet.precision import multiply, sum_dtype
+from fnet.quantization import Layout, Quantized, is_quantized
+
+Adapter = Mapping[str, Any]
+"""``{"a": [*stack, in, rank], "b": [*stack, rank, out]}``, with DoRA also ``"magnitude"``
+[*stack, out]."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["base", "adapter"],
+    meta_fields=["layout", "scale", "view", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight in parts: ``W + scale A B``, where ``W`` may be quantized.
+
+    With a magnitude m, output o is scaled by ``m_o / |W_o + scale A B_o|`` (DoRA).
+
+    Attributes:
+      base: ``W``, an array or `Quantized`.
+      adapter: The update, or None.
+      layout: Role of each axis of ``W``.
+      scale: Factor of the update.
+      view: For each axis of the value in the program, the axis of ``W``, counted from the end.
+      dtype: Dtype of the value in the program.
+    """
+
+    base: Any
+    adapter: Adapter | None
+    layout: Layout
+    scale: float
+    view: tuple[int, ...]
+    dtype: Any
+
+    @classmethod
+    def of(cls, base: Any, adapter: Adapter | None, layout: Layout, scale: float) -> "Weight":
+        """Return a weight as it is stored."""
+        return cls(base, adapter, layout, scale, tuple(range(-base.ndim, 0)), base.dtype)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Axes that count layers."""
+        return tuple(range(-self.base.ndim, -len(self.layout.roles)))
+
+    @property
+    def is_costly(self) -> bool:
+        """Whether the array in the program takes memory besides the base."""
+        return is_quantized(self.base) or self.dtype != self.base.dtype
+
+    def without_adapter(self) -> "Weight":
+        """Return the frozen part."""
+        return dataclasses.replace(self, adapter=None)
+
+    def materialize(self) -> Array:
+        """Return the value in the program."""
+        if self.adapter is None:
+            stored = _stored(self.base, self.dtype)
+        else:
+            stored = updated(self.base, self.adapter, self.layout, self.scale).astype(self.dtype)
+        return jnp.transpose(stored, [axis + stored.ndim for axis in self.view])
+
+
+def _stored(base: Any, dtype: Any) -> Array:
+    array: Array = base.dequantize(dtype) if is_quantized(base) else base.astype(dtype)
+    return array
+
+
+def updated(base: Any, adapter: Adapter, layout: Layout, scale: float) -> Array:
+    """Return ``W + scale A B`` in float32 or wider, with DoRA scaled to the magnitude."""
+    dtype = sum_dtype(base.dtype)
+    a, b = (adapter[name].astype(dtype) for name in ("a", "b"))
+    delta = jnp.matmul(a, b, precision="highest") * scale
+    matrix = layout.as_matrix(_stored(base, dtype)) + delta
+    if "magnitude" in adapter:
+        matrix = matrix * _dora_scales(base, adapter, layout, scale)[..., None, :]
+    return layout.from_matrix(matrix, base.shape[-len(layout.roles) :])
+
+
+def norms(base: Any, adapter: Adapter, layout: Layout, scale: float) -> Array:
+    """Return the norm of ``W + scale A B`` for each output, without that sum.
+
+    ``|W_o + s A B_o|^2 = |W_o|^2 + 2 s (A^T W)_o B_o + s^2 B_o A^T A B_o``.
+
+    Returns:
+      [*stack, out], float32 or wider, without gradient.
+    """
+    dtype = sum_dtype(base.dtype)
+    matrix = layout.as_matrix(_stored(base, dtype))
+    a, b = (jax.lax.stop_gradient(adapter[name]).astype(dtype) for name in ("a", "b"))
+    product = functools.partial(jnp.einsum, precision="highest")
+    met = product("...ir,...io->...ro", a, matrix)
+    of_update = product("...ri,...io->...ro", product("...ir,...is->...rs", a, a), b)
+    squares = jnp.square(matrix).sum(-2) + (b * (2 * scale * met + scale**2 * of_update)).sum(-2)
+    return jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(squares, 0)))
+
+
+def _dora_scales(base: Any, adapter: Adapter, layout: Layout, scale: float) -> Array:
+    """Return the factor of each output, [*stack, out]. It has no gradient through the norm."""
+    length = norms(base, adapter, layout, scale)
+    factors: Array = adapter["magnitude"].astype(length.dtype) / jnp.where(length == 0, 1, length)
+    return factors
+
+
+def wrap(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of parameters take quantized weights.
+
+    Args:
+      f: A function of pytrees, such as ``model.apply`` or a loss. Arguments that are no arrays,
+        such as ``train=True``, are static.
+
+    Returns:
+      A function with the same arguments, whose leaves may be `fnet.quantization.Quantized`. It
+      dequantizes a weight for one operation at a time.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import quantization, represented
+      >>> params = {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}
+      >>> quantized = quantization.quantize(params, "int8")
+      >>> apply = represented.wrap(lambda params, x: x @ params["kernel"])
+      >>> x = jnp.ones((2, 64))
+      >>> bool(jnp.allclose(apply(quantized, x), x @ params["kernel"], atol=0.5))
+      True
+    """
+
+    @functools.wraps(f)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return run(f, args, kwargs)
+
+    return wrapped
+
+
+def run(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``f(*args, **kwargs)``, where some leaves are `Weight` or `Quantized`.
+
+    Args:
+      f: A function of pytrees. Leaves that are no arrays, such as ``train=True``, are static.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+
+    Returns:
+      The result of ``f`` for the full weights.
+    """
+    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=_is_in_parts)
+    numbers = [i for i, leaf in enumerate(leaves) if _is_in_parts(leaf) or _is_array(leaf)]
+    values = [_as_weight(leaves[i]) for i in numbers]
+
+    def of_arrays(*arrays: Any) -> Any:
+        full = list(leaves)
+        for i, array in zip(numbers, arrays, strict=True):
+            full[i] = array
+        args, kwargs = jax.tree.unflatten(structure, full)
+        return f(*args, **kwargs)
+
+    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*map(_shape, values))
+    results = [_whole(value) for value in interpret(closed, values, _equation)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def _is_in_parts(leaf: Any) -> bool:
+    return isinstance(leaf, Weight | Quantized)
+
+
+def _as_weight(leaf: Any) -> Any:
+    return Weight.of(leaf, None, leaf.layout, 1.0) if is_quantized(leaf) else leaf
+
+
+def _shape(value: Any) -> Any:
+    """Return what `jax.make_jaxpr` takes for a value: arrays as they are, with their sharding."""
+    if not isinstance(value, Weight):
+        return value
+    if not is_quantized(value.base):
+        return value.base
+    return jax.ShapeDtypeStruct(value.base.shape, value.base.dtype)
+
+
+def _whole(value: Any) -> Any:
+    return value.materialize() if isinstance(value, Weight) else value
+
+
+# Equations.
+
+
+def _equation(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    if not any(isinstance(value, Weight) for value in inputs):
+        return evaluate(eqn, inputs)
+    if (inner := called_jaxpr(eqn)) is not None:
+        with in_scopes(eqn):
+            results: Sequence[Any] = call_like(eqn, functools.partial(_call, inner))(*inputs)
+            return results
+    if is_finish_together(eqn):
+        return _finish_together(inputs)
+    rule = _RULES.get(eqn.primitive.name, _materialized)
+    return rule(eqn, inputs)
+
+
+def _call(inner: ClosedJaxpr, *inputs: Any) -> list[Any]:
+    return interpret(inner, inputs, _equation)
+
+
+def _finish_together(inputs: list[Any]) -> Sequence[Any]:
+    """Order the gradients of adapters, in place of the gradients of their weights."""
+    trained = [v.adapter if isinstance(v, Weight) else v for v in inputs]
+    leaves, structure = jax.tree.flatten(trained)
+    ordered = jax.tree.unflatten(structure, finish_together(*leaves))
+    return [
+        dataclasses.replace(v, adapter=new) if isinstance(v, Weight) else new
+        for v, new in zip(inputs, ordered, strict=True)
+    ]
+
+
+def _materialized(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """Evaluate an equation of materialized weights, and materialize them for its backward pass."""
+
+    def function(*inputs: Any) -> list[Any]:
+        return evaluate(eqn, [_whole(value) for value in inputs])
+
+    outputs: Sequence[Any] = jax.checkpoint(function)(*inputs)
+    return outputs
+
+
+def _convert(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    dtype = eqn.params["new_dtype"]
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _materialized(eqn, inputs)
+    return [dataclasses.replace(inputs[0], dtype=dtype)]
+
+
+def _transpose(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    view = tuple(inputs[0].view[axis] for axis in eqn.params["permutation"])
+    return [dataclasses.replace(inputs[0], view=view)]
+
+
+def _barrier(_: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    barred: Sequence[Any] = jax.lax.optimization_barrier(inputs)
+    return barred
+
+
+def _dot_general(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    if all(isinstance(value, Weight) for value in inputs):
+        return _materialized(eqn, inputs)
+    side = 0 if isinstance(inputs[0], Weight) else 1
+    weight, x = inputs[side], inputs[1 - side]
+    if weight.adapter is None:
+        return _frozen_product(eqn, inputs)
+    contracted, batch = eqn.params["dimension_numbers"]
+    axes = [weight.view[d] for d in contracted[side]]
+    roles = [r for r in "io" if sorted(axes) == list(weight.layout.axes(r))]
+    if not roles or tuple(weight.view[d] for d in batch[side]) != weight.stack:
+        return _materialized(eqn, inputs)
+    with in_scopes(eqn):
+        scales = None
+        if "magnitude" in weight.adapter:
+            scales = _dora_scales(weight.base, weight.adapter, weight.layout, weight.scale)
+            if roles == ["o"]:
+                where = _places(weight, axes, batch[1 - side], contracted[1 - side])
+                x, scales = _scaled(weight, x, scales, "o", where), None
+        update = _low_rank_product(eqn, side, weight, x, roles[0], axes)
+    inputs = [weight.without_adapter(), x] if side == 0 else [x, weight.without_adapter()]
+    (y,) = _frozen_product(eqn, inputs)
+    with in_scopes(eqn):
+        y = y + update
+        if scales is not None:
+            free = [v for v in weight.view if v in weight.layout.axes("o")]
+            first = len(batch[0]) if side == 0 else y.ndim - len(free)
+            dims = range(len(batch[0])), range(first, first + len(free))
+            y = _scaled(weight, y, scales, "o", _places(weight, free, *dims))
+    return [y]
+
+
+def _frozen_product(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    if any(isinstance(value, Weight) and value.is_costly for value in inputs):
+        return _materialized(eqn, inputs)
+    return evaluate(eqn, [_whole(value) for value in inputs])
+
+
+def _low_rank_product(
+    eqn: JaxprEqn, side: int, weight: Weight, x: Array, role: str, axes: Sequence[int]
+) -> Array:
+    """Return the product of ``x`` and ``scale A B``: [.., rank] first, then all outputs.
+
+    Args:
+      eqn: The product of ``x`` and the weight.
+      side: Position of the weight among the operands.
+      weight: The weight.
+      x: The other operand.
+      role: Whether inputs or outputs of the weight are contracted.
+      axes: Axes of the weight that are contracted, in the order of the axes of ``x``.
+    """
+    assert weight.adapter is not None
+    contracted, batch = eqn.params["dimension_numbers"]
+    layout, stack = weight.layout, len(weight.stack)
+    sizes = {r: [weight.base.shape[a] for a in layout.axes(r)] for r in "io"}
+    a, b = (weight.adapter[name].astype(x.dtype) for name in ("a", "b"))
+    a = _reshape(a, (*a.shape[:-2], *sizes["i"], a.shape[-1]))
+    b = _reshape(b, (*b.shape[:-1], *sizes["o"]))
+    first, second = (a, b) if role == "i" else (b, a)
+    own = layout.axes(role)
+    # Inputs of A come after the stack, outputs of B after the rank.
+    start = {"i": stack, "o": stack + 1}
+    dims = tuple(start[role] + own.index(axis) for axis in axes)
+    stacked = tuple(range(stack))
+    precision, out = eqn.params["precision"], aval(eqn.outvars[0])
+    low = jax.lax.dot_general(
+        x, first, ((contracted[1 - side], dims), (batch[1 - side], stacked)), precision=precision
+    )
+    if weight.scale != 1:
+        low = low * weight.scale
+    rank_of_second = stack if role == "i" else second.ndim - 1
+    rank_dims, stack_dims = ((low.ndim - 1,), (rank_of_second,)), (stacked, stacked)
+    free = [v for v in weight.view if v in layout.axes("o" if role == "i" else "i")]
+    order = sorted(range(len(free)), key=free.__getitem__)
+    if side == 0:
+        rank_dims = rank_dims[::-1]
+        y = jax.lax.dot_general(
+            second,
+            low,
+            (rank_dims, stack_dims),
+            precision=precision,
+            preferred_element_type=out.dtype,
+        )
+        first_free = stack
+    else:
+        y = jax.lax.dot_general(
+            low,
+            second,
+            (rank_dims, stack_dims),
+            precision=precision,
+            preferred_element_type=out.dtype,
+        )
+        first_free = y.ndim - len(free)
+    if order != list(range(len(free))):
+        # The value in the program has its axes in another order than the weight.
+        permutation = list(range(y.ndim))
+        for i, position in enumerate(order):
+            permutation[first_free + position] = first_free + i
+        y = jnp.transpose(y, permutation)
+    return y.astype(out.dtype)
+
+
+def _reshape(a: Array, shape: tuple[int, ...]) -> Array:
+    return a if a.shape == shape else a.reshape(shape)
+
+
+def _places(
+    weight: Weight, axes: Sequence[int], batch: Sequence[int], dims: Sequence[int]
+) -> dict[int, int]:
+    """Return the axis of an array for each axis of a weight."""
+    return dict(zip(weight.stack, batch, strict=True)) | dict(zip(axes, dims, strict=True))
+
+
+def _scaled(weight: Weight, x: Array, scales: Array, role: str, places: Mapping[int, int]) -> Array:
+    """Multiply the axes of ``x`` that belong to a weight's outputs by the factors [*stack, out]."""
+    own = weight.layout.axes(role)
+    sizes = [weight.base.shape[axis] for axis in own]
+    scales = _reshape(scales, (*scales.shape[:-1], *sizes))
+    dims = [places[axis] for axis in (*weight.stack, *own)]
+    order = sorted(range(len(dims)), key=dims.__getitem__)
+    if order != list(range(len(dims))):
+        scales = jnp.transpose(scales, order)
+    shape = [n if i in dims else 1 for i, n in enumerate(x.shape)]
+    return multiply(x, scales.reshape(shape))
+
+
+def _scan(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    scan = Scan.of(eqn)
+    consts, carry, xs = scan.split(inputs)
+    xs = [_stacked(x) for x in xs]
+
+    def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+        slices = [
+            dataclasses.replace(x, view=x.view[1:]) if isinstance(x, Weight) else x for x in xs
+        ]
+        results = [_whole(v) for v in interpret(scan.body, [*consts, *carry, *slices], _equation)]
+        return results[: scan.num_carry], results[scan.num_carry :]
+
+    with in_scopes(eqn):
+        carry, ys = scan.run(body, [_whole(value) for value in carry], xs)
+    return [*carry, *ys]
+
+
+def _stacked(value: Any) -> Any:
+    """Return a scanned value: a weight in parts if the loop goes over its layers."""
+    if not isinstance(value, Weight) or value.view[0] in value.stack[:1]:
+        return value
+    return value.materialize()
+
+
+def _while(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    loop = While.of(eqn)
+    condition_consts, body_consts, carry = loop.split(inputs)
+
+    def condition(carry: Sequence[Any]) -> Any:
+        (result,) = interpret(loop.condition, [*condition_consts, *carry], _equation)
+        return result
+
+    def body(carry: Sequence[Any]) -> Sequence[Any]:
+        return [_whole(v) for v in interpret(loop.body, [*body_consts, *carry], _equation)]
+
+    with in_scopes(eqn):
+        results: Sequence[Any] = jax.lax.while_loop(condition, body, [_whole(v) for v in carry])
+    return results
+
+
+def _cond(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    index, *operands = inputs
+
+    def branch(closed: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *operands: [_whole(v) for v in _call(closed, *operands)]
+
+    with in_scopes(eqn):
+        results: Sequence[Any] = jax.lax.switch(
+            index, [branch(closed) for closed in eqn.params["branches"]], *operands
+        )
+    return results
+
+
+_RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
+    "convert_element_type": _convert,
+    "copy": lambda eqn, inputs: inputs,
+    "name": lambda eqn, inputs: inputs,
+    "transpose": _transpose,
+    "optimization_barrier": _barrier,
+    "dot_general": _dot_general,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,0 +1,180 @@
+"""Adapter files of PEFT: equal outputs and gradients, both ways, and options that are refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fnet import lora
+from fnet.interop.peft import from_peft, to_peft
+
+MODULES = {
+    "0": ("first/kernel", False),
+    "2": ("second/weight", True),
+    "stack.0": ("stack/kernel", False, 0),
+    "stack.1": ("stack/kernel", False, 1),
+}
+
+
+def tensors_of(dora=False, rank=2):
+    random = np.random.default_rng(0)
+    sizes = {"0": (6, 5), "2": (5, 3), "stack.0": (3, 3), "stack.1": (3, 3)}
+    tensors = {}
+    for module, (n_in, n_out) in sizes.items():
+        name = f"base_model.model.{module}"
+        tensors[f"{name}.lora_A.weight"] = random.normal(size=(rank, n_in)).astype(np.float32)
+        tensors[f"{name}.lora_B.weight"] = random.normal(size=(n_out, rank)).astype(np.float32)
+        if dora:
+            tensors[f"{name}.lora_magnitude_vector"] = random.normal(size=n_out).astype(np.float32)
+    return tensors
+
+
+def config_of(**options):
+    return {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "bias": "none"} | options
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_round_trip_is_exact(dora):
+    tensors = tensors_of(dora)
+    config, adapters = from_peft(config_of(use_dora=dora, use_rslora=True), tensors, MODULES)
+    assert config.scale == pytest.approx(4 / 2**0.5)
+    assert config.targets == {"first/kernel": "io", "second/weight": "oi", "stack/kernel": "nio"}
+    assert adapters["stack/kernel"]["a"].shape == (2, 3, 2)
+    again, restored = to_peft(config, adapters, MODULES, "base")
+    assert restored.keys() == tensors.keys()
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(restored[name], array)
+    assert again["target_modules"] == list(MODULES)
+    assert again["base_model_name_or_path"] == "base"
+    assert from_peft(again, restored, MODULES)[0] == config
+
+
+def test_updates_are_the_products_of_the_tensors():
+    tensors = tensors_of()
+    config, adapters = from_peft(config_of(), tensors, MODULES)
+    params = {
+        "first": {"kernel": jnp.zeros((6, 5))},
+        "second": {"weight": jnp.zeros((3, 5))},
+        "stack": {"kernel": jnp.zeros((2, 3, 3))},
+    }
+    merged = lora.merge(config, params, adapters)
+
+    def product(module):
+        name = f"base_model.model.{module}"
+        return 2 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+
+    np.testing.assert_allclose(merged["first"]["kernel"], product("0").T, rtol=1e-5)
+    np.testing.assert_allclose(merged["second"]["weight"], product("2"), rtol=1e-5)
+    np.testing.assert_allclose(merged["stack"]["kernel"][1], product("stack.1").T, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type must be 'LORA', got 'LOHA'"),
+        ({"bias": "all"}, "not supported: bias='all'; merge the adapter with PEFT"),
+        ({"modules_to_save": ["head"]}, r"not supported: modules_to_save=\['head'\]"),
+        ({"rank_pattern": {"0": 4}}, r"not supported: rank_pattern=\{'0': 4\}"),
+        ({"init_lora_weights": "pissa"}, "not supported: init_lora_weights='pissa'"),
+        ({"use_something_new": True}, "not supported: use_something_new=True"),
+        ({"r": 3}, r"module '0' must have the rank r=3, got \(2, 2\)"),
+        ({"use_dora": True}, r"module '0' must have the parts \['a', 'b', 'magnitude'\], got"),
+    ],
+)
+def test_rejects_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        from_peft(config_of(**options), tensors_of(), MODULES)
+
+
+def test_rejects_a_configuration_without_a_rank():
+    with pytest.raises(ValueError, match="the rank r is missing"):
+        from_peft({"peft_type": "LORA"}, tensors_of(), MODULES)
+
+
+def test_accepts_a_full_configuration_of_defaults():
+    defaults = {"loftq_config": {}, "layer_replication": None, "inference_mode": True}
+    defaults |= {"init_lora_weights": True, "lora_dropout": 0.1, "target_modules": ["0"]}
+    from_peft(config_of(**defaults), tensors_of(), MODULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("base_model.model.9.lora_A.weight", "belongs to the module '9', which modules does not"),
+        ("base_model.model.0.lora_embedding_A", "expected tensors base_model.model.MODULE with"),
+    ],
+)
+def test_rejects_unknown_tensors(name, message):
+    with pytest.raises(ValueError, match=message):
+        from_peft(config_of(), {name: np.zeros((2, 2))}, MODULES)
+
+
+def test_rejects_missing_tensors_and_layers():
+    with pytest.raises(ValueError, match="expected the tensors of an adapter, got none"):
+        from_peft(config_of(), {}, MODULES)
+    tensors = {name: a for name, a in tensors_of().items() if "stack.0" not in name}
+    with pytest.raises(ValueError, match=r"layer of 'stack/kernel' must have .* got layers \[1\]"):
+        from_peft(config_of(), tensors, MODULES)
+    twice = MODULES | {"2": ("first/kernel", True)}
+    with pytest.raises(ValueError, match="two modules are at 'first/kernel', one is '2'"):
+        from_peft(config_of(), tensors_of(), twice)
+    config, adapters = from_peft(config_of(), tensors_of(), MODULES)
+    with pytest.raises(ValueError, match=r"lacks \['first/kernel'\]"):
+        to_peft(config, adapters, {k: v for k, v in MODULES.items() if k != "0"})
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"]
+)
+def test_outputs_and_gradients_equal_those_of_peft(form, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    torch.manual_seed(0)
+    base = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    params = {
+        "first": {"kernel": base[0].weight.detach().numpy().T, "bias": base[0].bias},
+        "second": {"weight": base[2].weight.detach().numpy(), "bias": base[2].bias},
+    }
+    params = jax.tree.map(lambda a: jnp.array(a.tolist()), params)
+    options = {"r": 2, "lora_alpha": 3, "target_modules": ["0", "2"], **form}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options))
+    for name, tensor in model.named_parameters():
+        if "lora_" in name:
+            tensor.data += 0.3 * torch.randn(tensor.shape)
+    model.save_pretrained(tmp_path)
+    x = torch.randn(4, 6)
+    y = model(x)
+    (y**2).sum().backward()
+
+    import json
+
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    config, adapters = from_peft(adapter_config, tensors, MODULES)
+
+    def apply(params, x):
+        first, second = params["first"], params["second"]
+        x = jnp.tanh(x @ first["kernel"] + first["bias"][None])
+        return x @ second["weight"].T + second["bias"][None]
+
+    def loss(adapters):
+        y = lora.wrap(apply, config)(adapters, params, jnp.array(x.tolist()))
+        return (y**2).sum(), y
+
+    grads, result = jax.grad(loss, has_aux=True)(adapters)
+    np.testing.assert_allclose(result, y.detach(), rtol=1e-5, atol=1e-5)
+    _, by_name = to_peft(config, grads, MODULES)
+    expected = {
+        name.replace(".default", "").removesuffix(".weight"): tensor.grad
+        for name, tensor in model.named_parameters()
+        if tensor.grad is not None
+    }
+    assert len(expected) == len(by_name) == (6 if config.dora else 4)
+    for name, gradient in by_name.items():
+        reference = expected[name.removesuffix(".weight")]
+        np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-5)
+    merged = lora.merge(config, params, adapters)
+    np.testing.assert_allclose(
+        merged["first"]["kernel"].T, model.merge_and_unload()[0].weight.detach(), atol=1e-5
+    )
