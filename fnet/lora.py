@@ -269,7 +269,7 @@ def unmerge(
 
     Args:
       config: The configuration of the adapters.
-      params: What `merge` returned.
+      params: The result of `merge`.
       adapters: The same adapters.
       norms: For DoRA what `weight_norms` returned before the merge. The merged weights do not
         contain it.

@@ -177,7 +177,7 @@ def quantize(
         W_io ~ q[c_io] s_(i div 64),o,    nf4: q = NF4_LEVELS,   s = max over the block of |W|
 
     Scales are rounded first, so the codes make up for their rounding. The error of int8 is at
-    most s_o / 2 plus rounding; that of nf4 at most 0.152 of the block's largest absolute value.
+    most s_o / 2 plus rounding. The error of nf4 is at most 0.152 of the block's largest value.
 
     It is a pure function of arrays. Under `jax.jit` with the weights donated, each is freed when
     its codes exist. With `jax.eval_shape` it gives shapes.
@@ -271,7 +271,7 @@ class Report(NamedTuple):
 
     Attributes:
       weights: `WeightReport` of each quantized weight, by path.
-      total: `WeightReport` of all leaves together, quantized or not. Its error is that of all
+      total: `WeightReport` of all leaves together, quantized or not. Its error counts all
         quantized weights.
     """
 

@@ -75,7 +75,7 @@ class Weight:
 
     @property
     def is_costly(self) -> bool:
-        """Whether the array in the program takes memory besides the base."""
+        """Whether the array in the program is another one than the base."""
         return is_quantized(self.base) or self.dtype != self.base.dtype
 
     def without_adapter(self) -> "Weight":
