@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fnet.layer import Decode, Layer, Params, State, check_floating, check_sizes
+from fnet.layers.segments import restarts
 from fnet.precision import broadcast_like
 
 
@@ -17,6 +18,7 @@ def causal_conv(
     kernel: Float[Array, "w c"],
     bias: Float[Array, " c"] | None = None,
     past: Float[Array, "b w-1 c"] | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, "b t c"], Float[Array, "b w-1 c"]]:
     """Convolve each channel with its own short causal filter.
 
@@ -32,6 +34,8 @@ def causal_conv(
       kernel: [W, C], cast to the dtype of ``x``. Its last row multiplies the current step.
       bias: [C], cast to the dtype of ``x``; None: 0.
       past: the W - 1 inputs before ``x``, oldest first; None: zeros.
+      segments: number of the document of each position [B, T]. Inputs of other documents count as
+        zeros. ``past`` belongs to the first one. None: one document.
 
     Returns:
       ``(y, past)``: y [B, T, C] in the dtype of ``x``, and the last W - 1 inputs for the
@@ -39,7 +43,7 @@ def causal_conv(
 
     Raises:
       ValueError: if the shapes do not match.
-      TypeError: if ``x`` is not floating.
+      TypeError: if ``x`` is not floating, or the segments are not integers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,8 +70,19 @@ def causal_conv(
             f"kernel {kernel.shape}, got {past.shape}"
         )
     inputs = jnp.concatenate([past.astype(x.dtype), x], axis=1)
+    starts = restarts("causal_conv", segments, (b, t))
+    documents = None if starts is None else jnp.cumsum(starts, axis=1)
+
+    def shifted(w: int) -> Array:
+        """Inputs W - 1 - w positions before, or zeros if they are of another document."""
+        before = inputs[:, w : w + t]
+        if documents is None or w == width - 1:
+            return before
+        of_inputs = jnp.pad(documents, ((0, 0), (width - 1, 0)))[:, w : w + t]
+        return jnp.where((of_inputs == documents)[..., None], before, 0)
+
     y = functools.reduce(
-        jnp.add, [inputs[:, w : w + t] * broadcast_like(kernel[w], x) for w in range(width)]
+        jnp.add, [shifted(w) * broadcast_like(kernel[w], x) for w in range(width)]
     )
     if bias is not None:
         y = y + broadcast_like(bias, x)
@@ -84,8 +99,8 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
     Returns:
       A layer, [B, T, C] -> [B, T, C], without state. Its params, float32, are ``kernel``
       [W, C], initially uniform with standard deviation 1 / sqrt(3 W), and ``bias`` [C],
-      initially zeros. `fnet.layer.Decode` is supported; the cache holds the last W - 1
-      inputs.
+      initially zeros. ``apply`` also takes ``segments`` [B, T], as `causal_conv` does.
+      `fnet.layer.Decode` is supported; the cache holds the last W - 1 inputs.
 
     Raises:
       ValueError: if ``channels`` or ``width`` is below 1; when applied, if the shapes do
@@ -116,9 +131,10 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
         key: Array | None = None,
         train: bool,
         mask: Array | None = None,
+        segments: Array | None = None,
     ) -> tuple[Array, State]:
         del key, train, mask
-        return causal_conv(x, params["kernel"], params["bias"])[0], state
+        return causal_conv(x, params["kernel"], params["bias"], segments=segments)[0], state
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Array:
         del length

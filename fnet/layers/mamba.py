@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from fnet.backward_pass import save
 from fnet.layer import (
@@ -23,6 +23,7 @@ from fnet.layer import (
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import recurrent
+from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
 from fnet.precision import broadcast_like, sum_dtype, upcast
 
@@ -66,7 +67,8 @@ def mamba(
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
       to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
-      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
+      where they change, for several documents in a row. `fnet.layer.Decode` is supported with a cache
       of constant size: the last ``conv - 1`` inputs of the convolution, and the state
       [B, N, E] in float32 or wider.
 
@@ -113,13 +115,15 @@ def mamba(
             "dt_bias": init_step_bias(steps_key, inner),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None
+    ) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
         u, z = jnp.split(child("in", x), 2, axis=-1)
         with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"))
+            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
         u = jax.nn.silu(u)
         r, B, C = jnp.split(child("select", u), [rank, rank + state], axis=-1)
         with jax.named_scope("scan"):
@@ -132,6 +136,7 @@ def mamba(
                 params["D"],
                 cache.get("state"),
                 chunk,
+                segments,
             )
         y = child("out", save(y) * jax.nn.silu(z))
         return y, {"conv": past, "state": last}
@@ -168,6 +173,7 @@ def selective_scan(
     D: Float[Array, " e"] | None = None,
     initial: Float[Array, "b n e"] | None = None,
     chunk: int | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, "b t e"], Float[Array, "b n e"]]:
     """Run a state space model whose time step, input and output depend on the position.
 
@@ -215,13 +221,16 @@ def selective_scan(
       initial: h_0, [B, N, E], channels last for contiguous access; None: zeros.
       chunk: steps per chunk. The default is the divisor of T nearest to sqrt(T), or
         sqrt(T) rounded if no divisor is near.
+      segments: number of the document of each position [B, T]. The state restarts at 0 where
+        the number changes. ``initial`` belongs to the first document. None: one document.
 
     Returns:
       ``(y, h_T)``: y [B, T, E] in the dtype of ``x``, and the last state [B, N, E] in
       the dtype of the recurrence.
 
     Raises:
-      TypeError: if an array is not floating; from JAX in forward mode.
+      TypeError: if an array is not floating, or the segments are not integers; from JAX in
+        forward mode.
       ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
 
     Example:
@@ -243,68 +252,87 @@ def selective_scan(
     if initial is None:
         initial = jnp.zeros_like(jnp.repeat(x[:, 0, None], A.shape[1], axis=1), dtype)
     initial, A = initial.astype(dtype), A.astype(dtype)
-    y, last = _scan(size, *equally_varying((x, dt, A, B, C, initial)))
+    starts = restarts("selective_scan", segments, x.shape[:2])
+    y, last = _scan(size, *equally_varying((x, dt, A, B, C, initial, starts)))
     if D is not None:
         y = y + broadcast_like(D, y) * x.astype(dtype)
     return y.astype(x.dtype), last
 
 
+_Inputs = tuple[tuple[Array, ...], Array | None]
+"""Floating arrays over the sequence, and where documents start."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(
-    size: int, x: Array, dt: Array, A: Array, B: Array, C: Array, initial: Array
+    size: int,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    initial: Array,
+    starts: Bool[Array, "b t"] | None,
 ) -> tuple[Array, Array]:
     """Compute outputs and last state, both in the dtype of ``initial``."""
-    return _scan_fwd(size, x, dt, A, B, C, initial)[0]
+    return _scan_fwd(size, x, dt, A, B, C, initial, starts)[0]
 
 
 def _scan_fwd(
-    size: int, x: Array, dt: Array, A: Array, B: Array, C: Array, initial: Array
-) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
+    size: int,
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    initial: Array,
+    starts: Array | None,
+) -> tuple[tuple[Array, Array], tuple[Array | None, ...]]:
     At, wide = A.T, initial.dtype
 
-    def step(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, dt, B, C = (a.astype(wide) for a in inputs)
-        h = _next_state(h, At, dt, dt * x, B)
+    def step(h: Array, inputs: _Inputs) -> tuple[Array, Array]:
+        (x, dt, B, C), start = tuple(a.astype(wide) for a in inputs[0]), inputs[1]
+        h = _next_state(_unless(start, h), At, dt, dt * x, B)
         return h, jnp.einsum("bne,bn->be", h, C)
 
-    def one_chunk(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def one_chunk(h: Array, inputs: _Inputs) -> tuple[Array, tuple[Array, Array]]:
         last, y = jax.lax.scan(step, h, inputs)
         return last, (y, h)
 
-    chunks = tuple(_to_chunks(a, size) for a in (x, dt, B, C))
+    chunks = _to_chunks(((x, dt, B, C), starts), size)
     last, (y, states) = jax.lax.scan(one_chunk, initial, chunks)
-    return (_from_chunks(y, x.shape[1]), last), (x, dt, A, B, C, states)
+    return (_from_chunks(y, x.shape[1]), last), (x, dt, A, B, C, states, starts)
 
 
 def _scan_bwd(
-    size: int, residuals: tuple[Array, ...], cotangents: tuple[Array, Array]
-) -> tuple[Array, ...]:
-    x, dt, A, B, C, states = residuals
+    size: int, residuals: Any, cotangents: tuple[Array, Array]
+) -> tuple[Array | None, ...]:
+    x, dt, A, B, C, states, starts = residuals
     dy, dlast = cotangents
     At, wide = A.T, A.dtype
 
     def one_chunk(
-        carry: tuple[Array, Array], inputs: tuple[Array, ...]
+        carry: tuple[Array, Array], inputs: tuple[_Inputs, Array]
     ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
-        x, dt, B, C, dy = (a.astype(wide) for a in inputs[:-1])
-        first_state = inputs[-1]
+        (arrays, starts), first_state = inputs
+        x, dt, B, C, dy = (a.astype(wide) for a in arrays)
         u = dt * x
 
         # Rematerialize the states of this chunk, and compute dC while the next state exists.
-        def forward(h: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-            dt, u, B, dy = inputs
-            next_h = _next_state(h, At, dt, u, B)
+        def forward(h: Array, inputs: _Inputs) -> tuple[Array, tuple[Array, Array]]:
+            (dt, u, B, dy), start = inputs
+            next_h = _next_state(_unless(start, h), At, dt, u, B)
             return next_h, (h, jnp.einsum("bne,be->bn", next_h, dy))
 
-        _, (h, dC) = jax.lax.scan(forward, first_state, (dt, u, B, dy))
+        _, (h, dC) = jax.lax.scan(forward, first_state, ((dt, u, B, dy), starts))
 
         def backward(
-            carry: tuple[Array, Array], inputs: tuple[Array, ...]
+            carry: tuple[Array, Array], inputs: _Inputs
         ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
             p, dAt = carry
-            dt, u, B, C, dy, h = inputs
+            (dt, u, B, C, dy, h), start = inputs
             g = C[..., None] * dy[:, None] + p
-            p = jnp.exp(dt[:, None] * At[None]) * g
+            p = _unless(start, jnp.exp(dt[:, None] * At[None]) * g)
             # XLA on CPU does not vectorize a sum over an inner axis, so it is unrolled.
             As = functools.reduce(
                 jnp.add, [p[:, n] * h[:, n] * At[n][None] for n in range(At.shape[0])]
@@ -313,16 +341,17 @@ def _scan_bwd(
             gB = jnp.einsum("bne,bn->be", g, B)
             return (p, dAt), (gB, As, jnp.einsum("bne,be->bn", g, u))
 
-        carry, (gB, As, dB) = jax.lax.scan(backward, carry, (dt, u, B, C, dy, h), reverse=True)
+        steps = (dt, u, B, C, dy, h), starts
+        carry, (gB, As, dB) = jax.lax.scan(backward, carry, steps, reverse=True)
         grads = (dt * gB, As + x * gB, dB, dC)
-        return carry, tuple(g.astype(a.dtype) for g, a in zip(grads, inputs[:4], strict=True))
+        return carry, tuple(g.astype(a.dtype) for g, a in zip(grads, arrays[:4], strict=True))
 
-    chunks = (*(_to_chunks(a, size) for a in (x, dt, B, C, dy)), states)
+    chunks = _to_chunks(((x, dt, B, C, dy), starts), size), states
     # One gradient of A per example, summed at the end: a sum in every step is slower.
     carry = equally_varying((dlast, jnp.zeros_like(dlast)))
     (dinitial, dAt), grads = jax.lax.scan(one_chunk, carry, chunks, reverse=True)
     dx, ddt, dB, dC = (_from_chunks(g, x.shape[1]) for g in grads)
-    return dx, ddt, dAt.sum(0).T, dB, dC, dinitial
+    return dx, ddt, dAt.sum(0).T, dB, dC, dinitial, None
 
 
 _scan.defvjp(_scan_fwd, _scan_bwd)
@@ -340,12 +369,22 @@ def _next_state(h: Array, At: Array, dt: Array, u: Array, B: Array) -> Array:
     return jnp.exp(dt[:, None] * At[None]) * h + u[:, None] * B[..., None]
 
 
-def _to_chunks(a: Array, size: int) -> Array:
+def _unless(start: Bool[Array, " b"] | None, h: Float[Array, "b n e"]) -> Array:
+    """Select 0 in place of a state, or of its cotangent, where a document starts."""
+    return h if start is None else jnp.where(start[:, None, None], 0, h)
+
+
+def _to_chunks(arrays: _Inputs, size: int) -> _Inputs:
     """[B, T, ...] -> [chunks, size, B, ...]; padded steps have dt = 0 and no effect."""
-    a = jnp.moveaxis(a, 1, 0)
-    n = -(-a.shape[0] // size)
-    a = jnp.pad(a, ((0, n * size - a.shape[0]), *[(0, 0)] * (a.ndim - 1)))
-    return a.reshape(n, size, *a.shape[1:])
+
+    def to_chunks(a: Array) -> Array:
+        a = jnp.moveaxis(a, 1, 0)
+        n = -(-a.shape[0] // size)
+        a = jnp.pad(a, ((0, n * size - a.shape[0]), *[(0, 0)] * (a.ndim - 1)))
+        return a.reshape(n, size, *a.shape[1:])
+
+    chunks: _Inputs = jax.tree.map(to_chunks, arrays)
+    return chunks
 
 
 def _from_chunks(a: Array, t: int) -> Array:

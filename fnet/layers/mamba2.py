@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fnet.layer import (
     Layer,
@@ -23,6 +23,7 @@ from fnet.layers.dense import dense
 from fnet.layers.mamba import TORCH_LINEAR, check_shapes, init_step_bias, time_steps
 from fnet.layers.norm import rms_norm_layer
 from fnet.layers.recurrence import recurrent
+from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
@@ -36,6 +37,7 @@ def state_space_dual(
     D: Float[Array, " h"] | None = None,
     initial: Float[Array, "b h n p"] | None = None,
     chunk: int | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, "b t h p"], Float[Array, "b h n p"]]:
     """Run a state space model with one decay per head, as matrix products.
 
@@ -52,6 +54,9 @@ def state_space_dual(
         y    = M (dt x) + exp(l) C h_before
         h    = exp(l_end) h_before + sum_s exp(l_end - l_s) B_s (dt_s x_s)^T
 
+    With ``segments``, M_ts is 0 if a document starts after s and up to t. The sum over s has the
+    steps of the document at the end of the chunk, and h_before reaches only its own document.
+
     The chunks are scanned and rematerialized in the backward pass. So the matrices of one
     chunk exist at a time, and the backward pass saves the state before each chunk.
 
@@ -64,13 +69,15 @@ def state_space_dual(
       D: [H]; None: 0.
       initial: h_0, [B, H, N, P]; None: zeros.
       chunk: steps per chunk; default 64.
+      segments: number of the document of each position [B, T]. The state restarts at 0 where
+        the number changes. ``initial`` belongs to the first document. None: one document.
 
     Returns:
       ``(y, h_T)``: y [B, T, H, P] in the dtype of ``x``, and the last state [B, H, N, P]
       in the dtype of the recurrence.
 
     Raises:
-      TypeError: if an array is not floating.
+      TypeError: if an array is not floating, or the segments are not integers.
       ValueError: if the shapes do not match, T is 0, or ``chunk < 1``.
 
     Example:
@@ -104,7 +111,8 @@ def state_space_dual(
         B,
         C,
     )
-    chunks = tuple(_to_chunks(a, size) for a in by_group)
+    starts = restarts("state_space_dual", segments, (b, t))
+    chunks = jax.tree.map(lambda a: _to_chunks(a, size), (by_group, starts))
     first_state = initial.reshape(b, groups, h // groups, n, p)
     last, y = jax.lax.scan(one_chunk, first_state, chunks)
     # One axis at a time: shardings propagate only through such reshapes.
@@ -151,7 +159,8 @@ def mamba2(
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
       to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
-      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
+      where they change, for several documents in a row. `fnet.layer.Decode` is supported with a cache
       of constant size: the last ``conv - 1`` inputs of the convolution, and the state
       [B, H, N, P] in float32 or wider.
 
@@ -203,14 +212,16 @@ def mamba2(
             "dt_bias": init_step_bias(steps_key, heads),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None
+    ) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
         parts = [inner, 2 * inner + 2 * shared]
         z, u, r = jnp.split(child("in", x), parts, axis=-1)
         with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"))
+            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
         u, B, C = jnp.split(jax.nn.silu(u), [inner, inner + shared], axis=-1)
         with jax.named_scope("scan"):
             y, last = state_space_dual(
@@ -222,6 +233,7 @@ def mamba2(
                 params["D"],
                 cache.get("state"),
                 chunk,
+                segments,
             )
         y = child("norm", y.reshape(z.shape) * jax.nn.silu(z))
         return child("out", y), {"conv": past, "state": last}
@@ -243,23 +255,56 @@ _CHUNK = 64
 
 
 def _one_chunk(
-    A: Float[Array, "g r"], state: Float[Array, "b g r n p"], inputs: tuple[Array, ...]
+    A: Float[Array, "g r"],
+    state: Float[Array, "b g r n p"],
+    inputs: tuple[tuple[Array, ...], Array | None],
 ) -> tuple[Array, Array]:
     """Compute the state after a chunk, and its outputs [B, Q, G, R, P] with R heads per group."""
-    x, dt, B, C = (a.astype(state.dtype) for a in inputs)
+    x, dt, B, C = (a.astype(state.dtype) for a in inputs[0])
+    documents = None if inputs[1] is None else jnp.cumsum(inputs[1], axis=1)  # from 0
     u = x * dt[..., None]
-    logs = jnp.cumsum(jnp.moveaxis(dt * A[None, None], 1, 3), axis=3)  # l, [B, G, R, Q]
+    log_decays = jnp.moveaxis(dt * A[None, None], 1, 3)
+    logs = _cumsum_by_document(log_decays, documents)  # l, [B, G, R, Q]
     differences = logs[..., :, None] - logs[..., None, :]
     causal = jnp.tril(jnp.ones(differences.shape[-2:], bool))
+    allowed = jnp.expand_dims(causal, (0, 1, 2))
+    if documents is not None:
+        same = documents[:, :, None] == documents[:, None]
+        allowed = allowed & jnp.expand_dims(same, (1, 2))
     # Select before exp: for future steps exp and its gradient would overflow.
-    decay = jnp.exp(jnp.where(jnp.expand_dims(causal, (0, 1, 2)), differences, -jnp.inf))
+    decay = jnp.exp(jnp.where(allowed, differences, -jnp.inf))
     scores = jnp.einsum("btgn,bsgn->bgts", C, B)
     y = jnp.einsum("bgrts,bsgrp->btgrp", scores[:, :, None] * decay, u)
     from_start = jnp.moveaxis(jnp.exp(logs), 3, 1)[..., None]  # [B, Q, G, R, 1]
+    if documents is not None:
+        is_first = jnp.expand_dims(documents == 0, (2, 3, 4))
+        from_start = jnp.where(is_first, from_start, 0)
     y = y + from_start * jnp.einsum("btgn,bgrnp->btgrp", C, state)
-    to_end = jnp.moveaxis(jnp.exp(logs[..., -1:] - logs), 3, 1)[..., None]
+    until_end = logs[..., -1:] - logs
+    if documents is not None:
+        is_last = documents == documents[:, -1:]
+        until_end = jnp.where(jnp.expand_dims(is_last, (1, 2)), until_end, -jnp.inf)
+    to_end = jnp.moveaxis(jnp.exp(until_end), 3, 1)[..., None]
     added = jnp.einsum("bsgn,bsgrp->bgrnp", B, to_end * u)
-    return jnp.exp(logs[..., -1])[..., None, None] * state + added, y
+    across = jnp.exp(logs[..., -1])[..., None, None]
+    if documents is not None:
+        across = jnp.where(jnp.expand_dims(documents[:, -1] == 0, (1, 2, 3, 4)), across, 0)
+    return across * state + added, y
+
+
+def _cumsum_by_document(
+    a: Float[Array, "b g r q"], documents: Int[Array, "b q"] | None
+) -> Float[Array, "b g r q"]:
+    """Cumulative sums over the last axis that restart in each document.
+
+    As a product with zeros and ones, so that no rounding of another document enters.
+    """
+    if documents is None:
+        return jnp.cumsum(a, axis=3)
+    q = a.shape[3]
+    same = documents[:, :, None] == documents[:, None]
+    summed = (same & jnp.tril(jnp.ones((q, q), bool))[None]).astype(a.dtype)
+    return jnp.einsum("bts,bgrs->bgrt", summed, a, precision=jax.lax.Precision.HIGHEST)
 
 
 def _to_chunks(a: Array, size: int) -> Array:

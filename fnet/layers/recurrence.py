@@ -7,15 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fnet.layer import Decode, Layer, Params, State, check_floating
+from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
 from fnet.precision import sum_dtype
 
 
 def linear_recurrence(
-    a: Float[Array, "b t ..."], b: Float[Array, "b t ..."], initial: Array | None = None
+    a: Float[Array, "b t ..."],
+    b: Float[Array, "b t ..."],
+    initial: Array | None = None,
+    segments: Int[Array, "b t"] | None = None,
 ) -> Float[Array, "b t ..."]:
     """Compute ``h_t = a_t h_{t-1} + b_t`` over axis 1, elementwise.
 
@@ -33,13 +37,16 @@ def linear_recurrence(
         recurrence is computed in float32 (float64 for float64).
       b: inputs, like ``a``.
       initial: h_0, [B, ...]; None: zeros.
+      segments: number of the document of each position [B, T]. The state restarts at 0 where
+        the number changes. ``initial`` belongs to the first document. None: one document.
 
     Returns:
       h, [B, T, ...], in the promoted dtype of ``a``, ``b`` and ``initial``. The last
       state is ``h[:, -1]``.
 
     Raises:
-      TypeError: if an array is not floating; from JAX in forward mode.
+      TypeError: if an array is not floating, or the segments are not integers; from JAX in
+        forward mode.
       ValueError: if the shapes do not match, or T is 0.
 
     Example:
@@ -63,6 +70,9 @@ def linear_recurrence(
             f"linear_recurrence: initial must have shape {shape} for a {a.shape}, "
             f"got {initial.shape}"
         )
+    starts = restarts("linear_recurrence", segments, a.shape[:2])
+    if starts is not None:
+        a = jnp.where(jnp.expand_dims(starts, range(2, a.ndim)), 0, a)
     return _recurrence(*equally_varying((a, b.astype(dtype), initial)))
 
 
@@ -70,7 +80,7 @@ def recurrent(
     name: str,
     width: int,
     init: Callable[[Array], tuple[Params, State]],
-    mix: Callable[[Params, Any, Array], tuple[Array, Any]],
+    mix: Callable[[Params, Any, Array, Array | None], tuple[Array, Any]],
     init_cache: Callable[[int, int, DTypeLike], dict[str, Array]],
 ) -> Layer:
     """Build a causal layer from a function that reads and updates a cache.
@@ -79,18 +89,21 @@ def recurrent(
       name: name of the layer, for errors.
       width: size of the last axis of the input.
       init: ``init`` of the layer.
-      mix: ``(params, cache, x [B, t, width]) -> (y, cache)``. The cache is ``{}`` at the
-        start of a sequence. Its arrays may be returned in any dtype.
+      mix: ``(params, cache, x [B, t, width], segments [B, t] or None) -> (y, cache)``. The cache
+        is ``{}`` at the start of a sequence. Its arrays may be returned in any dtype.
       init_cache: as in `fnet.layer.Decode`.
 
     Returns:
-      A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`.
+      A layer, [B, T, width] -> [B, T, width], with `fnet.layer.Decode`. Its ``apply`` takes
+      ``segments`` [B, T], the number of each position's document.
     """
 
-    def checked_mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+    def checked_mix(
+        params: Params, cache: Any, x: Array, segments: Array | None = None
+    ) -> tuple[Array, Any]:
         if x.ndim != 3 or not x.shape[1] or x.shape[2] != width:
             raise ValueError(f"{name}: expected [B, T, {width}] with T >= 1, got {x.shape}")
-        return mix(params, cache, x)
+        return mix(params, cache, x, segments)
 
     def apply(
         params: Params,
@@ -100,9 +113,10 @@ def recurrent(
         key: Array | None = None,
         train: bool,
         mask: Array | None = None,
+        segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         del key, train, mask  # real tokens come first and do not see the padding after them
-        return checked_mix(params, {}, x)[0], state
+        return checked_mix(params, {}, x, segments)[0], state
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array

@@ -47,7 +47,8 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
       to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
-      the end never reaches real tokens. `fnet.layer.Decode` is supported with a cache
+      the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
+      where they change, for several documents in a row. `fnet.layer.Decode` is supported with a cache
       of constant size: the last ``conv - 1`` inputs of the convolution, and the state
       [B, E] in float32 or wider.
 
@@ -95,13 +96,15 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             "input_gate": gate(i_key),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array) -> tuple[Array, Any]:
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None
+    ) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
         u = child("recurrent", x)
         with jax.named_scope("conv"):
-            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"))
+            u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
         with jax.named_scope("recurrence_gate"):
             r = _gate(params["recurrence_gate"], u)
         with jax.named_scope("input_gate"):
@@ -111,7 +114,10 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
             h = linear_recurrence(
-                jnp.exp(log_a), scale * i * u.astype(sum_dtype(x)), cache.get("state")
+                jnp.exp(log_a),
+                scale * i * u.astype(sum_dtype(x)),
+                cache.get("state"),
+                segments,
             )
         y = save(h.astype(x.dtype)) * jax.nn.gelu(child("gate", x))
         return child("out", y), {"conv": past, "state": h[:, -1]}

@@ -1,0 +1,220 @@
+"""Documents in one row: recurrent layers give what they give for each document alone."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import layer_cases
+import numpy as np
+import pytest
+
+import fnet
+from fnet import layers, models
+from fnet.layers.causal_conv import causal_conv
+from fnet.layers.mamba import selective_scan
+from fnet.layers.mamba2 import state_space_dual
+from fnet.layers.recurrence import linear_recurrence
+
+B, T, E, N = 2, 11, 4, 3
+# With chunks of 4, documents begin at an edge, one step before and after it; some have one step.
+SEGMENTS = np.array([[3] * 4 + [1] * 3 + [3] * 2 + [0] * 2, [7] + [8] * 6 + [9] + [2] * 3])
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng((seed, *shape)).normal(size=shape))
+
+
+def positive(*shape):
+    return jnp.asarray(np.random.default_rng(shape).uniform(0.05, 0.95, size=shape))
+
+
+SELECTIVE = {
+    "x": normal(B, T, E), "dt": positive(B, T, E), "A": -4 * positive(E, N),
+    "B": normal(B, T, N), "C": normal(B, T, N, seed=1), "D": normal(E),
+    "initial": normal(B, N, E),
+}  # fmt: skip
+DUAL = {
+    "x": normal(B, T, 4, 2), "dt": positive(B, T, 4), "A": -4 * positive(4),
+    "B": normal(B, T, 2, N), "C": normal(B, T, 2, N, seed=1), "D": normal(4),
+    "initial": normal(B, 4, N, 2),
+}  # fmt: skip
+LINEAR = {"a": positive(B, T, E, 2), "b": normal(B, T, E, 2), "initial": normal(B, E, 2)}
+CONV = {"x": normal(B, T, E), "kernel": normal(4, E), "bias": normal(E), "past": normal(B, 3, E)}
+STATE = {"conv": "past"}
+
+
+def linear(**given):
+    h = linear_recurrence(**given)
+    return h, h[:, -1]
+
+
+SCANS = {
+    "linear": (linear, LINEAR),
+    "selective": (selective_scan, SELECTIVE),
+    "dual": (state_space_dual, DUAL),
+    "conv": (causal_conv, CONV),
+}
+CASES = [("linear", None), ("conv", None)]
+CASES += [(name, chunk) for name in ("selective", "dual") for chunk in (1, 4, None)]
+
+
+def documents(row):
+    """The (first, last + 1) of each document of a row of numbers."""
+    edges = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def one_document_at_a_time(name, given):
+    """Outputs and last states, from a call for each document."""
+    scan, state = SCANS[name][0], STATE.get(name, "initial")
+    over_time = {k for k, v in given.items() if v.shape[:2] == (B, T)}
+
+    def run(i, first, last):
+        part = {k: v[i : i + 1, first:last] if k in over_time else v for k, v in given.items()}
+        part[state] = given[state][i : i + 1] if first == 0 else 0 * given[state][i : i + 1]
+        return scan(**part)
+
+    rows = [[run(i, *d) for d in documents(SEGMENTS[i])] for i in range(B)]
+    y = jnp.concatenate([jnp.concatenate([y for y, _ in row], axis=1) for row in rows])
+    return y, jnp.concatenate([row[-1][1] for row in rows])
+
+
+@pytest.mark.parametrize(("name", "chunk"), CASES)
+def test_values_and_gradients_match_a_call_for_each_document(name, chunk, float64):
+    scan, given = SCANS[name]
+    given = jax.tree.map(jnp.float64, given)
+    options = {} if chunk is None else {"chunk": chunk}
+
+    @jax.jit
+    def both(given):
+        packed, back = jax.vjp(
+            lambda given: scan(**given, segments=jnp.asarray(SEGMENTS), **options), given
+        )
+        alone, back_alone = jax.vjp(functools.partial(one_document_at_a_time, name), given)
+        cotangents = jax.tree.map(jnp.cos, alone)
+        if name == "conv":  # inputs of the last document only, but the next call takes all
+            packed, alone = packed[:1], alone[:1]
+            cotangents = cotangents[0], 0 * cotangents[1]
+        return (packed, back(cotangents)), (alone, back_alone(cotangents))
+
+    got, expected = both(given)
+    chex.assert_trees_all_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_second_derivatives_match_a_call_for_each_document(float64):
+    given = jax.tree.map(jnp.float64, SELECTIVE)
+
+    def slope(f, given):
+        return sum(jnp.sin(g).sum() for g in jax.tree.leaves(jax.grad(f)(given)))
+
+    def packed(given):
+        return jnp.sin(selective_scan(**given, segments=jnp.asarray(SEGMENTS), chunk=4)[0]).sum()
+
+    def alone(given):
+        return jnp.sin(one_document_at_a_time("selective", given)[0]).sum()
+
+    got, expected = (jax.jit(jax.grad(functools.partial(slope, f)))(given) for f in (packed, alone))
+    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_gradients_stay_within_a_document(name):
+    scan, given = SCANS[name]
+    given = jax.tree.map(jnp.float32, given)
+    over_time = {k: v for k, v in given.items() if v.shape[:2] == (B, T)}
+
+    @jax.jit
+    def gradient(first, last):
+        def total(over_time):
+            y, _ = scan(**given | over_time, segments=jnp.asarray(SEGMENTS))
+            at = jnp.arange(T)
+            inside = (first <= at) & (at < last)
+            return jnp.where(jnp.expand_dims(inside, (0, *range(2, y.ndim))), y**2, 0).sum()
+
+        return jax.grad(total)(over_time)
+
+    for first, last in documents(SEGMENTS[0]):
+        for g in jax.tree.leaves(gradient(first, last)):
+            assert g[0, first:last].any()
+            assert not g[0, :first].any()
+            assert not g[0, last:].any()
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_one_segment_is_no_segments(name):
+    scan, given = SCANS[name]
+    given = jax.tree.map(jnp.float32, given)
+    segments = jnp.full((B, T), 5)
+    got, expected = (jax.jit(scan)(**given, segments=s) for s in (segments, None))
+    chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_rejects_segments_that_do_not_fit(name):
+    scan, given = SCANS[name]
+    with pytest.raises(TypeError, match="segments must be integers, got float32"):
+        scan(**given, segments=jnp.zeros((B, T)))
+    with pytest.raises(ValueError, match=r"segments must have shape \(2, 11\).* got \(2, 10\)"):
+        scan(**given, segments=jnp.zeros((B, T - 1), int))
+
+
+WIDTH = 8
+MIXERS = {
+    "mamba": layers.mamba(WIDTH, state=3, chunk=4),
+    "mamba2": layers.mamba2(WIDTH, head=4, state=3, groups=2, chunk=4),
+    "rg_lru": layers.rg_lru(WIDTH, heads=2),
+    "causal_conv": layers.causal_conv(WIDTH),
+}
+
+
+def loss(layer, params, x, segments=None):
+    y, _ = layer.apply(params, {}, x, train=True, segments=segments)
+    return jnp.sin(3 * y).sum()
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_layers_match_a_call_for_each_document(name, float64):
+    layer = MIXERS[name]
+    params = jax.tree.map(np.float64, layer_cases.initial(layer)[0])
+    x = normal(1, T, WIDTH).astype(np.float64)
+
+    def alone(params, x):
+        return sum(loss(layer, params, x[:, i:j]) for i, j in documents(SEGMENTS[0]))
+
+    packed = functools.partial(loss, layer, segments=jnp.asarray(SEGMENTS[:1]))
+    got, expected = (jax.jit(jax.value_and_grad(f, (0, 1)))(params, x) for f in (packed, alone))
+    chex.assert_trees_all_close(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_per_example_gradients_of_packed_rows_match_a_loop():
+    layer = MIXERS["mamba"]
+    params, _ = layer_cases.initial(layer)
+    batch = normal(B, T, WIDTH).astype(np.float32), jnp.asarray(SEGMENTS)
+
+    def losses(params, batch):
+        y, _ = layer.apply(params, {}, batch[0], train=True, segments=batch[1])
+        return jnp.square(y).mean((1, 2))
+
+    def one(params, x, segments):
+        return losses(params, (x[None], segments[None]))[0]
+
+    grads, _ = jax.jit(fnet.clipped_grad(losses, 1e9))(params, batch)
+    expected = [jax.jit(jax.grad(one))(params, *row) for row in zip(*batch, strict=True)]
+    expected = jax.tree.map(lambda *g: sum(g), *expected)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_packed_language_model_has_the_losses_of_separate_rows():
+    mixers = [MIXERS[name] for name in ("mamba", "rg_lru")]
+    mixers.append(layers.attention(WIDTH, 2, causal=True, rotary=100.0))
+    blocks = [layers.Block(mixer, layers.feed_forward(WIDTH, 16)) for mixer in mixers]
+    model = models.language_model(vocabulary=13, width=WIDTH, blocks=blocks)
+    params, _ = jax.jit(model.init)(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, 7), 0, 13)
+    labels = jnp.roll(tokens, -1, axis=1)
+    losses = jax.jit(functools.partial(model.losses, train=True))
+    packed, _ = losses(params, {}, tokens, labels, segments=jnp.array([[1] * 3 + [2] * 4]))
+    parts = [losses(params, {}, tokens[:, s], labels[:, s])[0] for s in (slice(3), slice(3, 7))]
+    chex.assert_trees_all_close(packed, jnp.concatenate(parts, 1), rtol=1e-5)
