@@ -1,6 +1,7 @@
 """Documents in one row: recurrent layers give what they give for each document alone."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -62,7 +63,7 @@ CASES += [(name, chunk) for name in ("selective", "dual") for chunk in (1, 4, No
 def documents(row):
     """The (first, last + 1) of each document of a row of numbers."""
     edges = [0, *(np.flatnonzero(np.diff(row)) + 1), len(row)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def one_document_at_a_time(name, given):

@@ -81,9 +81,7 @@ def causal_conv(
         of_inputs = jnp.pad(documents, ((0, 0), (width - 1, 0)))[:, w : w + t]
         return jnp.where((of_inputs == documents)[..., None], before, 0)
 
-    y = functools.reduce(
-        jnp.add, [shifted(w) * broadcast_like(kernel[w], x) for w in range(width)]
-    )
+    y = functools.reduce(jnp.add, [shifted(w) * broadcast_like(kernel[w], x) for w in range(width)])
     if bias is not None:
         y = y + broadcast_like(bias, x)
     return y, inputs[:, t:].astype(past.dtype)

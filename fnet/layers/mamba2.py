@@ -160,9 +160,9 @@ def mamba2(
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
       to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
       the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
-      where they change, for several documents in a row. `fnet.layer.Decode` is supported with a cache
-      of constant size: the last ``conv - 1`` inputs of the convolution, and the state
-      [B, H, N, P] in float32 or wider.
+      where they change, for several documents in a row. `fnet.layer.Decode` is
+      supported with a cache of constant size: the last ``conv - 1`` inputs of the convolution, and
+      the state [B, H, N, P] in float32 or wider.
 
     Raises:
       ValueError: for a size below 1, if ``head`` does not divide E, or if ``groups`` does
@@ -212,9 +212,7 @@ def mamba2(
             "dt_bias": init_step_bias(steps_key, heads),
         }, {}
 
-    def mix(
-        params: Params, cache: Any, x: Array, segments: Array | None
-    ) -> tuple[Array, Any]:
+    def mix(params: Params, cache: Any, x: Array, segments: Array | None) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 

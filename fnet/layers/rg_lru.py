@@ -48,9 +48,9 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
       to those named ``kernel``. A ``mask`` [B, T] is accepted but not needed: padding at
       the end never reaches real tokens. With ``segments`` [B, T], integers, the state restarts at 0
-      where they change, for several documents in a row. `fnet.layer.Decode` is supported with a cache
-      of constant size: the last ``conv - 1`` inputs of the convolution, and the state
-      [B, E] in float32 or wider.
+      where they change, for several documents in a row. `fnet.layer.Decode` is
+      supported with a cache of constant size: the last ``conv - 1`` inputs of the convolution, and
+      the state [B, E] in float32 or wider.
 
     Raises:
       ValueError: for a size below 1, or if ``heads`` does not divide the channels; when
@@ -96,9 +96,7 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             "input_gate": gate(i_key),
         }, {}
 
-    def mix(
-        params: Params, cache: Any, x: Array, segments: Array | None
-    ) -> tuple[Array, Any]:
+    def mix(params: Params, cache: Any, x: Array, segments: Array | None) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
