@@ -449,6 +449,28 @@ def test_chats_get_special_tokens_from_the_template_alone(load, tokenizer):
     np.testing.assert_array_equal(batch["target_mask"][0, :7], [0, 0, 0, 0, 1, 1, 0])
 
 
+def test_a_symbol_without_a_token_names_its_line(load, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, []))
+    made.save(str(tmp_path / "tokenizer.json"))
+    message = error_message(load, [{"text": "ab"}, {"text": "a☃"}], tokenizer=str(tmp_path))
+    assert "data.jsonl, line 2: " in message
+    assert "tokenizer.json has no token for some of 'a☃'" in message
+    records = [{"text": "ab"}] * 2 + [{"text": "\ud800"}]
+    message = error_message(load, [json.dumps(r) for r in records], tokenizer=str(tmp_path))
+    assert "data.jsonl, line 3: " in message
+    assert "reads only UTF-8" in message
+
+
+def test_a_models_folder_gives_the_tokens_that_transformers_gives(load, tokenizer):
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    messages = [{"role": "user", "content": "ab é"}, {"role": "assistant", "content": "No a."}]
+    batch = batch_of(load([{"messages": messages}] * 2, tokenizer=tokenizer, test_fraction=0.5))
+    expected = peer.apply_chat_template(messages, return_dict=False)
+    assert batch["tokens"][0, : batch["length"][0] + 1].tolist() == expected
+
+
 def test_refuses_an_end_token_that_the_tokenizer_lacks(load, tokenizer, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     message = error_message(load, answers(9), tokenizer=tokenizer)

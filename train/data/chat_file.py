@@ -1,5 +1,6 @@
 """Rows of tokens from prompts with answers, chats or texts, for fine-tuning language models."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,25 @@ _FIELDS = {
 """Names that a field may have if the config names none."""
 _KINDS = {"chat": ("messages",), "answer": ("prompt", "answer"), "text": ("text",)}
 """Fields that the examples of a kind have."""
+_CHUNK = 1024
+"""Number of examples that are encoded at once."""
 _SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+class _Text(NamedTuple):
+    """Text of an example.
+
+    Attributes:
+      text: All of it.
+      learned: Spans of characters that are learned.
+      where: File and line, which begin an error message.
+      user: Id of its user, or None.
+    """
+
+    text: str
+    learned: list[range]
+    where: str
+    user: str | None
 
 
 class _Document(NamedTuple):
@@ -266,11 +285,17 @@ class _Reader:
         Raises:
           UserError: if one is wrong.
         """
-        documents = []
-        for record in read:
+        documents: list[_Document] = []
+        records = iter(read)
+        while chunk := list(itertools.islice(records, _CHUNK)):
             if not self.kind:
-                self._find_fields(record)
-            documents.append(self._document(record))
+                self._find_fields(chunk[0])
+            texts = [self._text(record) for record in chunk]
+            try:
+                pieces = self._tokenizer.encode_pieces([t.text for t in texts])
+            except UserError:  # of one of them, which is found by encoding each alone
+                pieces = [self._encode(t) for t in texts]
+            documents += [self._document(t, p) for t, p in zip(texts, pieces, strict=True)]
         return documents
 
     def _find_fields(self, record: Record) -> None:
@@ -313,43 +338,30 @@ class _Reader:
         except UserError as error:
             raise UserError(f"{option}: {error}") from error
 
-    def _document(self, record: Record) -> _Document:
+    def _text(self, record: Record) -> _Text:
         try:
-            document = self._chat(record) if self.kind == "chat" else self._plain(record)
+            text, learned = self._chat(record) if self.kind == "chat" else self._plain(record)
         except UserError as error:
             if str(error).startswith(record.where):
                 raise
             raise UserError(f"{record.where}: {error}") from error
-        if self._config.user is None:
-            return document
-        user = record.get(self._config.user)
-        if not isinstance(user, str | int):
+        if self._config.loss_on == "all":
+            learned = [range(len(text))]
+        user = None if self._config.user is None else record.get(self._config.user)
+        if not isinstance(user, str | int | None):
             raise UserError(
                 f"{record.where}: {self._config.user} must be a text or an integer, got {user!r}"
             )
-        return document._replace(user=str(user))
+        return _Text(text, learned, record.where, None if user is None else str(user))
 
-    def _plain(self, record: Record) -> _Document:
-        """Encode a text, or a prompt followed by its answer, from a start to an end token."""
+    def _plain(self, record: Record) -> tuple[str, list[range]]:
+        """Read a text, or a prompt followed by its answer, and what is learned of it."""
         learned = _filled(record, self._fields["answer" if self.kind == "answer" else "text"])
         prompt = record.text(self._fields["prompt"]) if self.kind == "answer" else ""
-        text = prompt + learned
-        pieces = self._tokenizer.encode_pieces(text)
-        if self._config.loss_on == "all":
-            prompt = ""
-        target = _overlaps(pieces, [range(len(prompt), len(text))])
-        before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
-        has_end = end is None or pieces.ids[-1] == end
-        after = np.array([] if has_end else [end], pieces.ids.dtype)
-        return _Document(
-            np.concatenate([before, pieces.ids, after]),
-            np.concatenate([np.zeros(len(before), bool), target, np.ones(len(after), bool)]),
-            np.pad(_bytes(text, pieces), (len(before), len(after))),
-            record.where,
-        )
+        return prompt + learned, [range(len(prompt), len(prompt) + len(learned))]
 
-    def _chat(self, record: Record) -> _Document:
-        """Encode a chat, as its template writes it."""
+    def _chat(self, record: Record) -> tuple[str, list[range]]:
+        """Write a chat with its template, and find the answers that are learned."""
         assert self.template
         if "messages" in self._fields:
             messages = _messages(record, self._fields["messages"])
@@ -361,17 +373,36 @@ class _Reader:
         tools = record.fields.get("tools")
         tools = tools if isinstance(tools, list) else None
         if self._config.loss_on == "all":
-            text = self.template.render(messages, tools=tools)
-            answers = [range(len(text))]
-        else:
-            last = self._config.loss_on == "last_answer"
-            text, answers = self.template.render_answers(messages, last=last, tools=tools)
-            if not any(answers):
-                raise UserError(
-                    "the last message is not an assistant's" if last else "no assistant's message"
-                )
-        pieces = self._tokenizer.encode_pieces(text)
-        return _Document(pieces.ids, _overlaps(pieces, answers), _bytes(text, pieces), record.where)
+            return self.template.render(messages, tools=tools), []
+        last = self._config.loss_on == "last_answer"
+        text, answers = self.template.render_answers(messages, last=last, tools=tools)
+        if not any(answers):
+            raise UserError(
+                "the last message is not an assistant's" if last else "no assistant's message"
+            )
+        return text, answers
+
+    def _encode(self, text: _Text) -> Pieces:
+        try:
+            return self._tokenizer.encode_pieces([text.text])[0]
+        except UserError as error:
+            raise UserError(f"{text.where}: {error}") from error
+
+    def _document(self, text: _Text, pieces: Pieces) -> _Document:
+        """Make a document, from a start to an end token. The template of chats writes its own."""
+        target, sizes = _overlaps(pieces, text.learned), _bytes(text.text, pieces)
+        if self.kind == "chat":
+            return _Document(pieces.ids, target, sizes, text.where, text.user)
+        before, end = self._tokenizer.start_tokens(), self._tokenizer.end_token()
+        has_end = end is None or pieces.ids[-1] == end
+        after = np.array([] if has_end else [end], pieces.ids.dtype)
+        return _Document(
+            np.concatenate([before, pieces.ids, after]),
+            np.concatenate([np.zeros(len(before), bool), target, np.ones(len(after), bool)]),
+            np.pad(sizes, (len(before), len(after))),
+            text.where,
+            text.user,
+        )
 
 
 def _filled(record: Record, name: str) -> str:

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ class Tokenizer(NamedTuple):
       encode: text -> tokens [T], in the smallest unsigned dtype that holds all tokens.
       encode_prompt: as ``encode``, without the tokens that end a text.
       decode: tokens -> text; invalid bytes become U+FFFD.
-      encode_pieces: text -> `Pieces`, without the tokens that begin or end a text. Special tokens
-        that the text itself contains, such as ``</s>``, are encoded as such.
+      encode_pieces: texts -> `Pieces` of each one, without the tokens that begin or end a text.
+        Special tokens that a text itself contains, such as ``</s>``, are encoded as such.
       start_tokens: () -> tokens that begin a text.
       end_token: () -> token that ends a text, ``eos_token`` of tokenizer_config.json; or None.
       folder: folder of the tokenizer's files; None for bytes.
@@ -45,7 +45,7 @@ class Tokenizer(NamedTuple):
     encode: Callable[[str], np.ndarray]
     encode_prompt: Callable[[str], np.ndarray]
     decode: Callable[[Iterable[int]], str]
-    encode_pieces: Callable[[str], Pieces]
+    encode_pieces: Callable[[Sequence[str]], list[Pieces]]
     start_tokens: Callable[[], np.ndarray]
     end_token: Callable[[], int | None]
     folder: Path | None = None
@@ -74,7 +74,7 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
             _encode_bytes,
             _encode_bytes,
             _decode_bytes,
-            _split_bytes,
+            lambda texts: [_split_bytes(text) for text in texts],
             lambda: np.zeros(0, np.uint8),
             lambda: None,
         )
@@ -102,8 +102,7 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
     if unknown is None:
         unknown = tokenizer.token_to_id(model.get("unk_token") or "")
 
-    def encode_with(encoder: Any, text: str, *, add_special_tokens: bool = True) -> Any:
-        """Encode a text, of which each symbol must have a token."""
+    def check_text(text: str) -> None:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -111,10 +110,9 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
                 f"{path} reads only UTF-8, and symbol {error.start:,} of the text is not; convert "
                 "the text, or omit data.tokenizer"
             ) from None
-        try:
-            encoding = encoder.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # a model that has no token for unknown symbols
-            raise UserError(f"{path} cannot encode {_shorten(text)!r}: {error}") from error
+
+    def as_pieces(encoding: Any, text: str) -> Pieces:
+        """Convert the tokens of a text, of which each symbol must have one."""
         ids = np.array(encoding.ids, np.int64)
         starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         # A vocabulary without an unknown token drops unknown symbols silently.
@@ -126,15 +124,22 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
         # The message does not name them, because offsets after a dropped symbol are unreliable.
         if not all(text[i].isspace() for i in missing):
             raise UserError(f"{path} has no token for some of {_shorten(text)!r}")
-        return encoding
+        return Pieces(ids.astype(dtype), starts, ends)
+
+    def encode_with(encoder: Any, text: str, *, add_special_tokens: bool = True) -> Any:
+        check_text(text)
+        try:
+            return encoder.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # a model that has no token for unknown symbols
+            raise UserError(f"{path} cannot encode {_shorten(text)!r}: {error}") from error
 
     def encode(text: str, *, with_end: bool = True) -> np.ndarray:
         encoding = encode_with(tokenizer, text)
-        ids = np.array(encoding.ids, np.int64)
+        ids = as_pieces(encoding, text).ids
         if not with_end:  # special tokens after the text, but not those before it
             from_text = np.flatnonzero(np.array(encoding.special_tokens_mask) == 0)
             ids = ids[: np.max(from_text, initial=-1) + 1]
-        return ids.astype(dtype)
+        return ids
 
     @functools.cache
     def whole() -> Any:
@@ -143,10 +148,14 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
         copy.post_processor = tokenizers.processors.TemplateProcessing("$A", None, [])
         return copy
 
-    def encode_pieces(text: str) -> Pieces:
-        encoding = encode_with(whole(), text, add_special_tokens=False)
-        start, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        return Pieces(np.array(encoding.ids, np.int64).astype(dtype), start, end)
+    def encode_pieces(texts: Sequence[str]) -> list[Pieces]:
+        for text in texts:
+            check_text(text)
+        try:  # on all cores
+            encodings = whole().encode_batch(list(texts), add_special_tokens=False)
+        except Exception:  # of one of them, which is found by encoding each alone
+            encodings = [encode_with(whole(), t, add_special_tokens=False) for t in texts]
+        return [as_pieces(e, text) for e, text in zip(encodings, texts, strict=True)]
 
     def start_tokens() -> np.ndarray:
         # Any text will do that has a token.

@@ -88,10 +88,10 @@ def _question(record: Record, tokenizer: Tokenizer, context: int) -> Question:
     start = tokenizer.start_tokens()
     rows, counts, truncated = [], [], False
     try:
-        prompt = len(tokenizer.encode_pieces(question).ids)
-        for choice in choices:
-            whole = tokenizer.encode_pieces(f"{text} {choice}").ids
-            count = len(whole) - prompt
+        texts = [question, *(f"{text} {choice}" for choice in choices)]
+        prompt, *wholes = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
+        for choice, whole in zip(choices, wholes, strict=True):
+            count = len(whole) - len(prompt)
             if not 0 < count <= context:
                 raise UserError(
                     f"choice {choice!r:.40} has {count} tokens; expected 1 to data.context "
