@@ -76,6 +76,7 @@ TARGETS = {
     "fnet/privacy/noise.py": "tests/test_correlated_noise.py",
     "fnet/privacy/sampling.py": "tests/test_poisson.py",
     "fnet/step.py": "tests/test_step.py tests/test_skip_nonfinite.py",
+    "train/data/packing.py": "tests/test_packing.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 

@@ -13,7 +13,6 @@ from data_cases import error_message, take_batches
 from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
 from train.data import chat_file, evaluation_batches, num_examples, placeholder
 from train.data.buckets import bucketed_batches
-from train.data.packing import pack
 from train.data.tokenizer import load_tokenizer
 from train.run.setup import setup
 from train.tasks import build
@@ -186,22 +185,6 @@ def test_long_answers_are_truncated_or_dropped(load):
     data = load(records, context=16, test_fraction=0.25, long="drop")
     assert [len(a) for _, a in examples_of(batch_of(data))] == [3]
     assert "2 of 3 training examples were dropped" in data.notes[0]
-
-
-def test_packing_uses_few_rows_and_each_example_once():
-    lengths = np.random.default_rng(0).integers(1, 40, 500)
-    rows = pack(lengths, 64)
-    assert sorted(i for row in rows for i in row) == list(range(500))
-    assert all(lengths[row].sum() <= 64 for row in rows)
-    lower_bound = -(-lengths.sum() // 64)
-    assert lower_bound <= len(rows) <= lower_bound * 1.03
-    assert rows == pack(lengths, 64)
-
-
-def test_packing_chooses_the_fullest_row_with_space():
-    assert pack(np.array([3, 6, 4, 2, 1]), 8) == [[1, 3], [2, 0, 4]]
-    assert pack(np.array([8, 8]), 8) == [[0], [1]]
-    assert pack(np.array([], int), 8) == []
 
 
 def test_packed_batches_weight_rows_by_their_targets(load):
