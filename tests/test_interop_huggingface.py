@@ -13,6 +13,7 @@ import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
 from fnet.interop.huggingface.decoders import rotary_frequencies
+from tests import pretrained_image_cases
 from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, peer, weights
 
 
@@ -32,7 +33,8 @@ def loaded(name):
 
 
 def test_every_family_has_a_case():
-    assert {c["model_type"] for c in CONFIGS.values()} == FAMILIES.keys()
+    cases = CONFIGS | pretrained_image_cases.CONFIGS
+    assert {c["model_type"] for c in cases.values() if "model_type" in c} == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -20,6 +20,8 @@ from fnet.models.resnet9 import resnet9 as resnet9
 from fnet.models.resnext import DEPTHS as _RESNEXTS
 from fnet.models.resnext import resnext as resnext
 from fnet.models.revnet import revnet as revnet
+from fnet.models.vit import SIZES as _VITS
+from fnet.models.vit import vit as vit
 from fnet.models.wider_resnet import DEPTHS as _WIDER_RESNETS
 from fnet.models.wider_resnet import wider_resnet as wider_resnet
 
@@ -33,6 +35,10 @@ MODELS: dict[str, Callable[..., Layer]] = {
     **{f"densenet{depth}": partial(densenet, depth) for depth in _DENSENETS},
     **{f"wider_resnet{depth}": partial(wider_resnet, depth) for depth in _WIDER_RESNETS},
     **{
+        f"vit_{size}": partial(vit, width=width, blocks=blocks, heads=heads)
+        for size, (width, blocks, heads) in _VITS.items()
+    },
+    **{
         f"wider_resnet{depth}_a2": partial(wider_resnet, depth, a2=True) for depth in _WIDER_RESNETS
     },
 }
@@ -44,8 +50,9 @@ def get(name: str, **options: Any) -> Layer:
 
     Args:
       name: ``mlp``, ``preact_resnet``, ``resnet9``, ``revnet``, ``resnet18`` to ``resnet152``,
-        ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``, or
-        ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``.
+        ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
+        ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``, or ``vit_tiny``,
+        ``vit_small``, ``vit_base``, ``vit_large`` and ``vit_huge``.
       **options: arguments of the network's function, such as ``num_classes``.
 
     Returns:

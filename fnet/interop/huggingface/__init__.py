@@ -3,7 +3,9 @@
 Nothing is downloaded, and transformers is not needed.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface import decoders
+from fnet.interop.huggingface import decoders, timm, vision
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
     check_shapes,
@@ -31,12 +33,16 @@ class Family(NamedTuple):
       build: ``(options, dtype) -> model``.
       architectures: names of the classes with the head that is supported.
       prefix: prefix that checkpoints without a head lack.
+      others: names of tensors of another model in the same checkpoint, such as a text tower.
     """
 
     build: Callable[[Options, DTypeLike], PretrainedModel]
     architectures: tuple[str, ...]
     prefix: str | None = "model."
+    others: re.Pattern[str] | None = None
 
+
+_TEXT_TOWER = re.compile(r"^(text_model\.|text_projection\.|logit_scale$|logit_bias$)")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(decoders.decoder, ("LlamaForCausalLM",)),
@@ -50,16 +56,57 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(decoders.decoder, ("Olmo2ForCausalLM",)),
     "phi3": Family(decoders.decoder, ("Phi3ForCausalLM",)),
     "smollm3": Family(decoders.decoder, ("SmolLM3ForCausalLM",)),
+    "vit": Family(vision.vit, ("ViTForImageClassification", "ViTModel"), "vit."),
+    "deit": Family(
+        vision.vit,
+        ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher", "DeiTModel"),
+        "deit.",
+    ),
+    "dinov2": Family(vision.dinov2, ("Dinov2Model", "Dinov2ForImageClassification"), "dinov2."),
+    "dinov2_with_registers": Family(
+        vision.dinov2,
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+        "dinov2_with_registers.",
+    ),
+    "clip_vision_model": Family(
+        vision.image_tower, ("CLIPVisionModel", "CLIPVisionModelWithProjection"), "vision_model."
+    ),
+    "clip": Family(vision.image_tower, ("CLIPModel",), None, _TEXT_TOWER),
+    "siglip_vision_model": Family(vision.image_tower, ("SiglipVisionModel",), "vision_model."),
+    "siglip": Family(vision.image_tower, ("SiglipModel",), None, _TEXT_TOWER),
 }
 """Supported models by ``model_type``."""
 
+_TIMM = Family(timm.build, (), None)
 
-def build_model(config: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) -> PretrainedModel:
+
+def _family(config: Mapping[str, Any]) -> Family:
+    """Look up the family of a ``config.json``, of transformers or of timm."""
+    kind = config.get("model_type")
+    if kind is None and "architecture" in config:
+        return _TIMM
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"huggingface: model_type {kind!r} is not supported, only {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[kind]
+
+
+def build_model(
+    config: Mapping[str, Any],
+    *,
+    dtype: DTypeLike = jnp.float32,
+    names: Iterable[str] | None = None,
+    interpolate_positions: bool = False,
+) -> PretrainedModel:
     """Build the network of a ``config.json``, without weights.
 
     Args:
       config: ``config.json`` as a dict.
       dtype: dtype of activations.
+      names: names of the checkpoint's tensors. They decide whether an image network has a head.
+        None: the architecture in the config decides.
+      interpolate_positions: as for `from_huggingface`.
 
     Returns:
       A model. Its ``init`` makes float32 parameters; `from_huggingface` reads those of a file.
@@ -76,13 +123,8 @@ def build_model(config: Mapping[str, Any], *, dtype: DTypeLike = jnp.float32) ->
       >>> sum(p.size for p in jax.tree.leaves(params))
       124439808
     """
-    options = Options(config)
-    if options.kind not in FAMILIES:
-        raise ValueError(
-            f"huggingface: model_type {config.get('model_type')!r} is not supported, only "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
-    family = FAMILIES[options.kind]
+    options = Options(config, names, interpolate_positions=interpolate_positions)
+    family = _family(config)
     for architecture in config.get("architectures") or ():
         if architecture not in family.architectures:
             raise ValueError(
@@ -100,12 +142,14 @@ def from_huggingface(
     *,
     dtype: DTypeLike | None = None,
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
+    interpolate_positions: bool = False,
 ) -> tuple[PretrainedModel, Params]:
     """Load a published model, exactly.
 
-    Supported are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3, SmolLM.
-    Logits equal those of transformers up to rounding. An option that is not supported raises an
-    error; nothing is approximated.
+    Supported are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3, SmolLM;
+    for images ViT, DeiT, DINOv2, and the image towers of CLIP and SigLIP, in the files of
+    transformers and of timm. Outputs equal those of transformers and timm up to rounding. An option
+    that is not supported raises an error; nothing is approximated.
 
     Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
     a time, so a lazy mapping needs host memory for one tensor. With ``sharding``, each process
@@ -115,18 +159,22 @@ def from_huggingface(
       config: ``config.json`` as a dict.
       tensors: ``{name: array}`` as in the safetensors files. In place of arrays it may hold objects
         with ``shape`` and ``dtype`` that return arrays for ``tensor[slices]``.
-      dtype: dtype of activations. None: that of the embedding.
+      dtype: dtype of activations. None: that of the first tensor.
       sharding: ``(path, shape) -> sharding`` of each parameter, with paths such as
         ``"blocks/0/mixer/query/kernel"``. None: the default device.
+      interpolate_positions: whether an image network takes images of other sizes, with learned
+        positions interpolated as in its library.
 
     Returns:
-      ``(model, params)``. ``model.apply(params, {}, x, train=False) -> (logits, state)`` takes
-      tokens [B, T]. Language models also have ``losses`` and ``decode``, as
-      `fnet.models.LanguageModel`.
+      ``(model, params)``. ``model.apply(params, {}, x, train=False) -> (y, state)``. For language
+      models, ``x`` are tokens [B, T] and ``y`` logits [B, T, V]. They also have ``losses`` and
+      ``decode``, as `fnet.models.LanguageModel`. For image networks, ``x`` are normalized images
+      [B, H, W, C]. ``y`` are logits [B, classes], or features [B, D] if the file has no classifier:
+      transformers' ``image_embeds`` or else ``pooler_output``, or the normalized class token.
 
     Raises:
       ValueError: for an unknown model type, class or option; for tensors that are missing,
-        unknown, or of another shape.
+        unknown, or of another shape; if a model without positions is to interpolate them.
       TypeError: for tensors that are not floating.
 
     Example:
@@ -144,12 +192,15 @@ def from_huggingface(
       >>> logits.shape
       (1, 3, 11)
     """
-    model = build_model(config)
-    family = FAMILIES[str(config["model_type"])]
-    model = with_found_names(model, list(tensors), family.prefix)
+    build = functools.partial(
+        build_model, config, names=tensors, interpolate_positions=interpolate_positions
+    )
+    model = build()
+    family = _family(config)
+    model = with_found_names(model, list(tensors), family.prefix, family.others)
     if dtype is None:
         dtype = np.dtype(tensors[model.tensors[0].name].dtype)
-    model = build_model(config, dtype=dtype)._replace(tensors=model.tensors)
+    model = build(dtype=dtype)._replace(tensors=model.tensors)
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     check_shapes(model, shapes, tensors)
     return model, read_params(model, shapes, tensors, sharding)

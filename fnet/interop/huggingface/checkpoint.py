@@ -27,7 +27,8 @@ class Tensor(NamedTuple):
       name: name in the checkpoint.
       path: path of the parameter, joined by ``/``.
       axes: transposition from the file to the parameter; None: none.
-      unit_axis: axis of the file's tensor that has length 1 and that the parameter lacks.
+      unit_axis: axis or ascending axes of the file's tensor that have length 1 and that the
+        parameter lacks.
       by_head: number of rows in which the file splits the parameter's only axis; None: not split.
       optional: whether the tensor may be missing, because another one holds the same parameter.
     """
@@ -35,7 +36,7 @@ class Tensor(NamedTuple):
     name: str
     path: str
     axes: tuple[int, ...] | None = None
-    unit_axis: int | None = None
+    unit_axis: int | tuple[int, ...] | None = None
     by_head: int | None = None
     optional: bool = False
 
@@ -67,7 +68,9 @@ class Tensor(NamedTuple):
         if self.axes is not None:
             slices = [index[i] for i in np.argsort(self.axes)]
         if self.unit_axis is not None:
-            slices.insert(self.unit_axis, slice(None))
+            axes = (self.unit_axis,) if isinstance(self.unit_axis, int) else self.unit_axis
+            for axis in axes:
+                slices.insert(axis, slice(None))
         return tuple(slices)
 
 
@@ -90,7 +93,10 @@ class PretrainedModel(NamedTuple):
 
 
 def with_found_names(
-    model: PretrainedModel, names: Sequence[str], prefix: str | None
+    model: PretrainedModel,
+    names: Sequence[str],
+    prefix: str | None,
+    others: re.Pattern[str] | None = None,
 ) -> PretrainedModel:
     """Rename the model's tensors as the checkpoint names them.
 
@@ -100,6 +106,7 @@ def with_found_names(
       model: a model with the usual names.
       names: names in the checkpoint.
       prefix: what the checkpoint's names may lack, such as ``"model."``.
+      others: names of tensors that belong to another model in the same checkpoint.
 
     Raises:
       ValueError: for missing or unknown tensors.
@@ -109,7 +116,12 @@ def with_found_names(
     if prefix and not any(name.startswith(prefix) for name in names):
         tensors = tuple(t._replace(name=t.name.removeprefix(prefix)) for t in tensors)
     missing = [t.name for t in tensors if t.name not in found and not t.optional]
-    unknown = sorted(n for n in found - {t.name for t in tensors} if not _BUFFERS.search(n))
+    known = {t.name for t in tensors}
+    unknown = sorted(
+        n
+        for n in found - known
+        if not _BUFFERS.search(n) and not (others is not None and others.search(n))
+    )
     if missing:
         raise ValueError(f"the checkpoint lacks {_listed(missing)}")
     if unknown:

@@ -1,7 +1,9 @@
 """Reading a ``config.json``: every option is understood, or rejected by name."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # What a config may say about training, generation and files. It does not change logits.
 _IGNORED = frozenset({
@@ -31,13 +33,47 @@ class Options:
     """Options of a ``config.json`` that knows which of them were read.
 
     Attributes:
-      kind: The model type, such as ``"llama"``.
+      kind: The model type, such as ``"llama"``, or the architecture of timm.
+
+    Args:
+      config: ``config.json`` as a dict.
+      names: names of the tensors of the checkpoint, if they are known.
+      interpolate_positions: whether the caller asks for images of other sizes.
+      kind: the model type, if the config does not say.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        self.kind = str(config.get("model_type"))
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        names: Iterable[str] | None = None,
+        *,
+        interpolate_positions: bool = False,
+        kind: str | None = None,
+    ):
+        self.kind = str(kind or config.get("model_type") or config.get("architecture"))
         self._config = dict(config)
+        self._names = None if names is None else frozenset(names)
         self._read = set(_IGNORED)
+        self._interpolates = interpolate_positions
+
+    def of(self, config: Mapping[str, Any], kind: str | None = None) -> "Options":
+        """Return the options of a part of the model. It takes over what the caller asks for."""
+        part = Options(
+            config, self._names, interpolate_positions=self._interpolates, kind=kind or self.kind
+        )
+        self._interpolates = False
+        return part
+
+    def has(self, name: str, default: bool) -> bool:
+        """Whether the checkpoint has a tensor; the ``default`` if its tensors are not known."""
+        if self._names is None:
+            return default
+        return any(n == name or n.endswith(f".{name}") for n in self._names)
+
+    def interpolation(self, method: T) -> T | None:
+        """Return the method, if the caller asks for images of other sizes."""
+        asked, self._interpolates = self._interpolates, False
+        return method if asked else None
 
     def get(self, name: str, default: Any = _REQUIRED) -> Any:
         """Read an option. A missing or null one is the ``default``.
@@ -78,8 +114,12 @@ class Options:
         """Raise for options that nobody read, unless they are null, false or empty.
 
         Raises:
-          ValueError: with the names and values.
+          ValueError: with the names and values; if the model cannot do what the caller asks for.
         """
+        if self._interpolates:
+            raise ValueError(
+                f"{self.kind}: has no positions of image patches; leave interpolate_positions out"
+            )
         unread = {
             name: value
             for name, value in self._config.items()

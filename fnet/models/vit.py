@@ -1,0 +1,515 @@
+"""Vision transformers (ViT): images as sequences of patches."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float
+
+from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_children
+from fnet.layers.attention import attention
+from fnet.layers.conv import conv
+from fnet.layers.dense import dense
+from fnet.layers.dot_product_attention import dot_product_attention
+from fnet.layers.feed_forward import feed_forward
+from fnet.layers.layer_scale import layer_scale as layer_scale_layer
+from fnet.layers.norm import layer_norm_layer
+from fnet.layers.stack import Block, Norm, resolve_norm, stack
+from fnet.precision import add, broadcast_like, upcast
+
+Pooling = Literal["token", "tokens", "mean", "mean_of_norm", "token_and_mean", "map", "none"]
+"""How tokens become features; see `image_transformer`."""
+
+Positions = Literal["all", "class", "patches"]
+"""Which tokens have a learned position; see `image_transformer`."""
+
+Interpolation = Literal["bicubic", "bicubic_antialiased"]
+"""How positions are interpolated to another image size; see `resize_positions`."""
+
+SIZES = {
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+    "huge": (1280, 32, 16),
+}
+"""Width, number of blocks and number of heads by size (Dosovitskiy et al. 2021; DeiT)."""
+
+
+def vit(
+    *,
+    num_classes: int | None,
+    image_shape: Sequence[int] = (224, 224, 3),
+    patch: int = 16,
+    width: int = 768,
+    blocks: int = 12,
+    heads: int = 12,
+    hidden: int | None = None,
+    registers: int = 0,
+    pooling: Literal["token", "mean"] = "token",
+    layer_scale: float | None = None,
+    dropout: float = 0.0,
+) -> Layer:
+    """Vision transformer (Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words").
+
+    Patches, a class token and registers pass through blocks of attention and a feed-forward layer
+    with GELU, each after a layer norm.
+
+    Args:
+      num_classes: number of logits. None: the network returns features [N, width].
+      image_shape: (H, W, C). Patches that do not fit into H and W are cut off.
+      patch: side of a patch in pixels.
+      width: D, the size of a token.
+      blocks: number of blocks.
+      heads: number of attention heads; divides ``width``.
+      hidden: width of the feed-forward layers. None: 4 width.
+      registers: number of tokens that are neither image nor output (Darcet et al. 2024, "Vision
+        Transformers Need Registers").
+      pooling: ``token`` reads the class token, ``mean`` the mean of the patches. With ``mean``
+        there is no class token.
+      layer_scale: initial scale of each branch (Touvron et al. 2021); None: no scale.
+      dropout: dropout rate of each branch in training.
+
+    Returns:
+      A layer on NHWC images, [N, H, W, C] -> [N, num_classes]; see `image_transformer`.
+
+    Raises:
+      ValueError: for a size below 1, an unknown pooling, or heads that do not divide the width;
+        when applied, for another image shape.
+
+    Example:
+      >>> import fnet, jax
+      >>> model = fnet.models.get("vit_base", num_classes=1000)
+      >>> params, _ = jax.eval_shape(model.init, jax.random.key(0))
+      >>> sum(p.size for p in jax.tree.leaves(params))
+      86567656
+    """
+    if pooling not in ("token", "mean"):
+        raise ValueError(f"vit: pooling must be 'token' or 'mean', got {pooling!r}")
+    hidden = 4 * width if hidden is None else hidden
+    check_sizes("vit", blocks=blocks, num_classes=1 if num_classes is None else num_classes)
+    block = Block(
+        attention(width, heads),
+        feed_forward(width, hidden, activation="gelu_exact", gated=False, bias=True),
+    )
+    scale = functools.partial(layer_scale_layer, initial=layer_scale) if layer_scale else None
+    return image_transformer(
+        image_shape=image_shape,
+        patch=patch,
+        width=width,
+        blocks=[block] * blocks,
+        class_token=pooling == "token",
+        registers=registers,
+        post_norm=scale,
+        pooling=pooling,
+        head=None if num_classes is None else dense(width, num_classes),
+        dropout=dropout,
+    )
+
+
+def image_transformer(
+    *,
+    image_shape: Sequence[int],
+    patch: int | tuple[int, int],
+    width: int,
+    blocks: Sequence[Block],
+    class_token: bool = True,
+    distillation_token: bool = False,
+    registers: int = 0,
+    mask_token: bool = False,
+    positions: Positions = "class",
+    interpolate: Interpolation | None = None,
+    patch_bias: bool = True,
+    norm: Norm = layer_norm_layer,
+    input_norm: bool = False,
+    final_norm: bool = True,
+    post_norm: Norm | None = None,
+    pooling: Pooling = "token",
+    map_pooling: Layer | None = None,
+    head: Layer | None = None,
+    dropout: float = 0.0,
+) -> Layer:
+    """Transformer on the patches of an image, with the options of published networks.
+
+    With P the patches and p the learned positions, the network computes::
+
+        x = stack([class token, distillation token, registers, P W + b + p]);   y = head(pool(x))
+
+    Args:
+      image_shape: (H, W, C).
+      patch: side of a patch, or its height and width. Pixels beyond the last whole patch are not
+        read.
+      width: D, the size of a token.
+      blocks: blocks as for `fnet.layers.stack`. Mixers must not be causal.
+      class_token: whether there is a class token.
+      distillation_token: whether a second one follows (Touvron et al. 2021, "Training
+        data-efficient image transformers & distillation through attention").
+      registers: number of further tokens.
+      mask_token: whether there is a token for masked patches.
+      positions: which tokens have positions: ``patches``, also the ``class`` and distillation
+        tokens, or ``all``.
+      interpolate: how positions are resized to images of another shape. None: such images are an
+        error.
+      patch_bias: whether the patch embedding has a bias.
+      norm: norm before each mixer and each feed-forward layer, and of the output.
+      input_norm: whether a norm precedes the blocks, as in CLIP.
+      final_norm: whether a norm follows the blocks.
+      post_norm: as for `fnet.layers.stack`, such as `fnet.layers.layer_scale`.
+      pooling: input of the head. ``token``: the class token. ``tokens``: class and distillation
+        token [N, 2, D]. ``mean``: the mean of the patches, then the final norm. ``mean_of_norm``:
+        the final norm, then the mean. ``token_and_mean``: both [N, 2 D], after the final norm.
+        ``map``: ``map_pooling`` of all patches after the final norm. ``none``: all tokens
+        [N, T, D].
+      map_pooling: a layer [N, T, D] -> [N, D], such as `attention_pooling`.
+      head: a layer on the pooled features; None: the features are the output.
+      dropout: as for `fnet.layers.stack`.
+
+    Returns:
+      A layer on NHWC images. Its params are ``patches``, ``class_token`` [D],
+      ``distillation_token`` [D], ``register_tokens`` [registers, D], ``mask_token`` [D],
+      ``pos_embedding`` [positions, D], ``input_norm``, ``blocks``, ``norm``, ``pooling`` and
+      ``head``. ``apply`` also takes ``masked`` [N, patches], True where the mask token replaces
+      a patch (Bao et al. 2022, "BEiT").
+
+    Raises:
+      ValueError: for an unknown option, for a token that the pooling needs and that is not there;
+        when applied, for another image shape, or ``masked`` without a mask token.
+
+    Example:
+      >>> import fnet, jax, jax.numpy as jnp
+      >>> from fnet.models.vit import image_transformer
+      >>> block = fnet.layers.Block(fnet.layers.attention(8, 2), fnet.layers.feed_forward(8, 16))
+      >>> model = image_transformer(image_shape=(8, 8, 3), patch=4, width=8, blocks=[block])
+      >>> params, _ = model.init(jax.random.key(0))
+      >>> features, _ = model.apply(params, {}, jnp.ones((2, 8, 8, 3)), train=False)
+      >>> params["pos_embedding"].shape, features.shape
+      ((5, 8), (2, 8))
+    """
+    patch = (patch, patch) if isinstance(patch, int) else patch
+    check_sizes("image_transformer", patch=min(patch), width=width, registers=registers + 1)
+    for name, value, known in (
+        ("pooling", pooling, get_args(Pooling)),
+        ("positions", positions, get_args(Positions)),
+        ("interpolate", interpolate, (None, *get_args(Interpolation))),
+    ):
+        if value not in known:
+            raise ValueError(f"image_transformer: {name} must be one of {known}, got {value!r}")
+    if pooling.startswith("token") and not class_token:
+        raise ValueError(
+            f"image_transformer: pooling {pooling!r} reads the class token; set class_token=True"
+        )
+    if (pooling == "map") != (map_pooling is not None):
+        raise ValueError("image_transformer: give map_pooling with pooling='map', and only then")
+    *size, channels = image_shape
+    grid = size[0] // patch[0], size[1] // patch[1]
+    if not min(grid):
+        raise ValueError(f"image_transformer: patch {patch} is larger than the image {tuple(size)}")
+
+    tokens = {  # in the order of the sequence
+        "class_token": () if class_token else None,
+        "distillation_token": () if distillation_token else None,
+        "register_tokens": (registers,) if registers else None,
+    }
+    tokens_shapes = {name: (*n, width) for name, n in tokens.items() if n is not None}
+    prefix = class_token + distillation_token + registers
+    with_position = {"all": prefix, "class": prefix - registers, "patches": 0}[positions]
+
+    norm_layer = resolve_norm("image_transformer", norm)
+    children = {
+        "patches": conv(channels, width, patch, stride=patch, padding="VALID", bias=patch_bias),
+        "blocks": stack(width, blocks, norm=norm, post_norm=post_norm, dropout=dropout),
+    }
+    optional = {
+        "input_norm": norm_layer(width) if input_norm else None,
+        "norm": norm_layer(width) if final_norm else None,
+        "pooling": map_pooling,
+        "head": head,
+    }
+    children |= {name: layer for name, layer in optional.items() if layer is not None}
+
+    def init(key: Array) -> tuple[Params, State]:
+        children_key, *keys = jax.random.split(key, 5)
+        params, state = init_children(children, children_key)
+        shapes = tokens_shapes | {"pos_embedding": (with_position + grid[0] * grid[1], width)}
+        for name, shape in shapes.items():
+            k = keys[list(shapes).index(name)]
+            params[name] = 0.02 * jax.random.normal(k, shape, jnp.float32)
+        if mask_token:
+            params["mask_token"] = jnp.zeros(width, jnp.float32)
+        return params, state
+
+    def embed(params: Params, x: Array, patches: Array, masked: Array | None) -> Array:
+        """Arrange tokens [N, T, D]: prefix, then patches [N, H', W', D], with positions."""
+        n, rows, columns, _ = patches.shape
+        patches = patches.reshape(n, rows * columns, width)
+        if masked is not None:
+            mask = jnp.reshape(masked, (n, -1, 1))
+            patches = jnp.where(mask, broadcast_like(params["mask_token"], patches), patches)
+        pos = upcast(params["pos_embedding"])
+        pos_of_prefix, pos = pos[:with_position], pos[with_position:]
+        if x.shape[1:3] != tuple(size):
+            assert interpolate is not None
+            pos = resize_positions(pos, grid, (rows, columns), interpolate)
+        patches = add(patches, pos[None])
+        if not prefix:
+            return patches
+        first = jnp.concatenate([upcast(jnp.atleast_2d(params[name])) for name in tokens_shapes])
+        first = first.at[:with_position].add(pos_of_prefix)
+        # Broadcast in float32, so that the gradient is summed over images in float32.
+        first = jnp.broadcast_to(first, (n, prefix, width)).astype(patches.dtype)
+        return jnp.concatenate([first, patches], axis=1)
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "n h w c"],
+        *,
+        key: Array | None = None,
+        train: bool,
+        masked: Bool[Array, "n p"] | None = None,
+    ) -> tuple[Array, State]:
+        _check_image(x, (*size, channels), patch, interpolate)
+        if masked is not None and not mask_token:
+            raise ValueError("image_transformer: masked needs mask_token=True")
+
+        def child(name: str, x: Array) -> Array:
+            if name not in children:
+                return x
+            return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+
+        with jax.named_scope("embed"):
+            x = embed(params, x, child("patches", x), masked)
+        x = child("input_norm", x)
+        x, state = apply_child(children, "blocks", params, state, x, key=key, train=train)
+        return child(
+            "head", pool(x, lambda x: child("norm", x), lambda x: child("pooling", x))
+        ), state
+
+    def pool(x: Array, norm: Callable[[Array], Array], attend: Callable[[Array], Array]) -> Array:
+        # Only tokens that the head reads pass the final norm.
+        match pooling:
+            case "token":
+                return norm(x[:, 0])
+            case "tokens":
+                return norm(x[:, : class_token + distillation_token])
+            case "mean":
+                return norm(_mean(x[:, prefix:]))
+            case "mean_of_norm":
+                return _mean(norm(x[:, prefix:]))
+            case "token_and_mean":
+                return jnp.concatenate([norm(x[:, 0]), _mean(norm(x[:, prefix:]))], axis=-1)
+            case "map":
+                return attend(norm(x[:, prefix:]))
+        return norm(x)
+
+    return Layer(init, apply)
+
+
+def attention_pooling(
+    width: int,
+    heads: int,
+    feed_forward: Layer,
+    *,
+    norm: Norm = layer_norm_layer,
+    fused: bool = True,
+) -> Layer:
+    """Pool tokens by attention from one learned query, followed by a feed-forward layer.
+
+    Lee et al. 2019, "Set Transformer"; Zhai et al. 2022, "Scaling Vision Transformers"::
+
+        a = softmax(q k^T / sqrt(d)) v W + b;   y = a + feed_forward(norm(a))
+
+    Args:
+      width: D, the size of a token.
+      heads: number of heads; divides ``width``.
+      feed_forward: a layer [N, D] -> [N, D].
+      norm: norm before the feed-forward layer.
+      fused: whether one array holds the kernels of query, key and value. Otherwise the query has
+        its own.
+
+    Returns:
+      A layer, [N, T, D] -> [N, D]. Its params are ``probe`` [D], the input of the query,
+      ``query_key_value``, or ``query`` and ``key_value``; ``output``, ``norm`` and
+      ``feed_forward``.
+
+    Raises:
+      ValueError: if ``heads`` does not divide ``width``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> from fnet.models.vit import attention_pooling
+      >>> layer = attention_pooling(8, 2, layers.feed_forward(8, 16))
+      >>> params, _ = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, {}, jnp.ones((2, 5, 8)), train=False)
+      >>> y.shape
+      (2, 8)
+    """
+    if heads < 1 or width % heads:
+        raise ValueError(
+            f"attention_pooling: heads must divide width, got heads={heads}, width={width}"
+        )
+    projections = {"query": dense(width, width), "key_value": dense(width, 2 * width)}
+    children = {"query_key_value": dense(width, 3 * width)} if fused else dict(projections)
+    children["output"] = dense(width, width)
+    children["norm"] = resolve_norm("attention_pooling", norm)(width)
+    children["feed_forward"] = feed_forward
+
+    def init(key: Array) -> tuple[Params, State]:
+        params, state = init_children(children, key)
+        probe_key = jax.random.fold_in(key, len(children))
+        params["probe"] = width**-0.5 * jax.random.normal(probe_key, (width,), jnp.float32)
+        return params, state
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "n t d"],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "n d"], State]:
+        def child(name: str, x: Array) -> Array:
+            return apply_child(children, name, params, {}, x, key=key, train=train)[0]
+
+        def project(name: str, x: Array) -> Array:
+            if fused:
+                of = slice(width) if name == "query" else slice(width, None)
+                part = jax.tree.map(lambda a: a[..., of], params["query_key_value"])
+            else:
+                part = params[name]
+            y, _ = projections[name].apply(part, {}, x, train=train)
+            return y.reshape(*y.shape[:-1], -1, width // heads)
+
+        probe = jnp.broadcast_to(params["probe"].astype(x.dtype), (x.shape[0], 1, width))
+        k, v = jnp.split(project("key_value", x), 2, axis=2)
+        y = dot_product_attention(project("query", probe), k, v)
+        y = child("output", y.reshape(-1, width))
+        return y + child("feed_forward", child("norm", y)), state
+
+    return Layer(init, apply)
+
+
+def distilled_head(width: int, num_classes: int) -> Layer:
+    """Average the logits of the class token and of the distillation token (DeiT).
+
+    Args:
+      width: D, the size of a token.
+      num_classes: number of logits.
+
+    Returns:
+      A layer, [N, 2, D] -> [N, num_classes]. Its params are ``class`` and ``distillation``, each
+      ``{"kernel", "bias"}``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet.models.vit import distilled_head
+      >>> layer = distilled_head(8, 10)
+      >>> params, _ = layer.init(jax.random.key(0))
+      >>> logits, _ = layer.apply(params, {}, jnp.ones((3, 2, 8)), train=False)
+      >>> logits.shape
+      (3, 10)
+    """
+    children = {name: dense(width, num_classes) for name in ("class", "distillation")}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "n t d"],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "n c"], State]:
+        logits = [
+            apply_child(children, name, params, {}, x[:, i], key=key, train=train)[0]
+            for i, name in enumerate(children)
+        ]
+        return (logits[0] + logits[1]) / 2, state
+
+    return Layer(lambda key: init_children(children, key), apply)
+
+
+def resize_positions(
+    positions: Float[Array, "p d"],
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    interpolation: Interpolation,
+) -> Float[Array, "q d"]:
+    """Resize learned positions to another grid of patches.
+
+    Args:
+      positions: [rows columns, D].
+      grid: (rows, columns) of the positions.
+      new_grid: (rows, columns) of the result.
+      interpolation: ``bicubic``: cubic convolution with a = -0.75, without antialiasing.
+        ``bicubic_antialiased``: a = -0.5, with a wider kernel where the grid shrinks. Both are
+        torch's ``interpolate``.
+
+    Returns:
+      [new rows new columns, D], in the dtype of the positions.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.models.vit import resize_positions
+      >>> positions = jnp.arange(4.0)[:, None]
+      >>> resize_positions(positions, (2, 2), (3, 3), "bicubic")[:, 0].tolist()[4]
+      1.5
+    """
+    rows, columns = (
+        jnp.asarray(_resize_matrix(n, m, interpolation == "bicubic_antialiased"), positions.dtype)
+        for n, m in zip(grid, new_grid, strict=True)
+    )
+    on_grid = positions.reshape(*grid, -1)
+    resized = jnp.einsum("ir,jc,rcd->ijd", rows, columns, on_grid, precision="highest")
+    return resized.reshape(-1, positions.shape[-1])
+
+
+def _resize_matrix(n: int, m: int, antialias: bool) -> np.ndarray:
+    """Weights [m, n] of n values for m, by cubic convolution (Keys 1981)."""
+    a = -0.5 if antialias else -0.75
+    widen = max(n / m, 1.0) if antialias else 1.0
+    reach = int(np.ceil(2 * widen)) + 1
+    centers = (np.arange(m)[:, None] + 0.5) * n / m - 0.5
+    taps = np.arange(-reach, n + reach)[None]
+    t = np.abs(taps - centers) / widen
+    inner = (a + 2) * t**3 - (a + 3) * t**2 + 1
+    outer = a * (t**3 - 5 * t**2 + 8 * t - 4)
+    weights = np.where(t <= 1, inner, np.where(t < 2, outer, 0.0))
+    if antialias:  # values beyond the border have no weight
+        weights = weights[:, reach : reach + n]
+        return np.asarray(weights / weights.sum(1, keepdims=True))
+    matrix = np.zeros((m, n))  # values beyond the border repeat those at the border
+    for i, tap in enumerate(np.clip(taps[0], 0, n - 1)):
+        matrix[:, tap] += weights[:, i]
+    return matrix
+
+
+def _mean(x: Array) -> Array:
+    return upcast(x).mean(1).astype(x.dtype)
+
+
+def _check_image(
+    x: Array,
+    image_shape: tuple[int, ...],
+    patch: tuple[int, int],
+    interpolate: Interpolation | None,
+) -> None:
+    height, width, channels = image_shape
+    if x.ndim != 4 or x.shape[-1] != channels:
+        raise ValueError(f"image_transformer: expected [N, H, W, {channels}], got {x.shape}")
+    if x.shape[1:3] == (height, width):
+        return
+    if interpolate is None:
+        raise ValueError(
+            f"image_transformer: positions are learned for images of {height} x {width}, got "
+            f"{x.shape[1]} x {x.shape[2]}; resize the images, or interpolate the positions"
+        )
+    if x.shape[1] < patch[0] or x.shape[2] < patch[1]:
+        raise ValueError(
+            f"image_transformer: an image of {x.shape[1]} x {x.shape[2]} is smaller than a patch "
+            f"{patch}"
+        )

@@ -1,0 +1,192 @@
+"""Tiny configs of published image networks, their weights, and outputs of transformers and timm.
+
+Weights are drawn by NumPy from the tensors' names in the files. The outputs are those of
+transformers 5.24.0 and timm 1.0.31 with torch 2.13.0 in float32: ``python -m
+tests.pretrained_image_cases`` prints them again.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.pretrained_cases import weights
+
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
+_VIT = _SIZES | {"image_size": 16, "intermediate_size": 48}
+_LABELS = {"id2label": {str(i): f"LABEL_{i}" for i in range(5)}}
+_TOWERS = {"projection_dim": 6, "text_config": {
+    "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 4, "eos_token_id": 2, "bos_token_id": 1,
+    "pad_token_id": 0, "projection_dim": 6,
+}}  # fmt: skip
+
+CONFIGS = {
+    "vit": {"architectures": ["ViTForImageClassification"]} | _VIT | _LABELS,
+    "vit_wide": {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
+    | _VIT
+    | _LABELS
+    | {"image_size": [16, 24], "qkv_bias": False, "hidden_act": "gelu_new"},
+    "vit_pooler": {"architectures": ["ViTModel"], "model_type": "vit", "pooler_output_size": 7}
+    | _VIT,
+    "deit": {"architectures": ["DeiTForImageClassificationWithTeacher"]} | _VIT | _LABELS,
+    "deit_class_token": {"architectures": ["DeiTForImageClassification"], "model_type": "deit"}
+    | _VIT
+    | _LABELS,
+    "dinov2": {"architectures": ["Dinov2Model"], "image_size": 16} | _SIZES,
+    "dinov2_giant": {"architectures": ["Dinov2ForImageClassification"], "model_type": "dinov2"}
+    | _SIZES
+    | _LABELS
+    | {"image_size": 16, "use_swiglu_ffn": True},
+    "dinov2_with_registers": {"architectures": ["Dinov2WithRegistersModel"], "image_size": 16}
+    | _SIZES,
+    "dinov2_registers_labels": {
+        "architectures": ["Dinov2WithRegistersForImageClassification"],
+        "model_type": "dinov2_with_registers",
+        "num_register_tokens": 3,
+        "image_size": 18,
+    }
+    | _SIZES
+    | _LABELS,
+    "clip_vision_model": {"architectures": ["CLIPVisionModelWithProjection"], "projection_dim": 6}
+    | _VIT,
+    "clip_no_projection": {"architectures": ["CLIPVisionModel"], "model_type": "clip_vision_model"}
+    | _VIT,
+    "clip": {"architectures": ["CLIPModel"], "vision_config": _VIT} | _TOWERS,
+    "siglip_vision_model": {"architectures": ["SiglipVisionModel"]} | _VIT,
+    "siglip": {"architectures": ["SiglipModel"], "vision_config": _VIT | {"image_size": 18}}
+    | _TOWERS,
+}  # fmt: skip
+CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
+
+
+def _timm(architecture, size=16, **options):
+    """A config of timm's repositories on the hub, at a tiny size."""
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 4, "patch_size": 4, "img_size": size}
+    return {
+        "architecture": architecture,
+        "num_classes": options.pop("num_classes", 5),
+        "num_features": 32,
+        "pretrained_cfg": {"input_size": [3, size, size], "num_classes": 1000, "mean": [0.5] * 3},
+        "model_args": sizes | options,
+    }
+
+
+CONFIGS |= {
+    "timm_vit": _timm("vit_base_patch16_224"),
+    "timm_vit_features": _timm("vit_tiny_patch16_384", num_classes=0, qkv_bias=False),
+    "timm_deit_distilled": _timm("deit_tiny_distilled_patch16_224"),
+    "timm_deit3": _timm("deit3_small_patch16_224"),
+    "timm_dinov2": _timm("vit_small_patch14_dinov2", num_classes=0),
+    "timm_dinov2_registers": _timm("vit_giant_patch14_reg4_dinov2", num_classes=0),
+    "timm_clip": _timm("vit_base_patch32_clip_quickgelu_224"),
+    "timm_siglip": _timm("vit_so400m_patch16_siglip_256", size=18, num_classes=0, mlp_ratio=1.5),
+    "timm_siglip_gap": _timm("vit_base_patch16_siglip_gap_224"),
+    "timm_mean": _timm("vit_base_patch16_reg4_gap_256"),
+}
+
+OUTPUTS = {
+    "vit": [-0.11992, 0.19909, 0.50537, 0.71102],
+    "vit_wide": [0.1375, 0.55285, 0.68514, 0.70874],
+    "vit_pooler": [0.79999, -0.35936, -0.34566, 0.67043],
+    "deit": [1.55395, 0.85109, -0.66189, -0.00272],
+    "deit_class_token": [0.79527, 0.96752, 0.55586, 0.4056],
+    "dinov2": [1.02017, -0.39961, 0.2652, 0.84183],
+    "dinov2_giant": [0.49165, 1.42784, 0.23146, -0.43424],
+    "dinov2_with_registers": [1.00696, -0.41779, 0.33015, 0.85519],
+    "dinov2_registers_labels": [-0.01832, 0.70764, 0.1753, 0.1817],
+    "clip_vision_model": [-2.30892, 0.2709, -0.65036, 1.46881],
+    "clip_no_projection": [-0.26317, 0.03367, 0.29048, -0.78241],
+    "clip": [-2.30892, 0.2709, -0.65036, 1.46881],
+    "siglip_vision_model": [-0.61074, 1.19056, 1.07271, 1.69457],
+    "siglip": [0.3484, 0.18978, -0.10087, -0.02461],
+    "timm_vit": [0.514, -0.41041, -0.12158, 0.50571],
+    "timm_vit_features": [0.35236, -0.25829, -1.14395, -0.79049],
+    "timm_deit_distilled": [0.19452, -0.38485, -0.11265, 0.52323],
+    "timm_deit3": [0.09271, -0.63418, 0.04357, -0.37809],
+    "timm_dinov2": [-0.99662, -0.27907, -1.20462, -0.74786],
+    "timm_dinov2_registers": [-0.97738, -0.15361, -1.13928, -0.76342],
+    "timm_clip": [0.73124, -0.30287, -0.02767, 0.48223],
+    "timm_siglip": [-1.02211, 1.11849, 0.90993, -0.68328],
+    "timm_siglip_gap": [-0.01218, -0.48301, 0.21054, 0.62396],
+    "timm_mean": [1.40638, 0.2431, 0.09708, 0.50007],
+}
+"""The first outputs for the second of the `images`."""
+
+OTHER_SIZES = {
+    "vit": [-0.14813, 0.23006, 0.58569, 0.67748],
+    "deit": [1.57042, 0.81862, -0.68361, 0.02641],
+    "dinov2": [1.01785, -0.39356, 0.40834, 0.84646],
+    "dinov2_with_registers": [1.01119, -0.40173, 0.42912, 0.85486],
+    "clip": [-2.28053, 0.25916, -0.58982, 1.4761],
+    "siglip_vision_model": [-0.6077, 1.27531, 1.14339, 1.72969],
+}
+"""The same for images of 24 x 20, with interpolated positions."""
+
+
+def image_size(config):
+    """Height and width that a config says."""
+    if "model_args" in config:
+        return tuple(config["pretrained_cfg"]["input_size"][1:])
+    size = config.get("vision_config", config)["image_size"]
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def images(size):
+    """Two normalized images [2, H, W, 3]."""
+    return np.random.default_rng(0).standard_normal((2, *size, 3)).astype(np.float32)
+
+
+def peer(name):
+    """The model with these weights, its own config, and the tensors of its file."""
+    if name.startswith("timm"):
+        return _peer_of_timm(CONFIGS[name])
+    import transformers
+    from safetensors.numpy import load_file, save_file
+
+    config = dict(CONFIGS[name])
+    model_class = getattr(transformers, config["architectures"][0])
+    config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        model_class(config).save_pretrained(folder)
+        shapes = {n: a.shape for n, a in load_file(path).items()}
+        tensors = weights({n: shape or (1,) for n, shape in shapes.items()})
+        tensors = {n: a.reshape(shapes[n]) for n, a in tensors.items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        written = json.loads(Path(folder, "config.json").read_text())
+        return model_class.from_pretrained(folder).eval(), written, tensors
+
+
+def _peer_of_timm(config):
+    import timm
+    import torch
+
+    args = {"num_classes": config["num_classes"]} | config["model_args"]
+    model = timm.create_model(config["architecture"], **args).eval()
+    tensors = weights({n: tuple(a.shape) for n, a in model.state_dict().items()})
+    model.load_state_dict({n: torch.tensor(a) for n, a in tensors.items()})
+    return model, config, tensors
+
+
+def outputs(model, x, **options):
+    """Outputs of a peer's model for images [N, H, W, 3]."""
+    import torch
+
+    pixels = torch.tensor(np.moveaxis(x, -1, 1).copy())
+    with torch.no_grad():
+        if hasattr(model, "get_image_features"):
+            features = model.get_image_features(pixels, **options)
+            return getattr(features, "pooler_output", features).numpy()
+        y = model(pixels, **options)
+        if isinstance(y, torch.Tensor):
+            return y.numpy()
+        names = ("logits", "image_embeds", "pooler_output")
+        return next(y[n] for n in names if n in y and y[n] is not None).numpy()
+
+
+if __name__ == "__main__":
+    for name, config in CONFIGS.items():
+        y = outputs(peer(name)[0], images(image_size(config)))
+        print(f'    "{name}": {[round(float(v), 5) for v in y[1, :4]]},')

@@ -1,0 +1,179 @@
+"""Published image networks give the outputs and the tensors of transformers and timm."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fnet
+from fnet.interop.huggingface import FAMILIES, build_model
+from tests.pretrained_cases import weights
+from tests.pretrained_image_cases import (
+    CONFIGS,
+    OTHER_SIZES,
+    OUTPUTS,
+    image_size,
+    images,
+    outputs,
+    peer,
+)
+
+TOWERS = {
+    "clip": ["logit_scale", "text_model.final_layer_norm.weight", "text_projection.weight"],
+    "siglip": ["logit_bias", "logit_scale", "text_model.head.weight"],
+}
+WITHOUT_PREFIX = {
+    "ViTModel",
+    "Dinov2Model",
+    "Dinov2WithRegistersModel",
+    "CLIPVisionModel",
+    "SiglipVisionModel",
+}
+
+
+def file_shapes(model):
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = {
+        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
+    }
+    assert sorted(t.path for t in model.tensors) == sorted(leaves)
+    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors}
+
+
+@functools.cache
+def tensors_of(name):
+    """Draw the tensors of a file. In files of networks without a head, names have no prefix."""
+    shapes = file_shapes(build_model(CONFIGS[name]))
+    if CONFIGS[name].get("architectures", [""])[0] in WITHOUT_PREFIX:
+        prefix = FAMILIES[CONFIGS[name]["model_type"]].prefix
+        shapes = {n.removeprefix(prefix): shape for n, shape in shapes.items()}
+    return weights(shapes)
+
+
+def evaluate(model, params, x):
+    return jax.jit(lambda p: model.apply(p, {}, x, train=False)[0])(params)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_outputs_match_those_of_the_peer(name):
+    tensors = tensors_of(name)
+    model, params = fnet.interop.from_huggingface(CONFIGS[name], tensors)
+    y = evaluate(model, params, images(image_size(CONFIGS[name])))
+    np.testing.assert_allclose(y[1, :4], OUTPUTS[name], atol=2e-5)
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
+
+
+@pytest.mark.parametrize("name", OTHER_SIZES)
+def test_interpolated_positions_match_those_of_transformers(name):
+    load = functools.partial(fnet.interop.from_huggingface, CONFIGS[name], tensors_of(name))
+    model, params = load(interpolate_positions=True)
+    np.testing.assert_allclose(
+        evaluate(model, params, images((24, 20)))[1, :4], OTHER_SIZES[name], atol=2e-5
+    )
+    model, params = load()
+    with pytest.raises(ValueError, match=r"learned for images of 16 x 16, got 24 x 20; resize"):
+        evaluate(model, params, images((24, 20)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_outputs_match_those_of_the_peer(name):
+    pytest.importorskip("torch")
+    pytest.importorskip("timm" if name.startswith("timm") else "transformers")
+    theirs, config, tensors = peer(name)
+    x = images(image_size(CONFIGS[name]))
+    expected = outputs(theirs, x)
+    model, params = fnet.interop.from_huggingface(config, tensors)
+    assert np.abs(evaluate(model, params, x) - expected).max() <= 1e-5 * np.abs(expected).max()
+    written = fnet.interop.to_huggingface(model, params)
+    of_images = {n: a for n, a in tensors.items() if not n.startswith(("text_", "logit_"))}
+    chex.assert_trees_all_equal(written, of_images)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_an_image_tower_ignores_the_text_tower(name):
+    text = {n: np.ones((), np.float32) for n in TOWERS[name]}
+    model, params = fnet.interop.from_huggingface(CONFIGS[name], tensors_of(name) | text)
+    chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors_of(name))
+    with pytest.raises(ValueError, match=r"the model does not: audio_model.weight"):
+        fnet.interop.from_huggingface(
+            CONFIGS[name], tensors_of(name) | {"audio_model.weight": np.ones(1, np.float32)}
+        )
+
+
+def test_tensors_decide_whether_there_is_a_head():
+    _, full = fnet.interop.from_huggingface(CONFIGS["vit"], tensors_of("vit"))
+    body = {n.removeprefix("vit."): a for n, a in tensors_of("vit").items() if n.startswith("vit.")}
+    for architecture in ("ViTModel", "ViTForImageClassification"):
+        config = CONFIGS["vit"] | {"architectures": [architecture]}
+        model, params = fnet.interop.from_huggingface(config, body)
+        chex.assert_trees_all_equal(params, {n: a for n, a in full.items() if n != "head"})
+        assert evaluate(model, params, images((16, 16))).shape == (2, 32)
+        chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), body)
+
+
+def test_bfloat16_tensors_give_bfloat16_outputs():
+    tensors = {n: a.astype(jnp.bfloat16) for n, a in tensors_of("dinov2").items()}
+    model, params = fnet.interop.from_huggingface(CONFIGS["dinov2"], tensors)
+    y = evaluate(model, params, images((16, 16)))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y[1, :4].astype(np.float32), OUTPUTS["dinov2"], atol=0.1)
+    with pytest.raises(TypeError, match=r"images: x must be floating, got uint8"):
+        evaluate(model, params, np.zeros((1, 16, 16, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (CONFIGS["vit"] | {"architectures": ["ViTForMaskedImageModeling"]}, "ViTForMasked"),
+        (CONFIGS["vit"] | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
+        (CONFIGS["dinov2"] | {"use_rope": True}, "dinov2: unknown options.*use_rope=True"),
+        (
+            CONFIGS["clip"] | {"vision_config": CONFIGS["vit"] | {"num_experts": 2}},
+            "clip: unknown options in config.json: num_experts=2",
+        ),
+        ({"architecture": "resnet50"}, "timm: architecture 'resnet50' is not supported"),
+        ({"architecture": "vit_medium_patch16_gap_240"}, "'vit_medium_patch16_gap_240' is not"),
+        (
+            CONFIGS["timm_vit"] | {"model_args": {"qk_norm": True}},
+            "vit_base_patch16_224: qk_norm True is not supported, only False",
+        ),
+        (
+            CONFIGS["timm_vit"] | {"model_args": {"block_fn": "ParallelScalingBlock"}},
+            "vit_base_patch16_224: unknown options in config.json: block_fn=",
+        ),
+        (CONFIGS["timm_vit"] | {"license": "mit"}, "unknown options in config.json: license"),
+    ],
+)
+def test_rejects_options_by_name(config, match):
+    with pytest.raises(ValueError, match=match):
+        build_model(config)
+
+
+def test_only_image_networks_interpolate_positions():
+    config = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    with pytest.raises(ValueError, match=r"gpt2: has no positions of image patches"):
+        build_model(config, interpolate_positions=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parameters"),
+    [  # timm 1.0.31
+        ("vit_tiny_patch16_224", 5_717_416),
+        ("deit_base_distilled_patch16_224", 87_338_192),
+        ("vit_giant_patch14_reg4_dinov2", 1_136_483_840),
+        ("vit_so400m_patch14_siglip_384", 428_225_600),
+    ],
+)
+def test_parameter_counts_match_those_of_timm(architecture, parameters):
+    size = 518 if "dinov2" in architecture else 384 if "384" in architecture else 224
+    config = {
+        "architecture": architecture,
+        "num_classes": 1000 if "_224" in architecture else 0,
+        "pretrained_cfg": {"input_size": [3, size, size]},
+    }
+    params, _ = jax.eval_shape(build_model(config).init, jax.random.key(0))
+    assert sum(a.size for a in jax.tree.leaves(params)) == parameters
