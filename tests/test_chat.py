@@ -185,6 +185,14 @@ def test_answers_are_what_an_assistant_writes(name, answers):
     assert last == spans[1:]
 
 
+def test_a_namespace_keeps_values_between_turns():
+    source = (
+        "{% set n = namespace(count=0, last='') %}{% for m in messages %}"
+        "{% set n.count = n.count + 1 %}{% set n.last = m.role %}{% endfor %}{{ n.count }}{{ n.last }}"
+    )
+    assert template(source).render(CHAT) == "4assistant"
+
+
 def test_a_chat_that_ends_with_a_user_has_no_last_answer():
     assert template(QWEN).render_answers(CHAT[:3], last=True)[1] == []
     assert template(GENERATION).render_answers(CHAT[:3], last=True)[1] == []
@@ -219,6 +227,8 @@ def test_missing_values_are_not_written():
         ("{{ ''.__class__.__mro__ }}", "x.jinja refuses the chat: .*__class__.* is unsafe"),
         ("{{ messages.append(1) }}", "x.jinja refuses the chat: .*append.* is unsafe"),
         ("{{ missing.field }}", "x.jinja refuses the chat: 'missing' is undefined"),
+        ("{% set n = namespace(__html__=1) %}", "a namespace cannot hold '__html__'"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", "a namespace cannot hold '_x'"),
     ],
 )
 def test_a_bad_template_is_one_line(source, message):

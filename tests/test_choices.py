@@ -10,6 +10,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command
 
 from train.config import ChatFile, LanguageModel, TextFile, recipes
 from train.data import text_file
+from train.data.chat import ChatTemplate
 from train.data.tokenizer import load_tokenizer
 from train.run.checkpoints import Checkpoints
 from train.run.choices import Question, load_questions, score_choices
@@ -145,6 +146,17 @@ def test_questions_begin_with_the_start_token_of_the_tokenizer(write, tmp_path):
     assert "tokenizer.json has no token for some of 'Is perhaps'" in message
 
 
+def test_questions_are_written_with_a_chat_template(write):
+    template = ChatTemplate(
+        "<u>{{ messages[0].content }}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    path = write([{"question": "Is it? ", "choices": ["yes", "no"], "answer": 1}])
+    (question,) = load_questions(path, "--choices", BYTES, CONTEXT, template)
+    rows = [bytes(row.astype(np.uint8)).decode() for row in question.rows]
+    assert rows == ["<u>Is it? <a>yes", "<u>Is it? <a>no"]
+    assert question.counts == [3, 2]
+
+
 GOOD = QUESTIONS[0]
 
 
@@ -261,5 +273,10 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
 
     assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
     assert_one_line_error(capsys, "--choices: cannot read none.jsonl: No such file or directory")
-    assert exit_code("eval", "run", "--flip") == 2
-    assert_one_line_error(capsys, "on chat_file; its options: --choices")
+    for options, message in (
+        (["--flip"], "on chat_file; its options: --choices, --chat"),
+        (["--chat"], "--chat: writes the questions of --choices; give a file of questions"),
+        (["--choices", "questions.jsonl", "--chat"], "--chat: there is no tokenizer, which comes"),
+    ):
+        assert exit_code("eval", "run", *options) == 2
+        assert_one_line_error(capsys, message)

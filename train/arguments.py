@@ -161,6 +161,8 @@ class EvalArguments(CheckpointArguments):
     """Segmentation: average with the predictions for the horizontal flip."""
     choices: Annotated[str | None, _default("the run's test examples")] = None
     """Language models: a JSON lines file of multiple-choice questions to answer instead."""
+    chat: bool = False
+    """With choices: write questions with the chat template, as a user's messages."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """``fnet eval``: evaluate a run's checkpoint on its test examples."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ from train.config import (
     ImageFolder,
     TextFile,
 )
-from train.data.tokenizer import load_tokenizer
+from train.data.chat import ChatTemplate, load_template
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.output import examples, plots
@@ -78,6 +80,8 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         folder that cannot be written.
     """
     config = apply_options(folder, folder.read_config(), options)
+    if options.chat and options.choices is None:
+        raise UserError("--chat: writes the questions of --choices; give a file of questions")
     if options.choices is not None:
         answer_choices(folder, config, options, console)
         return
@@ -139,7 +143,8 @@ def answer_choices(
     assert isinstance(data, TextFile | ChatFile)
     assert file is not None
     tokenizer = load_tokenizer(data)
-    questions = load_questions(file, "--choices", tokenizer, data.context)
+    template = _chat_template(data, tokenizer) if options.chat else None
+    questions = load_questions(file, "--choices", tokenizer, data.context, template)
     model = language.build_network(config)
     with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
         params, state, step = checkpoints.restore_network(model.init)
@@ -172,6 +177,14 @@ def answer_choices(
     for name, value in metrics.items():
         log(f"{name} {value:.6g}")
     log(f"choices: {folder.choices}")
+
+
+def _chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTemplate:
+    path = getattr(data, "chat_template", None)
+    try:
+        return load_template(tokenizer.folder, Path(path) if path else None)
+    except UserError as error:
+        raise UserError(f"--chat: {error}") from error
 
 
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
@@ -233,7 +246,7 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
     if isinstance(config.model, DeepLab):
         allowed = ("image_size", "scales", "flip")
     elif isinstance(config.data, TextFile | ChatFile):
-        allowed = ("choices",)
+        allowed = ("choices", "chat")
     elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
         allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
@@ -250,7 +263,9 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
                 f"{_flag(name)}: {folder.path} is a run of {config.model.name} on "
                 f"{config.data.source}; its options: {flags}"
             )
-    changes = {n: getattr(options, n) for n in given if n not in ("scales", "flip", "choices")}
+    changes = {
+        n: getattr(options, n) for n in given if n not in ("scales", "flip", "choices", "chat")
+    }
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
     for scale in options.scales:
         side = round(scale * getattr(config.data, "image_size", 0))

@@ -13,6 +13,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from train.errors import UserError, list_available
 
@@ -141,6 +142,24 @@ class _Generation(Extension):
         return f"{_OPEN}{caller()}{_CLOSE}"
 
 
+class _PlainNamespace(Namespace):
+    """``namespace(...)`` of Jinja, without names such as ``__html__`` that Python itself calls."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        for name in dict(*args[1:], **kwargs):
+            _check_name(name)
+        Namespace.__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+
+
 @functools.lru_cache(maxsize=8)
 def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Template:
     """Compile a template in the environment that transformers gives to chat templates."""
@@ -168,6 +187,7 @@ def _compile(source: str, now: Callable[[], datetime.datetime]) -> jinja2.Templa
 
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["namespace"] = _PlainNamespace
     environment.globals["strftime_now"] = lambda format: now().strftime(format)
     return environment.from_string(source)
 

@@ -11,6 +11,7 @@ from jax import Array
 import fnet
 from train.data import records
 from train.data.buckets import bucket_lengths
+from train.data.chat import ChatTemplate
 from train.data.records import Record
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError
@@ -50,30 +51,42 @@ class ChoiceScores(NamedTuple):
     log_likelihoods: list[np.ndarray]
 
 
-def load_questions(path: str, option: str, tokenizer: Tokenizer, context: int) -> list[Question]:
+def load_questions(
+    path: str,
+    option: str,
+    tokenizer: Tokenizer,
+    context: int,
+    template: ChatTemplate | None = None,
+) -> list[Question]:
     """Read questions from a file of JSON lines, or a .parquet file.
 
     A question has ``question`` or ``prompt``, a list ``choices``, and ``answer``, the index of the
     right one from 0, or its letter from A. Question and choice are joined by a space. As in
     lm-evaluation-harness, spaces at the end of the question count as part of the choice, and long
-    questions lose their beginning.
+    questions lose their beginning. With a chat template, the question is a user's message and the
+    choice the start of the assistant's answer.
 
     Args:
       path: File.
       option: Flag that names it, for error messages.
       tokenizer: Tokenizer of the model.
       context: Largest number of tokens that the model reads.
+      template: Chat template to write questions with.
 
     Raises:
       UserError: if the file is unreadable or has no questions, or a question is wrong.
     """
-    questions = [_question(record, tokenizer, context) for record in records.read(path, option)]
+    questions = [
+        _question(record, tokenizer, context, template) for record in records.read(path, option)
+    ]
     if not questions:
         raise UserError(f"{option}: {path} holds no questions")
     return questions
 
 
-def _question(record: Record, tokenizer: Tokenizer, context: int) -> Question:
+def _question(
+    record: Record, tokenizer: Tokenizer, context: int, template: ChatTemplate | None
+) -> Question:
     text = record.text(record.find("question", "prompt") or "question")
     choices = record.get("choices")
     if not text.strip():
@@ -84,11 +97,16 @@ def _question(record: Record, tokenizer: Tokenizer, context: int) -> Question:
             f"{record.where}: choices must be a list of two or more texts, got {choices!r:.60}"
         )
     answer = _answer(record, len(choices))
-    question = text.rstrip()
-    start = tokenizer.start_tokens()
     rows, counts, truncated = [], [], False
     try:
-        texts = [question, *(f"{text} {choice}" for choice in choices)]
+        if template:
+            start = tokenizer.start_tokens()[:0]  # the template writes all special tokens
+            messages = [{"role": "user", "content": text}]
+            question = template.render(messages, add_generation_prompt=True)
+            texts = [question, *(question + choice for choice in choices)]
+        else:
+            start = tokenizer.start_tokens()
+            texts = [text.rstrip(), *(f"{text} {choice}" for choice in choices)]
         prompt, *wholes = (pieces.ids for pieces in tokenizer.encode_pieces(texts))
         for choice, whole in zip(choices, wholes, strict=True):
             count = len(whole) - len(prompt)
