@@ -95,7 +95,11 @@ SMALL = {
     "image_folder": {"batch_size": 8, "image_size": 16, "path": "images"},
     "arrays": {"batch_size": 8, "path": "data.npz"},
     "text_file": {"batch_size": 8, "context": 16, "path": "text.txt"},
-    "chat_file": {"batch_size": 8, "context": 16, "path": "text.jsonl"},
+    "chat_file": {
+        **{"batch_size": 8, "context": 16, "path": "text.jsonl"},
+        **dict.fromkeys(["test_path", "tokenizer", "chat_template", "user"]),
+        **dict.fromkeys(["prompt", "answer", "text", "messages"]),
+    },
 }
 """Fields that make networks small and give the paths of data."""
 
