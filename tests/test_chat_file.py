@@ -339,6 +339,19 @@ def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):
     )
 
 
+def test_empty_files_are_named(load, write):
+    other = write(answers(3), "other.jsonl")
+    empty = write([], "empty.jsonl")
+    message = error_message(load, [], path=other, test_path=empty)
+    assert message == f"data.test_path: {empty} holds no examples"
+    assert (
+        error_message(load, [], path=empty, test_path=other)
+        == f"data.path: {empty} holds no examples"
+    )
+    message = error_message(load, answers(3), test_path=other, context=2, long="drop")
+    assert message.startswith("data.path: no training example of ")
+
+
 def test_missing_files_are_one_line(tmp_path):
     assert "data.path: cannot read none.jsonl: No such file" in error_message(
         chat_file.load, ChatFile(path="none.jsonl")
@@ -489,6 +502,17 @@ def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):
     chex.assert_trees_all_close(*results, rtol=1e-4, atol=1e-6)
     total, count = reference_losses(task, params, state, examples_of(batch))
     np.testing.assert_allclose(results[1][0], total / count, rtol=1e-5)
+
+
+def test_runs_report_what_was_changed_in_the_data(write):
+    records = [{"text": "ab" * n} for n in (3, 40, 5, 6)]
+    data = ChatFile(path=write(records), context=32, batch_size=2, test_fraction=0.25)
+    config = Config(data=data, model=MODEL, train=Train(steps=1))
+    assert setup(config).notes == (
+        "data: 1 of 3 training examples were cut into rows of 33 tokens",
+    )
+    private = Clipped(noise_multiplier=1.0, delta=1e-2, release_only=True)
+    assert setup(dataclasses.replace(config, grad=private)).notes == ()
 
 
 PRIVATE = Clipped(noise_multiplier=1.0, delta=1e-5)

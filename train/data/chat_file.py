@@ -52,7 +52,7 @@ class _Document(NamedTuple):
     Attributes:
       ids: Tokens [T].
       target: Whether each token is learned, bool [T].
-      bytes: UTF-8 bytes of text that each token stands for, int64 [T].
+      bytes: UTF-8 bytes of text that each token stands for, int32 [T].
       where: File and line of its example, which begin an error message.
       user: Id of its user, or None.
     """
@@ -249,12 +249,15 @@ def _fit(
                     f"{config.context}, or data.long drop"
                 )
             documents.append(part)
-    if not examples:
-        raise UserError(f"data.test_path: {config.test_path} holds no examples")
     if not documents:
+        is_own_file = split == "test" and config.test_path is not None
+        file = config.test_path if is_own_file else config.path
+        where = f"data.{'test_path' if is_own_file else 'path'}"
+        if not examples:
+            raise UserError(f"{where}: {file} holds no examples")
         raise UserError(
-            f"data.path: no {split} example of {config.path} has at most data.context + 1 = "
-            f"{size} tokens; give a larger data.context"
+            f"{where}: no {split} example of {file} has at most data.context + 1 = {size} tokens; "
+            "give a larger data.context"
         )
     done = {
         "cut": f"were cut into rows of {size} tokens",
@@ -452,7 +455,7 @@ def _overlaps(pieces: Pieces, spans: Iterable[range]) -> np.ndarray:
 
 
 def _bytes(text: str, pieces: Pieces) -> np.ndarray:
-    """Count the UTF-8 bytes that each token adds to the text, int64 [T].
+    """Count the UTF-8 bytes that each token adds to the text, int32 [T].
 
     A character of several tokens counts for the first one. What is between two tokens, such as
     a space that the tokenizer drops, counts for the second one.
@@ -461,4 +464,5 @@ def _bytes(text: str, pieces: Pieces) -> np.ndarray:
     if not text.isascii():
         sizes = np.array([len(c.encode("utf-8", "surrogateescape")) for c in text])
     until = np.concatenate([[0], np.cumsum(sizes)])
-    return np.diff(until[np.maximum.accumulate(pieces.end)], prepend=0)
+    added = np.diff(until[np.maximum.accumulate(pieces.end)], prepend=0)
+    return added.astype(np.int32)
