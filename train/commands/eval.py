@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fnet.models import LanguageModel
 from train import arguments
 from train.arguments import EvalArguments
 from train.commands.positional import positional
@@ -189,10 +188,11 @@ def _chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTempl
 
 def _text_metrics(run: Setup, evaluation: Evaluation) -> dict[str, float]:
     """Return the perplexity of a language model, and its bits per byte if they are known."""
-    if not isinstance(run.task.model, LanguageModel):
+    if not isinstance(run.config.data, TextFile | ChatFile):
         return {}
     loss = evaluation.metrics["loss"]
-    metrics = {"perplexity": float(np.exp(loss))}
+    with np.errstate(over="ignore"):
+        metrics = {"perplexity": float(np.exp(loss))}
     ratio = run.task.dataset.tokens_per_byte()
     return metrics if ratio is None else metrics | {"bits_per_byte": loss * ratio / np.log(2)}
 
