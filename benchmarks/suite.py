@@ -104,6 +104,8 @@ SUITE = (
     ahead_of_time("clipped_composition", "h100", quick=None),
     Benchmark("optimizer_in_backward", quick=("--rounds", "5", "--optimizers", "sgd", "adam")),
     ahead_of_time("optimizer_in_backward", "h100", quick=("--optimizers", "sgd", "adam")),
+    Benchmark("lora", quick=("--rounds", "3")),
+    ahead_of_time("lora", "h100"),
     Benchmark("attention", quick=("--rounds", "5", "--tokens", "2048")),
     Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
     Benchmark("planning", quick=None, packages=("equinox",)),

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from fnet.autodiff.accumulate import as_mode
-from fnet.autodiff.mean import Gradient, Loss, mean
+from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
 from fnet.fsdp import gather_at_use
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
@@ -150,7 +150,8 @@ class Step:
         if self.skip_nonfinite:
             finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
             old = {name: getattr(state, name) for name in new}
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            # The loss may pass arrays on, such as frozen parameters.
+            new = jax.tree.map(lambda a, b: b if a is b else jnp.where(finite, a, b), new, old)
             metrics |= {"skipped": (~finite).astype(jnp.float32)}
         return dataclasses.replace(state, step=state.step + 1, **new), metrics
 
@@ -445,12 +446,27 @@ def plan_step(
         budget,
         policies=policies,
         microbatches=choices,
-        couples_batch=bool(jax.tree.leaves(state.model_state)),
+        couples_batch=_updates_model_state(step, state, batch),
         state_bytes=tree_bytes(state),
         reserve=reserve,
         target=target,
         progress=progress,
     )
+
+
+def _updates_model_state(step: Step, state: TrainState, batch: Any) -> bool:
+    """Whether the loss returns another model state than it gets."""
+    if not jax.tree.leaves(state.model_state):
+        return False
+    updates: list[bool] = []
+
+    def loss(params: Any, model_state: Any, batch: Any, key: Array) -> None:
+        _, aux = losses_and_aux(step.loss(params, model_state, batch, key), model_state)
+        passed_on = {id(leaf) for leaf in jax.tree.leaves(model_state)}
+        updates.extend(id(leaf) not in passed_on for leaf in jax.tree.leaves(aux.model_state))
+
+    jax.eval_shape(loss, state.params, state.model_state, batch, state.key)
+    return any(updates)
 
 
 def _microbatch_choices(step: Step, batch: Any) -> list[int]:

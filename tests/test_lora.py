@@ -14,6 +14,7 @@ from fnet import layers, lora, represented
 from fnet.autodiff import gradient_strategies
 from fnet.jaxpr import find_equations
 from fnet.quantization import dequantize, leaves_with_paths, map_with_paths, quantize
+from fnet.step import _updates_model_state
 
 
 def new_key():
@@ -355,6 +356,47 @@ def test_no_array_of_the_frozen_size_exists_besides_the_frozen_weights(mode):
         assert report.peak.outputs - report.peak.aliased < 1000
         if kind:
             assert report.state_bytes < 0.35 * kernels
+
+
+def test_a_plan_may_split_the_batch_of_a_frozen_model():
+    params, _ = MODEL.init(new_key())
+    config, optimizer = lora.LoRA(2), optax.sgd(0.1)
+    batch = {"x": jnp.arange(20).reshape(4, 5) % 7}
+
+    def updates(model_state, batch, key):
+        return jax.tree.map(lambda a: a + 1, model_state)
+
+    for update in (None, updates):
+
+        def loss(params, model_state, batch, key, update=update):
+            losses, _ = model_loss(params, {}, batch, key)
+            new = update(model_state, batch, key) if update else model_state
+            return losses, fnet.Aux(new, {})
+
+        state = fnet.TrainState.create(
+            params=lora.init(config, params, new_key()),
+            optimizer=optimizer,
+            key=new_key(),
+            model_state={"frozen": params, "model": jnp.zeros(2)},
+        )
+        step = fnet.make_step(lora.loss(loss, config), optimizer)
+        assert _updates_model_state(step, state, batch) == (update is not None)
+
+
+def test_a_skipped_step_keeps_frozen_weights_in_place():
+    params, config, optimizer = {"kernel": normal(64, 64)}, lora.LoRA(1), optax.sgd(0.1)
+    state = state_of(config, params, optimizer)
+
+    def loss(params, model_state, batch, key):
+        return jnp.log(batch["x"] @ params["kernel"]).sum(-1)
+
+    step = fnet.make_step(lora.loss(loss, config), optimizer, skip_nonfinite=True)
+    step = fnet.compile_step(step, state, {"x": jnp.zeros((1, 64))})
+    assert step.report.peak.temporaries < 64 * 64
+    before = np.asarray(params["kernel"])
+    state, metrics = step(state, {"x": jnp.zeros((1, 64))})
+    assert metrics["skipped"] == 1
+    np.testing.assert_array_equal(state.model_state["frozen"]["kernel"], before)
 
 
 def test_clipping_finds_the_factors_by_ghost_norms():
