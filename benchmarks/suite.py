@@ -106,6 +106,13 @@ SUITE = (
     ahead_of_time("optimizer_in_backward", "h100", quick=("--optimizers", "sgd", "adam")),
     Benchmark("lora", quick=("--rounds", "3")),
     ahead_of_time("lora", "h100"),
+    Benchmark(
+        "compact_optimizer",
+        arguments=("--train.steps", "1000"),
+        quick=("--rounds", "3", "--seeds", "0", "1"),
+        path="text",
+        trains=True,
+    ),
     Benchmark("attention", quick=("--rounds", "5", "--tokens", "2048")),
     Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
     Benchmark("planning", quick=None, packages=("equinox",)),

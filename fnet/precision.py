@@ -1,5 +1,7 @@
 """Mixed precision: bfloat16 and float16 values are summed in float32, and indices have 32 bits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -15,6 +17,34 @@ def sum_dtype(*operands: Array | DTypeLike) -> jnp.dtype:
 def upcast(a: Float[Array, "..."]) -> Float[Array, "..."]:
     """Cast an array to the dtype in which to sum it, float32 or wider."""
     return a.astype(sum_dtype(a))
+
+
+def cast_kernels(params: Any, dtype: DTypeLike) -> Any:
+    """Cast kernels and embeddings, which are almost all parameters, to another dtype.
+
+    Biases, scales of norms and parameters of recurrences keep their dtype. They are few, and some
+    need float32.
+
+    Args:
+      params: Nested dicts of arrays. Kernels and embeddings are called so.
+      dtype: A floating dtype, such as bfloat16.
+
+    Returns:
+      The parameters.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from fnet.precision import cast_kernels
+      >>> cast = cast_kernels({"kernel": jnp.ones(2), "scale": jnp.ones(2)}, jnp.bfloat16)
+      >>> print(cast["kernel"].dtype, cast["scale"].dtype)
+      bfloat16 float32
+    """
+
+    def cast(path: Any, a: Array) -> Array:
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        return a.astype(dtype) if name.endswith(("kernel", "embedding")) else a
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def add(x: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -22,7 +22,8 @@ class TrainState:
       params: Trained arrays.
       model_state: Arrays that the forward pass updates (running statistics).
       opt_state: State of the optimizer.
-      ema: Exponential moving average of ``params`` for evaluation, or None.
+      ema: Exponential moving average of ``params`` for evaluation, or None. Averages of 16-bit
+        parameters are float32, because a step of an average is below the precision of 16 bits.
       key: Typed random key []. The randomness of step i is ``fold_in(key, i)``, so it is the
         same after a resume.
 
@@ -114,7 +115,7 @@ class TrainState:
             params=params,
             model_state={} if model_state is None else model_state,
             opt_state=optimizer.init(params),
-            ema=params if ema else None,
+            ema=jax.tree.map(_average_dtype, params) if ema else None,
             key=key,
         )
         return _without_shared_buffers(state)
@@ -123,6 +124,13 @@ class TrainState:
     def evaluation_params(self) -> Any:
         """Parameters to evaluate: the moving average if there is one, else ``params``."""
         return self.params if self.ema is None else self.ema
+
+
+def _average_dtype(p: Any) -> Any:
+    """Cast 16-bit parameters to float32."""
+    dtype = getattr(p, "dtype", None)
+    is_narrow = dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return p.astype(jnp.float32) if is_narrow else p
 
 
 def _without_shared_buffers(state: TrainState) -> TrainState:

@@ -39,6 +39,7 @@ class Step:
       optimizer: An optax gradient transformation.
       mode: How losses become an update; see `fnet.autodiff`.
       ema_decay: Decay of the moving average of the parameters, or None.
+      average: ``(opt_state, params) -> average``, in place of a decay, or None.
       state_sharding: Tree of `jax.sharding.Sharding` for the state (FSDP), or None.
       skip_nonfinite: Whether steps with a non-finite loss or gradient change nothing.
       remat: Remat policy of the loss: a key of `fnet.memory.REMAT_POLICIES`, or a policy that
@@ -55,6 +56,7 @@ class Step:
     skip_nonfinite: bool = False
     remat: str | Policy = "none"
     gather_axes: Sequence[str] | None = None
+    average: Callable[[optax.OptState, Any], Any] | None = None
 
     def __post_init__(self) -> None:
         """Reject settings that contradict each other.
@@ -64,6 +66,10 @@ class Step:
         """
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"make_step: ema_decay must be in [0, 1), got {self.ema_decay}.")
+        if self.ema_decay is not None and self.average is not None:
+            raise ValueError(
+                f"make_step: average and ema_decay={self.ema_decay} both set state.ema; give one."
+            )
         if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES:
             raise ValueError(
                 f"make_step: remat must be one of {list(REMAT_POLICIES)}, got {self.remat!r}."
@@ -104,7 +110,7 @@ class Step:
 
     def apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step without jit or donation: the pure function behind ``__call__``."""
-        if (state.ema is None) != (self.ema_decay is None):
+        if (state.ema is None) != (self.ema_decay is None and self.average is None):
             raise ValueError(
                 f"make_step: ema_decay={self.ema_decay}, but the state "
                 f"{'has no' if state.ema is None else 'has an'} average; "
@@ -141,6 +147,8 @@ class Step:
         ema = state.ema
         if self.ema_decay is not None:
             ema = optax.incremental_update(params, ema, step_size=1 - self.ema_decay)
+        if self.average is not None:
+            ema = self.average(opt_state, params)
         new = {
             "params": params,
             "model_state": model_state,
@@ -184,6 +192,7 @@ def make_step(
     mode: Mode | Callable[[Loss], Gradient] = mean,
     *,
     ema_decay: float | None = None,
+    average: Callable[[optax.OptState, Any], Any] | None = None,
     state_sharding: Any = None,
     skip_nonfinite: bool = False,
     remat: str | Policy = "none",
@@ -202,7 +211,9 @@ def make_step(
       mode: How losses become an update: `fnet.autodiff.mean`, `fnet.autodiff.clipped`, ..., or a
         function ``loss -> gradient``.
       ema_decay: Decay of the moving average ``state.ema``, in [0, 1). Required exactly when the
-        state has one.
+        state has one and there is no ``average``.
+      average: ``(opt_state, params) -> average``, which computes ``state.ema`` in place of a decay,
+        such as `fnet.optim.schedule_free_params`.
       state_sharding: Sharding of the state for FSDP: a tree of `jax.sharding.Sharding` with the
         structure of the state. Each layer gathers its parameters where it uses them; see
         `fnet.fsdp.gather_at_use`. By default XLA decides.
@@ -221,9 +232,9 @@ def make_step(
       and the metrics of the mode.
 
     Raises:
-      ValueError: If ``ema_decay`` is out of range, the remat policy is unknown, the mode cannot
-        be split, or ``skip_nonfinite`` is set for a mode that has no whole gradient or adds
-        noise. When called: if ``state.ema`` does not match ``ema_decay``.
+      ValueError: If ``ema_decay`` is out of range or comes with ``average``, the remat policy is
+        unknown, the mode cannot be split, or ``skip_nonfinite`` is set for a mode that has no
+        whole gradient or adds noise. When called: if ``state.ema`` does not match ``ema_decay``.
       TypeError: If ``mode`` is not a mode. When called: if the loss returns anything but losses or
         ``(losses, Aux)``, or the batch is not a dict.
 
@@ -244,7 +255,15 @@ def make_step(
     if microbatches is not None:
         mode = mode.split(microbatches)
     return Step(
-        loss, optimizer, mode, ema_decay, state_sharding, skip_nonfinite, remat, gather_axes
+        loss,
+        optimizer,
+        mode,
+        ema_decay,
+        state_sharding,
+        skip_nonfinite,
+        remat,
+        gather_axes,
+        average,
     )
 
 

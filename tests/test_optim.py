@@ -125,7 +125,10 @@ def test_rejects_clip_norm_not_above_0(clip_norm):
         fnet.optim.make_optimizer("sgd", 0.1, clip_norm=clip_norm)
 
 
-@pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
+SCALABLE = [n for n in fnet.optim.OPTIMIZERS if not n.startswith(("compact_", "schedule_free_"))]
+
+
+@pytest.mark.parametrize("name", [name for name in SCALABLE if name != "galore"])
 def test_params_may_be_a_single_array(name):
     """A single array is neither a kernel nor a classifier."""
     params = jnp.ones(3)
@@ -137,7 +140,7 @@ def test_params_may_be_a_single_array(name):
         chex.assert_trees_all_close(updates, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", fnet.optim.OPTIMIZERS)
+@pytest.mark.parametrize("name", SCALABLE)
 def test_classifier_scale_multiplies_the_classifiers_learning_rate(name):
     params = {"layer1": {"kernel": jnp.ones((2, 2))}, "fc": {"kernel": jnp.ones((2, 2))}}
     gradient = jax.tree.map(lambda a: 0.3 * a, params)
@@ -298,3 +301,81 @@ def test_classifier_mask_selects_the_layer_with_num_classes_outputs(name):
     leaves = jax.tree.leaves(fnet.optim.classifier_mask(params)), jax.tree.leaves(params)
     assert [mask for mask, a in zip(*leaves, strict=True) if a.shape[-1:] == (7,)]
     assert all(mask == (a.shape[-1:] == (7,)) for mask, a in zip(*leaves, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(set(fnet.optim.OPTIMIZERS) - set(SCALABLE)))
+def test_rejects_a_classifier_scale_for_optimizers_that_copy_parameters(name):
+    with pytest.raises(ValueError, match=f"{name} keeps a copy .* got classifier_scale 2"):
+        fnet.optim.make_optimizer(name, 0.1, classifier_scale=2.0)
+
+
+def test_muon_makes_updates_of_kernels_orthogonal():
+    """Also of each layer of a stack, and of convolutions as matrices [H W in, out]."""
+    params = {
+        "dense": {"kernel": jnp.ones((12, 8)), "bias": jnp.ones(8)},
+        "stack": {"kernel": jnp.ones((3, 12, 8))},
+        "conv": {"kernel": jnp.ones((3, 3, 4, 8))},
+        "fc": {"kernel": jnp.ones((12, 8))},
+    }
+    keys = jax.random.split(jax.random.key(0), 5)
+    grads = jax.tree.unflatten(
+        jax.tree.structure(params),
+        [jax.random.normal(k, p.shape) for k, p in zip(keys, jax.tree.leaves(params), strict=True)],
+    )
+    rule = fnet.optim.make_optimizer("muon", 0.1, weight_decay=0.5)
+    updates, _ = rule.update(grads, rule.init(params), params)
+
+    def direction(update):
+        return (-update / 0.1 - 0.5).reshape(-1, *(update.shape[-2:]))
+
+    for name in ("dense", "stack"):
+        for matrix in direction(updates[name]["kernel"]):
+            # consistent_rms: 0.2 sqrt(max(12, 8)), and 5 Newton-Schulz steps are not exact
+            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * math.sqrt(12))
+            assert 0.6 < values.min() <= values.max() < 1.3
+    conv = (-updates["conv"]["kernel"] / 0.1 - 0.5).reshape(36, 8)
+    values = np.linalg.svd(conv, compute_uv=False) / (0.2 * 6)
+    assert 0.6 < values.min() <= values.max() < 1.3
+    # Adam with Nesterov momentum: in the first step, all magnitudes are equal and near 1. A bias
+    # has no decay.
+    bias, fc = abs(updates["dense"]["bias"]) / 0.1, abs(direction(updates["fc"]["kernel"]))
+    np.testing.assert_allclose(bias, bias[0], rtol=1e-3)
+    np.testing.assert_allclose(fc, bias[0], rtol=1e-3)
+    assert 1 <= bias[0] < 1.5
+
+
+def test_schedule_free_params_are_the_average_of_the_iterates():
+    rule = fnet.optim.make_optimizer("schedule_free_adamw", 0.1, clip_norm=1e6)
+    params = {"kernel": jnp.asarray([1.0, -2.0])}
+    state, iterates = rule.init(params), []
+    for i in range(4):
+        grads = {"kernel": jnp.asarray([0.3 + i, -1.0 / (1 + i)])}
+        updates, state = rule.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        iterates.append(state[1].z["kernel"])
+    average = fnet.optim.schedule_free_params(state, params)["kernel"]
+    np.testing.assert_allclose(average, np.mean(iterates, 0), rtol=1e-5)
+    assert not np.allclose(average, params["kernel"], rtol=1e-3)
+
+
+def test_schedule_free_params_reject_another_state():
+    params = {"kernel": jnp.ones(2)}
+    with pytest.raises(ValueError, match="state of one schedule-free optimizer, got 0"):
+        fnet.optim.schedule_free_params(optax.sgd(0.1).init(params), params)
+
+
+def test_galore_needs_a_matrix():
+    with pytest.raises(ValueError, match="arrays with two axes, got none; use adamw"):
+        fnet.optim.make_optimizer("galore", 0.1).init({"kernel": jnp.ones((2, 2, 2))})
+
+
+def test_galore_has_moments_of_the_projection():
+    params = {"kernel": jnp.ones((64, 48)), "bias": jnp.ones(48)}
+    rule = fnet.optim.make_optimizer("galore", 0.1, galore_rank=4, galore_every=5)
+    floats = tree_bytes(jax.eval_shape(rule.init, params)) // 4
+    assert floats < 64 * 4 + 2 * 64 * 4 + 2 * 48 + 16  # a projector and two moments
+    grads = jax.tree.map(
+        lambda p: jnp.outer(jnp.arange(64.0), jnp.arange(48.0)) if p.ndim > 1 else p, params
+    )
+    updates, _ = rule.update(grads, rule.init(params), params)
+    assert np.linalg.matrix_rank(updates["kernel"], tol=1e-5) <= 4

@@ -137,11 +137,12 @@ def test_every_setting_of_the_optimizer_reaches_it(monkeypatch):
     optim = Optim(
         name="sgd", learning_rate=0.1, classifier_learning_rate=0.2,
         momentum=0.7, nesterov=True, weight_decay=0.3, clip_norm=4.0,
+        galore_rank=5, galore_every=7,
     )  # fmt: skip
     setup(Config(data=SMALL, model=PreactResNet(widths=(4,), blocks_per_stage=1), optim=optim))
     assert seen == {
         "name": "sgd", "momentum": 0.7, "nesterov": True, "weight_decay": 0.3, "clip_norm": 4.0,
-        "classifier_scale": 2.0,
+        "classifier_scale": 2.0, "galore_rank": 5, "galore_every": 7,
     }  # fmt: skip
 
 
@@ -196,3 +197,51 @@ def training_jaxpr(section):
 def test_every_field_of_a_network_changes_what_it_computes(section, field):
     other = dataclasses.replace(section, **{field: OTHER_VALUES[section][field]})
     assert training_jaxpr(other) != training_jaxpr(section)
+
+
+@pytest.mark.parametrize(
+    ("optim", "more", "message"),
+    [
+        ({"name": "compact_adamw"}, {}, "give train.params_dtype bfloat16"),
+        ({"name": "adamw"}, {"train": Train(params_dtype="bfloat16")}, "give optim.name compact_"),
+        (
+            {"name": "compact_lion"},
+            {"train": Train(params_dtype="bfloat16"), "grad": Clipped()},
+            "grad.mode clipped needs gradients in float32",
+        ),
+        (
+            {"name": "compact_sgd", "classifier_learning_rate": 0.1},
+            {"train": Train(params_dtype="bfloat16")},
+            "compact_sgd has one learning rate",
+        ),
+        ({"name": "schedule_free_adamw"}, {}, "give optim.schedule constant"),
+        (
+            {"name": "schedule_free_adamw", "schedule": "constant", "ema_decay": 0.9},
+            {},
+            "evaluates its own average",
+        ),
+    ],
+)
+def test_rejects_optimizers_that_do_not_fit(optim, more, message):
+    model = PreactResNet(widths=(4,), blocks_per_stage=1)
+    with pytest.raises(UserError, match=message):
+        setup(Config(data=SMALL, model=model, optim=Optim(**optim), **more))
+
+
+def test_kernels_are_bfloat16_and_their_average_is_float32():
+    run = setup(
+        Config(
+            data=SMALL,
+            model=PreactResNet(widths=(4,), blocks_per_stage=1),
+            optim=Optim(name="compact_adamw", ema_decay=0.9),
+            train=Train(params_dtype="bfloat16"),
+        )
+    )
+    state = run.init(jax.random.key(0))
+    kernels = jax.tree.leaves(fnet.optim.weight_decay_mask(state.params))
+    dtypes = [p.dtype for p in jax.tree.leaves(state.params)]
+    assert dtypes == [jnp.bfloat16 if is_kernel else jnp.float32 for is_kernel in kernels]
+    assert {a.dtype for a in jax.tree.leaves(state.ema)} == {jnp.dtype(jnp.float32)}
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, run.state_shapes)
+    new, _ = run.step(state, {n: jnp.zeros(a.shape, a.dtype) for n, a in run.batch_shapes.items()})
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, run.state_shapes)

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from program_cases import (
     metrics_of,
 )
 
+import fnet
 from train.config import LanguageModel, recipes
 from train.run import loop
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, checksums
+from train.run.setup import setup
 from train.tasks import language
 
 TEXT = """
@@ -60,6 +63,39 @@ def test_saves_and_restores_attention_contexts(
     context = whole[1]["blocks"]["1"]["context"]
     assert context.shape == (16, 16)
     assert 0 < np.abs(context).max() <= np.tanh(1)
+
+
+OPTIMIZERS = {
+    "compact_adamw": ("--train.params-dtype", "bfloat16", "--train.precision", "bfloat16"),
+    "schedule_free_adamw": (),
+    "muon": (),
+    "galore": ("--optim.galore-rank", 4, "--optim.galore-every", 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_resumes_with_the_same_bits(text_folder, name):
+    words = "train", "text.py", "--optim.name", name, *OPTIMIZERS[name]
+    fnet_command(*words, "--out", "whole")
+    fnet_command(*words, "--out", "parts", "--train.steps", 3)
+    fnet_command(*words, "--out", "parts", "--resume")
+
+    def state(folder):
+        with Checkpoints(text_folder / folder / "checkpoints", 2) as checkpoints:
+            return checkpoints.restore(setup(recipes.load(str(text_folder / folder))).state_shapes)
+
+    whole, parts = state("whole"), state("parts")
+    assert whole.step == parts.step == 6
+    assert checksums(whole.state) == checksums(parts.state)
+    evaluated = network(text_folder / "whole")[0]
+    if name == "schedule_free_adamw":  # evaluation reads the average
+        average = fnet.optim.schedule_free_params(whole.state.opt_state, whole.state.params)
+        chex.assert_trees_all_close(evaluated, average, rtol=1e-6, atol=1e-7)
+        kernel = evaluated["embedding"]["embedding"]
+        assert not np.array_equal(kernel, whole.state.params["embedding"]["embedding"])
+    else:
+        jax.tree.map(np.testing.assert_array_equal, evaluated, whole.state.params)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import optax.contrib
 
 from fnet.optim.compact import CompactState, compact_adamw, compact_lion, compact_sgd
 
@@ -27,6 +28,7 @@ __all__ = [
     "compact_sgd",
     "make_optimizer",
     "make_schedule",
+    "schedule_free_params",
     "weight_decay_mask",
 ]
 
@@ -107,7 +109,19 @@ def make_schedule(
     return optax.join_schedules([warmup, decays[name]()], [warmup_steps])
 
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "lion", "adafactor")
+OPTIMIZERS = (
+    "sgd",
+    "adam",
+    "adamw",
+    "lion",
+    "adafactor",
+    "compact_adamw",
+    "compact_sgd",
+    "compact_lion",
+    "muon",
+    "schedule_free_adamw",
+    "galore",
+)
 """Names of optimizers that `make_optimizer` knows."""
 
 
@@ -120,8 +134,24 @@ def make_optimizer(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     classifier_scale: float | None = None,
+    galore_rank: int = 128,
+    galore_every: int = 200,
 ) -> optax.GradientTransformation:
     """Build an optimizer, with weight decay on kernels only and optional gradient clipping.
+
+    ``compact_adamw``, ``compact_sgd`` and ``compact_lion`` are for bfloat16 parameters and have
+    8-bit states; see `compact_adamw`.
+
+    ``muon`` orthogonalizes the momentum of kernels but the classifier's (Jordan 2024), in stacks
+    per layer. All other parameters are updated by Adam with Nesterov momentum. Updates of kernels
+    have the root mean square that AdamW's have, 0.2 (Liu et al. 2025), so AdamW's learning rates
+    apply.
+
+    ``schedule_free_adamw`` trains at an interpolation of its iterates and their average (Defazio
+    et al. 2024). Use a constant learning rate with warmup, and evaluate `schedule_free_params`.
+
+    ``galore`` is AdamW whose moments of two-dimensional arrays are those of the gradient's
+    projection on ``galore_rank`` directions (Zhao et al. 2024).
 
     ``adafactor`` has no momentum. For an array whose two longest axes have n and m >= 128 entries
     it saves the means of the squared gradients along these axes, n + m numbers instead of n m.
@@ -132,21 +162,24 @@ def make_optimizer(
     layers in one array counts as one array.
 
     Args:
-      name: ``sgd``, ``adam``, ``adamw``, ``lion`` or ``adafactor``.
+      name: one of `OPTIMIZERS`.
       learning_rate: a number or a schedule, such as from `make_schedule`.
-      momentum: momentum of ``sgd``; 0 has no momentum buffer.
-      nesterov: whether ``sgd`` uses Nesterov momentum.
-      weight_decay: weight decay, on kernels only (`weight_decay_mask`). It is decoupled and
-        multiplied by the learning rate for ``adamw``, ``lion`` and ``adafactor``, and added to the
-        gradient otherwise.
+      momentum: momentum of ``sgd`` and ``compact_sgd``; for ``sgd``, 0 has no momentum buffer.
+      nesterov: whether ``sgd`` or ``compact_sgd`` uses Nesterov momentum.
+      weight_decay: weight decay, on kernels only (`weight_decay_mask`). It is added to the
+        gradient for ``sgd``, ``compact_sgd`` and ``adam``, and decoupled and multiplied by the
+        learning rate otherwise.
       clip_norm: largest global norm of the gradient, or None for no clipping.
       classifier_scale: factor on the learning rate of the last layer (`classifier_mask`), or None.
+      galore_rank: number of directions of ``galore``.
+      galore_every: steps after which ``galore`` chooses its directions again.
 
     Returns:
       An optimizer for `fnet.make_step` and `fnet.TrainState.create`.
 
     Raises:
-      ValueError: for an unknown name, or a ``clip_norm`` that is not above 0.
+      ValueError: for an unknown name, a ``clip_norm`` that is not above 0, or a
+        ``classifier_scale`` for an optimizer whose updates cannot be scaled.
 
     Example:
       >>> import fnet, jax.numpy as jnp
@@ -156,13 +189,62 @@ def make_optimizer(
       >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
       >>> print(updates["kernel"], updates["bias"])  # the bias does not decay
       [-0.05] [-0.]
+
+    References:
+      Jordan 2024, "Muon: An optimizer for hidden layers in neural networks".
+      Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982.
+      Defazio et al. 2024, "The Road Less Scheduled", arXiv:2405.15682.
+      Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection",
+      arXiv:2403.03507.
+      Shazeer & Stern 2018, "Adafactor", arXiv:1804.04235.
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"optimizer: clip_norm must be above 0, got {clip_norm}")
+    if classifier_scale is not None and name.startswith(("compact_", "schedule_free_")):
+        raise ValueError(
+            f"optimizer: {name} keeps a copy of what its updates add up to, so they cannot be "
+            f"scaled, got classifier_scale {classifier_scale}; give None"
+        )
     if name == "adamw":
         optimizer = optax.adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
     elif name == "lion":
         optimizer = optax.lion(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
+    elif name == "compact_adamw":
+        optimizer = compact_adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
+    elif name == "compact_lion":
+        optimizer = compact_lion(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
+    elif name == "compact_sgd":
+        optimizer = compact_sgd(
+            learning_rate,
+            momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            mask=weight_decay_mask,
+        )
+    elif name == "muon":
+        # Decay after the direction: optax.contrib.muon has no mask for what Adam updates.
+        direction = optax.contrib.muon(
+            1.0, consistent_rms=0.2, muon_weight_dimension_numbers=_matrices
+        )
+        decay = optax.add_decayed_weights(weight_decay, mask=weight_decay_mask)
+        scale = optax.scale_by_learning_rate(learning_rate)
+        optimizer = optax.chain(direction, optax.scale(-1.0), decay, scale)
+    elif name == "schedule_free_adamw":
+        optimizer = optax.contrib.schedule_free(
+            optax.chain(  # AdamW without momentum
+                optax.scale_by_rms(decay=0.999, eps_in_sqrt=False, bias_correction=True),
+                optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
+                optax.scale_by_learning_rate(learning_rate),
+            ),
+            learning_rate,
+        )
+    elif name == "galore":
+        projected = optax.contrib.scale_by_galore(galore_rank, galore_every)
+        optimizer = optax.chain(
+            optax.partition({"matrix": projected, "other": optax.scale_by_adam()}, _is_matrix),
+            optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     elif name == "adafactor":
         # Scale by the learning rate last: optax.adafactor adds the decay after its own scaling.
         direction = optax.adafactor(
@@ -181,12 +263,65 @@ def make_optimizer(
             optimizer = optax.chain(decay, optimizer)
     else:
         raise ValueError(f"optimizer must be one of {OPTIMIZERS}, got {name!r}")
-    if classifier_scale is not None:  # All of these optimizers are linear in the learning rate.
+    if classifier_scale is not None:  # All other optimizers are linear in the learning rate.
         scale = optax.masked(optax.scale(classifier_scale), classifier_mask)
         optimizer = optax.chain(optimizer, scale)
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+
+
+def _is_matrix(params: Any) -> Any:
+    """Label arrays with two axes, which GaLore projects."""
+    labels = jax.tree.map(lambda p: "matrix" if p.ndim == 2 else "other", params)
+    if "matrix" not in jax.tree.leaves(labels):
+        raise ValueError("optimizer: galore projects arrays with two axes, got none; use adamw")
+    return labels
+
+
+def _matrices(params: Any) -> Any:
+    """Axes of each kernel that is a matrix, a stack of matrices or a convolution; else None."""
+
+    def axes(array: Any, is_kernel: bool, is_classifier: bool) -> Any:
+        if not is_kernel or is_classifier or array.ndim < 2:
+            return None
+        first = 0 if array.ndim == 4 else array.ndim - 2  # HWIO
+        return optax.contrib.MuonDimensionNumbers(tuple(range(first, array.ndim - 1)), -1)
+
+    return jax.tree.map(axes, params, weight_decay_mask(params), classifier_mask(params))
+
+
+def schedule_free_params(opt_state: optax.OptState, params: Any) -> Any:
+    """Return the parameters to evaluate after training with ``schedule_free_adamw``.
+
+    Args:
+      opt_state: State of the optimizer, also with transformations around it.
+      params: Trained parameters.
+
+    Returns:
+      The average of the iterates, with the structure of ``params``.
+
+    Raises:
+      ValueError: If the state is of another optimizer.
+
+    Example:
+      >>> import fnet, jax.numpy as jnp
+      >>> optimizer = fnet.optim.make_optimizer("schedule_free_adamw", 1e-3, clip_norm=1.0)
+      >>> params = {"kernel": jnp.ones(2)}
+      >>> print(fnet.optim.schedule_free_params(optimizer.init(params), params)["kernel"])
+      [1. 1.]
+    """
+
+    def is_state(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    states = [s for s in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(s)]
+    if len(states) != 1:
+        raise ValueError(
+            f"schedule_free_params: expected the state of one schedule-free optimizer, got "
+            f"{len(states)}; use it with schedule_free_adamw only"
+        )
+    return optax.contrib.schedule_free_eval_params(states[0], params)
 
 
 def weight_decay_mask(params: Any) -> Any:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from rich.console import Console
 from rich.markup import escape
@@ -141,14 +142,18 @@ def _initial_state(run: Setup, params: Any, model_state: Any) -> TrainState:
         state = run.init(key)
         missing = jax.tree.map(_where_missing, given, (state.params, state.model_state))
         # Unused initial values are not returned, so that XLA need not compile them.
-        rest = dataclasses.replace(state, params=None, model_state=None, ema=None)
+        rest = dataclasses.replace(state, params=None, model_state=None, opt_state=None, ema=None)
         return missing, rest
 
     missing, state = jax.jit(init)(jax.random.key(run.config.train.seed))
     params, model_state = jax.tree.map(lambda a, b: a if b is None else b, given, missing)
-    has_ema = run.state_shapes.ema is not None
-    ema = jax.tree.map(jax.numpy.copy, params) if has_ema else None
-    return dataclasses.replace(state, params=params, model_state=model_state, ema=ema)
+    shapes = run.state_shapes
+    ema = shapes.ema and jax.tree.map(lambda a, to: jnp.array(a, to.dtype), params, shapes.ema)
+    params = jax.tree.map(lambda a, to: a.astype(to.dtype), params, shapes.params)
+    opt_state = jax.jit(run.step.optimizer.init)(params)  # some states hold the parameters
+    return dataclasses.replace(
+        state, params=params, model_state=model_state, opt_state=opt_state, ema=ema
+    )
 
 
 def _where_missing(given: Any, initial: Array) -> Array | None:

@@ -23,8 +23,20 @@ MAX_EPSILON = 1000.0
 class Optim(Section):
     """Optimizer and learning rate schedule."""
 
-    name: Literal["sgd", "adam", "adamw", "lion", "adafactor"] = "sgd"
-    """Optimizer."""
+    name: Literal[
+        "sgd",
+        "adam",
+        "adamw",
+        "lion",
+        "adafactor",
+        "compact_adamw",
+        "compact_sgd",
+        "compact_lion",
+        "muon",
+        "schedule_free_adamw",
+        "galore",
+    ] = "sgd"
+    """Optimizer; compact ones have 8-bit states and need train.params_dtype bfloat16."""
     learning_rate: Positive = 0.1
     """Peak learning rate."""
     schedule: Literal["constant", "cosine", "linear", "step", "multistep", "exponential"] = "cosine"
@@ -36,9 +48,13 @@ class Optim(Section):
     warmup_steps: CountOrZero = 0
     """Steps of linear learning rate warmup from 0; a shorter run has a tenth of its steps."""
     momentum: Fraction = 0.9
-    """Momentum of sgd."""
+    """Momentum of sgd and compact_sgd."""
     nesterov: bool = False
-    """Use Nesterov momentum (sgd)."""
+    """Use Nesterov momentum (sgd, compact_sgd)."""
+    galore_rank: Count = 128
+    """Number of directions that gradients are projected on (galore)."""
+    galore_every: Count = 200
+    """Steps between choices of the directions (galore)."""
     classifier_learning_rate: Positive | None = None
     """Peak learning rate of the classifier layer; None uses the same rate as all layers."""
     weight_decay: NonNegative = 0.0
@@ -125,7 +141,9 @@ class Train(Section):
     steps: Count | None = None
     """Number of training steps; overrides epochs."""
     precision: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of activations and their gradients; parameters and optimizer stay float32."""
+    """Dtype of activations and their gradients; the optimizer computes in float32."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of kernels and embeddings; bfloat16 needs a compact optimizer. Others are float32."""
     seed: Seed = 0
     """Random seed of initialization, data order, augmentation, dropout; with privacy, the first."""
     log_every: Count = 10

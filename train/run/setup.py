@@ -13,6 +13,7 @@ from jax import Array
 
 import fnet
 from fnet import TrainState, autodiff, optim
+from fnet.precision import cast_kernels
 from fnet.privacy.canaries import GradientCanaries
 from fnet.privacy.users import per_user
 from fnet.step import Step
@@ -168,6 +169,7 @@ def setup(config: Config, *, without_data: bool = False) -> Setup:
     if not config.is_release_only:  # they depend on training examples
         notes += [f"data: {note}" for note in task.dataset.notes]
     _check_users(config)
+    _check_optimizer(config)
     canaries = _draw_canaries(config, task)
     if canaries:
         task = task._replace(
@@ -207,17 +209,27 @@ def setup(config: Config, *, without_data: bool = False) -> Setup:
         clip_norm=o.clip_norm,
         classifier_scale=o.classifier_learning_rate
         and o.classifier_learning_rate / o.learning_rate,
+        galore_rank=o.galore_rank,
+        galore_every=o.galore_every,
     )
 
     mode, optimizer = _mode(config, privacy, base_optimizer)
+    average = optim.schedule_free_params if o.name in _SCHEDULE_FREE else None
+    model = _with_params_dtype(task.model, config)
 
     def init(key: Array) -> TrainState:
-        return TrainState.create(task.model, optimizer, key, ema=o.ema_decay is not None)
+        has_ema = o.ema_decay is not None or average is not None
+        return TrainState.create(model, optimizer, key, ema=has_ema)
 
     # Privacy accounting assumes that steps are never skipped depending on data.
     skip = config.nonfinite.skip and privacy is None
-    step = fnet.make_step(task.loss, optimizer, mode, ema_decay=o.ema_decay, skip_nonfinite=skip)
-    state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
+    step = fnet.make_step(
+        task.loss, optimizer, mode, ema_decay=o.ema_decay, average=average, skip_nonfinite=skip
+    )
+    try:
+        state_shapes = jax.eval_shape(init, jax.random.key(config.train.seed))
+    except ValueError as error:  # galore without matrices
+        raise UserError(f"optim.name: {error}") from error
     if o.classifier_learning_rate and not any(
         jax.tree.leaves(optim.classifier_mask(state_shapes.params))
     ):
@@ -309,6 +321,61 @@ def _check_users(config: Config) -> None:
             f"data.user: {user}, but users are protected by noise only; give grad.mode clipped "
             "with grad.epsilon or grad.noise_multiplier"
         )
+
+
+_SCHEDULE_FREE = ("schedule_free_adamw",)
+
+
+def _check_optimizer(config: Config) -> None:
+    """Check that an optimizer fits the dtype of the parameters and its own options.
+
+    Raises:
+      UserError: if it does not.
+    """
+    o, dtype = config.optim, config.train.params_dtype
+    is_compact = o.name.startswith("compact_")
+    if is_compact and dtype == "float32":
+        raise UserError(
+            f"optim.name: {o.name} has 8-bit states for bfloat16 parameters, but "
+            "train.params_dtype is float32; give train.params_dtype bfloat16"
+        )
+    if not is_compact and dtype != "float32":
+        raise UserError(
+            f"train.params_dtype: {dtype}, but optim.name {o.name} loses steps that are below the "
+            "precision of bfloat16; give optim.name compact_adamw, compact_sgd or compact_lion"
+        )
+    if isinstance(config.grad, PerExample | Clipped) and dtype != "float32":
+        raise UserError(
+            f"train.params_dtype: {dtype}, but grad.mode {config.grad.mode} needs gradients in "
+            "float32; give train.params_dtype float32"
+        )
+    if o.name in _SCHEDULE_FREE and o.schedule != "constant":
+        raise UserError(
+            f"optim.schedule: {o.schedule}, but optim.name {o.name} averages in place of a decay; "
+            "give optim.schedule constant, with optim.warmup_steps"
+        )
+    if o.name in _SCHEDULE_FREE and o.ema_decay is not None:
+        raise UserError(
+            f"optim.ema_decay: {o.ema_decay:g}, but optim.name {o.name} evaluates its own average; "
+            "give None"
+        )
+    if (is_compact or o.name in _SCHEDULE_FREE) and o.classifier_learning_rate is not None:
+        raise UserError(
+            f"optim.classifier_learning_rate: {o.classifier_learning_rate:g}, but optim.name "
+            f"{o.name} has one learning rate for all layers; give None"
+        )
+
+
+def _with_params_dtype(model: fnet.Layer, config: Config) -> fnet.Layer:
+    """Return the network with parameters of ``train.params_dtype``."""
+    if config.train.params_dtype == "float32":
+        return model
+
+    def init(key: Array) -> tuple[Any, Any]:
+        params, state = model.init(key)
+        return cast_kernels(params, config.train.params_dtype), state
+
+    return fnet.Layer(init, model.apply)
 
 
 def _draw_canaries(config: Config, task: Task) -> GradientCanaries | None:
