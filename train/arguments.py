@@ -103,6 +103,20 @@ class ImportArguments:
 
 
 @dataclass(frozen=True)
+class ImportModelArguments:
+    """Make a published language model a run.
+
+    MODEL is a folder with config.json, safetensors files and tokenizer.json of Hugging Face. The
+    weights are not copied.
+
+    Every config field is a flag: `fnet import MODEL --help` lists them.
+    """
+
+    out: Annotated[str | None, _default("runs/NAME")] = None
+    """Run folder."""
+
+
+@dataclass(frozen=True)
 class CheckpointArguments:
     """Choose a checkpoint of a run."""
 
@@ -119,8 +133,10 @@ class ExportArguments(CheckpointArguments):
     RUN is a run folder.
     """
 
-    out: Annotated[str | None, _default("weights.safetensors in the run folder")] = None
-    """Output file."""
+    out: Annotated[
+        str | None, _default("weights.safetensors in the run folder; of published models exported/")
+    ] = None
+    """Output file; a folder for a published language model."""
     names: Literal["reference", "torchvision"] = "reference"
     """Array names: as in mapillary/inplace_abn, or as in torchvision (ResNets only)."""
     for_norm: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = None
@@ -187,15 +203,23 @@ class TextArguments(CheckpointArguments):
     RUN is the run folder of a language model.
     """
 
-    prompt: Annotated[str, _default("a line break")] = "\n"
-    """Text to continue."""
+    prompt: Annotated[str | None, _default("a line break; with --chat, lines of the input")] = None
+    """Text to continue, or with --chat the user's message."""
+    chat: bool = False
+    """Answer with the chat template of the model; without --prompt, until the input ends."""
+    system: str | None = None
+    """System message of the chat."""
     length: Count = 500
-    """Number of tokens to generate."""
-    temperature: Annotated[float, Ge(0)] = 0.8
+    """Largest number of tokens to generate; a token that ends the text ends it."""
+    temperature: Annotated[
+        Annotated[float, Ge(0)] | None, _default("as generation_config.json of the model, or 0.8")
+    ] = None
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[Count | None, _default("all")] = None
+    top_k: Annotated[Count | None, _default("as generation_config.json, or all")] = None
     """Sample only from the k most probable tokens."""
-    top_p: Annotated[Annotated[float, Gt(0), Le(1)] | None, _default("1")] = None
+    top_p: Annotated[
+        Annotated[float, Gt(0), Le(1)] | None, _default("as generation_config.json, or 1")
+    ] = None
     """Nucleus (top-p) threshold."""
     seed: Seed = 0
     """Random seed."""

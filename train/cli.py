@@ -21,7 +21,8 @@ usage: fnet COMMAND ...
   fnet memory CONFIG    predict the memory of training, and find settings that fit a budget
   fnet sample RUN       generate text or images with a trained model
   fnet import CONFIG WEIGHTS
-                        start a run from pretrained weights (torch or safetensors)
+                        start a run from pretrained weights (torch or safetensors);
+                        fnet import MODEL: from a published language model
   fnet export RUN       write a run's weights as safetensors
   fnet report RUN...    show runs as one HTML page
   fnet configs          list the recipes

@@ -29,11 +29,12 @@ from train.errors import UserError
 from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
 from train.output.progress import line_printer, printable
-from train.run.checkpoints import Checkpoints
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes
 from train.run.evaluation import Evaluation
+from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
+from train.run.model_files import with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
 from train.tasks import language
@@ -78,7 +79,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
       UserError: for a run without a checkpoint, an option that its kind does not have, or a
         folder that cannot be written.
     """
-    config = apply_options(folder, folder.read_config(), options)
+    config = apply_options(folder, with_model_files(folder, folder.read_config()), options)
     if options.chat and options.choices is None:
         raise UserError("--chat: writes the questions of --choices; give a file of questions")
     if options.choices is not None:
@@ -92,9 +93,8 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         run = run._replace(
             task=run.task._replace(measure=make_measure(config, run.task.model, views))
         )
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        place = run.layout.fields if run.layout else None
-        network = checkpoints.restore_network(run.task.model.init, place)
+    place = run.layout.fields if run.layout else None
+    network = load_network(folder, run.task.model, best=options.best, place=place)
     # With several crops or views per image, fewer images make a batch of the same size.
     batch_size = config.data.batch_size // max(run.crops, views.num_views)
     batch_size = max(batch_size // run.devices, 1) * run.devices
@@ -138,15 +138,14 @@ def answer_choices(
       UserError: for a run without a checkpoint, a wrong file of questions, or a folder that cannot
         be written.
     """
-    data, file = config.data, options.choices
-    assert isinstance(data, TextFile | ChatFile)
+    config, file = with_model_files(folder, config), options.choices
+    data = language.text_source(config)
     assert file is not None
     tokenizer = load_tokenizer(data)
     template = _chat_template(data, tokenizer) if options.chat else None
     questions = load_questions(file, "--choices", tokenizer, data.context, template)
     model = language.build_network(config)
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, step = checkpoints.restore_network(model.init)
+    params, state, step = load_network(folder, model, best=options.best)
     scores = score_choices(model, params, state, questions, data.batch_size, data.context)
     metrics = {
         f"choices/{name}": value

@@ -7,7 +7,9 @@ from fnet.interop import torch as interop
 from train import arguments
 from train.arguments import ExportArguments
 from train.commands import weight_files
+from train.commands.export_model import export_model
 from train.commands.positional import positional
+from train.config import Pretrained
 from train.errors import UserError
 from train.output.progress import printable
 from train.run.checkpoints import Checkpoints
@@ -32,6 +34,8 @@ def export_weights(folder: RunFolder, options: ExportArguments) -> Path:
         the file cannot be written.
     """
     config = folder.read_config()
+    if isinstance(config.model, Pretrained):
+        return export_model(folder, config, options)
     weight_files.check_network(config)
     out = Path(options.out) if options.out else folder.path / "weights.safetensors"
     if out.suffix != ".safetensors":

@@ -15,9 +15,10 @@ from fnet import TrainState
 from fnet.interop import torch as interop
 from train import arguments
 from train.arguments import ImportArguments
-from train.commands import weight_files
+from train.commands import import_model, weight_files
 from train.commands.positional import positional
 from train.config import Config, recipes
+from train.data.model_folder import is_model_folder
 from train.errors import UserError
 from train.output.progress import line_printer
 from train.run.checkpoints import Checkpoints
@@ -31,7 +32,10 @@ _TABLE_EXAMPLES = 3
 
 
 def main(argv: list[str]) -> None:
-    """Run ``fnet import CONFIG WEIGHTS``."""
+    """Run ``fnet import CONFIG WEIGHTS``, or ``fnet import MODEL`` for a published model."""
+    if argv and is_model_folder(Path(argv[0])):
+        import_model.main(argv)
+        return
     (given, weights), flags = positional(argv, "fnet import CONFIG WEIGHTS", ImportArguments)
     options, config = arguments.read_with_config(
         ImportArguments, recipes.load(given), flags, f"fnet import {given} {weights}"

@@ -17,7 +17,7 @@ from rich.table import Table
 from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
-from train.config import Config, DeepLab, Denoiser, LanguageModel
+from train.config import Config, DeepLab, Denoiser, LanguageModel, Pretrained
 from train.data import pad_batch
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
@@ -104,7 +104,7 @@ def predict(
       UserError: if the run does not label images or has no checkpoint, a path has no image, or
         the output folder cannot be written.
     """
-    if isinstance(config.model, LanguageModel | Denoiser):
+    if isinstance(config.model, LanguageModel | Pretrained | Denoiser):
         raise UserError(
             f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
             "try fnet sample"

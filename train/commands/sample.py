@@ -1,9 +1,10 @@
 """``fnet sample``: text or images from a trained model."""
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,19 @@ from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments
 from train.commands.positional import positional
-from train.config import ChatFile, Config, Denoiser, LanguageModel, TextFile
+from train.config import ChatFile, Config, Denoiser, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
-from train.data.tokenizer import load_tokenizer
+from train.data.chat import GenerationSettings, load_generation_settings, load_template
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.output import plots
 from train.output.progress import printable
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
+from train.run.frozen import load_network
+from train.run.model_files import with_model_files
 from train.run.run_folder import RunFolder
-from train.tasks import language
+from train.tasks import language, pretrained
 from train.tasks.diffusion import build_network, build_schedule
 
 
@@ -34,8 +38,12 @@ def main(argv: list[str]) -> None:
     (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
     folder, prog = RunFolder.of(given), f"fnet sample {given}"
     config = folder.read_config()
-    if isinstance(config.model, LanguageModel):
-        for text in generate_text(folder, config, arguments.read(TextArguments, flags, prog)):
+    if isinstance(config.model, LanguageModel | Pretrained):
+        options = arguments.read(TextArguments, flags, prog)
+        if options.chat:
+            chat(folder, config, options)
+            return
+        for text in generate_text(folder, config, options):
             print(text, end="", flush=True)
         print()
     elif isinstance(config.model, Denoiser):
@@ -44,55 +52,149 @@ def main(argv: list[str]) -> None:
     else:
         raise UserError(
             f"{folder.path} is a run of {config.model.name}, which generates nothing; "
-            "expected a run of language_model (text) or denoiser (images)"
+            "expected a run of language_model or pretrained (text) or denoiser (images)"
         )
 
 
 def generate_text(folder: RunFolder, config: Config, options: TextArguments) -> Iterator[str]:
     """Yield the prompt, then the text that the model adds to it.
 
-    Attention reaches back as far as in training: without a window of its own, the model gets
-    one of the training rows' length.
-
     Raises:
       UserError: for an empty prompt, one outside the vocabulary, or a run without a checkpoint.
     """
-    data, section = config.data, config.model
-    assert isinstance(data, TextFile | ChatFile)
-    assert isinstance(section, LanguageModel)
-    tokenizer = load_tokenizer(data)
-    prompt = tokenizer.encode_prompt(options.prompt)
+    generator = Generator.load(folder, config, options)
+    given = "\n" if options.prompt is None else options.prompt
+    prompt = generator.tokenizer.encode_prompt(given)
     if not len(prompt):
         raise UserError("--prompt: is empty; give at least one character")
-    window = min(section.window or data.context, data.context)
-    section = dataclasses.replace(section, window=window)
-    model = language.build_network(dataclasses.replace(config, model=section))
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, _ = checkpoints.restore_network(model.init)
-
-    stream = fnet.stream(
-        model,
-        params,
-        state,
-        jnp.asarray(prompt.astype(np.int32))[None],
-        jax.random.key(options.seed),
-        options.length,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-    )
     # The model reads any bytes, but only valid UTF-8 can be printed.
-    yield options.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    # Decode from the start each time: the text between two tokens depends on both.
-    tokens = prompt.tolist()
-    printed = len(tokenizer.decode(tokens))
-    for chunk in stream:
-        tokens += np.asarray(chunk)[0].tolist()
-        # Hold back a character whose last bytes come with the next chunk.
-        text = tokenizer.decode(tokens).rstrip("\ufffd")
-        yield text[printed:]
-        printed = max(printed, len(text))
-    yield tokenizer.decode(tokens)[printed:]
+    yield given.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    yield from generator.continue_text(prompt)
+
+
+def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
+    """Answer a message, or one message per line of the standard input.
+
+    Raises:
+      UserError: if the model has no chat template, or as `generate_text`.
+    """
+    generator = Generator.load(folder, config, options)
+    data = language.text_source(config)
+    given = data.chat_template if isinstance(data, ChatFile) else None
+    template = load_template(generator.tokenizer.folder, Path(given) if given else None)
+    messages = [{"role": "system", "content": options.system}] if options.system else []
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+
+    def read_messages() -> Iterator[str]:
+        if options.prompt is not None:
+            yield options.prompt
+            return
+        while True:
+            try:
+                yield input("> " if is_terminal else "")
+            except EOFError:
+                return
+
+    for message in read_messages():
+        if not message.strip():
+            continue
+        messages.append({"role": "user", "content": message})
+        text = template.render(messages, add_generation_prompt=True)
+        prompt = generator.tokenizer.encode_pieces([text])[0].ids
+        answer = ""
+        for part in generator.continue_text(prompt):
+            print(part, end="", flush=True)
+            answer += part
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+class Generator(NamedTuple):
+    """A trained language model that continues tokens.
+
+    Attributes:
+      model: Network, which decodes.
+      params: Its parameters.
+      state: Its state.
+      tokenizer: Its tokenizer.
+      settings: Sampling settings, and tokens that end a text.
+      length: Largest number of tokens to generate.
+      seed: Random seed.
+    """
+
+    model: Any
+    params: Any
+    state: Any
+    tokenizer: Tokenizer
+    settings: GenerationSettings
+    length: int
+    seed: int
+
+    @classmethod
+    def load(cls, folder: RunFolder, config: Config, options: TextArguments) -> Self:
+        """Load the network of a run.
+
+        Attention of a network that fnet initialized reaches back as far as in training: without
+        a window of its own, it gets one of the training rows' length.
+
+        Raises:
+          UserError: for a run without a checkpoint.
+        """
+        config = with_model_files(folder, config)
+        data, section = language.text_source(config), config.model
+        tokenizer = load_tokenizer(data)
+        settings = GenerationSettings(0.8)
+        if tokenizer.folder is not None:
+            # Settings of the model; those of a run without such a file are fnet's.
+            stored = load_generation_settings(tokenizer.folder)
+            settings = stored if stored != GenerationSettings() else settings
+            if (end := tokenizer.end_token()) is not None:
+                settings = settings._replace(end_tokens=(*settings.end_tokens, end))
+        given = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        settings = settings._replace(**{n: v for n, v in given.items() if v is not None})
+        if isinstance(section, LanguageModel):
+            window = min(section.window or data.context, data.context)
+            config = dataclasses.replace(config, model=dataclasses.replace(section, window=window))
+        model: Any = language.build_network(config)
+        params, state, _ = load_network(folder, model, best=options.best)
+        if isinstance(section, Pretrained):
+            params, state, model = pretrained.merge(section, params, state), {}, model.base
+        return cls(model, params, state, tokenizer, settings, options.length, options.seed)
+
+    def continue_text(self, prompt: np.ndarray) -> Iterator[str]:
+        """Yield the text after the tokens of a prompt [T], until a token ends it.
+
+        Raises:
+          UserError: if prompt and text are longer than the model's positions.
+        """
+        stream = fnet.stream(
+            self.model,
+            self.params,
+            self.state,
+            jnp.asarray(prompt.astype(np.int32))[None],
+            jax.random.key(self.seed),
+            self.length,
+            temperature=1.0 if self.settings.temperature is None else self.settings.temperature,
+            top_k=self.settings.top_k,
+            top_p=self.settings.top_p,
+        )
+        # Decode from the start each time: the text between two tokens depends on both.
+        tokens = prompt.tolist()
+        printed = len(self.tokenizer.decode(tokens))
+        try:
+            for chunk in stream:
+                new = np.asarray(chunk)[0]
+                ends = np.flatnonzero(np.isin(new, self.settings.end_tokens))
+                tokens += new[: ends[0] if len(ends) else None].tolist()
+                # Hold back a character whose last bytes come with the next chunk.
+                text = self.tokenizer.decode(tokens).rstrip("\ufffd")
+                yield text[printed:]
+                printed = max(printed, len(text))
+                if len(ends):
+                    break
+        except ValueError as error:
+            raise UserError(f"--length: {error}") from error
+        yield self.tokenizer.decode(tokens)[printed:]
 
 
 def draw_images(folder: RunFolder, config: Config, options: ImageArguments) -> Path:

@@ -25,6 +25,7 @@ from train.config.model import (
     LanguageModel,
     Mlp,
     PreactResNet,
+    Pretrained,
     ResNet,
     ResNet9,
     ResNeXt,
@@ -68,6 +69,7 @@ _Model = (
     | Mlp
     | DeepLab
     | LanguageModel
+    | Pretrained
     | Denoiser
 )
 _Grad = Mean | Microbatch | PerExample | Clipped

@@ -81,6 +81,26 @@ class LanguageModel(Section):
 
 
 @dataclass(frozen=True)
+class Pretrained(Section):
+    """Published language model of Hugging Face, to train as a whole or with LoRA adapters."""
+
+    name: Literal["pretrained"] = "pretrained"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    path: str = "model"
+    """Folder of the model: config.json, safetensors files and tokenizer.json."""
+    lora_rank: Count | None = None
+    """Rank of LoRA adapters, which alone are trained; None trains all parameters."""
+    lora_alpha: Positive | None = None
+    """Adapters are scaled by lora_alpha / lora_rank; None is lora_rank."""
+    lora_targets: Annotated[tuple[str, ...], MinLen(1)] = ("blocks/*/kernel",)
+    """Patterns of the weights with adapters, such as blocks/*/query/kernel."""
+    dora: bool = False
+    """Train the magnitude of each output, too (DoRA); needs lora_rank."""
+    quantize: Literal["int8", "nf4"] | None = None
+    """Store the frozen weights of the blocks in 8 or 4 bits; needs lora_rank."""
+
+
+@dataclass(frozen=True)
 class Denoiser(Section):
     """Class-conditional diffusion model: a transformer on image patches.
 

@@ -15,6 +15,7 @@ from train.data.chat import ChatTemplate
 from train.data.records import Record
 from train.data.tokenizer import Tokenizer
 from train.errors import UserError
+from train.tasks.pretrained import PretrainedNetwork
 
 
 class Question(NamedTuple):
@@ -138,7 +139,7 @@ def _answer(record: Record, count: int) -> int:
 
 
 def score_choices(
-    model: fnet.models.LanguageModel,
+    model: fnet.models.LanguageModel | PretrainedNetwork,
     params: Any,
     state: Any,
     questions: list[Question],
@@ -191,7 +192,7 @@ def score_choices(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _log_likelihoods(
-    model: fnet.models.LanguageModel,
+    model: fnet.models.LanguageModel | PretrainedNetwork,
     params: Any,
     state: Any,
     tokens: Array,

@@ -24,10 +24,12 @@ from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes, write_classes
+from train.run.frozen import restore, without_frozen
 from train.run.interruption import Interruption
 from train.run.memory_report import MemoryReport, memory_report
 from train.run.mesh import layout
 from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of
+from train.run.model_files import copy_model_files
 from train.run.planning import StepCache, check_memory_config, compile_step, overhead, reserve
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
@@ -72,6 +74,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             log(f"no run in {folder.path} yet: starting a new one")
         folder.create()
         create_secret(folder, config)
+        copy_model_files(folder, config)
         folder.write_config(config)
 
     with distributed.run_folder(out, prepare) as folder:
@@ -105,11 +108,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             folder.checkpoints,
             config.checkpoint.keep,
             log,
-            shapes=run.state_shapes,
+            shapes=without_frozen(run.state_shapes),
             keep_best=config.checkpoint.best,
         ) as checkpoints:
             # Begin with the last checkpoint, or with initial values.
-            restored = checkpoints.restore(run.state_shapes) if resume else None
+            restored = restore(checkpoints, run.task.model, run.state_shapes) if resume else None
             if restored:
                 start, state = restored.step, restored.state
                 batches.set_state(restored.position)
@@ -181,7 +184,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         meter.check(step)  # raises if a step that was not skipped is not finite
                         if not skipped.consecutive or is_last or is_stopping:
                             with meter.paused():
-                                public = seeds.remove_key(state)
+                                public = without_frozen(seeds.remove_key(state))
                                 checkpoints.save(step, public, batches.get_state(), score)
                             best_score = max(best_score, score) if score is not None else best_score
                     if is_stopping:

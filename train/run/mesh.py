@@ -18,13 +18,17 @@ from train.errors import UserError
 _MIN_SHARDED_SIZE = 2048
 """Smallest number of elements of an array that is sharded. A gather of less is all latency."""
 
+_FROZEN = jax.tree_util.DictKey("frozen")
+"""Part of the model state that holds frozen parameters."""
+
 
 class Layout(NamedTuple):
     """Sharding of train states and batches.
 
     A batch is sharded over all devices. Parameters, their average and the optimizer state are
     sharded along ``fsdp`` (ZeRO: Rajbhandari et al., SC 2020). The step gathers a layer's
-    parameters where they are used, see `fnet.fsdp`. Everything else is replicated.
+    parameters where they are used, see `fnet.fsdp`. So are frozen parameters in the model state.
+    Everything else is replicated.
 
     Attributes:
       mesh: Devices, with axes ``data`` and ``fsdp``.
@@ -63,12 +67,12 @@ class Layout(NamedTuple):
     def fields(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Return the shapes of some fields of a train state, by name, with shardings."""
 
-        def place(name: str, a: Any) -> jax.ShapeDtypeStruct:
-            is_sharded = name in ("params", "opt_state", "ema")
+        def place(name: str, path: tuple[Any, ...], a: Any) -> jax.ShapeDtypeStruct:
+            is_sharded = name in ("params", "opt_state", "ema") or path[:1] == (_FROZEN,)
             return _with_sharding(a, self._sharding(a.shape) if is_sharded else self.replicated)
 
         return {
-            name: jax.tree.map(functools.partial(place, name), tree)
+            name: jax.tree.map_with_path(functools.partial(place, name), tree)
             for name, tree in shapes.items()
         }
 

@@ -45,6 +45,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.classes = path / "classes.json"
         self.imported = path / "import.json"
+        self.model = path / "model"
         self.secret_seed = path / "secret_seed"
         self.metrics = path / "metrics.jsonl"
         self.bad_steps = path / "bad_steps.jsonl"
@@ -139,6 +140,7 @@ class RunFolder:
             self.config,
             self.classes,
             self.secret_seed,
+            self.model,
             self.memory,
             self.memory_picture,
         }

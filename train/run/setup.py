@@ -37,6 +37,7 @@ from train.run.privacy import Privacy, privacy_from_config, sampling_from_config
 from train.run.run_folder import changed_fields
 from train.tasks import Task
 from train.tasks import build as build_task
+from train.tasks.pretrained import PretrainedNetwork
 
 _WARMUP_FRACTION = 10
 """A run that is shorter than its warmup warms up for one step in so many."""
@@ -51,7 +52,7 @@ class Setup(NamedTuple):
       steps: Number of steps of the run.
       steps_per_epoch: Number of steps per epoch, not rounded.
       schedule: Function ``step -> learning rate``.
-      init: Function ``key -> TrainState``.
+      init: Function ``key -> TrainState``; for a published model ``(key, parameters)``.
       step: Train step, whose remat policy is not chosen yet.
       state_shapes: Shapes of the train state.
       batch_shapes: Shapes of a training batch.
@@ -66,7 +67,7 @@ class Setup(NamedTuple):
     steps: int
     steps_per_epoch: float
     schedule: optax.Schedule
-    init: Callable[[Array], TrainState]
+    init: Callable[..., TrainState]
     step: Step
     state_shapes: TrainState
     batch_shapes: Any
@@ -144,9 +145,16 @@ class Setup(NamedTuple):
         return lambda step: float(compiled(np.int32(step)))
 
     def compile_init(self) -> Callable[[Array], TrainState]:
-        """Compile ``key -> TrainState``."""
+        """Compile ``key -> TrainState``, which reads the parameters of a published model."""
         out_shardings = shardings(self.state_shapes) if self.layout else None
-        return jax.jit(self.init, out_shardings=out_shardings).lower(jax.random.key(0)).compile()
+        init, model = jax.jit(self.init, out_shardings=out_shardings), self.task.model
+        if not isinstance(model, PretrainedNetwork):
+            return init.lower(jax.random.key(0)).compile()
+        shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
+        # The new state takes the buffers of what is read.
+        init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=1)
+        compiled = init.lower(jax.random.key(0), shapes).compile()
+        return lambda key: compiled(key, model.read(shapes))
 
     def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
         """Compile the evaluation on the test examples."""
@@ -215,10 +223,13 @@ def setup(config: Config, *, without_data: bool = False) -> Setup:
 
     mode, optimizer = _mode(config, privacy, base_optimizer)
     average = optim.schedule_free_params if o.name in _SCHEDULE_FREE else None
-    model = _with_params_dtype(task.model, config)
 
-    def init(key: Array) -> TrainState:
+    def init(key: Array, pretrained: Any = None) -> TrainState:
         has_ema = o.ema_decay is not None or average is not None
+        model = task.model
+        if pretrained is not None:
+            model = model._replace(init=lambda key: task.model.place(key, pretrained))
+        model = _with_params_dtype(model, config)
         return TrainState.create(model, optimizer, key, ema=has_ema)
 
     # Privacy accounting assumes that steps are never skipped depending on data.

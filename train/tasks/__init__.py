@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from train.config import Config, DeepLab, Denoiser, LanguageModel
+from train.config import Config, DeepLab, Denoiser, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
 from train.errors import UserError
 from train.tasks import classification, diffusion, language, segmentation
@@ -13,6 +13,7 @@ from train.tasks.task import BatchMetrics, Task
 _TASKS: dict[type, Any] = {
     DeepLab: segmentation,
     LanguageModel: language,
+    Pretrained: language,
     Denoiser: diffusion,
 }
 

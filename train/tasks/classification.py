@@ -9,7 +9,7 @@ from jax import Array
 
 import fnet
 from fnet import losses
-from train.config import Config, LanguageModel
+from train.config import Config, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
 from train.tasks import images
 from train.tasks.task import Batch, BatchMetrics, Task
@@ -24,7 +24,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
       UserError: if the data source has no images.
       ValueError: if the network is invalid.
     """
-    assert not isinstance(config.model, LanguageModel)  # has its own task
+    assert not isinstance(config.model, LanguageModel | Pretrained)  # has its own task
     dataset = dataset or images.load(config)
     shape = sample_batch(dataset, 1)["image"].shape[1:]
     model = config.model.build(shape, len(dataset.classes))

@@ -1,6 +1,7 @@
 """Language modeling, which predicts each token from those before it: data, network and loss."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,26 +9,55 @@ import numpy as np
 from jax import Array
 
 import fnet
-from train.config import ChatFile, Config, LanguageModel, TextFile
+from train.config import ChatFile, Config, LanguageModel, Pretrained, TextFile
 from train.data import Dataset, chat_file, text_file
 from train.data.tokenizer import load_tokenizer
 from train.errors import UserError
+from train.tasks import pretrained
+from train.tasks.pretrained import PretrainedNetwork
 from train.tasks.task import Batch, BatchMetrics, Task
 
 
-def build_network(config: Config) -> fnet.models.LanguageModel:
+def text_source(config: Config) -> TextFile | ChatFile:
+    """Return the data section of a language model, by default with a published model's tokenizer.
+
+    Raises:
+      UserError: if the data source has no text.
+    """
+    data, model = config.data, config.model
+    if not isinstance(data, TextFile | ChatFile):
+        raise UserError(
+            f"data.source: {data.source} has no text, which the network {model.name} needs; "
+            "give data.source text_file or chat_file"
+        )
+    if not isinstance(model, Pretrained) or data.tokenizer is not None:
+        return data
+    tokenizer = Path(model.path) / "tokenizer.json"
+    if tokenizer.is_file():
+        return dataclasses.replace(data, tokenizer=str(tokenizer))
+    if data.vocabulary is None:
+        raise UserError(f"model.path: {model.path} has no tokenizer.json; give data.tokenizer")
+    return data
+
+
+def build_network(config: Config) -> fnet.models.LanguageModel | PretrainedNetwork:
     """Build the network without reading the text.
 
     Raises:
       UserError: if the data source has no text, or the network is not a language model.
       ValueError: if the network is invalid.
     """
-    data, model = config.data, config.model
-    if not isinstance(data, TextFile | ChatFile) or not isinstance(model, LanguageModel):
-        raise UserError(
-            f"data.source: {data.source} has no text, which the network {model.name} needs; "
-            "give data.source text_file or chat_file"
-        )
+    data, model = text_source(config), config.model
+    if isinstance(model, Pretrained):
+        network = pretrained.build_network(config)
+        size = data.vocabulary or load_tokenizer(data).vocab_size
+        if size > network.vocabulary:
+            raise UserError(
+                f"data.tokenizer: has {size:,} tokens, but the model has {network.vocabulary:,}; "
+                "give the model's own tokenizer"
+            )
+        return network
+    assert isinstance(model, LanguageModel)
     return model.build(data.vocabulary or load_tokenizer(data).vocab_size, config.train.precision)
 
 
@@ -43,6 +73,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
       ValueError: if the network is invalid.
     """
     model = build_network(config)
+    config = dataclasses.replace(config, data=text_source(config))
     dataset = dataset or _load(config)
     if config.is_private and "slack" in dataset.train:
         # Shifted rows share tokens with their neighbors, but privacy is per row: removing a row

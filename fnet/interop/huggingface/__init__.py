@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
@@ -18,7 +19,9 @@ from fnet.interop.huggingface import decoders, timm, vision
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
     check_shapes,
+    leaf,
     read_params,
+    set_leaf,
     to_tensors,
     with_found_names,
 )
@@ -143,6 +146,7 @@ def from_huggingface(
     dtype: DTypeLike | None = None,
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None = None,
     interpolate_positions: bool = False,
+    convert: Callable[[str, Array], Any] | None = None,
 ) -> tuple[PretrainedModel, Params]:
     """Load a published model, exactly.
 
@@ -164,6 +168,8 @@ def from_huggingface(
         ``"blocks/0/mixer/query/kernel"``. None: the default device.
       interpolate_positions: whether an image network takes images of other sizes, with learned
         positions interpolated as in its library.
+      convert: ``(path, array) -> leaf``, applied to each parameter as soon as it is read, for
+        example a cast. None: parameters stay as they are.
 
     Returns:
       ``(model, params)``. ``model.apply(params, {}, x, train=False) -> (y, state)``. For language
@@ -192,6 +198,44 @@ def from_huggingface(
       >>> logits.shape
       (1, 3, 11)
     """
+    model, shapes = match_tensors(
+        config, tensors, dtype=dtype, interpolate_positions=interpolate_positions
+    )
+    return model, read_params(model, shapes, tensors, sharding, convert)
+
+
+def match_tensors(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    *,
+    dtype: DTypeLike | None = None,
+    interpolate_positions: bool = False,
+) -> tuple[PretrainedModel, Params]:
+    """Build a model and compare its tensors with those of a checkpoint, without reading them.
+
+    Args:
+      config, tensors, dtype, interpolate_positions: as for `from_huggingface`. Of each tensor,
+        only ``shape`` and ``dtype`` are used.
+
+    Returns:
+      ``(model, shapes)``: the model, and a `jax.ShapeDtypeStruct` for each parameter with the
+      dtype of the file.
+
+    Raises:
+      TypeError, ValueError: as `from_huggingface`.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from fnet.interop.huggingface import build_model, match_tensors, to_huggingface
+      >>> config = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1,
+      ...           "n_head": 2, "n_positions": 16}
+      >>> params, _ = build_model(config).init(jax.random.key(0))
+      >>> tensors = to_huggingface(build_model(config), params)
+      >>> half = {name: a.astype(np.float16) for name, a in tensors.items()}
+      >>> model, shapes = match_tensors(config, half)
+      >>> shapes["pos_embedding"].shape, str(shapes["pos_embedding"].dtype)
+      ((16, 8), 'float16')
+    """
     build = functools.partial(
         build_model, config, names=tensors, interpolate_positions=interpolate_positions
     )
@@ -203,7 +247,10 @@ def from_huggingface(
     model = build(dtype=dtype)._replace(tensors=model.tensors)
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     check_shapes(model, shapes, tensors)
-    return model, read_params(model, shapes, tensors, sharding)
+    for t in model.tensors:
+        shape = leaf(shapes, t.path).shape
+        set_leaf(shapes, t.path, jax.ShapeDtypeStruct(shape, np.dtype(tensors[t.name].dtype)))
+    return model, shapes
 
 
 def to_huggingface(model: PretrainedModel, params: Params) -> dict[str, np.ndarray]:

@@ -149,6 +149,7 @@ def read_params(
     shapes: Params,
     tensors: Mapping[str, Any],
     sharding: Callable[[str, tuple[int, ...]], Sharding] | None,
+    convert: Callable[[str, Array], Any] | None,
 ) -> Params:
     """Read the parameters one at a time.
 
@@ -158,6 +159,7 @@ def read_params(
       tensors: ``{name: tensor}``. Each tensor has ``shape`` and ``dtype``, and is read by
         ``tensor[slices]``, which returns a NumPy array.
       sharding: ``(path, shape) -> sharding`` of each parameter; None: the default device.
+      convert: ``(path, array) -> leaf``, applied to each parameter as soon as it is read.
 
     Raises:
       ValueError: if two tensors hold the same parameter with different values.
@@ -169,11 +171,11 @@ def read_params(
         read = _reader(t, tensor)
         everything = (slice(None),) * len(shape)
         if t.optional:
-            same = np.array_equal(read(everything), leaf(params, t.path))
-            if not same:
-                first = next(u.name for u in model.tensors if u.path == t.path)
+            first = next(u for u in model.tensors if u.path == t.path)
+            expected = _reader(first, tensors[first.name])(everything)
+            if not np.array_equal(read(everything), expected):
                 raise ValueError(
-                    f"{t.name} differs from {first}, but config.json ties them "
+                    f"{t.name} differs from {first.name}, but config.json ties them "
                     "(tie_word_embeddings); set it to false"
                 )
             continue
@@ -182,9 +184,9 @@ def read_params(
             value = jnp.array(read(everything))
         else:
             value = jax.make_array_from_callback(shape, sharding(t.path, shape), read)
+        value = value if convert is None else convert(t.path, value)
         # One tensor at a time in host memory.
-        jax.block_until_ready(value)
-        set_leaf(params, t.path, value)
+        set_leaf(params, t.path, jax.block_until_ready(value))
     return params
 
 

@@ -1,0 +1,47 @@
+"""Folders of tiny published models, with random weights."""
+
+import json
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from fnet.interop.huggingface import build_model
+from tests.pretrained_cases import weights
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+"""A model whose tokens are bytes."""
+
+
+def tensors_of(config):
+    """Random tensors of a model, by name."""
+    model = build_model(config)
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = {
+        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
+    }
+    return weights({t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional})
+
+
+def write_folder(path, config=LLAMA, dtype=np.float32, shards=1, tensors=None):
+    """Write config.json and safetensors files, and return the tensors."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = tensors_of(config) if tensors is None else tensors
+    tensors = {name: a.astype(dtype) for name, a in tensors.items()}
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        return tensors
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        save_file({n: tensors[n] for n in names[i::shards]}, path / file)
+        weight_map |= dict.fromkeys(names[i::shards], file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors

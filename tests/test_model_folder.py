@@ -1,0 +1,116 @@
+"""Reading folders of published models: lazily, and with one line for each damaged file."""
+
+import json
+import struct
+
+import chex
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.pretrained_folder import LLAMA, write_folder
+from train.data.model_folder import DTYPES, is_model_folder, read_folder
+from train.errors import UserError
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_reads_what_safetensors_wrote(tmp_path, shards, dtype):
+    tensors = write_folder(tmp_path, dtype=dtype, shards=shards)
+    folder = read_folder(tmp_path)
+    assert folder.config == LLAMA
+    assert folder.nbytes == sum(a.nbytes for a in tensors.values())
+    chex.assert_trees_all_equal({n: t[...] for n, t in folder.tensors.items()}, tensors)
+    name = "model.layers.0.mlp.up_proj.weight"
+    part = folder.tensors[name][3:5, ::2]
+    chex.assert_trees_all_equal(part, tensors[name][3:5, ::2])
+    assert is_model_folder(tmp_path)
+
+
+def test_every_dtype_that_safetensors_writes(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "x"}')
+    known = {n: d for n, d in DTYPES.items() if not n.startswith("F8")}
+    arrays = {name: np.arange(6).astype(dtype).reshape(2, 3) for name, dtype in known.items()}
+    arrays["empty"] = np.zeros((0, 3), np.float32)
+    arrays["scalar"] = np.array(3, np.float32)
+    save_file(arrays, tmp_path / "model.safetensors")
+    read = {n: t[...] for n, t in read_folder(tmp_path).tensors.items()}
+    chex.assert_trees_all_equal(read, load_file(tmp_path / "model.safetensors"))
+
+
+def test_a_run_is_no_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "digits", "model": {}}')
+    assert not is_model_folder(tmp_path)
+    assert not is_model_folder(tmp_path / "none")
+
+
+def rewrite_header(path, change):
+    """Change the header of a safetensors file."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+
+
+def entry(header):
+    return header["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:-4]), "it ends early: 4 bytes of "),
+        (lambda p: p.write_bytes(b""), "damaged or not a safetensors file: its header has 0 bytes"),
+        (lambda p: p.write_bytes(b"PK\x03\x04" * 9), "its header has"),
+        (lambda p: p.write_bytes(struct.pack("<Q", 3) + b"abcd"), "its header is not JSON"),
+        (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "its header is not an object"),
+        (lambda p: rewrite_header(p, lambda h: entry(h).update(dtype="Q4")), "entry of model.norm"),
+        (lambda p: rewrite_header(p, lambda h: entry(h).update(shape=[31])), "128 bytes for shape"),
+        (lambda p: rewrite_header(p, lambda h: entry(h).pop("shape")), "entry of model.norm"),
+    ],
+)
+def test_damaged_files_are_one_line(tmp_path, damage, match):
+    write_folder(tmp_path)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=match) as error:
+        read_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_files_are_one_line(tmp_path):
+    with pytest.raises(UserError, match="is not a folder"):
+        read_folder(tmp_path / "none")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):
+        read_folder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin, a pickle, which may run code"):
+        read_folder(tmp_path)
+
+
+def test_an_index_must_match_its_files(tmp_path):
+    write_folder(tmp_path, shards=2)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = next(iter(content["weight_map"]))
+    index.write_text(
+        json.dumps({"weight_map": content["weight_map"] | {"more": content["weight_map"][name]}})
+    )
+    with pytest.raises(UserError, match=r"lacks more, which model.safetensors.index.json lists"):
+        read_folder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {name: "../secret.safetensors"}}))
+    with pytest.raises(UserError, match="is not the name of a file in the same folder"):
+        read_folder(tmp_path)
+    index.write_text(json.dumps({"weight_map": {name: "model-3.safetensors"}}))
+    with pytest.raises(
+        UserError, match=r"model-3.safetensors is missing, which .*index.json lists"
+    ):
+        read_folder(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(UserError, match="it has no weight_map"):
+        read_folder(tmp_path)

@@ -1,0 +1,264 @@
+"""Published language models in the program: import, train, sample and export."""
+
+import io
+import json
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
+from safetensors.numpy import load_file
+
+import fnet
+from tests.pretrained_folder import LLAMA, write_folder
+from train.config import ChatFile, Config, Optim, Pretrained, Train
+from train.run.checkpoints import Checkpoints
+from train.run.frozen import load_network, without_frozen
+from train.run.run_folder import RunFolder
+from train.run.setup import setup
+
+RECIPE = """
+from train.config import ChatFile, Checkpoint, Config, Optim, Pretrained, Train
+
+def config():
+    return Config(
+        name="tiny",
+        data=ChatFile(path="sums.jsonl", vocabulary=256, context=12, batch_size=8),
+        model=Pretrained(path="llama"),
+        optim=Optim(name="adamw", learning_rate=0.01, schedule="constant"),
+        train=Train(steps=4, log_every=2, eval_every=2),
+        checkpoint=Checkpoint(every=2, best=False),
+    )
+"""
+LORA = "--model.lora-rank", "2"
+
+
+@pytest.fixture
+def folder(workplace):
+    """A model in bfloat16, data, and a recipe."""
+    write_folder(workplace / "llama", dtype=ml_dtypes.bfloat16, shards=2)
+    (workplace / "tiny.py").write_text(RECIPE)
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(5) for b in range(5)]
+    (workplace / "sums.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    return workplace
+
+
+def config_of(folder, **model):
+    data = ChatFile(path=str(folder / "sums.jsonl"), vocabulary=256, context=12, batch_size=8)
+    section = Pretrained(path=str(folder / "llama"), **model)
+    return Config(data=data, model=section, optim=Optim(name="adamw"), train=Train(steps=2))
+
+
+def published(folder):
+    from train.data.model_folder import read_folder
+
+    source = read_folder(folder / "llama")
+    return fnet.interop.from_huggingface(source.config, source.tensors, dtype=jnp.float32)
+
+
+def test_starts_from_the_published_parameters(folder):
+    run = setup(config_of(folder))
+    _, expected = published(folder)
+    chex.assert_trees_all_equal(run.compile_init()(jax.random.key(0)).params, expected)
+    assert {a.dtype for a in jax.tree.leaves(run.state_shapes.params)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "nf4", "dora": True}])
+def test_adapters_start_at_the_published_model(folder, options):
+    run = setup(config_of(folder, lora_rank=2, **options))
+    state = run.compile_init()(jax.random.key(0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+        jax.eval_shape(lambda s: s, state), run.state_shapes
+    )
+    assert {path.rpartition("/")[2] for path in state.params} == {"kernel"}
+    frozen = state.model_state["frozen"]
+    model, expected = published(folder)
+    tokens = np.frombuffer(b"2+2=4 and so on", np.uint8)[None].astype(np.int32)
+    logits, _ = run.task.model.apply(state.params, state.model_state, tokens, train=False)
+    reference, _ = model.apply(expected, {}, tokens, train=False)
+    if options:
+        kernel = frozen["blocks"]["0"]["mixer"]["query"]["kernel"]
+        assert kernel.codes.dtype == jnp.uint8
+        assert jnp.abs(logits - reference).max() < 0.3 * jnp.abs(reference).max()
+    else:
+        assert {a.dtype for a in jax.tree.leaves(frozen)} == {jnp.dtype("bfloat16")}
+        chex.assert_trees_all_close(logits, reference, atol=1e-5)
+    # Checkpoints hold what is trained.
+    assert "frozen" not in without_frozen(state).model_state
+    assert run.step.loss is not None
+
+
+def test_frozen_parameters_are_neither_copied_nor_differentiated(folder):
+    run = setup(config_of(folder, lora_rank=2))
+    report = fnet.compile_step(run.step, run.state_shapes, run.batch_shapes).report
+    trained = sum(a.size for a in jax.tree.leaves(run.state_shapes.params))
+    assert report.parameters == trained
+    opt_state = sum(a.size for a in jax.tree.leaves(run.state_shapes.opt_state))
+    assert opt_state < 2.1 * trained
+    assert report.donation.aliased_bytes == report.state_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), LORA, (*LORA, "--model.quantize", "int8")])
+def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
+    fnet_command("train", "tiny.py", "--out", "whole", *options)
+    fnet_command("train", "tiny.py", "--out", "parts", "--train.steps", 2, *options)
+    fnet_command("train", "tiny.py", "--out", "parts", "--resume", *options)
+    assert metrics_of(folder / "parts") == metrics_of(folder / "whole")
+    states = []
+    for name in ("whole", "parts"):
+        with Checkpoints(folder / name / "checkpoints") as checkpoints:
+            states.append(checkpoints.restore_network())
+    assert states[0].step == states[1].step == 4
+    chex.assert_trees_all_equal(*(s.evaluation_params for s in states))
+    assert "frozen" not in states[0].model_state
+    assert sorted(p.name for p in (folder / "whole" / "model").iterdir()) == ["config.json"]
+
+
+@pytest.mark.slow
+def test_an_imported_model_is_a_run(folder, capsys):
+    fnet_command("import", "llama", "--out", "run", "--data.vocabulary", 256)
+    out = capsys.readouterr().out
+    assert "34,976" in out
+    assert "bfloat16" in out
+    assert sorted(p.name for p in (folder / "run").iterdir()) == ["config.json", "model"]
+
+    words = "--prompt", "2+2=", "--length", 6, "--temperature", 0
+    fnet_command("sample", "run", *words)
+    text = capsys.readouterr().out
+    model, params = published(folder)
+    prompt = np.frombuffer(b"2+2=", np.uint8)[None].astype(np.int32)
+    model = fnet.interop.huggingface.build_model(LLAMA, dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    tokens = fnet.generate(model, params, {}, prompt, jax.random.key(0), 6, temperature=0.0)
+    assert text.encode().startswith(b"2+2=")
+    assert text == "2+2=" + bytes(tokens[0].tolist()).decode("utf-8", "replace") + "\n"
+
+    fnet_command("eval", "run", "--data.path", "sums.jsonl", "--data.context", 12)
+    assert "perplexity" in capsys.readouterr().out
+    fnet_command("train", "run", "--data.path", "sums.jsonl", "--train.steps", 1, "--resume")
+
+
+@pytest.mark.slow
+def test_export_writes_the_published_tensors(folder, capsys):
+    fnet_command("import", "llama", "--out", "run", "--data.vocabulary", 256)
+    fnet_command("export", "run")
+    tensors = load_file(folder / "run" / "exported" / "model.safetensors")
+    expected = {}
+    for path in sorted((folder / "llama").glob("*.safetensors")):
+        expected |= load_file(path)
+    chex.assert_trees_all_equal(tensors, expected)
+    assert json.loads((folder / "run" / "exported" / "config.json").read_text()) == LLAMA
+    assert exit_code("export", "run") == 2
+    assert_one_line_error(capsys, "is not empty; give a new folder")
+
+
+@pytest.mark.slow
+def test_exported_adapters_are_merged(folder, monkeypatch):
+    fnet_command("train", "tiny.py", "--out", "run", *LORA)
+    run = RunFolder(folder / "run")
+    config = run.read_config()
+    network = setup(config).task.model
+    trained = load_network(run, network)
+    fnet_command("export", "run", "--out", "merged")
+    assert (folder / "merged" / "config.json").is_file()
+    fnet_command("train", "tiny.py", "--model.path", "merged", "--out", "next", "--train.steps", 1)
+    tokens = np.frombuffer(b"2+2=4", np.uint8)[None].astype(np.int32)
+    logits, _ = network.apply(trained.evaluation_params, trained.model_state, tokens, train=False)
+    merged = load_file(folder / "merged" / "model.safetensors")
+    model, params = fnet.interop.from_huggingface(LLAMA, merged, dtype=jnp.float32)
+    expected, _ = model.apply(params, {}, tokens, train=False)
+    assert jnp.abs(logits - expected).max() < 0.02 * jnp.abs(expected).max()  # bfloat16
+
+
+@pytest.mark.slow
+def test_adapters_train_with_sharded_frozen_parameters(folder):
+    fnet_command("train", "tiny.py", "--out", "one", *LORA)
+    fnet_command("train", "tiny.py", "--out", "two", *LORA, "--mesh.fsdp", 2)
+    one, two = metrics_of(folder / "one")[-1], metrics_of(folder / "two")[-1]
+    assert one["test/loss"] == pytest.approx(two["test/loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_private_fine_tuning(folder, capsys):
+    pytest.importorskip("dp_accounting")
+    private = "--grad.mode", "clipped", "--grad.epsilon", 8, "--grad.delta", 0.01
+    fnet_command("train", "tiny.py", "--out", "run", *LORA, *private)
+    assert "privacy: " in capsys.readouterr().out
+
+
+def tokenizer_folder(path):
+    """Give a model a tokenizer of words, a chat template and generation settings."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<end>", "<user>", "<bot>", "hello", "you", "there"]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>", "<user>", "<bot>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<{{ 'bot' if m.role == 'assistant' else 'user' }}> "
+        "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    config = {"chat_template": template, "eos_token": "<end>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text('{"eos_token_id": [1]}')
+
+
+class Scripted:
+    """A decoder that says "there you <end> you" whatever it is asked."""
+
+    def init_cache(self, batch, length, dtype=jnp.float32):
+        return jnp.zeros((batch,), jnp.int32)
+
+    def extend(self, params, state, cache, tokens, position):
+        answer = jnp.array([6, 5, 1, 5])
+        said = jnp.where(tokens[:, -1] == 3, 0, cache)
+        return jax.nn.one_hot(answer[said % 4], 7) * 9, said + 1
+
+
+@pytest.mark.slow
+def test_chat_answers_until_the_end_token(folder, capsys, monkeypatch):
+    tokenizer_folder(folder / "llama")
+    fnet_command("import", "llama", "--out", "run")
+    from train.commands import sample
+
+    def build(config, original=sample.language.build_network):
+        network = original(config)
+        decode = fnet.layer.Decode(Scripted().init_cache, Scripted().extend)
+        return network._replace(base=network.base._replace(decode=decode))
+
+    monkeypatch.setattr(sample.language, "build_network", build)
+    capsys.readouterr()
+    fnet_command("sample", "run", "--chat", "--prompt", "hello")
+    assert capsys.readouterr().out.split() == ["there", "you"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\nyou\n"))
+    fnet_command("sample", "run", "--chat")
+    assert capsys.readouterr().out.split() == ["there", "you"] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert' is not supported"),
+        ({"hidden_size": 16}, "expected shape"),
+        ({"num_hidden_layers": 1}, "the checkpoint has tensors that the model does not"),
+        ({"num_hidden_layers": 3}, "the checkpoint lacks model.layers.2"),
+    ],
+)
+def test_rejects_models_that_do_not_fit(folder, capsys, change, message):
+    (folder / "llama" / "config.json").write_text(json.dumps(LLAMA | change))
+    assert exit_code("import", "llama", "--out", "run") == 2
+    assert_one_line_error(capsys, message)
+    assert not (folder / "run").exists()
+
+
+def test_rejects_options_of_adapters_without_adapters(folder, capsys):
+    assert exit_code("train", "tiny.py", "--model.quantize", "int8") == 2
+    assert_one_line_error(capsys, "model.quantize: needs model.lora_rank")
+    assert exit_code("train", "tiny.py", *LORA, "--model.lora-targets", "none*") == 2
+    assert_one_line_error(capsys, "no parameter matches")

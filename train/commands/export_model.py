@@ -1,0 +1,98 @@
+"""Write a fine-tuned model as a folder that other programs load."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnet.interop.huggingface.checkpoint import Tensor, leaf
+from train.arguments import ExportArguments
+from train.commands import weight_files
+from train.config import Config, Pretrained
+from train.data.model_folder import INDEX, SINGLE, SMALL_FILES, read_folder
+from train.errors import UserError
+from train.run.frozen import load_network
+from train.run.run_folder import RunFolder, as_json
+from train.tasks import pretrained
+
+SHARD_BYTES = 2 * 2**30
+"""Largest size of a file, unless one tensor is larger."""
+
+
+def export_model(folder: RunFolder, config: Config, options: ExportArguments) -> Path:
+    """Write a fine-tuned model with its config and tokenizer, and return the folder.
+
+    Tensors have the names, layouts and dtypes of the published model. Adapters are merged.
+
+    Raises:
+      UserError: if there is no checkpoint, or the folder cannot be written.
+    """
+    section = config.model
+    assert isinstance(section, Pretrained)
+    out = Path(options.out) if options.out else folder.path / "exported"
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out: {out} is not empty; give a new folder")
+    source = read_folder(Path(section.path))
+    model = pretrained.build_network(config)
+    network = load_network(folder, model, best=options.best)
+    params = pretrained.merge(section, network.evaluation_params, network.model_state)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        dtypes = {name: t.dtype for name, t in source.tensors.items()}
+        _write_tensors(part, model.base.tensors, params, dtypes)
+        for name in SMALL_FILES:
+            for kept in (folder.model / name, source.path / name):
+                if kept.is_file():
+                    (part / name).write_bytes(kept.read_bytes())
+                    break
+        if out.is_dir():
+            out.rmdir()
+        part.rename(out)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(
+            f"cannot write {out}: {error.strerror or error}; choose another --out"
+        ) from error
+    return out
+
+
+def _write_tensors(
+    out: Path, tensors: tuple[Tensor, ...], params: Any, dtypes: Mapping[str, np.dtype]
+) -> None:
+    """Write safetensors files, and an index if there are several."""
+    shards = list(_shards(tensors, params, dtypes))
+    weight_map: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        name = SINGLE
+        if len(shards) > 1:
+            name = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
+        arrays = {
+            t.name: np.ascontiguousarray(t.to_file(np.asarray(leaf(params, t.path)))).astype(
+                dtypes[t.name]
+            )
+            for t in shard
+        }
+        weight_files.write(out / name, arrays, {"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, name)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / INDEX).write_text(as_json(index))
+
+
+def _shards(
+    tensors: tuple[Tensor, ...], params: Any, dtypes: Mapping[str, np.dtype]
+) -> Iterator[list[Tensor]]:
+    shard: list[Tensor] = []
+    size = 0
+    for t in tensors:
+        nbytes = leaf(params, t.path).size * dtypes[t.name].itemsize
+        if shard and size + nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(t)
+        size += nbytes
+    yield shard

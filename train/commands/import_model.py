@@ -1,0 +1,90 @@
+"""``fnet import MODEL``: make a published model a run, to sample, evaluate or fine-tune it."""
+
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from fnet.memory import format_bytes
+from train import arguments
+from train.arguments import ImportModelArguments
+from train.commands.positional import positional
+from train.config import ChatFile, Config, Optim, Pretrained, Train
+from train.data.model_folder import ModelFolder, read_folder
+from train.output.progress import line_printer
+from train.run.model_files import copy_model_files
+from train.run.run_folder import RunFolder, quote
+from train.tasks import pretrained
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet import MODEL``."""
+    (given,), flags = positional(argv, "fnet import MODEL", ImportModelArguments)
+    config = default_config(Path(given))
+    options, config = arguments.read_with_config(
+        ImportModelArguments, config, flags, f"fnet import {given}"
+    )
+    out = Path(options.out or f"runs/{config.name}")
+    folder = import_model(config, out)
+    console = Console()
+    console.print(model_table(folder))
+    run = quote(out)
+    line_printer(console)(
+        f"wrote {out}; the weights stay in {folder.path}. Generate text with fnet sample {run} "
+        f"--prompt TEXT, train with fnet train {run} --data.path FILE --resume"
+    )
+
+
+def default_config(path: Path) -> Config:
+    """Return a config that fine-tunes a published model as a whole."""
+    name = path.resolve().name
+    valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
+    return Config(
+        name=valid or "model",
+        data=ChatFile(),
+        model=Pretrained(path=str(path.resolve())),
+        optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
+        train=Train(epochs=1.0, precision="bfloat16"),
+    )
+
+
+def import_model(config: Config, out: Path) -> ModelFolder:
+    """Create a run at step 0, whose weights are those of the published model.
+
+    The weights are not copied. Their headers are compared with config.json.
+
+    Args:
+      config: config of the run.
+      out: folder of the run.
+
+    Raises:
+      UserError: if the model is not supported or damaged, or the folder cannot be used.
+    """
+    assert isinstance(config.model, Pretrained)
+    source = read_folder(Path(config.model.path))
+    pretrained.match(source, config.train.precision)
+    folder = RunFolder(out)
+    with folder.lock():
+        folder.create()
+        copy_model_files(folder, config)
+        folder.write_config(config)
+    return source
+
+
+def model_table(folder: ModelFolder) -> Table:
+    """Describe a published model: architecture, size and what comes with it."""
+    _, shapes = pretrained.match(folder, "float32")
+    parameters = sum(a.size for a in jax.tree.leaves(shapes))
+    dtypes = sorted({str(t.dtype) for t in folder.tensors.values()})
+    t = Table(title=str(folder.path), title_justify="left", show_header=False)
+    t.add_row("model", str(folder.config["model_type"]))
+    t.add_row("parameters", f"{parameters:,}")
+    t.add_row("weights", f"{format_bytes(folder.nbytes)}, {', '.join(dtypes)}")
+    t.add_row("tensors", f"{len(folder.tensors):,}")
+    for name, file in {
+        "tokenizer": "tokenizer.json",
+        "generation settings": "generation_config.json",
+    }.items():
+        t.add_row(name, file if (folder.path / file).is_file() else "none")
+    return t

@@ -1,0 +1,180 @@
+"""Folders of published models: config.json and tensors in safetensors files.
+
+Only headers are read until a tensor is needed. No code in a file is ever run.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from train.data.chat import load_json
+from train.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json",
+)  # fmt: skip
+"""Files of a model that a run copies: all but its weights."""
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+    "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+"""NumPy's dtypes of safetensors."""
+
+_MAX_HEADER = 100 * 2**20
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.ckpt", "model.pt")
+
+
+class FileTensor(NamedTuple):
+    """A tensor in a safetensors file, which is read by ``tensor[slices]``.
+
+    Attributes:
+      path: File.
+      offset: First byte in the file.
+      shape: Shape.
+      dtype: Dtype.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, index: Any) -> np.ndarray:  # type: ignore[override]
+        """Map the file and return a part of the tensor, without a copy."""
+        if not self.nbytes:
+            return np.zeros(self.shape, self.dtype)[index]
+        raw = np.memmap(self.path, np.uint8, "r", self.offset, (self.nbytes,))
+        return raw.view(self.dtype).reshape(self.shape)[index]
+
+
+class ModelFolder(NamedTuple):
+    """A published model on this machine.
+
+    Attributes:
+      path: Folder.
+      config: ``config.json``.
+      tensors: Tensors by name, from all files.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, FileTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder has the config.json of a published model, unlike that of a run."""
+    if not (path / "config.json").is_file():
+        return False
+    config = load_json(path / "config.json")
+    return "model_type" in config or "architectures" in config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read ``config.json`` of a model's folder.
+
+    Raises:
+      UserError: if there is none, or it is not JSON.
+    """
+    if not path.is_dir():
+        raise UserError(f"model.path: {path} is not a folder; give that of a published model")
+    config = load_json(path / "config.json")
+    if not config:
+        raise UserError(f"model.path: {path} has no config.json; give a published model's folder")
+    return config
+
+
+def read_folder(path: Path) -> ModelFolder:
+    """Read config and headers of a model's folder.
+
+    Raises:
+      UserError: if files are missing or damaged, or there are only pickles.
+    """
+    config = read_config(path)
+    if (path / INDEX).is_file():
+        return ModelFolder(path, config, _read_index(path / INDEX))
+    if (path / SINGLE).is_file():
+        return ModelFolder(path, config, dict(_read_header(path / SINGLE)))
+    if pickles := [name for name in _PICKLES if (path / name).exists()]:
+        raise UserError(
+            f"model.path: {path} has {pickles[0]}, a pickle, which may run code; "
+            f"convert it to {SINGLE}"
+        )
+    raise UserError(f"model.path: {path} has neither {SINGLE} nor {INDEX}")
+
+
+def _read_index(path: Path) -> dict[str, FileTensor]:
+    weight_map = load_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise UserError(f"{path} is damaged: it has no weight_map")
+    tensors: dict[str, FileTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise UserError(f"{path}: {name!r} is not the name of a file in the same folder")
+        if not (path.parent / name).is_file():
+            raise UserError(f"{path.parent / name} is missing, which {path.name} lists")
+        tensors |= dict(_read_header(path.parent / name))
+    for tensor, file in weight_map.items():
+        if tensor not in tensors or tensors[tensor].path.name != file:
+            raise UserError(f"{path.parent / file} lacks {tensor}, which {path.name} lists")
+    return tensors
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, FileTensor]]:
+    """Yield the tensors of a file.
+
+    https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, the header as
+    JSON, then the tensors.
+    """
+
+    def damaged(why: str) -> UserError:
+        return UserError(f"{path} is damaged or not a safetensors file: {why}")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER):
+                raise damaged(f"its header has {length:,} bytes, the file {size:,}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise damaged("its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise damaged("its header is not an object")
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype = np.dtype(DTYPES[entry["dtype"]])
+            shape = tuple(int(n) for n in entry["shape"])
+            first, last = (int(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise damaged(f"the header's entry of {name} is {entry!r}") from error
+        is_valid = first >= 0 and min(shape, default=0) >= 0
+        if not is_valid or last - first != math.prod(shape) * dtype.itemsize:
+            raise damaged(f"{name} has {last - first:,} bytes for shape {shape} and {dtype}")
+        if 8 + length + last > size:
+            missing = 8 + length + last - size
+            raise damaged(f"it ends early: {missing:,} bytes of {name} are missing")
+        yield name, FileTensor(path, 8 + length + first, shape, dtype)

@@ -1,0 +1,42 @@
+"""Files of a published model that a run keeps: its config and its tokenizer."""
+
+import dataclasses
+from pathlib import Path
+
+from train.config import ChatFile, Config, Pretrained, TextFile
+from train.data.model_folder import SMALL_FILES
+from train.errors import UserError
+from train.run.run_folder import RunFolder
+
+
+def copy_model_files(folder: RunFolder, config: Config) -> None:
+    """Copy a published model's config and tokenizer to the run; the weights stay where they are.
+
+    Raises:
+      UserError: if a file cannot be read or written.
+    """
+    if not isinstance(config.model, Pretrained):
+        return
+    source = Path(config.model.path)
+    try:
+        folder.model.mkdir(exist_ok=True)
+        for name in SMALL_FILES:
+            if (source / name).is_file():
+                (folder.model / name).write_bytes((source / name).read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot copy {source} to {folder.model}: {error.strerror or error}"
+        ) from error
+
+
+def with_model_files(folder: RunFolder, config: Config) -> Config:
+    """Return the config with the run's own tokenizer of a published model.
+
+    So a tokenizer that changes later does not change the run.
+    """
+    tokenizer, data = folder.model / "tokenizer.json", config.data
+    if not isinstance(config.model, Pretrained) or not tokenizer.is_file():
+        return config
+    if not isinstance(data, TextFile | ChatFile) or data.tokenizer is not None:
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(tokenizer)))

@@ -1,0 +1,183 @@
+"""Published language models as networks of a run: all parameters, or adapters on frozen ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fnet import lora, quantization
+from fnet.interop import huggingface
+from fnet.interop.huggingface.checkpoint import PretrainedModel
+from train.config import Config, Pretrained
+from train.data.model_folder import ModelFolder, read_folder
+from train.errors import UserError
+
+FROZEN = "frozen"
+"""Name of the frozen parameters in the model state."""
+
+_QUANTIZED = ("blocks/*/kernel",)
+"""Weights that are stored in fewer bits: the matrices of the blocks."""
+
+
+class PretrainedNetwork(NamedTuple):
+    """A published model as the network of a run.
+
+    Attributes:
+      init: ``key -> (params, model state)`` with zeros in place of pretrained values.
+      apply: as of `fnet.models.LanguageModel`.
+      decode: incremental decoding, with parameters of `merge`.
+      losses: as of `fnet.models.LanguageModel`.
+      read: ``shapes -> arrays`` of the pretrained parameters, with the shapes' shardings.
+      place: ``(key, arrays) -> (params, model state)`` with the arrays of ``read``.
+      is_frozen: whether adapters are trained, and the pretrained parameters are in the model state.
+      vocabulary: number of tokens.
+      base: the published model.
+    """
+
+    init: Callable[[Array], tuple[Any, Any]]
+    apply: Callable[..., tuple[Array, Any]]
+    decode: Any
+    losses: Callable[..., tuple[Array, Any]]
+    read: Callable[[Any], Any]
+    place: Callable[[Array, Any], tuple[Any, Any]]
+    is_frozen: bool
+    vocabulary: int
+    base: PretrainedModel
+
+    def pretrained(self, params: Any, model_state: Any) -> Any:
+        """Return the part of params and model state that ``read`` reads."""
+        return model_state[FROZEN] if self.is_frozen else params
+
+
+def build_network(config: Config) -> PretrainedNetwork:
+    """Build the network from config.json and the headers of the weights.
+
+    Raises:
+      UserError: if a file is missing or damaged, or the model is not supported.
+      ValueError: if the options of adapters do not fit the model.
+    """
+    section = config.model
+    assert isinstance(section, Pretrained)
+    if section.lora_rank is None and (section.dora or section.quantize):
+        option = "dora" if section.dora else "quantize"
+        raise UserError(f"model.{option}: needs model.lora_rank, the rank of the adapters")
+    folder = read_folder(Path(section.path))
+    model, shapes = match(folder, config.train.precision)
+    if model.losses is None:
+        raise UserError(f"model.path: {folder.path} is not a language model")
+    quantize = _quantize(section, shapes)
+
+    def zeros() -> Any:
+        # Small updates would be lost in 16 bits.
+        dtype = jnp.float32 if section.lora_rank is None else None
+        params = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), shapes)
+        return quantization.map_with_paths(quantize, params)
+
+    def read(targets: Any) -> Any:
+        by_path = dict(quantization.leaves_with_paths(targets))
+        shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
+        is_placed = None not in shardings.values()
+        try:
+            return huggingface.from_huggingface(
+                folder.config,
+                folder.tensors,
+                sharding=(lambda path, shape: shardings[path]) if is_placed else None,
+                convert=lambda path, a: quantize(path, a.astype(by_path[path].dtype)),
+            )[1]
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: {folder.path}: {error}") from error
+
+    adapters = adapters_of(section)
+    apply, losses = model.apply, model.losses
+    if adapters is None:
+
+        def place(key: Array, params: Any) -> tuple[Any, Any]:
+            del key
+            return params, {}
+
+    else:
+        apply, losses = _adapted(apply, adapters), _adapted(losses, adapters)
+
+        def place(key: Array, params: Any) -> tuple[Any, Any]:
+            return lora.init(adapters, params, key), {FROZEN: params}
+
+    return PretrainedNetwork(
+        init=lambda key: place(key, zeros()),
+        apply=apply,
+        decode=model.decode,
+        losses=losses,
+        read=read,
+        place=place,
+        is_frozen=adapters is not None,
+        vocabulary=int(folder.config["vocab_size"]),
+        base=model,
+    )
+
+
+def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
+    """Build the model of a folder, and the shapes of its parameters.
+
+    Raises:
+      UserError: if the model is not supported, or its tensors do not fit config.json.
+    """
+    try:
+        return huggingface.match_tensors(folder.config, folder.tensors, dtype=jnp.dtype(precision))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.path: {folder.path}: {error}") from error
+
+
+def adapters_of(section: Pretrained) -> lora.LoRA | None:
+    """Return the config of the adapters, or None if all parameters are trained."""
+    if section.lora_rank is None:
+        return None
+    return lora.LoRA(section.lora_rank, section.lora_alpha, section.lora_targets, dora=section.dora)
+
+
+def merge(section: Pretrained, params: Any, model_state: Any) -> Any:
+    """Return the parameters of the published model: trained, or frozen ones with adapters.
+
+    Frozen parameters are donated.
+    """
+    adapters = adapters_of(section)
+    if adapters is None:
+        return params
+
+    def merged(frozen: Any) -> Any:
+        return quantization.dequantize(lora.merge(adapters, frozen, params))
+
+    donated = () if section.quantize else (0,)  # codes are no buffers for weights
+    return jax.jit(merged, donate_argnums=donated)(model_state[FROZEN])
+
+
+def _adapted(
+    f: Callable[..., tuple[Array, Any]], adapters: lora.LoRA
+) -> Callable[..., tuple[Array, Any]]:
+    """Turn ``f(params, {}, *args)`` into ``f(adapters, {"frozen": params}, *args)``."""
+
+    def call(params: Any, state: Any, *args: Any, **options: Any) -> tuple[Array, Any]:
+        wrapped = lora.wrap(lambda full: f(full, {}, *args, **options)[0], adapters)
+        return wrapped(params, state[FROZEN]), state
+
+    return call
+
+
+def _quantize(section: Pretrained, shapes: Any) -> Callable[[str, Array], Any]:
+    """Return a function of path and parameter that quantizes the weights of blocks."""
+    kind = section.quantize
+    if kind is None:
+        return lambda path, a: a
+    targets = quantization.find_targets("model.quantize", shapes, _QUANTIZED)
+
+    @jax.jit
+    def quantize(a: Array) -> Any:
+        return quantization.quantize({"w": a}, kind, ("w",))["w"]
+
+    return lambda path, a: quantize(a) if path in targets else a
+
+
+def _sharding(leaf: Any) -> Any:
+    """Sharding of a parameter; that of the codes of a quantized one, which has its axes."""
+    return (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding
