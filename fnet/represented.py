@@ -82,6 +82,11 @@ class Weight:
         """Return the frozen part."""
         return dataclasses.replace(self, adapter=None)
 
+    def map_parts(self, f: Callable[[Any], Any], view: tuple[int, ...]) -> "Weight":
+        """Apply a function of the leading axis to all arrays, and set the view."""
+        base, adapter = jax.tree.map(f, (self.base, self.adapter))
+        return dataclasses.replace(self, base=base, adapter=adapter, view=view)
+
     def materialize(self) -> Array:
         """Return the value in the program."""
         if self.adapter is None:
@@ -266,6 +271,34 @@ def _transpose(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     return [dataclasses.replace(inputs[0], view=view)]
 
 
+def _slice_layers(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """Slice stacked layers, as in ``w[i]``."""
+    weight, *starts = inputs
+    shape, sizes = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
+    if not isinstance(weight, Weight) or not _counts_layers(weight) or sizes[1:] != shape[1:]:
+        return _materialized(eqn, inputs)
+    if starts:
+        (start, *_), size = starts, sizes[0]
+        return [
+            weight.map_parts(lambda a: jax.lax.dynamic_slice_in_dim(a, start, size), weight.view)
+        ]
+    p = eqn.params
+    first, last, stride = p["start_indices"][0], p["limit_indices"][0], (p["strides"] or [1])[0]
+    return [weight.map_parts(lambda a: jax.lax.slice_in_dim(a, first, last, stride), weight.view)]
+
+
+def _squeeze(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    weight = inputs[0]
+    if tuple(eqn.params["dimensions"]) != (0,) or not _counts_layers(weight):
+        return _materialized(eqn, inputs)
+    return [weight.map_parts(lambda a: jax.lax.squeeze(a, (0,)), weight.view[1:])]
+
+
+def _counts_layers(weight: Weight) -> bool:
+    """Whether the first axis of the value in the program counts layers."""
+    return weight.view[0] in weight.stack[:1]
+
+
 def _barrier(_: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     barred: Sequence[Any] = jax.lax.optimization_barrier(inputs)
     return barred
@@ -416,7 +449,7 @@ def _scan(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
 
 def _stacked(value: Any) -> Any:
     """Return a scanned value: a weight in parts if the loop goes over its layers."""
-    if not isinstance(value, Weight) or value.view[0] in value.stack[:1]:
+    if not isinstance(value, Weight) or _counts_layers(value):
         return value
     return value.materialize()
 
@@ -455,6 +488,9 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "copy": lambda eqn, inputs: inputs,
     "name": lambda eqn, inputs: inputs,
     "transpose": _transpose,
+    "slice": _slice_layers,
+    "dynamic_slice": _slice_layers,
+    "squeeze": _squeeze,
     "optimization_barrier": _barrier,
     "dot_general": _dot_general,
     "scan": _scan,

@@ -131,6 +131,24 @@ def test_stacked_layers_in_a_scan(form, quantized):
     assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
 
 
+@FORMS
+@pytest.mark.parametrize("quantized", [None, "nf4"])
+def test_layers_of_a_stack_by_number(form, quantized):
+    def f(params, x):
+        w = params["blocks"]["kernel"]
+        x = jnp.tanh(x @ w[2]) @ w[-1]
+        return jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w[i]), x) @ w[:2].sum(0)
+
+    params = {"blocks": {"kernel": normal(3, 8, 8)}}
+    config = lora.LoRA(2, **form)
+    by_parts, adapters = assert_same(config, params, f, normal(2, 8, seed=2), quantized=quantized)
+    # Only the sum over a slice needs a whole weight, of the two layers in the slice.
+    jaxpr = jax.make_jaxpr(by_parts)(adapters, normal(2, 8, seed=2))
+    products = [e.outvars[0].aval.shape for e in find_equations(jaxpr, "dot_general")]
+    assert products.count((2, 8, 8)) == 1
+    assert (3, 8, 8) not in products
+
+
 def test_weights_inside_of_while_and_cond():
     def f(params, x):
         w = params["w"]

@@ -1,12 +1,15 @@
 """Adapter files of PEFT: equal outputs and gradients, both ways, and options that are refused."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fnet import lora
-from fnet.interop.peft import from_peft, to_peft
+from fnet.interop import from_huggingface
+from fnet.interop.peft import from_peft, huggingface_modules, to_peft
 
 MODULES = {
     "0": ("first/kernel", False),
@@ -147,8 +150,6 @@ def test_outputs_and_gradients_equal_those_of_peft(form, tmp_path):
     y = model(x)
     (y**2).sum().backward()
 
-    import json
-
     adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     config, adapters = from_peft(adapter_config, tensors, MODULES)
@@ -178,3 +179,52 @@ def test_outputs_and_gradients_equal_those_of_peft(form, tmp_path):
     np.testing.assert_allclose(
         merged["first"]["kernel"].T, model.merge_and_unload()[0].weight.detach(), atol=1e-5
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_published_model_with_an_adapter_equals_transformers(form, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    load_file = pytest.importorskip("safetensors.numpy").load_file
+    torch.manual_seed(0)
+    base_config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    base = transformers.LlamaForCausalLM(base_config).eval()
+    tensors = {name: tensor.numpy().copy() for name, tensor in base.state_dict().items()}
+    model, params = from_huggingface(base_config.to_dict(), tensors)
+    options = {"r": 2, "lora_alpha": 8, "target_modules": "all-linear", **form}
+    adapted = peft.get_peft_model(base, peft.LoraConfig(**options))
+    for name, tensor in adapted.named_parameters():
+        if "lora_" in name:
+            tensor.data += 0.3 * torch.randn(tensor.shape)
+    adapted.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 7))
+    logits = adapted(torch.from_numpy(tokens)).logits
+    (logits**2).mean().backward()
+
+    adapter_config = json.loads((tmp_path / "adapter_config.json").read_text())
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    modules = huggingface_modules(model)
+    config, adapters = from_peft(adapter_config, adapter, modules)
+    assert len(adapters) == 14
+
+    def loss(adapters):
+        apply = lora.wrap(model.apply, config)
+        y, _ = apply(adapters, params, {}, jnp.asarray(tokens), train=False)
+        return (y**2).mean(), y
+
+    grads, y = jax.jit(jax.grad(loss, has_aux=True))(adapters)
+    np.testing.assert_allclose(y, logits.detach(), rtol=1e-4, atol=1e-5)
+    _, by_name = to_peft(config, grads, modules)
+    for name, tensor in adapted.named_parameters():
+        if tensor.grad is not None:
+            gradient = (
+                by_name[name.replace(".default", "")]
+                if "magnitude" not in name
+                else (by_name[name.replace(".default", "").removesuffix(".weight")])
+            )
+            np.testing.assert_allclose(gradient, tensor.grad, rtol=1e-3, atol=1e-6)

@@ -173,6 +173,30 @@ def to_peft(
     }, tensors
 
 
+def huggingface_modules(model: Any) -> dict[str, Module]:
+    """Return the modules of a published model, for `from_peft` and `to_peft`.
+
+    Args:
+      model: A model of `fnet.interop.from_huggingface`.
+
+    Returns:
+      Name of each linear module -> `Module`. Embeddings are left out.
+
+    Example:
+      >>> from fnet.interop.huggingface import build_model
+      >>> from fnet.interop.peft import huggingface_modules
+      >>> config = {"model_type": "llama", "vocab_size": 11, "hidden_size": 8,
+      ...           "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+      >>> huggingface_modules(build_model(config))["model.layers.0.self_attn.q_proj"].path
+      'blocks/0/mixer/query/kernel'
+    """
+    return {
+        tensor.name.removesuffix(".weight"): Module(tensor.path)
+        for tensor in model.tensors
+        if tensor.name.endswith(".weight") and tensor.path.endswith("kernel")
+    }
+
+
 def _check_config(config: Mapping[str, Any]) -> None:
     """Reject options that change what an adapter computes, unless `fnet.lora` computes it too."""
     if config.get("peft_type") != "LORA":
