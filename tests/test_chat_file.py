@@ -339,6 +339,21 @@ def test_a_chat_that_the_template_refuses_names_its_line(load, tmp_path):
     )
 
 
+def test_the_files_of_a_folder_are_read_by_name(load, write, tmp_path):
+    (tmp_path / "parts").mkdir()
+    records = answers(12)
+    write(records[8:], "parts/b.jsonl")
+    write(records[:8], "parts/a.jsonl")
+    (tmp_path / "parts" / "README.md").write_text("no records")
+    data = load([], path=str(tmp_path / "parts"), test_fraction=0.25)
+    chex.assert_trees_all_equal(batch_of(data), batch_of(load(records, test_fraction=0.25)))
+    assert data.name(8) == f"{tmp_path}/parts/b.jsonl, line 1"
+    (tmp_path / "empty").mkdir()
+    assert "empty has no .jsonl or .parquet files" in error_message(
+        load, [], path=str(tmp_path / "empty")
+    )
+
+
 def test_empty_files_are_named(load, write):
     other = write(answers(3), "other.jsonl")
     empty = write([], "empty.jsonl")

@@ -271,9 +271,9 @@ class ChatFile(Section):
     source: Literal["chat_file"] = "chat_file"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.jsonl"
-    """File of JSON lines, or a .parquet file (pip install 'fnet-jax[parquet]')."""
+    """File of JSON lines, .parquet file (pip install 'fnet-jax[parquet]'), or a folder of them."""
     test_path: str | None = None
-    """File of test examples; None holds out test_fraction of path."""
+    """File or folder of test examples; None holds out test_fraction of path."""
     tokenizer: str | None = None
     """A tokenizer.json, or the folder of a model that holds one; None uses bytes as tokens."""
     chat_template: str | None = None

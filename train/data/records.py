@@ -1,11 +1,15 @@
 """Records of JSON lines and Parquet files, with the place of each one for error messages."""
 
+import itertools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.errors import UserError, did_you_mean, list_available
+
+_PARQUET = (".parquet", ".pq")
 
 
 class Record(NamedTuple):
@@ -59,15 +63,27 @@ def read(path: str, option: str) -> Iterator[Record]:
     """Yield the records of a file in order: of Parquet by its suffix, else of JSON lines.
 
     Args:
-      path: File.
+      path: File, or a folder of .jsonl and .parquet files, which are read by name.
       option: Config field or flag that names it, for error messages.
 
     Raises:
-      UserError: if the file is unreadable, or a line is not a JSON object.
+      UserError: if a file is unreadable, a line is not a JSON object, or a folder has no files.
     """
-    if Path(path).suffix in (".parquet", ".pq"):
-        return _read_parquet(path, option)
-    return _read_json_lines(path, option)
+    if not Path(path).is_dir():
+        return _read_file(path, option)
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise UserError(f"{option}: cannot read {path}: {error.strerror}") from error
+    files = [str(Path(path, n)) for n in names if Path(n).suffix in (".jsonl", *_PARQUET)]
+    if not files:
+        raise UserError(f"{option}: the folder {path} has no .jsonl or .parquet files")
+    return itertools.chain.from_iterable(_read_file(file, option) for file in files)
+
+
+def _read_file(path: str, option: str) -> Iterator[Record]:
+    is_parquet = Path(path).suffix in _PARQUET
+    return (_read_parquet if is_parquet else _read_json_lines)(path, option)
 
 
 def _read_json_lines(path: str, option: str) -> Iterator[Record]:
