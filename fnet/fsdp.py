@@ -38,6 +38,7 @@ def gather_at_use(
     - In a ``lax.scan`` over stacked parameters, each iteration gathers its own layer. Do not
       shard the scanned axis, or the whole stack is gathered before the loop.
     - What depends on parameters alone stays sharded. A cast to bfloat16 comes before the gather.
+    - Quantized weights, in integers of one byte, are gathered before they are dequantized.
     - What is combined elementwise with an array of the parameter's shape stays sharded, such as
       the update of an optimizer.
     - Results with a sharding are sharded where they are computed. A gradient is reduced to shards
@@ -172,11 +173,23 @@ class _Gather:
         known: dict[Any, State] = dict.fromkeys(jaxpr.constvars)
         known |= zip(jaxpr.invars, states, strict=True)
         eqns: list[JaxprEqn] = []
+
+        def arrays_of_data(variables: Sequence[Any]) -> list[Any]:
+            return [v for v in variables if known.get(v) == DATA and _is_array(v)]
+
+        latest = arrays_of_data(jaxpr.invars)[:1]  # the last array of data so far
         for eqn in jaxpr.eqns:
             inputs = [None if isinstance(v, Literal) else known[v] for v in eqn.invars]
-            new, results = self._equation(eqn, inputs)
+            codes = [i for i, v in enumerate(eqn.invars) if _is_code(v) and _is_shard(inputs[i])]
+            if codes and eqn.primitive.name not in _MOVES | {*_CALLS, *_CONTROL}:
+                # Quantized weights are gathered before they are dequantized.
+                new, whole = self._with_whole(eqn, inputs, codes, latest)
+                new, results = [*new, whole], [DATA] * len(eqn.outvars)
+            else:
+                new, results = self._equation(eqn, inputs)
             eqns += new
             known |= zip(eqn.outvars, results, strict=True)
+            latest = arrays_of_data(eqn.outvars)[-1:] or latest
         results = [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
         return jaxpr.replace(eqns=eqns), results
 
@@ -207,15 +220,27 @@ class _Gather:
         return [*eqns, eqn], [DATA] * len(eqn.outvars)
 
     def _with_whole(
-        self, eqn: JaxprEqn, states: Sequence[State], positions: Sequence[int]
+        self,
+        eqn: JaxprEqn,
+        states: Sequence[State],
+        positions: Sequence[int],
+        after: Sequence[Any] = (),
     ) -> tuple[list[JaxprEqn], JaxprEqn]:
-        """Return the gathers of some operands, and the equation of the gathered operands."""
+        """Return the gathers of some operands, and the equation of the gathered operands.
+
+        Args:
+          eqn: An equation.
+          states: States of its operands.
+          positions: Numbers of the operands to gather.
+          after: Further variables to wait for.
+        """
         atoms = list(eqn.invars)
         params = frozenset().union(*(_shard(states[i]).params for i in positions))
         self.gathered |= params
         # Compilers merge gathers that nothing orders. One gather would then serve several layers,
         # or both the forward and the backward pass, and its result would stay alive in between.
         met = [v for v, s in zip(atoms, states, strict=True) if s == DATA and _is_array(v)]
+        met += after
         waiting = list(dict.fromkeys([*(atoms[i] for i in positions), *met]))
         eqns, results = _spliced(_barrier, waiting, eqn)
         renamed = dict(zip(waiting, results, strict=True))
@@ -318,6 +343,16 @@ class _Gather:
         return [_with_params(eqn, {"branches": branches})], same
 
 
+def _is_shard(state: State) -> bool:
+    return isinstance(state, Shard)
+
+
+def _is_code(atom: Any) -> bool:
+    """Whether a value is an array of one-byte integers, as in `fnet.quantization`."""
+    dtype = getattr(aval(atom), "dtype", jnp.float32)
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize == 1
+
+
 def _shard(state: State) -> Shard:
     assert isinstance(state, Shard)
     return state
@@ -352,6 +387,10 @@ def _after(eqn: JaxprEqn, shards: Sequence[Shard]) -> list[State]:
 
 _ELEMENTWISE = ELEMENTWISE | {"add_any", "stop_gradient"}
 _REARRANGED = frozenset(("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims"))
+_MOVES = _REARRANGED | {"slice", "dynamic_slice", "optimization_barrier", "copy"}
+"""Primitives that move elements, or some of them. Codes stay sharded behind them."""
+
+_CONTROL = ("scan", "while", "cond", "shard_map")
 
 
 def _spec_after(eqn: JaxprEqn, spec: Spec, out: Any) -> Spec | None:

@@ -1,6 +1,7 @@
 """LoRA and DoRA: equal to materialized weights, for any library, and in any train step."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -463,8 +464,11 @@ def test_frozen_weights_are_sharded_and_gathered_where_they_are_used():
     state, batch = jax.device_put(state, shardings), jax.device_put(batch, rows)
     step = fnet.make_step(loss, optimizer, state_sharding=shardings)
     executable = fnet.compile_step(step, state, batch)
-    text = executable.compiled.as_text()
-    assert "all-gather" in text
+    gathers = re.findall(r"= (\w+)\[(\S*)\]\S* all-gather", executable.compiled.as_text())
+    assert {"s8", "f32"} <= {dtype for dtype, _ in gathers}
+    # The codes of one layer at a time, not its float values: [8, 24], [8, 8], [8, 32], [32, 8].
+    assert all(shape.count(",") == 1 for dtype, shape in gathers if dtype == "s8")
+    assert not {"8,24", "8,32", "32,8"} & {shape for dtype, shape in gathers if dtype == "f32"}
     new, sharded_metrics = executable(state, batch)
     np.testing.assert_allclose(sharded_metrics["loss"], metrics["loss"], rtol=1e-5)
     jax.tree.map(
