@@ -184,14 +184,15 @@ class _Gather:
             if codes and eqn.primitive.name not in _MOVES | {*_CALLS, *_CONTROL}:
                 # Quantized weights are gathered before they are dequantized.
                 new, whole = self._with_whole(eqn, inputs, codes, latest)
-                new, results = [*new, whole], [DATA] * len(eqn.outvars)
+                new = [*new, whole]
+                results: Sequence[State] = [DATA] * len(eqn.outvars)
             else:
                 new, results = self._equation(eqn, inputs)
             eqns += new
             known |= zip(eqn.outvars, results, strict=True)
             latest = arrays_of_data(eqn.outvars)[-1:] or latest
-        results = [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
-        return jaxpr.replace(eqns=eqns), results
+        outputs = [None if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        return jaxpr.replace(eqns=eqns), outputs
 
     def _equation(
         self, eqn: JaxprEqn, states: list[State]
