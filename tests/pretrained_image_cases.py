@@ -15,6 +15,13 @@ from tests.pretrained_cases import weights
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
 _VIT = _SIZES | {"image_size": 16, "intermediate_size": 48}
+_CONVNEXT = {
+    "depths": [2, 1, 2],
+    "hidden_sizes": [8, 12, 16],
+    "num_stages": 3,
+    "patch_size": 2,
+    "image_size": 16,
+}
 _LABELS = {"id2label": {str(i): f"LABEL_{i}" for i in range(5)}}
 _TOWERS = {"projection_dim": 6, "text_config": {
     "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -54,6 +61,11 @@ CONFIGS = {
     "clip_no_projection": {"architectures": ["CLIPVisionModel"], "model_type": "clip_vision_model"}
     | _VIT,
     "clip": {"architectures": ["CLIPModel"], "vision_config": _VIT} | _TOWERS,
+    "convnext": {"architectures": ["ConvNextForImageClassification"]} | _CONVNEXT | _LABELS,
+    "convnext_features": {"architectures": ["ConvNextModel"], "model_type": "convnext"}
+    | _CONVNEXT
+    | {"layer_scale_init_value": 0.0},
+    "convnextv2": {"architectures": ["ConvNextV2ForImageClassification"]} | _CONVNEXT | _LABELS,
     "siglip_vision_model": {"architectures": ["SiglipVisionModel"]} | _VIT,
     "siglip": {"architectures": ["SiglipModel"], "vision_config": _VIT | {"image_size": 18}}
     | _TOWERS,
@@ -85,8 +97,26 @@ CONFIGS |= {
     "timm_siglip_gap": _timm("vit_base_patch16_siglip_gap_224"),
     "timm_mean": _timm("vit_base_patch16_reg4_gap_256"),
 }
+_STAGES = {"depths": [1, 2, 1, 1], "dims": [8, 12, 16, 8]}
+CONFIGS |= {
+    f"timm_{name}": _timm(name, size=36, **options)
+    | {"model_args": _STAGES | {n: o for n, o in options.items() if n != "num_classes"}}
+    for name, options in {
+        "convnext_tiny": {},
+        "convnextv2_atto": {},
+        "convnextv2_base": {"num_classes": 0},
+        "convnext_large_mlp": {"head_hidden_size": 6, "act_layer": "gelu_tanh"},
+    }.items()
+}
 
 OUTPUTS = {
+    "convnext": [-1.17766, -1.41835, 0.98431, -0.28534],
+    "convnext_features": [0.92376, 1.43228, -1.58971, 1.16923],
+    "convnextv2": [-0.71666, 1.35813, 0.1651, 1.12426],
+    "timm_convnext_tiny": [-0.33112, 1.85814, 1.17412, 0.28205],
+    "timm_convnextv2_atto": [-0.1633, -0.74435, -0.61676, -0.56977],
+    "timm_convnextv2_base": [-0.34769, -0.54346, 0.79591, -0.73445],
+    "timm_convnext_large_mlp": [-0.13863, -0.71993, 0.71195, -0.44255],
     "vit": [-0.11992, 0.19909, 0.50537, 0.71102],
     "vit_wide": [0.1375, 0.55285, 0.68514, 0.70874],
     "vit_pooler": [0.79999, -0.35936, -0.34566, 0.67043],

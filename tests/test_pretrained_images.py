@@ -31,6 +31,7 @@ WITHOUT_PREFIX = {
     "Dinov2WithRegistersModel",
     "CLIPVisionModel",
     "SiglipVisionModel",
+    "ConvNextModel",
 }
 
 
@@ -145,6 +146,14 @@ def test_bfloat16_tensors_give_bfloat16_outputs():
             CONFIGS["timm_vit"] | {"model_args": {"block_fn": "ParallelScalingBlock"}},
             "vit_base_patch16_224: unknown options in config.json: block_fn=",
         ),
+        (
+            {"architecture": "convnext_tiny_hnf"},
+            "architecture 'convnext_tiny_hnf' is not supported",
+        ),
+        (
+            CONFIGS["timm_convnext_tiny"] | {"model_args": {"patch_size": 2}},
+            "convnext_tiny: patch_size 2 is not supported, only 4",
+        ),
         (CONFIGS["timm_vit"] | {"license": "mit"}, "unknown options in config.json: license"),
     ],
 )
@@ -157,6 +166,8 @@ def test_only_image_networks_interpolate_positions():
     config = {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 1, "n_head": 2}
     with pytest.raises(ValueError, match=r"gpt2: has no positions of image patches"):
         build_model(config, interpolate_positions=True)
+    with pytest.raises(ValueError, match=r"convnext: has no positions of image patches"):
+        build_model(CONFIGS["convnext"], interpolate_positions=True)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +177,7 @@ def test_only_image_networks_interpolate_positions():
         ("deit_base_distilled_patch16_224", 87_338_192),
         ("vit_giant_patch14_reg4_dinov2", 1_136_483_840),
         ("vit_so400m_patch14_siglip_384", 428_225_600),
+        ("convnext_xxlarge", 843_398_016),
     ],
 )
 def test_parameter_counts_match_those_of_timm(architecture, parameters):

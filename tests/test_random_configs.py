@@ -87,6 +87,8 @@ SMALL = {
     "resnet9": {"widths": [4, 8, 8]},
     "resnet": {"depth": 18, "stem": "small"},
     "revnet": {"widths": [8, 16], "blocks": [1, 1]},
+    "vit": {"width": 12, "blocks": 1},
+    "convnext": {"blocks": [1, 1], "widths": [4, 8], "patch": 2},
     "mlp": {"hidden": [16]},
     "language_model": {"width": 16, "heads": 2},
     "denoiser": {"width": 16, "heads": 2},

@@ -15,6 +15,7 @@ from fnet.layers.embedding import embedding
 from fnet.layers.embedding import unembed as unembed
 from fnet.layers.feed_forward import feed_forward
 from fnet.layers.fold import fold
+from fnet.layers.global_response_norm import global_response_norm as global_response_norm
 from fnet.layers.group_norm import group_norm_layer as group_norm
 from fnet.layers.kernel_init import cosine_patches as cosine_patches
 from fnet.layers.kernel_init import partly_identity as partly_identity

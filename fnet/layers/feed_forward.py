@@ -20,6 +20,7 @@ def feed_forward(
     bias: bool = False,
     fused: bool = True,
     dropout: float = 0.0,
+    hidden_norm: Layer | None = None,
 ) -> Layer:
     """Feed-forward layer, gated by default: ``y = (act(x Wg) * (x Wu)) Wd``.
 
@@ -37,12 +38,14 @@ def feed_forward(
       fused: whether one dense layer computes the gate and what it multiplies. Otherwise there are
         two.
       dropout: dropout rate of the output in training.
+      hidden_norm: a layer [..., hidden] -> [..., hidden] before ``Wd``, which is rematerialized,
+        such as `fnet.layers.global_response_norm`; None: no such layer.
 
     Returns:
       A layer, [..., D] -> [..., D], without state. Its params are ``expand`` with kernel
       [D, 2 hidden] (gate, then up) or without a gate [D, hidden], and ``contract`` with
       kernel [hidden, D]. If gated and not fused, ``gate`` and ``up`` [D, hidden] replace
-      ``expand``.
+      ``expand``. ``hidden_norm`` has its own.
 
     Raises:
       ValueError: if ``width`` or ``hidden`` is below 1, the activation is unknown, or the
@@ -69,6 +72,8 @@ def feed_forward(
         "contract": dense(hidden, width, bias=bias),
         "dropout": dropout_layer(dropout),
     }
+    if hidden_norm is not None:
+        children["hidden_norm"] = hidden_norm
 
     def apply(
         params: Params,
@@ -89,9 +94,12 @@ def feed_forward(
                 h = act(gate, param) * up
             else:
                 h = act(z[0], param)
-            return apply_child(children, "contract", params, {}, h, key=None, train=train)[0]
+            for name in ("hidden_norm", "contract"):
+                if name in children:
+                    h, _ = apply_child(children, name, params, {}, h, key=None, train=train)
+            return h
 
-        y = contract({"contract": params["contract"]}, z)
+        y = contract({name: p for name, p in params.items() if name not in expand}, z)
         y, _ = apply_child(children, "dropout", {}, {}, y, key=key, train=train)
         return y, state
 

@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 from fnet.layer import Layer
+from fnet.models.convnext import SIZES as _CONVNEXTS
+from fnet.models.convnext import convnext as convnext
 from fnet.models.deeplab import deeplab
 from fnet.models.denoiser import Denoiser as Denoiser
 from fnet.models.denoiser import denoiser
@@ -39,6 +41,16 @@ MODELS: dict[str, Callable[..., Layer]] = {
         for size, (width, blocks, heads) in _VITS.items()
     },
     **{
+        f"convnext_{size}": partial(convnext, blocks=blocks, widths=widths)
+        for size, (blocks, widths) in _CONVNEXTS.items()
+    },
+    **{
+        f"convnextv2_{size}": partial(
+            convnext, blocks=blocks, widths=widths, response_norm=True, layer_scale=None
+        )
+        for size, (blocks, widths) in _CONVNEXTS.items()
+    },
+    **{
         f"wider_resnet{depth}_a2": partial(wider_resnet, depth, a2=True) for depth in _WIDER_RESNETS
     },
 }
@@ -51,8 +63,9 @@ def get(name: str, **options: Any) -> Layer:
     Args:
       name: ``mlp``, ``preact_resnet``, ``resnet9``, ``revnet``, ``resnet18`` to ``resnet152``,
         ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
-        ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``, or ``vit_tiny``,
-        ``vit_small``, ``vit_base``, ``vit_large`` and ``vit_huge``.
+        ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``; ``vit_tiny``,
+        ``vit_small``, ``vit_base``, ``vit_large``, ``vit_huge``, or ``convnext_atto`` to
+        ``convnext_huge``, each of these also as ``convnextv2_``.
       **options: arguments of the network's function, such as ``num_classes``.
 
     Returns:

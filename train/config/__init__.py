@@ -19,6 +19,7 @@ from train.config.data import (
     TextFile,
 )
 from train.config.model import (
+    ConvNeXt,
     DeepLab,
     Denoiser,
     DenseNet,
@@ -30,6 +31,7 @@ from train.config.model import (
     ResNet9,
     ResNeXt,
     RevNet,
+    ViT,
     WiderResNet,
 )
 from train.config.section import Section
@@ -66,6 +68,8 @@ _Model = (
     | WiderResNet
     | DenseNet
     | RevNet
+    | ViT
+    | ConvNeXt
     | Mlp
     | DeepLab
     | LanguageModel

@@ -344,6 +344,62 @@ class RevNet(Section):
 
 
 @dataclass(frozen=True)
+class ViT(Section):
+    """Vision transformer (Dosovitskiy et al. 2021)."""
+
+    name: Literal["vit"] = "vit"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    patch: Count = 4
+    """Patch size in pixels; pixels beyond the last whole patch are cut off."""
+    width: Count = 192
+    """Model width: features per patch; 192, 384, 768 and 1024 in the papers."""
+    blocks: Count = 12
+    """Number of blocks."""
+    heads: Count = 3
+    """Number of attention heads; must divide width."""
+    hidden: Count | None = None
+    """Width of the feed-forward layers (GELU); None is 4 times width."""
+    registers: CountOrZero = 0
+    """Number of register tokens, which are neither image nor output."""
+    pooling: Literal["token", "mean"] = "token"
+    """Features of the classifier: the class token, or the mean of the patches."""
+    layer_scale: Positive | None = None
+    """Initial scale of each residual branch; None is no scale."""
+    dropout: Fraction = 0.0
+    """Dropout rate of each residual branch."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """Build the network for images [H, W, C]."""
+        return models.vit(num_classes=num_classes, image_shape=image_shape, **options(self))
+
+
+@dataclass(frozen=True)
+class ConvNeXt(Section):
+    """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
+
+    name: Literal["convnext"] = "convnext"
+    """Network; --model.name NAME --help lists the fields of another one."""
+    blocks: Annotated[tuple[Count, ...], MinLen(1)] = (3, 3, 9, 3)
+    """Number of blocks of each stage."""
+    widths: Annotated[tuple[Count, ...], MinLen(1)] = (96, 192, 384, 768)
+    """Channels of each stage; each stage after the first halves the resolution."""
+    patch: Count = 4
+    """Window and stride of the first convolution, in pixels."""
+    response_norm: bool = False
+    """Use global response norm, as in ConvNeXt V2; then set layer_scale to none."""
+    layer_scale: Positive | None = 1e-6
+    """Initial scale of each block; None is no scale."""
+    stochastic_depth: Fraction = 0.0
+    """Rate at which the last block is skipped for an image; grows linearly over the blocks."""
+
+    def build(self, image_shape: tuple[int, ...], num_classes: int) -> Layer:
+        """Build the network for images [H, W, C]."""
+        return models.convnext(
+            num_classes=num_classes, in_channels=image_shape[-1], **options(self)
+        )
+
+
+@dataclass(frozen=True)
 class Mlp(Section):
     """Multilayer perceptron on flattened images."""
 

@@ -75,6 +75,12 @@ FAMILIES: dict[str, Family] = {
         vision.image_tower, ("CLIPVisionModel", "CLIPVisionModelWithProjection"), "vision_model."
     ),
     "clip": Family(vision.image_tower, ("CLIPModel",), None, _TEXT_TOWER),
+    "convnext": Family(
+        vision.convnext, ("ConvNextForImageClassification", "ConvNextModel"), "convnext."
+    ),
+    "convnextv2": Family(
+        vision.convnext, ("ConvNextV2ForImageClassification", "ConvNextV2Model"), "convnextv2."
+    ),
     "siglip_vision_model": Family(vision.image_tower, ("SiglipVisionModel",), "vision_model."),
     "siglip": Family(vision.image_tower, ("SiglipModel",), None, _TEXT_TOWER),
 }
@@ -151,9 +157,9 @@ def from_huggingface(
     """Load a published model, exactly.
 
     Supported are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3, SmolLM;
-    for images ViT, DeiT, DINOv2, and the image towers of CLIP and SigLIP, in the files of
-    transformers and of timm. Outputs equal those of transformers and timm up to rounding. An option
-    that is not supported raises an error; nothing is approximated.
+    for images ViT, DeiT, DINOv2, ConvNeXt 1 and 2, and the image towers of CLIP and SigLIP, in the
+    files of transformers and of timm. Outputs equal those of transformers and timm up to rounding.
+    An option that is not supported raises an error; nothing is approximated.
 
     Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
     a time, so a lazy mapping needs host memory for one tensor. With ``sharding``, each process

@@ -1,4 +1,4 @@
-"""Vision transformers in the names of timm: ViT, DeiT, DINOv2, CLIP's and SigLIP's image towers."""
+"""Networks for images in the names of timm: ViT, DeiT, DINOv2, CLIP, SigLIP, ConvNeXt."""
 
 import functools
 import re
@@ -7,12 +7,13 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from fnet import layers
+from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
 from fnet.interop.huggingface.decoders import dense_tensors, norm_tensors
 from fnet.interop.huggingface.options import Options
-from fnet.interop.huggingface.vision import CONV, as_pretrained
+from fnet.interop.huggingface.vision import CONV, as_pretrained, conv_tensors
 from fnet.layer import Layer
+from fnet.models.convnext import SIZES
 from fnet.models.vit import Pooling, attention_pooling, distilled_head, image_transformer
 
 ACTIVATIONS = {
@@ -41,6 +42,7 @@ _SIZES = {  # width, depth, heads, width of the feed-forward layer divided by th
     "giantopt": (1536, 40, 16, 4.0),
     "gigantic": (1664, 48, 16, 64 / 13),
 }
+_CONVNEXT = re.compile(r"convnext(v2)?_([a-z]+)(_mlp)?")
 # Numbers that a model of timm has by its code and not by its name.
 _SIGLIP_TANH = {("base", 32), ("so400m", 16), ("giantopt", 16)}
 
@@ -51,7 +53,7 @@ def build(options: Options, dtype: DTypeLike) -> PretrainedModel:
     if args is None:
         raise ValueError(
             f"timm: architecture {options.kind!r} is not supported, only vit_*, deit_*, deit3_* "
-            "with the suffixes dinov2, clip, siglip and gap"
+            "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*"
         )
     options.ignore("architecture", "num_features", "global_pool")
     pretrained: Mapping[str, Any] = options.get("pretrained_cfg", {})
@@ -62,13 +64,15 @@ def build(options: Options, dtype: DTypeLike) -> PretrainedModel:
     args |= {"num_classes": options.get("num_classes", args["num_classes"])}
     args |= options.get("model_args", {})
     part = options.of(args, kind=options.kind)
-    model = _vit(part, dtype)
+    model = (_convnext if options.kind.startswith("convnext") else _vit)(part, dtype)
     part.reject_unread()
     return model
 
 
 def _arguments(name: str) -> dict[str, Any] | None:
     """Arguments of timm's constructor for a name, or None if the name is not known."""
+    if convnext := _CONVNEXT.fullmatch(name):
+        return _convnext_arguments(*convnext.groups())
     match = _VIT.fullmatch(name)
     if match is None or match["size"] not in _SIZES:
         return None
@@ -106,6 +110,69 @@ def _arguments(name: str) -> dict[str, Any] | None:
         args.pop("fc_norm", None)
     args |= {"distilled": True} if match["distilled"] else {}
     return args | {"embed_dim": width, "depth": depth, "num_heads": heads, "mlp_ratio": ratio}
+
+
+def _convnext_arguments(v2: str | None, size: str, mlp: str | None) -> dict[str, Any] | None:
+    if size == "xxlarge" and not v2:
+        args: dict[str, Any] = {"depths": (3, 4, 30, 3), "dims": (384, 768, 1536, 3072)}
+        args["norm_eps"] = 1e-5
+    elif size in SIZES and (mlp is None or (size, v2) == ("large", None)):
+        args = dict(zip(("depths", "dims"), SIZES[size], strict=True))
+    else:
+        return None
+    args |= {"conv_mlp": True} if size in ("atto", "femto", "pico", "nano") else {}
+    args |= {"use_grn": True, "ls_init_value": None} if v2 else {}
+    return args | ({"head_hidden_size": args["dims"][-1]} if mlp else {})
+
+
+def _convnext(options: Options, dtype: DTypeLike) -> PretrainedModel:
+    blocks, classes = options.get("depths"), options.get("num_classes")
+    response_norm, conv_mlp = options.get("use_grn", False), options.get("conv_mlp", False)
+    scale, hidden = options.nullable("ls_init_value", 1e-6), options.get("head_hidden_size", None)
+    options.ignore("img_size", "drop_rate", "head_init_scale")
+    options.require("global_pool", "avg")
+    options.require("stem_type", "patch")
+    options.require("output_stride", 32)
+    options.require("kernel_sizes", 7)
+    options.require("conv_bias", True)
+    options.require("head_norm_first", False)
+    model = models.convnext(
+        num_classes=classes or None,
+        in_channels=options.get("in_chans"),
+        blocks=blocks,
+        widths=options.get("dims"),
+        patch=options.require("patch_size", 4),
+        response_norm=response_norm,
+        layer_scale=scale,
+        activation=ACTIVATIONS[options.require("act_layer", "gelu", *ACTIVATIONS)],
+        eps=options.get("norm_eps", 1e-6),
+        head_hidden=hidden,
+    )
+    tensors = conv_tensors("stem.0", "stem/conv") + norm_tensors("stem.1", "stem/norm", bias=True)
+    for i, depth in enumerate(blocks):
+        if i:
+            name, path = f"stages.{i}.downsample", f"stage{i}/downsample"
+            tensors += norm_tensors(f"{name}.0", f"{path}/norm", bias=True)
+            tensors += conv_tensors(f"{name}.1", f"{path}/conv")
+        for j in range(depth):
+            name, path = f"stages.{i}.blocks.{j}", f"stage{i}/block{j}/body"
+            tensors += conv_tensors(f"{name}.conv_dw", f"{path}/conv")
+            tensors += norm_tensors(f"{name}.norm", f"{path}/norm", bias=True)
+            if scale is not None:
+                tensors.append(Tensor(f"{name}.gamma", f"{path}/scale/scale"))
+            for theirs, ours in (("fc1", "expand"), ("fc2", "contract")):
+                kernel, bias = dense_tensors(
+                    f"{name}.mlp.{theirs}", f"{path}/feed_forward/{ours}", bias=True
+                )
+                # A 1x1 convolution is a dense layer.
+                tensors += [kernel._replace(unit_axis=(2, 3)) if conv_mlp else kernel, bias]
+            if response_norm:
+                where = f"{path}/feed_forward/hidden_norm"
+                tensors += norm_tensors(f"{name}.mlp.grn", where, bias=True)
+    tensors += norm_tensors("head.norm", "norm", bias=True)
+    tensors += dense_tensors("head.pre_logits.fc", "hidden/dense", bias=True) if hidden else []
+    tensors += dense_tensors("head.fc", "head", bias=True) if classes else []
+    return as_pretrained(model, dtype, tensors)
 
 
 def _vit(options: Options, dtype: DTypeLike) -> PretrainedModel:

@@ -1,4 +1,4 @@
-"""Transformers for images: ViT, DeiT, DINOv2, and the image towers of CLIP and SigLIP."""
+"""Networks for images: ViT, DeiT, DINOv2, image towers of CLIP and SigLIP, ConvNeXt."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from jax import Array
 from jax.typing import DTypeLike
 
-from fnet import layers
+from fnet import layers, models
 from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
 from fnet.interop.huggingface.decoders import activation, dense_tensors, norm_tensors
 from fnet.interop.huggingface.options import Options
@@ -244,6 +244,65 @@ def _tower(
     if head is not None:
         tensors += dense_tensors("visual_projection", "head", bias=False)
     return as_pretrained(model, dtype, tensors)
+
+
+def convnext(options: Options, dtype: DTypeLike) -> PretrainedModel:
+    """ConvNeXt, the first and the second version."""
+    kind = options.kind
+    v2 = kind == "convnextv2"
+    blocks = options.get("depths", (3, 3, 9, 3))
+    options.require("num_stages", len(blocks))
+    options.ignore("image_size", "out_features", "out_indices", "stage_names")
+    scale = None if v2 else options.nullable("layer_scale_init_value", 1e-6)
+    names = options.get("architectures", None) or ["ForImageClassification"]
+    classifies = names[0].endswith("ForImageClassification")
+    classifies = options.has("classifier.weight", classifies)
+    model = models.convnext(
+        num_classes=num_labels(options) if classifies else None,
+        in_channels=options.get("num_channels", 3),
+        blocks=blocks,
+        widths=options.get("hidden_sizes", (96, 192, 384, 768)),
+        patch=options.get("patch_size", 4),
+        response_norm=v2,
+        layer_scale=scale or None,
+        activation=activation(options, "hidden_act", "gelu"),
+        final_eps=options.get("layer_norm_eps", 1e-12),
+    )
+    root = f"{kind}.embeddings"
+    tensors = conv_tensors(f"{root}.patch_embeddings", "stem/conv")
+    tensors += norm_tensors(f"{root}.layernorm", "stem/norm", bias=True)
+    for i, depth in enumerate(blocks):
+        stage = f"{kind}.encoder.stages.{i}"
+        if i:
+            name, path = f"{stage}.downsampling_layer", f"stage{i}/downsample"
+            tensors += norm_tensors(f"{name}.0", f"{path}/norm", bias=True)
+            tensors += conv_tensors(f"{name}.1", f"{path}/conv")
+        for j in range(depth):
+            name, path = f"{stage}.layers.{j}", f"stage{i}/block{j}/body"
+            tensors += conv_tensors(f"{name}.dwconv", f"{path}/conv")
+            tensors += norm_tensors(f"{name}.layernorm", f"{path}/norm", bias=True)
+            for theirs, ours in (("pwconv1", "expand"), ("pwconv2", "contract")):
+                where = f"{path}/feed_forward/{ours}"
+                tensors += dense_tensors(f"{name}.{theirs}", where, bias=True)
+            if v2:
+                where = f"{path}/feed_forward/hidden_norm"
+                tensors += [
+                    t._replace(unit_axis=(0, 1, 2))
+                    for t in norm_tensors(f"{name}.grn", where, bias=True)
+                ]
+            if scale:
+                tensors.append(Tensor(f"{name}.layer_scale_parameter", f"{path}/scale/scale"))
+    tensors += norm_tensors(f"{kind}.layernorm", "norm", bias=True)
+    tensors += dense_tensors("classifier", "head", bias=True) if classifies else []
+    return as_pretrained(model, dtype, tensors)
+
+
+def conv_tensors(name: str, path: str) -> list[Tensor]:
+    """Tensors of a convolution with a bias."""
+    return [
+        Tensor(f"{name}.weight", f"{path}/kernel", CONV),
+        Tensor(f"{name}.bias", f"{path}/bias"),
+    ]
 
 
 def as_pretrained(model: Layer, dtype: DTypeLike, tensors: Sequence[Tensor]) -> PretrainedModel:

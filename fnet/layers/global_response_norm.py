@@ -1,0 +1,66 @@
+"""Global response norm: channels of an image compete by their norms."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from fnet.layer import Layer, Params, State, check_floating, check_sizes
+from fnet.precision import upcast
+
+
+def global_response_norm(d: int, *, eps: float = 1e-6) -> Layer:
+    """Global response norm of NHWC images (Woo et al. 2023, "ConvNeXt V2").
+
+    With the norm of each channel c over the pixels of an image::
+
+        g_c = ||x_c||;   y = x + scale x g / (mean_c(g) + eps) + bias
+
+    Args:
+      d: number of channels.
+      eps: added to the mean of the norms.
+
+    Returns:
+      A layer, x [N, H, W, d] -> [N, H, W, d] in the dtype of x, without state. Its params are
+      ``scale`` [d] and ``bias`` [d], float32, initially zeros, so the layer starts as the identity.
+
+    Raises:
+      ValueError: if ``d`` is below 1; when applied, if the input is not [N, H, W, d].
+      TypeError: when applied, if ``x`` is not floating.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> layer = layers.global_response_norm(3)
+      >>> params, state = layer.init(jax.random.key(0))
+      >>> y, _ = layer.apply(params, state, jnp.ones((1, 4, 4, 3)), train=True)
+      >>> bool((y == 1).all())
+      True
+    """
+    check_sizes("global_response_norm", d=d)
+
+    def init(key: Array) -> tuple[Params, State]:
+        del key
+        return {name: jnp.zeros(d, jnp.float32) for name in ("scale", "bias")}, {}
+
+    def apply(
+        params: Params,
+        state: State,
+        x: Float[Array, "n h w d"],
+        *,
+        key: Array | None = None,
+        train: bool,
+    ) -> tuple[Float[Array, "n h w d"], State]:
+        del key, train
+        if x.ndim != 4 or x.shape[-1] != d:
+            raise ValueError(f"global_response_norm: expected [N, H, W, {d}], got {x.shape}")
+        check_floating("global_response_norm", x=x)
+        w = upcast(x)
+        squares = jnp.square(w).sum((1, 2), keepdims=True)
+        # The derivative of the root at 0 is infinite: a channel of zeros has none.
+        positive = squares > 0
+        norms = jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+        ratios = norms / (norms.mean(-1, keepdims=True) + eps)
+        scale, bias = (upcast(params[name])[None, None, None] for name in ("scale", "bias"))
+        return (w + scale * (w * ratios) + bias).astype(x.dtype), state
+
+    return Layer(init, apply)

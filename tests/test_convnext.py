@@ -1,0 +1,149 @@
+"""ConvNeXt: blocks against their formula, sizes, stochastic depth; global response norm."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from fnet import layers, models
+from fnet.layers.feed_forward import feed_forward
+from fnet.memory import residuals
+
+IMAGES = np.random.default_rng(0).standard_normal((2, 16, 16, 3)).astype(np.float32)
+SMALL = {"num_classes": 5, "blocks": (1, 2), "widths": (8, 12), "patch": 2}
+
+
+def initial(layer):
+    return jax.jit(layer.init)(jax.random.key(0))[0]
+
+
+# Woo et al. 2023, table 6, and Liu et al. 2022, table 1, in millions.
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("convnext_tiny", 28.6),
+        ("convnext_base", 88.6),
+        ("convnextv2_atto", 3.7),
+        ("convnextv2_nano", 15.6),
+        ("convnextv2_huge", 660.3),
+    ],
+)
+def test_parameter_counts_match_the_papers(name, millions):
+    params, _ = jax.eval_shape(models.get(name, num_classes=1000).init, jax.random.key(0))
+    assert round(sum(a.size for a in jax.tree.leaves(params)) / 1e6, 1) == millions
+
+
+def test_global_response_norm_matches_its_formula():
+    layer = layers.global_response_norm(4, eps=0.1)
+    rng = np.random.default_rng(0)
+    x, scale, bias = (
+        rng.standard_normal((2, 3, 5, 4)),
+        rng.standard_normal(4),
+        rng.standard_normal(4),
+    )
+    norms = np.sqrt((x**2).sum((1, 2)))  # [N, C]
+    ratios = norms / (norms.mean(-1, keepdims=True) + 0.1)
+    expected = x + scale * x * ratios[:, None, None] + bias
+    params = {"scale": scale.astype(np.float32), "bias": bias.astype(np.float32)}
+    y, _ = layer.apply(params, {}, x.astype(np.float32), train=True)
+    chex.assert_trees_all_close(y, expected.astype(np.float32), atol=1e-5)
+
+
+def test_gradients_of_global_response_norm():
+    layer = layers.global_response_norm(3)
+    params = {"scale": jnp.array([0.5, -1.0, 2.0]), "bias": jnp.zeros(3)}
+
+    def f(params, x):
+        return layer.apply(params, {}, x, train=True)[0]
+
+    x = jax.random.normal(jax.random.key(0), (2, 2, 3, 3))
+    check_grads(f, (params, x), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+    grads = jax.grad(lambda x: f(params, x).sum())(x.at[..., 1].set(0))
+    assert bool(jnp.isfinite(grads).all())
+    with pytest.raises(ValueError, match=r"expected \[N, H, W, 3\], got \(2, 3\)"):
+        f(params, jnp.ones((2, 3)))
+
+
+def test_a_feed_forward_layer_rematerializes_its_hidden_norm():
+    def bytes_saved(**options):
+        layer = feed_forward(4, 16, activation="gelu", gated=False, bias=True, **options)
+        params, _ = jax.eval_shape(layer.init, jax.random.key(0))
+        x = jax.ShapeDtypeStruct((2, 6, 6, 4), jnp.float32)
+        saved = residuals(
+            lambda p, x: layer.apply(p, {}, x, train=True)[0], params, x, argnums=(0, 1)
+        )
+        return sum(r.added for r in saved)
+
+    assert bytes_saved(hidden_norm=layers.global_response_norm(16)) == bytes_saved() > 0
+
+
+@pytest.mark.parametrize("response_norm", [False, True])
+def test_a_block_matches_its_formula(response_norm):
+    model = models.convnext(**SMALL | {"response_norm": response_norm, "layer_scale": 0.5})
+    params = initial(model)
+    body = params["stage0"]["block0"]["body"]
+    if response_norm:
+        body["feed_forward"]["hidden_norm"]["scale"] += 0.3
+
+    def run(layer, p, x):
+        return layer.apply(p, {}, x, train=False)[0]
+
+    def block(x):
+        h = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)))
+        taps = [
+            h[:, i : i + 8, j : j + 8] * body["conv"]["kernel"][i, j, 0][None, None, None]
+            for i in range(7)
+            for j in range(7)
+        ]
+        h = sum(taps) + body["conv"]["bias"][None, None, None]
+        h = run(layers.layer_norm(8), body["norm"], h)
+        h = jax.nn.gelu(
+            run(layers.dense(8, 32), body["feed_forward"]["expand"], h), approximate=False
+        )
+        if response_norm:
+            h = run(layers.global_response_norm(32), body["feed_forward"]["hidden_norm"], h)
+        return x + 0.5 * run(layers.dense(32, 8), body["feed_forward"]["contract"], h)
+
+    @jax.jit
+    def formula(x):
+        x = run(layers.conv(3, 8, 2, stride=2, padding="VALID"), params["stem"]["conv"], x)
+        return block(run(layers.layer_norm(8), params["stem"]["norm"], x))
+
+    one_stage = models.convnext(
+        num_classes=None,
+        blocks=(1,),
+        widths=(8,),
+        patch=2,
+        response_norm=response_norm,
+        layer_scale=0.5,
+    )
+    p = {n: params[n] for n in ("stem", "stage0")} | {
+        "norm": {"scale": jnp.ones(8), "bias": jnp.zeros(8)}
+    }
+    y = jax.jit(lambda p: run(one_stage, p, IMAGES))(p)
+    expected = run(layers.layer_norm(8), p["norm"], formula(IMAGES).mean((1, 2)))
+    chex.assert_trees_all_close(y, expected, atol=1e-5)
+
+
+def test_stochastic_depth_skips_blocks_of_whole_images():
+    model = models.convnext(**SMALL | {"layer_scale": None, "stochastic_depth": 0.9, "patch": 4})
+    params = initial(model)
+    same = np.repeat(IMAGES[:1], 64, axis=0)
+
+    @jax.jit
+    def train(key):
+        return model.apply(params, {}, same, key=key, train=True)[0]
+
+    # The first block is never skipped, the second at rate 0.45, the third at rate 0.9.
+    kinds, counts = np.unique(np.round(train(jax.random.key(1)), 4), axis=0, return_counts=True)
+    assert 2 <= len(kinds) <= 4
+    assert counts.max() < 64
+    evaluated = jax.jit(lambda p: model.apply(p, {}, same, train=False)[0])(params)
+    chex.assert_trees_all_close(evaluated, jnp.repeat(evaluated[:1], 64, axis=0), atol=1e-5)
+
+
+def test_rejects_stages_without_width():
+    with pytest.raises(ValueError, match=r"one width per stage, got blocks=\(1,\) and widths="):
+        models.convnext(num_classes=2, blocks=(1,), widths=(8, 8))
