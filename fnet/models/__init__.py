@@ -23,6 +23,7 @@ from fnet.models.resnext import DEPTHS as _RESNEXTS
 from fnet.models.resnext import resnext as resnext
 from fnet.models.revnet import revnet as revnet
 from fnet.models.vit import SIZES as _VITS
+from fnet.models.vit import image_transformer as image_transformer
 from fnet.models.vit import vit as vit
 from fnet.models.wider_resnet import DEPTHS as _WIDER_RESNETS
 from fnet.models.wider_resnet import wider_resnet as wider_resnet

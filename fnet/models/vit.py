@@ -75,7 +75,7 @@ def vit(
       dropout: dropout rate of each branch in training.
 
     Returns:
-      A layer on NHWC images, [N, H, W, C] -> [N, num_classes]; see `image_transformer`.
+      A layer on NHWC images, [N, H, W, C] -> [N, num_classes]; see `fnet.models.image_transformer`.
 
     Raises:
       ValueError: for a size below 1, an unknown pooling, or heads that do not divide the width;
@@ -181,9 +181,10 @@ def image_transformer(
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp
-      >>> from fnet.models.vit import image_transformer
       >>> block = fnet.layers.Block(fnet.layers.attention(8, 2), fnet.layers.feed_forward(8, 16))
-      >>> model = image_transformer(image_shape=(8, 8, 3), patch=4, width=8, blocks=[block])
+      >>> model = fnet.models.image_transformer(
+      ...     image_shape=(8, 8, 3), patch=4, width=8, blocks=[block]
+      ... )
       >>> params, _ = model.init(jax.random.key(0))
       >>> features, _ = model.apply(params, {}, jnp.ones((2, 8, 8, 3)), train=False)
       >>> params["pos_embedding"].shape, features.shape
