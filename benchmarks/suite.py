@@ -108,7 +108,6 @@ SUITE = (
     ahead_of_time("lora", "h100"),
     Benchmark(
         "compact_optimizer",
-        arguments=("--train.steps", "1000"),
         quick=("--rounds", "3", "--seeds", "0", "1"),
         path="text",
         trains=True,

@@ -139,7 +139,10 @@ class Step:
         return jax.lax.with_sharding_constraint(new_state, self.state_sharding), metrics
 
     def _apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), self.optimizer)
+        optimizer = self.optimizer
+        if self.state_sharding is not None:
+            optimizer = _update_whole_arrays(optimizer)
+        update = self.mode.update(REMAT_POLICIES[self.remat].apply(self.loss), optimizer)
         key = self.mode.step_key(state.key, state.step)
         params, opt_state, model_state, metrics = update(
             state.params, state.opt_state, state.model_state, batch, key
@@ -264,6 +267,17 @@ def make_step(
         remat,
         gather_axes,
         average,
+    )
+
+
+def _update_whole_arrays(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer without loops over parts of an array, which cut across its shards."""
+    update = optax.with_extra_args_support(optimizer).update
+    return optax.GradientTransformationExtraArgs(
+        optimizer.init,
+        functools.partial(update, chunked=False),
     )
 
 

@@ -1,17 +1,21 @@
 """Compact optimizers: 24-bit master weights, 8-bit moments, and the bytes of the compiled step."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import fnet
 from fnet import TrainState, layers, repeat, residual, serial
 from fnet.autodiff import mean, optimizer_in_backward
 from fnet.memory import tree_bytes
 from fnet.optim import compact_adamw, compact_lion, compact_sgd
+from train.run.mesh import Layout, shardings
 
 BFLOAT16 = jnp.bfloat16
 
@@ -318,3 +322,35 @@ def test_update_in_the_backward_pass_equals_mean(optimizer):
             state, metrics = step(state, BATCH)
         results.append((state.params, state.opt_state, metrics))
     assert_equal_but_for_rounding(*results)
+
+
+def test_fsdp_shards_the_state_like_the_parameters_and_moves_none_of_it():
+    optimizer = compact_adamw(1e-3)
+    mesh = jax.make_mesh((1, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    layout = Layout(mesh)
+    shapes = layout.state(jax.eval_shape(lambda: new_state(optimizer)))
+    specs = {
+        jax.tree_util.keystr(path): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    for name in ("['expand']['kernel']", "['contract']['kernel']"):
+        same = [spec for path, spec in specs.items() if path.endswith(name)]
+        assert len(same) == 1 + 1 + 2 + 2  # parameter, correction, moments and scales
+        assert len(set(same)) == 1
+        assert "fsdp" in tuple(same[0])
+    step = fnet.make_step(loss, optimizer, state_sharding=shardings(shapes))
+    batch = layout.batch(jax.eval_shape(lambda: BATCH))
+    compiled = fnet.compile_step(step, shapes, batch, compiler_options={}).compiled
+    collectives = re.findall(
+        r'(?:all-gather|all-reduce|all-to-all|collective-permute)\(.*op_name="([^"]*)"',
+        compiled.as_text(),
+    )
+    assert collectives
+    assert not [name for name in collectives if "/optimizer/" in name]
+
+    state = jax.device_put(new_state(optimizer), shardings(shapes))
+    alone = new_state(optimizer)
+    for _ in range(2):
+        state, metrics = compiled(state, jax.device_put(BATCH, shardings(batch)))
+        alone, expected = fnet.make_step(loss, optimizer)(alone, BATCH)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-2)

@@ -66,15 +66,32 @@ class Layout(NamedTuple):
 
     def fields(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Return the shapes of some fields of a train state, by name, with shardings."""
+        params = {
+            path: leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.get("params"))
+        }
 
         def place(name: str, path: tuple[Any, ...], a: Any) -> jax.ShapeDtypeStruct:
-            is_sharded = name in ("params", "opt_state", "ema") or path[:1] == (_FROZEN,)
+            if name == "opt_state":  # with the parameters' paths at the end of its own
+                ends = (params.get(path[i:]) for i in range(len(path)))
+                param = next((shape for shape in ends if shape is not None), a.shape)
+                return _with_sharding(a, self._sharding_like(a.shape, param))
+            is_sharded = name in ("params", "ema") or path[:1] == (_FROZEN,)
             return _with_sharding(a, self._sharding(a.shape) if is_sharded else self.replicated)
 
         return {
             name: jax.tree.map_with_path(functools.partial(place, name), tree)
             for name, tree in shapes.items()
         }
+
+    def _sharding_like(self, shape: tuple[int, ...], param: tuple[int, ...]) -> NamedSharding:
+        """Shard an array like the parameter it belongs to, such as the scales of its moments."""
+        if shape == param or len(shape) != len(param):
+            return self._sharding(shape)
+        sharding = self._sharding(param)
+        axis = next((i for i, name in enumerate(sharding.spec) if name is not None), None)
+        is_divisible = axis is not None and shape[axis] % self.mesh.shape["fsdp"] == 0
+        return sharding if is_divisible else self.replicated
 
     def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Shard the longest axis that the devices divide, but not the axis of stacked layers."""
