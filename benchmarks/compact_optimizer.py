@@ -2,11 +2,11 @@
 
     python -m benchmarks.compact_optimizer --path tinyshakespeare.txt
 
-Bytes per parameter are those of the compiled step of a stack of dense layers in bfloat16, with the
+Bytes per parameter are read from the compiled step of a stack of dense layers in bfloat16, with the
 optimizer after the backward pass and inside of it. The stack has few activations. Compact updates
-run in chunks of 65,536 elements. Time is that of the optimizer alone, and of the whole step.
+run in chunks of 65,536 elements. The optimizer alone and the whole step are timed.
 
-Losses are those of the text_transformer recipe, three seeds each, with activations in float32 for
+Losses are from the text_transformer recipe, three seeds each, with activations in float32 for
 both. Runs are processes of their own; with ``--out``, they are saved there, and an interrupted
 benchmark resumes. Other options, such as --train.steps 1000, are passed to each run. Without
 ``--path`` nothing is trained.

@@ -150,7 +150,7 @@ def make_optimizer(
     ``schedule_free_adamw`` trains at an interpolation of its iterates and their average (Defazio
     et al. 2024). Use a constant learning rate with warmup, and evaluate `schedule_free_params`.
 
-    ``galore`` is AdamW whose moments of two-dimensional arrays are those of the gradient's
+    ``galore`` is AdamW, but for two-dimensional arrays its moments belong to the gradient's
     projection on ``galore_rank`` directions (Zhao et al. 2024).
 
     ``adafactor`` has no momentum. For an array whose two longest axes have n and m >= 128 entries

@@ -558,7 +558,7 @@ def _half_ulp(p: Array) -> Array:
 
 
 def _as_bfloat16(x: Array) -> Array:
-    """Round float32 values to those of bfloat16."""
+    """Round float32 values to bfloat16 precision; the dtype stays float32."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
