@@ -25,6 +25,8 @@ from fnet.interop.huggingface.checkpoint import (
     to_tensors,
     with_found_names,
 )
+from fnet.interop.huggingface.images import Preprocessing as Preprocessing
+from fnet.interop.huggingface.images import preprocessing as preprocessing
 from fnet.interop.huggingface.options import Options
 from fnet.layer import Params
 
