@@ -14,6 +14,10 @@ _BASE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+_MAMBA = {
+    "vocab_size": 37, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "conv_kernel": 3,
+}  # fmt: skip
+_MAMBA2 = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -43,6 +47,17 @@ CONFIGS = {
     "phi3_partial_rotary": _BASE
     | {"model_type": "phi3", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     "smollm3": _BASE | {"num_hidden_layers": 4},
+    "mamba": _MAMBA,
+    "mamba_biases": _MAMBA
+    | {"model_type": "mamba", "use_bias": True, "use_conv_bias": False, "time_step_rank": 3,
+       "tie_word_embeddings": False},
+    "falcon_mamba": _MAMBA,
+    "mamba2": _MAMBA | _MAMBA2,
+    "mamba2_groups": _MAMBA
+    | _MAMBA2
+    | {"model_type": "mamba2", "n_groups": 2, "use_bias": True, "use_conv_bias": False,
+       "time_step_limit": [0.3, 0.9], "tie_word_embeddings": True},
+    "recurrent_gemma": _BASE | {"attention_window_size": 5, "lru_width": 40, "num_hidden_layers": 4},
 }  # fmt: skip
 CONFIGS = {name: {"model_type": name} | config for name, config in CONFIGS.items()}
 
@@ -65,6 +80,12 @@ LOGITS = {
     "phi3": [0.09342, -0.44882, 0.37915, -0.06388],
     "phi3_partial_rotary": [-0.09559, 0.1707, 0.14641, -0.1359],
     "smollm3": [-0.07247, 0.43253, -0.5663, -0.07458],
+    "mamba": [0.21, -0.09257, 0.11762, -0.10448],
+    "mamba_biases": [0.40397, -0.35873, 0.26824, -0.06552],
+    "falcon_mamba": [0.351, -0.03567, 0.08074, -0.1035],
+    "mamba2": [-0.07533, -0.60657, -0.46896, -0.45525],
+    "mamba2_groups": [1.19455, -0.82204, 0.22511, -4e-05],
+    "recurrent_gemma": [-2.90876, 0.84921, -1.17602, -1.91302],
 }
 """The first logits at the last of the second row's `TOKENS`."""
 

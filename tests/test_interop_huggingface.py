@@ -60,6 +60,8 @@ def test_all_logits_and_greedy_text_match_transformers(name):
     prompt = TOKENS[:, :5]
     tokens = fnet.generate(model, params, {}, prompt, jax.random.key(0), 10, temperature=0.0)
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    # With a cache transformers ignores time_step_limit.
+    options["use_cache"] = name != "mamba2_groups"
     text = theirs.generate(torch.tensor(prompt), **options)[:, 5:].numpy()
     chex.assert_trees_all_equal(tokens, text.astype(np.int32))
 
@@ -74,15 +76,35 @@ def test_fused_losses_match_the_logits(name):
     chex.assert_trees_all_close(losses, expected, atol=1e-5)
 
 
-def test_bfloat16_tensors_stay_bfloat16():
-    _, _, tensors = loaded("gemma2")
+@pytest.mark.parametrize("name", ["gemma2", "mamba2_groups", "recurrent_gemma"])
+def test_bfloat16_tensors_stay_bfloat16(name):
+    _, _, tensors = loaded(name)
     tensors = {name: a.astype(jnp.bfloat16) for name, a in tensors.items()}
-    model, params = fnet.interop.from_huggingface(CONFIGS["gemma2"], tensors)
+    model, params = fnet.interop.from_huggingface(CONFIGS[name], tensors)
     assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     logits, _ = jax.jit(lambda p: model.apply(p, {}, TOKENS, train=False))(params)
     assert logits.dtype == jnp.bfloat16
-    np.testing.assert_allclose(logits[1, -1, :4], LOGITS["gemma2"], atol=0.1)
+    np.testing.assert_allclose(logits[1, -1, :4], LOGITS[name], atol=0.1)
     chex.assert_trees_all_equal(fnet.interop.to_huggingface(model, params), tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba_biases", "falcon_mamba", "mamba2_groups", "recurrent_gemma"]
+)
+def test_decoding_and_packing_give_the_logits_of_the_sequence(name):
+    model, params, _ = loaded(name)
+    apply = jax.jit(lambda p, tokens, **given: model.apply(p, {}, tokens, train=False, **given)[0])
+    logits = apply(params, TOKENS)
+    segments = np.array([[1] * 6 + [2] * 11, [3] * 9 + [4] * 8])
+    packed = apply(params, TOKENS, segments=segments)
+    chex.assert_trees_all_close(packed[0, :6], logits[0, :6], atol=2e-5)
+    chex.assert_trees_all_close(packed[0, 6:], apply(params, TOKENS[:1, 6:])[0], atol=2e-5)
+
+    extend = jax.jit(lambda p, cache, tokens, at: model.decode.extend(p, {}, cache, tokens, at))
+    cache = model.decode.init_cache(2, 17)
+    for first, last in ((0, 7), (7, 8), (8, 9)):
+        got, cache = extend(params, cache, TOKENS[:, first:last], first)
+        chex.assert_trees_all_close(got, logits[:, last - 1], atol=2e-5)
 
 
 def test_checkpoints_without_a_head_have_other_names():
@@ -169,6 +191,17 @@ LLAMA = CONFIGS["llama"]
         (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "unknown rope opt"),
         ({"model_type": "llama"}, "llama: config.json has no hidden_size"),
+        (CONFIGS["mamba"] | {"hidden_act": "relu"}, "mamba: hidden_act 'relu' is not supported"),
+        (CONFIGS["mamba"] | {"mixer_rms_eps": 1e-6}, "mamba: unknown options.*mixer_rms_eps"),
+        (
+            CONFIGS["mamba2"] | {"num_heads": 4},
+            r"num_heads \* head_dim must be .* = 64, got 4 \* 8",
+        ),
+        (
+            CONFIGS["recurrent_gemma"] | {"block_types": ["mamba"]},
+            "block_types must name attention",
+        ),
+        (CONFIGS["recurrent_gemma"] | {"hidden_activation": "gelu"}, "must be gelu_pytorch_tanh"),
         (CONFIGS["qwen2"] | {"layer_types": ["linear_attention"] * 3}, "layer_types must name"),
         (CONFIGS["gpt2"] | {"scale_attn_weights": False}, "scale_attn_weights False"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown options.*quantization_config"),

@@ -290,6 +290,7 @@ def test_rejects_inputs_of_the_wrong_shape(name):
         (lambda: mamba(8, dt_rank=0), "mamba: dt_rank must be at least 1, got 0"),
         (lambda: mamba2(8, head=5), "head must divide .* = 16, got head=5"),
         (lambda: mamba2(8, head=4, groups=3), "groups=3 and 4 heads of 4 channels"),
+        (lambda: mamba2(8, norm_groups=3), "norm_groups must divide .* = 16, got 3"),
         (lambda: mamba2(8, chunk=0), "mamba2: chunk must be at least 1, got 0"),
         (lambda: rg_lru(8, heads=3), "heads must divide .* = 8, got heads=3"),
         (lambda: rg_lru(8, heads=0), "rg_lru: heads must be at least 1, got 0"),

@@ -166,7 +166,8 @@ MIXERS = {
     "mamba": layers.mamba(WIDTH, state=3, chunk=4),
     "mamba2": layers.mamba2(WIDTH, head=4, state=3, groups=2, chunk=4),
     "rg_lru": layers.rg_lru(WIDTH, heads=2),
-    "causal_conv": layers.causal_conv(WIDTH),
+    "rg_lru_first": layers.rg_lru(WIDTH, heads=2, scale_first=False),
+    "causal_conv": layers.causal_conv(WIDTH, bias=False),
 }
 
 

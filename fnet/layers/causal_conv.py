@@ -87,12 +87,13 @@ def causal_conv(
     return y, inputs[:, t:].astype(past.dtype)
 
 
-def causal_conv_layer(channels: int, width: int = 4) -> Layer:
+def causal_conv_layer(channels: int, width: int = 4, *, bias: bool = True) -> Layer:
     """Convolve each channel with a short causal filter.
 
     Args:
       channels: C.
       width: W, the filter width: each output sees W inputs.
+      bias: whether to add a bias.
 
     Returns:
       A layer, [B, T, C] -> [B, T, C], without state. Its params, float32, are ``kernel``
@@ -119,7 +120,7 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
     def init(key: Array) -> tuple[Params, State]:
         bound = width**-0.5
         kernel = jax.random.uniform(key, (width, channels), jnp.float32, -bound, bound)
-        return {"kernel": kernel, "bias": jnp.zeros(channels, jnp.float32)}, {}
+        return {"kernel": kernel} | ({"bias": jnp.zeros(channels, jnp.float32)} if bias else {}), {}
 
     def apply(
         params: Params,
@@ -132,7 +133,7 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
         segments: Array | None = None,
     ) -> tuple[Array, State]:
         del key, train, mask
-        return causal_conv(x, params["kernel"], params["bias"], segments=segments)[0], state
+        return causal_conv(x, **params, segments=segments)[0], state
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Array:
         del length
@@ -142,6 +143,6 @@ def causal_conv_layer(channels: int, width: int = 4) -> Layer:
         params: Params, state: State, cache: Array, x: Array, position: Array
     ) -> tuple[Array, Array]:
         del state, position
-        return causal_conv(x, params["kernel"], params["bias"], cache)
+        return causal_conv(x, **params, past=cache)
 
     return Layer(init, apply, Decode(init_cache, extend))

@@ -22,6 +22,7 @@ from fnet.layer import (
 )
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
+from fnet.layers.norm import rms_norm
 from fnet.layers.recurrence import recurrent
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
@@ -42,6 +43,9 @@ def mamba(
     conv: int = 4,
     dt_rank: int | None = None,
     chunk: int | None = None,
+    bias: bool = False,
+    conv_bias: bool = True,
+    select_norm_eps: float | None = None,
 ) -> Layer:
     """Mamba block: a causal convolution and a selective scan, gated.
 
@@ -63,6 +67,10 @@ def mamba(
       conv: width of the causal convolution.
       dt_rank: size of r; default ceil(width / 16).
       chunk: as for `fnet.selective_scan`.
+      bias: whether the first and the last dense layer have biases.
+      conv_bias: whether the convolution has a bias.
+      select_norm_eps: epsilon of RMS norms, without scales, of r, B and C, as in Falcon Mamba.
+        None: no norms.
 
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
@@ -98,11 +106,11 @@ def mamba(
         chunk=1 if chunk is None else chunk,
     )
     children = {
-        "in": dense(width, 2 * inner, bias=False, kernel_init=TORCH_LINEAR),
-        "conv": causal_conv_layer(inner, conv),
+        "in": dense(width, 2 * inner, bias=bias, kernel_init=TORCH_LINEAR),
+        "conv": causal_conv_layer(inner, conv, bias=conv_bias),
         "select": dense(inner, rank + 2 * state, bias=False, kernel_init=TORCH_LINEAR),
         "dt": dense(rank, inner, bias=False, kernel_init=TORCH_LINEAR),
-        "out": dense(inner, width, bias=False, kernel_init=TORCH_LINEAR),
+        "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
     }
 
     def init(key: Array) -> tuple[Params, State]:
@@ -115,7 +123,11 @@ def mamba(
             "dt_bias": init_step_bias(steps_key, inner),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array, segments: Array | None) -> tuple[Array, Any]:
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
+    ) -> tuple[Array, Any]:
+        del position
+
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
@@ -124,6 +136,8 @@ def mamba(
             u, past = causal_conv(u, **params["conv"], past=cache.get("conv"), segments=segments)
         u = jax.nn.silu(u)
         r, B, C = jnp.split(child("select", u), [rank, rank + state], axis=-1)
+        if select_norm_eps is not None:
+            r, B, C = (rms_norm(a, None, eps=select_norm_eps) for a in (r, B, C))
         with jax.named_scope("scan"):
             y, last = selective_scan(
                 u,
@@ -156,10 +170,11 @@ def init_step_bias(key: Array, n: int) -> Array:
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
-def time_steps(x: Array, bias: Array) -> Array:
-    """Compute ``softplus(x + bias)`` for [B, T, C] and [C], in float32 or wider."""
+def time_steps(x: Array, bias: Array, limits: tuple[float, float] | None = None) -> Array:
+    """Compute ``softplus(x + bias)`` for [B, T, C] and [C], within limits, in float32 or wider."""
     x = upcast(x)
-    return jax.nn.softplus(x + broadcast_like(bias, x))
+    dt = jax.nn.softplus(x + broadcast_like(bias, x))
+    return dt if limits is None else jnp.clip(dt, *limits)
 
 
 def selective_scan(

@@ -21,11 +21,11 @@ from fnet.layer import (
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.mamba import TORCH_LINEAR, check_shapes, init_step_bias, time_steps
-from fnet.layers.norm import rms_norm_layer
+from fnet.layers.norm import rms_norm, rms_norm_layer
 from fnet.layers.recurrence import recurrent
 from fnet.layers.segments import restarts
 from fnet.mesh import equally_varying
-from fnet.precision import sum_dtype
+from fnet.precision import multiply, sum_dtype
 
 
 def state_space_dual(
@@ -132,6 +132,11 @@ def mamba2(
     groups: int = 1,
     conv: int = 4,
     chunk: int | None = None,
+    bias: bool = False,
+    conv_bias: bool = True,
+    norm_groups: int = 1,
+    norm_eps: float = 1e-6,
+    step_limits: tuple[float, float] | None = None,
 ) -> Layer:
     """Mamba-2 block: Mamba with one decay per head, computed as matrix products.
 
@@ -142,10 +147,10 @@ def mamba2(
         y         = state_space_dual(u, dt, -exp(A_log), B, C, D)
         y         = rms_norm(y * silu(z)) W_out
 
-    The norm is over all channels. Initially -A is uniform in [1, 16], D is 1, and dt is
-    log-uniform in [0.001, 0.1]. Time steps and recurrence are computed in float32 or
-    wider, everything else in the dtype of the input. Under `fnet.recompute` the output of
-    the norm is saved.
+    The norm is over all channels, or over each of ``norm_groups`` groups of them. Initially -A is
+    uniform in [1, 16], D is 1, and dt is log-uniform in [0.001, 0.1]. Time steps and recurrence are
+    computed in float32 or wider, everything else in the dtype of the input. Under `fnet.recompute`
+    the output of the norm is saved.
 
     Args:
       width: D, size of the last axis of input and output.
@@ -155,6 +160,11 @@ def mamba2(
       groups: number of groups of heads that share B and C; divides the number of heads.
       conv: width of the causal convolution.
       chunk: as for `fnet.state_space_dual`.
+      bias: whether the dense layers have biases.
+      conv_bias: whether the convolution has a bias.
+      norm_groups: number of groups of channels in the norm; divides E.
+      norm_eps: epsilon of the norm.
+      step_limits: lower and upper limit of dt. None: no limits.
 
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
@@ -165,8 +175,8 @@ def mamba2(
       the state [B, H, N, P] in float32 or wider.
 
     Raises:
-      ValueError: for a size below 1, if ``head`` does not divide E, or if ``groups`` does
-        not divide the heads; when applied, if ``x`` does not end in ``width``.
+      ValueError: for a size below 1, if ``head`` or ``norm_groups`` does not divide E, or if
+        ``groups`` does not divide the heads; when applied, if ``x`` does not end in ``width``.
       TypeError: when applied, if ``x`` is not floating.
 
     Example:
@@ -188,6 +198,10 @@ def mamba2(
         raise ValueError(
             f"mamba2: head must divide round(expand * width) = {inner}, got head={head}"
         )
+    if norm_groups < 1 or inner % norm_groups:
+        raise ValueError(
+            f"mamba2: norm_groups must divide round(expand * width) = {inner}, got {norm_groups}"
+        )
     heads = inner // head
     if heads % groups:
         raise ValueError(
@@ -196,10 +210,10 @@ def mamba2(
         )
     shared = groups * state
     children = {
-        "in": dense(width, 2 * inner + 2 * shared + heads, bias=False, kernel_init=TORCH_LINEAR),
-        "conv": causal_conv_layer(inner + 2 * shared, conv),
-        "norm": rms_norm_layer(inner),
-        "out": dense(inner, width, bias=False, kernel_init=TORCH_LINEAR),
+        "in": dense(width, 2 * inner + 2 * shared + heads, bias=bias, kernel_init=TORCH_LINEAR),
+        "conv": causal_conv_layer(inner + 2 * shared, conv, bias=conv_bias),
+        "norm": rms_norm_layer(inner, eps=norm_eps),
+        "out": dense(inner, width, bias=bias, kernel_init=TORCH_LINEAR),
     }
 
     def init(key: Array) -> tuple[Params, State]:
@@ -212,7 +226,19 @@ def mamba2(
             "dt_bias": init_step_bias(steps_key, heads),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array, segments: Array | None) -> tuple[Array, Any]:
+    def normalize(params: Params, y: Array) -> Array:
+        if norm_groups == 1:
+            return apply_child(children, "norm", params, {}, y, key=None, train=False)[0]
+        with jax.named_scope("norm"):
+            groups = y.reshape(*y.shape[:2], norm_groups, inner // norm_groups)
+            scale = jnp.expand_dims(params["norm"]["scale"], (0, 1))
+            return multiply(rms_norm(groups, None, eps=norm_eps).reshape(y.shape), scale)
+
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
+    ) -> tuple[Array, Any]:
+        del position
+
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
@@ -224,7 +250,7 @@ def mamba2(
         with jax.named_scope("scan"):
             y, last = state_space_dual(
                 u.reshape(*u.shape[:2], heads, head),
-                time_steps(r, params["dt_bias"]),
+                time_steps(r, params["dt_bias"], step_limits),
                 -jnp.exp(params["A_log"].astype(sum_dtype(x))),
                 B.reshape(*B.shape[:2], groups, state),
                 C.reshape(*C.shape[:2], groups, state),
@@ -233,7 +259,7 @@ def mamba2(
                 chunk,
                 segments,
             )
-        y = child("norm", y.reshape(z.shape) * jax.nn.silu(z))
+        y = normalize(params, y.reshape(z.shape) * jax.nn.silu(z))
         return child("out", y), {"conv": past, "state": last}
 
     def init_cache(batch: int, length: int, dtype: DTypeLike) -> Any:

@@ -80,7 +80,7 @@ def recurrent(
     name: str,
     width: int,
     init: Callable[[Array], tuple[Params, State]],
-    mix: Callable[[Params, Any, Array, Array | None], tuple[Array, Any]],
+    mix: Callable[[Params, Any, Array, Array | None, Array | int], tuple[Array, Any]],
     init_cache: Callable[[int, int, DTypeLike], dict[str, Array]],
 ) -> Layer:
     """Build a causal layer from a function that reads and updates a cache.
@@ -89,8 +89,9 @@ def recurrent(
       name: name of the layer, for errors.
       width: size of the last axis of the input.
       init: ``init`` of the layer.
-      mix: ``(params, cache, x [B, t, width], segments [B, t] or None) -> (y, cache)``. The cache
-        is ``{}`` at the start of a sequence. Its arrays may be returned in any dtype.
+      mix: ``(params, cache, x [B, t, width], segments [B, t] or None, position) -> (y, cache)``.
+        The cache is ``{}`` at the start of a sequence. Its arrays may be returned in any dtype.
+        ``position`` is the number of positions before ``x``.
       init_cache: as in `fnet.layer.Decode`.
 
     Returns:
@@ -99,11 +100,11 @@ def recurrent(
     """
 
     def checked_mix(
-        params: Params, cache: Any, x: Array, segments: Array | None = None
+        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
     ) -> tuple[Array, Any]:
         if x.ndim != 3 or not x.shape[1] or x.shape[2] != width:
             raise ValueError(f"{name}: expected [B, T, {width}] with T >= 1, got {x.shape}")
-        return mix(params, cache, x, segments)
+        return mix(params, cache, x, segments, position)
 
     def apply(
         params: Params,
@@ -116,13 +117,13 @@ def recurrent(
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         del key, train, mask  # real tokens come first and do not see the padding after them
-        return checked_mix(params, {}, x, segments)[0], state
+        return checked_mix(params, {}, x, segments, 0)[0], state
 
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
-        del state, position
-        y, new = checked_mix(params, cache, x)
+        del state
+        y, new = checked_mix(params, cache, x, None, position)
         return y, jax.tree.map(lambda a, like: a.astype(like.dtype), new, cache)
 
     return Layer(init, apply, Decode(init_cache, extend))

@@ -12,6 +12,7 @@ from fnet.layer import Layer, Params, State, apply_child, check_sizes, init_chil
 from fnet.layers.causal_conv import causal_conv, causal_conv_layer
 from fnet.layers.dense import dense
 from fnet.layers.recurrence import linear_recurrence, recurrent
+from fnet.layers.segments import restarts
 from fnet.precision import broadcast_like, sum_dtype, upcast
 
 _SHARPNESS = 8.0  # c in the paper
@@ -21,7 +22,14 @@ _LECUN_NORMAL = jax.nn.initializers.lecun_normal()
 _BLOCK_NORMAL = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
 
 
-def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> Layer:
+def rg_lru(
+    width: int,
+    *,
+    expand: float = 1,
+    heads: int = 4,
+    conv: int = 4,
+    scale_first: bool = True,
+) -> Layer:
     """Recurrent block with a real-gated linear recurrent unit (RG-LRU).
 
     De et al. 2024, "Griffin: Mixing Gated Linear Recurrences with Local Attention for
@@ -43,6 +51,8 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
       expand: the recurrence has ``round(expand * width)`` channels (4 / 3 in the paper).
       heads: number of diagonal blocks of the gates' matrices; divides the channels.
       conv: width of the causal convolution.
+      scale_first: whether sqrt(1 - a^2) scales the input also at the first position of a
+        document. In RecurrentGemma it does not.
 
     Returns:
       A causal layer, [B, T, D] -> [B, T, D]. Params are float32; apply weight decay only
@@ -96,7 +106,9 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             "input_gate": gate(i_key),
         }, {}
 
-    def mix(params: Params, cache: Any, x: Array, segments: Array | None) -> tuple[Array, Any]:
+    def mix(
+        params: Params, cache: Any, x: Array, segments: Array | None, position: Array | int
+    ) -> tuple[Array, Any]:
         def child(name: str, x: Array) -> Array:
             return apply_child(children, name, params, {}, x, key=None, train=False)[0]
 
@@ -111,6 +123,11 @@ def rg_lru(width: int, *, expand: float = 1, heads: int = 4, conv: int = 4) -> L
             rate = jax.nn.softplus(params["L"].astype(sum_dtype(x)))
             log_a = -_SHARPNESS * broadcast_like(rate, r) * r
             scale = _complement(log_a)
+            if not scale_first:
+                is_first = (position + jnp.arange(x.shape[1]) == 0)[None]
+                starts = restarts("rg_lru", segments, x.shape[:2])
+                is_first = is_first if starts is None else is_first | starts
+                scale = jnp.where(is_first[..., None], 1, scale)
             h = linear_recurrence(
                 jnp.exp(log_a),
                 scale * i * u.astype(sum_dtype(x)),

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from fnet.interop.huggingface import decoders, timm, vision
+from fnet.interop.huggingface import decoders, recurrent, timm, vision
 from fnet.interop.huggingface.checkpoint import (
     PretrainedModel,
     check_shapes,
@@ -61,6 +61,10 @@ FAMILIES: dict[str, Family] = {
     "olmo2": Family(decoders.decoder, ("Olmo2ForCausalLM",)),
     "phi3": Family(decoders.decoder, ("Phi3ForCausalLM",)),
     "smollm3": Family(decoders.decoder, ("SmolLM3ForCausalLM",)),
+    "mamba": Family(recurrent.mamba, ("MambaForCausalLM",), "backbone."),
+    "falcon_mamba": Family(recurrent.mamba, ("FalconMambaForCausalLM",), "backbone."),
+    "mamba2": Family(recurrent.mamba2, ("Mamba2ForCausalLM",), "backbone."),
+    "recurrent_gemma": Family(recurrent.recurrent_gemma, ("RecurrentGemmaForCausalLM",)),
     "vit": Family(vision.vit, ("ViTForImageClassification", "ViTModel"), "vit."),
     "deit": Family(
         vision.vit,
@@ -158,10 +162,11 @@ def from_huggingface(
 ) -> tuple[PretrainedModel, Params]:
     """Load a published model, exactly.
 
-    Supported are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3, SmolLM;
-    for images ViT, DeiT, DINOv2, ConvNeXt 1 and 2, and the image towers of CLIP and SigLIP, in the
-    files of transformers and of timm. Outputs equal those of transformers and timm up to rounding.
-    An option that is not supported raises an error; nothing is approximated.
+    Supported for text are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3,
+    SmolLM, Mamba 1 and 2, Falcon Mamba and RecurrentGemma. Supported for images are ViT, DeiT,
+    DINOv2, ConvNeXt 1 and 2, and the image towers of CLIP and SigLIP, in the files of transformers
+    and of timm. Outputs equal those of transformers and timm up to rounding. An option that is not
+    supported raises an error; nothing is approximated.
 
     Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
     a time, so a lazy mapping needs host memory for one tensor. With ``sharding``, each process

@@ -106,11 +106,13 @@ def rotary_frequencies(
     return tuple(frequencies)
 
 
-def rope_parameters(options: Options, *, theta: float = 10_000.0) -> dict[str, Any]:
+def rope_parameters(
+    options: Options, *, theta: float = 10_000.0, partial: float = 1.0
+) -> dict[str, Any]:
     """Options of the rotary embedding, as written by any version of transformers."""
     parameters = dict(options.get("rope_scaling", None) or options.get("rope_parameters", {}))
     parameters.setdefault("rope_theta", options.get("rope_theta", theta))
-    parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", 1.0))
+    parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
     options.get("rope_parameters", None)
     return parameters
 
