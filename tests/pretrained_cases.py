@@ -14,6 +14,9 @@ _BASE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 _GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
+_LONGROPE = {
+    "type": "longrope", "short_factor": [1.0, 1.1, 1.5, 2.0], "long_factor": [1.2, 2.0, 4.0, 7.5],
+}  # fmt: skip
 _MAMBA = {
     "vocab_size": 37, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "conv_kernel": 3,
 }  # fmt: skip
@@ -31,11 +34,19 @@ CONFIGS = {
     "llama3": _BASE | {"model_type": "llama", "rope_scaling": _LLAMA3, "rope_theta": 500.0},
     "llama_linear_rope": _BASE
     | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "llama_yarn": _BASE
+    | {"model_type": "llama", "rope_scaling": {
+        "rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16,
+        "beta_fast": 2.0, "beta_slow": 0.2, "truncate": False, "mscale": 1.2,
+        "mscale_all_dim": 0.4}},
     "mistral": _BASE | {"sliding_window": 5, "head_dim": 16},
     "qwen2": _BASE
     | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1,
        "tie_word_embeddings": True},
     "qwen3": _BASE | {"head_dim": 16},
+    "qwen3_yarn": _BASE
+    | {"model_type": "qwen3", "head_dim": 16, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
     "gemma": _BASE | {"head_dim": 16},
     "gemma2": _BASE | _GEMMA,
     "gemma3_text": _BASE
@@ -46,6 +57,12 @@ CONFIGS = {
     "phi3": _BASE | {"sliding_window": 6},
     "phi3_partial_rotary": _BASE
     | {"model_type": "phi3", "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "phi3_longrope": _BASE
+    | {"model_type": "phi3", "original_max_position_embeddings": 4, "rope_scaling": _LONGROPE},
+    "phi3_longrope_short": _BASE
+    | {"model_type": "phi3", "original_max_position_embeddings": 32, "sliding_window": 40,
+       "partial_rotary_factor": 0.5,
+       "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}},
     "smollm3": _BASE | {"num_hidden_layers": 4},
     "mamba": _MAMBA,
     "mamba_biases": _MAMBA
@@ -69,9 +86,11 @@ LOGITS = {
     "llama_biases": [0.67957, -0.68507, 0.18122, 0.15433],
     "llama3": [0.04762, -0.41705, 0.50241, 0.5511],
     "llama_linear_rope": [0.09887, -0.52251, 0.52149, 0.47321],
+    "llama_yarn": [0.03052, -0.42911, 0.53541, 0.545],
     "mistral": [0.22955, -0.66024, -0.02331, -0.59641],
     "qwen2": [-0.38528, 0.03354, 0.13668, -0.16946],
     "qwen3": [0.06947, -0.23504, 0.37253, 0.59936],
+    "qwen3_yarn": [0.04786, -0.21686, 0.37821, 0.60522],
     "gemma": [0.16323, 0.59345, -0.16648, 1.24983],
     "gemma2": [1.32298, -0.62232, 0.5951, 0.10837],
     "gemma3_text": [1.64514, -0.84052, -0.97, 0.81972],
@@ -79,6 +98,8 @@ LOGITS = {
     "olmo2": [-0.20899, -0.03841, -0.31594, 0.37688],
     "phi3": [0.09342, -0.44882, 0.37915, -0.06388],
     "phi3_partial_rotary": [-0.09559, 0.1707, 0.14641, -0.1359],
+    "phi3_longrope": [-0.05778, -0.70545, 0.5068, 0.21812],
+    "phi3_longrope_short": [-0.02807, -0.66409, 0.62674, 0.13441],
     "smollm3": [-0.07247, 0.43253, -0.5663, -0.07458],
     "mamba": [0.21, -0.09257, 0.11762, -0.10448],
     "mamba_biases": [0.40397, -0.35873, 0.26824, -0.06552],

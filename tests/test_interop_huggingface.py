@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
-from fnet.interop.huggingface.decoders import rotary_frequencies
+from fnet.interop.huggingface.decoders import rotary_embedding
 from tests import pretrained_image_cases
 from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, peer, weights
 
@@ -178,6 +178,8 @@ def test_tensor_layouts_invert():
 
 
 LLAMA = CONFIGS["llama"]
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LONGROPE = CONFIGS["phi3_longrope"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,21 @@ LLAMA = CONFIGS["llama"]
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClass"),
         (LLAMA | {"num_experts": 8}, "llama: unknown options in config.json: num_experts=8"),
         (LLAMA | {"hidden_act": "mish"}, "hidden_act 'mish' is not supported, only 'silu' or"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type 'dynamic' is not supported",
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "'linear' needs the option 'factor'"),
+        (LLAMA | {"rope_scaling": YARN | {"gamma": 1}}, "unknown rope options {'gamma': 1}"),
+        (
+            LLAMA | {"rope_scaling": YARN, "max_position_embeddings": None},
+            "no max_position_embeddings, which yarn needs",
+        ),
+        (
+            LONGROPE | {"partial_rotary_factor": 0.5},
+            "short_factor must have 2 numbers, got 4",
+        ),
+        (LONGROPE | {"sliding_window": 3}, "longrope with sliding_window 3"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "unknown rope opt"),
         ({"model_type": "llama"}, "llama: config.json has no hidden_size"),
         (CONFIGS["mamba"] | {"hidden_act": "relu"}, "mamba: hidden_act 'relu' is not supported"),
@@ -230,11 +246,46 @@ def test_rejects_tensors_that_do_not_fit():
 def test_llama3_frequencies():
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-    plain = rotary_frequencies("llama", 128, {"rope_theta": 500_000.0}, 0)
-    scaled = rotary_frequencies("llama", 128, {"rope_theta": 500_000.0} | scaling, 0)
+    plain = rotary_embedding("llama", 128, {"rope_theta": 500_000.0}, 0).frequencies
+    scaled = rotary_embedding("llama", 128, {"rope_theta": 500_000.0} | scaling, 0).frequencies
     ratio = np.array(scaled) / np.array(plain)
     # Wavelengths below 8192 / 4 stay; those above 8192 are divided by 8.
     wavelengths = 2 * np.pi / np.array(plain)
     np.testing.assert_allclose(ratio[wavelengths < 2048], 1)
     np.testing.assert_allclose(ratio[wavelengths > 8192], 1 / 8)
     assert ((ratio > 1 / 8) & (ratio < 1)).sum() == 6
+
+
+def test_yarn_keeps_high_frequencies_and_divides_low_ones():
+    plain = rotary_embedding("qwen2", 128, {"rope_theta": 1e6}, 32768)
+    yarn = rotary_embedding("qwen2", 128, {"rope_theta": 1e6} | YARN, 32768)
+    ratio = np.array(yarn.frequencies) / np.array(plain.frequencies)
+    turns = 32768 * np.array(plain.frequencies) / (2 * np.pi)  # within the original context
+    assert turns.max() > 32
+    assert turns.min() < 1
+    # The ramp begins and ends at whole features, next to 32 turns and 1.
+    np.testing.assert_allclose(ratio[turns > 40], 1)
+    np.testing.assert_allclose(ratio[turns < 0.8], 1 / 4)
+    assert (np.diff(ratio) <= 1e-12).all()
+    assert plain.scale == 1
+    np.testing.assert_allclose(yarn.scale, 0.1 * np.log(4) + 1)
+
+
+def test_longrope_takes_the_length_of_the_sequence_or_of_the_cache():
+    parameters = LONGROPE["rope_scaling"] | {"original_max_position_embeddings": 4, "type": "su"}
+    rotary = rotary_embedding("phi3", 8, parameters, 64)
+    plain = np.array(rotary_embedding("phi3", 8, {}, 64).frequencies)
+    for length, factor in ((4, "short_factor"), (5, "long_factor")):
+        np.testing.assert_allclose(rotary.frequencies(length), plain / parameters[factor])
+    np.testing.assert_allclose(rotary.scale, np.sqrt(1 + np.log(64 / 4) / np.log(4)))
+
+    model, params, _ = loaded("phi3_longrope")
+    for length in (4, 17):
+        tokens = TOKENS[:, :length]
+        logits, _ = jax.jit(lambda p, tokens=tokens: model.apply(p, {}, tokens, train=False))(
+            params
+        )
+        cache = model.decode.init_cache(2, length)
+        _, cache = model.decode.extend(params, {}, cache, tokens[:, :-1], jnp.int32(0))
+        last, _ = model.decode.extend(params, {}, cache, tokens[:, -1:], jnp.int32(length - 1))
+        chex.assert_trees_all_close(last, logits[:, -1], atol=2e-5)

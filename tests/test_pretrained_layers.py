@@ -128,6 +128,9 @@ def test_frequencies_rotate_the_first_features_only():
     chex.assert_trees_all_close(
         y[0, 3, 0, 0], x[0, 3, 0, 0] * np.cos(1.5) - x[0, 3, 0, 2] * np.sin(1.5), atol=1e-6
     )
+    scaled = rotary(x, at, [0.5, 0.1], 1.5)
+    chex.assert_trees_all_close(scaled[..., :4], 1.5 * y[..., :4], atol=1e-6)
+    chex.assert_trees_all_equal(scaled[..., 4:], x[..., 4:])
     with pytest.raises(ValueError, match="expected 1 to 4 frequencies"):
         rotary(x, at, [0.1] * 5)
 

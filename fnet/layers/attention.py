@@ -30,7 +30,8 @@ def attention(
     head_dim: int | None = None,
     causal: bool = False,
     window: int | None = None,
-    rotary: float | Sequence[float] | None = None,
+    rotary: float | Sequence[float] | Callable[[int], Sequence[float]] | None = None,
+    rotary_scale: float = 1.0,
     bias: bool = True,
     output_bias: bool | None = None,
     fused: bool = True,
@@ -61,7 +62,10 @@ def attention(
       causal: whether each position attends only to itself and earlier positions.
       window: sliding window, as for `fnet.dot_product_attention`.
       rotary: base of the rotary position embedding, 10000.0 in the paper, or its frequencies, as
-        for `fnet.layers.rotary`; None: no position embedding.
+        for `fnet.layers.rotary`; None: no position embedding. If they depend on the length: a
+        function that returns the frequencies for a number of positions, T of a sequence or
+        the positions that a cache can hold.
+      rotary_scale: factor of rotated features, as for `fnet.layers.rotary`.
       bias: whether the dense layers of queries, keys and values have biases.
       output_bias: whether the output's dense layer has a bias. None: as ``bias``.
       fused: whether one dense layer computes queries, keys and values. Otherwise there are three.
@@ -115,7 +119,7 @@ def attention(
             children[f"{name}_norm"] = qk_norm(head_dim if qk_norm_over == "head" else sizes[name])
 
     def project(
-        params: Params, x: Array, first: Array | int, train: bool
+        params: Params, x: Array, first: Array | int, length: int, train: bool
     ) -> tuple[Array, Array, Array]:
         """Compute queries [B, T, heads, head_dim], keys and values [B, T, groups, head_dim]."""
         if x.ndim != 3:
@@ -142,7 +146,8 @@ def attention(
         q, k = normalize("query", q), normalize("key", k)
         if rotary is not None:
             positions = first + jnp.arange(x.shape[1])
-            q, k = (apply_rotary(a, positions, rotary) for a in (q, k))
+            base = rotary(length) if callable(rotary) else rotary
+            q, k = (apply_rotary(a, positions, base, rotary_scale) for a in (q, k))
         return q, k, v
 
     def merge_heads(y: Array) -> Array:
@@ -162,7 +167,7 @@ def attention(
         segments: Int[Array, "b t"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         del key
-        q, k, v = project(params, x, 0, train)
+        q, k, v = project(params, x, 0, x.shape[1], train)
         y = dot_product_attention(
             q,
             k,
@@ -184,7 +189,7 @@ def attention(
         params: Params, state: State, cache: Any, x: Float[Array, "b t d"], position: Int[Array, ""]
     ) -> tuple[Float[Array, "b t d"], Cache]:
         del state
-        q, k, v = project(params, x, position, False)
+        q, k, v = project(params, x, position, cache["key"].shape[1], False)
         y, cache = extend_cache_and_attend(
             cache, q, k, v, position, window=window, scale=scale, soft_cap=soft_cap
         )
@@ -214,7 +219,7 @@ def _check(
     groups: int,
     head_dim: int | None,
     window: int | None,
-    rotary: float | Sequence[float] | None,
+    rotary: float | Sequence[float] | Callable[[int], Sequence[float]] | None,
     chunk: int | None,
 ) -> None:
     if heads < 1 or (head_dim is None and width % heads):
@@ -232,7 +237,7 @@ def _check(
         raise ValueError(f"attention: chunk must be at least 1, got {chunk}")
     if rotary is None:
         return
-    if not isinstance(rotary, Sequence) and not rotary > 0:
+    if not isinstance(rotary, Sequence) and not callable(rotary) and not rotary > 0:
         raise ValueError(
             f"attention: rotary is a base and must be > 0, got {rotary}; None disables it"
         )

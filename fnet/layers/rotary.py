@@ -14,6 +14,7 @@ def rotary(
     x: Float[Array, "b t h d"],
     positions: Real[Array, " t"] | Real[Array, "b t"],
     base: float | Sequence[float] = 10000.0,
+    scale: float = 1.0,
 ) -> Float[Array, "b t h d"]:
     """Apply rotary position embedding to queries or keys.
 
@@ -30,14 +31,15 @@ def rotary(
     of them, only the first features are rotated, twice as many as there are frequencies.
 
     The product of a rotated query and a rotated key depends only on the difference of
-    their positions. Norms do not change. The backward pass saves no array of the size of
-    ``x``.
+    their positions. With scale 1, norms do not change. The backward pass saves no array of the
+    size of ``x``.
 
     Args:
       x: queries or keys [B, T, H, D] with D even; floating.
       positions: [T], or [B, T] if they differ between examples; integers or floating.
       base: base of the wavelengths, which range from 2 pi to about 2 pi base; > 0. Or the
         frequencies, in radians per position, at most D / 2.
+      scale: factor of the rotated features, the attention factor of YaRN.
 
     Returns:
       [B, T, H, D], in the dtype of ``x``. Angles are computed in float32 (float64 for a
@@ -80,6 +82,8 @@ def rotary(
     half = len(frequency)
     angle = jnp.atleast_2d(positions.astype(dtype))[:, :, None] * frequency[None, None]
     cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]  # [B or 1, T, 1, D / 2]
+    if scale != 1:
+        cos, sin = scale * cos, scale * sin
     a, b = upcast(x[..., :half]), upcast(x[..., half : 2 * half])
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     if 2 * half == x.shape[-1]:

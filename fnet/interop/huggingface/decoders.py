@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from jax.typing import DTypeLike
 
@@ -55,55 +55,153 @@ def as_pretrained(model: models.LanguageModel, tensors: Sequence[Tensor]) -> Pre
     return PretrainedModel(*model, tuple(tensors))
 
 
-def rotary_frequencies(
+class Rotary(NamedTuple):
+    """A rotary position embedding, as `fnet.layers.attention` takes it.
+
+    Attributes:
+      frequencies: Radians per position, or a function from the length of the sequence to them.
+      scale: Factor of rotated features.
+    """
+
+    frequencies: tuple[float, ...] | Callable[[int], tuple[float, ...]]
+    scale: float = 1.0
+
+
+def rotary_embedding(
     kind: str, head_dim: int, parameters: dict[str, Any], max_positions: int
-) -> tuple[float, ...]:
-    """Angular frequencies of a rotary position embedding, from ``rope_parameters``.
+) -> Rotary:
+    """Frequencies of a rotary position embedding, from ``rope_parameters``.
 
     ``default``: base^(-2 i / D). ``linear`` divides all by a factor (Chen et al. 2023). ``llama3``
     divides low frequencies by a factor, and interpolates between low and high ones (Llama Team
-    2024, "The Llama 3 Herd of Models").
+    2024, "The Llama 3 Herd of Models"). ``yarn`` interpolates over the features, and scales them
+    (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models").
+
+    ``longrope`` divides each by a factor of its own (Ding et al. 2024, "LongRoPE"). There is one
+    list of factors for sequences within the original context, and one for longer ones. The length
+    is that of the row, or the number of positions that a cache can hold. So a text that outgrows
+    the original context while it is generated has the long factors from its first token.
+    transformers computes the keys of such a text again when it does.
 
     Args:
       kind: model type, for errors.
       head_dim: D, features per head.
       parameters: options of the embedding, such as ``rope_theta`` and ``rope_type``.
-      max_positions: default of ``original_max_position_embeddings``.
+      max_positions: ``max_position_embeddings``, 0 if unknown.
 
     Returns:
-      Frequencies in radians per position.
+      The frequencies and the scale.
 
     Raises:
-      ValueError: for another type, or an unknown option.
+      ValueError: for another type, an unknown option or a missing one.
     """
     p = dict(parameters)
     rope = p.pop("rope_type", None) or p.pop("type", None) or "default"
     p.pop("type", None)
+    if kind == "phi3" and rope in ("su", "yarn"):  # names in old configs
+        rope = "longrope"
+    if rope not in _SCALINGS:
+        raise ValueError(
+            f"{kind}: rope_type {rope!r} is not supported, only {', '.join(sorted(_SCALINGS))}"
+        )
     base = p.pop("rope_theta", 10_000.0)
     rotated = int(head_dim * p.pop("partial_rotary_factor", 1.0))
-    frequencies = [base ** (-i / rotated) for i in range(0, rotated, 2)]
-    if rope == "linear":
-        factor = p.pop("factor")
-        frequencies = [f / factor for f in frequencies]
-    elif rope == "llama3":
-        factor, low, high = (p.pop(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
-        original = p.pop("original_max_position_embeddings", max_positions)
-
-        def scaled(f: float) -> float:
-            # The number of turns within the original context.
-            turns = original * f / (2 * math.pi)
-            share = float(min(max((turns - low) / (high - low), 0.0), 1.0))
-            return (1 - share) * f / float(factor) + share * f
-
-        frequencies = [scaled(f) for f in frequencies]
-    elif rope != "default":
-        raise ValueError(
-            f"{kind}: rope_type {rope!r} is not supported, only 'default', 'linear' or 'llama3'"
-        )
-    p.pop("original_max_position_embeddings", None)
+    original = p.pop("original_max_position_embeddings", None) or max_positions
+    if rope in ("llama3", "yarn", "longrope") and not original:
+        raise ValueError(f"{kind}: config.json has no max_position_embeddings, which {rope} needs")
+    frequencies = tuple(base ** (-i / rotated) for i in range(0, rotated, 2))
+    try:
+        rotary = _SCALINGS[rope](frequencies, p, base, original, max_positions)
+    except KeyError as e:
+        raise ValueError(f"{kind}: rope_type {rope!r} needs the option {e}") from None
     if p:
         raise ValueError(f"{kind}: unknown rope options {p}")
-    return tuple(frequencies)
+    return rotary
+
+
+_Frequencies = tuple[float, ...]
+
+
+def _linear(frequencies: _Frequencies, p: dict[str, Any], *_: Any) -> Rotary:
+    factor = p.pop("factor")
+    return Rotary(tuple(f / factor for f in frequencies))
+
+
+def _llama3(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    del base, max_positions
+    factor, low, high = (p.pop(n) for n in ("factor", "low_freq_factor", "high_freq_factor"))
+
+    def scaled(f: float) -> float:
+        # The number of turns within the original context.
+        turns = original * f / (2 * math.pi)
+        share = float(min(max((turns - low) / (high - low), 0.0), 1.0))
+        return (1 - share) * f / float(factor) + share * f
+
+    return Rotary(tuple(scaled(f) for f in frequencies))
+
+
+def _yarn(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    factor = p.pop("factor", None) or max_positions / original
+    mscale, mscale_all_dim = p.pop("mscale", None), p.pop("mscale_all_dim", None)
+    scale = p.pop("attention_factor", None)
+    if scale is None:
+        scale = _yarn_scale(factor, 1.0)
+        if mscale and mscale_all_dim:
+            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+
+    def feature(turns: float) -> float:
+        """Index of the feature pair that turns so often within the original context."""
+        return len(frequencies) * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = feature(p.pop("beta_fast", None) or 32), feature(p.pop("beta_slow", None) or 1)
+    if p.pop("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    last += 0.001 if first == last else 0
+
+    def scaled(i: int, f: float) -> float:
+        share = min(max((i - first) / (last - first), 0.0), 1.0)
+        return share * f / factor + (1 - share) * f
+
+    return Rotary(tuple(scaled(i, f) for i, f in enumerate(frequencies)), float(scale))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def _longrope(
+    frequencies: _Frequencies, p: dict[str, Any], base: float, original: int, max_positions: int
+) -> Rotary:
+    del base
+    factor, scale = p.pop("factor", None), p.pop("attention_factor", None)
+    if scale is None:
+        factor = factor or max_positions / original
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = {name: p.pop(f"{name}_factor") for name in ("short", "long")}
+    for name, values in factors.items():
+        if len(values) != len(frequencies):
+            raise ValueError(
+                f"longrope: {name}_factor must have {len(frequencies)} numbers, got {len(values)}"
+            )
+    by_name = {
+        name: tuple(f / by for f, by in zip(frequencies, values, strict=True))
+        for name, values in factors.items()
+    }
+    return Rotary(lambda length: by_name["long" if length > original else "short"], float(scale))
+
+
+_SCALINGS: dict[str, Callable[..., Rotary]] = {
+    "default": lambda frequencies, *_: Rotary(frequencies),
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}
 
 
 def rope_parameters(
@@ -113,6 +211,11 @@ def rope_parameters(
     parameters = dict(options.get("rope_scaling", None) or options.get("rope_parameters", {}))
     parameters.setdefault("rope_theta", options.get("rope_theta", theta))
     parameters.setdefault("partial_rotary_factor", options.get("partial_rotary_factor", partial))
+    # transformers prefers it to that of the parameters.
+    default = 4096 if options.kind == "phi3" else None
+    original = options.get("original_max_position_embeddings", default)
+    if original is not None:
+        parameters["original_max_position_embeddings"] = original
     options.get("rope_parameters", None)
     return parameters
 
@@ -145,6 +248,7 @@ def decoder(options: Options, dtype: DTypeLike) -> PretrainedModel:
 
     rotaries = _rotaries(options, head_dim)
     windows = _windows(options, blocks)
+    _check_cache_lengths(kind, rotaries["sliding"], windows)
     no_rope = _layers_without_rope(options, blocks)
 
     feed_forward = layers.feed_forward(
@@ -156,6 +260,7 @@ def decoder(options: Options, dtype: DTypeLike) -> PretrainedModel:
     )
 
     def block(i: int) -> layers.Block:
+        rotary = rotaries["sliding" if windows[i] else "full"]
         attention = layers.attention(
             width,
             heads,
@@ -163,7 +268,8 @@ def decoder(options: Options, dtype: DTypeLike) -> PretrainedModel:
             head_dim=head_dim,
             causal=True,
             window=windows[i],
-            rotary=None if no_rope[i] else rotaries["sliding" if windows[i] else "full"],
+            rotary=None if no_rope[i] else rotary.frequencies,
+            rotary_scale=rotary.scale,
             bias=bias,
             output_bias=output_bias,
             fused=fused,
@@ -245,13 +351,12 @@ def _activation(options: Options) -> str:
     return "gelu"
 
 
-def _rotaries(options: Options, head_dim: int) -> dict[str, tuple[float, ...]]:
-    """Frequencies of layers with full attention and with a sliding window."""
+def _rotaries(options: Options, head_dim: int) -> dict[str, Rotary]:
+    """Position embeddings of layers with full attention and with a sliding window."""
     max_positions = options.get("max_position_embeddings", 0)
-    options.ignore("original_max_position_embeddings")
 
-    def frequencies(parameters: dict[str, Any]) -> tuple[float, ...]:
-        return rotary_frequencies(options.kind, head_dim, parameters, max_positions)
+    def frequencies(parameters: dict[str, Any]) -> Rotary:
+        return rotary_embedding(options.kind, head_dim, parameters, max_positions)
 
     if options.kind != "gemma3_text":
         theta = 2_000_000.0 if options.kind == "smollm3" else 10_000.0
@@ -291,6 +396,19 @@ def _windows(options: Options, blocks: int) -> list[int | None]:
             f"{blocks} layers, got {kinds}"
         )
     return [window if k == "sliding_attention" else None for k in kinds]
+
+
+def _check_cache_lengths(kind: str, rotary: Rotary, windows: Sequence[int | None]) -> None:
+    """Raise if frequencies depend on the length, but a window's cache does not show it."""
+    if not callable(rotary.frequencies):
+        return
+    longest = rotary.frequencies(2**31)
+    for window in windows:
+        if window is not None and rotary.frequencies(window) != longest:
+            raise ValueError(
+                f"{kind}: longrope with sliding_window {window}, within the original context, is "
+                "not supported"
+            )
 
 
 def _layers_without_rope(options: Options, blocks: int) -> list[bool]:

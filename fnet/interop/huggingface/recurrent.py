@@ -17,7 +17,7 @@ from fnet.interop.huggingface.decoders import (
     head_tensors,
     norm_tensors,
     rope_parameters,
-    rotary_frequencies,
+    rotary_embedding,
 )
 from fnet.interop.huggingface.options import Options
 from fnet.layer import Layer
@@ -109,7 +109,7 @@ def recurrent_gemma(options: Options, dtype: DTypeLike) -> PretrainedModel:
             "recurrent blocks do not support"
         )
 
-    rope = rope_parameters(options, partial=0.5)
+    rotary = rotary_embedding(options.kind, head_dim, rope_parameters(options, partial=0.5), 0)
     attention = layers.attention(
         width,
         heads,
@@ -117,7 +117,8 @@ def recurrent_gemma(options: Options, dtype: DTypeLike) -> PretrainedModel:
         head_dim=head_dim,
         causal=True,
         window=options.get("attention_window_size", 2048),
-        rotary=rotary_frequencies(options.kind, head_dim, rope, 0),
+        rotary=rotary.frequencies,
+        rotary_scale=rotary.scale,
         bias=bias,
         output_bias=True,
         fused=False,
