@@ -458,7 +458,8 @@ def plan_step(
     if not isinstance(step, Step):
         raise TypeError(
             "plan_step: a plan changes remat policy and microbatches, so it needs a step of "
-            f"fnet.make_step, got {type(step).__name__}; use fnet.memory.plan for other functions."
+            f"fnet.make_step, got {type(step).__name__}; for a step of your own, give its loss to "
+            "fnet.memory.remat_to_fit."
         )
     if microbatch_choices is None:
         microbatch_choices = _microbatch_choices(step, batch) if budget is not None else (

@@ -216,7 +216,7 @@ def test_the_largest_batch_is_a_multiple_of_the_devices(workplace):
     ("words", "message"),
     [
         (("--mesh.data", 5), "mesh: 5 x 1 devices are wanted, but this machine has 4 (cpu)"),
-        (("--mesh.data", 3), "mesh: 3 devices do not divide data.batch_size 16"),
+        (("--mesh.data", 3), "data.batch_size 16; give a multiple, such as --data.batch-size 18"),
         (
             ("--mesh.data", 4, "--grad.mode", "microbatch", "--grad.microbatches", 8),
             "grad.microbatches: 8 on 4 devices do not divide data.batch_size 16",

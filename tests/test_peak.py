@@ -153,6 +153,38 @@ def test_convolution_workspace_holds_the_padded_input():
     assert p.workspace == 4 * (2 * (16 + 24) ** 2 * 64 + large.size)
 
 
+def test_workspace_of_matrix_products_in_succession():
+    def chain(batch, *matrices):
+        for m in matrices:
+            batch = jnp.tanh(batch @ m)
+        return batch
+
+    large = jax.ShapeDtypeStruct((4, 512, 512), jnp.float32)  # 4 MiB, packed
+    for count in (1, 2, 3, 5):
+        p = peak(compiled(chain, large, *[large] * count))
+        assert p.workspace == min(count, 3) * 2**22
+    # Weights of a layer are packed in small blocks, and so are small batches.
+    assert (
+        peak(compiled(jnp.matmul, large, jax.ShapeDtypeStruct((512, 512), jnp.float32))).workspace
+        == 0
+    )
+    small = jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)
+    assert peak(compiled(chain, small, small)).workspace == 0
+    # The gradient of weights is a product with a transposed matrix.
+    x, y = (jax.ShapeDtypeStruct((4096, n), jnp.float32) for n in (256, 512))
+    p = peak(compiled(lambda x, y: x.T @ y, x, y))
+    assert p.workspace == 4 * (4096 * 256 + 256 * 512)
+
+
+def test_only_the_largest_of_large_workspaces_counts_in_full():
+    matrices = [jax.ShapeDtypeStruct((4, n, n), jnp.float32) for n in (1152, 1280)]
+    sizes = [4 * m.size for m in matrices]
+    assert min(sizes) > 2**24
+    # Both products are independent, so their order does not matter.
+    p = peak(compiled(lambda x, y: (x @ x, y @ y), *matrices))
+    assert p.workspace == sizes[1] + 2**24
+
+
 def test_peak_reports_the_numbers_of_the_compiler():
     model, x = dense_net()
     program = step_of(model, x).compile()

@@ -100,13 +100,14 @@ def _dispatch(argv: list[str]) -> None:
     name, *rest = argv
     if name not in _MODULES:
         raise UserError(f"no command {name}{did_you_mean(name, _MODULES)}; see fnet --help")
-    _prepare_jax()
+    # Programs for a device that is not there cannot be read from the cache: JAX warns.
+    _prepare_jax(caches=not any(a.split("=")[0] == "--target" for a in rest))
     # Imported here, so that a command loads only the libraries it needs.
     importlib.import_module(f"train.commands.{_MODULES[name]}").main(rest)
 
 
-def _prepare_jax() -> None:
-    """Choose a platform, limit freed memory and cache compiled programs between runs."""
+def _prepare_jax(caches: bool = True) -> None:
+    """Choose a platform, limit freed memory and perhaps cache compiled programs between runs."""
     import jax
 
     from train.platform import choose_platform
@@ -114,7 +115,9 @@ def _prepare_jax() -> None:
 
     choose_platform()
     limit_freed_memory()
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+    if not caches:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(RuntimeError):  # a user without a home has no cache
             cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
             jax.config.update("jax_compilation_cache_dir", str(Path(cache) / "fnet" / "jax"))

@@ -129,7 +129,11 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
             f"have {len(devices)}: give a mesh of all of them"
         )
     if batch_size % count:
-        raise UserError(f"mesh: {count} devices do not divide data.batch_size {batch_size}")
+        larger = -(-batch_size // count) * count
+        raise UserError(
+            f"mesh: {count} devices do not divide data.batch_size {batch_size}; give a multiple, "
+            f"such as --data.batch-size {larger}"
+        )
     mesh = jax.make_mesh(
         (data, fsdp),
         ("data", "fsdp"),
