@@ -16,7 +16,6 @@ compiles it, and the faster of the two counts.
 """
 
 import argparse
-import functools
 import json
 import resource
 import sys

@@ -77,7 +77,8 @@ def load(file: Path, **stubs: Any) -> Any:
     for name, stub in stubs.items():
         sys.modules[name.replace("__", ".")] = stub
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
@@ -118,7 +119,7 @@ def nnx_model(make: Callable[[nnx.Rngs], Any]) -> tuple[Callable[[Any], Any], Ca
 
 def nanodo(hand: Hand, checkout: Path) -> Problem:
     """Decoder of nanodo (linen)."""
-    model = importlib.import_module("nanodo.model")
+    model: Any = importlib.import_module("nanodo.model")
     model.TBlock = linen_blocks(hand, model.TBlock, DEPTH)
     config = model.DoConfig(
         D=WIDTH, H=HEADS, L=LENGTH, N=DEPTH, V=VOCABULARY, F=4 * WIDTH, fsdp_enabled=False
@@ -290,8 +291,8 @@ def equinox_mamba(hand: Hand, checkout: Path) -> Problem:
     stub.load_pretrained = None
     sys.modules["mamba_jax.modelling.equinox.loader"] = stub
     # It uses an argument of `jnp.clip` that was renamed.
-    clip: Any = jnp.clip
-    jnp.clip = lambda x, a_min: clip(x, min=a_min)
+    clip = jnp.clip
+    vars(jnp)["clip"] = lambda x, a_min: clip(x, min=a_min)
     mamba = importlib.import_module("mamba_jax.modelling.equinox")
     cover_calls(hand, mamba.ResidualBlock, DEPTH, eqx.filter_checkpoint)
     merge, init = equinox_model(
@@ -366,6 +367,6 @@ def public_problem(name: str, hand: Hand, checkouts: Path) -> Problem:
     repository, build = PUBLIC[name]
     checkout = checkouts / repository.split("/")[1]
     if not checkout.is_dir():
-        raise FileNotFoundError(f"{name}: expected a checkout of {repository} in {checkout}")
+        raise FileNotFoundError(f"expected a checkout of {repository} in {checkout}")
     sys.path.insert(0, str(checkout))
     return build(hand, checkout)

@@ -114,7 +114,7 @@ SUITE = (
     ),
     Benchmark("attention", quick=("--rounds", "5", "--tokens", "2048")),
     Benchmark("budgets", quick=("--rounds", "1", "--problems", "transformer")),
-    Benchmark("planning", quick=None, packages=("equinox",)),
+    Benchmark("planning", quick=None, packages=("equinox", "haiku"), cpu=True),
     Benchmark("clipped_grad", quick=("--rounds", "7", "--only", "MLP")),
     Benchmark("clipped_grad_peers", quick=("--rounds", "7"), cpu=True),
     Benchmark("clipped_grad_slow_paths", quick=("--rounds", "5"), packages=("equinox",), cpu=True),

@@ -190,7 +190,9 @@ def test_rejects_an_unknown_remat_policy_and_impossible_microbatches(step_and_pe
 
 def test_rejects_a_plan_of_a_jitted_function(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
-    with pytest.raises(TypeError, match=r"step of fnet.make_step, got PjitFunction; .* fnet.memory.remat_to_fit"):
+    with pytest.raises(
+        TypeError, match=r"step of fnet.make_step, got PjitFunction; .* fnet.memory.remat_to_fit"
+    ):
         fnet.compile_step(jax.jit(step.apply, donate_argnums=0), state, batch, budget="1GiB")
 
 

@@ -5,6 +5,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from fnet.memory import REMAT_POLICIES, Candidate, Cost, Peak, Plan
 from train.output import curves, plots
 from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
@@ -176,3 +177,18 @@ def test_numbers_are_whole_in_a_narrow_terminal():
     text = printed(Table("", ["layer", "array", "bytes"], rows, texts=2, bars=[1.0]), width=50)
     assert "float32[64,1024]" in text
     assert "123.45 KiB" in text
+
+
+def test_the_line_of_a_budget_is_what_the_step_may_use(drawn, tmp_path):
+    candidates = tuple(
+        Candidate(REMAT_POLICIES["none"], n, Cost(10**9, 10**8), Peak(size, 0, 0, 0), {})
+        for n, size in ((1, 30 * 2**20), (2, 19 * 2**20))
+    )
+    plan = Plan(50 * 2**20, candidates[1], None, candidates)
+    plots.plan(plan, 30 * 2**20, "title", tmp_path / "plan.png")
+    for ax in drawn[0].axes:
+        assert [line.get_xdata() for line in ax.lines] == [[20, 20]]
+    [legend] = drawn[0].legends
+    assert "budget without 30.00 MiB for the process: 20.00 MiB" in [
+        text.get_text() for text in legend.get_texts()
+    ]

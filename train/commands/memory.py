@@ -107,7 +107,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         atomic_write(out / "memory.json", as_json(content))
         plots.memory(report, f"{config.name}: memory of a train step", out / "memory.png")
         if plan := first.planned.plan:
-            plots.plan(plan, f"{config.name}: peak memory and compute", out / "plan.png")
+            reserved = reserve(first.run, first.target)
+            title = f"{config.name}: peak memory and compute"
+            plots.plan(plan, reserved, title, out / "plan.png")
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"

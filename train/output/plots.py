@@ -172,19 +172,21 @@ def memory(report: "MemoryReport", title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plan(plan: Plan, title: str, path: Path) -> None:
+def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
     """Save plan.png: FLOPs and estimated time of each candidate over its peak memory.
 
     Args:
       plan: Candidates of a train step, and the predicted Pareto front.
+      reserved: Bytes of the budget that the step may not use.
       title: Title of the picture.
       path: Path of the PNG.
     """
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(title, parse_math=False)
     fastest = min(plan.candidates, key=lambda c: (c.cost.time, c.peak.total)).cost
     front = {id(c) for c in plan.front}
-    most = max(plan.budget or 0, *(c.peak.total for c in plan.candidates))
+    limit = plan.budget - reserved if plan.budget else 0
+    most = max(limit, *(c.peak.total for c in plan.candidates))
     for ax, name, of in zip(
         figure.subplots(1, 2),
         ("FLOPs, relative to the fastest", "estimated time, relative to the fastest"),
@@ -205,12 +207,14 @@ def plan(plan: Plan, title: str, path: Path) -> None:
         label = f"chosen: {chosen}, {format_bytes(chosen.peak.total)}"
         point = [chosen.peak.total / unit], [of(chosen.cost)]
         ax.scatter(*point, s=140, facecolors="none", edgecolors=COLORS[1], zorder=4, label=label)
-        if plan.budget:
-            label = f"budget: {format_bytes(plan.budget)}"
-            ax.axvline(plan.budget / unit, color=COLORS[1], lw=1, ls="--", label=label)
+        if limit:
+            without = f" without {format_bytes(reserved)} for the process" if reserved else ""
+            label = f"budget{without}: {format_bytes(limit)}"
+            ax.axvline(limit / unit, color=COLORS[1], lw=1, ls="--", label=label)
         ax.set_xlabel("peak of the train step")
         ax.set_title(name, fontsize=10)
-        ax.legend(frameon=False, fontsize=8)
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
