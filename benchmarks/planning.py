@@ -7,7 +7,7 @@ public models of `benchmarks.public_models` are planned with `fnet.plan_step`. B
 and 35 % of what the plain step takes in a process, and the bytes of each ``jax.checkpoint``
 placed by hand. Microbatches are not allowed.
 
-Each program is compiled and runs for a few steps in a process of its own. Bytes are those of the
+Each program is compiled and runs for a few steps in a process of its own. Bytes are of the
 process: predicted, by the compiled program and `train.run.process_memory`; measured, as the
 high-water mark above the process's memory after compilation. FLOPs are counted in the traced
 step (`fnet.memory.estimate_cost`). Time is CPU seconds of all threads in the shortest step,
