@@ -83,7 +83,7 @@ class Weight:
         return dataclasses.replace(self, adapter=None)
 
     def map_parts(self, f: Callable[[Any], Any], view: tuple[int, ...]) -> "Weight":
-        """Apply a function of the leading axis to all arrays, and set the view."""
+        """Apply a function to all arrays, such as a slice of layers, and set the view."""
         base, adapter = jax.tree.map(f, (self.base, self.adapter))
         return dataclasses.replace(self, base=base, adapter=adapter, view=view)
 
@@ -294,6 +294,12 @@ def _squeeze(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
     return [weight.map_parts(lambda a: jax.lax.squeeze(a, (0,)), weight.view[1:])]
 
 
+def _mark_as_varying(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
+    """Mark every part of a weight as different on each device of a `jax.shard_map`."""
+    mark = functools.partial(eqn.primitive.bind, **eqn.params)
+    return [inputs[0].map_parts(mark, inputs[0].view)]
+
+
 def _counts_layers(weight: Weight) -> bool:
     """Whether the first axis of the value in the program counts layers."""
     return weight.view[0] in weight.stack[:1]
@@ -488,6 +494,7 @@ _RULES: dict[str, Callable[[JaxprEqn, list[Any]], Sequence[Any]]] = {
     "copy": lambda eqn, inputs: inputs,
     "name": lambda eqn, inputs: inputs,
     "transpose": _transpose,
+    "pvary": _mark_as_varying,
     "slice": _slice_layers,
     "dynamic_slice": _slice_layers,
     "squeeze": _squeeze,
