@@ -1,5 +1,6 @@
 """Published language models in the program: import, train, sample and export."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file
 
 import fnet
 from tests.pretrained_folder import LLAMA, write_folder
-from train.config import ChatFile, Config, Optim, Pretrained, Train
+from train.config import ChatFile, Config, Optim, Pretrained, Synthetic, Train
+from train.data.model_folder import read_folder
+from train.errors import UserError
 from train.run.checkpoints import Checkpoints
 from train.run.frozen import load_network, without_frozen
 from train.run.run_folder import RunFolder
@@ -54,8 +57,6 @@ def config_of(folder, **model):
 
 
 def published(folder):
-    from train.data.model_folder import read_folder
-
     source = read_folder(folder / "llama")
     return fnet.interop.from_huggingface(source.config, source.tensors, dtype=jnp.float32)
 
@@ -121,7 +122,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
 
 @pytest.mark.slow
 def test_an_imported_model_is_a_run(folder, capsys):
-    fnet_command("import", "llama", "--out", "run", "--data.vocabulary", 256)
+    data = "--data.vocabulary", 256, "--data.path", "sums.jsonl", "--data.context", 12
+    fnet_command("import", "llama", "--out", "run", *data)
     out = capsys.readouterr().out
     assert "34,976" in out
     assert "bfloat16" in out
@@ -138,9 +140,11 @@ def test_an_imported_model_is_a_run(folder, capsys):
     assert text.encode().startswith(b"2+2=")
     assert text == "2+2=" + bytes(tokens[0].tolist()).decode("utf-8", "replace") + "\n"
 
-    fnet_command("eval", "run", "--data.path", "sums.jsonl", "--data.context", 12)
+    fnet_command("eval", "run")
     assert "perplexity" in capsys.readouterr().out
-    fnet_command("train", "run", "--data.path", "sums.jsonl", "--train.steps", 1, "--resume")
+    # Before the first step, any field may change.
+    fnet_command("train", "run", "--train.steps", 1, "--data.context", 16, "--resume")
+    assert RunFolder(folder / "run").read_config().data.context == 16
 
 
 @pytest.mark.slow
@@ -189,6 +193,66 @@ def test_private_fine_tuning(folder, capsys):
     private = "--grad.mode", "clipped", "--grad.epsilon", 8, "--grad.delta", 0.01
     fnet_command("train", "tiny.py", "--out", "run", *LORA, *private)
     assert "privacy: " in capsys.readouterr().out
+
+
+VIT = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
+    "patch_size": 8, "id2label": {str(i): str(i) for i in range(7)},
+}  # fmt: skip
+
+
+def image_config(folder, num_classes):
+    write_folder(folder / "vit", VIT)
+    section = Pretrained(path=str(folder / "vit"))
+    data = Synthetic(classes=num_classes, image_size=16, batch_size=4, examples=8)
+    return Config(data=data, model=section, train=Train(steps=1))
+
+
+@pytest.mark.parametrize("num_classes", [7, 3])
+def test_images_are_classified_by_the_published_model(folder, num_classes):
+    run = setup(image_config(folder, num_classes))
+    state = run.compile_init()(jax.random.key(0))
+    source = read_folder(folder / "vit")
+    model, params = fnet.interop.from_huggingface(source.config, source.tensors)
+    image = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+    logits, _ = run.task.model.apply(state.params, {}, image, train=False)
+    assert logits.shape == (2, num_classes)
+    if num_classes == 7:  # the model's own classifier
+        chex.assert_trees_all_equal(state.params, params)
+        expected, _ = model.apply(params, {}, image, train=False)
+        chex.assert_trees_all_close(logits, expected, atol=1e-6)
+    else:
+        new = state.params.pop("classifier")
+        assert new["kernel"].shape == (16, 3)
+        del params["head"]
+        chex.assert_trees_all_equal(state.params, params)
+
+
+def test_positions_are_interpolated_for_images_of_another_size(folder):
+    config = image_config(folder, 7)
+    run = setup(dataclasses.replace(config, data=dataclasses.replace(config.data, image_size=24)))
+    state = run.compile_init()(jax.random.key(0))
+    image = jax.random.normal(jax.random.key(1), (1, 24, 24, 3))
+    logits, _ = run.task.model.apply(state.params, {}, image, train=False)
+    source = read_folder(folder / "vit")
+    model, params = fnet.interop.from_huggingface(
+        source.config, source.tensors, interpolate_positions=True
+    )
+    expected, _ = model.apply(params, {}, image, train=False)
+    chex.assert_trees_all_close(logits, expected, atol=1e-6)
+
+
+def test_rejects_models_of_other_data(folder, capsys):
+    config = image_config(folder, 3)
+    text = dataclasses.replace(config_of(folder), model=config.model)
+    with pytest.raises(UserError, match="vit is not a language model"):
+        setup(text)
+    with pytest.raises(UserError, match="is a language model, but the data are images"):
+        setup(dataclasses.replace(config, model=config_of(folder).model))
+    adapters = dataclasses.replace(config.model, lora_rank=2)
+    with pytest.raises(UserError, match=r"model.lora_rank: adapters are for language models"):
+        setup(dataclasses.replace(config, model=adapters))
 
 
 def tokenizer_folder(path):

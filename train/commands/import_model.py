@@ -10,7 +10,8 @@ from fnet.memory import format_bytes
 from train import arguments
 from train.arguments import ImportModelArguments
 from train.commands.positional import positional
-from train.config import ChatFile, Config, Optim, Pretrained, Train
+from train.config import ChatFile, Config, ImageFolder, Optim, Pretrained, Train
+from train.data.chat import load_json
 from train.data.model_folder import ModelFolder, read_folder
 from train.output.progress import line_printer
 from train.run.model_files import copy_model_files
@@ -29,20 +30,38 @@ def main(argv: list[str]) -> None:
     folder = import_model(config, out)
     console = Console()
     console.print(model_table(folder))
-    run = quote(out)
+    run, is_text = quote(out), isinstance(config.data, ChatFile)
+    kind = "FILE" if is_text else "FOLDER"
+    first = f"Generate text with fnet sample {run} --prompt TEXT. " if is_text else ""
     line_printer(console)(
-        f"wrote {out}; the weights stay in {folder.path}. Generate text with fnet sample {run} "
-        f"--prompt TEXT, train with fnet train {run} --data.path FILE --resume"
+        f"wrote {out}; the weights stay in {folder.path}. {first}Train with fnet train {run} "
+        f"--data.path {kind} --resume"
     )
 
 
 def default_config(path: Path) -> Config:
-    """Return a config that fine-tunes a published model as a whole."""
+    """Return a config that fine-tunes a published model as a whole.
+
+    Images have the size, the mean and the standard deviation of preprocessor_config.json.
+
+    Raises:
+      UserError: if the model is not supported or damaged.
+    """
+    source = read_folder(path)
+    data: ChatFile | ImageFolder = ChatFile()
+    if pretrained.match(source, "float32")[0].losses is None:
+        stored, default = load_json(path / "preprocessor_config.json"), ImageFolder()
+        size = source.config.get("image_size", default.image_size)
+        data = ImageFolder(
+            image_size=size if isinstance(size, int) else size[0],
+            mean=tuple(stored.get("image_mean", default.mean)),
+            std=tuple(stored.get("image_std", default.std)),
+        )
     name = path.resolve().name
     valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
     return Config(
         name=valid or "model",
-        data=ChatFile(),
+        data=data,
         model=Pretrained(path=str(path.resolve())),
         optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
         train=Train(epochs=1.0, precision="bfloat16"),
@@ -78,7 +97,8 @@ def model_table(folder: ModelFolder) -> Table:
     parameters = sum(a.size for a in jax.tree.leaves(shapes))
     dtypes = sorted({str(t.dtype) for t in folder.tensors.values()})
     t = Table(title=str(folder.path), title_justify="left", show_header=False)
-    t.add_row("model", str(folder.config["model_type"]))
+    kind = folder.config.get("model_type") or folder.config.get("architecture")
+    t.add_row("model", str(kind))
     t.add_row("parameters", f"{parameters:,}")
     t.add_row("weights", f"{format_bytes(folder.nbytes)}, {', '.join(dtypes)}")
     t.add_row("tensors", f"{len(folder.tensors):,}")

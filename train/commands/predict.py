@@ -17,7 +17,15 @@ from rich.table import Table
 from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
-from train.config import Config, DeepLab, Denoiser, LanguageModel, Pretrained
+from train.config import (
+    ChatFile,
+    Config,
+    DeepLab,
+    Denoiser,
+    LanguageModel,
+    Pretrained,
+    TextFile,
+)
 from train.data import pad_batch
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
@@ -25,10 +33,11 @@ from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
 from train.output.palette import overlay_labels, voc_colors
 from train.output.progress import line_printer, printable
-from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes
+from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks.classification import average_logits_over_crops
+from train.tasks.pretrained import build_image_network
 from train.tasks.segmentation import Views, logits_by_view
 
 _BATCH_SIZE = 16
@@ -104,7 +113,8 @@ def predict(
       UserError: if the run does not label images or has no checkpoint, a path has no image, or
         the output folder cannot be written.
     """
-    if isinstance(config.model, LanguageModel | Pretrained | Denoiser):
+    is_text = isinstance(config.data, TextFile | ChatFile)
+    if isinstance(config.model, LanguageModel | Denoiser) or is_text:
         raise UserError(
             f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
             "try fnet sample"
@@ -112,9 +122,12 @@ def predict(
     paths = find_images(given)
     classes = read_classes(folder, config)
     prepare = Preprocessor(config)
-    model = config.model.build(prepare.shape, len(classes))
-    with Checkpoints(folder.checkpoints, best=options.best) as checkpoints:
-        params, state, step = checkpoints.restore_network(model.init)
+    model: Any
+    if isinstance(config.model, Pretrained):
+        model = build_image_network(config, len(classes), prepare.shape)
+    else:
+        model = config.model.build(prepare.shape, len(classes))
+    params, state, step = load_network(folder, model, best=options.best)
     is_segmentation = isinstance(config.model, DeepLab)
     out = Path(options.out) if options.out else folder.path / "predictions"
     if is_segmentation:

@@ -64,13 +64,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     tracking.check(config)
 
     def prepare(folder: RunFolder) -> None:
-        if resume and folder.config.is_file():
+        if resume and folder.has_started:
             check_same_noise(run, folder.read_config())
             check_classes(folder, run.task.dataset.classes)
             check_secret(folder, folder.read_config())
             folder.resume(config)
             return
-        if resume:
+        if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
         folder.create()
         create_secret(folder, config)

@@ -68,6 +68,12 @@ class RunFolder:
         path = Path(given)
         return cls(path.parent if path.name == "config.json" and path.is_file() else path)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a run here has logged or saved anything, unlike `fnet import` of a model."""
+        files = self.metrics, self.checkpoints
+        return self.config.is_file() and any(path.exists() for path in files)
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes from writing here while entered; a kill releases the lock.

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from train.config import Config, DeepLab, Denoiser, LanguageModel, Pretrained
+from train.config import ChatFile, Config, DeepLab, Denoiser, LanguageModel, Pretrained, TextFile
 from train.data import Dataset, sample_batch
 from train.errors import UserError
 from train.tasks import classification, diffusion, language, segmentation
@@ -13,7 +13,6 @@ from train.tasks.task import BatchMetrics, Task
 _TASKS: dict[type, Any] = {
     DeepLab: segmentation,
     LanguageModel: language,
-    Pretrained: language,
     Denoiser: diffusion,
 }
 
@@ -29,7 +28,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
       UserError: if the network is invalid, or the data do not fit it.
     """
     try:
-        task = _TASKS.get(type(config.model), classification).build(config, dataset)
+        task = _module(config).build(config, dataset)
         params, state = jax.eval_shape(task.model.init, jax.random.key(0))
         batch = {
             name: jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -39,6 +38,13 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     except (TypeError, ValueError) as error:
         raise UserError(f"model: {error}") from error
     return task
+
+
+def _module(config: Config) -> Any:
+    """Return the module of the config's task."""
+    if isinstance(config.model, Pretrained) and isinstance(config.data, TextFile | ChatFile):
+        return language
+    return _TASKS.get(type(config.model), classification)
 
 
 __all__ = ["BatchMetrics", "Task", "build"]

@@ -12,6 +12,7 @@ from fnet import losses
 from train.config import Config, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
 from train.tasks import images
+from train.tasks.pretrained import build_image_network
 from train.tasks.task import Batch, BatchMetrics, Task
 
 _TOP_K = 5
@@ -24,10 +25,14 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
       UserError: if the data source has no images.
       ValueError: if the network is invalid.
     """
-    assert not isinstance(config.model, LanguageModel | Pretrained)  # has its own task
+    assert not isinstance(config.model, LanguageModel)  # has its own task
     dataset = dataset or images.load(config)
     shape = sample_batch(dataset, 1)["image"].shape[1:]
-    model = config.model.build(shape, len(dataset.classes))
+    model: Any
+    if isinstance(config.model, Pretrained):
+        model = build_image_network(config, len(dataset.classes), shape)
+    else:
+        model = config.model.build(shape, len(dataset.classes))
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalize(config, batch["image"])

@@ -1,6 +1,6 @@
-"""Published language models as networks of a run: all parameters, or adapters on frozen ones."""
+"""Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fnet import lora, quantization
+from fnet import layers, lora, quantization
 from fnet.interop import huggingface
 from fnet.interop.huggingface.checkpoint import PretrainedModel
 from train.config import Config, Pretrained
@@ -29,12 +29,13 @@ class PretrainedNetwork(NamedTuple):
       init: ``key -> (params, model state)`` with zeros in place of pretrained values.
       apply: as of `fnet.models.LanguageModel`.
       decode: incremental decoding, with parameters of `merge`.
-      losses: as of `fnet.models.LanguageModel`.
+      losses: as of `fnet.models.LanguageModel`; images have none.
       read: ``shapes -> arrays`` of the pretrained parameters, with the shapes' shardings.
       place: ``(key, arrays) -> (params, model state)`` with the arrays of ``read``.
       is_frozen: whether adapters are trained, and the pretrained parameters are in the model state.
-      vocabulary: number of tokens.
+      vocabulary: number of tokens; 0 for images.
       base: the published model.
+      new: name of parameters that the published model lacks, such as a new classifier, or "".
     """
 
     init: Callable[[Array], tuple[Any, Any]]
@@ -46,10 +47,13 @@ class PretrainedNetwork(NamedTuple):
     is_frozen: bool
     vocabulary: int
     base: PretrainedModel
+    new: str = ""
 
     def pretrained(self, params: Any, model_state: Any) -> Any:
         """Return the part of params and model state that ``read`` reads."""
-        return model_state[FROZEN] if self.is_frozen else params
+        if self.is_frozen:
+            return model_state[FROZEN]
+        return {name: p for name, p in params.items() if name != self.new} if self.new else params
 
 
 def build_network(config: Config) -> PretrainedNetwork:
@@ -77,18 +81,7 @@ def build_network(config: Config) -> PretrainedNetwork:
         return quantization.map_with_paths(quantize, params)
 
     def read(targets: Any) -> Any:
-        by_path = dict(quantization.leaves_with_paths(targets))
-        shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
-        is_placed = None not in shardings.values()
-        try:
-            return huggingface.from_huggingface(
-                folder.config,
-                folder.tensors,
-                sharding=(lambda path, shape: shardings[path]) if is_placed else None,
-                convert=lambda path, a: quantize(path, a.astype(by_path[path].dtype)),
-            )[1]
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path: {folder.path}: {error}") from error
+        return _read(folder, folder.tensors, targets, quantize)
 
     adapters = adapters_of(section)
     apply, losses = model.apply, model.losses
@@ -115,6 +108,125 @@ def build_network(config: Config) -> PretrainedNetwork:
         vocabulary=int(folder.config["vocab_size"]),
         base=model,
     )
+
+
+CLASSIFIER = "classifier"
+"""Name of a new classifier. The learning rate of classifiers can differ."""
+
+
+def build_image_network(
+    config: Config, num_classes: int, image_shape: tuple[int, ...]
+) -> PretrainedNetwork:
+    """Build an image classifier from config.json and the headers of the weights.
+
+    A model with a classifier for as many classes keeps it. Otherwise a new one reads the features
+    of the model. Learned positions are interpolated if the images have another size.
+
+    Args:
+      config: config of the run.
+      num_classes: number of classes.
+      image_shape: [H, W, C].
+
+    Raises:
+      UserError: if a file is missing or damaged, or the model is not supported.
+    """
+    section = config.model
+    assert isinstance(section, Pretrained)
+    if section.lora_rank is not None:
+        raise UserError("model.lora_rank: adapters are for language models; omit it for images")
+    folder = read_folder(Path(section.path))
+    tensors: Mapping[str, Any] = folder.tensors
+    image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
+
+    def build(interpolate: bool) -> tuple[PretrainedModel, Any, int]:
+        """Build the model, the shapes of its parameters, and the size of its output."""
+        model, shapes = huggingface.match_tensors(
+            folder.config,
+            tensors,
+            dtype=jnp.dtype(config.train.precision),
+            interpolate_positions=interpolate,
+        )
+        if model.losses is not None:
+            raise ValueError("is a language model, but the data are images")
+        out, _ = jax.eval_shape(lambda p, x: model.apply(p, {}, x, train=False), shapes, image)
+        return model, shapes, out.shape[-1]
+
+    interpolate = False
+    try:
+        try:
+            model, shapes, size = build(interpolate)
+        except ValueError as error:
+            interpolate = True  # for images of another size
+            try:
+                model, shapes, size = build(interpolate)
+            except ValueError:
+                raise error from None
+        head = {t.name for t in model.tensors if t.path.split("/")[0] == "head"}
+        if head and size != num_classes:
+            tensors = {name: t for name, t in tensors.items() if name not in head}
+            model, shapes, size = build(interpolate)
+            head = set()
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.path: {folder.path}: {error}") from error
+    classifier = None if head else layers.dense(size, num_classes)
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
+
+    def read(targets: Any) -> Any:
+        return _read(folder, tensors, targets, lambda path, a: a, interpolate_positions=interpolate)
+
+    def place(key: Array, params: Any) -> tuple[Any, Any]:
+        if classifier is not None:
+            params = params | {CLASSIFIER: classifier.init(key)[0]}
+        return params, {}
+
+    def apply(params: Any, state: Any, x: Array, **options: Any) -> tuple[Array, Any]:
+        y, _ = model.apply(params, {}, x, **options)
+        if classifier is not None:
+            with jax.named_scope(CLASSIFIER):
+                y, _ = classifier.apply(params[CLASSIFIER], {}, y, train=options["train"])
+        return y, state
+
+    return PretrainedNetwork(
+        init=lambda key: place(key, zeros()),
+        apply=apply,
+        decode=None,
+        losses=_no_losses,
+        read=read,
+        place=place,
+        is_frozen=False,
+        vocabulary=0,
+        base=model,
+        new=CLASSIFIER if classifier is not None else "",
+    )
+
+
+def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
+    raise TypeError("the network of images has no losses of tokens")
+
+
+def _read(
+    folder: ModelFolder,
+    tensors: Mapping[str, Any],
+    targets: Any,
+    convert: Callable[[str, Array], Any],
+    **options: Any,
+) -> Any:
+    """Read parameters with the shardings and dtypes of ``targets``."""
+    by_path = dict(quantization.leaves_with_paths(targets))
+    shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
+    is_placed = None not in shardings.values()
+    try:
+        return huggingface.from_huggingface(
+            folder.config,
+            tensors,
+            sharding=(lambda path, shape: shardings[path]) if is_placed else None,
+            convert=lambda path, a: convert(path, a.astype(by_path[path].dtype)),
+            **options,
+        )[1]
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {folder.path}: {error}") from error
 
 
 def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
