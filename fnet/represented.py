@@ -65,7 +65,7 @@ class Weight:
 
     @classmethod
     def of(cls, base: Any, adapter: Adapter | None, layout: Layout, scale: float) -> "Weight":
-        """Return a weight as it is stored."""
+        """Return a weight with the axes of its array."""
         return cls(base, adapter, layout, scale, tuple(range(-base.ndim, 0)), base.dtype)
 
     @property
