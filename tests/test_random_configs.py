@@ -24,7 +24,7 @@ from train.config import Config, variants
 WRONG = st.sampled_from([-1, 0, 1.5, "x", "", None, True, [], {}, [-1]])
 EXCLUDED = {
     "data": {"huggingface", "segmentation_folder"},  # only deeplab takes masks
-    "model": {"resnext", "densenet", "wider_resnet", "deeplab"},
+    "model": {"resnext", "densenet", "wider_resnet", "deeplab", "pretrained"},
 }
 TEXT_MODELS = {"language_model"}
 TEXT_SOURCES = {"text_file", "chat_file"}
