@@ -149,6 +149,31 @@ def test_post_norm_normalizes_each_branch():
     chex.assert_trees_all_close(y, x + branch, atol=1e-6)
 
 
+def test_residuals_in_float32_and_branches_in_bfloat16():
+    net = layers.stack(4, [layers.Block(layers.dense(4, 4))] * 2, residual_dtype=jnp.float32)
+    params, _ = net.init(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 3, 4), jnp.bfloat16)
+    y, _ = net.apply(params, {}, x, train=True)
+    expected = x.astype(jnp.float32)
+    for i in ("0", "1"):
+        h, _ = layers.rms_norm(4).apply(
+            {"scale": jnp.ones(4)}, {}, expected.astype(x.dtype), train=True
+        )
+        branch, _ = layers.dense(4, 4).apply(params[i]["mixer"], {}, h, train=True)
+        assert branch.dtype == jnp.bfloat16
+        expected = expected + branch
+    assert y.dtype == jnp.float32
+    chex.assert_trees_all_equal(y, expected)
+
+    model = small_model(dtype=jnp.bfloat16, residual_dtype=jnp.float32)
+    params, _ = model.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 5), 0, 13)
+    logits, _ = model.apply(params, {}, tokens, train=False)
+    assert logits.dtype == jnp.bfloat16
+    last, _ = model.decode.extend(params, {}, model.decode.init_cache(2, 5), tokens, jnp.int32(0))
+    chex.assert_trees_all_close(last, logits[:, -1], atol=0.05)
+
+
 def test_rms_norm_with_offset_stores_scale_minus_one():
     layer = layers.rms_norm(4, offset=1.0)
     params, _ = layer.init(jax.random.key(0))

@@ -78,6 +78,7 @@ def stack(
     context_rate: float = RATE,
     condition: int | None = None,
     dropout: float = 0.0,
+    residual_dtype: DTypeLike | None = None,
 ) -> Layer:
     """Compose residual blocks, with or without the attention context.
 
@@ -113,6 +114,8 @@ def stack(
       context_rate: weight of the current batch in a context.
       condition: size of the condition vectors; None: no condition.
       dropout: dropout rate of each branch in training.
+      residual_dtype: dtype of the sum of the branches, and so of the output. Norms, mixers and
+        feed-forwards are computed in the dtype of the input. None: that dtype.
 
     Returns:
       A layer, [B, T, D] -> [B, T, D]. ``apply`` also takes ``mask`` [B, T], True for real
@@ -155,6 +158,10 @@ def stack(
         )
     blocks_children = [_children(width, block, norms, condition, dropout) for block in blocks]
 
+    def as_residual(x: Array) -> tuple[Array, DTypeLike | None]:
+        """Cast the input, and return the dtype to which branches must cast it back."""
+        return (x, None) if residual_dtype is None else (x.astype(residual_dtype), x.dtype)
+
     def init(key: Array) -> tuple[Params, State]:
         params: Params = {}
         state: State = {}
@@ -184,6 +191,7 @@ def stack(
         condition: Float[Array, "b c"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         _check_condition(blocks_children, condition, x)
+        x, dtype = as_residual(x)
         given = {"mask": mask, "segments": segments}
         inputs = {name: a for name, a in given.items() if a is not None}
         mixer_input, mixer_output = x, x  # of the previous block
@@ -206,7 +214,9 @@ def stack(
                 mix = functools.partial(
                     apply_child, children, "mixer", p, s, key=k, train=train, **inputs
                 )
-                x, mixer_output, s = _block(children, p, x, mix, condition, key=k, train=train)
+                x, mixer_output, s = _block(
+                    children, p, x, mix, condition, dtype=dtype, key=k, train=train
+                )
             state = state | {name: s} if s else state
         return x, state
 
@@ -216,6 +226,7 @@ def stack(
     def extend(
         params: Params, state: State, cache: Any, x: Array, position: Array
     ) -> tuple[Array, Any]:
+        x, dtype = as_residual(x)
         for i, (children, decode) in enumerate(zip(blocks_children, decodes, strict=True)):
             name = str(i)
             p, s = params[name], state.get(name, {})
@@ -224,7 +235,9 @@ def stack(
                     x = apply_context(x, s["context"], p["strength"])
                 arrays = p.get("mixer", {}), s.get("mixer", {}), cache[name]
                 mix = _extend_mixer(decode, *arrays, position)
-                x, _, mixer_cache = _block(children, p, x, mix, None, key=None, train=False)
+                x, _, mixer_cache = _block(
+                    children, p, x, mix, None, dtype=dtype, key=None, train=False
+                )
             cache = cache | {name: mixer_cache}
         return x, cache
 
@@ -275,19 +288,27 @@ def _block(
     mix: Callable[[Array], tuple[Array, Any]],
     condition: Array | None,
     *,
+    dtype: DTypeLike | None,
     key: Array | None,
     train: bool,
 ) -> tuple[Array, Array, Any]:
-    """Apply a block; return its output, the mixer's output, and the second value of ``mix``."""
+    """Apply a block, with branches in ``dtype``, or in that of ``x`` if it is None.
+
+    Returns:
+      The output, the mixer's output, and the second value of ``mix``.
+    """
 
     def child(name: str, x: Array) -> Array:
         if name not in children:
             return x
         return apply_child(children, name, params, {}, x, key=key, train=train)[0]
 
+    def as_branch(x: Array) -> Array:
+        return x if dtype is None else x.astype(dtype)
+
     modulation: dict[str, Sequence[Array]] = {}  # scale, shift and gate, [B, 1, D] each
     if condition is not None:
-        numbers = child("modulation", jax.nn.silu(condition).astype(x.dtype))[:, None]
+        numbers = child("modulation", as_branch(jax.nn.silu(condition).astype(x.dtype)))[:, None]
         per_branch = jnp.split(numbers, numbers.shape[-1] // (3 * x.shape[-1]), axis=-1)
         modulation = {
             branch: jnp.split(a, 3, axis=-1)
@@ -295,7 +316,7 @@ def _block(
         }
 
     def normalize(branch: str, x: Array) -> Array:
-        h = child(f"{branch}_norm", x)
+        h = child(f"{branch}_norm", as_branch(x))
         if branch not in modulation:
             return h
         scale, shift, _ = modulation[branch]

@@ -57,6 +57,7 @@ def language_model(
     context_rate: float = RATE,
     dropout: float = 0.0,
     dtype: DTypeLike = jnp.float32,
+    residual_dtype: DTypeLike | None = None,
 ) -> LanguageModel:
     """Language model ``logits = norm(stack(E[tokens])) E^T``, with a tied embedding.
 
@@ -80,6 +81,8 @@ def language_model(
       context_rate: weight of the current batch in the running context.
       dropout: dropout rate on each residual branch.
       dtype: dtype of activations. Parameters, contexts and losses are float32.
+      residual_dtype: dtype of the sum of the branches, as for `fnet.layers.stack`. The last
+        norm is computed in it, too. None: ``dtype``.
 
     Returns:
       A language model with params ``{"embedding", "blocks", "norm"}``, ``pos_embedding``
@@ -116,6 +119,7 @@ def language_model(
             context=context,
             context_rate=context_rate,
             dropout=dropout,
+            residual_dtype=residual_dtype,
         ),
         "norm": resolve_norm("language_model", norm)(width),
     }
@@ -165,7 +169,8 @@ def language_model(
         return final_norm(params, x), state
 
     def final_norm(params: Params, x: Array) -> Array:
-        return apply_child(children, "norm", params, {}, x, key=None, train=False)[0]
+        x, _ = apply_child(children, "norm", params, {}, x, key=None, train=False)
+        return x if residual_dtype is None else x.astype(dtype)
 
     def head(params: Params, x: Array) -> Array:
         if tied:

@@ -231,7 +231,7 @@ def _language_model(
     """
     blocks = options.get("num_hidden_layers")
     tied = options.get("tie_word_embeddings", tied)
-    options.require("residual_in_fp32", True, False)
+    residual_in_fp32 = options.get("residual_in_fp32", True)
     eps = options.get("layer_norm_epsilon", 1e-5)
     model = models.language_model(
         vocabulary=options.get("vocab_size"),
@@ -240,6 +240,7 @@ def _language_model(
         norm=functools.partial(layers.rms_norm, eps=eps),
         tied=tied,
         dtype=dtype,
+        residual_dtype=jnp.float32 if residual_in_fp32 and jnp.finfo(dtype).bits < 32 else None,
     )
     tensors = [Tensor("backbone.embeddings.weight", "embedding/embedding")]
     for i in range(blocks):
