@@ -88,7 +88,7 @@ CASES = {
     "straight-through": (straight_through, matrices("a"), "ghost norm"),
     "low-rank update of a tied kernel": (
         low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
-        "derived",
+        {"w": "materialized in chunks", "a": "ghost norm", "b": "ghost norm"},
     ),
     "weight decay": (
         lambda p, x: row_losses(x @ p["a"]) + (p["a"] ** 2).sum(), matrices("a"), "derived",
@@ -126,3 +126,29 @@ def test_each_parameter_of_a_group_is_clipped_on_its_own():
 
     expected = jax.tree.map(lambda *rows: sum(map(clip, rows)), *gradients)
     chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_loops_may_derive_values_from_several_stacks():
+    def loss(p, x):
+        def layer(x, p):
+            return jnp.tanh(x @ (p["w"] / jnp.linalg.norm(p["v"]))), None
+
+        return row_losses(jax.lax.scan(layer, x, p)[0])
+
+    case = Case(loss, {"w": STACK, "v": STACK + 1}, (X,))
+    total, _ = jax.jit(fnet.clipped_grad(loss, float("inf")))(case.params, X)
+    expected = jax.tree.map(lambda g: g.sum(0), loop_over_examples(case))
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_embedded_positions_in_chunks_of_examples():
+    # The positions are derived from their table. They are added, so their gradient has no data.
+    def loss(p, x):
+        return row_losses(jnp.tanh(x + jax.vmap(lambda i: p["table"][i])(jnp.arange(200))))
+
+    params, x = {"table": normal(0, 256, 128)}, normal(1, B, 200, 128)
+    total, info = jax.jit(fnet.clipped_grad(loss, float("inf")))(params, x)
+    per_example = loop_over_examples(Case(loss, params, (x,)))
+    expected = jax.tree.map(lambda g: g.sum(0), per_example)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-5)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)

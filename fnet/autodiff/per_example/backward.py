@@ -52,6 +52,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
     UseInputs,
     ZeroGradients,
 )
+from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
 from fnet.jaxpr import find_equations, source_line
 from fnet.mesh import equally_varying, varying_axes
@@ -386,6 +387,16 @@ def _differentiate(
             ct,
         )
         inputs.setdefault(use.view.param, []).append(UseInputs(use, x, ct))
+    for group in list(groups):
+        if {*group.params, *(len(params) + i for i in group.derived)} & set(by_leaf):
+            continue
+        of_derived = [inputs.get(len(params) + i, []) for i in group.derived]
+        of_params = uses_of_factors(group, [params[i] for i in group.params], of_derived)
+        if of_params is not None:
+            groups.remove(group)
+            for of_param in of_params:
+                inputs.setdefault(of_param.use.view.param, []).append(of_param)
+    grouped = {i for group in groups for i in group.params}
     by_leaf |= {i: FactoredGradients(leaves[i], of_leaf) for i, of_leaf in inputs.items()}
 
     def gradients_of(i: int) -> ParameterGradients:

@@ -12,7 +12,7 @@ example, unless ``h`` only puts elements of parameters in other places. Then
 ``|g_b(params)| = |g_b(v)|``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -223,19 +223,24 @@ class DerivedGradients(NamedTuple):
             return {numbers[0]: norms} | dict.fromkeys(numbers[1:], SquaredNorms(zeros, zeros))
         parts = [*self.direct.values(), *self.derived]
         counts = [len(_batch_first(g)) for g in parts]
+        # Terms of which there is one cannot cancel.
+        rough = [k for k, g in enumerate(parts) if isinstance(g, FactoredGradients)]
+        rough = [k for k in rough if parts[k].may_cancel()]
+        pull_back = self._pull_back()
 
         def squares_of(*arrays: Array) -> tuple[Array, Array]:
             rows = iter(arrays)
             chunk = [
-                _with_rows(g, [next(rows) for _ in range(n)], len(arrays[0]))
+                _with_rows(g, [next(rows) for _ in range(n)], len(arrays[0])).materialize()
                 for g, n in zip(parts, counts, strict=True)
             ]
-            direct = dict(zip(self.direct, chunk, strict=False))
-            own = self._replace(direct=direct, derived=chunk[len(direct) :])
-            gradients = own.materialize()
+            direct, derived = chunk[: len(self.direct)], chunk[len(self.direct) :]
+            gradients = self._add_direct(
+                jax.vmap(pull_back)(derived), dict(zip(self.direct, direct, strict=True))
+            )
             squares = [squared_norms_of(gradients[i]) for i in numbers]
-            squares_of_parts = [squared_norms_of(g.materialize()) for g in chunk]
-            return jnp.stack(squares, 1), jnp.stack(squares_of_parts, 1)
+            squares_of_parts = [squared_norms_of(chunk[k]) for k in rough]
+            return jnp.stack(squares, 1), jnp.stack([*squares_of_parts, squares[0]], 1)
 
         size = sum(p.size for p in self.params) + sum(
             v.aval.size for v in self.group.function.jaxpr.outvars
@@ -243,15 +248,14 @@ class DerivedGradients(NamedTuple):
         rows = [a for g in parts for a in _batch_first(g)]
         squares, squares_of_parts = map_in_chunks(squares_of, rows, 4 * size)
         is_rough = jnp.zeros(len(squares), bool)
-        for k, g in enumerate(parts):
-            if isinstance(g, FactoredGradients):
-                is_rough |= cancels(g.squares_of_terms(), squares_of_parts[:, k])
+        for column, k in enumerate(rough):
+            is_rough |= cancels(parts[k].squares_of_terms(), squares_of_parts[:, column])
         zeros = jnp.zeros_like(squares[:, 0])
         return {i: SquaredNorms(squares[:, k], zeros, is_rough) for k, i in enumerate(numbers)}
 
     def materialize(self) -> dict[int, Array]:
         """Per-example gradients [batch, *parameter] by number of the parameter."""
-        pulled = jax.vmap(self._pull_back)([g.materialize() for g in self.derived])
+        pulled = jax.vmap(self._pull_back())([g.materialize() for g in self.derived])
         return self._add_direct(pulled, {i: g.materialize() for i, g in self.direct.items()})
 
     def weighted_sum(
@@ -259,23 +263,30 @@ class DerivedGradients(NamedTuple):
     ) -> dict[int, Array]:
         """Weighted sums [*parameter] by number of the parameter; scales are [batch] each."""
         sums: dict[int, Array] = {}
+        pull_back = self._pull_back()
         for scales in {
             id(s): s for s in map(scales_by_param.__getitem__, self.group.params)
         }.values():
-            pulled = self._pull_back([g.weighted_sum(scales, is_rough) for g in self.derived])
+            pulled = pull_back([g.weighted_sum(scales, is_rough) for g in self.derived])
             direct = {i: g.weighted_sum(scales, is_rough) for i, g in self.direct.items()}
             totals = self._add_direct(pulled, direct)
             sums |= {i: total for i, total in totals.items() if scales_by_param[i] is scales}
         return sums
 
-    def _pull_back(self, cotangents: Sequence[Array]) -> Sequence[Array]:
+    def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
+        """Compute the derived values, and return the function from their cotangents to those
+        of the parameters."""
         outputs, backward = jax.vjp(
             lambda *params: jaxpr_as_fun(self.group.function)(*params), *self.params
         )
-        gradients: Sequence[Array] = backward(
-            [ct.astype(out.dtype) for ct, out in zip(cotangents, outputs, strict=True)]
-        )
-        return gradients
+
+        def pull_back(cotangents: Sequence[Array]) -> Sequence[Array]:
+            gradients: Sequence[Array] = backward(
+                [ct.astype(out.dtype) for ct, out in zip(cotangents, outputs, strict=True)]
+            )
+            return gradients
+
+        return pull_back
 
     def _add_direct(self, pulled: Sequence[Array], direct: Mapping[int, Array]) -> dict[int, Array]:
         return {

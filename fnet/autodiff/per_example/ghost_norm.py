@@ -309,7 +309,7 @@ def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes:
         return f(*(every_nth(a, chunks, i) for a in arrays))
 
     def join(a: Array) -> Array:
-        return jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:])
+        return jnp.moveaxis(a, 0, 1).reshape(a.shape[0] * a.shape[1], *a.shape[2:])
 
     results = jax.lax.map(compute_chunk, jnp.arange(chunks))
     return jax.tree.map(join, results)
@@ -317,7 +317,8 @@ def map_in_chunks(f: Callable[..., Any], arrays: Sequence[Array], example_bytes:
 
 def every_nth(a: Array, n: int, start: Array, axis: int = 0) -> Array:
     """Return ``a[start::n]`` along an axis whose length is a multiple of ``n``."""
-    split = a.reshape(*a.shape[:axis], -1, n, *a.shape[axis + 1 :])
+    # The size is given, because a bias has data with an axis of length 0.
+    split = a.reshape(*a.shape[:axis], a.shape[axis] // n, n, *a.shape[axis + 1 :])
     chunk: Array = jax.lax.dynamic_index_in_dim(split, start, axis + 1, keepdims=False)
     return chunk
 

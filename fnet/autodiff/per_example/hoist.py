@@ -6,6 +6,7 @@ outside of loops. A recurrent cell that concatenates its kernels in each step, o
 and scans over the results.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from fnet.autodiff.per_example.batching import is_separable
 from fnet.autodiff.per_example.derived import find_derived
 from fnet.autodiff.per_example.taps import DATA, State, View
 from fnet.backward_pass import finish_together, is_finish_together
@@ -148,13 +150,20 @@ def _scan(eqn: JaxprEqn, values: list[_Value]) -> list[Any] | None:
     with in_scopes(eqn):
         constants |= zip(invariant, evaluate_from(jaxpr, invariant, constants), strict=True)
         if per_iteration:
-            inputs = [v for v in x_vars if v in known_xs]
+            sliced = [v for v in x_vars if v in known_xs]
 
             def derive(slices: list[Any]) -> list[Any]:
-                known = constants | dict(zip(inputs, slices, strict=True))
-                return evaluate_from(jaxpr, per_iteration, known)
+                env = constants | dict(zip(sliced, slices, strict=True))
+                return evaluate_from(jaxpr, per_iteration, env)
 
-            derived = jax.lax.map(derive, [scanned[v] for v in inputs])
+            # Products of a stack of matrices stay products, see `products`.
+            _, eqns = dependencies(jaxpr, per_iteration)
+            derive_all = (
+                jax.vmap(derive)
+                if all(map(is_separable, eqns))
+                else functools.partial(jax.lax.map, derive)
+            )
+            derived = derive_all([scanned[v] for v in sliced])
             scanned |= zip(per_iteration, derived, strict=True)
         names = [*scanned]
 

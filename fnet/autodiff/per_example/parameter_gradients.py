@@ -205,6 +205,10 @@ class FactoredGradients(NamedTuple):
         squares = [part.squares_of_terms()[0] for part in self._parts() if part.may_cancel()]
         return functools.reduce(jnp.add, squares, jnp.zeros(()))
 
+    def may_cancel(self) -> bool:
+        """Whether norms and sums follow from several terms, which may cancel."""
+        return any(part.may_cancel() and not part.never_cancels() for part in self._parts())
+
     def materialize(self) -> Array:
         """See `ParameterGradients`."""
         parts = self._parts()
@@ -279,7 +283,7 @@ class Box(NamedTuple):
         in_order = elements.transpose(_memory_order(elements))
         # The same addresses in the same order, if NumPy needs no copy to reshape the box.
         reshaped = box.reshape(in_order.shape) if box.size == in_order.size else box
-        return cls(start, box.shape) if _is_same_view(reshaped, in_order) else None
+        return cls(start, box.shape) if is_same_view(reshaped, in_order) else None
 
     def arrange(self, gradient: Array, elements: np.ndarray) -> Array:
         """Arrange the gradient of the view ``elements`` like the box."""
@@ -303,7 +307,7 @@ def _address(a: np.ndarray) -> int:
     return address
 
 
-def _is_same_view(a: np.ndarray, b: np.ndarray) -> bool:
+def is_same_view(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether two views of one array have the same elements in the same order."""
     return _layout(a) == _layout(b)
 
@@ -383,7 +387,7 @@ class _Part(NamedTuple):
         """Whether the equation of a single use gives the norms."""
         return len(self.inputs) == 1 and not self.inputs[0].use.view.has_repeats
 
-    def _never_cancels(self) -> bool:
+    def never_cancels(self) -> bool:
         """Whether the gradient is a single term."""
         i = self.inputs[0]
         return self._is_single() and i.use.equation.terms(*i.arranged()) == 1
@@ -401,9 +405,9 @@ class _Part(NamedTuple):
             factors.append(equation.factors(*i.arranged()))
         aligned = []
         for matrix, (u, v) in zip(matrices, factors, strict=True):
-            if _is_same_view(matrix, matrices[0]):
+            if is_same_view(matrix, matrices[0]):
                 aligned.append((u, v))
-            elif _is_same_view(matrix.transpose(0, 2, 1), matrices[0]):
+            elif is_same_view(matrix.transpose(0, 2, 1), matrices[0]):
                 aligned.append((v, u))
             else:
                 return None
@@ -416,7 +420,7 @@ class _Part(NamedTuple):
         if self.is_materialized():
             values = self._squared_norms_in_chunks(jnp.zeros(self._batch(), self._dtype()))
             return _accurate(values, self._size())
-        if self._never_cancels():
+        if self.never_cancels():
             (single,) = self.inputs
             values, _ = single.use.equation.squared_norms(*single.arranged())
             _, upper = single.use.equation.term_norms(*single.arranged())
@@ -542,7 +546,7 @@ class _Part(NamedTuple):
             for i in self.inputs
         ]
         total: Array = jax.tree.reduce(jnp.add, sums)
-        if is_rough is None or self._never_cancels():
+        if is_rough is None or self.never_cancels():
             return total
         # Large terms of such a gradient would leave their rounding errors in the sum.
         return self._add_in_chunks(total, jnp.where(is_rough, scales, 0))

@@ -100,10 +100,11 @@ class View(NamedTuple):
         read = _ARRANGEMENTS.get(eqn.primitive.name)
         if read is None or not jnp.issubdtype(aval(eqn.outvars[0]).dtype, jnp.floating):
             return None
-        views = [self._arranged(arrange) for arrange in read(eqn, len(self.scans))]
+        views = [self.arranged(arrange) for arrange in read(eqn, len(self.scans))]
         return None if None in views else [view for view in views if view]
 
-    def _arranged(self, arrange: Arrangement) -> "View | None":
+    def arranged(self, arrange: Arrangement) -> "View | None":
+        """Return the view in another arrangement; None if no strides describe it."""
         elements, from_param = arrange(self.elements), self.from_param
         if elements.size != 0 and not np.may_share_memory(elements, self.elements):
             return None  # NumPy had to copy: no strides describe the result.

@@ -1,0 +1,164 @@
+"""Sums and matrix products of parameters, such as low-rank updates, before they meet data."""
+
+import chex
+import example_losses
+import jax
+import jax.numpy as jnp
+import pytest
+from example_losses import B, Case, loop_over_examples, normal, norms_of, row_losses, tree
+
+import fnet
+from fnet.autodiff import gradient_strategies
+
+allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
+
+N, M, R = 16, 12, 2
+X = normal(9, B, 4, N)
+FROZEN = normal(8, N, M)
+LOW_RANK = tree(a=(N, R), b=(R, M))
+TRAINED = tree(w=(N, M), a=(N, R), b=(R, M))
+
+
+def dense(weight):
+    """The loss of a layer whose weight is computed from parameters."""
+    return lambda p, x: row_losses(jnp.tanh(x @ weight(p)))
+
+
+def scanned(p, x):
+    def layer(x, p):
+        return jnp.tanh(x @ (p["w"] + 0.5 * (p["a"] @ p["b"]))), None
+
+    return row_losses(jax.lax.scan(layer, x, p)[0])
+
+
+def shared_factor(p, x):
+    x = jnp.tanh(x @ (normal(5, N, N) + p["a"] @ p["b"]))
+    return row_losses(x @ (normal(6, N, N) + p["a"] @ p["c"]))
+
+
+def used_twice(p, x):
+    weight = FROZEN + p["a"] @ p["b"]
+    return row_losses(jnp.tanh(x @ weight) @ weight.T)
+
+
+def also_used_directly(p, x):
+    return row_losses(jnp.tanh(x @ (p["w"] - p["a"] @ p["b"])) + x @ p["w"]) + row_losses(
+        x @ p["a"]
+    )
+
+
+def of_heads(p, x):
+    kernel = jnp.einsum("nr,rhm->nhm", p["a"], p["b"])
+    return row_losses(jnp.einsum("btn,nhm->bthm", x, kernel))
+
+
+def in_checkpoint(p, x):
+    layer = jax.checkpoint(lambda x, p: jnp.tanh(x @ (FROZEN + p["a"] @ p["b"])))
+    return row_losses(layer(x, p))
+
+
+CASES = {
+    "low-rank update": (dense(lambda p: FROZEN + p["a"] @ p["b"]), LOW_RANK),
+    "scaled": (dense(lambda p: FROZEN - (p["a"] @ p["b"]) * 3 / 4), LOW_RANK),
+    "transposed": (
+        dense(lambda p: (FROZEN.T + p["b"] @ p["a"]).T), tree(a=(R, N), b=(M, R)),
+    ),
+    "trained kernel": (dense(lambda p: p["w"] - p["a"] @ p["b"]), TRAINED),
+    "frozen parameter": (
+        dense(lambda p: jax.lax.stop_gradient(p["w"]) + p["a"] @ p["b"]), TRAINED,
+    ),
+    "sum of kernels": (dense(lambda p: p["w"] + 2 * p["v"].T), tree(w=(N, M), v=(M, N))),
+    "kernel plus its transpose": (dense(lambda p: p["w"] + p["w"].T), tree(w=(N, N))),
+    "product with itself": (dense(lambda p: p["a"] @ p["a"].T), tree(a=(N, R))),
+    "three factors": (
+        dense(lambda p: p["a"] @ (2 * p["c"]) @ p["b"]), tree(a=(N, 3), c=(3, R), b=(R, M)),
+    ),
+    "sum as a factor": (
+        dense(lambda p: (p["a"] - p["c"]) @ p["b"]), tree(a=(N, R), c=(N, R), b=(R, M)),
+    ),
+    "constant factor": (dense(lambda p: normal(5, N, R) @ p["b"]), tree(b=(R, M))),
+    "parts of one parameter": (
+        dense(lambda p: p["ab"][:N] @ p["ab"][N:].T), tree(ab=(N + M, R)),
+    ),
+    "no axis of time": (lambda p, x: dense(lambda p: p["a"] @ p["b"])(p, x[:, 0]), LOW_RANK),
+    "shared factor": (shared_factor, tree(a=(N, R), b=(R, N), c=(R, N))),
+    "used twice": (used_twice, LOW_RANK),
+    "also used directly": (also_used_directly, TRAINED),
+    "heads": (of_heads, tree(a=(N, R), b=(R, 3, 4))),
+    "scanned": (scanned, tree(w=(3, N, N), a=(3, N, R), b=(3, R, N))),
+    "in jax.checkpoint": (in_checkpoint, LOW_RANK),
+}  # fmt: skip
+"""Losses whose gradients all follow from shorter factors."""
+
+DERIVED = {
+    "broadcast term": (
+        dense(lambda p: p["c"] + p["a"] @ p["b"]), tree(c=(M,), a=(N, R), b=(R, M)),
+    ),
+    "nonlinear": (dense(lambda p: jnp.tanh(p["a"] @ p["b"])), LOW_RANK),
+    "elementwise product": (dense(lambda p: p["w"] * (p["a"] @ p["b"])), TRAINED),
+    "columns of a product": (dense(lambda p: (p["a"] @ p["b"])[:, :5]), LOW_RANK),
+    "also used elementwise": (
+        lambda p, x: used_twice(p, x) + row_losses(x[:, 0, :1] * (p["a"] @ p["b"])[0]), LOW_RANK,
+    ),
+    "product of large matrices": (
+        dense(lambda p: p["a"] @ p["b"]), tree(a=(6, 64), b=(64, 6)),
+    ),
+}  # fmt: skip
+"""Losses whose gradients are materialized for norms."""
+
+
+@pytest.mark.parametrize("name", CASES | DERIVED)
+def test_matches_a_loop_over_examples(name):
+    loss, params = (CASES | DERIVED)[name]
+    x = X[..., : len(params["a"])] if name == "product of large matrices" else X
+    per_example = loop_over_examples(Case(loss, params, (x,)))
+    total, info = jax.jit(fnet.clipped_grad(loss, float("inf")))(params, x)
+    expected = jax.tree.map(lambda g: g.sum(0), per_example)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+    chex.assert_trees_all_close(info.norms, norms_of(per_example), rtol=2e-5)
+
+
+def test_each_factor_is_clipped_on_its_own():
+    loss, params = CASES["trained kernel"]
+    bounds = {"w": 0.1, "a": 0.2, "b": 0.3}
+    total, _ = jax.jit(fnet.clipped_grad(loss, bounds, per_layer=True))(params, X)
+
+    def clip(g, bound):
+        norms = jnp.linalg.norm(g.reshape(B, -1), axis=1)
+        return jnp.tensordot(jnp.minimum(1, bound / norms), g, 1)
+
+    expected = jax.tree.map(clip, loop_over_examples(Case(loss, params, (X,))), bounds)
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_products_are_not_derived(name):
+    loss, params = CASES[name]
+    assert "derived" not in jax.tree.leaves(gradient_strategies(loss, params, X))
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_other_functions_of_parameters_stay_derived(name):
+    loss, params = DERIVED[name]
+    x = jnp.tile(X, (1, 10, 1))[..., : len(params["a"])]
+    assert "derived" in jax.tree.leaves(gradient_strategies(loss, params, x))
+
+
+def test_bfloat16_matches_a_loop_over_examples():
+    def loss(p, x):
+        p, x, frozen = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (p, x, FROZEN))
+        return row_losses((x @ (frozen + p["a"] @ p["b"])).astype(jnp.float32))
+
+    _, info = jax.jit(fnet.clipped_grad(loss, 1.0))(LOW_RANK, X)
+    expected = norms_of(loop_over_examples(Case(loss, LOW_RANK, (X,))))
+    chex.assert_trees_all_close(info.norms, expected, rtol=0.01)
+
+
+def test_gradients_of_the_merged_kernel_are_not_materialized():
+    width, batch = 256, 64
+    params, x = tree(a=(width, R), b=(R, width)), normal(0, batch, 4, width)
+    gradient = fnet.clipped_grad(dense(lambda p: p["a"] @ p["b"]), 1.0)
+    program = jax.jit(gradient).lower(params, x).compile()
+    # Inputs, activations and cotangents of the layer, and the kernel once or twice.
+    allowed = 4 * (4 * batch * 4 * width + 4 * width**2)
+    assert program.memory_analysis().temp_size_in_bytes <= allowed
