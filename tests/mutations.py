@@ -61,7 +61,7 @@ TARGETS = {
     "fnet/autodiff/per_example/backward.py": "tests/test_clipped.py tests/test_clipped_errors.py",
     "fnet/autodiff/per_example/derived.py": "tests/test_derived.py tests/test_parameter_parts.py",
     "fnet/autodiff/per_example/products.py": "tests/test_products.py",
-    "fnet/autodiff/per_example/hoist.py": "tests/test_clipped_remat.py tests/test_clipped.py",
+    "fnet/autodiff/per_example/hoist.py": "tests/test_derived.py tests/test_clipped_remat.py",
     "fnet/autodiff/per_example/taps.py": "tests/test_clipped.py tests/test_clipped_remat.py",
     "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
     "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
