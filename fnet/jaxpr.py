@@ -267,6 +267,39 @@ class While(NamedTuple):
         )
 
 
+class ShardMap(NamedTuple):
+    """The parts of a `jax.shard_map` equation.
+
+    Attributes:
+      body: the function that each device runs, flat.
+      inputs: by how many devices each axis of each input is split.
+      outputs: the same for each output.
+    """
+
+    body: ClosedJaxpr
+    inputs: list[list[int]]
+    outputs: list[list[int]]
+
+    @classmethod
+    def of(cls, eqn: JaxprEqn) -> "ShardMap":
+        """Take the equation of a `jax.shard_map` apart."""
+        p = eqn.params
+        sizes = p["mesh"].shape
+
+        def devices(part: Any) -> int:
+            names = part if isinstance(part, tuple) else () if part is None else (part,)
+            return math.prod(sizes[name] for name in names)
+
+        def splits(specs: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
+            return [
+                [*map(devices, spec), *[1] * (aval(v).ndim - len(spec))]
+                for spec, v in zip(specs, variables, strict=True)
+            ]
+
+        inputs, outputs = splits(p["in_specs"], eqn.invars), splits(p["out_specs"], eqn.outvars)
+        return cls(_closed(p["jaxpr"]), inputs, outputs)
+
+
 def inner_jaxprs(value: Any) -> Iterator[Jaxpr]:
     """Yield the jaxprs in an equation's parameters, but not the jaxprs inside those."""
     if isinstance(value, JaxprEqn):

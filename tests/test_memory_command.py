@@ -118,6 +118,25 @@ def test_reports_that_no_batch_fits(capsys):
     assert_one_line_error(capsys, "not even the smallest batch fits in 0 bytes")
 
 
+def test_clipped_gradients_are_planned_within_a_budget(workplace):
+    clipped = "--grad.mode", "clipped", "--grad.clip", 0.1, "--model.hidden", 64
+    fnet_command("memory", "deep.py", *clipped, "--out", "free")
+    plain = json.loads((workplace / "free" / "memory.json").read_text())
+    assert plain["microbatches"] == 1
+    budget = int(0.6 * plain["peak"]["total"])
+    limited = *clipped, "--memory.budget", f"{budget}B"
+    fnet_command("memory", "deep.py", *limited, "--out", "tight")
+    tight = json.loads((workplace / "tight" / "memory.json").read_text())
+    assert tight["microbatches"] > 1
+    assert tight["peak"]["total"] <= budget
+
+    fnet_command("train", "deep.py", *limited, "--out", "run")
+    summary = json.loads((workplace / "run" / "summary.json").read_text())
+    assert summary["budget_bytes"] == budget
+    assert summary["microbatches"] == tight["microbatches"]
+    assert summary["peak_bytes_predicted"] <= budget
+
+
 @pytest.mark.slow
 def test_a_policy_does_not_need_a_budget(workplace):
     fnet_command("train", "deep.py", "--memory.policy", "segments", "--out", "run")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from fnet.autodiff.examples import (
     Examples,
@@ -54,7 +54,7 @@ from fnet.autodiff.per_example.parameter_gradients import (
 )
 from fnet.autodiff.per_example.products import uses_of_factors
 from fnet.autodiff.per_example.taps import Use, Uses, evaluate_with_taps, find_uses
-from fnet.jaxpr import find_equations, source_line
+from fnet.jaxpr import ShardMap, find_equations, source_line
 from fnet.mesh import equally_varying, varying_axes
 
 BatchLoss = Callable[[list[Any], Sequence[Any]], tuple[Array, Any]]
@@ -112,8 +112,8 @@ def per_example_gradients(
     size = examples.size
     leaves, rows = equally_varying((leaves, examples.leaves))
     examples = examples._replace(leaves=rows)
-    aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
-    closed = hoist(_trace_one(name, batch_loss, leaves, examples), len(leaves))
+    whole, aux_treedef, aux_shapes = _check_whole_batch(name, batch_loss, leaves, examples)
+    closed = hoist(_trace_one(name, batch_loss, leaves, examples, whole), len(leaves))
     if not size:
         losses, aux = batch_loss(leaves, examples.rebuild_batch(examples.leaves))
         none: dict[int, ParameterGradients]
@@ -140,11 +140,12 @@ def per_example_gradients(
 
 def _check_whole_batch(
     name: str, function: BatchLoss, params: Sequence[Any], examples: Examples
-) -> tuple[Any, list[tuple[int, ...]]]:
+) -> tuple[ClosedJaxpr, Any, list[tuple[int, ...]]]:
     """Trace the loss of the whole batch and refuse it if it mixes examples.
 
     Returns:
-      The structure of ``aux``, and the shapes of its leaves for ``max(batch, 2)`` examples.
+      The traced loss, the structure of ``aux``, and the shapes of its leaves for
+      ``max(batch, 2)`` examples.
     """
     size = max(examples.size, 2)  # With a single example the batch axis has no effect.
     batch = _shapes(examples, size)
@@ -159,9 +160,9 @@ def _check_whole_batch(
     if isinstance(state, Mixed):
         raise ValueError(_refusal(name, state))
     if isinstance(state, Unknown):
-        _trace_one(name, function, params, examples)  # It must work for a batch of one.
+        _trace_one(name, function, params, examples, closed)  # It must work for a batch of one.
         _compare_losses(name, state, function, params, examples)
-    return jax.tree.structure(aux), [a.shape for a in jax.tree.leaves(aux)]
+    return closed, jax.tree.structure(aux), [a.shape for a in jax.tree.leaves(aux)]
 
 
 def _refusal(name: str, state: Mixed) -> str:
@@ -244,16 +245,28 @@ def _make_jaxpr(
 
 
 def _trace_one(
-    name: str, function: BatchLoss, params: Sequence[Any], examples: Examples
+    name: str,
+    function: BatchLoss,
+    params: Sequence[Any],
+    examples: Examples,
+    whole: ClosedJaxpr,
 ) -> ClosedJaxpr:
-    """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``."""
+    """Trace the loss of a batch that holds one example: ``(*params, *batch) -> (losses, *aux)``.
+
+    Args:
+      whole: The traced loss of the whole batch.
+    """
     try:
         closed, (losses, _) = _make_jaxpr(function, params, examples, _shapes(examples, 1))
     except Exception as error:
-        error.add_note(
-            f"{name} traced the loss of a batch of one example, which must work. jax.shard_map "
-            "goes around the gradient, not into the loss."
-        )
+        eqn = next((e for e in find_equations(whole, "shard_map") if _splits(e)), None)
+        if isinstance(error, ValueError) and eqn is not None:
+            raise ValueError(
+                f"{name}: the loss of a batch of one example must exist, but jax.shard_map at "
+                f"{source_line(eqn)} splits the batch over devices. Put jax.shard_map around the "
+                "gradient, or leave the batch axis out of in_specs and out_specs."
+            ) from error
+        error.add_note(f"{name} traced the loss of a batch of one example, which must work.")
         raise
     _check_effects(name, closed)
     if losses.shape != (1,):
@@ -264,9 +277,20 @@ def _trace_one(
     return closed
 
 
+def _splits(eqn: JaxprEqn) -> bool:
+    """Whether a `jax.shard_map` gives devices different parts of an input."""
+    return any(n > 1 for splits in ShardMap.of(eqn).inputs for n in splits)
+
+
 def _check_effects(name: str, closed: ClosedJaxpr) -> None:
     """Refuse programs that could carry values from one example to another."""
-    if effects := [e for e in closed.effects if "Debug" not in type(e).__name__]:
+    effects = [e for e in closed.effects if "Debug" not in type(e).__name__]
+    if axes := [e.name for e in effects if hasattr(e, "name")]:
+        raise ValueError(
+            f"{name}: the loss communicates over the mesh axis {axes[0]!r}, so the examples of "
+            "different devices meet. Remove collectives such as jax.lax.pmean from it."
+        )
+    if effects:
         raise ValueError(
             f"{name}: the loss has side effects ({', '.join(map(str, effects))}), which could "
             "carry values from one example to another. Remove mutable arrays (jax.new_ref) and "

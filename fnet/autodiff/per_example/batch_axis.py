@@ -24,6 +24,7 @@ from fnet.autodiff.per_example.batching import UNCHANGED, Operands, rule_of
 from fnet.jaxpr import (
     ELEMENTWISE,
     Scan,
+    ShardMap,
     While,
     aval,
     called_jaxpr,
@@ -151,6 +152,7 @@ def depends_on(closed: ClosedJaxpr, inputs: Sequence[bool]) -> list[bool]:
 class _Analysis(NamedTuple):
     batch_size: int
     is_differentiated: bool = True
+    is_manual: bool = False  # Inside of a `jax.shard_map` whose devices have all examples.
 
     def visit(self, closed: ClosedJaxpr, inputs: Sequence[State], scope: str) -> list[State]:
         """Analyze a jaxpr and return the states of its results."""
@@ -187,8 +189,12 @@ class _Analysis(NamedTuple):
             return self._scan(eqn, states, scope)
         if name in UNCHANGED:
             return states
+        if self.is_manual and _combines_devices(eqn):
+            return [Shared(s.uniform) if isinstance(s, Shared) else s for s in states]
         if name == "while":
             return self._while(eqn, states, scope)
+        if name == "shard_map":
+            return self._shard_map(eqn, states, scope)
         for kind in (Mixed, Unknown):
             for state in states:
                 if isinstance(state, kind):
@@ -264,7 +270,14 @@ class _Analysis(NamedTuple):
             _, vjp, outputs = jax.vjp(function, *(inputs[i] for i in batched), has_aux=True)
             return vjp(cotangents), outputs
 
-        closed = jax.make_jaxpr(backward)(inputs, [outputs[i] for i in differentiable])
+        unknown: list[State] = [Unknown(eqn.primitive.name, source_line(eqn))] * len(outputs)
+        try:
+            closed = jax.make_jaxpr(backward)(inputs, [outputs[i] for i in differentiable])
+        except Exception:
+            # With check_vma, the rules of functions inside of `jax.shard_map` only run there.
+            if not self.is_manual:
+                raise
+            return unknown
         # Cotangents have their batch axis where the results have it.
         primal = analysis._equation(eqn, states, scope)
         found = analysis.visit(closed, [*states, *(primal[i] for i in differentiable)], scope)
@@ -277,7 +290,7 @@ class _Analysis(NamedTuple):
             isinstance(state, Unknown) or (isinstance(state, BatchAxis) and state != states[i])
             for i, state in zip(batched, cotangents, strict=True)
         ):
-            return [Unknown(eqn.primitive.name, source_line(eqn))] * len(results)
+            return unknown
         return results
 
     def _branches(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
@@ -343,6 +356,22 @@ class _Analysis(NamedTuple):
         ys = out[scan.num_carry :]
         return [*carry, *(BatchAxis(0) if isinstance(y, Shared) else y for y in ys)]
 
+    def _shard_map(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
+        """Analyze what each device computes, if every device has all examples."""
+        mapped = ShardMap.of(eqn)
+
+        def seen(state: State, splits: list[int]) -> State:
+            if isinstance(state, Shared) and state.uniform is not None:
+                return Shared(frozenset(a for a in state.uniform if splits[a] == 1))
+            is_whole = isinstance(state, BatchAxis) and splits[state.axis] == 1
+            if is_whole or not isinstance(state, BatchAxis | Indices):
+                return state
+            return Unknown(eqn.primitive.name, source_line(eqn))
+
+        inputs = [seen(*pair) for pair in zip(states, mapped.inputs, strict=True)]
+        results = self._replace(is_manual=True).visit(mapped.body, inputs, scope)
+        return [seen(*pair) for pair in zip(results, mapped.outputs, strict=True)]
+
     def _while(self, eqn: JaxprEqn, states: list[State], scope: str) -> list[State]:
         loop = While.of(eqn)
         condition_consts, body_consts, carry = loop.split(states)
@@ -357,6 +386,15 @@ class _Analysis(NamedTuple):
 
 
 _CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+_COLLECTIVES = ("pmax", "pmin", "ppermute", "psum", "psum_invariant")
+
+
+def _combines_devices(eqn: JaxprEqn) -> bool:
+    """Whether every element of a result comes from the same element on several devices."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    return eqn.primitive.name in _COLLECTIVES and all(isinstance(a, str) for a in axes)
 
 
 def _is_floating(a: jax.ShapeDtypeStruct) -> bool:

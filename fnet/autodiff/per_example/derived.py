@@ -224,8 +224,8 @@ class DerivedGradients(NamedTuple):
         parts = [*self.direct.values(), *self.derived]
         counts = [len(_batch_first(g)) for g in parts]
         # Terms of which there is one cannot cancel.
-        rough = [k for k, g in enumerate(parts) if isinstance(g, FactoredGradients)]
-        rough = [k for k in rough if parts[k].may_cancel()]
+        factored = [(k, g) for k, g in enumerate(parts) if isinstance(g, FactoredGradients)]
+        rough = [(k, g) for k, g in factored if g.may_cancel()]
         pull_back = self._pull_back()
 
         def squares_of(*arrays: Array) -> tuple[Array, Array]:
@@ -239,7 +239,7 @@ class DerivedGradients(NamedTuple):
                 jax.vmap(pull_back)(derived), dict(zip(self.direct, direct, strict=True))
             )
             squares = [squared_norms_of(gradients[i]) for i in numbers]
-            squares_of_parts = [squared_norms_of(chunk[k]) for k in rough]
+            squares_of_parts = [squared_norms_of(chunk[k]) for k, _ in rough]
             return jnp.stack(squares, 1), jnp.stack([*squares_of_parts, squares[0]], 1)
 
         size = sum(p.size for p in self.params) + sum(
@@ -248,8 +248,8 @@ class DerivedGradients(NamedTuple):
         rows = [a for g in parts for a in _batch_first(g)]
         squares, squares_of_parts = map_in_chunks(squares_of, rows, 4 * size)
         is_rough = jnp.zeros(len(squares), bool)
-        for column, k in enumerate(rough):
-            is_rough |= cancels(parts[k].squares_of_terms(), squares_of_parts[:, column])
+        for column, (_, g) in enumerate(rough):
+            is_rough |= cancels(g.squares_of_terms(), squares_of_parts[:, column])
         zeros = jnp.zeros_like(squares[:, 0])
         return {i: SquaredNorms(squares[:, k], zeros, is_rough) for k, i in enumerate(numbers)}
 
@@ -274,8 +274,7 @@ class DerivedGradients(NamedTuple):
         return sums
 
     def _pull_back(self) -> Callable[[Sequence[Array]], Sequence[Array]]:
-        """Compute the derived values, and return the function from their cotangents to those
-        of the parameters."""
+        """Compute the derived values, and return the map from their cotangents to gradients."""
         outputs, backward = jax.vjp(
             lambda *params: jaxpr_as_fun(self.group.function)(*params), *self.params
         )

@@ -159,7 +159,7 @@ def _uses(terms: Sum, i: UseInputs) -> Iterator[UseInputs]:
     """Yield the uses of the terms of a derived value, given a use of this value."""
     view = i.use.view
     for source, own in terms:
-        of_source = _arranged(own, view.from_param)._replace(scans=view.scans, scale=1.0)
+        of_source = _arranged(own, view.from_param)._replace(scans=view.scans)
         cotangents = i._replace(ct=own.unscale(i.ct))
         if isinstance(source, int):
             yield cotangents._replace(use=i.use._replace(view=of_source))
@@ -206,7 +206,7 @@ def _uses_of_product(
         for source, view in terms:
             scaled = view.unscale(ct)
             if isinstance(source, int):
-                yield _use(view._replace(scale=1.0), x, scaled)
+                yield _use(view, x, scaled)
             else:
                 yield from _uses_of_product(source, view.elements, view.elements, x, scaled)
 
