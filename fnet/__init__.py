@@ -4,7 +4,19 @@ The names in ``__all__`` are what most users need. Everything else stays importa
 module, such as ``fnet.step.plan_step`` or ``fnet.layers.group_norm``.
 """
 
-from fnet import autodiff, diffusion, interop, layers, losses, memory, models, optim, privacy
+from fnet import (
+    autodiff,
+    diffusion,
+    interop,
+    layers,
+    lora,
+    losses,
+    memory,
+    models,
+    optim,
+    privacy,
+    quantization,
+)
 from fnet.autodiff import (
     Aux,
     accumulate_grad,
@@ -55,6 +67,7 @@ __all__ = [
     "layer_norm",
     "layers",
     "linear_cross_entropy",
+    "lora",
     "losses",
     "make_step",
     "memory",
@@ -62,6 +75,7 @@ __all__ = [
     "optim",
     "per_example_grad",
     "privacy",
+    "quantization",
     "recompute",
     "repeat",
     "residual",

@@ -178,6 +178,15 @@ def test_exported_adapters_are_merged(folder, monkeypatch):
     expected, _ = model.apply(params, {}, tokens, train=False)
     assert jnp.abs(logits - expected).max() < 0.02 * jnp.abs(expected).max()  # bfloat16
 
+    fnet_command("export", "run", "--out", "adapters", "--adapters")
+    tensors = load_file(folder / "adapters" / "adapter_model.safetensors")
+    peft_config = json.loads((folder / "adapters" / "adapter_config.json").read_text())
+    lora_config, adapters = fnet.interop.from_peft(
+        peft_config, tensors, fnet.interop.peft.huggingface_modules(model)
+    )
+    assert (lora_config.rank, lora_config.scale) == (2, 1.0)
+    chex.assert_trees_all_equal(adapters, trained.evaluation_params)
+
 
 @pytest.mark.slow
 def test_adapters_train_with_sharded_frozen_parameters(folder):

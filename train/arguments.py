@@ -141,6 +141,8 @@ class ExportArguments(CheckpointArguments):
     """Array names: as in mapillary/inplace_abn, or as in torchvision (ResNets only)."""
     for_norm: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = None
     """Norm of the network that will load the weights; they are converted to it."""
+    adapters: bool = False
+    """Write the adapters of a published model alone, as PEFT reads them, instead of merging."""
 
 
 @dataclass(frozen=True)

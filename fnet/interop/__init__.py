@@ -1,4 +1,4 @@
-"""Adapters to flax (`linen`, `nnx`) and `jax_privacy`; weights of torch and Hugging Face.
+"""Adapters to flax (`linen`, `nnx`) and `jax_privacy`; weights of torch, Hugging Face and PEFT.
 
 Each is imported on first use, so that `import fnet` does not import flax. torch is never needed.
 """
@@ -6,7 +6,14 @@ Each is imported on first use, so that `import fnet` does not import flax. torch
 import importlib
 from typing import Any
 
-__all__ = ["from_huggingface", "from_torch", "to_huggingface", "to_torch"]
+__all__ = [
+    "from_huggingface",
+    "from_peft",
+    "from_torch",
+    "to_huggingface",
+    "to_peft",
+    "to_torch",
+]
 
 _ATTRIBUTES = {
     "jax_privacy": "fnet.interop.jax_privacy",
@@ -16,6 +23,9 @@ _ATTRIBUTES = {
     "huggingface": "fnet.interop.huggingface",
     "from_huggingface": "fnet.interop.huggingface:from_huggingface",
     "to_huggingface": "fnet.interop.huggingface:to_huggingface",
+    "peft": "fnet.interop.peft",
+    "from_peft": "fnet.interop.peft:from_peft",
+    "to_peft": "fnet.interop.peft:to_peft",
     "from_torch": "fnet.interop.torch:from_torch",
     "to_torch": "fnet.interop.torch:to_torch",
 }

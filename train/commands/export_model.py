@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
+from fnet.interop.peft import huggingface_modules, to_peft
 from train.arguments import ExportArguments
 from train.commands import weight_files
 from train.config import Config, Pretrained
@@ -24,31 +25,38 @@ SHARD_BYTES = 2 * 2**30
 def export_model(folder: RunFolder, config: Config, options: ExportArguments) -> Path:
     """Write a fine-tuned model with its config and tokenizer, and return the folder.
 
-    Tensors have the names, layouts and dtypes of the published model. Adapters are merged.
+    Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
+    written alone as PEFT reads them.
 
     Raises:
       UserError: if there is no checkpoint, or the folder cannot be written.
     """
     section = config.model
     assert isinstance(section, Pretrained)
+    adapters = pretrained.adapters_of(section)
+    if options.adapters and adapters is None:
+        raise UserError("--adapters: the run has none, because it trains all parameters")
     out = Path(options.out) if options.out else folder.path / "exported"
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out: {out} is not empty; give a new folder")
     source = read_folder(Path(section.path))
     model = pretrained.build_network(config)
     network = load_network(folder, model, best=options.best)
-    params = pretrained.merge(section, network.evaluation_params, network.model_state)
+    trained = network.evaluation_params
     part = out.with_name(f".{out.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        dtypes = {name: t.dtype for name, t in source.tensors.items()}
-        _write_tensors(part, model.base.tensors, params, dtypes)
-        for name in SMALL_FILES:
-            for kept in (folder.model / name, source.path / name):
-                if kept.is_file():
-                    (part / name).write_bytes(kept.read_bytes())
-                    break
+        if options.adapters and adapters is not None:
+            modules = huggingface_modules(model.base)
+            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            (part / "adapter_config.json").write_text(as_json(peft_config))
+            weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
+        else:
+            params = pretrained.merge(section, trained, network.model_state)
+            dtypes = {name: t.dtype for name, t in source.tensors.items()}
+            _write_tensors(part, model.base.tensors, params, dtypes)
+            _copy_small_files(part, folder.model, source.path)
         if out.is_dir():
             out.rmdir()
         part.rename(out)
@@ -58,6 +66,14 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
             f"cannot write {out}: {error.strerror or error}; choose another --out"
         ) from error
     return out
+
+
+def _copy_small_files(to: Path, *sources: Path) -> None:
+    """Copy config and tokenizer, each from the first source that has it."""
+    for name in SMALL_FILES:
+        found = [source / name for source in sources if (source / name).is_file()]
+        if found:
+            (to / name).write_bytes(found[0].read_bytes())
 
 
 def _write_tensors(

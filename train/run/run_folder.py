@@ -147,6 +147,8 @@ class RunFolder:
             self.classes,
             self.secret_seed,
             self.model,
+            self.evaluation,
+            self.choices,
             self.memory,
             self.memory_picture,
         }
