@@ -122,6 +122,7 @@ SUITE = (
     Benchmark("batched", quick=("--rounds", "7", "--networks", "mlp")),
     Benchmark("attention_context", quick=("--rounds", "15")),
     Benchmark("transformer_step", quick=("--rounds", "3")),
+    Benchmark("vit_memory", quick=None, cpu=True),
     ahead_of_time("transformer_step", "h100", quick=None),
     Benchmark("selective_scan", quick=("--rounds", "3")),
     Benchmark("generation", quick=("--rounds", "5")),

@@ -151,8 +151,13 @@ OTHER_SIZES = {
     "dinov2_with_registers": [1.01119, -0.40173, 0.42912, 0.85486],
     "clip": [-2.28053, 0.25916, -0.58982, 1.4761],
     "siglip_vision_model": [-0.6077, 1.27531, 1.14339, 1.72969],
+    "timm_vit": [0.55895, -0.40571, -0.02958, 0.5133],
+    "timm_deit3": [0.28928, -0.6043, 0.07912, -0.32768],
 }
-"""The same for images of 24 x 20, with interpolated positions."""
+"""The same for images of 24 x 20, with interpolated positions (timm: ``dynamic_img_size``)."""
+
+MASKED = [1.01468, -0.54052, 0.39843, 0.84785]
+"""The same for ``dinov2``, with the mask of `masked_patches`."""
 
 
 def image_size(config):
@@ -166,6 +171,11 @@ def image_size(config):
 def images(size):
     """Two normalized images [2, H, W, 3]."""
     return np.random.default_rng(0).standard_normal((2, *size, 3)).astype(np.float32)
+
+
+def masked_patches():
+    """Which of 16 patches of two images are masked."""
+    return np.random.default_rng(1).random((2, 16)) < 0.5
 
 
 def peer(name):

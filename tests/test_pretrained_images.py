@@ -13,10 +13,12 @@ from fnet.interop.huggingface import FAMILIES, build_model
 from tests.pretrained_cases import weights
 from tests.pretrained_image_cases import (
     CONFIGS,
+    MASKED,
     OTHER_SIZES,
     OUTPUTS,
     image_size,
     images,
+    masked_patches,
     outputs,
     peer,
 )
@@ -68,7 +70,7 @@ def test_outputs_match_those_of_the_peer(name):
 
 
 @pytest.mark.parametrize("name", OTHER_SIZES)
-def test_interpolated_positions_match_those_of_transformers(name):
+def test_interpolated_positions_match_those_of_the_peer(name):
     load = functools.partial(fnet.interop.from_huggingface, CONFIGS[name], tensors_of(name))
     model, params = load(interpolate_positions=True)
     np.testing.assert_allclose(
@@ -77,6 +79,13 @@ def test_interpolated_positions_match_those_of_transformers(name):
     model, params = load()
     with pytest.raises(ValueError, match=r"learned for images of 16 x 16, got 24 x 20; resize"):
         evaluate(model, params, images((24, 20)))
+
+
+def test_masked_patches_match_those_of_transformers():
+    model, params = fnet.interop.from_huggingface(CONFIGS["dinov2"], tensors_of("dinov2"))
+    x, masked = images((16, 16)), masked_patches()
+    y = jax.jit(lambda p: model.apply(p, {}, x, train=False, masked=masked)[0])(params)
+    np.testing.assert_allclose(y[1, :4], MASKED, atol=2e-5)
 
 
 @pytest.mark.slow
