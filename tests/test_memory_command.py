@@ -236,3 +236,17 @@ def test_accepts_a_chosen_policy_that_saves_little(monkeypatch):
     result = planning.plan(run)
     other = next(c for c in result.candidates if c.policy != "none")
     assert planning.compile_chosen(run, result._replace(chosen=other)).remat is None
+
+
+def test_a_prediction_traces_the_step_once():
+    run = setup(Config(name="x", data=Digits(), model=Mlp(hidden=(8,))))
+    loss = Mock(wraps=run.step.loss)
+    run = run._replace(step=run.step.replace(loss=loss))
+    planned = planning.predict(run)
+    assert loss.call_count == 1
+    programs = [
+        run.step.lower(run.state_shapes, run.batch_shapes).compile(compiler_options=dict(options))
+        for options in memory.CANDIDATE_OPTIONS["cpu"]
+    ]
+    smallest = min(memory.peak(program).total for program in programs)
+    assert planned.executable.report.peak.total == smallest

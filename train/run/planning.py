@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -311,13 +311,21 @@ def _compile(
     policy: str | Policy,
     microbatches: int,
     target: Target | None,
-    compiler_options: dict[str, Any] | None = None,
+    *compiler_options: dict[str, Any],
 ) -> Executable:
-    if compiler_options is None and target:
-        compiler_options = target.compiler_options
+    """Compile a step with each of several options, and return the smallest program.
+
+    By default, the options are the target's, or those of `fnet.compile_step`. The step is traced
+    once: a network of many layers takes longer to trace than to compile.
+    """
+    options: Sequence[dict[str, Any] | None] = compiler_options or (
+        target.compiler_options if target else None,
+    )
     try:
         step = run.step.replace(remat=policy, microbatches=microbatches)
-        return fnet.compile_step(step, *_arguments(run, target), compiler_options=compiler_options)
+        arguments = _arguments(run, target)
+        executables = [fnet.compile_step(step, *arguments, compiler_options=o) for o in options]
+        return min(executables, key=lambda executable: executable.report.peak.total)
     except memory.DonationError:
         raise
     except ValueError as error:  # a batch that cannot be split, or an unsupported policy
@@ -344,8 +352,8 @@ def _analyze(
         candidates = (target.compiler_options,)
     microbatches = microbatches or run.step.microbatches
     unoptimized = _WITHOUT_OPTIMIZED_CODE.get(platform, {})
-    executables = [_compile(run, policy, microbatches, target, o | unoptimized) for o in candidates]
-    smallest = min(executables, key=lambda executable: executable.report.peak.total)
+    options = [o | unoptimized for o in candidates]
+    smallest = _compile(run, policy, microbatches, target, *options)
     return Planned(smallest, policy, microbatches, None, None)
 
 
