@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import linen as nn
 from fused_optimizer_cases import BATCH, IN_BACKWARD, SMALL, WIDTH, loss_of, small_block
 
 import fnet
@@ -181,6 +182,25 @@ def test_rejects_any_other_use_of_the_stacks_parameters(penalty):
     message = error_message(TypeError, loss=loss_of(SMALL, penalty))
     assert "nothing else can use them" in message
     assert "'blocks'" in message
+
+
+def test_says_that_it_serves_stacks_of_fnet():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + nn.tanh(nn.Dense(4)(x)), None
+
+    scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    network, optimizer, x = scan(), optax.sgd(0.1), jnp.ones((2, 4))
+    params = network.init(jax.random.key(0), x, None)["params"]
+    state = TrainState.create(params=params, optimizer=optimizer, key=jax.random.key(1))
+
+    def loss(params, model_state, batch, key):
+        return network.apply({"params": params}, batch["x"], None)[0].sum(-1)
+
+    step = fnet.make_step(loss, optimizer, optimizer_in_backward("Dense_0"))
+    with pytest.raises(TypeError, match=r"fnet.repeat, .* no scan of another library"):
+        step.lower(state, {"x": x})
 
 
 def test_errors_of_the_loss_pass_unchanged():

@@ -152,9 +152,10 @@ class StackPlaceholder:
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(
             f"optimizer_in_backward: the parameters at {self._stack.path!r} are updated in the "
-            "backward pass of fnet.repeat, and nothing else can use them: no function of them in "
-            "the loss, which would add to their gradient (weight decay belongs to the optimizer), "
-            "no other layer, and no jax.checkpoint around the network; use mode=mean"
+            "backward pass of fnet.repeat, and nothing else can use them: no scan of another "
+            "library, such as flax's nn.scan, no function of them in the loss, which would add to "
+            "their gradient (weight decay belongs to the optimizer), no other layer, and no "
+            "jax.checkpoint around the network; use mode=mean"
         )
 
     def __getattr__(self, name: str) -> Any:
