@@ -29,7 +29,10 @@ from train.config import (
     variants,
 )
 
-COMMANDS = ("train", "eval", "predict", "memory", "sample", "import", "export", "report", "configs")
+COMMANDS = (
+    *("train", "eval", "predict", "memory", "fit", "sample", "import", "export", "report"),
+    "configs",
+)
 
 
 @pytest.mark.parametrize(("words", "code"), [((), 2), (("-h",), 0), (("--help",), 0)])
@@ -45,6 +48,7 @@ OPTIONS = {
     "eval": (arguments.EvalArguments,),
     "predict": (arguments.PredictArguments,),
     "memory": (arguments.MemoryArguments,),
+    "fit": (arguments.FitArguments,),
     "sample": (arguments.TextArguments, arguments.ImageArguments),
     "import": (arguments.ImportArguments,),
     "export": (arguments.ExportArguments,),

@@ -82,6 +82,7 @@ OF_A_RECIPE = {"train": arguments.TrainArguments, "memory": arguments.MemoryArgu
 OF_A_RECIPE |= {"import": arguments.ImportArguments}
 READ = {"eval": arguments.EvalArguments, "report": arguments.ReportArguments}
 READ |= {"predict": arguments.PredictArguments, "export": arguments.ExportArguments}
+READ |= {"fit": arguments.FitArguments}
 
 
 def test_every_command_of_a_document_can_be_read():

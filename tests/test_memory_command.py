@@ -187,7 +187,7 @@ def test_compares_several_targets_with_a_mesh(workplace, monkeypatch, capsys):
         peaks = Peaks({"float32": rate}, rate / 2, rate / 10, rate / 100, rate / 100, 0.0)
         return Target(name, devices[0], bytes_, dict(KEEP_REMAT), devices, peaks)
 
-    monkeypatch.setattr("train.commands.memory.describe", describe)
+    monkeypatch.setattr("train.run.prediction.describe", describe)
     words = "--target", "small,large", "--mesh.fsdp", 2, "--memory.policy", "none", "--out", "both"
     fnet_command("memory", "deep.py", *words)
     assert "Estimate on 2 devices" in capsys.readouterr().out

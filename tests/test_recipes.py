@@ -6,15 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import pytest
 from image_cases import write_class_folders
 from program_cases import fnet_command
 
+from tests.pretrained_folder import LLAMA, write_folder
 from train.config import (
     Config,
     DenseNet,
     ImageFolder,
     Optim,
+    Pretrained,
     ResNet,
     ResNeXt,
     WiderResNet,
@@ -44,8 +47,14 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
     if isinstance(config.data, ImageFolder):  # any folder works
         write_class_folders(tmp_path, train=2, test=2)
         assert image_folder.load(replace(config.data, path=str(tmp_path))).classes
-        network = config.model.build((224, 224, 3), 1000)
-        assert jax.eval_shape(network.init, jax.random.key(0))[0]
+        if not isinstance(config.model, Pretrained):  # which needs the folder of a model
+            network = config.model.build((224, 224, 3), 1000)
+            assert jax.eval_shape(network.init, jax.random.key(0))[0]
+    elif isinstance(config.model, Pretrained):  # any model works
+        write_folder(tmp_path / "model")
+        data = replace(config.data, vocabulary=256, context=16)
+        model = replace(config.model, path=str(tmp_path / "model"))
+        assert setup(replace(config, data=data, model=model), without_data=True).steps > 0
     else:
         assert setup(config).steps > 0
 
@@ -77,6 +86,34 @@ def test_imagenet_recipes_train_on_any_folder(name, tmp_path):
         lambda a: a.shape, run.state_shapes
     )
     assert metrics["loss"].shape == ()
+
+
+FINE_TUNING = [name for name in recipes.recipes() if name.startswith("finetune_")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_fine_tuning_recipes_train_a_model_of_bytes(name, workplace):
+    write_folder(workplace / "model", LLAMA, ml_dtypes.bfloat16)
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(16) for b in range(16)]
+    (workplace / "data.jsonl").write_text("\n".join(map(json.dumps, sums)))
+    rows = "--data.vocabulary", 256, "--data.context", 16
+    if name == "finetune_private":
+        rows += "--data.batch-size", 64, "--grad.microbatches", 4
+    fnet_command(
+        *("train", name, "--out", "run", "--train.epochs", 2, "--train.eval-every", 4),
+        *("--optim.learning-rate", 0.01, *rows),
+    )
+    lines = [json.loads(line) for line in (workplace / "run" / "metrics.jsonl").open()]
+    losses = [line["test/loss"] for line in lines if "test/loss" in line]
+    if name == "finetune_private":
+        assert 0 < lines[-1]["privacy/epsilon"] <= 8
+    else:  # noise hides so few steps
+        assert losses[-1] < losses[0]
+
+
+def test_there_are_three_fine_tuning_recipes():
+    assert FINE_TUNING == ["finetune_full", "finetune_lora", "finetune_private"]
 
 
 def test_a_recipe_can_give_paths_as_path_objects(workplace):

@@ -20,7 +20,7 @@ from typing import (
 )
 
 import tyro
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from train import config as configs
@@ -114,6 +114,32 @@ class ImportModelArguments:
 
     out: Annotated[str | None, _default("runs/NAME")] = None
     """Run folder."""
+
+
+Way = Literal["full", "compact", "lora", "lora_int8", "lora_nf4"]
+
+
+@dataclass(frozen=True)
+class FitArguments:
+    """Show the ways to fine-tune a published model in a budget, from its headers alone.
+
+    MODEL is a folder with config.json and safetensors files of Hugging Face. No weight is read.
+    """
+
+    budget: Annotated[str | None, _default("the memory of --target")] = None
+    """Memory of the device, such as 24GB or 80GiB."""
+    target: Annotated[str | None, _default("this machine, without times")] = None
+    """Device to compile for, such as rtx4090 or h100, or a file that describes a GPU."""
+    context: Annotated[Annotated[int, Ge(2)] | None, _default("2048, or what the model allows")] = (
+        None
+    )
+    """Context length: tokens per row."""
+    batch_size: Count = 8
+    """Rows per step, in microbatches."""
+    ways: Annotated[tuple[Way, ...], MinLen(1)] = get_args(Way)
+    """Ways to show."""
+    exact: bool = False
+    """Compile all blocks of the model instead of a few, which takes minutes for large models."""
 
 
 @dataclass(frozen=True)

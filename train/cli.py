@@ -19,6 +19,7 @@ usage: fnet COMMAND ...
   fnet predict RUN IMAGE...
                         label images, or their pixels, with a trained network
   fnet memory CONFIG    predict the memory of training, and find settings that fit a budget
+  fnet fit MODEL        show the ways to fine-tune a published model in a budget
   fnet sample RUN       generate text or images with a trained model
   fnet import CONFIG WEIGHTS
                         start a run from pretrained weights (torch or safetensors);
@@ -38,6 +39,7 @@ _MODULES = {
     "eval": "eval",
     "predict": "predict",
     "memory": "memory",
+    "fit": "fit",
     "sample": "sample",
     "import": "import_weights",
     "export": "export_weights",

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from fnet.memory import Candidate, format_bytes, tree_bytes
-from fnet.memory.target import Target, describe, from_text
+from fnet.memory.target import Target
 from train import arguments
 from train import config as configs
 from train.arguments import MemoryArguments
@@ -21,7 +21,7 @@ from train.platform import use_cpu
 from train.run.memory_report import memory_report
 from train.run.mesh import make_cpu_devices
 from train.run.planning import overhead, reserve
-from train.run.prediction import predict_on
+from train.run.prediction import predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -54,7 +54,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     count = config.mesh.data * config.mesh.fsdp
     targets: list[Target | None] = [None]
     if options.target is not None:
-        targets = [_target(name, count) for name in options.target.split(",")]
+        targets = [target_of(name, count) for name in options.target.split(",")]
     if options.budget is not None:
         config = _replace(config, "memory", budget=options.budget)
     find_batch_size = options.batch_size == "auto"
@@ -131,15 +131,3 @@ def _batch_size(text: str) -> int:
     if size < 1:
         raise UserError(f"--batch-size: expected a number of examples or auto, got {text}")
     return size
-
-
-def _target(given: str, count: int) -> Target:
-    """Return known devices, or those that a file describes."""
-    path = Path(given)
-    try:
-        if path.is_file():
-            return from_text(path.stem, path.read_text(), count)
-        return describe(given, count)
-    except (ValueError, RuntimeError, OSError) as error:
-        message = str(error).removeprefix("describe: ").removeprefix("from_text: ")
-        raise UserError(f"--target: {message}") from error

@@ -45,6 +45,8 @@ def load(config: Config) -> Placeholder | None:
         else:
             batch = tokens | length if data.separator else tokens
             test = tokens | length | weight
+        if "length" in batch:
+            rows["length"] = np.full(len(rows["id"]), data.context, np.int32)
         users = rows["id"] if data.user else None
         note = f"vocabulary of {data.vocabulary:,} tokens; the text is not read"
         return Placeholder(_dataset(rows, (), batch, test)._replace(users=users), note)

@@ -196,14 +196,14 @@ def predict(
     """
     section = run.config.memory
     policy = "none" if section.policy == "auto" else section.policy
-    first = _analyze(run, policy, target)
+    first = analyze(run, policy, target)
     if limit is not None and first.executable.report.peak.total > limit:
         budget = f"{limit + reserve(run, target)}B"
         memory_section = dataclasses.replace(section, budget=budget)
         run = run._replace(config=dataclasses.replace(run.config, memory=memory_section))
         planned = plan(run, target=target, progress=progress)
         c = planned.chosen
-        first = _analyze(run, c.policy, target, c.microbatches, c.compiler_options)
+        first = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
         return first._replace(plan=planned)
     if policy == "none":
         return first
@@ -255,7 +255,7 @@ def largest_batch(
     def peak(size: int) -> int:
         resized = run.with_batch_size(size * parts, microbatches)
         planned = min(
-            (_analyze(resized, p, target) for p in policies),
+            (analyze(resized, p, target) for p in policies),
             key=lambda planned: planned.executable.report.peak.total,
         )
         policies[:] = [planned.policy]
@@ -336,7 +336,7 @@ def _compile(
 _WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
-def _analyze(
+def analyze(
     run: Setup,
     policy: str | Policy,
     target: Target | None,

@@ -1,10 +1,11 @@
 """Predict a train step on other devices: memory, time, and the largest batch."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fnet import memory
 from fnet.memory import roofline
-from fnet.memory.target import Target
+from fnet.memory.target import Target, describe, from_text
 from train.errors import UserError
 from train.run.mesh import layout
 from train.run.planning import Planned, Progress, SizeProgress, largest_batch, limit, predict
@@ -124,6 +125,26 @@ def predict_on(
         flops = estimate.total_flops / _extra_flops(run, planned)
         share = roofline.utilization(flops, estimate.seconds, estimate, target.peaks)
     return Prediction(run, planned, target, most, estimate, share)
+
+
+def target_of(given: str, count: int = 1) -> Target:
+    """Return known devices, or those that a file describes.
+
+    Args:
+      given: value of --target.
+      count: number of devices.
+
+    Raises:
+      UserError: for an unknown device, or a missing compiler.
+    """
+    path = Path(given)
+    try:
+        if path.is_file():
+            return from_text(path.stem, path.read_text(), count)
+        return describe(given, count)
+    except (ValueError, RuntimeError, OSError) as error:
+        message = str(error).removeprefix("describe: ").removeprefix("from_text: ")
+        raise UserError(f"--target: {message}") from error
 
 
 def _extra_flops(run: Setup, planned: Planned) -> float:

@@ -1,0 +1,324 @@
+"""``fnet fit``: ways to fine-tune a published model, from config.json and headers alone."""
+
+import json
+import shlex
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from program_cases import assert_one_line_error, exit_code, fnet_command
+
+from fnet.interop.huggingface import build_model
+from fnet.quantization import leaves_with_paths
+from tests.pretrained_folder import LLAMA, write_folder
+from tests.published_configs import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_0_5B
+from train import arguments
+from train.arguments import FitArguments, TrainArguments
+from train.commands import fit
+from train.commands.fit import Cost, Shape
+from train.config import recipes
+from train.data.model_folder import FileTensor, ModelFolder, read_folder
+from train.run import planning
+from train.run.setup import setup
+from train.tasks import pretrained
+
+DEEP = LLAMA | {"num_hidden_layers": 4}
+
+
+@pytest.fixture
+def folder(workplace):
+    write_folder(workplace / "llama", DEEP, ml_dtypes.bfloat16)
+    return workplace
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def read(self, index):
+        raise AssertionError("a weight is read")
+
+    monkeypatch.setattr(FileTensor, "__getitem__", read)
+
+
+def command_of(printed, way):
+    """The words of the command that the program proposes for a way."""
+    return shlex.split(printed.split(f"\n{way}:\n")[1].splitlines()[0])
+
+
+def headers_of(path, config):
+    """A folder with the config of a published model and a file of headers, which takes no space."""
+    network = build_model(config)
+    shapes, _ = jax.eval_shape(network.init, jax.random.key(0))
+    leaves = dict(leaves_with_paths(shapes))
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    tensors = {
+        t.name: FileTensor(path, 0, t.file_shape(leaves[t.path].shape), dtype)
+        for t in network.tensors
+        if not t.optional
+    }
+    blocks = config["num_hidden_layers"]
+    fit.write_shallow(fit.Model(ModelFolder(path, config, tensors), blocks, 1, None), blocks, path)
+    return path
+
+
+def planner_of(model, limit, depths=(1, 2), shallow=None):
+    return fit._Planner(model, limit, None, depths, shallow, lambda line: None, lambda line: None)
+
+
+@pytest.mark.slow
+def test_shows_a_way_and_its_command_without_reading_a_weight(folder, capsys, no_weights):
+    fnet_command(
+        "fit", "llama", "--budget", "8MB", "--context", 16, "--batch-size", 2, "--ways", "lora"
+    )
+    printed = capsys.readouterr().out
+    assert "Ways to train within 7.63 MiB" in printed
+    assert "1 of 4 blocks, context 16, none, 2 microbatches" in printed
+    assert "extrapolated from 1 and 2 blocks to 4" in printed
+    program, command, recipe, *flags = command_of(printed, "lora")
+    assert (program, command, recipe) == ("fnet", "train", "finetune_lora")
+    _, config = arguments.read_with_config(TrainArguments, recipes.load(recipe), flags, "train")
+    assert config.model.path == "llama"
+    assert (config.data.context, config.data.batch_size) == (16, 2)
+    assert (config.grad.microbatches, config.memory.policy) == (2, "none")
+
+
+@pytest.mark.slow
+def test_the_estimate_is_close_to_all_blocks_compiled(folder):
+    model = fit.read_model(folder / "llama")
+    shape = Shape("segments", 2, 64)
+    shallow = folder / "shallow"
+    shallow.mkdir()
+    estimate = planner_of(model, 2**40, model.depths(False), shallow).cost("lora", shape, 2, 0)
+    exact = planner_of(model, 2**40, model.depths(True), shallow).cost("lora", shape, 2, 0)
+    assert estimate.peak == pytest.approx(exact.peak, rel=0.1)
+
+
+def test_a_state_above_the_budget_is_not_compiled(folder, capsys, monkeypatch, no_weights):
+    monkeypatch.setattr(planning, "analyze", None)
+    fnet_command("fit", "llama", "--budget", "1kB", "--ways", "lora", "lora_nf4")
+    printed = capsys.readouterr().out
+    assert "lora: the train state alone takes" in printed
+    assert "too large" in printed
+    assert "fnet train" not in printed
+
+
+# Searching a shape, with costs that are known.
+
+
+def searched(folder, monkeypatch, way, limit, cost):
+    model = fit.read_model(folder / "llama")
+    tried = []
+
+    def known(self, way, shape, batch_size, state_bytes):
+        tried.append(shape)
+        return Cost(state_bytes + cost(shape), None)
+
+    monkeypatch.setattr(fit._Planner, "cost", known)
+    planner = planner_of(model, 0)
+    state = planner.row(way, 32, 4).state_bytes
+    planner = planner_of(model, state + limit)
+    return planner.row(way, 32, 4), tried
+
+
+def per_token(none, segments, fixed=0, gradients=0):
+    def cost(shape):
+        tokens = shape.context * 4 // shape.microbatches
+        rate = none if shape.policy == "none" else segments
+        return fixed + rate * tokens + (gradients if shape.microbatches > 1 else 0)
+
+    return cost
+
+
+def test_chooses_no_remat_if_it_fits(folder, monkeypatch):
+    row, tried = searched(folder, monkeypatch, "lora", 3600, per_token(100, 10, fixed=400))
+    assert row.shape == Shape("none", 4, 32)
+    assert row.longest == 32  # 400 + 100 * 32 = 3600
+    assert tried == [Shape("none", 4, 32), Shape("none", 4, 64)]
+
+
+def test_chooses_segments_if_it_must(folder, monkeypatch):
+    row, _ = searched(folder, monkeypatch, "lora", 1070, per_token(100, 10, fixed=400))
+    assert row.shape == Shape("segments", 4, 32)
+    assert row.longest == 64  # 67 tokens, rounded down to a multiple of 16
+    assert "--memory.policy segments" in " ".join(row.flags)
+
+
+def test_gives_up_microbatches_if_the_sum_of_gradients_does_not_fit(folder, monkeypatch):
+    row, _ = searched(folder, monkeypatch, "full", 1500, per_token(100, 10, gradients=1200))
+    assert row.shape == Shape("segments", 1, 32)
+    assert "--grad.microbatches 1 " in " ".join(row.flags)
+    _, tried = searched(folder, monkeypatch, "lora", 10, per_token(100, 10, gradients=1200))
+    assert Shape("segments", 1, 32) not in tried  # gradients of adapters are small
+
+
+def test_a_shorter_context_may_fit(folder, monkeypatch):
+    row, _ = searched(folder, monkeypatch, "lora", 700, per_token(100, 20, fixed=300))
+    assert not fit.fits(row, row.state_bytes + 700)
+    assert row.longest == 16  # 20 tokens
+    row, _ = searched(folder, monkeypatch, "lora", 200, per_token(100, 20, fixed=300))
+    assert row.longest is None
+
+
+def test_no_context_is_longer_than_the_model_allows(folder, monkeypatch):
+    row, _ = searched(folder, monkeypatch, "lora", 10**9, per_token(100, 20))
+    assert row.longest == LLAMA["max_position_embeddings"]
+
+
+# State bytes of known models, by hand. Parameters of a block: attention 2 h^2 + 2 h k, with k the
+# width of keys and values; feed-forward 3 h f; two norms. Then embedding V h, its own head if
+# untied, and a norm.
+
+
+def by_hand(c, biases=0):
+    h, f, v = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    k = h // c["num_attention_heads"] * c["num_key_value_heads"]
+    matrices = 2 * h * h + 2 * h * k + 3 * h * f
+    blocks = c["num_hidden_layers"]
+    outside = v * h * (1 if c["tie_word_embeddings"] else 2) + h
+    total = blocks * (matrices + 2 * h + biases) + outside
+    adapters = 16 * blocks * (4 * h + 2 * (h + k) + 3 * (h + f))
+    return blocks * matrices, total, adapters
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "biases"),
+    [
+        (LLAMA_3_2_1B, 1_235_814_400, 0),
+        (QWEN_2_5_0_5B, 494_032_768, 896 + 2 * 128),
+        (LLAMA_3_8B, 8_030_261_248, 0),
+    ],
+    ids=["Llama-3.2-1B", "Qwen2.5-0.5B", "Llama-3-8B"],
+)
+def test_state_bytes_of_known_models_are_as_by_hand(tmp_path, config, parameters, biases):
+    matrices, total, adapters = by_hand(config, biases)
+    assert total == parameters  # as published
+    path = headers_of(tmp_path / "model", config)
+    assert sum(f.stat().st_blocks * 512 for f in path.iterdir()) < 2**20
+    planner = planner_of(fit.read_model(path), 0)
+    rows = {way: planner.row(way, 32, 1) for way in fit._WAYS}
+    assert rows["full"].trained == rows["compact"].trained == total
+    small = 100  # step, key, counts
+    assert rows["full"].state_bytes == pytest.approx(12 * total, abs=small)
+    # 2 bytes, a correction, two moments, and two scales of 2 bytes per 32 elements.
+    assert rows["compact"].state_bytes == pytest.approx(5.125 * total, rel=1e-3)
+    for way in ("lora", "lora_int8", "lora_nf4"):
+        assert rows[way].trained == adapters
+        assert rows[way].trained_bytes == pytest.approx(12 * adapters, abs=small)
+    frozen = {way: row.state_bytes - 12 * adapters for way, row in rows.items()}
+    assert frozen["lora"] == pytest.approx(2 * total, abs=small)
+    assert frozen["lora_int8"] == pytest.approx(2 * total - matrices, rel=2e-3)
+    # Half a byte, and a scale of 2 bytes per 64 elements.
+    scales = matrices / 32
+    assert frozen["lora_nf4"] == pytest.approx(2 * total - 1.5 * matrices + scales, rel=1e-4)
+
+
+# Fewer blocks.
+
+
+@pytest.mark.parametrize(
+    ("config", "period"),
+    [
+        ({"model_type": "llama"}, 1),
+        ({"model_type": "gemma2"}, 2),
+        ({"model_type": "gemma3_text"}, 6),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 3}, 3),
+        ({"model_type": "smollm3"}, 4),
+        ({"model_type": "qwen2", "use_sliding_window": True}, 12),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 12}, 1),
+        ({"model_type": "gemma3_text", "layer_types": [*"aab"] * 4}, 3),
+        ({"model_type": "smollm3", "layer_types": [*"ab"] * 6, "no_rope_layers": [1, 1, 0] * 4}, 6),
+        ({"model_type": "gemma2", "layer_types": [*"aaaaaaaaaaab"]}, 12),
+    ],
+)
+def test_blocks_repeat_with_the_pattern_of_their_attention(config, period):
+    assert fit._period(config, 12) == period
+
+
+def test_a_shallow_copy_is_a_model_of_its_first_blocks(folder):
+    config = {k: v for k, v in DEEP.items() if k != "architectures"}
+    write_folder(folder / "gemma", config | {"model_type": "gemma2", "head_dim": 8})
+    model = fit.read_model(folder / "gemma")
+    assert (model.blocks, model.period, model.positions) == (4, 2, 128)
+    assert model.depths(exact=False) == (4,)
+    fit.write_shallow(model, 2, folder / "two")
+    two = read_folder(folder / "two")
+    _, shapes = pretrained.match(two, "float32")
+    assert sorted(shapes["blocks"]) == ["0", "1"]
+    whole = pretrained.match(model.folder, "float32")[1]
+    assert shapes["blocks"]["1"] == whole["blocks"]["1"]
+    assert shapes["embedding"] == whole["embedding"]
+
+
+def test_few_blocks_are_compiled_unless_all_are_wanted():
+    model = fit.Model(None, 32, 2, None)
+    assert model.depths(exact=False) == (2, 4)
+    assert model.depths(exact=True) == (32,)
+    assert model._replace(blocks=4).depths(exact=False) == (4,)
+
+
+def test_extrapolates_a_line():
+    assert fit._extrapolate((2, 4), [10.0, 14.0], 10) == 26.0
+    assert fit._extrapolate((7,), [10.0], 7) == 10.0
+
+
+def test_zeros_replace_the_data_of_a_chat_file(folder):
+    _, config = arguments.read_with_config(
+        TrainArguments,
+        recipes.load("finetune_lora"),
+        ("--model.path", "llama", "--data.vocabulary", "256", "--data.no-packing"),
+        "train",
+    )
+    shapes = setup(config, without_data=True).batch_shapes
+    assert shapes["tokens"].shape == (8, 2049)
+    assert {"length", "target_mask", "weight"} <= shapes.keys()
+
+
+MISTAKES = [
+    (("fit",), "missing MODEL; usage: fnet fit MODEL"),
+    (("fit", "nothing", "--budget", "1GB"), "nothing is not a folder; give that of a published model"),
+    (("fit", "llama"), "fnet fit: needs --budget, such as --budget 24GB, or --target"),
+    (("fit", "llama", "--budget", "many"), "--budget: expected a number with a unit"),
+    (("fit", "llama", "--budget", "1GB", "--context", 129), "--context: 129, but the model has 128 positions"),
+    (("fit", "llama", "--budget", "1GB", "--context", 1), "--context: expected greater than or equal to 2, got 1"),
+    (("fit", "llama", "--budget", "1GB", "--ways", "dora"), "--ways: expected one of full, compact"),
+    (("fit", "llama", "--budget", "1GB", "--batch-size", 0), "--batch-size: expected greater than or equal to 1, got 0"),
+    (("fit", "llama", "--target", "h900"), "--target: expected one of ["),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[m[:30] for _, m in MISTAKES])
+def test_a_mistake_is_one_line(folder, capsys, words, message):
+    assert exit_code(*words) == 2
+    assert_one_line_error(capsys, message)
+
+
+def test_a_config_without_blocks_is_one_line(folder, capsys):
+    config = {k: v for k, v in DEEP.items() if k != "num_hidden_layers"}
+    (folder / "llama" / "config.json").write_text(json.dumps(config))
+    assert exit_code("fit", "llama", "--budget", "1GB") == 2
+    assert_one_line_error(capsys, "model.path: llama: llama: config.json has no num_hidden_layers")
+
+
+def test_an_image_network_is_one_line(folder, capsys):
+    config = {
+        **{"model_type": "vit", "architectures": ["ViTModel"], "hidden_size": 8},
+        **{"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},
+        **{"image_size": 8, "patch_size": 4, "num_channels": 3},
+    }
+    headers_of(folder / "vit", config)
+    assert exit_code("fit", "vit", "--budget", "1GB") == 2
+    assert_one_line_error(capsys, "model.path: vit is not a language model")
+
+
+def test_every_way_is_a_command(folder):
+    assert tuple(fit._WAYS) == FitArguments().ways
+    for way in fit._WAYS:
+        config = fit._config(way, fit._flags(way, folder / "llama", Shape("none", 2, 16), 4))
+        assert config.data.vocabulary == 256
+        assert (config.model.lora_rank is None) == (way in ("full", "compact"))
+        assert (config.model.quantize or "") == way.partition("_")[2]
+        dtype = "bfloat16" if way == "compact" else "float32"
+        assert (config.optim.name, config.train.params_dtype) == (
+            "compact_adamw" if way == "compact" else "adamw",
+            dtype,
+        )

@@ -1,0 +1,516 @@
+"""``fnet fit MODEL``: the ways to fine-tune a published model in a budget, from headers alone."""
+
+import dataclasses
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fnet import memory
+from fnet.memory import format_bytes, roofline, tree_bytes
+from fnet.memory.target import Target
+from train import arguments
+from train.arguments import FitArguments, TrainArguments
+from train.commands.positional import positional
+from train.config import ChatFile, Config, Pretrained, recipes
+from train.data.model_folder import DTYPES, SINGLE, ModelFolder, read_folder
+from train.errors import UserError
+from train.output.progress import line_printer
+from train.platform import use_cpu
+from train.run import planning
+from train.run.mesh import layout
+from train.run.prediction import target_of
+from train.run.run_folder import quote
+from train.run.setup import Setup, setup
+from train.tasks import pretrained
+from train.tasks.pretrained import FROZEN
+
+Log = Callable[[str], None]
+
+_WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "full": ("finetune_full", ("--optim.name", "adamw", "--train.params-dtype", "float32")),
+    "compact": ("finetune_full", ()),
+    "lora": ("finetune_lora", ()),
+    "lora_int8": ("finetune_lora", ("--model.quantize", "int8")),
+    "lora_nf4": ("finetune_lora", ("--model.quantize", "nf4")),
+}
+"""Recipe and flags of each way to train."""
+
+_CONTEXT = 2048
+_SHORTEST = 16
+"""Contexts are multiples of this, and no shorter one is tried."""
+
+
+class Shape(NamedTuple):
+    """How a step computes its gradient.
+
+    Attributes:
+      policy: Remat policy.
+      microbatches: Number of microbatches.
+      context: Tokens per row.
+    """
+
+    policy: str
+    microbatches: int
+    context: int
+
+
+class Cost(NamedTuple):
+    """Cost of a train step.
+
+    Attributes:
+      peak: Bytes.
+      seconds: Estimated time; None without rates of the device.
+    """
+
+    peak: float
+    seconds: float | None
+
+
+class Row(NamedTuple):
+    """One way to train.
+
+    Attributes:
+      way: Its name.
+      state_bytes: Bytes of the train state, frozen parameters included.
+      trained: Number of trained parameters.
+      trained_bytes: Bytes of trained parameters and of their optimizer state.
+      shape: The fastest shape that fits, or the smallest one; None if the state alone is too large.
+      cost: Its cost.
+      longest: Longest context that fits in the same shape; None without a shape.
+      flags: Flags of ``fnet train``, after the recipe.
+    """
+
+    way: str
+    state_bytes: int
+    trained: int
+    trained_bytes: int
+    shape: Shape | None
+    cost: Cost | None
+    longest: int | None
+    flags: tuple[str, ...]
+
+
+class Model(NamedTuple):
+    """A published model, as far as its headers describe it.
+
+    Attributes:
+      folder: Config and headers.
+      blocks: Number of blocks.
+      period: Blocks repeat after so many: sliding windows alternate with full attention.
+      positions: Longest context; None for any.
+    """
+
+    folder: ModelFolder
+    blocks: int
+    period: int
+    positions: int | None
+
+    def depths(self, exact: bool) -> tuple[int, ...]:
+        """Numbers of blocks to compile: all of them, or two numbers to extrapolate from."""
+        few = (self.period, 2 * self.period)
+        return (self.blocks,) if exact or self.blocks <= few[1] else few
+
+
+def main(argv: list[str]) -> None:
+    """Run ``fnet fit MODEL``."""
+    (given,), flags = positional(argv, "fnet fit MODEL", FitArguments)
+    options = arguments.read(FitArguments, flags, f"fnet fit {given}")
+    if options.target:
+        use_cpu()  # nothing runs, so an accelerator of this machine does not matter
+        # JAX writes programs for an absent device to its cache, but cannot read them.
+        jax.config.update("jax_enable_compilation_cache", False)
+    fit(Path(given), options, Console())
+
+
+def fit(path: Path, options: FitArguments, console: Console) -> None:
+    """Print the ways to train a model, and the command of each that fits.
+
+    Raises:
+      UserError: for a bad model, budget, context or target.
+    """
+    model = read_model(path)
+    target = target_of(options.target) if options.target else None
+    limit = _limit(options.budget, target)
+    context = _context(options.context, model)
+    console.print(_heading(model))
+    log = line_printer(console)
+    with tempfile.TemporaryDirectory() as shallow, console.status("reading") as status:
+        planner = _Planner(
+            model=model,
+            limit=limit,
+            target=target,
+            depths=model.depths(options.exact),
+            shallow=Path(shallow),
+            log=log,
+            status=status.update,
+        )
+        rows = [planner.row(way, context, options.batch_size) for way in options.ways]
+    console.print(ways_table(rows, limit, target, planner))
+    for note in _notes(rows, limit, target, planner):
+        log(note)
+    for row in rows:
+        if fits(row, limit):
+            recipe, _ = _WAYS[row.way]
+            log(f"\n{row.way}:\n  fnet train {recipe} {' '.join(row.flags)}")
+
+
+def fits(row: Row, limit: int) -> bool:
+    """Whether a way fits with the context that was asked for."""
+    return row.cost is not None and row.cost.peak <= limit
+
+
+# Reading the model.
+
+
+def read_model(path: Path) -> Model:
+    """Read config.json and the headers of a model's folder.
+
+    Raises:
+      UserError: if files are missing or damaged, or the model is not supported.
+    """
+    folder = read_folder(path)
+    network, _ = pretrained.match(folder, "bfloat16")
+    if network.losses is None:
+        raise UserError(f"model.path: {path} is not a language model")
+    config = folder.config
+    blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
+    if blocks < 1:
+        raise UserError(f"{path / 'config.json'}: num_hidden_layers: expected 1 or more, got 0")
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    is_known = isinstance(positions, int) and positions >= 2
+    return Model(folder, blocks, _period(config, blocks), positions if is_known else None)
+
+
+def _period(config: dict[str, Any], blocks: int) -> int:
+    """Return after how many blocks they repeat."""
+    kind = config.get("model_type")
+    if kind in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        return blocks  # the first ones have full attention
+    lists = [v for v in config.values() if isinstance(v, list) and len(v) == blocks]
+    if not lists:
+        pattern = {
+            "gemma2": 2,
+            "gemma3_text": config.get("sliding_window_pattern", 6),
+            "smollm3": config.get("no_rope_layer_interval", 4),
+        }.get(str(kind), 1)
+        return min(int(pattern), blocks)
+    return next(
+        p
+        for p in range(1, blocks + 1)
+        if all(v[i] == v[i % p] for v in lists for i in range(blocks))
+    )
+
+
+_BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+
+
+def write_shallow(model: Model, depth: int, into: Path) -> None:
+    """Write the first blocks of a model: its config, and a file of headers and holes.
+
+    Args:
+      model: The model.
+      depth: Number of blocks.
+      into: New folder.
+
+    Raises:
+      UserError: if it cannot be written.
+    """
+    config = dict(model.folder.config)
+    for name, value in config.items():
+        if name in ("num_hidden_layers", "n_layer"):
+            config[name] = depth
+        elif isinstance(value, list) and len(value) == model.blocks:
+            config[name] = value[:depth]
+    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    header, end = {}, 0
+    for name, tensor in model.folder.tensors.items():
+        block = _BLOCK.search(name)
+        if block and int(block[1]) >= depth:
+            continue
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header).encode()
+    try:
+        into.mkdir()
+        (into / "config.json").write_text(json.dumps(config))
+        with (into / SINGLE).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)  # takes no space
+    except OSError as error:
+        raise UserError(f"cannot write {into}: {error.strerror or error}; set TMPDIR") from error
+
+
+def _limit(budget: str | None, target: Target | None) -> int:
+    if budget is None:
+        if target is None:
+            raise UserError("fnet fit: needs --budget, such as --budget 24GB, or --target")
+        return target.usable
+    try:
+        return memory.parse_bytes(budget)
+    except ValueError as error:
+        raise UserError(f"--budget: {error}") from error
+
+
+def _context(context: int | None, model: Model) -> int:
+    if context is None:
+        return min(_CONTEXT, model.positions or _CONTEXT)
+    if model.positions is not None and context > model.positions:
+        raise UserError(
+            f"--context: {context:,}, but the model has {model.positions:,} positions "
+            "(max_position_embeddings)"
+        )
+    return context
+
+
+# Planning.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """Find the fastest shape of each way that fits.
+
+    Attributes:
+      model: The model.
+      limit: Bytes.
+      target: Device to compile for; None for this machine.
+      depths: Numbers of blocks to compile.
+      shallow: Folder for models of these depths.
+      log: Prints a line per program.
+      status: Shows what is compiled.
+    """
+
+    model: Model
+    limit: int
+    target: Target | None
+    depths: tuple[int, ...]
+    shallow: Path
+    log: Log
+    status: Callable[[str], None]
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether costs are extrapolated from fewer blocks."""
+        return self.depths != (self.model.blocks,)
+
+    def row(self, way: str, context: int, batch_size: int) -> Row:
+        """Plan one way."""
+        shapes = [Shape(policy, batch_size, context) for policy in ("none", "segments")]
+        state = self.setup(way, shapes[0], batch_size).state_shapes
+        if batch_size > 1 and FROZEN not in state.model_state:
+            shapes.append(Shape("segments", 1, context))  # without a sum of large gradients
+        state_bytes = tree_bytes(state)
+        trained = (state.params, state.opt_state)
+        row = Row(
+            way=way,
+            state_bytes=state_bytes,
+            trained=sum(a.size for a in jax.tree.leaves(state.params)),
+            trained_bytes=tree_bytes(trained),
+            shape=None,
+            cost=None,
+            longest=None,
+            flags=(),
+        )
+        if state_bytes > self.limit:
+            self.log(f"{way}: the train state alone takes {format_bytes(state_bytes)}")
+            return row
+        costs: dict[Shape, Cost] = {}
+        for shape in shapes:
+            costs[shape] = self.cost(way, shape, batch_size, state_bytes)
+            if costs[shape].peak <= self.limit:
+                break
+        chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
+        return row._replace(
+            shape=chosen,
+            cost=costs[chosen],
+            longest=self.longest(way, chosen, batch_size, state_bytes, costs[chosen]),
+            flags=_flags(way, self.model.folder.path, chosen, batch_size),
+        )
+
+    def setup(self, way: str, shape: Shape, batch_size: int, depth: int | None = None) -> Setup:
+        """Set up a run, of fewer blocks if a depth is given."""
+        path = self.model.folder.path
+        if depth not in (None, self.model.blocks):
+            path = self.shallow / str(depth)
+            if not path.exists():
+                write_shallow(self.model, depth, path)
+        config = _config(way, _flags(way, path, shape, batch_size))
+        return setup(config, without_data=True)
+
+    def cost(self, way: str, shape: Shape, batch_size: int, state_bytes: int) -> Cost:
+        """Compile a step, and extrapolate linearly to the model's number of blocks."""
+        points = []
+        for depth in self.depths:
+            programs = f"{depth} of {self.model.blocks} blocks, {_describe(shape)}"
+            self.status(f"{way}: compiling {programs}")
+            start = time.perf_counter()
+            run = self.setup(way, shape, batch_size, depth)
+            run = run.on(layout(run.config, self.target.devices if self.target else None))
+            planned = planning.analyze(
+                run, shape.policy, self.target, compiler_options=self.compiler_options
+            )
+            seconds = None
+            if self.target and self.target.peaks:
+                seconds = roofline.estimate(planned.executable, self.target.peaks).seconds
+            rest = planned.executable.report.peak.total - tree_bytes(run.state_shapes)
+            points.append(Cost(rest, seconds))
+            self.log(
+                f"{way}: {programs}: {format_bytes(rest)} in addition to the state "
+                f"({time.perf_counter() - start:.0f} s)"
+            )
+        temporaries = _extrapolate(self.depths, [p.peak for p in points], self.model.blocks)
+        times = [p.seconds for p in points if p.seconds is not None]
+        return Cost(
+            state_bytes + temporaries,
+            _extrapolate(self.depths, times, self.model.blocks) if times else None,
+        )
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """One candidate of the backend instead of all."""
+        if self.target:
+            return self.target.compiler_options
+        return dict(memory.CANDIDATE_OPTIONS.get(jax.default_backend(), ({},))[-1])
+
+    def longest(
+        self, way: str, shape: Shape, batch_size: int, state_bytes: int, cost: Cost
+    ) -> int | None:
+        """Estimate the longest context that fits, from a line through two contexts."""
+        most = self.model.positions
+        other = 2 * shape.context
+        if (most is not None and other > most) or cost.peak > self.limit:
+            other = shape.context // 2
+        if other < _SHORTEST:
+            return shape.context if cost.peak <= self.limit else None
+        second = self.cost(way, shape._replace(context=other), batch_size, state_bytes)
+        slope = (second.peak - cost.peak) / (other - shape.context)
+        if slope <= 0:  # too short to matter
+            return most if cost.peak <= self.limit else None
+        length = shape.context + (self.limit - cost.peak) / slope
+        length = int(length // _SHORTEST * _SHORTEST)
+        if length < _SHORTEST:
+            return None
+        return length if most is None else min(length, most)
+
+
+def _extrapolate(depths: tuple[int, ...], values: list[float], depth: int) -> float:
+    if len(values) == 1:
+        return values[0]
+    slope = (values[1] - values[0]) / (depths[1] - depths[0])
+    return values[0] + slope * (depth - depths[0])
+
+
+def _flags(way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ...]:
+    """Return the flags of ``fnet train``, after the recipe."""
+    _, flags = _WAYS[way]
+    return (
+        *("--model.path", quote(path), "--data.path", "data.jsonl", *flags),
+        *("--data.context", str(shape.context), "--data.batch-size", str(batch_size)),
+        *("--grad.microbatches", str(shape.microbatches), "--memory.policy", shape.policy),
+    )
+
+
+def _config(way: str, flags: tuple[str, ...]) -> Config:
+    """Return the config that a command trains, with a vocabulary in place of its data."""
+    recipe, _ = _WAYS[way]
+    _, config = arguments.read_with_config(
+        TrainArguments, recipes.load(recipe), flags, f"fnet train {recipe}"
+    )
+    assert isinstance(config.model, Pretrained)
+    assert isinstance(config.data, ChatFile)
+    vocabulary = int(read_folder(Path(config.model.path)).config["vocab_size"])
+    data = dataclasses.replace(config.data, vocabulary=vocabulary)
+    return dataclasses.replace(config, data=data)
+
+
+# Output.
+
+
+def _describe(shape: Shape) -> str:
+    return f"context {shape.context:,}, {shape.policy}, {shape.microbatches} microbatches"
+
+
+def _heading(model: Model) -> str:
+    tensors = model.folder.tensors.values()
+    count = sum(int(np.prod(t.shape)) for t in tensors)
+    return (
+        f"{model.folder.path}: {model.folder.config.get('model_type')}, {count:,} values in "
+        f"{format_bytes(model.folder.nbytes)}, {model.blocks} blocks"
+    )
+
+
+def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Table:
+    """Render the ways to train, one a row."""
+    on = f" on {target.name}" if target else ""
+    t = Table(
+        title=f"Ways to train within {format_bytes(limit)}{on}",
+        title_justify="left",
+        box=box.SIMPLE,
+    )
+    for name in ("way", "remat / micro-\nbatches"):
+        t.add_column(name, overflow="fold")
+    names = ("state", "peak", "longest\ncontext", "trained", "bytes /\ntrained")
+    for name in (*names, *(("s / step",) if target else ())):
+        t.add_column(name, justify="right", overflow="fold")
+    about = "~" if planner.is_estimate else ""
+    for row in rows:
+        cells = [row.way, "", format_bytes(row.state_bytes), "too large", ""]
+        if row.shape and row.cost:
+            too_large = "" if fits(row, limit) else "\ntoo large"
+            cells = [
+                row.way,
+                f"{row.shape.policy} / {row.shape.microbatches}",
+                format_bytes(row.state_bytes),
+                f"{about}{format_bytes(int(row.cost.peak))}{too_large}",
+                f"~{row.longest:,}" if row.longest else "none",
+            ]
+        cells += [f"{row.trained:,}", f"{row.trained_bytes / row.trained:.1f}"]
+        if target:
+            seconds = row.cost.seconds if row.cost else None
+            cells.append("" if seconds is None else f"{about}{seconds:.3g}")
+        t.add_row(*cells, style="" if fits(row, limit) else "dim")
+    t.caption_justify = "left"
+    t.caption = (
+        "bytes / trained: trained parameters and optimizer state. Longest context: by a line "
+        "through two contexts."
+    )
+    return t
+
+
+def _notes(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Iterator[str]:
+    """Say what the figures mean."""
+    if planner.is_estimate and any(row.cost for row in rows):
+        few = " and ".join(map(str, planner.depths))
+        yield (
+            f"~ estimated: extrapolated from {few} blocks to {planner.model.blocks}. State bytes "
+            "are exact. Compile all blocks with --exact."
+        )
+    if target is None and jax.default_backend() == "cpu":
+        yield (
+            "Peaks are of this CPU's compiler, which casts bfloat16 weights to float32. A GPU "
+            "takes less: give --target."
+        )
+    if target and target.device.platform == "gpu":
+        yield (
+            "The time is a lower bound, at the rates of the data sheet. Workspaces that cuDNN "
+            "chooses are not included."
+        )
+        if limit > target.usable:
+            share = min(limit / target.memory, 1.0)
+            yield (
+                f"JAX takes three quarters of a GPU's memory, {format_bytes(target.usable)}, "
+                f"unless you set XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f}."
+            )
