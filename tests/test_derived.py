@@ -85,6 +85,9 @@ CASES = {
         weight_norm, matrices("a", "b") | {"g": normal(5, D)},
         {"a": "derived", "b": "ghost norm", "g": "derived"},
     ),
+    "elementwise": (
+        lambda p, x: row_losses(x @ jnp.tanh(p["a"])), matrices("a"), "derived",
+    ),
     "straight-through": (straight_through, matrices("a"), "ghost norm"),
     "low-rank update of a tied kernel": (
         low_rank_update, {"w": normal(0, D, D), "a": normal(1, D, 2), "b": normal(2, 2, D)},
