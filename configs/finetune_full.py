@@ -4,9 +4,8 @@
     fnet train finetune_full --model.path MODEL --data.path data.jsonl
 
 Parameters are bfloat16 with 8-bit states, 8 rows of 2,048 tokens a step.
-For Llama-3.2-1B, 1,235,814,400 parameters, the train state takes 5.90 GiB, and the step on
-an H100 about 10.0 GiB without remat: compiled ahead of time for one and two blocks and
-extrapolated to 16. Not trained at that size here.
+For Llama-3.2-1B, 1,235,814,400 parameters, the train state takes 5.90 GiB. Gradients and
+temporaries come on top: see fnet fit --exact. Not trained at that size here.
 """
 
 from train.config import ChatFile, Checkpoint, Config, Microbatch, Optim, Pretrained, Train
