@@ -496,7 +496,7 @@ def _notes(rows: list[Row], limit: int, target: Target | None, planner: _Planner
         few = " and ".join(map(str, planner.depths))
         yield (
             f"~ estimated: extrapolated from {few} blocks to {planner.model.blocks}. State bytes "
-            "are exact. Compile all blocks with --exact."
+            "are exact. Peaks of full and compact can be too low. Compile all blocks with --exact."
         )
     if target is None and jax.default_backend() == "cpu":
         yield (
