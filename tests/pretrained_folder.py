@@ -16,6 +16,13 @@ LLAMA = {
 }  # fmt: skip
 """A model whose tokens are bytes."""
 
+VIT = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
+    "patch_size": 8, "id2label": {str(i): str(i) for i in range(7)},
+}  # fmt: skip
+"""An image network with a classifier for 7 classes."""
+
 
 def tensors_of(config):
     """Random tensors of a model, by name."""

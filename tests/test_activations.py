@@ -1,5 +1,7 @@
 """Activations by name: formulas, default parameters, and activations added by a user."""
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,8 @@ FORMULAS = {
     "softplus": lambda z: np.log1p(np.exp(z)),
     "relu": lambda z: np.maximum(z, 0),
     "gelu": lambda z: z / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    "gelu_exact": lambda z: z / 2 * (1 + np.vectorize(math.erf)(z / np.sqrt(2))),
+    "quick_gelu": lambda z: z / (1 + np.exp(-1.702 * z)),
     "silu": lambda z: z / (1 + np.exp(-z)),
     "tanh": np.tanh,
     "sigmoid": lambda z: 1 / (1 + np.exp(-z)),

@@ -444,7 +444,7 @@ def tensor_parallel(body, check_vma):
     return lambda p, x: jnp.square(layer(p["w"], p["v"], x)).sum(-1)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_devices_inside_the_loss_may_have_all_examples(check_vma):
     def body(w, v, x):
         scale = 1.0 + jax.lax.axis_index("model")

@@ -19,6 +19,8 @@ from train.config import (
     TextFile,
 )
 from train.data import synthetic
+from train.run import frozen
+from train.run.checkpoints import RestoredNetwork
 from train.run.run_folder import RunFolder
 from train.tasks import build, language
 
@@ -37,8 +39,8 @@ class Restored:
     def __exit__(self, *_):
         pass
 
-    def restore_network(self, init):
-        return {}, {}, 0
+    def restore_network(self, init, place=None):
+        return RestoredNetwork({}, {}, 0)
 
 
 def test_samples_are_the_networks_prediction_for_their_labels():
@@ -111,7 +113,7 @@ def test_generates_text_with_the_options_and_the_window_of_training(
         calls.update(how, prompt=prompt.tolist(), length=length)
         return iter(())
 
-    monkeypatch.setattr(sample, "Checkpoints", Restored)
+    monkeypatch.setattr(frozen, "Checkpoints", Restored)
     monkeypatch.setattr(language, "build_network", recorded)
     monkeypatch.setattr(fnet, "stream", stream)
     network = LanguageModel(blocks=1, width=16, heads=2, window=window)

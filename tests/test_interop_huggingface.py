@@ -271,6 +271,7 @@ def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     np.testing.assert_allclose(yarn.scale, 0.1 * np.log(4) + 1)
 
 
+@pytest.mark.slow
 def test_longrope_takes_the_length_of_the_sequence_or_of_the_cache():
     parameters = LONGROPE["rope_scaling"] | {"original_max_position_embeddings": 4, "type": "su"}
     rotary = rotary_embedding("phi3", 8, parameters, 64)

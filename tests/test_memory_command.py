@@ -118,6 +118,7 @@ def test_reports_that_no_batch_fits(capsys):
     assert_one_line_error(capsys, "not even the smallest batch fits in 0 bytes")
 
 
+@pytest.mark.slow
 def test_clipped_gradients_are_planned_within_a_budget(workplace):
     clipped = "--grad.mode", "clipped", "--grad.clip", 0.1, "--model.hidden", 64
     fnet_command("memory", "deep.py", *clipped, "--out", "free")

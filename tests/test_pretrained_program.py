@@ -15,7 +15,7 @@ from program_cases import assert_one_line_error, exit_code, fnet_command, metric
 from safetensors.numpy import load_file
 
 import fnet
-from tests.pretrained_folder import LLAMA, write_folder
+from tests.pretrained_folder import LLAMA, VIT, write_folder
 from train.config import ChatFile, Config, Optim, Pretrained, Synthetic, Train
 from train.data.model_folder import read_folder
 from train.errors import UserError
@@ -202,13 +202,6 @@ def test_private_fine_tuning(folder, capsys):
     private = "--grad.mode", "clipped", "--grad.epsilon", 8, "--grad.delta", 0.01
     fnet_command("train", "tiny.py", "--out", "run", *LORA, *private)
     assert "privacy: " in capsys.readouterr().out
-
-
-VIT = {
-    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 16,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16,
-    "patch_size": 8, "id2label": {str(i): str(i) for i in range(7)},
-}  # fmt: skip
 
 
 def image_config(folder, num_classes):
