@@ -53,7 +53,7 @@ def main() -> None:
     steps, saved, temporaries = {}, {}, {}
     for name, norm in NORMS.items():
         for layout, order in LAYOUTS.items():
-            model = torch_stack(norm, args.blocks).to(memory_format=order)
+            model = torch_stack(norm, args.blocks).to(memory_format=order)  # type: ignore[call-overload,unused-ignore]
             images = nchw(x).contiguous(memory_format=order)
             step, row = torch_step(model, images), f"{name}, {layout}"
             steps[row], saved[row] = step, saved_bytes(step, {images, *model.parameters()})
