@@ -177,6 +177,25 @@ def test_tensor_layouts_invert():
     chex.assert_trees_all_equal(t.to_file(t.to_param(np.eye(4, 6))), np.eye(4, 6))
 
 
+# What published files contain, although it changes no logits.
+EXTRAS = {
+    "llama": {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1,
+              "transformers.js_config": {"dtype": "q4"}},
+    "gpt2": {"_num_labels": 1, "n_ctx": 1024, "summary_type": "cls_index",
+             "task_specific_params": {"text-generation": {"max_length": 50}}},
+    "mamba": {"d_model": 32, "d_inner": 64, "fused_add_norm": True, "rms_norm": True,
+              "pad_vocab_size_multiple": 8, "ssm_cfg": {}, "rescale_prenorm_residual": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_accepts_what_published_files_contain(name):
+    config = CONFIGS[name] | EXTRAS[name]
+    if name == "mamba":
+        config["n_layer"] = config["num_hidden_layers"]
+    assert build_model(config).tensors == build_model(CONFIGS[name]).tensors
+
+
 LLAMA = CONFIGS["llama"]
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = CONFIGS["phi3_longrope"]

@@ -109,7 +109,7 @@ def stack(
       blocks: at least one.
       norm: norm before each mixer and feed-forward: ``rms``, ``layer`` (without bias) or
         ``dynamic_tanh``, or a function ``width -> layer``; None: no norm.
-      post_norm: norm after each mixer and feed-forward, likewise; None: no norm.
+      post_norm: norm after each mixer and feed-forward, given in the same ways; None: no norm.
       context: how contexts are passed, ``lagged`` or ``current``; None: no attention context.
       context_rate: weight of the current batch in a context.
       condition: size of the condition vectors; None: no condition.

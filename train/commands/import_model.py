@@ -69,7 +69,7 @@ def default_config(path: Path) -> Config:
 
 
 def import_model(config: Config, out: Path) -> ModelFolder:
-    """Create a run at step 0, whose weights are those of the published model.
+    """Create a run at step 0 with the weights of the published model.
 
     The weights are not copied. Their headers are compared with config.json.
 

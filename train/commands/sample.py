@@ -145,7 +145,7 @@ class Generator(NamedTuple):
         tokenizer = load_tokenizer(data)
         settings = GenerationSettings(0.8)
         if tokenizer.folder is not None:
-            # Settings of the model; those of a run without such a file are fnet's.
+            # A run without generation_config.json has fnet's settings.
             stored = load_generation_settings(tokenizer.folder)
             settings = stored if stored != GenerationSettings() else settings
             if (end := tokenizer.end_token()) is not None:

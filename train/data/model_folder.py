@@ -82,7 +82,7 @@ class ModelFolder(NamedTuple):
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder has the config.json of a published model, unlike that of a run."""
+    """Whether a folder has the config.json of a published model. A run's differs."""
     if not (path / "config.json").is_file():
         return False
     config = load_json(path / "config.json")
@@ -96,7 +96,7 @@ def read_config(path: Path) -> dict[str, Any]:
       UserError: if there is none, or it is not JSON.
     """
     if not path.is_dir():
-        raise UserError(f"model.path: {path} is not a folder; give that of a published model")
+        raise UserError(f"model.path: {path} is not a folder; give a published model's folder")
     config = load_json(path / "config.json")
     if not config:
         raise UserError(f"model.path: {path} has no config.json; give a published model's folder")

@@ -291,5 +291,5 @@ def _quantize(section: Pretrained, shapes: Any) -> Callable[[str, Array], Any]:
 
 
 def _sharding(leaf: Any) -> Any:
-    """Sharding of a parameter; that of the codes of a quantized one, which has its axes."""
+    """Sharding of a parameter, or of the codes of a quantized one, which have its axes."""
     return (leaf.codes if quantization.is_quantized(leaf) else leaf).sharding

@@ -124,7 +124,7 @@ def build_model(
       interpolate_positions: as for `from_huggingface`.
 
     Returns:
-      A model. Its ``init`` makes float32 parameters; `from_huggingface` reads those of a file.
+      A model. Its ``init`` makes float32 parameters; `from_huggingface` reads the file's.
 
     Raises:
       ValueError: for an unknown model type, class or option, with its name.
@@ -165,7 +165,7 @@ def from_huggingface(
     Supported for text are Llama 2 and 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, GPT-2, OLMo 2, Phi-3,
     SmolLM, Mamba 1 and 2, Falcon Mamba and RecurrentGemma. Supported for images are ViT, DeiT,
     DINOv2, ConvNeXt 1 and 2, and the image towers of CLIP and SigLIP, in the files of transformers
-    and of timm. Outputs equal those of transformers and timm up to rounding. An option that is not
+    and of timm. Outputs equal transformers' and timm's up to rounding. An option that is not
     supported raises an error; nothing is approximated.
 
     Parameters keep the dtypes of the tensors. Dense kernels are [in, out]. Tensors are read one at
@@ -176,12 +176,12 @@ def from_huggingface(
       config: ``config.json`` as a dict.
       tensors: ``{name: array}`` as in the safetensors files. In place of arrays it may hold objects
         with ``shape`` and ``dtype`` that return arrays for ``tensor[slices]``.
-      dtype: dtype of activations. None: that of the first tensor.
+      dtype: dtype of activations. None: the first tensor's dtype.
       sharding: ``(path, shape) -> sharding`` of each parameter, with paths such as
         ``"blocks/0/mixer/query/kernel"``. None: the default device.
       interpolate_positions: whether an image network takes images of other sizes, with learned
         positions interpolated as in its library.
-      convert: ``(path, array) -> leaf``, applied to each parameter as soon as it is read, for
+      convert: ``(path, array) -> leaf``, applied to each parameter right after reading, for
         example a cast. None: parameters stay as they are.
 
     Returns:
@@ -224,7 +224,7 @@ def match_tensors(
     dtype: DTypeLike | None = None,
     interpolate_positions: bool = False,
 ) -> tuple[PretrainedModel, Params]:
-    """Build a model and compare its tensors with those of a checkpoint, without reading them.
+    """Build a model and compare its tensors with a checkpoint's, without reading them.
 
     Args:
       config, tensors, dtype, interpolate_positions: as for `from_huggingface`. Of each tensor,

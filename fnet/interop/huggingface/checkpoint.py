@@ -126,7 +126,7 @@ def with_found_names(
     if unknown:
         raise ValueError(
             f"the checkpoint has tensors that the model does not: {_listed(unknown)}; "
-            "is config.json that of this checkpoint?"
+            "does config.json belong to this checkpoint?"
         )
     return model._replace(tensors=tuple(t for t in tensors if t.name in found))
 
@@ -158,7 +158,7 @@ def read_params(
       tensors: ``{name: tensor}``. Each tensor has ``shape`` and ``dtype``, and is read by
         ``tensor[slices]``, which returns a NumPy array.
       sharding: ``(path, shape) -> sharding`` of each parameter; None: the default device.
-      convert: ``(path, array) -> leaf``, applied to each parameter as soon as it is read.
+      convert: ``(path, array) -> leaf``, applied to each parameter right after reading.
 
     Raises:
       ValueError: if two tensors hold the same parameter with different values.
@@ -197,7 +197,7 @@ def _reader(t: Tensor, tensor: Any) -> Callable[[tuple[slice, ...] | None], np.n
         slices = t.file_slices(index)
         part = np.asarray(tensor[... if slices is None else slices])
         # NumPy transposes integers many times faster than bfloat16. A mapped file leaves memory
-        # as soon as it is copied.
+        # right after the copy.
         bits = t.to_param(part.view(f"u{part.dtype.itemsize}"))
         bits = bits[index] if slices is None else bits
         return np.ascontiguousarray(bits).view(part.dtype)

@@ -5,25 +5,26 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# What a config may say about training, generation and files. It does not change logits.
+# Options of training, generation and files, which do not change logits.
 _IGNORED = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "architectures",
-    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "auto_map",
-    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_num_labels",
+    "architectures", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop",
+    "auto_map", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "cache_implementation",
     "chunk_size_feed_forward", "cls_token_id", "decoder_start_token_id", "diversity_penalty",
     "do_sample", "drop_path_rate", "dtype", "early_stopping", "embd_pdrop",
     "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
     "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
-    "hidden_dropout_prob", "id2label", "initializer_factor", "initializer_range",
-    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length",
-    "max_position_embeddings", "min_length", "model_type", "no_repeat_ngram_size",
+    "hidden_dropout_prob", "id2label", "initializer_factor", "initializer_range", "is_decoder",
+    "is_encoder_decoder", "is_llama_config", "label2id", "length_penalty", "max_length",
+    "max_position_embeddings", "min_length", "model_type", "n_special", "no_repeat_ngram_size",
     "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
-    "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params",
-    "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers.js_config", "transformers_version", "typical_p", "unsloth_fixed",
-    "unsloth_version", "use_bfloat16", "use_cache",
+    "output_hidden_states", "output_past", "output_scores", "pad_token_id",
+    "predict_special_tokens", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
+    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "use_cache",
 })  # fmt: skip
 
 _REQUIRED = object()

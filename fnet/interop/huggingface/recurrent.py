@@ -79,8 +79,8 @@ def mamba2(options: Options, dtype: DTypeLike) -> PretrainedModel:
         norm_eps=options.get("layer_norm_epsilon", 1e-5),
         step_limits=limits,
     )
-    # transformers reads neither of the last two: its norm is an RMS norm of the gated output.
-    options.ignore("chunk_size", "time_step_rank", "norm_before_gate", "rms_norm")
+    # transformers ignores the last one: its norm is an RMS norm of the gated output.
+    options.ignore("chunk_size", "time_step_rank", "norm_before_gate")
 
     def mixer_tensors(name: str, path: str) -> list[Tensor]:
         return [
@@ -192,6 +192,12 @@ def _sizes(options: Options) -> tuple[int, int]:
     steps = ("floor", "init_scheme", "max", "min", "scale")
     options.ignore(*(f"time_step_{name}" for name in steps))
     inner = int(options.get("expand", 2) * width)
+    # Converted checkpoints of the authors repeat their own names of the sizes.
+    options.require("d_model", width)
+    options.require("d_inner", inner)
+    options.require("n_layer", options.get("num_hidden_layers"))
+    options.require("rms_norm", True)
+    options.ignore("fused_add_norm", "pad_vocab_size_multiple", "ssm_cfg")
     return width, inner
 
 
