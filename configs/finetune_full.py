@@ -4,8 +4,8 @@
     fnet train finetune_full --model.path MODEL --data.path data.jsonl
 
 Parameters are bfloat16 with 8-bit states, 8 rows of 2,048 tokens a step.
-For Llama-3.2-1B, 1,235,814,400 parameters, the train state takes 5.90 GiB. Gradients and
-temporaries come on top: see fnet fit --exact. Not trained at that size here.
+For Llama-3.2-1B, 1,235,814,400 parameters, a step takes 10.35 GiB on an H100, compiled ahead of
+time, and at least 0.76 s. The train state takes 5.90 GiB of that. Not trained at that size here.
 """
 
 from train.config import ChatFile, Checkpoint, Config, Microbatch, Optim, Pretrained, Train

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -369,10 +370,30 @@ def checksums(tree: Any) -> dict[str, int]:
     """
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     # One after the other: on CPU each needs as much memory again as its array.
-    return {_dotted(path): int(_checksum(leaf)) for path, leaf in leaves}
+    return {_dotted(path): int(_checksum_program(_shape_of(leaf))(leaf)) for path, leaf in leaves}
 
 
-@jax.jit
+def compile_checksums(shapes: Any) -> None:
+    """Compile the checksums of a state, so that no checkpoint has to.
+
+    XLA's compiler takes tens of MiB, which would add to the peak of training.
+
+    Args:
+      shapes: shapes of the state, on one device or with shardings.
+    """
+    for leaf in jax.tree.leaves(jax.tree.map(_with_sharding, shapes)):
+        _checksum_program(_shape_of(leaf))
+
+
+@functools.cache
+def _checksum_program(shape: jax.ShapeDtypeStruct) -> Callable[[Array], Array]:
+    return jax.jit(_checksum).lower(shape).compile()
+
+
+def _shape_of(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=getattr(a, "sharding", None))
+
+
 def _checksum(a: Array) -> Array:
     if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
         a = jax.random.key_data(a)

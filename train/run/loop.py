@@ -22,7 +22,7 @@ from train.output.progress import Progress, line_printer
 from train.run import distributed, tracking
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
-from train.run.checkpoints import Checkpoints
+from train.run.checkpoints import Checkpoints, compile_checksums
 from train.run.class_names import check_classes, write_classes
 from train.run.frozen import restore, without_frozen
 from train.run.interruption import Interruption
@@ -94,6 +94,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
             init = run.compile_init()
             learning_rate = run.compile_schedule()
+            compile_checksums(without_frozen(run.state_shapes))
             report = memory_report(run, planned)
         predicted_bytes = overhead(run).peak(
             memory.tree_bytes(run.state_shapes) // run.devices,
