@@ -148,9 +148,7 @@ def test_samples_with_a_tokenizer(tokenizer, capsys):
     error = capsys.readouterr().err
     assert error == "fnet: words.json has no token for some of 'to err'\n"
     assert exit_code("sample", "words", "--prompt", "to\udcff") == 2
-    assert_one_line_error(
-        capsys, "words.json reads UTF-8 alone, which the text is not, at symbol 2"
-    )
+    assert_one_line_error(capsys, "words.json reads only UTF-8, and symbol 2 of the text is not")
     assert exit_code("sample", "words", "--prompt", "\n") == 2
     assert "--prompt: is empty" in capsys.readouterr().err
     tokenizer.unlink()
