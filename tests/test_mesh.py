@@ -197,7 +197,7 @@ def test_a_budget_is_per_device(workplace):
         on(Mesh(data=2), dataclasses.replace(CONFIG, memory=Memory(budget=budget)))
     )
     chosen = planned.plan.chosen
-    assert (chosen.policy, chosen.microbatches, chosen.peak.total) == ("none", 1, need)
+    assert (chosen.policy.name, chosen.microbatches, chosen.peak.total) == ("none", 1, need)
     assert all(32 % (2 * c.microbatches) == 0 for c in planned.plan.candidates)
 
 
