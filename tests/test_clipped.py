@@ -530,3 +530,31 @@ def test_complex_parameters_have_the_gradients_of_jax_grad():
     chex.assert_trees_all_close(info.norms, jnp.array(norms), rtol=1e-5)
     chex.assert_trees_all_close(total, expected, rtol=1e-5)
     chex.assert_trees_all_equal_dtypes(total, p)
+
+
+AFFINE = {
+    "negated": lambda w, c: -w,
+    "constant minus parameter": lambda w, c: c - w,
+    "parameter minus constant": lambda w, c: w - c,
+    "plus a number": lambda w, c: w + 0.5,
+    "scaled": lambda w, c: 3.0 * w,
+    "divided": lambda w, c: w / 4.0,
+    "a slice of both axes": lambda w, c: jnp.pad(w[1:, :1], ((1, 0), (0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
+    w, c = jax.random.normal(jax.random.key(0), (2, 3, 2))
+    x = jax.random.normal(jax.random.key(1), (5, 3))
+
+    def loss(w, x):
+        return jnp.square(x @ AFFINE[name](w, c)).sum(-1)
+
+    grads = [jax.grad(lambda w, i=i: loss(w, x[i : i + 1])[0])(w) for i in range(5)]
+    norms = jnp.stack([jnp.linalg.norm(g) for g in grads])
+    clip = float(jnp.median(norms))
+    expected = sum(g * min(1.0, clip / float(n)) for g, n in zip(grads, norms, strict=True))
+    total, info = clipped_grad(loss, clip)(w, x)
+    np.testing.assert_allclose(info.norms, norms, rtol=1e-5)
+    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-5)
