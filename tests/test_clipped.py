@@ -539,7 +539,7 @@ AFFINE = {
     "plus a number": lambda w, c: w + 0.5,
     "scaled": lambda w, c: 3.0 * w,
     "divided": lambda w, c: w / 4.0,
-    "a slice of both axes": lambda w, c: jnp.pad(w[1:, :1], ((1, 0), (0, 1))),
+    "a slice of both axes": lambda w, c: w[1:, :1],
 }
 
 
@@ -549,7 +549,8 @@ def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
     x = jax.random.normal(jax.random.key(1), (5, 3))
 
     def loss(w, x):
-        return jnp.square(x @ AFFINE[name](w, c)).sum(-1)
+        kernel = AFFINE[name](w, c)
+        return jnp.square(x[:, : len(kernel)] @ kernel).sum(-1)
 
     grads = [jax.grad(lambda w, i=i: loss(w, x[i : i + 1])[0])(w) for i in range(5)]
     norms = jnp.stack([jnp.linalg.norm(g) for g in grads])
