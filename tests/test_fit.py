@@ -275,7 +275,7 @@ def test_zeros_replace_the_data_of_a_chat_file(folder):
 
 MISTAKES = [
     (("fit",), "missing MODEL; usage: fnet fit MODEL"),
-    (("fit", "nothing", "--budget", "1GB"), "nothing is not a folder; give that of a published model"),
+    (("fit", "nothing", "--budget", "1GB"), "nothing is not a folder; give a published model's folder"),
     (("fit", "llama"), "fnet fit: needs --budget, such as --budget 24GB, or --target"),
     (("fit", "llama", "--budget", "many"), "--budget: expected a number with a unit"),
     (("fit", "llama", "--budget", "1GB", "--context", 129), "--context: 129, but the model has 128 positions"),
