@@ -14,6 +14,7 @@ from fnet.layers.attention_context import RATE, Passing
 from fnet.layers.dense import dense
 from fnet.layers.dot_product_attention import cap
 from fnet.layers.embedding import embedding, unembed
+from fnet.layers.segments import restarts
 from fnet.layers.stack import Block, Norm, resolve_norm, stack
 from fnet.losses import linear_cross_entropy
 from fnet.precision import add
@@ -268,5 +269,6 @@ def positions_in_segments(segments: Int[Array, "b t"]) -> Int[Array, "b t"]:
       [[0, 1, 2, 0, 1, 0]]
     """
     at = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    is_first = restarts("positions_in_segments", segments, segments.shape)
+    assert is_first is not None  # because there are segments
     return at - jax.lax.cummax(jnp.where(is_first, at, 0), axis=1)

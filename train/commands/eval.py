@@ -1,7 +1,6 @@
 """``fnet eval``: evaluate a run's checkpoint on its test examples."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from train.config import (
     ImageFolder,
     TextFile,
 )
-from train.data.chat import ChatTemplate, load_template
+from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
@@ -138,8 +137,7 @@ def answer_choices(
       UserError: for a run without a checkpoint, a wrong file of questions, or a folder that cannot
         be written.
     """
-    config, file = with_model_files(folder, config), options.choices
-    data = language.text_source(config)
+    file, data = options.choices, language.text_source(config)
     assert file is not None
     tokenizer = load_tokenizer(data)
     template = _chat_template(data, tokenizer) if options.chat else None
@@ -178,9 +176,8 @@ def answer_choices(
 
 
 def _chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTemplate:
-    path = getattr(data, "chat_template", None)
     try:
-        return load_template(tokenizer.folder, Path(path) if path else None)
+        return language.chat_template(data, tokenizer)
     except UserError as error:
         raise UserError(f"--chat: {error}") from error
 

@@ -127,8 +127,6 @@ def main(argv: list[str]) -> None:
     options = arguments.read(FitArguments, flags, f"fnet fit {given}")
     if options.target:
         use_cpu()  # nothing runs, so an accelerator of this machine does not matter
-        # JAX writes programs for an absent device to its cache, but cannot read them.
-        jax.config.update("jax_enable_compilation_cache", False)
     fit(Path(given), options, Console())
 
 

@@ -17,9 +17,9 @@ from fnet.models.denoiser import Denoiser as DenoiserModel
 from train import arguments
 from train.arguments import ImageArguments, TextArguments
 from train.commands.positional import positional
-from train.config import ChatFile, Config, Denoiser, LanguageModel, Pretrained
+from train.config import Config, Denoiser, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
-from train.data.chat import GenerationSettings, load_generation_settings, load_template
+from train.data.chat import GenerationSettings, load_generation_settings
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.output import plots
@@ -79,9 +79,7 @@ def chat(folder: RunFolder, config: Config, options: TextArguments) -> None:
       UserError: if the model has no chat template, or as `generate_text`.
     """
     generator = Generator.load(folder, config, options)
-    data = language.text_source(config)
-    given = data.chat_template if isinstance(data, ChatFile) else None
-    template = load_template(generator.tokenizer.folder, Path(given) if given else None)
+    template = language.chat_template(language.text_source(config), generator.tokenizer)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
 

@@ -11,7 +11,8 @@ from jax import Array
 import fnet
 from train.config import ChatFile, Config, LanguageModel, Pretrained, TextFile
 from train.data import Dataset, chat_file, text_file
-from train.data.tokenizer import load_tokenizer
+from train.data.chat import ChatTemplate, load_template
+from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.tasks import pretrained
 from train.tasks.pretrained import PretrainedNetwork
@@ -38,6 +39,16 @@ def text_source(config: Config) -> TextFile | ChatFile:
     if data.vocabulary is None:
         raise UserError(f"model.path: {model.path} has no tokenizer.json; give data.tokenizer")
     return data
+
+
+def chat_template(data: TextFile | ChatFile, tokenizer: Tokenizer) -> ChatTemplate:
+    """Load the chat template of the data, by default the tokenizer's.
+
+    Raises:
+      UserError: if there is none, or it is unreadable.
+    """
+    path = data.chat_template if isinstance(data, ChatFile) else None
+    return load_template(tokenizer.folder, Path(path) if path else None)
 
 
 def build_network(config: Config) -> fnet.models.LanguageModel | PretrainedNetwork:
