@@ -1,6 +1,7 @@
 """``fnet import MODEL``: make a published model a run, to sample, evaluate or fine-tune it."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -27,9 +28,9 @@ def main(argv: list[str]) -> None:
         ImportModelArguments, config, flags, f"fnet import {given}"
     )
     out = Path(options.out or f"runs/{config.name}")
-    folder = import_model(config, out)
+    folder, shapes = import_model(config, out)
     console = Console()
-    console.print(model_table(folder))
+    console.print(model_table(folder, shapes))
     run, is_text = quote(out), isinstance(config.data, ChatFile)
     kind = "FILE" if is_text else "FOLDER"
     first = f"Generate text with fnet sample {run} --prompt TEXT. " if is_text else ""
@@ -68,7 +69,7 @@ def default_config(path: Path) -> Config:
     )
 
 
-def import_model(config: Config, out: Path) -> ModelFolder:
+def import_model(config: Config, out: Path) -> tuple[ModelFolder, Any]:
     """Create a run at step 0 with the weights of the published model.
 
     The weights are not copied. Their headers are compared with config.json.
@@ -77,23 +78,25 @@ def import_model(config: Config, out: Path) -> ModelFolder:
       config: config of the run.
       out: folder of the run.
 
+    Returns:
+      The model's folder, and the shapes of its parameters.
+
     Raises:
       UserError: if the model is not supported or damaged, or the folder cannot be used.
     """
     assert isinstance(config.model, Pretrained)
     source = read_folder(Path(config.model.path))
-    pretrained.match(source, config.train.precision)
+    _, shapes = pretrained.match(source, config.train.precision)
     folder = RunFolder(out)
     with folder.lock():
         folder.create()
         copy_model_files(folder, config)
         folder.write_config(config)
-    return source
+    return source, shapes
 
 
-def model_table(folder: ModelFolder) -> Table:
+def model_table(folder: ModelFolder, shapes: Any) -> Table:
     """Describe a published model: architecture, size and what comes with it."""
-    _, shapes = pretrained.match(folder, "float32")
     parameters = sum(a.size for a in jax.tree.leaves(shapes))
     dtypes = sorted({str(t.dtype) for t in folder.tensors.values()})
     t = Table(title=str(folder.path), title_justify="left", show_header=False)
