@@ -384,25 +384,16 @@ def _low_rank_product(
     rank_dims, stack_dims = ((low.ndim - 1,), (rank_of_second,)), (stacked, stacked)
     free = [v for v in weight.view if v in layout.axes("o" if role == "i" else "i")]
     order = sorted(range(len(free)), key=free.__getitem__)
+    operands = low, second
     if side == 0:
-        rank_dims = rank_dims[::-1]
-        y = jax.lax.dot_general(
-            second,
-            low,
-            (rank_dims, stack_dims),
-            precision=precision,
-            preferred_element_type=out.dtype,
-        )
-        first_free = stack
-    else:
-        y = jax.lax.dot_general(
-            low,
-            second,
-            (rank_dims, stack_dims),
-            precision=precision,
-            preferred_element_type=out.dtype,
-        )
-        first_free = y.ndim - len(free)
+        operands, rank_dims = operands[::-1], rank_dims[::-1]
+    y = jax.lax.dot_general(
+        *operands,
+        (rank_dims, stack_dims),
+        precision=precision,
+        preferred_element_type=out.dtype,
+    )
+    first_free = stack if side == 0 else y.ndim - len(free)
     if order != list(range(len(free))):
         # The value in the program has its axes in another order than the weight.
         permutation = list(range(y.ndim))

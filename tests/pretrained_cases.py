@@ -7,6 +7,7 @@ them again.
 
 import zlib
 
+import jax
 import numpy as np
 
 _BASE = {
@@ -109,6 +110,15 @@ LOGITS = {
     "recurrent_gemma": [-2.90876, 0.84921, -1.17602, -1.91302],
 }
 """The first logits at the last of the second row's `TOKENS`."""
+
+
+def file_shapes(model):
+    """Shapes of a model's tensors by name, without those that may be missing."""
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    leaves = {
+        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
+    }
+    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional}
 
 
 def weights(shapes):

@@ -2,12 +2,11 @@
 
 import json
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 
 from fnet.interop.huggingface import build_model
-from tests.pretrained_cases import weights
+from tests.pretrained_cases import file_shapes, weights
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,
@@ -26,12 +25,7 @@ VIT = {
 
 def tensors_of(config):
     """Random tensors of a model, by name."""
-    model = build_model(config)
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    leaves = {
-        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
-    }
-    return weights({t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional})
+    return weights(file_shapes(build_model(config)))
 
 
 def write_folder(path, config=LLAMA, dtype=np.float32, shards=1, tensors=None):

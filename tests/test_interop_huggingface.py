@@ -14,15 +14,7 @@ from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
 from fnet.interop.huggingface.decoders import rotary_embedding
 from tests import pretrained_image_cases
-from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, peer, weights
-
-
-def file_shapes(model):
-    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
-    leaves = {
-        "/".join(k.key for k in path): a.shape for path, a in jax.tree.leaves_with_path(shapes)
-    }
-    return {t.name: t.file_shape(leaves[t.path]) for t in model.tensors if not t.optional}
+from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, file_shapes, peer, weights
 
 
 @functools.cache

@@ -12,9 +12,10 @@ from fnet.interop.peft import huggingface_modules, to_peft
 from train.arguments import ExportArguments
 from train.commands import weight_files
 from train.config import Config, Pretrained
-from train.data.model_folder import INDEX, SINGLE, SMALL_FILES, read_folder
+from train.data.model_folder import INDEX, SINGLE, read_folder
 from train.errors import UserError
 from train.run.frozen import load_network
+from train.run.model_files import copy_small_files
 from train.run.run_folder import RunFolder, as_json
 from train.tasks import pretrained
 
@@ -56,7 +57,7 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
             params = pretrained.merge(section, trained, network.model_state)
             dtypes = {name: t.dtype for name, t in source.tensors.items()}
             _write_tensors(part, model.base.tensors, params, dtypes)
-            _copy_small_files(part, folder.model, source.path)
+            copy_small_files(part, folder.model, source.path)
         if out.is_dir():
             out.rmdir()
         part.rename(out)
@@ -66,14 +67,6 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
             f"cannot write {out}: {error.strerror or error}; choose another --out"
         ) from error
     return out
-
-
-def _copy_small_files(to: Path, *sources: Path) -> None:
-    """Copy config and tokenizer, each from the first source that has it."""
-    for name in SMALL_FILES:
-        found = [source / name for source in sources if (source / name).is_file()]
-        if found:
-            (to / name).write_bytes(found[0].read_bytes())
 
 
 def _write_tensors(

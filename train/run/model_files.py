@@ -20,13 +20,23 @@ def copy_model_files(folder: RunFolder, config: Config) -> None:
     source = Path(config.model.path)
     try:
         folder.model.mkdir(exist_ok=True)
-        for name in SMALL_FILES:
-            if (source / name).is_file():
-                (folder.model / name).write_bytes((source / name).read_bytes())
+        copy_small_files(folder.model, source)
     except OSError as error:
         raise UserError(
             f"cannot copy {source} to {folder.model}: {error.strerror or error}"
         ) from error
+
+
+def copy_small_files(to: Path, *sources: Path) -> None:
+    """Copy config and tokenizer, each from the first source that has it.
+
+    Raises:
+      OSError: if a file cannot be read or written.
+    """
+    for name in SMALL_FILES:
+        found = [source / name for source in sources if (source / name).is_file()]
+        if found:
+            (to / name).write_bytes(found[0].read_bytes())
 
 
 def with_model_files(folder: RunFolder, config: Config) -> Config:

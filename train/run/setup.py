@@ -147,8 +147,9 @@ class Setup(NamedTuple):
     def compile_init(self) -> Callable[[Array], TrainState]:
         """Compile ``key -> TrainState``, which reads the parameters of a published model."""
         out_shardings = shardings(self.state_shapes) if self.layout else None
-        init, model = jax.jit(self.init, out_shardings=out_shardings), self.task.model
+        model = self.task.model
         if not isinstance(model, PretrainedNetwork):
+            init = jax.jit(self.init, out_shardings=out_shardings)
             return init.lower(jax.random.key(0)).compile()
         shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
         # The new state takes the buffers of what is read.

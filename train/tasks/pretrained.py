@@ -10,7 +10,7 @@ from jax import Array
 
 from fnet import layers, lora, quantization
 from fnet.interop import huggingface
-from fnet.interop.huggingface.checkpoint import PretrainedModel
+from fnet.interop.huggingface.checkpoint import PretrainedModel, read_params
 from train.config import Config, Pretrained
 from train.data.model_folder import ModelFolder, read_folder
 from train.errors import UserError
@@ -80,9 +80,6 @@ def build_network(config: Config) -> PretrainedNetwork:
         params = jax.tree.map(lambda a: jnp.zeros(a.shape, dtype or a.dtype), shapes)
         return quantization.map_with_paths(quantize, params)
 
-    def read(targets: Any) -> Any:
-        return _read(folder, folder.tensors, targets, quantize)
-
     adapters = adapters_of(section)
     apply, losses = model.apply, model.losses
     if adapters is None:
@@ -102,7 +99,7 @@ def build_network(config: Config) -> PretrainedNetwork:
         apply=apply,
         decode=model.decode,
         losses=losses,
-        read=read,
+        read=_read(folder, folder.tensors, model, shapes, quantize),
         place=place,
         is_frozen=adapters is not None,
         vocabulary=int(folder.config["vocab_size"]),
@@ -173,9 +170,6 @@ def build_image_network(
     def zeros() -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), shapes)
 
-    def read(targets: Any) -> Any:
-        return _read(folder, tensors, targets, lambda path, a: a, interpolate_positions=interpolate)
-
     def place(key: Array, params: Any) -> tuple[Any, Any]:
         if classifier is not None:
             params = params | {CLASSIFIER: classifier.init(key)[0]}
@@ -193,7 +187,7 @@ def build_image_network(
         apply=apply,
         decode=None,
         losses=_no_losses,
-        read=read,
+        read=_read(folder, tensors, model, shapes, lambda path, a: a),
         place=place,
         is_frozen=False,
         vocabulary=0,
@@ -209,24 +203,28 @@ def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
 def _read(
     folder: ModelFolder,
     tensors: Mapping[str, Any],
-    targets: Any,
+    model: PretrainedModel,
+    shapes: Any,
     convert: Callable[[str, Array], Any],
-    **options: Any,
-) -> Any:
-    """Read parameters with the shardings and dtypes of ``targets``."""
-    by_path = dict(quantization.leaves_with_paths(targets))
-    shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
-    is_placed = None not in shardings.values()
-    try:
-        return huggingface.from_huggingface(
-            folder.config,
-            tensors,
-            sharding=(lambda path, shape: shardings[path]) if is_placed else None,
-            convert=lambda path, a: convert(path, a.astype(by_path[path].dtype)),
-            **options,
-        )[1]
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {folder.path}: {error}") from error
+) -> Callable[[Any], Any]:
+    """Return a function that reads parameters with the shardings and dtypes of its argument."""
+
+    def read(targets: Any) -> Any:
+        by_path = dict(quantization.leaves_with_paths(targets))
+        shardings = {path: _sharding(leaf) for path, leaf in by_path.items()}
+        is_placed = None not in shardings.values()
+        try:
+            return read_params(
+                model,
+                shapes,
+                tensors,
+                (lambda path, shape: shardings[path]) if is_placed else None,
+                lambda path, a: convert(path, a.astype(by_path[path].dtype)),
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"model.path: {folder.path}: {error}") from error
+
+    return read
 
 
 def match(folder: ModelFolder, precision: str) -> tuple[PretrainedModel, Any]:
