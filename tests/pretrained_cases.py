@@ -5,6 +5,7 @@ of transformers 5.24.0 with torch 2.13.0 in float32: ``python -m tests.pretraine
 them again.
 """
 
+import copy
 import zlib
 
 import jax
@@ -137,7 +138,7 @@ def peer(name):
     import torch
     import transformers
 
-    config = dict(CONFIGS[name])
+    config = copy.deepcopy(CONFIGS[name])  # transformers changes nested options in place
     config = transformers.AutoConfig.for_model(
         config.pop("model_type"), pad_token_id=0, bos_token_id=1, eos_token_id=2, **config
     )
