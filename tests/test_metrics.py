@@ -5,7 +5,7 @@ import pytest
 from program_cases import metrics_of
 
 from train.errors import TrainingError
-from train.run.metrics import Meter, score_of
+from train.run.metrics import Meter, score_of, throughput
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -30,6 +30,15 @@ def steps(meter, count):
     return made
 
 
+def take(meter, metrics, batch=()):
+    """Take one step of a batch."""
+    meter.next_batch(iter([dict(batch)]))
+    values = {name: np.array(value).view(Late) for name, value in metrics.items()}
+    for value in values.values():
+        value.done = True
+    meter.add(values)
+
+
 def test_the_loop_is_one_step_ahead_of_the_device():
     meter = Meter(batch_size=8)
     seen = []
@@ -39,10 +48,10 @@ def test_the_loop_is_one_step_ahead_of_the_device():
         while True:
             seen.append([loss.done for loss in made])
             made += steps(meter, 1)
-            yield len(made)
+            yield {"step": len(made)}
 
     source = batches()
-    assert [meter.next_batch(source) for _ in range(4)] == [1, 2, 3, 4]
+    assert [meter.next_batch(source)["step"] for _ in range(4)] == [1, 2, 3, 4]
     assert seen == [[], [False], [True, False], [True, True, False]]
 
 
@@ -81,7 +90,7 @@ STEP = {name: np.float32(value) for name, value in {"loss": 1, "grad_norm": 2, "
 
 def test_metrics_of_private_training_examples_are_marked():
     meter = Meter(batch_size=8, private=True)
-    meter.add(STEP)
+    take(meter, STEP)
     means = meter.means(1)
     values = means["not_private/loss"], means["train/grad_norm"], means["train/clip"]
     assert values == (1, 2, 3)
@@ -90,7 +99,7 @@ def test_metrics_of_private_training_examples_are_marked():
 
 def test_release_only_ignores_metrics_of_training_examples():
     meter = Meter(batch_size=8, private=True, release_only=True)
-    meter.add(STEP | {"loss": np.float32("nan")})  # an error would depend on the examples
+    take(meter, STEP | {"loss": np.float32("nan")})  # an error would depend on the examples
     times = {"examples_per_second", "input_wait"}
     assert meter.means(1).keys() == {"train/grad_norm", "train/clip"} | times
 
@@ -101,21 +110,41 @@ def test_a_pause_does_not_count_as_time(monkeypatch):
     meter = Meter(batch_size=8)  # starts at 0
     with meter.paused():  # from 1 to 2
         pass
-    meter.add({"loss": np.float32(1)})
-    assert meter.means(1)["examples_per_second"] == 8 / (4 - 2)
+    take(meter, {"loss": np.float32(1)})  # from 3 to 4
+    assert meter.means(1)["examples_per_second"] == 8 / (5 - 1)
 
 
-def test_averages_over_a_window_and_sums_over_all(monkeypatch):
+def test_averages_over_a_window(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
     meter = Meter(batch_size=8)  # starts at 0
     for loss in (1.0, 3.0):
-        meter.add({"loss": np.float32(loss)})
-    assert meter.means(2)["train/loss"] == 2  # ends at 1
-    meter.restart()  # at 2
-    meter.add({"loss": np.float32(5)})
-    assert meter.means(3)["train/loss"] == 5  # ends at 3
-    assert (meter.examples, meter.seconds) == (24, 2)
+        take(meter, {"loss": np.float32(loss)})  # from 1 to 4
+    means = meter.means(2)  # ends at 5
+    assert (means["train/loss"], means["examples_per_second"]) == (2, 16 / 5)
+
+
+def test_throughput_counts_neither_padding_nor_skipped_steps(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
+    weight = {"weight": np.array([0.5, 0.0, 1.0])}  # a part of a row, padding, a row
+    for private, trained in ((False, 2), (True, 3)):  # a private batch has a secret size
+        clock = iter(range(100))
+        meter = Meter(batch_size=3, private=private)
+        take(meter, {"loss": np.float32(1), "skipped": np.False_}, weight)
+        take(meter, {"loss": np.float32(1), "skipped": np.True_}, weight)
+        assert meter.means(2)["examples_per_second"] == trained / 5
+
+
+def test_throughput_of_a_run_is_a_mean_over_its_steps_however_often_it_was_resumed():
+    lines = [
+        {"step": 10, "examples_per_second": 10.0},  # as if a step had one example: 1 s
+        {"step": 40, "examples_per_second": 60.0},  # 0.5 s
+        {"step": 50, "examples_per_second": 0.0},  # all steps were skipped
+        {"step": 60, "examples_per_second": 20.0},  # 0.5 s
+    ]
+    assert throughput(lines) == 50 / 2
+    assert throughput([]) is None
 
 
 def test_input_wait_is_a_fraction_of_the_time(monkeypatch):

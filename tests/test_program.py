@@ -17,6 +17,7 @@ import fnet
 from train import data
 from train.config import Config, Mlp, Synthetic, Train, recipes
 from train.errors import UserError
+from train.output.formats import number
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -71,9 +72,17 @@ def test_writes_the_documented_files(workplace, capsys):
     assert lines[-1]["test/accuracy"] == summary["metrics"]["test/accuracy"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    printed = capsys.readouterr().out
-    assert "peak" in printed
-    assert str(out / "curves.png") in printed
+    printed = capsys.readouterr().out.splitlines()
+    first = next(i for i, text in enumerate(printed) if text.startswith("step 2/8  elapsed "))
+    assert first <= 15  # lines of summary
+    before, after = (
+        dict(text.split(maxsplit=1) for text in t) for t in (printed[:8], printed[12:])
+    )
+    assert before["data"] == "digits: 1,437 training and 360 test examples, 10 classes"
+    assert before["network"] == f"preact_resnet: {summary['parameters']:,} parameters to train"
+    assert f"test accuracy {number(summary['metrics']['test/accuracy'])}" in after["result:"]
+    assert "curves.png" in after["files"]
+    assert after["next:"] == f"fnet report {out}, fnet eval {out}"
     fnet_command("eval", out)
     printed = capsys.readouterr().out
     assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed

@@ -1,5 +1,7 @@
 """Numbers as text."""
 
+import math
+
 
 def number(value: float) -> str:
     """Write a number with four digits: ``0.1012``, ``12,346``, ``1.866e-6``."""
@@ -23,3 +25,12 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes} min"
+
+
+def clock(seconds: float) -> str:
+    """Write a time as on a clock: ``75 -> "1:15"``, ``3675 -> "1:01:15"``; nan as ``"-:--"``."""
+    if math.isnan(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

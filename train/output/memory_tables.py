@@ -1,5 +1,6 @@
 """Tables of a train step's memory, from the contents of memory.json."""
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,7 @@ def largest_table(memory: StoredMemory) -> Table:
         ("layer", "kind", "array", "bytes"),
         [
             (
-                b.layer or b.instruction,
+                _path(b.layer) or b.instruction,
                 (b.phase or b.kind) if b.kind == "temporary" else b.kind,
                 f"{b.dtype}[{','.join(map(str, b.shape))}]",
                 format_bytes(b.bytes),
@@ -91,6 +92,11 @@ def largest_table(memory: StoredMemory) -> Table:
         texts=3,
         bars=[b.bytes / longest for b in buffers],
     )
+
+
+def _path(name: str) -> str:
+    """Write the name of an argument as a path: ``state.params['a']['b'] -> params/a/b``."""
+    return re.sub(r"\['([^']*)'\]", r"/\1", name).removeprefix("state.")
 
 
 def devices_table(predictions: "list[Prediction]") -> rich_table.Table:

@@ -1,30 +1,69 @@
-"""Progress of a run: a bar on a terminal, lines elsewhere."""
+"""Progress of a run: one line at the bottom of a terminal, or a line per interval in a log."""
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Self
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Self
 
-from rich import progress as rich_progress
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from fnet.memory import format_bytes
+from train.output.formats import clock, duration, number
 
 _SHOWN = {
-    "train/loss": "loss",
-    "train/accuracy": "accuracy",
-    "train/skipped": "skipped",
-    "train/pixel_accuracy": "pixel accuracy",
-    "not_private/loss": "loss (not private)",
-    "not_private/accuracy": "accuracy (not private)",
-    "not_private/pixel_accuracy": "pixel accuracy (not private)",
-    "test/loss": "test loss",
-    "test/accuracy": "test accuracy",
-    "test/mean_iou": "test mean IoU",
-    "train/noise_scale": "noise scale",
-    "privacy/epsilon": "epsilon",
-    "train/learning_rate": "lr",
+    "train/loss": ("train loss", 2),
+    "not_private/loss": ("train loss (not private)", 2),
+    "train/accuracy": ("train accuracy", 9),
+    "not_private/accuracy": ("train accuracy (not private)", 9),
+    "train/pixel_accuracy": ("train pixel accuracy", 9),
+    "not_private/pixel_accuracy": ("train pixel accuracy (not private)", 9),
+    "train/skipped": ("skipped steps", 4),
+    "privacy/epsilon": ("epsilon", 4),
+    "test/mean_iou": ("test mean IoU", 5),
+    "test/accuracy": ("test accuracy", 5),
+    "test/loss": ("test loss", 8),
+    "train/noise_scale": ("noise scale", 10),
+    "train/learning_rate": ("learning rate", 10),
 }
-"""Metrics that are shown, with their names."""
+"""Metrics that are shown, with their names and ranks."""
+_SCORES = ("test/mean_iou", "test/accuracy", "test/loss")
+"""Test metrics; the first that a run has always comes before its throughput."""
+
+_STEP, _ETA, _BAR, _THROUGHPUT, _MEMORY, _WAIT = 0, 1, 3, 6, 7, 11
+_SHORTEST_BAR, _LONGEST_BAR = 6, 24
+_GAP = "  "
+
+_TIMED_STEPS, _TIMED_SECONDS, _LONG = 3, 2.0, 10.0
+"""The time of a run is estimated from so many steps and seconds, and printed if it is long."""
+
+
+class Field(NamedTuple):
+    """A part of a line; those of higher rank are dropped first in a narrow terminal."""
+
+    rank: int
+    text: str
+
+
+def fit(fields: list[Field], width: int) -> tuple[int, str]:
+    """Return the width of the bar and the text next to it, which fit into a line.
+
+    Fields are dropped by rank, the highest first, until the rest fits. The bar is one of them, and
+    fills what is left. A field of rank 0 is never dropped.
+    """
+    by_rank = sorted([*fields, Field(_BAR, " " * _SHORTEST_BAR)], key=lambda field: field.rank)
+    while len(_join(by_rank)) > width and by_rank[-1].rank > 0:
+        by_rank.pop()
+    text = _join(field for field in fields if field in by_rank)
+    has_bar = any(field.rank == _BAR for field in by_rank)
+    return min(width - len(text) - len(_GAP), _LONGEST_BAR) if has_bar else 0, text
+
+
+def _join(fields: "Iterator[Field] | list[Field]") -> str:
+    return _GAP.join(field.text for field in fields)
 
 
 def line_printer(console: Console) -> Callable[[str], None]:
@@ -41,52 +80,102 @@ def printable(text: str) -> str:
 
 
 class Progress:
-    """Progress of a run: a bar on a terminal, lines elsewhere."""
+    """Progress of a run: one line at the bottom of a terminal, or a line per interval in a log.
 
-    def __init__(self, console: Console, total: int):
-        self._console, self._log = console, line_printer(console)
-        self._bar = rich_progress.Progress(
-            rich_progress.BarColumn(bar_width=24),
-            rich_progress.TaskProgressColumn(),
-            rich_progress.MofNCompleteColumn(),
-            rich_progress.TimeRemainingColumn(),
-            rich_progress.TextColumn("{task.fields[metrics]}"),
-            console=console,
-            refresh_per_second=2,  # rich's default of 10 takes 3 % of two cores
-            disable=not console.is_terminal,
-        )
-        self._total = total
-        self._task = self._bar.add_task("steps", total=total, metrics="")
+    The remaining time follows from the mean time of a step since this object was entered,
+    evaluations and checkpoints included.
+
+    Args:
+      console: Console of the run.
+      total: Number of steps of the run.
+      start: Number of steps that an earlier part of the run took.
+      now: Clock in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total: int,
+        start: int = 0,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self._log, self._now = line_printer(console), now
+        self._live = console.is_terminal and not console.is_dumb_terminal
+        # rich's default of 4 refreshes a second takes time from steps on two cores.
+        self._display = Live(console=console, get_renderable=lambda: self, refresh_per_second=2)
+        self._start, self._step, self._total = start, start, total
+        self._began = self._advanced = now()
+        self._timed = False
+        self._metrics: dict[str, float] = {}
+        self._measured: int | None = None
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._began = self._advanced = self._now()
+        if self._live:
+            self._display.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._live:
+            self._display.stop()
 
     def advance(self, step: int) -> None:
-        """Move the bar to ``step``."""
-        self._bar.update(self._task, completed=step)
+        """Move on to ``step``. The first steps give an estimate of the time, which is printed."""
+        self._step, self._advanced = step, self._now()
+        taken, seconds = step - self._start, self._advanced - self._began
+        if not self._timed and taken >= _TIMED_STEPS and seconds >= _TIMED_SECONDS:
+            self._timed = True
+            if (rest := self._remaining()) >= _LONG:
+                self._log(
+                    f"estimated time: {duration(rest)} for {self._total - step:,} more steps, "
+                    f"from the first {taken:,}"
+                )
 
-    def log(
-        self, step: int, line: Mapping[str, float], predicted: int, measured: int | None
-    ) -> None:
-        """Show a line of metrics, next to the bar or as a line of its own.
+    def log(self, line: Mapping[str, float], measured: int | None) -> None:
+        """Show a line of metrics; test metrics stay on the terminal until the next evaluation.
 
         Args:
-          step: number of steps taken.
-          line: a line of metrics.jsonl.
-          predicted: predicted peak memory in bytes.
-          measured: measured peak memory in bytes; None if it is not known.
+          line: A line of metrics.jsonl.
+          measured: Measured peak memory in bytes; None if it is not known.
         """
-        metrics = [f"{name} {line[key]:.4g}" for key, name in _SHOWN.items() if key in line]
-        metrics += [
-            f"{line['examples_per_second']:,.0f} examples/s",
-            f"input wait {line['input_wait']:.1%}",
-            f"memory {format_bytes(measured)} (predicted {format_bytes(predicted)})",
+        kept = {k: v for k, v in self._metrics.items() if k.startswith("test/")}
+        self._metrics, self._measured = {**kept, **line}, measured
+        if not self._live:
+            step = f"step {self._step:,}/{self._total:,}"
+            times = f"elapsed {clock(line['seconds'])}{_GAP}eta {clock(self._remaining())}"
+            self._log(_GAP.join([step, times, *(f.text for f in self._fields(line))]))
+
+    def _remaining(self) -> float:
+        """Estimate the seconds until the last step; nan before the first one has ended."""
+        taken = self._step - self._start
+        if not taken:
+            return float("nan")
+        whole = (self._advanced - self._began) / taken * (self._total - self._step)
+        return max(whole - (self._now() - self._advanced), 0.0)
+
+    def _fields(self, metrics: Mapping[str, float]) -> Iterator[Field]:
+        score = next((key for key in _SCORES if key in metrics), None)
+        for key, (name, rank) in _SHOWN.items():
+            if key in metrics:
+                rank = min(rank, 5) if key == score else rank
+                yield Field(rank, f"{name} {number(metrics[key])}")
+        if "examples_per_second" in metrics:
+            rate = number(metrics["examples_per_second"])
+            yield Field(_THROUGHPUT, f"{rate} examples/s")
+        if self._measured is not None:
+            yield Field(_MEMORY, f"memory {format_bytes(self._measured)}")
+        if "input_wait" in metrics:
+            yield Field(_WAIT, f"input wait {metrics['input_wait']:.0%}")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        total = f"{self._total:,}"
+        fields = [
+            Field(_STEP, f"{self._step:>{len(total)},}/{total}"),
+            Field(_ETA, f"eta {clock(self._remaining())}"),
+            *self._fields(self._metrics),
         ]
-        text = "  ".join(metrics)
-        self._bar.update(self._task, completed=step, metrics=text)
-        if not self._console.is_terminal:
-            self._log(f"step {step}/{self._total}  {text}")
+        width, text = fit(fields, options.max_width)
+        line = Table.grid(padding=(0, len(_GAP), 0, 0))
+        cells = [ProgressBar(self._total, self._step, width)] if width else []
+        line.add_row(*cells, Text(text, no_wrap=True, overflow="crop"))
+        yield line

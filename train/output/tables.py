@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from rich import table as rich_table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.text import Text
 
 MISSING = "-"
@@ -62,8 +64,24 @@ def to_rich(table: Table) -> rich_table.Table:
         rich.add_column("", no_wrap=True)
     for i, row in enumerate(table.rows):
         bar = ["█" * round(_BAR * bars[i])] if bars else []
-        rich.add_row(*map(_text, row), *bar)
+        first, *others = map(_text, row)
+        rich.add_row(_Path(first.plain) if "/" in first.plain else first, *others, *bar)
     return rich
+
+
+class _Path(str):
+    """A path that loses its first parts, not its last one, in a narrow column."""
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        last = len(self.rpartition("/")[2]) + 2
+        return Measurement(min(last, len(self)), len(self)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text, parts = str(self), self.split("/")[1:]
+        while len(text) > options.max_width and parts:
+            text = "…/" + "/".join(parts)
+            parts = parts[1:]
+        yield Text(text, overflow="fold")
 
 
 def _text(cell: str | Cell | None) -> Text:

@@ -13,12 +13,11 @@ from rich.console import Console
 
 import fnet
 from fnet import memory
-from fnet.memory import format_bytes
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.output import curves, examples, plots
-from train.output.memory_tables import memory_tables, plan_summary, plan_table
 from train.output.progress import Progress, line_printer
+from train.output.summary import before_training, describe_results, print_facts, what_next
 from train.run import distributed, tracking
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
@@ -26,11 +25,11 @@ from train.run.checkpoints import Checkpoints, compile_checksums
 from train.run.class_names import check_classes, write_classes
 from train.run.frozen import restore, without_frozen
 from train.run.interruption import Interruption
-from train.run.memory_report import MemoryReport, memory_report
+from train.run.memory_report import memory_report
 from train.run.mesh import layout
-from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of
+from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of, throughput
 from train.run.model_files import copy_model_files
-from train.run.planning import StepCache, check_memory_config, compile_step, overhead, reserve
+from train.run.planning import StepCache, check_memory_config, compile_step, overhead
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
@@ -80,7 +79,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     with distributed.run_folder(out, prepare) as folder:
         for note in run.notes:
             log(note)
-        log(f"training {config.name} for {run.steps} steps in {folder.path}")
+        log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
@@ -101,7 +100,13 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             planned.executable.report.peak.total,
             evaluate.peak,
         )
-        _show_memory(run, report, folder, console)
+        earlier = read_metrics(folder.metrics) if resume else []
+        print_facts(console, before_training(run, planned, predicted_bytes, earlier))
+        if run.privacy:
+            log(f"privacy: {run.privacy.describe(run.steps)}")
+            log(describe_seeds(folder, config))
+        atomic_write(folder.memory, as_json(report.as_dict()))
+        plots.memory(report, f"{config.name}: memory of a train step", folder.memory_picture)
         high_water = HighWater(run.devices // jax.process_count())
 
         batches = unreadable.watch(run.training_batches(seeds.data))
@@ -135,7 +140,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
             with (
                 Interruption() as interruption,
-                Progress(console, run.steps) as progress,
+                Progress(console, run.steps, start) as progress,
                 folder.metrics.open("a", buffering=1) as metrics_file,
                 tracking.tracking(config, folder.path, start) as track,
                 contextlib.closing(Profile(profile, folder.profile, start, log)) as profiler,
@@ -176,7 +181,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                             line |= _test_metrics(evaluation.metrics)
                         metrics_file.write(json.dumps(line) + "\n")
                         track(step, line)
-                        progress.log(step, line, predicted_bytes, high_water.bytes())
+                        progress.log(line, high_water.bytes())
                         meter.restart()
 
                     is_best = config.checkpoint.best and score is not None and score > best_score
@@ -206,18 +211,14 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             return
         if evaluation is None:  # the run was resumed after its last step
             evaluation = evaluate(state)
-        written = {
-            "curves": folder.curves,
-            "memory": folder.memory_picture,
-            "summary": folder.summary,
-        }
+        written = [folder.summary, folder.curves, folder.memory_picture]
         if evaluation.confusion is not None:
             classes, title = run.task.dataset.classes, f"{config.name}, step {step}"
             plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
-            written |= {"confusion matrix": folder.confusion}
+            written.append(folder.confusion)
             if not config.is_release_only:  # the picture shows test images themselves
                 examples.draw(run, evaluate, state, folder.examples)
-                written |= {"examples": folder.examples}
+                written.append(folder.examples)
         result = None
         if run.canaries:
             # Pretrained weights have other initial values.
@@ -234,7 +235,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             ),
             "steps": step,
             "seconds": time.perf_counter() - start_time,
-            "examples_per_second": meter.examples / meter.seconds if meter.examples else None,
+            "examples_per_second": throughput(lines),
             "parameters": num_params,
             "state_bytes": planned.executable.report.state_bytes,
             "donated_bytes": planned.executable.report.donation.aliased_bytes,
@@ -248,34 +249,21 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if step == start:
             summary |= _training_results(folder.summary, step)
         atomic_write(folder.summary, as_json(summary))
-        log(_describe(summary))
+        for text in describe_results(run, summary):
+            log(text)
         if run.privacy:
             log(f"privacy: {run.privacy.describe(step)}")
             log(describe_seeds(folder, config))
         if result:
             log(describe_audit(result, run.privacy, step))
-        for name, path in written.items():
-            log(f"{name}: {path}")
+        for text in what_next(run, folder, written):
+            log(text)
 
 
 def _evaluation_batch_size(run: Setup, planned: Any) -> int:
     """Return the number of test images per batch: a microbatch, divided by crops per image."""
     images = run.config.data.batch_size // planned.microbatches // run.crops
     return max(images // run.devices, 1) * run.devices
-
-
-def _show_memory(run: Setup, report: MemoryReport, folder: RunFolder, console: Console) -> None:
-    """Print the memory of the train step, and write memory.json and memory.png."""
-    log, plan = line_printer(console), report.planned.plan
-    if plan:
-        console.print(plan_table(plan, reserve(run)))
-        log(plan_summary(plan, reserve(run)))
-    console.print(*memory_tables(report), sep="\n")
-    if run.privacy:
-        log(f"privacy: {run.privacy.describe(run.steps)}")
-        log(describe_seeds(folder, run.config))
-    atomic_write(folder.memory, as_json(report.as_dict()))
-    plots.memory(report, f"{run.config.name}: memory of a train step", folder.memory_picture)
 
 
 def _ignore(line: str) -> None:
@@ -301,22 +289,8 @@ def _training_results(path: Path, step: int) -> dict[str, Any]:
         return {}
     if not isinstance(summary, dict) or summary.get("steps") != step:
         return {}  # the run was killed between its last checkpoint and its summary
-    names = "seconds", "examples_per_second", "unreadable_files", "peak_bytes_seen"
+    names = "seconds", "unreadable_files", "peak_bytes_seen"
     return {name: summary[name] for name in names if name in summary}
-
-
-def _describe(summary: dict[str, Any]) -> str:
-    """Describe the results of a run in two lines."""
-    metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items())
-    predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
-    counted = "process" if jax.default_backend() == "cpu" else "device"
-    memory = f"predicted {format_bytes(predicted)}, measured {format_bytes(measured)} ({counted})"
-    if summary["budget_bytes"]:
-        memory += f", budget {format_bytes(summary['budget_bytes'])}"
-    return (
-        f"finished {summary['steps']} steps in {summary['seconds']:.1f} s: {metrics}\n"
-        f"peak memory: {memory}"
-    )
 
 
 def versions() -> dict[str, str]:

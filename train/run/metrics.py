@@ -27,17 +27,13 @@ class Meter:
         named ``not_private/...`` in place of ``train/...``.
       release_only: Whether to ignore such metrics.
 
-    Attributes:
-      examples: Number of examples in all windows; the expected number if batches are sampled.
-      seconds: Time of all windows, without evaluation and checkpoints.
     """
 
     def __init__(self, batch_size: int, *, private: bool = False, release_only: bool = False):
         self._private, self._release_only = private, release_only
-        self.examples = 0
-        self.seconds = 0.0
         self._batch_size = batch_size
         self._window: list[dict[str, jax.Array]] = []
+        self._examples: list[int] = []
         self.restart()
 
     def restart(self) -> None:
@@ -64,6 +60,10 @@ class Meter:
         batch = next(batches)
         if all(a.is_ready() for a in jax.tree.leaves(self._window[-1:])):
             self._input_wait += time.perf_counter() - start
+        padded = "weight" in batch and not self._private  # a private batch has a secret size
+        self._examples.append(
+            int(np.count_nonzero(batch["weight"])) if padded else self._batch_size
+        )
         return batch
 
     def add(self, metrics: dict[str, jax.Array]) -> None:
@@ -75,18 +75,20 @@ class Meter:
     def means(self, step: int) -> dict[str, float]:
         """End the window and return the means of its metrics.
 
-        Skipped steps are only counted, as ``train/skipped``. ``input_wait`` is the fraction of
-        time in which the device may have waited for a batch.
+        Skipped steps are only counted, as ``train/skipped``. ``examples_per_second`` counts the
+        examples of the other steps, without padding and unreadable files; with privacy, their
+        expected number. ``input_wait`` is the fraction of time in which the device may have waited
+        for a batch.
 
         Raises:
           TrainingError: if a loss or gradient is not finite.
         """
         window = self._computed(step)
-        seconds, examples = time.perf_counter() - self._start, len(window) * self._batch_size
+        seconds = time.perf_counter() - self._start
         applied = [m for m in window if not m.get("skipped")]
-        self.examples += examples
-        self.seconds += seconds
-        self._window = []
+        counts = zip(self._examples, window, strict=True)
+        examples = sum(n for n, m in counts if not m.get("skipped"))
+        self._window, self._examples = [], []
         names = [k for k in window[0] if k != "skipped"] if applied else []
         means = {self._full_name(k): float(np.mean([m[k] for m in applied])) for k in names}
         if len(applied) < len(window):
@@ -121,6 +123,21 @@ class Meter:
                         "before; try a lower optim.learning_rate, or optim.clip_norm"
                     )
         return window
+
+
+def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the examples per second of a run's training steps, however often it was resumed.
+
+    Args:
+      lines: Lines of metrics.jsonl. The rate of each stands for the steps since the one before.
+    """
+    steps = seconds = last = 0.0
+    for line in lines:
+        if line.get("examples_per_second", 0) > 0:
+            steps += line["step"] - last
+            seconds += (line["step"] - last) / line["examples_per_second"]
+        last = line["step"]
+    return steps / seconds if seconds else None
 
 
 def score_of(metrics: Mapping[str, float]) -> float | None:

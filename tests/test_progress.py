@@ -1,0 +1,143 @@
+"""Progress of a run: what fits into a terminal, and what a log says."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from train.output.formats import clock
+from train.output.progress import Field, Progress, fit
+from train.output.summary import describe_metrics, print_facts
+
+LINE = {
+    "step": 500,
+    "seconds": 75.4,
+    "train/loss": 0.01901,
+    "train/accuracy": 0.9947,
+    "test/loss": 0.1153,
+    "test/accuracy": 0.9639,
+    "train/learning_rate": 0.07119,
+    "examples_per_second": 7845.2,
+    "input_wait": 0.03,
+}
+MEMORY = 33 * 2**20
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def progress_at(step, seconds, line, console, total=1348, start=0):
+    """Return progress whose last step ended after some seconds."""
+    now = Clock()
+    progress = Progress(console, total, start, now)
+    now.seconds = seconds
+    progress.advance(step)
+    progress.log(line, MEMORY)
+    return progress, now
+
+
+def in_terminal(width):
+    return Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+
+
+def render(progress, width):
+    console = in_terminal(width)
+    console.print(progress)
+    return console.file.getvalue().rstrip("\n")
+
+
+def test_each_width_shows_step_and_eta_in_one_line_and_drops_the_least_important_first():
+    progress, _ = progress_at(500, 50.0, LINE, in_terminal(80))
+    names = (" 500/1,348", "eta 1:25", "train loss 0.01901", "━", "test accuracy 0.9639",
+             "7,845 examples/s", "memory 33.00 MiB", "test loss 0.1153", "train accuracy 0.9947",
+             "learning rate 0.07119", "input wait 3%")  # fmt: skip
+    shown = {}
+    for width in (24, 44, 60, 80, 100, 120, 140, 200, 240):
+        text = render(progress, width)
+        assert "\n" not in text
+        assert len(text.rstrip()) <= width
+        shown[width] = [name in text for name in names]
+        assert shown[width] == sorted(shown[width], reverse=True)  # none is skipped
+    assert [sum(s) for s in shown.values()] == [2, 3, 4, 5, 6, 7, 8, 11, 11]
+
+
+def test_a_bar_fills_what_the_fields_leave():
+    fields = [Field(0, "1/2"), Field(9, "x" * 10)]
+    assert fit(fields, 80) == (24, "1/2  xxxxxxxxxx")
+    assert fit(fields, 25) == (8, "1/2  xxxxxxxxxx")
+    assert fit(fields, 20) == (15, "1/2")
+    assert fit(fields, 2) == (0, "1/2")
+
+
+def test_test_metrics_stay_until_the_next_evaluation():
+    progress, _ = progress_at(500, 50.0, LINE, in_terminal(200))
+    progress.log({"train/loss": 0.5}, None)
+    text = render(progress, 200)
+    assert "train loss 0.5  test accuracy 0.9639  test loss 0.1153" in text
+    assert "memory" not in text
+    assert "train accuracy" not in text
+
+
+def test_the_first_of_the_test_metrics_comes_before_the_throughput():
+    only_loss = {k: v for k, v in LINE.items() if k != "test/accuracy"}
+    progress, _ = progress_at(500, 50.0, only_loss, in_terminal(80))
+    assert "test loss 0.1153" in render(progress, 80)
+    assert "examples/s" not in render(progress, 80)
+
+
+def test_a_log_has_a_line_per_interval_with_elapsed_time_and_eta():
+    console = Console(file=io.StringIO(), width=80)
+    progress_at(500, 50.0, LINE, console)
+    assert console.file.getvalue().splitlines()[-1] == (
+        "step 500/1,348  elapsed 1:15  eta 1:25  train loss 0.01901  train accuracy 0.9947  "
+        "test accuracy 0.9639  test loss 0.1153  learning rate 0.07119  7,845 examples/s  "
+        "memory 33.00 MiB  input wait 3%"
+    )
+
+
+def test_the_remaining_time_counts_only_steps_of_this_process_and_falls_during_a_step():
+    progress, now = progress_at(500, 50.0, LINE, in_terminal(80), start=400)
+    assert "eta 7:04" in render(progress, 80)  # 848 steps of half a second
+    now.seconds += 4.0
+    assert "eta 7:00" in render(progress, 80)
+
+
+def test_estimates_the_time_of_a_long_run_once_from_its_first_steps():
+    console, now = Console(file=io.StringIO(), width=80), Clock()
+    progress = Progress(console, 1003, 0, now)
+    for step in range(1, 6):
+        now.seconds = step
+        progress.advance(step)
+    assert console.file.getvalue() == (
+        "estimated time: 16 min 40 s for 1,000 more steps, from the first 3\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (75, "1:15"), (3675, "1:01:15"), (3_600_000, "1,000:00:00"), (float("nan"), "-:--")],
+)  # fmt: skip
+def test_writes_a_time_as_on_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_metrics_are_named_by_what_they_measure():
+    metrics = {"test/mean_iou": 0.25, "test/top5": 1.0, "test/loss": 0.0123456}
+    assert (
+        describe_metrics(metrics) == "test mean IoU 0.25, test top-5 accuracy 1, test loss 0.01235"
+    )
+
+
+def test_a_terminal_breaks_facts_between_words_and_a_log_does_not_break_them():
+    facts = {"data": "one two three four five six seven"}
+    narrow = in_terminal(30)
+    print_facts(narrow, facts)
+    lines = [line.rstrip() for line in narrow.file.getvalue().splitlines()]
+    assert lines == ["  data      one two three four", "            five six seven"]
+    log = Console(file=io.StringIO(), width=30)
+    print_facts(log, facts)
+    assert log.file.getvalue() == "  data      one two three four five six seven\n"

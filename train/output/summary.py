@@ -1,0 +1,126 @@
+"""What a run prints before its first step and after its last one."""
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+from rich.console import Console
+
+from fnet.memory import REMAT_POLICIES, format_bytes, tree_bytes
+from train.config import Denoiser, LanguageModel
+from train.data import num_examples
+from train.output.curves import describe
+from train.output.formats import duration, number
+from train.output.memory_tables import plan_summary
+from train.output.progress import line_printer
+from train.run.planning import reserve
+from train.run.run_folder import RunFolder, quote
+from train.tasks.pretrained import FROZEN
+
+if TYPE_CHECKING:
+    from train.run.planning import Planned
+    from train.run.setup import Setup
+
+
+def print_facts(console: Console, facts: Mapping[str, str]) -> None:
+    """Print names with texts. A terminal breaks long texts between words, a log does not."""
+    log, indent = line_printer(console), " " * 12
+    for name, text in facts.items():
+        line = f"  {name:<10}{text}"
+        if console.is_terminal:
+            line = textwrap.fill(line, console.width, subsequent_indent=indent)
+        log(line)
+
+
+def before_training(
+    run: "Setup", planned: "Planned", predicted: int, lines: list[dict[str, Any]]
+) -> dict[str, str]:
+    """Summarize a run whose step is compiled: data, network, memory, steps and time.
+
+    Args:
+      run: Setup of the run.
+      planned: Its compiled step.
+      predicted: Predicted peak memory per device in bytes.
+      lines: Lines of metrics.jsonl of an earlier part of the run.
+    """
+    config, dataset, report = run.config, run.task.dataset, planned.executable.report
+    path = getattr(config.data, "path", None)
+    num_train = num_examples(dataset.train) - dataset.canaries
+    classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
+    frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
+    per_device = " per device" if run.devices > 1 else ""
+    step = format_bytes(report.peak.total)
+    memory = f"{format_bytes(predicted)}{per_device} predicted"
+    if jax.default_backend() == "cpu":
+        memory += f" for the process, {step} of it for a step"
+    if config.memory.budget:
+        memory += f"; budget {config.memory.budget}"
+    split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""
+    policy = REMAT_POLICIES[planned.policy]
+    device = jax.local_devices()[0].device_kind
+    on = f"{run.devices} devices ({device})" if run.devices > 1 else device
+    facts = {
+        "data": f"{config.data.source}{f' {path}' if path else ''}: {num_train:,} training and "
+        f"{num_examples(dataset.test):,} test examples{classes}",
+        "network": f"{config.model.name}: {report.parameters:,} parameters to train"
+        + (f", {format_bytes(sum(map(tree_bytes, frozen)))} of frozen ones" if frozen else ""),
+        "state": f"{format_bytes(report.state_bytes)}{per_device}, updated in place",
+        "memory": memory,
+        "policy": f"{policy}: saves {policy.saves}; {config.data.batch_size:,} examples a step"
+        f"{split}",
+    }
+    if planned.plan:
+        facts["plan"] = (
+            f"{planned.plan.chosen}, the fastest of {len(planned.plan.candidates):,} ways"
+        )
+        if more := plan_summary(planned.plan, reserve(run)):
+            facts["plan"] += ". " + " ".join(more.splitlines())
+    epochs = number(run.steps / run.steps_per_epoch)
+    facts["steps"] = f"{run.steps:,} ({epochs} epochs) on {on}"
+    if not lines:
+        facts["time"] = "estimated once the first steps are measured"
+    else:
+        step_time = lines[-1].get("seconds", math.nan) / lines[-1]["step"]
+        rest = max(run.steps - lines[-1]["step"], 0)
+        facts["time"] = f"about {duration(step_time * rest)} for {rest:,} steps, as fast as before"
+    return facts
+
+
+def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
+    """Describe the results of a finished run in lines, from the contents of summary.json."""
+    predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
+    memory = f"peak memory {format_bytes(measured)}, predicted {format_bytes(predicted)}"
+    if jax.default_backend() == "cpu":
+        memory += " for the process"
+    if run.config.memory.budget:
+        memory += f", budget {run.config.memory.budget}"
+    rate = summary["examples_per_second"]
+    speed = f", {number(rate)} examples/s" if rate else ""
+    return [
+        f"result: {describe_metrics(summary['metrics'])}",
+        f"  {summary['steps']:,} steps in {duration(summary['seconds'])}{speed}",
+        f"  {memory}",
+    ]
+
+
+def what_next(run: "Setup", folder: RunFolder, written: Sequence[Path]) -> list[str]:
+    """Return lines with the files that show the results, and with commands to try next."""
+    model, path = run.config.model, quote(folder.path)
+    generates = isinstance(model, LanguageModel | Denoiser) or run.task.dataset.classes == ()
+    return [
+        f"files in {folder.path}: {', '.join(p.name for p in written)}",
+        f"next: fnet report {path}, fnet {'sample' if generates else 'eval'} {path}",
+    ]
+
+
+def describe_metrics(metrics: Mapping[str, float]) -> str:
+    """Write metrics with their names: ``test accuracy 0.9972, test loss 0.006642``."""
+
+    def name(key: str) -> str:
+        part, _, metric = key.partition("/")
+        return f"{part} {describe(metric)[0]}"
+
+    return ", ".join(f"{name(key)} {number(value)}" for key, value in metrics.items())
