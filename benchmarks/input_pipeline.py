@@ -121,7 +121,7 @@ def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[in
 def cached(images: TrainingImages, paths: np.ndarray) -> Make:
     """Decode images the first time and augment them each time."""
     decode = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
-    cache = CachedImages(decode, paths, Workers(0))
+    cache = CachedImages(decode.shape, len(paths), lambda i: decode({"path": paths[i]}))
     index = {path: i for i, path in enumerate(paths.tolist())}
 
     def make(images: TrainingImages, rows: Arrays) -> None:

@@ -13,7 +13,7 @@ from program_cases import assert_one_line_error, exit_code
 
 from train.config import Config, from_json, to_json
 from train.config.data import ImageFolder
-from train.data import evaluation_batches, image_folder, training_batches
+from train.data import evaluation_batches, image_batches, image_folder, training_batches
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
 from train.data.image_batches import TrainingImages
@@ -386,9 +386,9 @@ def test_each_option_applies_its_augmentation(name):
 
 
 def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
-    alphas, mixup = [], image_folder.mixup
+    alphas, mixup = [], image_batches.mixup
     monkeypatch.setattr(
-        image_folder,
+        image_batches,
         "mixup",
         lambda batch, alpha, g: alphas.append(alpha) or mixup(batch, alpha, g),
     )

@@ -18,9 +18,9 @@ from train.config import (
     DeepLab,
     Denoiser,
     HuggingFace,
-    ImageFolder,
     TextFile,
 )
+from train.config.data import Images
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
@@ -243,7 +243,7 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
         allowed = ("image_size", "scales", "flip")
     elif isinstance(config.data, TextFile | ChatFile):
         allowed = ("choices", "chat")
-    elif isinstance(config.data, ImageFolder) and not isinstance(config.model, Denoiser):
+    elif isinstance(config.data, Images) and not isinstance(config.model, Denoiser):
         allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
         allowed = ("image_size", "resize")

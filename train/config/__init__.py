@@ -14,6 +14,7 @@ from train.config.data import (
     Digits,
     HuggingFace,
     ImageFolder,
+    ImageShards,
     SegmentationFolder,
     Synthetic,
     TextFile,
@@ -53,6 +54,7 @@ from train.errors import UserError, did_you_mean
 _Data = (
     Digits
     | ImageFolder
+    | ImageShards
     | ArrayFile
     | HuggingFace
     | SegmentationFolder

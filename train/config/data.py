@@ -43,21 +43,15 @@ class Synthetic(Section):
 
 
 @dataclass(frozen=True)
-class ImageFolder(Section):
-    """Images in one folder per class, as torchvision's ImageFolder reads them."""
+class Images(Section):
+    """Options of images with labels, from folders or shards."""
 
-    source: Literal["image_folder"] = "image_folder"
+    source: str = ""
     """Data source; --data.source NAME --help lists the fields of another one."""
-    path: str = "."
-    """Folder that holds train/ and val/ or test/, each with one folder per class."""
-    test_split: Annotated[str, MinLen(1)] | None = None
-    """Folder of the test images; None is val, or test if there is no val."""
+    path: str | tuple[str, ...] = "."
+    """Where the images are."""
     batch_size: Count = 64
     """Batch size."""
-    user: Literal["folder"] | None = None
-    """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
-    examples_per_user: Count | None = None
-    """Largest number of examples of a user per step; needed with user."""
     image_size: Count = 224
     """Height and width of the network's input."""
     crop: Literal["resized", "padded", "reflected", "center"] = "resized"
@@ -97,6 +91,46 @@ class ImageFolder(Section):
     def shorter_side(self) -> int:
         """Shorter side of test images before the center crop."""
         return self.resize or round(self.image_size * 8 / 7)
+
+
+@dataclass(frozen=True)
+class ImageFolder(Images):
+    """Images in one folder per class, as torchvision's ImageFolder reads them."""
+
+    source: Literal["image_folder"] = "image_folder"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: str = "."
+    """Folder that holds train/ and val/ or test/, each with one folder per class."""
+    test_split: Annotated[str, MinLen(1)] | None = None
+    """Folder of the test images; None is val, or test if there is no val."""
+    user: Literal["folder"] | None = None
+    """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
+    examples_per_user: Count | None = None
+    """Largest number of examples of a user per step; needed with user."""
+
+
+@dataclass(frozen=True)
+class ImageShards(Images):
+    """Images in shards: tar files (WebDataset), Parquet, or ArrayRecord (TensorFlow Datasets)."""
+
+    source: Literal["image_shards"] = "image_shards"
+    """Data source; --data.source NAME --help lists the fields of another one."""
+    path: Annotated[tuple[str, ...], MinLen(1)] = (".",)
+    """Files, folders, patterns like 'train-{00..99}.tar', URLs (gs://, s3://), or tfds:NAME."""
+    weights: tuple[Positive, ...] = ()
+    """Share of each path in the batches; empty is by the number of images."""
+    test_path: tuple[str, ...] = ()
+    """Shards to test on; empty is those named val or test, or test_fraction of the images."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there are no test shards."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
+    image: Annotated[str, MinLen(1)] | None = None
+    """Extension (tar), column or feature of the image; None finds it by its type or usual names."""
+    label: Annotated[str, MinLen(1)] | None = None
+    """Extension (cls, json.FIELD), column or feature of the label; None is a usual one."""
+    class_names: Annotated[str, MinLen(1)] | None = None
+    """File of class names, one per line; None takes those that come with the shards."""
 
 
 @dataclass(frozen=True)

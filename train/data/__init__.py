@@ -1,7 +1,6 @@
 """Datasets, and their batches for training and evaluation."""
 
 import concurrent.futures
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +28,12 @@ class Dataset(NamedTuple):
       classes: Class names by label; () without labels.
       augment: ``(rows, generator) -> batch``, makes a training batch.
       prepare: ``rows -> batch``, makes a test batch; by default the rows are the batch.
+      reads_local: Whether ``augment`` and ``prepare`` read only the rows where ``local`` bool
+        [batch] is true, if the rows have it. The other rows are then arbitrary, of weight 1.
+      order: ``(batch_size, seed) -> (step -> indices)``, which rows of ``train`` are in the batch
+        of step 0, 1, ...; None shuffles all of them in each epoch.
+      identity: Text that is the same as long as the rows are; a run resumes only with the same.
+      batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
@@ -45,6 +50,10 @@ class Dataset(NamedTuple):
     classes: tuple[str, ...]
     augment: Callable[[Arrays, np.random.Generator], Arrays]
     prepare: Callable[[Arrays], Arrays] = lambda rows: rows
+    reads_local: bool = False
+    order: Callable[[int, int], Callable[[int], np.ndarray]] | None = None
+    identity: str | None = None
+    batches_at_once: int = 1
     name: Callable[[int], str] = str
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
@@ -67,7 +76,9 @@ def select_rows(arrays: Arrays, index: Any) -> Arrays:
 def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator) -> Arrays:
     """Make a training batch of rows from `select_rows`; ``row`` [batch] is passed on."""
     plain = {name: a for name, a in rows.items() if name != "row"}
-    return dataset.augment(plain, generator) | {"row": rows["row"]}
+    batch = dataset.augment(plain, generator)
+    batch.pop("local", None)
+    return batch | {"row": rows["row"]}
 
 
 def sample_batch(dataset: Dataset, batch_size: int) -> Arrays:
@@ -86,22 +97,50 @@ def _repeat(example: Arrays, batch_size: int) -> Arrays:
     return {name: np.broadcast_to(a, (batch_size, *a.shape[1:])) for name, a in example.items()}
 
 
-def training_batches(dataset: Dataset, batch_size: int, seed: int) -> "grain.DatasetIterator":
+def training_batches(
+    dataset: Dataset, batch_size: int, seed: int, local: np.ndarray | None = None
+) -> "grain.DatasetIterator":
     """Iterate over full, augmented batches without end, reshuffled every epoch.
 
     The iterator's ``get_state()`` returns its position as JSON. After ``set_state`` it continues
     with the same batches.
+
+    Args:
+      dataset: dataset.
+      batch_size: number of rows of a batch.
+      seed: seed of order and augmentation.
+      local: rows of each batch that are needed, bool [batch_size]; the others may be arbitrary.
+        The batches differ in nothing else. None needs all of them.
     """
     import grain  # imports JAX, which processes that decode images must not
 
-    return prefetch(
-        grain.MapDataset.source(_Rows(dataset.train))
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .batch(batch_size, drop_remainder=True)  # drops nothing: the source is endless
-        .random_map(functools.partial(augment_rows, dataset))
-    )
+    needed = {"local": local} if dataset.reads_local and local is not None else {}
+    if dataset.order is None:
+        rows = (
+            grain.MapDataset.source(_Rows(dataset.train))
+            .seed(seed)
+            .shuffle()
+            .repeat()
+            .batch(batch_size, drop_remainder=True)  # drops nothing: the source is endless
+        )
+    else:
+        batches = _Batches(dataset.train, dataset.order(batch_size, seed))
+        rows = grain.MapDataset.source(batches).seed(seed)
+    made = rows.random_map(lambda rows, rng: augment_rows(dataset, rows | needed, rng))
+    return prefetch(made, dataset.batches_at_once)
+
+
+class _Batches:
+    """Rows of each batch as a random access source for grain."""
+
+    def __init__(self, arrays: Arrays, order: Callable[[int], np.ndarray]):
+        self._arrays, self._order = arrays, order
+
+    def __len__(self) -> int:
+        return 2**62
+
+    def __getitem__(self, index: Any) -> Arrays:
+        return select_rows(self._arrays, self._order(int(index)))
 
 
 class _Rows:
@@ -117,23 +156,30 @@ class _Rows:
         return select_rows(self._arrays, index)
 
 
-def prefetch(batches: "grain.MapDataset") -> "grain.DatasetIterator":
-    """Iterate over batches in order; a thread makes them while the device computes."""
+def prefetch(batches: "grain.MapDataset", threads: int = 1) -> "grain.DatasetIterator":
+    """Iterate over batches in order; threads make them while the device computes."""
     import grain
 
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCHED_BATCHES)
     return iter(batches.to_iter_dataset(options))
 
 
-def evaluation_batches(dataset: Dataset, batch_size: int) -> Iterator[Arrays]:
+def evaluation_batches(
+    dataset: Dataset, batch_size: int, local: np.ndarray | None = None
+) -> Iterator[Arrays]:
     """Iterate over the test examples once, in order. One batch is prefetched.
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for the padding of the last batch.
+    ``local`` is as in `training_batches`.
     """
 
     def make_batch(start: int) -> Arrays:
         rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
-        return pad_batch(dataset.prepare(rows), batch_size)
+        if dataset.reads_local and local is not None:
+            rows["local"] = local[: num_examples(rows)]
+        batch = dataset.prepare(rows)
+        batch.pop("local", None)
+        return pad_batch(batch, batch_size)
 
     starts = range(0, num_examples(dataset.test), batch_size)
     with concurrent.futures.ThreadPoolExecutor(1) as reader:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 from PIL import Image
 
-from train.data import Arrays
+from train.data import Arrays, num_examples
 from train.data.augment import (
     RESIZED_CROP_DRAWS,
     Placement,
@@ -24,17 +24,26 @@ from train.data.augment import (
     evaluation_crops,
     fit,
     horizontal_flip,
+    mixup,
     random_resized_crop,
     random_scale_crop,
     resize_shorter_side,
     shift,
     to_uint8,
 )
-from train.data.decode import UnreadableError, View, ViewOf, decode, decode_labels
+from train.data.decode import (
+    UnreadableError,
+    View,
+    ViewOf,
+    decode,
+    decode_content,
+    decode_labels,
+)
+from train.data.workers import Workers
 from train.errors import UserError
 
 if TYPE_CHECKING:  # imports JAX
-    from train.config import HuggingFace, ImageFolder
+    from train.config.data import HuggingFace, Images
 
 Crop = Literal["resized", "padded", "reflected", "center"]
 
@@ -68,7 +77,7 @@ class TrainingImages:
     fill: tuple[int, ...]
 
     @classmethod
-    def from_config(cls, config: "ImageFolder | HuggingFace", root: bytes = b"") -> Self:
+    def from_config(cls, config: "Images | HuggingFace", root: bytes = b"") -> Self:
         """Use the options of a config, for files below ``root``."""
         return cls(
             root=root,
@@ -99,18 +108,17 @@ class TrainingImages:
         return draws
 
     def __call__(self, rows: Arrays) -> Arrays:
-        """Make a batch of ``path`` [N] and the draws.
+        """Make a batch of ``path`` [N] or ``content`` [N] (see `decode_row`) and the draws.
 
         Returns:
           ``image`` uint8 [N, size, size, 3] and ``weight`` float32 [N].
         """
 
         def read(i: int) -> np.ndarray:
-            path = os.path.join(self.root, rows["path"][i])
-            return self.crop_decoded(functools.partial(decode, path), rows, i)
+            return self.crop_decoded(functools.partial(decode_row, self.root, rows, i), rows, i)
 
         shape = self.size, self.size, 3
-        batch = read_images(len(rows["path"]), shape, read, self.fill)
+        batch = read_images(num_examples(rows), shape, read, self.fill)
         return batch | {"image": self.augment(batch["image"], rows)}
 
     def crop_decoded(
@@ -161,8 +169,14 @@ class EvaluationImages:
     fill: tuple[int, ...]
     border: int = 0
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the result for one image."""
+        crops = () if self.crops == 1 else (self.crops,)
+        return *crops, self.size, self.size, 3
+
     def __call__(self, rows: Arrays) -> Arrays:
-        """Make a batch of ``path`` [N].
+        """Make a batch of ``path`` [N] or ``content`` [N], see `decode_row`.
 
         Returns:
           ``image`` uint8 [N, size, size, 3], or [N, crops, size, size, 3] for several crops, and
@@ -170,13 +184,31 @@ class EvaluationImages:
         """
 
         def read(i: int) -> np.ndarray:
-            path = os.path.join(self.root, rows["path"][i])
-            image = decode(path, resize_shorter_side(self.resize))
+            image = decode_row(self.root, rows, i, resize_shorter_side(self.resize))
             return evaluation_crops(image, self.size, self.crops, self.border)
 
-        crops = () if self.crops == 1 else (self.crops,)
-        shape = *crops, self.size, self.size, 3
-        return read_images(len(rows["path"]), shape, read, self.fill)
+        return read_images(num_examples(rows), self.shape, read, self.fill)
+
+
+def decode_row(root: bytes, rows: Arrays, i: int, view: ViewOf) -> np.ndarray:
+    """Decode image i of ``rows``, as `decode`.
+
+    Args:
+      root: folder of the paths.
+      rows: ``content`` [N], objects: the bytes of files, or an `UnreadableError`; else ``path``
+        [N], the files.
+      i: row.
+      view: part of the image, and its size.
+
+    Raises:
+      UnreadableError: for any problem with the image.
+    """
+    if "content" not in rows:
+        return decode(os.path.join(root, rows["path"][i]), view)
+    content = rows["content"][i]
+    if isinstance(content, UnreadableError):
+        raise content
+    return decode_content(content, view)
 
 
 def read_images(
@@ -195,7 +227,7 @@ def read_images(
     return {"image": image, "weight": weight}
 
 
-def check_crop(config: "ImageFolder | HuggingFace") -> None:
+def check_crop(config: "Images | HuggingFace") -> None:
     """Check that crops are not larger than the resized images.
 
     Raises:
@@ -226,30 +258,115 @@ class CachedImages:
     """Images that are read at their first use and then stay in memory.
 
     Args:
-      images: reads the files.
-      paths: [N], paths of all files.
-      read: ``(images, rows) -> batch``, calls ``images`` in this process or in others.
+      shape: shape of an image.
+      count: number of images.
+      read: ``indices -> batch``, reads ``image`` and ``weight``.
     """
 
-    def __init__(
-        self,
-        images: EvaluationImages,
-        paths: np.ndarray,
-        read: Callable[[EvaluationImages, Arrays], Arrays],
-    ):
-        self._images, self._paths, self._read = images, paths, read
-        shape = images({"path": paths[:0]})["image"].shape[1:]
+    def __init__(self, shape: Sequence[int], count: int, read: Callable[[np.ndarray], Arrays]):
+        self._read = read
         # Written to, so that the process takes this memory before training's is measured.
-        self._image = np.full((len(paths), *shape), 1, np.uint8)
-        self._weight = np.full(len(paths), np.nan, np.float32)  # nan: not read yet
+        self._image = np.full((count, *shape), 1, np.uint8)
+        self._weight = np.full(count, np.nan, np.float32)  # nan: not read yet
 
     def __call__(self, indices: np.ndarray) -> Arrays:
         """Return copies of ``image`` and ``weight`` of some files."""
         new = np.unique(indices[np.isnan(self._weight[indices])])
         if new.size:
-            batch = self._read(self._images, {"path": self._paths[new]})
+            batch = self._read(new)
             self._image[new], self._weight[new] = batch["image"], batch["weight"]
         return {"image": self._image[indices], "weight": self._weight[indices]}
+
+
+class LabeledImages:
+    """Batches of images with labels, whose files are in a folder or in shards.
+
+    Rows have ``id``, which counts training images and then test images, and ``label``.
+
+    Args:
+      config: options.
+      root: folder of the paths.
+      fetch: ``ids -> rows``, as `decode_row` needs them.
+      num_train, num_test: number of training and test images.
+
+    Raises:
+      UserError: for options that exclude each other.
+    """
+
+    def __init__(
+        self,
+        config: "Images",
+        root: bytes,
+        fetch: Callable[[np.ndarray], Arrays],
+        num_train: int,
+        num_test: int,
+    ):
+        check_crop(config)
+        if config.cache and config.crop == "resized":
+            raise UserError(
+                "data.cache: resized crops decode each image again; give data.crop padded, "
+                "reflected or center"
+            )
+        if config.border and config.crops != 10:
+            raise UserError(
+                f"data.border: {config.border}, but only ten-crop uses a border; give data.crops 10"
+            )
+        self._training = training = TrainingImages.from_config(config, root)
+        sizes = config.image_size, config.shorter_side
+        evaluation = EvaluationImages(root, *sizes, config.crops, training.fill, config.border)
+        workers, side = Workers(config.workers), config.image_size
+        self._mixup = config.mixup
+
+        def read_train(rows: Arrays) -> Arrays:
+            draws = {name: a for name, a in rows.items() if name != "id"}
+            return workers(training, fetch(rows["id"]) | draws)
+
+        def read_test(ids: np.ndarray) -> Arrays:
+            return workers(evaluation, fetch(ids))
+
+        self._read_train, self._read_test = read_train, read_test
+        if config.cache:
+            uncropped = EvaluationImages(root, side, side, 1, training.fill)
+            shapes = [images.shape for images in (uncropped, evaluation)]
+            cached_train = CachedImages(
+                shapes[0], num_train, lambda i: workers(uncropped, fetch(i))
+            )
+            cached_test = CachedImages(shapes[1], num_test, lambda i: read_test(num_train + i))
+
+            def read_cached(rows: Arrays) -> Arrays:
+                images = cached_train(rows["id"])
+                return images | {"image": training.augment(images["image"], rows)}
+
+            self._read_train = read_cached
+            self._read_test = lambda ids: cached_test(ids - num_train)
+
+    def augment(self, rows: Arrays, generator: np.random.Generator) -> Arrays:
+        """Make a training batch, see `train.data.Dataset`."""
+        draws = self._training.draw(num_examples(rows), generator)
+        # Another process may have the image that is mixed in.
+        local = None if self._mixup else rows.get("local")
+        batch = rows | _read_local(self._read_train, {"id": rows["id"]} | draws, local)
+        return mixup(batch, self._mixup, generator) if self._mixup else batch
+
+    def prepare(self, rows: Arrays) -> Arrays:
+        """Make a test batch, see `train.data.Dataset`."""
+
+        def read(rows: Arrays) -> Arrays:
+            return self._read_test(rows["id"])
+
+        return rows | _read_local(read, {"id": rows["id"]}, rows.get("local"))
+
+
+def _read_local(read: Callable[[Arrays], Arrays], rows: Arrays, local: np.ndarray | None) -> Arrays:
+    """Read the rows where ``local`` [N] is true; the others are zeros of weight 1."""
+    if local is None or local.all():
+        return read(rows)
+    found = read({name: a[local] for name, a in rows.items()})
+    batch = {name: np.zeros((len(local), *a.shape[1:]), a.dtype) for name, a in found.items()}
+    for name, a in found.items():
+        batch[name][local] = a
+    batch["weight"][~local] = 1.0
+    return batch
 
 
 IGNORE = 255

@@ -1,13 +1,14 @@
 """Images in one folder per class, below train/ and val/ or test/."""
 
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from train.config import ImageFolder
-from train.data import Arrays, Dataset, num_examples
-from train.data.augment import mixup, resize_shorter_side
+from train.data import Arrays, Dataset
+from train.data.augment import resize_shorter_side
 from train.data.decode import UnreadableError, decode
 from train.data.files import (
     IMAGE_PATTERNS,
@@ -16,9 +17,8 @@ from train.data.files import (
     list_images,
     subfolders,
 )
-from train.data.image_batches import CachedImages, EvaluationImages, TrainingImages, check_crop
+from train.data.image_batches import LabeledImages
 from train.data.users import number_users
-from train.data.workers import Workers
 from train.errors import UserError, shorten
 
 
@@ -35,16 +35,6 @@ def load(config: ImageFolder) -> Dataset:
       UserError: if there is no image, or a class has none; if training and test classes differ;
         or for options that exclude each other.
     """
-    check_crop(config)
-    if config.cache and config.crop == "resized":
-        raise UserError(
-            "data.cache: resized crops decode each image again; give data.crop padded, reflected "
-            "or center"
-        )
-    if config.border and config.crops != 10:
-        raise UserError(
-            f"data.border: {config.border}, but only ten-crop uses a border; give data.crops 10"
-        )
     root = Path(config.path)
     train = find_training_folder(root, "train/ and val/ or test/, each with one folder per class")
     test = root / find_test_folder(root, config.test_split)
@@ -62,31 +52,10 @@ def load(config: ImageFolder) -> Dataset:
     rows = {"id": np.arange(len(paths), dtype=np.int32), "label": np.concatenate(labels)}
     num_train = len(files[0])
 
-    folder = os.fsencode(root)
-    training = TrainingImages.from_config(config, folder)
-    sizes = config.image_size, config.shorter_side
-    evaluation = EvaluationImages(folder, *sizes, config.crops, training.fill, config.border)
-    workers = Workers(config.workers)
+    def fetch(ids: np.ndarray) -> Arrays:
+        return {"path": paths[ids]}
 
-    if config.cache:
-        uncropped = EvaluationImages(folder, config.image_size, config.image_size, 1, training.fill)
-        cached_train = CachedImages(uncropped, paths[:num_train], workers)
-        cached_test = CachedImages(evaluation, paths[num_train:], workers)
-
-    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        draws = training.draw(num_examples(rows), generator)
-        if config.cache:
-            images = cached_train(rows["id"])
-            images["image"] = training.augment(images["image"], draws)
-        else:
-            images = workers(training, {"path": paths[rows["id"]]} | draws)
-        batch = rows | images
-        return mixup(batch, config.mixup, generator) if config.mixup else batch
-
-    def prepare(rows: Arrays) -> Arrays:
-        if config.cache:
-            return rows | cached_test(rows["id"] - num_train)
-        return rows | workers(evaluation, {"path": paths[rows["id"]]})
+    images = LabeledImages(config, os.fsencode(root), fetch, num_train, len(paths) - num_train)
 
     def explain(id: int) -> str | None:
         path = root / os.fsdecode(paths[id])
@@ -101,8 +70,10 @@ def load(config: ImageFolder) -> Dataset:
         train={name: a[:num_train] for name, a in rows.items()},
         test={name: a[num_train:] for name, a in rows.items()},
         classes=tuple(classes),
-        augment=augment,
-        prepare=prepare,
+        augment=images.augment,
+        prepare=images.prepare,
+        reads_local=True,
+        identity=sha256(b"\0".join(paths.tolist())).hexdigest()[:16],
         name=lambda row: str(root / os.fsdecode(paths[row])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,

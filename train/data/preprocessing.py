@@ -10,10 +10,10 @@ from train.config import (
     Config,
     Digits,
     HuggingFace,
-    ImageFolder,
     SegmentationFolder,
     Synthetic,
 )
+from train.config.data import Images
 from train.data.augment import evaluation_crops, fit, resize_shorter_side, to_uint8
 from train.data.decode import View, decode
 from train.errors import UserError
@@ -38,10 +38,10 @@ class PreprocessedImage(NamedTuple):
 class Preprocessor:
     """``preprocessor(path) -> PreprocessedImage``, for the data source of a config.
 
-    Image folders and Hugging Face data sets resize the shorter side and take the center crop, or
-    several crops. Segmentation folders fit the image into a square, at its upper left corner.
-    Digits and synthetic images resize the whole image to float32 in [0, 1], gray for one channel;
-    digits are white on black.
+    Image folders, shards and Hugging Face data sets resize the shorter side and take the center
+    crop, or several crops. Segmentation folders fit the image into a square, at its upper left
+    corner. Digits and synthetic images resize the whole image to float32 in [0, 1], gray for one
+    channel; digits are white on black.
 
     Attributes:
       shape: height, width and channels of the network's input.
@@ -55,7 +55,7 @@ class Preprocessor:
     def __init__(self, config: Config):
         data = config.data
         self.crops, self._border = 1, 0
-        if isinstance(data, ImageFolder):
+        if isinstance(data, Images):
             self.shape = (data.image_size, data.image_size, 3)
             self.crops, self._border = data.crops, data.border
         elif isinstance(data, HuggingFace | SegmentationFolder):
@@ -88,7 +88,7 @@ class Preprocessor:
 
         def view(width: int, height: int) -> View:
             sizes.append((width, height))
-            if isinstance(data, ImageFolder | HuggingFace):
+            if isinstance(data, Images | HuggingFace):
                 return resize_shorter_side(data.shorter_side)(width, height)
             if isinstance(data, SegmentationFolder):
                 return fit(width, height, side).view
@@ -96,7 +96,7 @@ class Preprocessor:
 
         image = decode(path, view)
         height, width, _ = image.shape
-        if isinstance(data, ImageFolder | HuggingFace):
+        if isinstance(data, Images | HuggingFace):
             image = evaluation_crops(image, side, self.crops, self._border)
         elif isinstance(data, SegmentationFolder):
             canvas = np.empty(self.shape, np.uint8)

@@ -9,6 +9,9 @@ from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
+_IDENTITY = "rows"
+"""Part of a position that identifies the data."""
+
 
 class UnreadableFiles:
     """Finds unreadable files by the examples of weight 0 in batches.
@@ -16,11 +19,19 @@ class UnreadableFiles:
     Args:
       dataset: dataset of the batches. Batches without ``id`` and ``weight`` are not checked.
       log: prints one line.
+      union: returns the numbers that several processes have together, each of which reads its own
+        rows; None for one process. What another process finds is reported by `share`.
     """
 
-    def __init__(self, dataset: Dataset, log: Callable[[str], None]):
-        self._dataset, self._log = dataset, log
+    def __init__(
+        self,
+        dataset: Dataset,
+        log: Callable[[str], None],
+        union: Callable[[set[int]], set[int]] | None = None,
+    ):
+        self._dataset, self._log, self._union = dataset, log, union
         self._known: set[int] = set()
+        self._found: set[int] = set()
         num_train = num_examples(dataset.train) - dataset.canaries
         self._splits = {
             "training": range(num_train),
@@ -39,17 +50,33 @@ class UnreadableFiles:
         The iterator raises `UserError` when more than the dataset's ``max_bad_fraction`` of the
         training or test files are unreadable, or all of them.
         """
-        return CheckedBatches(batches, self._check)
+        return CheckedBatches(batches, self._check, self._dataset.identity)
+
+    def share(self) -> None:
+        """Report what other processes found, too. All processes must call this together.
+
+        Raises:
+          UserError: in all of them, if too many files are unreadable.
+        """
+        if self._union:
+            found, self._found = self._union(self._found), set()
+            self._add(found)
 
     def _check(self, batch: Arrays) -> None:
         weight = batch.get(EXAMPLE_WEIGHT, batch.get("weight"))
         if "id" not in batch or weight is None or weight.all():
             return
         skipped = np.unique(batch["id"][weight == 0])
-        for id in skipped[skipped >= 0].tolist():  # -1 is padding
-            if id not in self._known:
-                self._known.add(id)
-                self._report(id, self._dataset.explain(id))
+        found = set(skipped[skipped >= 0].tolist()) - self._known  # -1 is padding
+        if self._union:
+            self._found |= found
+        else:
+            self._add(found)
+
+    def _add(self, found: set[int]) -> None:
+        for id in sorted(found - self._known):
+            self._known.add(id)
+            self._report(id, self._dataset.explain(id))
         for split, errors in self._errors.items():
             files = len(self._splits[split])
             if len(errors) == files:
@@ -72,10 +99,21 @@ class UnreadableFiles:
 
 
 class CheckedBatches:
-    """Iterator that checks each batch before it returns it."""
+    """Iterator that checks each batch before it returns it.
 
-    def __init__(self, batches: Iterator[Arrays], check: Callable[[Arrays], None]):
-        self._batches, self._check = batches, check
+    Args:
+      batches: iterator, with a position as grain's iterators have.
+      check: called with each batch.
+      identity: ``identity`` of the `Dataset`, which becomes part of positions.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Arrays],
+        check: Callable[[Arrays], None],
+        identity: str | None = None,
+    ):
+        self._batches, self._check, self._identity = batches, check, identity
 
     def __iter__(self) -> "CheckedBatches":
         return self
@@ -87,8 +125,20 @@ class CheckedBatches:
 
     def get_state(self) -> Any:
         """Return the position, as grain's iterators do."""
-        return self._batches.get_state()  # type: ignore[attr-defined]
+        state = self._batches.get_state()  # type: ignore[attr-defined]
+        return state | {_IDENTITY: self._identity} if self._identity else state
 
     def set_state(self, state: Any) -> None:
-        """Continue from a position."""
+        """Continue from a position.
+
+        Raises:
+          UserError: if it is a position in other data.
+        """
+        state = dict(state)
+        identity = state.pop(_IDENTITY, self._identity)
+        if identity != self._identity:
+            raise UserError(
+                "data.path: files or labels are not those that the run began with, so that it "
+                "cannot continue with the same batches; restore them, or start a new run with --out"
+            )
         self._batches.set_state(state)  # type: ignore[attr-defined]

@@ -89,6 +89,16 @@ def from_first_process(array: np.ndarray) -> np.ndarray:
     return np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
+def union(numbers: set[int]) -> set[int]:
+    """Return the numbers that any process gives. Every process must call this."""
+    if not has_other_processes():
+        return numbers
+    counts = multihost_utils.process_allgather(np.asarray(len(numbers)))
+    padded = np.full(max(int(counts.max()), 1), -1, np.int32)
+    padded[: len(numbers)] = sorted(numbers)
+    return set(np.unique(multihost_utils.process_allgather(padded)).tolist()) - {-1}
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set in any process. Every process must call this."""
     if not has_other_processes():

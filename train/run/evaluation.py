@@ -100,6 +100,7 @@ class Evaluator:
         batch: Any = sample_evaluation_batch(task.dataset, batch_size)
         self._replicated = layout.replicated if layout else None
         self._put = layout.put if layout else lambda batch: batch
+        self._local = layout.local_rows(batch_size) if layout else None
         batch = layout.batch(batch) if layout else batch
         arguments = shapes.evaluation_params, shapes.model_state, batch
         measured = jax.eval_shape(task.measure, *arguments)
@@ -129,7 +130,7 @@ class Evaluator:
         # Sums in 64 bits on the host; on the device in 32 bits, as long as no count overflows.
         sums: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, max_count = self._zero_totals(), 0
-        for batch in self._watch(evaluation_batches(self._dataset, self._batch_size)):
+        for batch in self._watch(evaluation_batches(self._dataset, self._batch_size, self._local)):
             max_count += self._counts_per_batch
             if max_count >= 2**31:
                 sums = jax.tree.map(np.add, sums, jax.device_get(totals))

@@ -83,7 +83,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         write_classes(folder, run.task.dataset.classes)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
-        unreadable = UnreadableFiles(run.task.dataset, _ignore if config.is_release_only else log)
+        unreadable = UnreadableFiles(
+            run.task.dataset,
+            _ignore if config.is_release_only else log,
+            distributed.union if distributed.has_other_processes() else None,
+        )
         unreadable_name = f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
 
         # Compile all programs. Their memory is known before the first step.
@@ -163,6 +167,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
                     score = None
                     if is_logging or is_evaluating or is_stopping:
+                        unreadable.share()
                         line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
                         # Epsilon is computed while the device still works on the step.
                         epsilon = run.privacy.epsilon(step) if run.privacy else None
@@ -177,6 +182,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                             line[unreadable_name] = unreadable.count
                         if is_evaluating:
                             evaluation = evaluate(state)
+                            unreadable.share()
                             score = score_of(evaluation.metrics)
                             line |= _test_metrics(evaluation.metrics)
                         metrics_file.write(json.dumps(line) + "\n")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet import TrainState
@@ -53,6 +54,17 @@ class Layout(NamedTuple):
             batch,
             self.batch(batch),
         )
+
+    def local_rows(self, rows: int) -> np.ndarray | None:
+        """Return which rows of a batch `put` reads in this process, bool [rows]; None for all."""
+        if jax.process_count() == 1:
+            return None
+        is_local = np.zeros(rows, bool)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        for index in sharding.addressable_devices_indices_map((rows,)).values():
+            assert index is not None  # this process has the device
+            is_local[index] = True
+        return is_local
 
     def batch(self, shapes: Any) -> Any:
         """Return the shapes of a batch, with shardings of its rows over all devices."""

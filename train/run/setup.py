@@ -22,11 +22,11 @@ from train.config import (
     ChatFile,
     Clipped,
     Config,
-    ImageFolder,
     Microbatch,
     PerExample,
     TextFile,
 )
+from train.config.data import Images
 from train.data import Dataset, buckets, placeholder, poisson, users
 from train.data.canaries import add_canaries, draw_included, exclude
 from train.data.unreadable import UnreadableFiles
@@ -94,7 +94,7 @@ class Setup(NamedTuple):
     @property
     def crops(self) -> int:
         """Number of crops of each test image."""
-        return self.config.data.crops if isinstance(self.config.data, ImageFolder) else 1
+        return self.config.data.crops if isinstance(self.config.data, Images) else 1
 
     @property
     def microbatch_choices(self) -> tuple[int, ...] | None:
@@ -119,7 +119,8 @@ class Setup(NamedTuple):
             return poisson.poisson_batches(dataset, self.privacy.sampling, seed)
         if longest := _longest(self.config):
             return buckets.bucketed_batches(dataset, size, seed, longest)
-        return data.training_batches(dataset, size, seed)
+        local = self.layout.local_rows(size) if self.layout else None
+        return data.training_batches(dataset, size, seed, local)
 
     def with_batch_size(self, rows: int, microbatches: int = 1) -> "Setup":
         """Return the same run with another batch size, for compilation in microbatches."""
@@ -426,7 +427,7 @@ def _mode(
 ) -> tuple[Any, optax.GradientTransformation]:
     """Return the gradient mode, and the optimizer with the state that the mode adds."""
     grad = config.grad
-    mixed = isinstance(config.data, ImageFolder) and config.data.mixup > 0
+    mixed = isinstance(config.data, Images) and config.data.mixup > 0
     if isinstance(grad, PerExample | Clipped) and mixed:
         raise UserError(
             f"data.mixup: mixes two examples in one image, but grad.mode {grad.mode} needs their "

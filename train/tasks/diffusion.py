@@ -9,7 +9,8 @@ from jax import Array
 import fnet
 from fnet import diffusion, models
 from fnet.diffusion import Schedule, schedules
-from train.config import Config, Denoiser, ImageFolder
+from train.config import Config, Denoiser
+from train.config.data import Images
 from train.data import Dataset, num_examples, sample_batch
 from train.errors import UserError
 from train.tasks import images
@@ -50,7 +51,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
             f"optim.label_smoothing: {config.optim.label_smoothing:g}, but a denoiser does not "
             "predict labels; give 0"
         )
-    if isinstance(config.data, ImageFolder):
+    if isinstance(config.data, Images):
         _check_single_images(config.data)
     dataset, model = build_network(config, dataset)
     index = np.arange(num_examples(dataset.test), dtype=np.int32)
@@ -95,7 +96,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     return Task(dataset, model, loss, measure)
 
 
-def _check_single_images(data: ImageFolder) -> None:
+def _check_single_images(data: Images) -> None:
     """Refuse options for classifiers: mixed images, and several crops per image."""
     if data.mixup:
         raise UserError(

@@ -6,7 +6,16 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from train.config import ArrayFile, Config, Denoiser, Digits, HuggingFace, ImageFolder, Synthetic
+from train.config import (
+    ArrayFile,
+    Config,
+    Denoiser,
+    Digits,
+    HuggingFace,
+    ImageFolder,
+    ImageShards,
+    Synthetic,
+)
 from train.data import (
     Arrays,
     Dataset,
@@ -14,6 +23,7 @@ from train.data import (
     digits,
     huggingface,
     image_folder,
+    image_shards,
     num_examples,
     synthetic,
 )
@@ -22,6 +32,7 @@ from train.errors import UserError
 _SOURCES: dict[type, Callable[[Any], Dataset]] = {
     Digits: digits.load,
     ImageFolder: image_folder.load,
+    ImageShards: image_shards.load,
     ArrayFile: arrays.load,
     HuggingFace: huggingface.load,
     Synthetic: synthetic.load,
@@ -57,8 +68,8 @@ def load(config: Config) -> Dataset:
     if type(config.data) not in _SOURCES:
         raise UserError(
             f"data.source: {config.data.source} has no images, which the network "
-            f"{config.model.name} needs; give data.source digits, image_folder, arrays, "
-            "huggingface or synthetic"
+            f"{config.model.name} needs; give data.source digits, image_folder, image_shards, "
+            "arrays, huggingface or synthetic"
         )
     dataset = _SOURCES[type(config.data)](config.data)
     if isinstance(config.model, Denoiser) and isinstance(config.data, ArrayFile):

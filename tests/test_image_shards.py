@@ -1,0 +1,450 @@
+"""Images in tar, Parquet and ArrayRecord shards."""
+
+import json
+import os
+
+import chex
+import numpy as np
+import pytest
+from data_cases import error_message, take_batches
+from shard_cases import (
+    CLASSES,
+    WRITERS,
+    example,
+    pixels,
+    png,
+    write_array_record,
+    write_parquet,
+    write_tar,
+)
+
+from train.config import Config, ImageShards, from_json, to_json
+from train.data import evaluation_batches, image_shards, training_batches
+from train.data.shards import parse_example
+from train.data.unreadable import UnreadableFiles
+from train.errors import TrainingError, UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "fnet"
+
+
+@pytest.fixture(params=WRITERS)
+def kind(request):
+    if request.param == "parquet":
+        pytest.importorskip("pyarrow")
+    return request.param
+
+
+SMALL = {"image_size": 5, "resize": 5, "crop": "center", "flip": False, "batch_size": 8}
+
+
+def load(*paths, **options):
+    return image_shards.load(ImageShards(path=tuple(map(str, paths)), **SMALL | options))
+
+
+def write(kind, folder, train=24, test=6, shards=2, **options):
+    """Write shards of images 0, 1, ... for training, and then for testing."""
+    each = train // shards
+    for k in range(shards):
+        path = folder / f"train-{k}.{kind}"
+        WRITERS[kind](path, range(k * each, (k + 1) * each), **options)
+    if test:
+        WRITERS[kind](folder / f"val-0.{kind}", range(train, train + test), **options)
+
+
+def center(i):
+    """The center crop of image i, which has 6 x 5 pixels."""
+    return pixels(i)[:, :5]
+
+
+# ---- What is read
+
+
+def test_reads_every_image_with_its_label(kind, tmp_path):
+    write(kind, tmp_path)
+    data = load(tmp_path)
+    assert data.classes == ("0", "1", "2")
+    batches, _ = take_batches(data, n=3, size=8)
+    seen = set()
+    for batch in batches:
+        for image, label, id in zip(batch["image"], batch["label"], batch["id"], strict=True):
+            i = int(id)  # shards are sorted, so that ids count as the images do
+            np.testing.assert_array_equal(image, center(i))
+            assert label == i % 3
+            seen.add(i)
+    assert seen == set(range(24))
+    (test,) = evaluation_batches(data, 6)
+    chex.assert_trees_all_equal(test["image"], np.stack([center(i) for i in range(24, 30)]))
+    chex.assert_trees_all_equal(test["weight"], np.ones(6, np.float32))
+
+
+def test_batches_do_not_depend_on_the_format(tmp_path):
+    pytest.importorskip("pyarrow")
+    for kind in WRITERS:
+        options = {"group": 1} if kind == "parquet" else {}
+        write(kind, tmp_path / kind, **options)
+    first, *others = (
+        take_batches(load(tmp_path / kind, crop="padded", padding=2, flip=True))[0]
+        for kind in WRITERS
+    )
+    for other in others:
+        chex.assert_trees_all_equal(other, first)
+
+
+def test_finds_labels_in_json_and_in_names_of_folders(tmp_path):
+    def with_json(i):
+        return {"png": png(i), "json": json.dumps({"breed": CLASSES[i % 3], "n": i}).encode()}
+
+    write_tar(tmp_path / "a.tar", range(12), files=with_json)
+    data = load(tmp_path / "a.tar", label="json.breed", test_fraction=0.25)
+    assert data.classes == CLASSES
+    assert (
+        sorted(data.train["label"].tolist() + data.test["label"].tolist())
+        == [0] * 4 + [1] * 4 + [2] * 4
+    )
+    message = error_message(load, tmp_path / "a.tar", label="json.kind")
+    assert message.startswith("data.label: 0000.json in ")
+    assert message.endswith("a.tar has no field kind")
+
+    def in_folder(i):
+        return {"png": png(i)}
+
+    import tarfile
+
+    with tarfile.open(tmp_path / "b.tar", "w") as shard:
+        for i in range(12):
+            (tmp_path / "image.png").write_bytes(png(i))
+            shard.add(tmp_path / "image.png", f"train/{CLASSES[i % 3]}/{i}.png")
+    assert load(tmp_path / "b.tar", test_fraction=0.25).classes == CLASSES
+    write_tar(tmp_path / "c.tar", range(3), files=in_folder)
+    assert "no file *.cls, and its images are in no folders" in error_message(
+        load, tmp_path / "c.tar"
+    )
+
+
+def test_finds_class_names_that_come_with_shards(tmp_path):
+    pytest.importorskip("pyarrow")
+    write_parquet(tmp_path / "a.parquet", range(12), names=CLASSES)
+    assert load(tmp_path / "a.parquet", test_fraction=0.25).classes == CLASSES
+    write_array_record(
+        tmp_path / "tfds" / "x-train.array_record-00000-of-00001", range(12), names=CLASSES
+    )
+    assert load(tmp_path / "tfds", test_fraction=0.25).classes == CLASSES
+    (tmp_path / "names.txt").write_text("x\ny\nz\n")
+    named = load(
+        tmp_path / "a.parquet", test_fraction=0.25, class_names=str(tmp_path / "names.txt")
+    )
+    assert named.classes == ("x", "y", "z")
+    write_parquet(tmp_path / "b.parquet", range(12), names=("a", "b", "c"))
+    assert "has the classes" in error_message(load, tmp_path / "*.parquet")
+
+
+def test_finds_columns_by_type_and_by_name(tmp_path):
+    pytest.importorskip("pyarrow")
+    write_parquet(tmp_path / "a.parquet", range(12), label="breed", plain=True)
+    assert load(tmp_path / "a.parquet", test_fraction=0.25).classes == ("0", "1", "2")
+    message = error_message(load, tmp_path / "a.parquet", label="bred")
+    assert message.endswith("has no bred (did you mean breed?); there are image, breed")
+    assert "data.image: " in error_message(load, tmp_path / "a.parquet", image="picture")
+
+
+def test_parses_examples_as_tensorflow_writes_them():
+    fields = {"image": b"\x00\xff" * 300, "label": 2**40, "text": "é".encode()}
+    assert parse_example(example(fields)) == {name: [value] for name, value in fields.items()}
+    (value,) = parse_example(example({"x": 0.5}))["x"]
+    assert value == 0.5
+    assert parse_example(b"no example") is None
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{folder}", "{folder}/*.tar", "{folder}/{{train-{{0..1}},val-0}}.tar"]
+)
+def test_finds_splits_by_the_names_of_shards(pattern, tmp_path):
+    write("tar", tmp_path)
+    data = load(pattern.format(folder=tmp_path))
+    assert (len(data.train["id"]), len(data.test["id"])) == (24, 6)
+
+
+def test_a_pattern_without_a_test_shard_holds_out_a_fraction(tmp_path):
+    write("tar", tmp_path)
+    data = load(tmp_path / "train-{0..1}.tar", test_fraction=0.25)
+    assert (len(data.train["id"]), len(data.test["id"])) == (18, 6)
+    explicit = load(tmp_path / "train-{0..1}.tar", test_path=(str(tmp_path / "val-0.tar"),))
+    assert (len(explicit.train["id"]), len(explicit.test["id"])) == (24, 6)
+    message = error_message(load, tmp_path / "*.tar", test_path=(str(tmp_path / "train-0.tar"),))
+    assert message.endswith("train-0.tar would be trained on, too")
+
+
+def test_mixes_paths_by_weight(tmp_path):
+    write_tar(tmp_path / "a.tar", range(12))
+    write_tar(tmp_path / "b.tar", range(12, 18))
+    write_tar(tmp_path / "val.tar", range(6))
+    paths = tmp_path / "a.tar", tmp_path / "b.tar"
+    options = {"test_path": (str(tmp_path / "val.tar"),)}
+    batches, _ = take_batches(load(*paths, weights=(1.0, 3.0), **options), n=9, size=8)
+    from_b = np.array([batch["id"] >= 12 for batch in batches])
+    assert from_b.mean(1).tolist() == [0.75] * 9
+    ids = np.concatenate([batch["id"] for batch in batches])
+    np.testing.assert_allclose(np.bincount(ids), np.repeat([1.5, 9], [12, 6]), atol=0.5)
+    assert "1 weights, but data.path has 2" in error_message(load, *paths, weights=(1.0,))
+
+
+def test_the_index_is_kept_until_a_shard_changes(kind, tmp_path, cache, monkeypatch):
+    write(kind, tmp_path / "d")
+    first = take_batches(load(tmp_path / "d"))[0]
+    files = sorted((cache / "shards").iterdir())
+    assert len(files) == 3
+    opened = []
+    with monkeypatch.context() as patch:
+        patch.setattr(f"train.data.shards._index_{kind}", lambda *args: opened.append(args))
+        again = load(tmp_path / "d")
+    assert not opened
+    chex.assert_trees_all_equal(take_batches(again)[0], first)
+    WRITERS[kind](tmp_path / "d" / f"train-1.{kind}", range(30, 38))
+    assert len(load(tmp_path / "d").train["id"]) == 20
+    files[0].write_bytes(b"damaged")
+    assert len(load(tmp_path / "d").train["id"]) == 20
+
+
+# ---- Which process reads what, and from where
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_batch_is_the_same_for_any_number_of_processes(
+    processes, workers, kind, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("train.data.order.MIN_LANE_ROWS", 2)
+    write(kind, tmp_path)
+    options = {"crop": "resized", "flip": True, "color_jitter": 0.4}
+    whole, _ = take_batches(load(tmp_path, **options), n=4, size=8)
+    parts = []
+    for process in range(processes):
+        data = load(tmp_path, workers=workers, **options)
+        local = np.arange(8) * processes // 8 == process
+        batches = training_batches(data, 8, 0, local)
+        parts.append([next(batches) for _ in range(4)])
+        for batch, expected in zip(parts[-1], whole, strict=True):
+            assert batch["weight"].all()
+            assert not batch["image"][~local].any()
+            for name in batch:
+                chex.assert_trees_all_equal(batch[name][local], expected[name][local])
+        test = list(evaluation_batches(data, 4, local[:4]))
+        for batch, expected in zip(test, evaluation_batches(data, 4), strict=True):
+            chex.assert_trees_all_equal(batch["image"][local[:4]], expected["image"][local[:4]])
+            chex.assert_trees_all_equal(batch["weight"], expected["weight"])
+
+
+def test_a_process_reads_only_its_rows(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.data.order.MIN_LANE_ROWS", 2)
+    counts, make = [], image_shards.Shards
+
+    def counted(*args):
+        counts.append(make(*args))
+        return counts[-1]
+
+    monkeypatch.setattr(image_shards, "Shards", counted)
+    write(kind, tmp_path, train=64, test=4, **({"group": 2} if kind == "parquet" else {}))
+    for processes in (1, 4):
+        data, local = load(tmp_path), np.arange(8) * processes // 8 == 0
+        order = data.order(8, 0)
+        batches = training_batches(data, 8, 0, local)
+        for _ in range(8):
+            next(batches)
+        ids = {int(i) for step in range(8 + 3) for i in order(step)[local]}  # three are prefetched
+        if kind == "parquet":  # 32 row groups
+            assert counts[-1].reads.sum() <= len({i // 2 for i in ids})
+            assert processes == 1 or counts[-1].reads.sum() <= 32 / processes + 4
+        else:
+            assert 8 * 8 / processes <= counts[-1].reads.sum() <= 8 * 11 / processes
+
+
+def test_continues_in_the_middle_of_an_epoch_with_other_processes(kind, tmp_path):
+    write(kind, tmp_path)
+    options = {"crop": "padded", "flip": True}
+    whole, _ = take_batches(load(tmp_path, **options), n=7, size=8)
+    data = load(tmp_path, **options)
+    batches = UnreadableFiles(data, print).watch(training_batches(data, 8, 0, np.arange(8) < 4))
+    for _ in range(4):
+        next(batches)
+    position = json.loads(json.dumps(batches.get_state()))  # as a checkpoint has it
+    data = load(tmp_path, **options)
+    batches = UnreadableFiles(data, print).watch(training_batches(data, 8, 0))
+    batches.set_state(position)
+    chex.assert_trees_all_equal([next(batches) for _ in range(3)], whole[4:])
+
+
+def test_does_not_continue_with_other_shards(tmp_path):
+    write("tar", tmp_path)
+
+    def batches():
+        data = load(tmp_path)
+        return UnreadableFiles(data, print).watch(training_batches(data, 8, 0))
+
+    position = batches().get_state()
+    os.utime(tmp_path / "train-0.tar", (0, 0))  # the same content
+    batches().set_state(position)
+    write_tar(tmp_path / "train-0.tar", range(1, 13))
+    with pytest.raises(UserError, match="not those that the run began with"):
+        batches().set_state(position)
+
+
+def test_reads_remote_shards_as_local_ones(kind, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    write(kind, tmp_path / "d")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "d"), "/bucket", recursive=True)
+    try:
+        data = load("memory://bucket")
+        assert data.batches_at_once == 2
+        assert data.name(0).startswith("memory://")
+        expected, _ = take_batches(load(tmp_path / "d"))
+        chex.assert_trees_all_equal(take_batches(data)[0], expected)
+        assert len(load(f"memory://bucket/train-{{0..1}}.{kind}").train["id"]) == 19
+        assert len(load(f"memory://bucket/train-*.{kind}").train["id"]) == 19
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
+# ---- Faults
+
+
+def test_a_truncated_shard_is_named_with_its_end(kind, tmp_path):
+    write(kind, tmp_path, shards=4, test=0)
+    path = tmp_path / f"train-1.{kind}"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    message = error_message(load, tmp_path)
+    assert message.startswith(f"data.path: {path} is damaged: ")
+    assert f"{len(content) // 2:,}" in message
+    assert message.endswith("give data.max_bad_fraction 0.25 to train without what is missing")
+    data = load(tmp_path, max_bad_fraction=0.25, test_fraction=0.2)
+    (note,) = data.notes
+    assert note.startswith(f"{path} is damaged")
+    images = len(data.train["id"]) + len(data.test["id"])
+    assert 18 <= images < 24
+    assert (images > 18) == (kind == "tar")  # a tar file is readable up to its end
+    for batch in take_batches(data, n=4)[0]:
+        assert batch["weight"].all()
+
+
+def test_a_tar_without_its_end_is_damaged(tmp_path):
+    write_tar(tmp_path / "a.tar", range(6))
+    content = (tmp_path / "a.tar").read_bytes().rstrip(b"\0")
+    content += bytes(-len(content) % 512)
+    (tmp_path / "a.tar").write_bytes(content)
+    message = error_message(load, tmp_path / "a.tar")
+    assert f"it is damaged at byte {len(content):,}, after 0005.cls" in message
+
+
+def test_a_damaged_image_is_reported_and_skipped(kind, tmp_path, monkeypatch):
+    good = png
+    monkeypatch.setattr("shard_cases.png", lambda i: b"no image" if i == 7 else good(i))
+    write(kind, tmp_path)
+    data, lines = load(tmp_path, max_bad_fraction=0.1), []
+    for batch in UnreadableFiles(data, lines.append).watch(
+        iter(take_batches(data, n=3, size=8)[0])
+    ):
+        assert ((batch["weight"] == 0) == (batch["id"] == 7)).all()
+    place = {"tar": "bytes ", "parquet": "row 3 of row group 1", "array_record": "record 7"}[kind]
+    (line,) = lines
+    assert line.startswith(f"cannot read {tmp_path}/train-0.{kind}, {place}")
+    assert "not an image" in line
+
+
+@pytest.mark.parametrize("fault", ["vanished", "changed"])
+def test_a_shard_that_vanishes_or_changes_stops_the_run(fault, kind, tmp_path):
+    write(kind, tmp_path)
+    data = load(tmp_path)
+    path = tmp_path / f"train-1.{kind}"
+    if fault == "vanished":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes() + bytes(10240))
+    with pytest.raises(TrainingError) as caught:
+        take_batches(data, n=3, size=8)
+    assert str(caught.value).startswith(f"data.path: {path} ")
+    assert ("does not exist" if fault == "vanished" else "10,240") or fault
+    assert str(caught.value).endswith("continue with --resume")
+    assert "\n" not in str(caught.value)
+
+
+class Refusing:
+    """Storage that refuses access, as s3fs and gcsfs do."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __getattr__(self, name):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("url", "error", "expected"),
+    [
+        (
+            "s3://b/a.tar",
+            type("NoCredentialsError", (Exception,), {})("Unable to locate credentials"),
+            "AWS_PROFILE",
+        ),
+        ("s3://b/a.tar", PermissionError("Forbidden"), "AWS_ACCESS_KEY_ID"),
+        (
+            "gs://b/a.tar",
+            OSError("Anonymous caller does not have storage.objects.get access"),
+            "gcloud auth",
+        ),
+        (
+            "gs://b/*.tar",
+            ImportError("Please install gcsfs to access Google Storage"),
+            "pip install gcsfs",
+        ),
+        ("s3://b/a.tar", FileNotFoundError("b/a.tar"), "s3://b/a.tar does not exist"),
+        (
+            "s3://b/a.tar",
+            TimeoutError("no answer\nfrom s3"),
+            "cannot read s3://b/a.tar: no answer from s3",
+        ),
+    ],
+)
+def test_says_what_remote_storage_needs(url, error, expected, monkeypatch):
+    monkeypatch.setattr("train.data.storage.filesystem", lambda path: Refusing(error))
+    message = error_message(load, url)
+    assert message.startswith("data.path: ")
+    assert url in message
+    assert expected in message
+
+
+def test_unknown_storage_is_one_line():
+    assert error_message(load, "nowhere://b/a.tar") == (
+        "data.path: nowhere://b/a.tar: fsspec knows no storage nowhere://"
+    )
+
+
+def test_says_what_is_wrong_with_the_files(tmp_path):
+    assert error_message(load, tmp_path) == (
+        f"data.path: no files in {tmp_path}; expected files *.tar, *.parquet or *.array_record"
+    )
+    (tmp_path / "a.txt").write_text("")
+    assert "no shards in" in error_message(load, tmp_path)
+    (tmp_path / "a.tar.gz").write_text("")
+    assert error_message(load, tmp_path / "a.tar.gz").endswith("one by one; decompress it")
+    assert "does not exist" in error_message(load, tmp_path / "none.tar")
+    write_tar(tmp_path / "b.tar", range(3), files=lambda i: {"txt": b"a", "cls": b"0"})
+    message = error_message(load, tmp_path / "b.tar")
+    assert message.endswith("b.tar has no file with an image; there are cls, txt")
+    write_tar(
+        tmp_path / "c.tar", range(3), files=lambda i: {"png": png(i)} | ({"cls": b"1"} if i else {})
+    )
+    assert "data.label: 0000 in " in error_message(load, tmp_path / "c.tar")
+    write_tar(
+        tmp_path / "d.tar", range(3), files=lambda i: {"png": png(i), "jpg": png(i), "cls": b"0"}
+    )
+    assert "has several images: jpg, png; name one" in error_message(load, tmp_path / "d.tar")
+
+
+def test_a_config_keeps_its_paths_and_weights():
+    config = Config(data=ImageShards(path=("a", "b"), weights=(1.0, 2.0)))
+    assert from_json(to_json(config), "") == config

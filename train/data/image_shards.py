@@ -1,0 +1,303 @@
+"""Images in shards: tar files as WebDataset writes them, Parquet, or ArrayRecord."""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+
+import numpy as np
+
+from train.config import ImageShards
+from train.data import Arrays, Dataset, storage
+from train.data.augment import resize_shorter_side
+from train.data.decode import UnreadableError
+from train.data.image_batches import LabeledImages, decode_row
+from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
+from train.data.order import Rows, ShuffledBatches
+from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
+from train.data.storage import StorageError
+from train.errors import UserError, shorten
+
+_WORDS = {
+    "train": {"train", "training"},
+    "val": {"val", "valid", "validation", "dev"},
+    "test": {"test", "testing"},
+}
+_REMOTE_BATCHES = 2
+"""Batches that are made at once, so that decoding does not wait for remote storage."""
+
+
+def load(config: ImageShards) -> Dataset:
+    """Find the images of shards; batches read them.
+
+    Rows are ``id`` int32 [N], which counts training images and then test images, and ``label``
+    int32 [N]. Batches are those of `train.data.image_folder`. Training rows are in the order of
+    `ShuffledBatches`.
+
+    Raises:
+      UserError: if there are no shards, too many of them are damaged, images or labels are not
+        found, labels are not integers from 0 or names, or for options that exclude each other.
+    """
+    if config.weights and len(config.weights) != len(config.path):
+        raise UserError(
+            f"data.weights: {len(config.weights)} weights, but data.path has {len(config.path)}; "
+            "give one per path"
+        )
+    paths, test_paths = _find_shards(config)
+    every = [*itertools.chain(*paths), *test_paths]
+    indices = index_shards(every, Fields(config.image, config.label))
+    notes = _check_damage(config, every, indices)
+    shards = Shards(every, indices)
+    counts = [len(index.labels) for index in indices]
+    shard = np.repeat(np.arange(len(every), dtype=np.int32), counts)
+    place = np.concatenate([index.places for index in indices])
+    label, names = _labels(config, every, indices)
+
+    # The source of each image: 0, 1, ... for training, -1 for testing.
+    sources = [i for i, files in enumerate(paths) for _ in files] + [-1] * len(test_paths)
+    source = np.repeat(np.array(sources, np.int64), counts)
+    train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
+    for i, path in enumerate(config.path):
+        if not (source == i).any():
+            raise UserError(f"data.path: there are no images in {path}")
+    if not test_paths:
+        train, test = map(np.sort, split_by_class(label, config.test_fraction, config.split_seed))
+    if not len(test):
+        raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
+    rows = np.concatenate([train, test])
+    shard, place, label = shard[rows], place[rows], label[rows]
+    num_train = len(train)
+    check_several_classes(label[:num_train], f"data.label: {shorten(config.path)}")
+    classes = class_names((label[:num_train], label[num_train:]), names, "data.label")
+
+    def fetch(ids: np.ndarray) -> Arrays:
+        return {"content": shards.read(shard[ids], place[ids])}
+
+    def describe(id: int) -> str:
+        return shards.describe(int(shard[id]), place[id])
+
+    def explain(id: int) -> str | None:
+        try:
+            view = resize_shorter_side(config.shorter_side)
+            decode_row(b"", fetch(np.array([id])), 0, view)
+        except UnreadableError as error:
+            return f"{describe(id)}: {error}"
+        return None
+
+    images = LabeledImages(config, b"", fetch, num_train, len(test))
+    order = _order(config, source[train], shard[:num_train], place[:num_train], indices)
+    arrays = {"id": np.arange(len(rows), dtype=np.int32), "label": label}
+    return Dataset(
+        train={name: a[:num_train] for name, a in arrays.items()},
+        test={name: a[num_train:] for name, a in arrays.items()},
+        classes=classes,
+        augment=images.augment,
+        prepare=images.prepare,
+        reads_local=True,
+        order=order,
+        identity=_identity(label, place, shard, num_train),
+        batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
+        name=describe,
+        explain=explain,
+        max_bad_fraction=config.max_bad_fraction,
+        notes=notes,
+    )
+
+
+def _find_shards(config: ImageShards) -> tuple[list[list[str]], list[str]]:
+    """Find the training shards of each path, and the test shards, if there are any.
+
+    Among the files of folders and patterns, names with train, val or test tell the splits. With a
+    ``test_path``, others than training shards are not used.
+
+    Raises:
+      UserError: if there are none, or a shard is in both.
+    """
+    train: list[list[str]] = []
+    by_split: dict[str, list[str]] = {split: [] for split in _WORDS}
+    for path in config.path:
+        files, has_several = _expand(path, "data.path")
+        if has_several:
+            root = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0])
+            splits = [_split_of(file.removeprefix(root)) for file in files]
+            others = {"val", "test"} & set(filter(None, splits))
+            if others:
+                for file, split in zip(files, splits, strict=True):
+                    by_split[split or "train"].append(file)
+                named = "train" in splits
+                files = [
+                    file
+                    for file, split in zip(files, splits, strict=True)
+                    if split == "train" or (split is None and not named)
+                ]
+                if not files:
+                    raise UserError(
+                        f"data.path: {path} has shards of {' and '.join(sorted(others))}, but none "
+                        "to train on"
+                    )
+        train.append(files)
+    if config.test_path:
+        test = [file for path in config.test_path for file in _expand(path, "data.test_path")[0]]
+    else:
+        test = by_split["val"] or by_split["test"]
+    if both := sorted(set(test) & set(itertools.chain(*train))):
+        raise UserError(f"data.test_path: {shorten(both)} would be trained on, too")
+    return train, test
+
+
+def _expand(path: str, field: str) -> tuple[list[str], bool]:
+    """List the shards of a path, and whether it is a folder or a pattern."""
+    if path.startswith("tfds:"):
+        path = _tfds_folder(path, field)
+    try:
+        found = storage.expand(path)
+    except StorageError as error:
+        raise UserError(f"{field}: {error}") from error
+    if found is None:
+        return [path], False
+    shards = [file for file in found if format_of(file)]
+    if not shards and found:
+        raise UserError(f"{field}: no shards in {path}, but {shorten(found)}; {EXPECTED}")
+    if not shards:
+        raise UserError(f"{field}: no files in {path}; {EXPECTED}")
+    return shards, True
+
+
+def _tfds_folder(name: str, field: str) -> str:
+    """Find the folder of a data set that TensorFlow Datasets has prepared."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise UserError(
+            f"{field}: {name} needs tensorflow_datasets ({error}); pip install "
+            "tensorflow-datasets, or give the folder of the data set"
+        ) from None
+    try:
+        builder = tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
+    except Exception as error:  # of the registry, the file system or the network
+        reason = " ".join(str(error).split())
+        raise UserError(f"{field}: tensorflow_datasets cannot find {name}: {reason}") from error
+    folder = str(builder.data_path)
+    if not builder.is_prepared():
+        raise UserError(
+            f"{field}: {name} is not prepared in {folder}; run "
+            f"tfds build {name.removeprefix('tfds:')} --file_format=array_record"
+        )
+    return folder
+
+
+def _split_of(path: str) -> str | None:
+    """Find train, val or test in a file's name, or in its folder's; None if there is none."""
+    for part in reversed(path.lower().split("/")):
+        words = re.split(r"[^a-z]+", part)
+        for split, names in _WORDS.items():
+            if not names.isdisjoint(words):
+                return split
+    return None
+
+
+def _check_damage(
+    config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
+) -> tuple[str, ...]:
+    """Check that not too many shards are damaged; return a note on each.
+
+    Raises:
+      UserError: if more than ``max_bad_fraction`` of the shards are.
+    """
+    damaged = [
+        f"{path} is damaged: {index.problem}"
+        for path, index in zip(paths, indices, strict=True)
+        if index.problem
+    ]
+    if len(damaged) > config.max_bad_fraction * len(paths):
+        raise UserError(
+            f"data.path: {damaged[0]}; copy it again, or give data.max_bad_fraction "
+            f"{len(damaged) / len(paths):.2g} to train without what is missing"
+            + (f" ({len(damaged)} of {len(paths)} shards are damaged)" if len(damaged) > 1 else "")
+        )
+    return tuple(f"{problem}; what is missing is skipped" for problem in damaged)
+
+
+def _labels(
+    config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Return the labels of all images, int32 [N], and the class names, if there are any.
+
+    Raises:
+      UserError: if labels are neither integers from 0 nor names, or the class names differ.
+    """
+    names = _class_names(config, paths, indices)
+    found = [(path, i) for path, i in zip(paths, indices, strict=True) if len(i.labels)]
+    if not found:
+        raise UserError(f"data.path: there are no images in {shorten(paths)}")
+    kinds = {index.labels.dtype.kind for _, index in found}
+    labels = np.concatenate([index.labels for _, index in found])
+    if kinds == {"i"}:
+        return as_labels(labels, "data.label"), names
+    if len(kinds) > 1:
+        texts = next(path for path, index in found if index.labels.dtype.kind == "U")
+        raise UserError(f"data.label: labels are names in {texts}, but numbers in other shards")
+    names = names or tuple(np.unique(labels).tolist())
+    numbers = {name: i for i, name in enumerate(names)}
+    unknown = sorted(set(np.unique(labels).tolist()) - set(numbers))
+    if unknown:
+        raise UserError(f"data.class_names: no class {shorten(unknown)}, which are labels")
+    return np.array([numbers[name] for name in labels.tolist()], np.int32), names
+
+
+def _class_names(
+    config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
+) -> tuple[str, ...] | None:
+    if config.class_names is not None:
+        try:
+            with storage.open_file(config.class_names) as file:
+                names = tuple(line.strip() for line in file.read().decode().splitlines())
+        except (StorageError, ValueError) as error:
+            raise UserError(f"data.class_names: {error}") from error
+        return tuple(filter(None, names))
+    found = {index.classes: path for path, index in zip(paths, indices, strict=True)}
+    found.pop((), None)
+    if len(found) > 1:
+        (first, path), (second, other) = list(found.items())[:2]
+        raise UserError(
+            f"data.class_names: {path} has the classes {shorten(first)}, but {other} has "
+            f"{shorten(second)}; give one file of class names if the labels are the same"
+        )
+    return next(iter(found), None)
+
+
+def _order(
+    config: ImageShards,
+    source: np.ndarray,
+    shard: np.ndarray,
+    place: np.ndarray,
+    indices: Sequence[Index],
+) -> Callable[[int, int], ShuffledBatches]:
+    """Return the order of training rows, which are sorted by source, shard and place."""
+    block_bytes = np.array([index.block_bytes for index in indices])
+    if not config.weights:
+        source = np.zeros_like(source)
+    is_first = block_bytes[shard] == 0
+    is_first[:1] = True
+    for a in (source, shard, place[:, 0]):
+        is_first[1:] |= a[1:] != a[:-1]
+    starts = np.flatnonzero(is_first)
+    sizes = np.diff(starts, append=len(source))
+    sources = [
+        Rows(sizes[source[starts] == i], int(block_bytes[shard[source == i]].max()))
+        for i in range(len(config.weights) or 1)
+    ]
+    weights = config.weights or (1.0,)
+
+    def order(batch_size: int, seed: int) -> ShuffledBatches:
+        return ShuffledBatches(sources, weights, batch_size, seed, CACHE_BYTES)
+
+    return order
+
+
+def _identity(label: np.ndarray, place: np.ndarray, shard: np.ndarray, num_train: int) -> str:
+    digest = sha256(str(num_train).encode())
+    for a in (label, place, shard):
+        digest.update(np.ascontiguousarray(a).tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""Files on this machine, and objects in remote storage (gs://, s3://, ...) through fsspec."""
+
+import glob
+import itertools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
+_CREDENTIALS = {
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+}
+_BLOCK = 2**22
+_REFUSED = re.compile(
+    r"credential|forbidden|unauthori[sz]ed|access ?denied|permission|anonymous caller|\b40[13]\b",
+    re.IGNORECASE,
+)
+_STAMPS = ("generation", "ETag", "etag", "mtime", "LastModified", "updated", "created")
+"""Properties of an object that change when it is written."""
+
+
+class StorageError(Exception):
+    """A file or an object cannot be read. The message is the path, the reason and the remedy."""
+
+
+class Stat(NamedTuple):
+    """Size of a file in bytes, and a text that changes when the file is written."""
+
+    size: int
+    stamp: str
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path is a URL, such as gs://bucket/file."""
+    return "://" in path
+
+
+def scheme(path: str) -> str:
+    """Return the kind of storage of a URL, such as gs; "" for a path of this machine."""
+    return path.partition("://")[0] if is_remote(path) else ""
+
+
+def open_file(path: str, *, buffering: int = -1) -> IO[bytes]:
+    """Open a file for reading, a remote one in large blocks.
+
+    Args:
+      path: path or URL.
+      buffering: as in `open`, for a file of this machine.
+
+    Raises:
+      StorageError: if it cannot be opened.
+    """
+    try:
+        if not is_remote(path):
+            return open(path, "rb", buffering)
+        return filesystem(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
+    except Exception as error:  # a client library can raise anything
+        raise as_storage_error(path, error) from error
+
+
+def stat(path: str) -> Stat:
+    """Return the size and the stamp of a file.
+
+    Raises:
+      StorageError: if there is no such file, or it is not accessible.
+    """
+    try:
+        if not is_remote(path):
+            return stat_of(os.stat(path))
+        info = filesystem(path).info(path)
+        return Stat(int(info["size"]), str(next((info[k] for k in _STAMPS if k in info), "")))
+    except Exception as error:
+        raise as_storage_error(path, error) from error
+
+
+def stat_of(status: os.stat_result) -> Stat:
+    """Return the size and the stamp of a file of this machine."""
+    return Stat(status.st_size, str(status.st_mtime_ns))
+
+
+def read_ranges(paths: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> list[Any]:
+    """Read parts of remote objects of one kind of storage, concurrently if the client can.
+
+    Returns:
+      Bytes of each part, or a `StorageError`. Parts beyond the end of an object are shorter.
+    """
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    files = filesystem(paths[0])
+    found = files.cat_ranges(list(paths), list(starts), ends, on_error="return")
+    return [
+        as_storage_error(path, part) if isinstance(part, Exception) else part
+        for path, part in zip(paths, found, strict=True)
+    ]
+
+
+def expand(path: str) -> list[str] | None:
+    """List the files that a folder or a pattern stands for, sorted; None for a path of one file.
+
+    Patterns have ``*``, ``?``, ``[...]``, or braces as in WebDataset: ``{000..099}``, ``{a,b}``.
+    Folders are searched at any depth. Names that begin with a dot are skipped.
+
+    Raises:
+      StorageError: if the storage is not accessible.
+    """
+    if (several := list(_expand_braces(path))) != [path]:
+        found = [file for part in several for file in expand(part) or [part]]
+        return list(dict.fromkeys(found))
+    try:
+        if not is_remote(path):
+            if os.path.isdir(path):
+                found = [
+                    os.path.join(folder, name)
+                    for folder, _, names in os.walk(path, followlinks=True)
+                    for name in names
+                ]
+                return sorted(f for f in found if not _is_hidden(os.path.relpath(f, path)))
+            has_pattern = glob.has_magic(path) and not os.path.exists(path)
+            return sorted(glob.glob(path, recursive=True)) if has_pattern else None
+        files = filesystem(path)
+        if glob.has_magic(path):
+            return sorted(files.unstrip_protocol(name) for name in files.glob(path))
+        if not files.isdir(path):
+            return None
+        root = files.unstrip_protocol(files._strip_protocol(path)).rstrip("/")
+        found = [files.unstrip_protocol(name) for name in files.find(path)]
+        return sorted(f for f in found if not _is_hidden(f.removeprefix(root).strip("/")))
+    except Exception as error:
+        raise as_storage_error(path, error) from error
+
+
+def filesystem(path: str) -> Any:
+    """Return fsspec's file system for a URL."""
+    import fsspec
+
+    return fsspec.filesystem(scheme(path))
+
+
+def as_storage_error(path: str, error: Exception) -> StorageError:
+    """Describe what went wrong with a path in one line, with what to do."""
+    if isinstance(error, StorageError):
+        return error
+    kind = {"gcs": "gs", "s3a": "s3"}.get(scheme(path), scheme(path))
+    if isinstance(error, FileNotFoundError):
+        return StorageError(f"{path} does not exist")
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    reason = reason or type(error).__name__
+    if isinstance(error, ImportError) and kind:
+        package = _PACKAGES.get(kind, "the package of fsspec for it")
+        return StorageError(f"{path} needs {package} ({reason}); pip install {package}")
+    if kind and isinstance(error, ValueError) and "Protocol" in reason:
+        return StorageError(f"{path}: fsspec knows no storage {kind}://")
+    names = " ".join(base.__name__ for base in type(error).__mro__[:-3])
+    if kind and _REFUSED.search(f"{names} {reason}"):
+        remedy = _CREDENTIALS.get(kind, f"give fsspec credentials for {kind}://")
+        return StorageError(f"no permission to read {path} ({reason}); {remedy}")
+    return StorageError(f"cannot read {path}: {reason}")
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of fnet's caches; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fnet")
+    except RuntimeError:
+        return None
+
+
+def local_copy(path: str) -> str:
+    """Return the path of a remote object's copy on this machine, which is made at the first call.
+
+    Raises:
+      StorageError: if it cannot be read, or the copy cannot be written.
+    """
+    if not is_remote(path):
+        return path
+    name = sha256(f"{path}\n{stat(path).stamp}".encode()).hexdigest()[:32]
+    folder = (cache_folder() or Path(tempfile.gettempdir(), "fnet")) / "copies"
+    copy = folder / f"{name}-{path.rpartition('/')[2]}"
+    if copy.is_file():
+        return str(copy)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
+            try:
+                with open_file(path) as source:
+                    shutil.copyfileobj(source, part, 2**22)
+                os.replace(part.name, copy)
+            except BaseException:
+                os.unlink(part.name)
+                raise
+    except Exception as error:
+        raise as_storage_error(path, error) from error
+    return str(copy)
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in re.split(r"[/\\]", path))
+
+
+def _expand_braces(path: str) -> Iterator[str]:
+    """Expand ``{000..099}`` and ``{a,b}``; a path with other braces is returned as it is."""
+    parts = re.split(r"\{(\d+\.\.\d+|[^{}]*,[^{}]*)\}", path)
+    choices = []
+    for text in parts[1::2]:
+        first, dots, last = text.partition("..")
+        if dots and first.isdigit() and last.isdigit():
+            choices.append([f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)])
+        else:
+            choices.append(text.split(","))
+    for chosen in itertools.product(*choices):
+        yield "".join(a + b for a, b in itertools.zip_longest(parts[::2], chosen, fillvalue=""))
