@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from train.run.interruption import Interruption
+from train.run.interruption import Interrupted, Interruption
 
 
 def test_restores_signal_handlers():
@@ -30,3 +30,17 @@ def test_leaves_the_second_signal_to_the_previous_handler():
             assert seen == ["before"]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_ends_a_wait_but_nothing_else():
+    with Interruption() as interruption:
+        with interruption.ends_wait():
+            pass
+        with pytest.raises(Interrupted), interruption.ends_wait():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted), interruption.ends_wait():  # also after the signal
+            pass
+
+    with Interruption() as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.signal == "SIGTERM"

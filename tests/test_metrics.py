@@ -5,7 +5,7 @@ import pytest
 from program_cases import metrics_of
 
 from train.errors import TrainingError
-from train.run.metrics import Meter, score_of, throughput
+from train.run.metrics import Meter, input_wait, score_of, throughput
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -26,17 +26,17 @@ class Late(np.ndarray):
 def steps(meter, count):
     made = [np.ones(()).view(Late) for _ in range(count)]
     for loss in made:
-        meter.add({"loss": loss})
+        meter.add({}, {"loss": loss})
     return made
 
 
 def take(meter, metrics, batch=()):
     """Take one step of a batch."""
-    meter.next_batch(iter([dict(batch)]))
+    meter.next_batch(iter([{}]))
     values = {name: np.array(value).view(Late) for name, value in metrics.items()}
     for value in values.values():
         value.done = True
-    meter.add(values)
+    meter.add(dict(batch), values)
 
 
 def test_the_loop_is_one_step_ahead_of_the_device():
@@ -80,7 +80,7 @@ def test_the_score_is_mean_iou_else_accuracy_else_minus_loss(metrics, expected):
 
 def test_check_raises_for_a_nonfinite_gradient():
     meter = Meter(batch_size=8)
-    meter.add({"loss": np.float32(1), "grad_norm": np.float32("nan")})
+    meter.add({}, {"loss": np.float32(1), "grad_norm": np.float32("nan")})
     with pytest.raises(TrainingError, match="the gradient norm is nan at step 3"):
         meter.check(3)
 
@@ -138,13 +138,14 @@ def test_throughput_counts_neither_padding_nor_skipped_steps(monkeypatch):
 
 def test_throughput_of_a_run_is_a_mean_over_its_steps_however_often_it_was_resumed():
     lines = [
-        {"step": 10, "examples_per_second": 10.0},  # as if a step had one example: 1 s
-        {"step": 40, "examples_per_second": 60.0},  # 0.5 s
-        {"step": 50, "examples_per_second": 0.0},  # all steps were skipped
-        {"step": 60, "examples_per_second": 20.0},  # 0.5 s
+        {"step": 10, "examples_per_second": 10.0, "input_wait": 0.5},  # 1 s with one example a step
+        {"step": 40, "examples_per_second": 60.0, "input_wait": 0.2},  # 0.5 s
+        {"step": 50, "examples_per_second": 0.0, "input_wait": 1.0},  # all steps were skipped
+        {"step": 60, "examples_per_second": 20.0, "input_wait": 0.0},  # 0.5 s
     ]
     assert throughput(lines) == 50 / 2
-    assert throughput([]) is None
+    assert input_wait(lines) == (0.5 * 1 + 0.2 * 0.5) / 2
+    assert throughput([]) is input_wait([]) is None
 
 
 def test_input_wait_is_a_fraction_of_the_time(monkeypatch):
@@ -160,7 +161,7 @@ def test_input_wait_is_a_fraction_of_the_time(monkeypatch):
 def test_reports_which_step_of_a_window_is_nonfinite():
     meter = Meter(batch_size=8)
     for loss in (1.0, np.nan, 1.0):
-        meter.add({"loss": np.float32(loss)})
+        meter.add({}, {"loss": np.float32(loss)})
     with pytest.raises(TrainingError, match="the loss is nan at step 6"):
         meter.means(7)
 

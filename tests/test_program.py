@@ -1,6 +1,7 @@
 """``fnet train`` and ``fnet eval`` in this process, on a network that trains in a second."""
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -14,10 +15,10 @@ import pytest
 from program_cases import assert_one_line_error, exit_code, final_state, fnet_command, metrics_of
 
 import fnet
-from train import data
 from train.config import Config, Mlp, Synthetic, Train, recipes
 from train.errors import UserError
 from train.output.formats import number
+from train.run.planning import StepCache
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -25,27 +26,16 @@ pytestmark = pytest.mark.usefixtures("workplace")
 
 
 def interrupted_at(step, monkeypatch, how):
-    """Let the next run call ``how()`` when it takes the batch after ``step``."""
-    original = data.training_batches
+    """Let the next run call ``how()`` before the step after ``step``."""
+    call, taken = StepCache.__call__, itertools.count()
 
-    class Batches:
-        def __init__(self, batches):
-            self._batches, self._asked = batches, 0
+    def once(self, state, batch):
+        if next(taken) == step:
+            monkeypatch.setattr(StepCache, "__call__", call)
+            how()
+        return call(self, state, batch)
 
-        def __next__(self):
-            self._asked += 1
-            if self._asked == step + 1:
-                how()
-            return next(self._batches)
-
-        def __getattr__(self, name):
-            return getattr(self._batches, name)
-
-    def once(*arguments):
-        monkeypatch.setattr(data, "training_batches", original)
-        return Batches(original(*arguments))
-
-    monkeypatch.setattr(data, "training_batches", once)
+    monkeypatch.setattr(StepCache, "__call__", once)
 
 
 def test_writes_the_documented_files(workplace, capsys):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from train.data.work import RECORD
+
 if TYPE_CHECKING:
     import grain
 
@@ -76,7 +78,8 @@ def select_rows(arrays: Arrays, index: Any) -> Arrays:
 def augment_rows(dataset: Dataset, rows: Arrays, generator: np.random.Generator) -> Arrays:
     """Make a training batch of rows from `select_rows`; ``row`` [batch] is passed on."""
     plain = {name: a for name, a in rows.items() if name != "row"}
-    batch = dataset.augment(plain, generator)
+    with RECORD.measured():
+        batch = dataset.augment(plain, generator)
     batch.pop("local", None)
     return batch | {"row": rows["row"]}
 

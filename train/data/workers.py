@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from train.data import Arrays, num_examples
+from train.data.work import RECORD, Work, now
 from train.errors import TrainingError
 
 SLOT_BYTES = 8 * 2**20
@@ -73,7 +74,8 @@ class Workers:
         part = max(min(-(-n // (2 * self._count)), SLOT_BYTES // max(row_bytes, 1)), 1)
         out = {name: np.empty((n, *a.shape[1:]), a.dtype) for name, a in empty.items()}
         try:
-            self._fill(out, function, rows, range(0, n, part))
+            with RECORD.waiting():
+                self._fill(out, function, rows, range(0, n, part))
         except BrokenProcessPool:
             raise TrainingError(
                 "data.workers: a process that decodes images was killed or crashed; if memory ran "
@@ -91,7 +93,8 @@ class Workers:
         def collect() -> None:
             start, slot, future = pending.popleft()
             try:
-                result = future.result()
+                result, work = future.result()
+                RECORD.add(workers=work)
                 arrays = result if isinstance(result, dict) else _views(self._slots[slot], result)
                 for name, a in arrays.items():
                     out[name][start : start + len(a)] = a
@@ -174,11 +177,15 @@ _Layout = list[tuple[str, tuple[int, ...], str, int]]
 """Name, shape, dtype and first byte of each array in a slot."""
 
 
-def _work(function: Callable[[Arrays], Arrays], rows: Arrays, slot: int) -> Arrays | _Layout:
+def _work(
+    function: Callable[[Arrays], Arrays], rows: Arrays, slot: int
+) -> tuple[Arrays | _Layout, Work]:
     """Call the function in a worker; return its arrays, or their layout in the slot."""
+    before = now()
     arrays = function(rows)
+    work = now().plus(before, -1)
     if sum(a.nbytes for a in arrays.values()) > SLOT_BYTES:
-        return arrays
+        return arrays, work
     layout, start = [], 0
     # Larger items first, so that each array is aligned.
     for name, a in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -186,7 +193,7 @@ def _work(function: Callable[[Arrays], Arrays], rows: Arrays, slot: int) -> Arra
         start += a.nbytes
     for name, view in _views(_slots[slot], layout).items():
         view[...] = arrays[name]
-    return layout
+    return layout, work
 
 
 def _views(slot: Any, layout: _Layout) -> Arrays:

@@ -114,6 +114,7 @@ class StoredSummary(_Stored):
     seconds: FiniteFloat
     metrics: dict[str, float] = {}
     noise_scale: float | None = None
+    input_wait_reason: str | None = None
     audit: StoredAudit | None = None
     parameters: Count | None = None
     budget_bytes: Count | None = None

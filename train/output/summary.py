@@ -12,6 +12,7 @@ from rich.console import Console
 from fnet.memory import REMAT_POLICIES, format_bytes, tree_bytes
 from train.config import Denoiser, LanguageModel
 from train.data import num_examples
+from train.errors import shorten
 from train.output.curves import describe
 from train.output.formats import duration, number
 from train.output.memory_tables import plan_summary
@@ -47,7 +48,8 @@ def before_training(
       lines: Lines of metrics.jsonl of an earlier part of the run.
     """
     config, dataset, report = run.config, run.task.dataset, planned.executable.report
-    path = getattr(config.data, "path", None)
+    path = getattr(config.data, "path", None) or ""
+    path = path if isinstance(path, str) else shorten(path)
     num_train = num_examples(dataset.train) - dataset.canaries
     classes = f", {len(dataset.classes):,} classes" if dataset.classes else ""
     frozen = jax.tree.leaves(run.state_shapes.model_state.get(FROZEN, ()))
@@ -63,7 +65,7 @@ def before_training(
     device = jax.local_devices()[0].device_kind
     on = f"{run.devices} devices ({device})" if run.devices > 1 else device
     facts = {
-        "data": f"{config.data.source}{f' {path}' if path else ''}: {num_train:,} training and "
+        "data": f"{config.data.source}{path and ' ' + path}: {num_train:,} training and "
         f"{num_examples(dataset.test):,} test examples{classes}",
         "network": f"{config.model.name}: {report.parameters:,} parameters to train"
         + (f", {format_bytes(sum(map(tree_bytes, frozen)))} of frozen ones" if frozen else ""),

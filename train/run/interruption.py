@@ -1,8 +1,14 @@
 """Interruption of a run by Ctrl-C or SIGTERM."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Self
+
+
+class Interrupted(BaseException):
+    """A signal came during a wait that it ends."""
 
 
 class Interruption:
@@ -17,6 +23,7 @@ class Interruption:
     def __init__(self) -> None:
         self.signal: str | None = None
         self._handlers: dict[int, Any] = {}
+        self._ends_wait = False
 
     def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -26,10 +33,27 @@ class Interruption:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
+    @contextlib.contextmanager
+    def ends_wait(self) -> Iterator[None]:
+        """Let a signal end what happens while entered.
+
+        Raises:
+          Interrupted: if a signal came.
+        """
+        self._ends_wait = True
+        try:
+            if self.signal:
+                raise Interrupted
+            yield
+        finally:
+            self._ends_wait = False
+
     def _record(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.signal = signal.Signals(number).name
         self._restore()
+        if self._ends_wait:
+            raise Interrupted
 
     def _restore(self) -> None:
         for number, handler in self._handlers.items():

@@ -15,6 +15,7 @@ import fnet
 from fnet import memory
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
 from train.output import curves, examples, plots
 from train.output.progress import Progress, line_printer
 from train.output.summary import before_training, describe_results, print_facts, what_next
@@ -24,15 +25,17 @@ from train.run.audit import describe as describe_audit
 from train.run.checkpoints import Checkpoints, compile_checksums
 from train.run.class_names import check_classes, write_classes
 from train.run.frozen import restore, without_frozen
-from train.run.interruption import Interruption
+from train.run.input_wait import InputWait
+from train.run.interruption import Interrupted, Interruption
 from train.run.memory_report import memory_report
 from train.run.mesh import layout
-from train.run.metrics import NOT_PRIVATE, Meter, noise_scale, score_of, throughput
+from train.run.metrics import NOT_PRIVATE, Meter, input_wait, noise_scale, score_of, throughput
 from train.run.model_files import copy_model_files
 from train.run.planning import StepCache, check_memory_config, compile_step, overhead
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
+from train.run.same_data import check_data, write_data
 from train.run.seeds import check_secret, create_secret, describe_seeds, needs_secret, read_seeds
 from train.run.setup import Setup, check_same_noise, setup
 from train.run.skipped_steps import SkippedSteps
@@ -67,7 +70,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             check_same_noise(run, folder.read_config())
             check_classes(folder, run.task.dataset.classes)
             check_secret(folder, folder.read_config())
+            changed = check_data(folder, config, run.task.dataset)
             folder.resume(config)
+            if changed:
+                log(changed)
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
@@ -81,6 +87,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             log(note)
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.classes)
+        write_data(folder, config, run.task.dataset)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(
@@ -142,28 +149,53 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                 release_only=config.is_release_only,
             )
 
+            failure: BaseException | None = None
+            alone = not distributed.has_other_processes()
+
             with (
                 Interruption() as interruption,
                 Progress(console, run.steps, start) as progress,
+                InputWait(log, getattr(config.data, "workers", None)) as wait,
                 folder.metrics.open("a", buffering=1) as metrics_file,
                 tracking.tracking(config, folder.path, start) as track,
                 contextlib.closing(Profile(profile, folder.profile, start, log)) as profiler,
             ):
-                for step in range(start + 1, run.steps + 1):
+                ends_wait = interruption.ends_wait if alone else contextlib.nullcontext
+
+                def next_batch() -> Any:
+                    """Return a batch, or None after the last step, a signal or a failure."""
+                    nonlocal failure
+                    if step == run.steps:
+                        return None
+                    try:
+                        with ends_wait(), wait.waiting():
+                            return meter.next_batch(batches)
+                    except (Interrupted, Exception) as error:
+                        if not alone:  # the others wait for this process
+                            raise
+                        failure = error
+                    return None
+
+                batch = next_batch()
+                while batch is not None:
+                    step += 1
                     with profiler.step(step, state):
-                        batch = meter.next_batch(batches)
                         skipped.check(state)
                         state, metrics = take_step(state, batch)
-                    skipped.add(step, batch, metrics)
-                    meter.add(metrics)
-                    progress.advance(step)
+                        skipped.add(step, batch, metrics)
+                        meter.add(batch, metrics)
+                        progress.advance(step)
+                        position = batches.get_state()
+                        batch = next_batch()  # while the device computes
 
                     is_last = step == run.steps
                     is_logging = step % config.train.log_every == 0
-                    is_evaluating = step % eval_every == 0 or is_last
-                    is_stopping = interruption.signal is not None
-                    if distributed.has_other_processes():  # all must stop at the same step
-                        is_stopping = is_logging and distributed.any_process(is_stopping)
+                    is_evaluating = (step % eval_every == 0 or is_last) and failure is None
+                    is_stopping = failure is not None
+                    if not alone:  # all must stop at the same step
+                        is_stopping = is_logging and distributed.any_process(
+                            interruption.signal is not None
+                        )
 
                     score = None
                     if is_logging or is_evaluating or is_stopping:
@@ -173,6 +205,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         epsilon = run.privacy.epsilon(step) if run.privacy else None
                         line["seconds"] = time.perf_counter() - start_time
                         line |= meter.means(step)
+                        wait.add(meter.seconds, line["input_wait"])
                         if epsilon is not None:
                             line["privacy/epsilon"] = epsilon
                         num_skipped += int(line.get("train/skipped", 0))
@@ -181,10 +214,16 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         if unreadable.count and not config.is_release_only:
                             line[unreadable_name] = unreadable.count
                         if is_evaluating:
-                            evaluation = evaluate(state)
-                            unreadable.share()
-                            score = score_of(evaluation.metrics)
-                            line |= _test_metrics(evaluation.metrics)
+                            try:
+                                evaluation = evaluate(state)
+                                unreadable.share()
+                            except UserError as error:  # unreadable test files
+                                if not alone:
+                                    raise
+                                failure, is_stopping = error, True
+                            else:
+                                score = score_of(evaluation.metrics)
+                                line |= _test_metrics(evaluation.metrics)
                         metrics_file.write(json.dumps(line) + "\n")
                         track(step, line)
                         progress.log(line, high_water.bytes())
@@ -197,7 +236,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                         if not skipped.consecutive or is_last or is_stopping:
                             with meter.paused():
                                 public = without_frozen(seeds.remove_key(state))
-                                checkpoints.save(step, public, batches.get_state(), score)
+                                checkpoints.save(step, public, position, score)
                             best_score = max(best_score, score) if score is not None else best_score
                     if is_stopping:
                         break
@@ -208,12 +247,15 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         num_params = planned.executable.report.parameters
         title = f"{config.name}: {num_params:,} parameters, {step} steps"
         curves.save(lines, title, folder.curves)
-        if step < run.steps:
+        if step < run.steps or failure:
+            why = "another process was interrupted" if failure is None else "the input failed"
+            saved = f"saved after step {step} of {run.steps}" if step else "no step was taken"
             log(
-                f"{interruption.signal or 'another process was interrupted'}: saved after step "
-                f"{step} of {run.steps}; continue with\n"
+                f"{interruption.signal or why}: {saved}; continue with\n"
                 f"  fnet train {quote(folder.config)} --resume"
             )
+            if failure is not None and not isinstance(failure, Interrupted):
+                raise failure
             return
         if evaluation is None:  # the run was resumed after its last step
             evaluation = evaluate(state)
@@ -242,6 +284,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             "steps": step,
             "seconds": time.perf_counter() - start_time,
             "examples_per_second": throughput(lines),
+            "input_wait": input_wait(lines),
+            "input_wait_reason": wait.reason,
             "parameters": num_params,
             "state_bytes": planned.executable.report.state_bytes,
             "donated_bytes": planned.executable.report.donation.aliased_bytes,

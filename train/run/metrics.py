@@ -27,10 +27,14 @@ class Meter:
         named ``not_private/...`` in place of ``train/...``.
       release_only: Whether to ignore such metrics.
 
+
+    Attributes:
+      seconds: Time of the window that ended last, without evaluation and checkpoints.
     """
 
     def __init__(self, batch_size: int, *, private: bool = False, release_only: bool = False):
         self._private, self._release_only = private, release_only
+        self.seconds = 0.0
         self._batch_size = batch_size
         self._window: list[dict[str, jax.Array]] = []
         self._examples: list[int] = []
@@ -60,14 +64,14 @@ class Meter:
         batch = next(batches)
         if all(a.is_ready() for a in jax.tree.leaves(self._window[-1:])):
             self._input_wait += time.perf_counter() - start
+        return batch
+
+    def add(self, batch: Mapping[str, np.ndarray], metrics: dict[str, jax.Array]) -> None:
+        """Add a step's batch and metrics, which need not be computed yet."""
         padded = "weight" in batch and not self._private  # a private batch has a secret size
         self._examples.append(
             int(np.count_nonzero(batch["weight"])) if padded else self._batch_size
         )
-        return batch
-
-    def add(self, metrics: dict[str, jax.Array]) -> None:
-        """Add a step's metrics, which need not be computed yet."""
         if self._release_only:
             metrics = {k: v for k, v in metrics.items() if k in _FROM_NOISY_GRADIENT}
         self._window.append(metrics)
@@ -84,7 +88,7 @@ class Meter:
           TrainingError: if a loss or gradient is not finite.
         """
         window = self._computed(step)
-        seconds = time.perf_counter() - self._start
+        self.seconds = seconds = time.perf_counter() - self._start
         applied = [m for m in window if not m.get("skipped")]
         counts = zip(self._examples, window, strict=True)
         examples = sum(n for n, m in counts if not m.get("skipped"))
@@ -126,18 +130,27 @@ class Meter:
 
 
 def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the examples per second of a run's training steps, however often it was resumed.
+    """Return the examples per second of a run's training steps, however often it was resumed."""
+    windows = _windows(lines)
+    seconds = sum(steps / line["examples_per_second"] for line, steps in windows)
+    return sum(steps for _, steps in windows) / seconds if windows else None
 
-    Args:
-      lines: Lines of metrics.jsonl. The rate of each stands for the steps since the one before.
-    """
-    steps = seconds = last = 0.0
-    for line in lines:
-        if line.get("examples_per_second", 0) > 0:
-            steps += line["step"] - last
-            seconds += (line["step"] - last) / line["examples_per_second"]
-        last = line["step"]
-    return steps / seconds if seconds else None
+
+def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of a run's training time in which the device may have waited for input."""
+    windows = [(steps / line["examples_per_second"], line) for line, steps in _windows(lines)]
+    waited = sum(seconds * line.get("input_wait", 0.0) for seconds, line in windows)
+    return waited / sum(seconds for seconds, _ in windows) if windows else None
+
+
+def _windows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """Return lines of metrics.jsonl with the number of steps that each stands for."""
+    steps = np.diff([line["step"] for line in lines], prepend=0).tolist()
+    return [
+        (line, n)
+        for line, n in zip(lines, steps, strict=True)
+        if n > 0 and line.get("examples_per_second", 0) > 0
+    ]
 
 
 def score_of(metrics: Mapping[str, float]) -> float | None:

@@ -44,6 +44,7 @@ class RunFolder:
         self.path = path
         self.config = path / "config.json"
         self.classes = path / "classes.json"
+        self.data = path / "data.json"
         self.imported = path / "import.json"
         self.model = path / "model"
         self.secret_seed = path / "secret_seed"
@@ -145,6 +146,7 @@ class RunFolder:
             self.report,
             self.config,
             self.classes,
+            self.data,
             self.secret_seed,
             self.model,
             self.evaluation,

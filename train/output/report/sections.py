@@ -108,6 +108,8 @@ def throughput(run: Run) -> dict[str, str]:
     if wait is not None and np.array_equal(wait.steps, rate.steps):
         times = np.diff(rate.steps, prepend=0.0) / rate.values
         texts["input wait"] = percent(float((wait.values * times).sum() / times.sum()))
+        if run.summary and run.summary.input_wait_reason:
+            texts["why it waits"] = run.summary.input_wait_reason
     return texts
 
 
