@@ -59,7 +59,7 @@ def _describe(dataset: Dataset) -> dict[str, Any]:
         for name in sorted(rows):
             a = np.ascontiguousarray(rows[name])
             checksum = zlib.crc32(f"{name} {a.dtype} {a.shape}".encode(), checksum)
-            checksum = zlib.crc32(memoryview(a.view(np.uint8).reshape(-1)[:_MOST_BYTES]), checksum)
+            checksum = zlib.crc32(a.view(np.uint8).reshape(-1)[:_MOST_BYTES].data, checksum)
     return {
         "train": num_examples(dataset.train),
         "test": num_examples(dataset.test),
