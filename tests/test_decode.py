@@ -1,6 +1,7 @@
 """Decoding of image files of all kinds, and errors for damaged ones."""
 
 import io
+import os
 import struct
 import warnings
 import zlib
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from train.data.augment import resize_shorter_side
-from train.data.decode import MAX_PIXELS, UnreadableError, View, decode, decode_labels
+from train.data.decode import MAX_PIXELS, UnreadableError, View, decode, decode_mask, whole
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 IMAGE = Image.fromarray(PIXELS)
@@ -273,48 +274,67 @@ def test_refuses_huge_images_before_decoding(tmp_path, pixels):
     header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     patched = content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
     (tmp_path / "a.png").write_bytes(patched)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert "pixels" in error_of(str(tmp_path / "a.png"))
+    message = f"{side} x {side} pixels are more than data.max_pixels {MAX_PIXELS:,}"
+    assert error_of(str(tmp_path / "a.png")) == message  # and Pillow does not warn
+
+
+def test_a_limit_of_pixels_can_be_raised(save):
+    path = save(IMAGE, "a.png")
+    assert error_of(path, decode, whole, 599) == (
+        "30 x 20 pixels are more than data.max_pixels 599"
+    )
+    assert error_of(path, decode_mask, 599).startswith("30 x 20 pixels are more than")
+    chex.assert_trees_all_equal(decode(path, max_pixels=600), PIXELS)
 
 
 def test_refuses_to_resize_thin_images_to_huge_ones(save):
     thin = save(np.zeros((60_000, 1), np.uint8), "thin.png")
     most = MAX_PIXELS // 60_000
     assert decode(thin).shape == (60_000, 1, 3)
-    words = f"1 x 60000 pixels become {most + 1} x 60000, more than {MAX_PIXELS:,}"
+    words = f"1 x 60000 pixels become {most + 1} x 60000, more than data.max_pixels {MAX_PIXELS:,}"
     assert error_of(thin, decode, lambda w, h: View((0, 0, w, h), (most + 1, h))) == words
     assert error_of(thin, decode, resize_shorter_side(256)).startswith(
         "1 x 60000 pixels become 256 x 1536"
     )
 
 
-def test_labels_are_gray_values_or_palette_indices(save):
+def test_masks_hold_gray_values_palette_indices_or_colors(save):
     labels = np.array([[0, 1, 2], [2, 255, 1]], np.uint8)
-    gray = decode_labels(save(labels, "a.png"), 2)
+    rgb = np.repeat(labels[..., None], 3, axis=-1)
+    rgba = np.dstack([rgb, np.full_like(labels, 255)])
     palette = Image.fromarray(labels, "L")
-    palette.putpalette([7] * 768)
-    indices = decode_labels(save(palette, "b.png"), 2)
-    deep = decode_labels(save(labels.astype(np.uint16), "c.png"), 2)
-    for mask in (gray, indices, deep):
-        chex.assert_trees_all_equal(np.asarray(mask), labels)
-    bits = decode_labels(save(labels == 1, "d.png"), 1)
-    chex.assert_trees_all_equal(np.asarray(bits), (labels == 1).astype(np.uint8))
+    palette.putpalette([7, 0, 1] * 256)
+    grays = save(labels, "a.png"), save(labels.astype(np.uint16), "c.png")
+    for path in (*grays, save(rgb, "e.png"), save(rgba, "f.png")):
+        mask = decode_mask(path)
+        assert (mask.kind, mask.palette) == ("gray", None)
+        chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
+    mask = decode_mask(save(palette, "b.png"))
+    chex.assert_trees_all_equal(mask.values, labels.astype(np.int32))
+    assert (mask.kind, {*mask.palette.tolist()}) == ("palette", {0x070001})
+    bits = decode_mask(save(labels == 1, "d.png"))
+    chex.assert_trees_all_equal(bits.values, (labels == 1).astype(np.int32))
+    rgb[0, 1] = (1, 2, 3)
+    colors = decode_mask(save(rgb, "g.png"))
+    assert (colors.kind, colors.values[0].tolist()) == ("color", [0, 0x010203, 0x020202])
 
 
-def test_rotates_labels_by_their_exif_orientation(save):
+def test_rotates_masks_by_their_exif_orientation(save):
     labels = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    turned = decode_labels(save(labels, "a.png", exif=exif(6)), 11)
-    chex.assert_trees_all_equal(np.asarray(turned), np.rot90(labels, -1))
+    turned = decode_mask(save(labels, "a.png", exif=exif(6))).values
+    chex.assert_trees_all_equal(turned, np.rot90(labels, -1).astype(np.int32))
 
 
-def test_refuses_labels_out_of_range_and_colors(save):
-    labels = np.array([[0, 1, 7]], np.uint8)
-    path = save(labels, "a.png")
-    assert error_of(path, decode_labels, 2) == "label 7, expected 0 to 2, or 255 to ignore a pixel"
-    deep = save(np.array([[0, 300]], np.uint16), "b.png")
-    assert error_of(deep, decode_labels, 254).startswith("label 300")
-    assert "mode is RGB" in error_of(save(IMAGE, "c.png"), decode_labels, 2)
+def test_refuses_masks_with_transparent_pixels_and_unusual_modes(save):
+    clear = np.zeros((2, 2, 4), np.uint8)
+    assert "it has transparent pixels" in error_of(save(clear, "a.png"), decode_mask)
+    cmyk = Image.new("CMYK", (2, 2))
+    assert error_of(save(cmyk, "b.tif"), decode_mask).startswith("its mode is CMYK; a mask is")
+
+
+def test_refuses_a_pipe_which_would_block(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    assert error_of(str(tmp_path / "a.png")) == "not a regular file"
 
 
 def chunk(kind, content):
@@ -332,10 +352,10 @@ def test_refuses_gray_levels_that_readers_rescale(save, tmp_path):
     for name, second in (("a.pgm", 13), ("b.png", 17)):
         path = str(tmp_path / name)
         assert decode(path)[0, :, 0].tolist() == [0, second, 255]
-        assert error_of(path, decode_labels, 20).startswith("it has fewer than 256 gray levels")
+        assert error_of(path, decode_mask).startswith("it has fewer than 256 gray levels")
     (tmp_path / "c.pgm").write_bytes(b"P5 3 1 255\n" + bytes([0, 1, 20]))
-    assert np.asarray(decode_labels(str(tmp_path / "c.pgm"), 20)).tolist() == [[0, 1, 20]]
+    assert decode_mask(str(tmp_path / "c.pgm")).values.tolist() == [[0, 1, 20]]
     palette = Image.fromarray(np.array([[0, 1, 15]], np.uint8), "P")
     palette.putpalette([7] * 48)
     path = save(palette, "d.png", bits=4)
-    assert np.asarray(decode_labels(path, 20)).tolist() == [[0, 1, 15]]
+    assert decode_mask(path).values.tolist() == [[0, 1, 15]]

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import chex
 import jax
@@ -20,6 +21,7 @@ from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, 
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.output import examples, plots
+from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
@@ -150,23 +152,49 @@ def test_eval_prints_and_writes_the_iou_of_each_class(run_of, capsys):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "given"),
+    ("recipe", "words", "name", "given"),
     [
-        ("colours", ("--crops", 10, "--image-size", 10, "--resize", 14), [10, 10, 14]),
-        ("colours", ("--crops", 10, "--border", 1), [10, 1]),
-        ("halves", ("--scales", 0.75, 1.5, "--flip"), [[0.75, 1.5], True]),
+        ("colours", ("--crops", 10, "--image-size", 10, "--resize", 14), "crops=10,image_size=10,resize=14", [10, 10, 14]),
+        ("colours", ("--crops", 10, "--border", 1), "crops=10,border=1", [10, 1]),
+        ("colours", ("--split", "train"), "split=train", ["train"]),
+        ("halves", ("--scales", 0.75, 1.5, "--flip"), "scales=0.75+1.5,flip", [[0.75, 1.5], True]),
     ],
-)
-def test_options_do_not_change_the_run(recipe, words, given, run_of, capsys):
+)  # fmt: skip
+def test_options_do_not_change_the_run(recipe, words, name, given, run_of, capsys):
     run = run_of(recipe)
-    config = (run / "config.json").read_bytes()
-    printed(capsys, run, *words)
-    result = json.loads((run / "evaluation.json").read_text())
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    output = printed(capsys, run, *words)
+    folder = run / "evaluations" / name
+    assert f"evaluation: {folder / 'evaluation.json'}" in output
+    result = json.loads((folder / "evaluation.json").read_text())
     assert [v for v in result["options"].values() if v] == given
     trained = json.loads((run / "summary.json").read_text())["metrics"]
     assert result["metrics"].keys() == trained.keys()
     assert result["metrics"]["test/loss"] != trained["test/loss"]
-    assert config == (run / "config.json").read_bytes()
+    assert {path.name for path in folder.iterdir()} == {
+        "evaluation.json",
+        "confusion.png",
+        "examples.png",
+    }
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_evaluates_another_folder_without_the_training_data(run_of, recipes, capsys):
+    for recipe, given in (("colours", "colours/val"), ("halves", "halves")):
+        run = run_of(recipe)
+        shutil.copytree(recipes / given, recipes / "other" / recipe)
+        (recipes / "other" / recipe / "classes.txt").unlink(missing_ok=True)
+        shutil.move(recipes / recipe, recipes / "away" / recipe)
+        output = printed(capsys, run, "--path", f"other/{recipe}")
+        assert f"after step {20 if recipe == 'colours' else 40} with path other/{recipe}" in output
+        (path,) = (run / "evaluations").glob("*/evaluation.json")
+        result = json.loads(path.read_text())
+        assert [c["name"] for c in result["classes"]] == list(vision_cases.CLASSES)
+        counts = {"examples", "pixels"}
+        total = sum(c[name] for c in result["classes"] for name in counts & c.keys())
+        assert total == 15 if recipe == "colours" else total > 15 * 16 * 11  # the whole folder
+        assert exit_code("eval", run, "--path", "nowhere") == 2
+        assert_one_line_error(capsys, "data.path: nowhere does not exist")
 
 
 @pytest.mark.usefixtures("recipes")
@@ -261,7 +289,7 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
 
     monkeypatch.setattr(examples.plots, "classifications", classifications)
     monkeypatch.setattr(examples, "_NUM_CLASSIFIED", 12)
-    assert examples.draw(run, evaluate, state, tmp_path / "a.png")
+    assert examples.draw(run, evaluate, state, "a title", tmp_path / "a.png")
     wrong = sorted((e for e in everything if not e[0]), key=lambda e: -e[1])
     right = sorted((e for e in everything if e[0]), key=lambda e: e[1])
     assert 0 < len(wrong) < 12
@@ -271,9 +299,8 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
     assert shares == [f"{e[1]:.0%}" for e in expected]
     assert ["\nis " in words for words in recorded["words"]] == [not e[0] for e in expected]
     np.testing.assert_array_equal(recorded["images"], [e[2] for e in expected])
-    assert (
-        recorded["title"]
-        == f"colours: {len(wrong)} of 15 test images wrong; errors, then least confident"
+    assert recorded["title"] == (
+        f"a title: {len(wrong)} errors on 15 test images; errors first, then the least confident"
     )
 
 
@@ -283,7 +310,8 @@ def test_class_names_with_dollars_are_not_formulas(tmp_path):
     mask = np.eye(8, dtype=np.uint8)[None]
     plots.confusion_matrix(np.eye(2, dtype=int), names, "two", tmp_path / "confusion.png")
     plots.image_grid(np.zeros((2, 1, 8, 8, 1)), names, "two", tmp_path / "grid.png")
-    plots.segmentations(image, mask, mask, names, "two", tmp_path / "segmentations.png")
+    path = tmp_path / "segmentations.png"
+    plots.segmentations(image, mask, mask, names, palette(), ["$a$"], "two", path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -313,18 +341,19 @@ def test_draws_no_examples_without_classes(evaluated, tmp_path):
     evaluate = Evaluator(task, 4, run.state_shapes)
     result = evaluate(state)
     assert result == ({"loss": 1.0}, None)
-    assert not examples.draw(run._replace(task=task), evaluate, state, tmp_path / "a.png")
+    run = run._replace(task=task)
+    assert not examples.draw(run, evaluate, state, "", tmp_path / "a.png")
     assert shown_of(run, result.confusion, terminal=False) == "test/accuracy 0.5\n"
 
 
 MISTAKES = [
     ("digits", ("--crops", "10"), "--crops: runs/digits is a run of preact_resnet on digits; its options: none"),
-    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; its options: --crops, --border, --image-size, --resize"),
+    ("colours", ("--scales", "1"), "--scales: runs/colours is a run of preact_resnet on image_folder; its options: --split, --path, --crops, --border, --image-size, --resize"),
     ("colours", ("--flip",), "--flip: runs/colours is a run of"),
     ("colours", ("--crops", "5"), "--crops: expected one of 1, 2, 10"),
     ("colours", ("--resize", "4"), "data.resize: 4 is less than data.image_size 8"),
     ("colours", ("--image-size", "0"), "--image-size: expected greater than or equal to 1, got 0"),
-    ("halves", ("--crops", "10"), "its options: --image-size, --scales, --flip"),
+    ("halves", ("--crops", "10"), "its options: --split, --path, --image-size, --scales, --flip"),
     ("halves", ("--scales", "0"), "--scales: expected greater than 0"),
     ("halves", ("--scales", "inf"), "--scales: expected a finite number, got inf"),
     ("halves", ("--scales", "0.1"), "--scales: 0.1 resizes images to 2 pixels; expected at least 8 pixels"),

@@ -1,6 +1,7 @@
 """Image folders: classes, batches, augmentation, and errors."""
 
 import functools
+import os
 import re
 
 import chex
@@ -235,8 +236,8 @@ load_error = functools.partial(error_message, load)
 def test_refuses_missing_folders(tmp_path):
     missing = tmp_path / "nowhere"
     assert load_error(missing) == (
-        f"data.path: {missing} does not exist; expected a folder with train/ and val/ or test/, "
-        "each with one folder per class"
+        f"data.path: {missing} does not exist; expected a folder with one folder per class, or "
+        "train/ and val/ or test/ that hold them"
     )
     missing.write_text("a file")
     assert f"{missing} is not a folder" in load_error(missing)
@@ -246,9 +247,9 @@ def test_refuses_folders_without_training_or_test_images(tmp_path):
     assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
     assert "it holds no folders" in load_error(tmp_path)
     write_image(tmp_path / "train" / "cat" / "a.png")
-    message = load_error(tmp_path)
-    assert f"no folder {tmp_path / 'val'} or {tmp_path / 'test'} to test on" in message
-    assert message.endswith("there are train")
+    assert load_error(tmp_path) == (
+        f"data.path: {tmp_path / 'train'} has only the class cat; give images of two or more"
+    )
     (tmp_path / "valid").mkdir()
     message = load_error(tmp_path, test_split="vald")
     assert message == f"data.test_split: no folder {tmp_path / 'vald'} (did you mean valid?)"
@@ -256,6 +257,61 @@ def test_refuses_folders_without_training_or_test_images(tmp_path):
     assert (
         message == f"data.test_split: {tmp_path / 'train'} is the training set; name another folder"
     )
+
+
+@pytest.mark.parametrize("inner", ["", "train"])
+def test_holds_out_a_fraction_of_each_class_without_a_test_folder(tmp_path, inner):
+    for i in range(20):
+        write_image(tmp_path / inner / ("cat" if i < 15 else "dog") / f"{i:02}.png", i)
+    data = load(tmp_path, test_fraction=0.2, split_seed=3)
+    train, test = ([data.name(i) for i in split["id"]] for split in (data.train, data.test))
+    assert sorted(train + test) == sorted(map(str, tmp_path.rglob("*.png")))
+    assert np.bincount(data.test["label"]).tolist() == [3, 1]
+    assert [*data.train["label"], *data.test["label"]] == [
+        ("cat", "dog").index(name.split("/")[-2]) for name in train + test
+    ]
+    (note,) = data.notes
+    assert note.endswith("4 of 20 images are held out for testing (data.test_fraction)")
+    again, other = (load(tmp_path, split_seed=seed) for seed in (3, 4))
+    assert [again.name(i) for i in again.test["id"]] == test
+    assert [other.name(i) for i in other.test["id"]] != test
+
+
+def test_folders_named_like_splits_are_no_classes(tmp_path):
+    for name in ("Train", "Valid"):
+        write_image(tmp_path / name / "cat" / "a.png")
+    assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
+
+
+def test_counts_files_that_are_left_out(folder):
+    cat = folder / "train" / "cat"
+    (cat / "Thumbs.db").write_text("")
+    (cat / "notes.txt").write_text("")
+    os.mkfifo(cat / "pipe.jpg")
+    (cat / "loop.png").symlink_to("loop.png")
+    (cat / "again").symlink_to(cat)
+    data = load(folder)
+    assert len(data.train["id"]) == 12
+    assert data.notes == (
+        "left out 5 files that are no images: 1 x .db, 1 x .txt, 2 x link to itself, "
+        "1 x pipe, socket or device",
+    )
+
+
+def test_loads_test_images_for_a_trained_network(folder, tmp_path_factory):
+    config = ImageFolder(path=str(folder), image_size=8, test_split="train")
+    data = image_folder.load(config, ("cat", "cow", "dog"))
+    assert (len(data.train["id"]), len(data.test["id"])) == (1, 12)
+    assert {*data.test["label"].tolist()} == {0, 2}  # as the network knows them
+    other = tmp_path_factory.mktemp("other")
+    for i in range(4):
+        write_image(other / "dog" / f"{i}.png", i)
+    config = ImageFolder(path=str(other), image_size=8)
+    data = image_folder.load(config, ("cat", "dog"))
+    assert data.test["label"].tolist() == [1] * 4
+    assert len(next(evaluation_batches(data, 4))["image"]) == 4
+    message = error_message(image_folder.load, config, ("cat", "cow"))
+    assert message.startswith(f"data.path: the network knows no class dog, a folder of {other};")
 
 
 def test_refuses_images_outside_of_class_folders(tmp_path):
@@ -274,7 +330,7 @@ def test_refuses_a_class_without_images(folder):
     (folder / "train" / "empty" / "a.txt").write_text("no image")
     assert load_error(folder) == (
         f"data.path: no image of a class in {folder / 'train' / 'empty'}; expected files "
-        "*.jpg, *.jpeg, *.png, *.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp"
+        "*.jpg, *.jpeg, *.png, *.ppm, *.bmp, *.pgm, *.tif, *.tiff, *.webp, *.gif"
     )
 
 

@@ -42,6 +42,18 @@ def reference(logits, labels, smoothing=0.0):
     return losses, (labeled & (z.argmax(-1) == labels)).sum((1, 2)) / n
 
 
+def weighted_reference(logits, labels, weights):
+    """Losses per image as torch's ``cross_entropy(z, labels, weight=weights)`` defines them."""
+    labeled = (labels >= 0) & (labels < logits.shape[-1])
+    z = upsample(logits, labels.shape[1:])
+    known = jnp.where(labeled, labels, 0)
+    weight = jnp.where(labeled, jnp.asarray(weights)[known], 0)
+    pixel_losses = optax.softmax_cross_entropy_with_integer_labels(z, known)
+    total = weight.sum((1, 2))
+    losses = jnp.where(labeled, weight * pixel_losses, 0).sum((1, 2)) / jnp.where(total, total, 1)
+    return losses, (labeled & (z.argmax(-1) == labels)).sum((1, 2)) / labeled.sum((1, 2))
+
+
 def values_and_gradient(f):
     """Losses, accuracies and the gradient of weighted losses."""
 
@@ -293,3 +305,27 @@ def test_rejects_views_of_different_classes_and_no_views():
         pixel_predictions([], (8, 8))
     with pytest.raises(ValueError, match="same number of classes, got 4 and 5"):
         pixel_predictions([jnp.zeros((3, 2, 2, 4)), jnp.zeros((3, 2, 2, 5))], (8, 8))
+
+
+WEIGHTS = (0.5, 1.0, 3.0, 0.25, 2.0)
+
+
+def test_class_weights_give_the_weighted_mean_over_pixels():
+    logits, labels = arrays()
+    fused = values_and_gradient(
+        functools.partial(pixel_cross_entropy, class_weights=WEIGHTS, rows=3)
+    )
+    expected = values_and_gradient(functools.partial(weighted_reference, weights=WEIGHTS))
+    chex.assert_trees_all_close(fused(logits, labels), expected(logits, labels), rtol=1e-4)
+    ignored = jnp.full_like(labels, 255)
+    assert not pixel_cross_entropy(logits, ignored, class_weights=WEIGHTS).losses.any()
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [((1.0, 2.0), "one number per class, 5, got 2"), ((1, 1, 1, 1, 0), "must be positive")],
+)
+def test_refuses_wrong_class_weights(weights, message):
+    logits, labels = arrays()
+    with pytest.raises(ValueError, match=message):
+        pixel_cross_entropy(logits, labels, class_weights=weights)

@@ -9,7 +9,7 @@ from fnet.memory import REMAT_POLICIES, Candidate, Cost, Peak, Plan
 from train.output import curves, plots
 from train.output.curves import MOST_POINTS, read_curves, thin
 from train.output.formats import duration, number, percent
-from train.output.palette import overlay_labels
+from train.output.palette import overlay_labels, palette
 from train.output.tables import Cell, Table, to_rich
 
 
@@ -40,20 +40,32 @@ def test_image_mask_and_prediction_stand_side_by_side_under_their_names(drawn, t
     images = generator.integers(0, 256, (2, 8, 6, 3), np.uint8)
     masks, predictions = generator.integers(0, 3, (2, 2, 8, 6))
     masks[0, 0, 0] = 255
-    plots.segmentations(images, masks, predictions, ("a", "b", "c"), "a title", tmp_path / "a.png")
+    colors, names = palette(), ("a", "b", "c")
+    captions = ("first, 50 %", "second")
+    plots.segmentations(
+        images, masks, predictions, names, colors, captions, "a title", tmp_path / "a.png"
+    )
     (ax,) = drawn[0].axes
     canvas = np.asarray(ax.images[0].get_array())
-    expected = (
-        images[0],
-        overlay_labels(images[0], masks[0]),
-        overlay_labels(images[0], predictions[0]),
-    )
-    assert [text.get_text() for text in ax.texts] == ["image", "truth", "prediction"]
+    expected = [
+        tile
+        for image, mask, prediction in zip(images, masks, predictions, strict=True)
+        for tile in (
+            image,
+            overlay_labels(image, mask, colors),
+            overlay_labels(image, prediction, colors),
+        )
+    ]
+    texts = ["image", "truth", captions[0], "image", "truth", captions[1]]
+    assert [text.get_text() for text in ax.texts] == texts
     for text, picture in zip(ax.texts, expected, strict=True):
         middle, above = text.get_position()
         x, y = round(middle - 3 + 0.5), round(above + 0.02 * 8 + 0.5)
         np.testing.assert_array_equal(canvas[y : y + 8, x : x + 6], picture)
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["a", "b", "c"]
+    legend = ax.get_legend()
+    assert [t.get_text() for t in legend.get_texts()] == ["a", "b", "c", "void"]
+    drawn_colors = [(255 * np.array(p.get_facecolor()[:3])).round() for p in legend.get_patches()]
+    np.testing.assert_array_equal(drawn_colors, colors[[0, 1, 2, 255]])
 
 
 def test_captions_of_wrong_predictions_are_red(drawn, tmp_path):

@@ -23,7 +23,7 @@ from train.config.recipes import load
 from train.data import evaluation_batches
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
-from train.output.palette import voc_colors
+from train.output.palette import palette
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes, write_classes
 from train.run.run_folder import RunFolder
@@ -109,15 +109,15 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     result = json.loads((recipes / "out" / "predictions.json").read_text())
     right = []
     for name, p in zip(names, result["predictions"], strict=True):
-        assert p["mask"] == f"out/{name}.png.mask.png"
-        assert p["overlay"] == f"out/{name}.png.overlay.png"
+        assert p["mask"] == f"out/masks/{name}.png"
+        assert p["overlay"] == f"out/overlays/{name}.png"
         image = Image.open(recipes / p["image"])
         mask, overlay = (Image.open(recipes / p[kind]) for kind in ("mask", "overlay"))
         assert mask.size == overlay.size == image.size
         assert (mask.mode, overlay.mode) == ("P", "RGB")
         labels = np.asarray(mask)
         colours = np.asarray(mask.convert("RGB"))
-        np.testing.assert_array_equal(colours, voc_colors()[labels])
+        np.testing.assert_array_equal(colours, palette()[labels])
         truth = np.asarray(Image.open(recipes / "halves" / "masks" / f"{name}.png"))
         right.append((labels == truth)[truth < 255].mean())
         shares = {label["label"]: label["share"] for label in p["labels"]}
@@ -142,7 +142,7 @@ def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
     for i, (image, labels) in enumerate(zip(batch["image"], measured.confusion[1], strict=True)):
         Image.fromarray(image).save(recipes / f"{i}.png")
         fnet_command("predict", run, f"{i}.png", "--out", "out", "--json")
-        result = np.asarray(Image.open(recipes / "out" / f"{i}.png.mask.png"))
+        result = np.asarray(Image.open(recipes / "out" / "masks" / f"{i}.png"))
         np.testing.assert_array_equal(result, labels)
 
 
@@ -163,8 +163,11 @@ def test_images_of_the_same_name_get_files_of_their_own(run_of, recipes, capsys)
         (recipes / "new" / folder).mkdir(parents=True)
         shutil.copy(recipes / "halves" / "images" / "00.png", recipes / "new" / folder / "x.png")
     printed(capsys, run, "new/a", "new/b/x.png", "--out", "out")
-    masks = sorted(str(p.relative_to(recipes / "out")) for p in recipes.glob("out/**/*.mask.png"))
-    assert masks == ["a/x.png.mask.png", "b/x.png.mask.png"]
+    masks = sorted(str(p.relative_to(recipes / "out")) for p in recipes.glob("out/masks/**/*.png"))
+    assert masks == ["masks/a/x.png", "masks/b/x.png"]
+    Image.open(recipes / "new" / "a" / "x.png").save(recipes / "new" / "a" / "x.bmp")
+    printed(capsys, run, "new/a", "--out", "both")
+    assert sorted(p.name for p in recipes.glob("both/masks/*")) == ["x.bmp.png", "x.png.png"]
 
 
 def test_reads_digits_in_gray_at_their_size(saved, recipes, capsys):

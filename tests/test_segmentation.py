@@ -16,8 +16,9 @@ from train.config import Config, DeepLab, Optim, PreactResNet
 from train.config.data import SegmentationFolder
 from train.config.model import Backbone
 from train.data import evaluation_batches
+from train.data.class_table import PUBLISHED, voc_color
 from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
-from train.output.palette import overlay_labels, voc_colors
+from train.output.palette import VOID, distinct_colors, overlay_labels, palette
 from train.tasks import build
 from train.tasks.segmentation import Views, logits_by_view, make_measure
 
@@ -154,18 +155,36 @@ def test_scores_without_pixels_are_zero():
     assert set(pixel_scores(np.zeros((4, 4), int)).values()) == {0.0}
 
 
-def test_colors_are_those_of_voc():
+def test_voc_has_the_colors_of_its_development_kit():
     # VOClabelcolormap: background, aeroplane, bicycle, ..., tv/monitor; void.
-    colors = voc_colors()
-    assert colors[:4].tolist() == [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0]]
-    assert colors[20].tolist() == [0, 64, 128]
-    assert colors[255].tolist() == [224, 224, 192]
-    assert len(np.unique(colors, axis=0)) == 256
+    rows = PUBLISHED["voc"]
+    assert [row.color for row in rows[:4]] == [(0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0)]
+    assert (rows[20].name, rows[20].color) == ("tvmonitor", (0, 64, 128))
+    assert rows[-1].color == VOID
+    assert len({voc_color(label) for label in range(256)}) == 256
+
+
+def test_colors_of_classes_are_distinct_and_neither_black_nor_white():
+    colors = distinct_colors(20).astype(int)
+    others = np.vstack([colors, [(0, 0, 0), (255, 255, 255), VOID]])
+    distance = np.abs(colors[:, None] - others).sum(-1)
+    np.fill_diagonal(distance, 1000)
+    assert distance.min() >= 90
+    chex.assert_trees_all_equal(colors[:5], distinct_colors(5).astype(int))
+
+
+def test_given_colors_come_first_in_the_palette():
+    label_map = LabelMap(
+        ("a", "b"), ((0, 0), (1, 1)), colors=((1, 2, 3), (4, 5, 6)), void=(7, 8, 9)
+    )
+    assert palette(label_map)[[0, 1, 255]].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert palette()[255].tolist() == [*VOID]
 
 
 def test_overlays_labels_on_the_image():
     image = np.full((1, 2, 3), 200, np.uint8)
-    overlay = overlay_labels(image, np.array([[1, 0]]), opacity=0.5)
+    colors = np.array([(0, 0, 0), (128, 0, 0)])
+    overlay = overlay_labels(image, np.array([[1, 0]]), colors, opacity=0.5)
     assert overlay.tolist() == [[[164, 100, 100], [100, 100, 100]]]
 
 

@@ -158,7 +158,7 @@ def test_refuses_a_test_folder_for_images_without_split_folders(tmp_path):
     for i in range(4):
         write_pair(tmp_path, f"{i}", make_mask(24, 40))
     assert load_error(tmp_path, test_split="val").startswith(
-        f"data.test_split: {tmp_path} itself holds images/ and masks/, and data.test_fraction"
+        f"data.test_split: {tmp_path} is not split into folders, and data.test_fraction"
     )
 
 
@@ -166,12 +166,14 @@ def test_reads_class_names_from_a_file(folder):
     (folder / "classes.txt").write_text("sky\nleft half\n\nright half\n")
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")
     assert load(folder, classes=3).classes == ("sky", "left half", "right half")
-    assert load_error(folder, classes=4) == f"data.classes: 4, but {folder / 'classes.txt'} names 3"
+    assert load_error(folder, classes=4) == (
+        f"data.classes: 4, but {folder / 'classes.txt'} has 3 classes"
+    )
 
 
 def test_ignores_a_byte_order_mark_in_class_names(folder):
-    (folder / "classes.txt").write_text("sky\nleft half\n", "utf-8-sig")  # as Windows writes it
-    assert load(folder, classes=None).classes == ("sky", "left half")
+    (folder / "classes.txt").write_text("sky\nleft\nright\n", "utf-8-sig")  # as Windows writes it
+    assert load(folder, classes=None).classes == ("sky", "left", "right")
 
 
 load_error = functools.partial(error_message, load)
@@ -179,11 +181,14 @@ load_error = functools.partial(error_message, load)
 
 def test_refuses_an_unknown_number_of_classes(folder):
     path = folder / "classes.txt"
-    assert load_error(folder, classes=None).endswith(
-        f"one name per line of {path}, which does not exist"
+    assert load_error(folder, classes=None) == (
+        "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or "
+        f"in classes.txt in {folder}; the masks hold 0 to 2"
     )
     path.write_text("alone\n")
-    assert load_error(folder, classes=None).endswith("which names 1")
+    assert load_error(folder, classes=None) == (
+        f"data.class_table: {path} names 1 classes; expected 2 to 255"
+    )
 
 
 def unreadable_reasons(data):
@@ -203,14 +208,14 @@ def test_skips_invalid_pairs_with_a_reason(folder):
     write_mask(train / "masks" / "02.png", np.full((32, 40), 3))
     (train / "images" / "03.bmp").write_bytes(b"")
     (val / "masks" / "00.png").write_bytes(b"no image")
-    as_image(make_mask(28, 40)).save(val / "masks" / "01.png")
-    assert unreadable_reasons(load(folder)) == {
+    Image.new("RGB", (40, 28), (1, 2, 3)).save(val / "masks" / "01.png")
+    assert unreadable_reasons(load(folder, max_bad_fraction=0.5)) == {
         1: f"{train / 'images' / '01.bmp'}: it is 40 x 28, its mask 40 x 24",
-        2: f"{train / 'masks' / '02.png'}: label 3, expected 0 to 2, or 255 to ignore a pixel",
+        2: f"{train / 'masks' / '02.png'}: value 3, expected 0 to 2, or 255 to ignore a pixel",
         3: f"{train / 'images' / '03.bmp'}: zero bytes",
         6: f"{val / 'masks' / '00.png'}: not an image: none of JPEG, PNG, WEBP, BMP, PPM, TIFF, GIF",
-        7: f"{val / 'masks' / '01.png'}: its mode is RGB; labels are the values of a gray or "
-        "palette image",
+        7: f"{val / 'masks' / '01.png'}: it has colors; give data.class_table a file with the color "
+        "of each class",
     }
 
 
@@ -248,11 +253,15 @@ def test_refuses_two_images_with_the_same_name(folder):
 
 def test_refuses_missing_folders(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
-    assert f"no folder {empty / 'train'}; {empty} must hold images/ and masks/, or" in load_error(
-        empty
+    assert load_error(empty).startswith(
+        f"data.path: no images with masks in {empty}, which holds no folders; expected "
+        "train/images with train/masks; "
     )
     (folder / "val" / "masks").rename(folder / "val" / "labels")
-    assert load_error(folder) == f"data.path: no folder {folder / 'val' / 'masks'}"
+    assert load_error(folder).startswith("data.path: no split val or ")
+    assert load_error(folder, test_split="vall") == (
+        f"data.test_split: no split vall in {folder}; there are train"
+    )
     for split in ("train", "val"):
         (empty / split / "images").mkdir(parents=True)
         (empty / split / "masks").mkdir()

@@ -186,11 +186,15 @@ class ReportArguments:
 
 @dataclass(frozen=True)
 class EvalArguments(CheckpointArguments):
-    """Evaluate a run on its test examples.
+    """Evaluate a run on its test examples, or on others.
 
     RUN is a run folder.
     """
 
+    path: Annotated[str | None, _default("data.path of the run")] = None
+    """Folder or file of other test examples. A folder without splits is evaluated whole."""
+    split: Annotated[str | None, _default("data.test_split of the run")] = None
+    """Split to evaluate on, such as test or train."""
     crops: Annotated[Literal[1, 2, 10] | None, _default("data.crops of the run")] = None
     """Test-time crops per image: 1 center crop, 2 with its horizontal flip, 10 for ten-crop."""
     border: Annotated[CountOrZero | None, _default("data.border of the run")] = None
@@ -221,7 +225,7 @@ class PredictArguments(CheckpointArguments):
     json: bool = False
     """Print the predictions as JSON instead of a table."""
     out: Annotated[str | None, _default("predictions in the run folder")] = None
-    """Folder for predictions.json and masks."""
+    """Folder for predictions.json, masks/ and overlays/."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def pixel_cross_entropy(
     labels: Int[Array, "n H W"],
     *,
     smoothing: float = 0.0,
+    class_weights: Sequence[float] | None = None,
     rows: int | None = None,
 ) -> PixelLosses:
     """Mean cross-entropy over the pixels of each image, from logits of a lower resolution.
@@ -72,6 +73,8 @@ def pixel_cross_entropy(
       labels: [N, H, W], any integer dtype. Labels outside [0, k), such as 255, are ignored.
       smoothing: label smoothing in [0, 1): probability mass spread evenly over all classes
         (Szegedy et al. 2016).
+      class_weights: [k] positive numbers: the weight of a pixel is that of its label, and the loss
+        of an image is the weighted mean. None weighs all classes alike.
       rows: rows of pixels per chunk, >= 1. None: as many as have about 2^20 logits.
 
     Returns:
@@ -89,13 +92,26 @@ def pixel_cross_entropy(
       >>> losses, accuracy = fnet.losses.pixel_cross_entropy(logits, labels)
       >>> print(losses.round(3))  # log(4)
       [1.386 1.386]
+
+      The rare class 3 counts five times as much:
+
+      >>> fnet.losses.pixel_cross_entropy(logits, labels, class_weights=[1, 1, 1, 5]).losses.shape
+      (2,)
     """
     where = "pixel_cross_entropy"
     _check(where, logits, labels.shape, labels, rows)
     if not 0 <= smoothing < 1:
         raise ValueError(f"{where}: smoothing must be in [0, 1), got {smoothing}")
     rows = _rows_per_chunk(logits.shape[-1], labels.shape, rows)
-    spec = _Spec(smoothing, rows, logits.dtype)
+    weights = None if class_weights is None else tuple(map(float, class_weights))
+    if weights is not None and len(weights) != logits.shape[-1]:
+        raise ValueError(
+            f"{where}: class_weights must have one number per class, {logits.shape[-1]}, got "
+            f"{len(weights)}"
+        )
+    if weights is not None and not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"{where}: class_weights must be positive and finite, got {weights}")
+    spec = _Spec(smoothing, rows, logits.dtype, weights)
     return PixelLosses(*_compiled_losses(spec, *equally_varying((logits, labels))))
 
 
@@ -168,6 +184,7 @@ class _Spec(NamedTuple):
     smoothing: float
     rows: int
     dtype: DTypeLike
+    class_weights: tuple[float, ...] | None
 
 
 class _Upsampling(NamedTuple):
@@ -227,11 +244,13 @@ def _losses_and_grads(
         row_labels, labeled = _slice_labels(labels, start, count, classes)
         z = upsampling.rows(start, count)
         pixel_losses, probabilities, one_hot = _cross_entropy(z, row_labels, a)
-        losses += jnp.where(labeled, pixel_losses, 0).sum((0, 2))
+        weight = _pixel_weights(spec, row_labels, labeled, z.dtype)
+        losses += (weight * jnp.where(labeled, pixel_losses, 0)).sum((0, 2))
         is_correct = labeled & (z.argmax(2) == row_labels)
         correct += jnp.where(is_correct, jnp.ones_like(pixel_losses), 0).sum((0, 2))
         if grads is not None:
-            dz = jnp.where(labeled[:, :, None], probabilities - (1 - a) * one_hot - a / classes, 0)
+            dz = weight[:, :, None] * (probabilities - (1 - a) * one_hot - a / classes)
+            dz = jnp.where(labeled[:, :, None], dz, 0)
             grads = upsampling.add_transposed(grads, dz, start, count)
         return losses, correct, grads
 
@@ -240,9 +259,26 @@ def _losses_and_grads(
     carry = (zero, zero, zeros if with_grads else None)
     losses, correct, grads = fori_chunks(body, carry, labels.shape[1], spec.rows)
     counts = _count_labeled(labels, classes)
+    total = counts if spec.class_weights is None else _total_weight(spec, labels, counts)
     if grads is not None:
-        grads = grads.transpose(1, 0, 3, 2) / counts[:, None, None, None]
-    return PixelLosses(losses / counts, correct / counts), grads
+        grads = grads.transpose(1, 0, 3, 2) / total[:, None, None, None]
+    return PixelLosses(losses / total, correct / counts), grads
+
+
+def _pixel_weights(spec: _Spec, labels: Array, labeled: Array, dtype: DTypeLike) -> Array:
+    """Return the weight of each labeled pixel, and 0 elsewhere."""
+    if spec.class_weights is None:
+        return labeled.astype(dtype)
+    weights = jnp.asarray(spec.class_weights, dtype)
+    return jnp.where(labeled, weights[jnp.where(labeled, labels, 0)], 0)
+
+
+def _total_weight(spec: _Spec, labels: Array, counts: Array) -> Array:
+    """Return the sum of the weights of the labeled pixels per image; 1 if there are none."""
+    assert spec.class_weights is not None
+    labeled = _is_labeled(labels, len(spec.class_weights))
+    weight = _pixel_weights(spec, labels.astype(jnp.int32), labeled, counts.dtype)
+    return jnp.where(labeled.any((1, 2)), weight.sum((1, 2)), 1)
 
 
 def _predictions(

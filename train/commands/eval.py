@@ -18,9 +18,13 @@ from train.config import (
     DeepLab,
     Denoiser,
     HuggingFace,
+    ImageFolder,
+    Mean,
+    SegmentationFolder,
     TextFile,
 )
 from train.config.data import Images
+from train.data import Dataset, image_folder, segmentation_folder
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
@@ -29,8 +33,9 @@ from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
 from train.output.progress import line_printer, printable
 from train.run.choices import load_questions, score_choices
-from train.run.class_names import check_classes
+from train.run.class_names import check_classes, read_classes, read_label_map
 from train.run.evaluation import Evaluation
+from train.run.evaluation_files import evaluation_files
 from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
 from train.run.model_files import with_model_files
@@ -69,6 +74,8 @@ def main(argv: list[str]) -> None:
 def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) -> None:
     """Print the metrics and write evaluation.json, confusion.png and examples.png.
 
+    `train.run.evaluation_files` names them after the options.
+
     With a file of questions, the answers are evaluated instead, and choices.json is written.
 
     A private run of which only covered results are written (`grad.release_only`) has no
@@ -85,8 +92,7 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
         answer_choices(folder, config, options, console)
         return
     make_cpu_devices(config.mesh)
-    run = _on_mesh(setup(config))
-    check_classes(folder, run.task.dataset.classes)
+    run = _on_mesh(_setup(folder, config, options))
     views = Views(options.scales or (1.0,), options.flip)
     if views != Views():
         run = run._replace(
@@ -103,27 +109,55 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
     evaluation = evaluate(network)
     evaluation = evaluation._replace(metrics=evaluation.metrics | _text_metrics(run, evaluation))
 
-    title = f"{config.name}, step {network.step}"
-    written = {"evaluation": folder.evaluation}
+    files = evaluation_files(folder, given_options(options))
+    title = files.title(config.name, network.step)
+    written = {"evaluation": files.json}
     try:
+        files.json.parent.mkdir(parents=True, exist_ok=True)
         as_dict = _as_dict(run, options, network.step, evaluation)
-        as_dict |= {"unreadable_files": unreadable.count}
-        atomic_write(folder.evaluation, as_json(as_dict))
+        as_dict |= {"description": files.description, "unreadable_files": unreadable.count}
+        atomic_write(files.json, as_json(as_dict))
         if evaluation.confusion is not None:
             classes = run.task.dataset.classes
-            plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
-            written["confusion matrix"] = folder.confusion
+            plots.confusion_matrix(evaluation.confusion, classes, title, files.confusion)
+            written["confusion matrix"] = files.confusion
         drawn = not config.is_release_only and examples.draw(
-            run, evaluate, network, folder.examples
+            run, evaluate, network, title, files.examples
         )
         if drawn:
-            written["examples"] = folder.examples
+            written["examples"] = files.examples
     except OSError as error:
         raise UserError(f"cannot write to {folder.path}: {error.strerror or error}") from error
-    log(f"{folder.path} after step {network.step}")
+    described = f" with {files.description}" if files.description else ""
+    log(f"{folder.path} after step {network.step}{described}")
     print_scores(run, evaluation, console)
     for name, path in written.items():
         log(f"{name}: {path}")
+
+
+def _setup(folder: RunFolder, config: Config, options: EvalArguments) -> Setup:
+    """Set up the run with its own test examples, or with those that the options name.
+
+    Raises:
+      UserError: if there are none, or their classes are not those of the run.
+    """
+    data = config.data
+    dataset: Dataset | None = None
+    if options.path is not None or options.split is not None:
+        if isinstance(data, SegmentationFolder):
+            trained = read_label_map(folder, folder.read_config())
+            dataset = segmentation_folder.load(data, trained)
+        elif isinstance(data, ImageFolder):
+            dataset = image_folder.load(data, read_classes(folder, folder.read_config()))
+    if dataset is None:
+        run = setup(config)
+        check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+        return run
+    # Without the training examples, nothing about gradients can be checked, and nothing needs to.
+    if isinstance(data, ImageFolder):
+        data = dataclasses.replace(data, user=None, examples_per_user=None)
+    plain = dataclasses.replace(config, data=data, grad=Mean())
+    return setup(plain, dataset=dataset)._replace(config=config)
 
 
 def answer_choices(
@@ -247,11 +281,13 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
         allowed = ("crops", "border", "image_size", "resize")
     elif isinstance(config.data, HuggingFace) and not isinstance(config.model, Denoiser):
         allowed = ("image_size", "resize")
-    given = [
-        f.name
-        for f in dataclasses.fields(options)
-        if f.name != "best" and getattr(options, f.name) != f.default
-    ]
+    place = {"split": "test_split"} if hasattr(config.data, "test_split") else {}
+    if isinstance(config.data, ImageFolder | SegmentationFolder):
+        place["path"] = "path"
+    elif isinstance(config.data, ChatFile):
+        place["path"] = "test_path"
+    allowed = (*place, *allowed)
+    given = [name for name in given_options(options) if name != "best"]
     for name in given:
         if name not in allowed:
             flags = ", ".join(_flag(n) for n in allowed) or "none"
@@ -260,7 +296,9 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
                 f"{config.data.source}; its options: {flags}"
             )
     changes = {
-        n: getattr(options, n) for n in given if n not in ("scales", "flip", "choices", "chat")
+        place.get(n, n): getattr(options, n)
+        for n in given
+        if n not in ("scales", "flip", "choices", "chat")
     }
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
     for scale in options.scales:
@@ -271,6 +309,13 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
                 f"{_MIN_SIDE} pixels"
             )
     return config
+
+
+def given_options(options: EvalArguments) -> dict[str, Any]:
+    """Return the options by name that are not at their default."""
+    fields = {f.name: f.default for f in dataclasses.fields(options)}
+    given = {name: getattr(options, name) for name in fields}
+    return {name: value for name, value in given.items() if value != fields[name]}
 
 
 def _flag(name: str) -> str:

@@ -91,7 +91,7 @@ def import_weights(
     folder = RunFolder(out)
     with folder.lock():
         folder.create()
-        write_classes(folder, run.task.dataset.classes)
+        write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
         create_secret(folder, config)
         seeds = read_seeds(folder, config)
         position = run.training_batches(seeds.data).get_state()

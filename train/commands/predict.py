@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +32,9 @@ from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
-from train.output.palette import overlay_labels, voc_colors
+from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer, printable
-from train.run.class_names import read_classes
+from train.run.class_names import read_classes, read_label_map
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks.classification import average_logits_over_crops
@@ -131,7 +132,8 @@ def predict(
     is_segmentation = isinstance(config.model, DeepLab)
     out = Path(options.out) if options.out else folder.path / "predictions"
     if is_segmentation:
-        to_prediction = _segmentation(out, paths, classes, options.top_k)
+        colors = palette(read_label_map(folder, config))
+        to_prediction = _segmentation(out, paths, prepare, classes, colors, options.top_k)
     else:
         to_prediction = _classification(classes, options.top_k)
     network = jax.jit(_network(config, model))
@@ -175,7 +177,7 @@ def find_images(given: Sequence[str]) -> list[str]:
             paths.append(name)
             continue
         try:
-            below = list_images(Path(name))
+            below = list_images(Path(name)).paths
         except UserError as error:
             raise UserError(str(error).removeprefix("data.path: ")) from error
         if not below:
@@ -287,23 +289,43 @@ def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
 
 
 def _segmentation(
-    out: Path, paths: Sequence[str], classes: Sequence[str], top_k: int
+    out: Path,
+    paths: Sequence[str],
+    prepare: Preprocessor,
+    classes: Sequence[str],
+    colors: np.ndarray,
+    top_k: int,
 ) -> _ToPrediction:
-    """Write ``NAME.mask.png`` and ``NAME.overlay.png``, in the same subfolders as the images."""
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images."""
+    names = _mask_names(paths)
 
     def to_prediction(path: str, prepared: PreprocessedImage, logits: np.ndarray) -> Prediction:
         labels = predict_mask(logits, prepared)
-        name = out / os.path.relpath(os.path.abspath(path), root)
-        name.parent.mkdir(parents=True, exist_ok=True)
-        mask, overlay = (name.with_name(f"{name.name}.{kind}.png") for kind in ("mask", "overlay"))
+        mask, overlay = (out / kind / names[path] for kind in ("masks", "overlays"))
+        for file in (mask, overlay):
+            file.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(labels)
-        picture.putpalette(voc_colors().tobytes())
+        picture.putpalette(colors.tobytes())
         picture.save(mask)
-        Image.fromarray(overlay_labels(decode(path), labels)).save(overlay)
+        image = decode(path, max_pixels=prepare.max_pixels)
+        Image.fromarray(overlay_labels(image, labels, colors)).save(overlay)
         shares = np.bincount(labels.ravel(), minlength=len(classes)) / labels.size
         largest = [i for i in np.argsort(-shares, kind="stable")[:top_k] if shares[i]]
-        names = [(classes[i], float(shares[i])) for i in largest]
-        return Prediction(path, names, str(mask), str(overlay))
+        shown = [(classes[i], float(shares[i])) for i in largest]
+        return Prediction(path, shown, str(mask), str(overlay))
 
     return to_prediction
+
+
+def _mask_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the name of each image's mask, which has the image's name, as data sets have it.
+
+    Images that differ only in their extension keep it: ``a.jpg.png``.
+    """
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    names = {path: os.path.relpath(os.path.abspath(path), root) for path in paths}
+    stems = Counter(os.path.splitext(name)[0] for name in {*names.values()})
+    return {
+        path: f"{stem if stems[stem := os.path.splitext(name)[0]] == 1 else name}.png"
+        for path, name in names.items()
+    }

@@ -86,6 +86,8 @@ class Images(Section):
     """Keep decoded images in memory and read each file once; not with resized crops."""
     max_bad_fraction: Fraction = 0.01
     """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
     @property
     def shorter_side(self) -> int:
@@ -100,9 +102,13 @@ class ImageFolder(Images):
     source: Literal["image_folder"] = "image_folder"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
-    """Folder that holds train/ and val/ or test/, each with one folder per class."""
+    """Folder with one folder per class, or with train/ and val/ or test/ that hold them."""
     test_split: Annotated[str, MinLen(1)] | None = None
     """Folder of the test images; None is val, or test if there is no val."""
+    test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
+    """Fraction of each class that is held out for testing if there is no test folder."""
+    split_seed: Seed = 0
+    """Random seed of that split."""
     user: Literal["folder"] | None = None
     """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
     examples_per_user: Count | None = None
@@ -225,6 +231,8 @@ class HuggingFace(Section):
     """Standard deviation of each color channel, which images are divided by."""
     max_bad_fraction: Fraction = 0.01
     """Largest fraction of unreadable images to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
     @property
     def shorter_side(self) -> int:
@@ -239,15 +247,23 @@ class SegmentationFolder(Section):
     source: Literal["segmentation_folder"] = "segmentation_folder"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "."
-    """Folder with images/ and masks/, or with train/ and val/ or test/ that hold both."""
+    """Folder with images/ and masks/, or as CamVid, Cityscapes, ADE20K or VOC are published."""
     test_split: Annotated[str, MinLen(1)] | None = None
-    """Folder of the test images; None is val, or test if there is no val."""
+    """Split to test on; None is val, or test if there is no val."""
     test_fraction: Annotated[float, Gt(0), Lt(1)] = 0.2
-    """Fraction of images held out for testing if path itself holds images/ and masks/."""
+    """Fraction of images held out for testing if path is not split."""
     split_seed: Seed = 0
     """Random seed of that split."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
-    """Number of classes; None counts the lines of classes.txt in path."""
+    """Number of classes; None is that of mask_values or of the class table."""
+    class_table: Annotated[str, MinLen(1)] | None = None
+    """File of class names, mask values and colors, or camvid, cityscapes or voc."""
+    mask_values: Annotated[tuple[Annotated[int, Ge(0), Lt(2**16)], ...], MaxLen(255)] = ()
+    """Value of each class in masks, as 0 255; empty is the class table's, or 0, 1, ..."""
+    ignore: tuple[Annotated[int, Ge(0), Lt(2**16)] | str, ...] | None = None
+    """Mask values, or names in the class table, that do not count; None is 255."""
+    class_weights: Literal["median_frequency"] | None = None
+    """Weights of classes in the loss; median_frequency favors rare ones."""
     batch_size: Count = 16
     """Batch size."""
     image_size: Count = 512
@@ -268,6 +284,8 @@ class SegmentationFolder(Section):
     """Number of processes that decode images; 0 decodes in a thread of this process."""
     max_bad_fraction: Fraction = 0.01
     """Largest fraction of unreadable files to tolerate; they are reported and skipped."""
+    max_pixels: Count = 2**30 // 12
+    """Largest image to decode, in pixels; larger files are reported and skipped."""
 
 
 @dataclass(frozen=True)

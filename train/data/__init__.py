@@ -11,6 +11,8 @@ from train.data.work import RECORD
 if TYPE_CHECKING:
     import grain
 
+    from train.data.masks import LabelMap
+
 Arrays = dict[str, np.ndarray]
 """Named arrays with one leading axis of examples."""
 
@@ -45,6 +47,8 @@ class Dataset(NamedTuple):
       tokens_per_byte: Counts the test targets per UTF-8 byte of the text that they stand for.
         None if that is unknown, or there is no text.
       notes: What was changed in the data, for the user.
+      label_map: Labels of the values of masks; None without masks.
+      class_weights: Weight of each class in the loss; None weighs all alike.
     """
 
     train: Arrays
@@ -63,6 +67,8 @@ class Dataset(NamedTuple):
     canaries: int = 0
     tokens_per_byte: Callable[[], float | None] = lambda: None
     notes: tuple[str, ...] = ()
+    label_map: "LabelMap | None" = None
+    class_weights: tuple[float, ...] | None = None
 
 
 def num_examples(arrays: Arrays) -> int:

@@ -1,18 +1,23 @@
-"""Decoding of image files to upright 8-bit RGB, and of mask files to labels."""
+"""Decoding of image files to upright 8-bit RGB, and of mask files to their values."""
 
 import io
 import math
+import os
+import stat
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
-EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp")
-"""Extensions of image files, as in torchvision's ImageFolder."""
+EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", "gif")
+"""Extensions of image files: those of torchvision's ImageFolder, and GIF."""
 
 MAX_PIXELS = 2**30 // 12
-"""Largest image that is decoded, about 89 million pixels; Pillow warns about larger ones."""
+"""Default of the largest image that is decoded, about 89 million pixels."""
+
+# Pillow would warn about images of more pixels than `MAX_PIXELS`. `_open` checks them itself.
+Image.MAX_IMAGE_PIXELS = None
 
 # By content, because extensions can be wrong. Some of Pillow's other formats run programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
@@ -57,7 +62,7 @@ def whole(width: int, height: int) -> View:
     return View((0, 0, width, height), (width, height))
 
 
-def decode(path: str | bytes, view: ViewOf = whole) -> np.ndarray:
+def decode(path: str | bytes, view: ViewOf = whole, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode an image file to uint8 [height, width, 3].
 
     The result is the first frame, rotated as EXIF says. Gray, palette and CMYK become RGB, 16 bits
@@ -69,57 +74,90 @@ def decode(path: str | bytes, view: ViewOf = whole) -> np.ndarray:
     Args:
       path: image file.
       view: part of the image, and its size.
+      max_pixels: largest number of pixels of the image and of the result.
 
     Raises:
       UnreadableError: for any problem with the file.
     """
-    return decode_content(_read(path), view)
+    return decode_content(_read(path), view, max_pixels)
 
 
-def decode_content(content: bytes, view: ViewOf = whole) -> np.ndarray:
+def decode_content(
+    content: bytes, view: ViewOf = whole, max_pixels: int = MAX_PIXELS
+) -> np.ndarray:
     """Decode the bytes of an image file, as `decode`.
 
     Raises:
       UnreadableError: for any problem with the bytes.
     """
-    return np.asarray(_open(content, lambda image: _apply_view(image, view)))
+    return np.asarray(
+        _open(content, lambda image: _apply_view(image, view, max_pixels), max_pixels)
+    )
 
 
-def decode_labels(path: str | bytes, max_label: int, ignore: int = 255) -> Image.Image:
-    """Decode a mask file to an upright image of labels, in mode L.
+class MaskValues(NamedTuple):
+    """Values of a mask file.
 
-    Labels are the values of a gray image, or the indices of a palette image.
+    Attributes:
+      values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB.
+      kind: what the values are.
+      palette: color of each palette index as 0xRRGGBB, int32 [256]; -1 beyond the palette.
+      is_lossy: whether the file is a JPEG, which changes values.
+    """
+
+    values: np.ndarray
+    kind: Literal["gray", "palette", "color"]
+    palette: np.ndarray | None = None
+    is_lossy: bool = False
+
+
+def decode_mask(path: str | bytes, max_pixels: int = MAX_PIXELS) -> MaskValues:
+    """Decode a mask file to its upright values. Colors that are all gray become gray values.
 
     Args:
       path: mask file.
-      max_label: largest label.
-      ignore: additional label of ignored pixels.
+      max_pixels: largest number of pixels.
 
     Raises:
-      UnreadableError: if the file is unreadable, has colors, has gray values that readers rescale,
-        or has a label out of range.
+      UnreadableError: if the file is unreadable, has transparent pixels, or has gray values that
+        readers rescale.
     """
 
-    def labels(image: Image.Image) -> Image.Image:
+    def read(image: Image.Image) -> MaskValues:
         if _rescales_gray(image):
             raise UnreadableError(
                 "it has fewer than 256 gray levels, which readers rescale to 0 to 255; save labels "
                 "with 8 or 16 bits, or as a palette image"
             )
+        is_lossy = image.format == "JPEG"
         image = _upright(image)
-        if image.mode not in ("1", "L", "P") and not image.mode.startswith("I"):
+        if image.mode in ("LA", "PA", "RGBA"):
+            if np.asarray(image.getchannel("A")).min(initial=255) < 255:
+                raise UnreadableError("it has transparent pixels; save masks without transparency")
+            image = image.convert("L" if image.mode == "LA" else "RGB")
+        if image.mode == "P":
+            palette = np.full(256, -1, np.int32)
+            colors = np.array(image.getpalette("RGB") or [], np.int32).reshape(-1, 3)[:256]
+            palette[: len(colors)] = pack_colors(colors)
+            return MaskValues(np.asarray(image, np.int32), "palette", palette)
+        if image.mode == "RGB":
+            pixels = np.asarray(image, np.int32)
+            if (pixels == pixels[..., :1]).all():
+                return MaskValues(pixels[..., 0], "gray", is_lossy=is_lossy)
+            return MaskValues(pack_colors(pixels), "color", is_lossy=is_lossy)
+        if image.mode not in ("1", "L") and not image.mode.startswith("I"):
             raise UnreadableError(
-                f"its mode is {image.mode}; labels are the values of a gray or palette image"
+                f"its mode is {image.mode}; a mask is a gray, a palette or an RGB image"
             )
-        values = np.asarray(image)
-        invalid = values[(values != ignore) & ((values > max_label) | (values < 0))]
-        if invalid.size:
-            raise UnreadableError(
-                f"label {invalid[0]}, expected 0 to {max_label}, or {ignore} to ignore a pixel"
-            )
-        return Image.fromarray(values.astype(np.uint8))
+        return MaskValues(np.asarray(image).astype(np.int32), "gray", is_lossy=is_lossy)
 
-    return _open(_read(path), labels)
+    return _open(_read(path), read, max_pixels)
+
+
+def pack_colors(colors: np.ndarray) -> np.ndarray:
+    """Return colors [..., 3] as 0xRRGGBB, int32 [...]."""
+    r, g, b = np.moveaxis(np.asarray(colors, np.int32), -1, 0)
+    return (r << 16) | (g << 8) | b
 
 
 def _rescales_gray(image: Image.Image) -> bool:
@@ -137,21 +175,29 @@ def _rescales_gray(image: Image.Image) -> bool:
 def _read(path: str | bytes) -> bytes:
     """Read a whole file. A memory-mapped file that is truncated would kill the process."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UnreadableError("not a regular file")
             return file.read()
     except OSError as error:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
 
 
-def _open(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Image:
+_T = TypeVar("_T")
+
+
+def _open(content: bytes, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
     """Open an image and call ``use`` on it; raise `UnreadableError` for any problem."""
     if not content:
         raise UnreadableError("zero bytes")
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
+            if image.width * image.height > max_pixels:
                 raise UnreadableError(
-                    f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}"
+                    f"{image.width} x {image.height} pixels are more than data.max_pixels "
+                    f"{max_pixels:,}"
                 )
             return use(image)
     except UnreadableError:
@@ -164,7 +210,7 @@ def _open(content: bytes, use: Callable[[Image.Image], Image.Image]) -> Image.Im
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
 
 
-def _apply_view(image: Image.Image, view: ViewOf) -> Image.Image:
+def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Image:
     scale = orientation = 1
     if isinstance(image, JpegImagePlugin.JpegImageFile):
         # The orientation of a JPEG is known before it is loaded, and draft() must come before too.
@@ -180,9 +226,10 @@ def _apply_view(image: Image.Image, view: ViewOf) -> Image.Image:
         rgb = _rgb(_upright(image))
         width, height = rgb.size
         box, size = view(width, height)
-    if size[0] * size[1] > MAX_PIXELS:
+    if size[0] * size[1] > max_pixels:
         raise UnreadableError(
-            f"{width} x {height} pixels become {size[0]} x {size[1]}, more than {MAX_PIXELS:,}"
+            f"{width} x {height} pixels become {size[0]} x {size[1]}, more than data.max_pixels "
+            f"{max_pixels:,}"
         )
     if rgb.size != (width, height):
         # The last stored column and row can stand for fewer pixels; rotation can put them first.

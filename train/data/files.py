@@ -1,7 +1,11 @@
 """Image files below a folder, and the folders of training and test images."""
 
+import errno
 import os
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from train.data.decode import EXTENSIONS
 from train.errors import UserError, did_you_mean, shorten
@@ -10,33 +14,73 @@ IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
 """Patterns of image files, for error messages."""
 
 
-def list_images(folder: Path) -> list[str]:
-    """Find the paths of all image files, relative to the folder, sorted.
+_NO_FILE = "pipe, socket or device"
+_LOOP = "link to itself"
 
-    Links are followed. Names that begin with a dot are skipped, and so is a folder that contains
-    itself.
+
+class ImageFiles(NamedTuple):
+    """Image files below a folder.
+
+    Attributes:
+      paths: paths relative to the folder, sorted.
+      skipped: number of files that are left out, by extension or by kind.
+    """
+
+    paths: list[str]
+    skipped: Counter[str]
+
+
+def list_images(folder: Path) -> ImageFiles:
+    """Find all image files below a folder.
+
+    Links are followed, and skipped if they lead to themselves or to a folder around them. Names
+    that begin with a dot are skipped, and not counted. So are pipes, sockets and devices, which
+    would block.
     """
     paths: list[str] = []
+    skipped: Counter[str] = Counter()
 
     def walk(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
         status = os.stat(path)
         here = (status.st_dev, status.st_ino)
         if here in above:
+            skipped[_LOOP] += 1
             return
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
+                try:
+                    is_folder, is_file = entry.is_dir(), entry.is_file()
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    skipped[_LOOP] += 1
+                    continue
+                _, dot, extension = entry.name.rpartition(".")
+                if is_folder:
                     walk(entry.path, f"{prefix}{entry.name}/", above | {here})
-                elif entry.name.rpartition(".")[2].lower() in EXTENSIONS:
+                elif extension.lower() not in EXTENSIONS:
+                    skipped[f"{dot}{extension}" if dot else "no extension"] += 1
+                elif is_file or not os.path.exists(entry.path):  # a broken link is reported later
                     paths.append(prefix + entry.name)
+                else:
+                    skipped[_NO_FILE] += 1
 
     try:
         walk(str(folder), "", frozenset())
     except OSError as error:
         raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
-    return sorted(paths)
+    return ImageFiles(sorted(paths), skipped)
+
+
+def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
+    """Return a note about all files that are left out, or ()."""
+    skipped: Counter[str] = sum((f.skipped for f in files), Counter())
+    if not skipped:
+        return ()
+    kinds = shorten([f"{count:,} x {kind}" for kind, count in sorted(skipped.items())])
+    return (f"left out {skipped.total():,} files that are no images: {kinds}",)
 
 
 def subfolders(folder: Path) -> list[str]:
@@ -48,11 +92,11 @@ def subfolders(folder: Path) -> list[str]:
         raise UserError(f"data.path: cannot read {folder}: {error.strerror}") from error
 
 
-def find_test_folder(root: Path, name: str | None) -> str:
-    """Find the folder of test images: the given name, or val, or test.
+def find_test_folder(root: Path, name: str | None) -> str | None:
+    """Find the folder of test images: the given name, or val, or test, or None.
 
     Raises:
-      UserError: if it is missing, or is the training folder.
+      UserError: if the given one is missing, or is the training folder.
     """
     names = subfolders(root)
     if name == "train":
@@ -64,10 +108,7 @@ def find_test_folder(root: Path, name: str | None) -> str:
     for default in ("val", "test"):
         if default in names:
             return default
-    raise UserError(
-        f"data.path: no folder {root / 'val'} or {root / 'test'} to test on; "
-        f"name another one with data.test_split{_available(names)}"
-    )
+    return None
 
 
 def find_training_folder(root: Path, expected: str) -> Path:

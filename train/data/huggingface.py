@@ -144,7 +144,7 @@ class _Images:
     def _decode(self, id: int, view: ViewOf) -> np.ndarray:
         split, index = self._locate(id)
         (file,) = split.files[index].values()
-        return _decode_file(file, view)
+        return _decode_file(file, view, self._config.max_pixels)
 
     def _locate(self, id: int) -> tuple[_Split, int]:
         train, test = self._splits
@@ -262,10 +262,10 @@ def _read_labels(split: Any, column: str, what: str) -> np.ndarray:
     return as_labels(np.asarray(values), what)
 
 
-def _decode_file(file: Any, view: ViewOf) -> np.ndarray:
+def _decode_file(file: Any, view: ViewOf, max_pixels: int) -> np.ndarray:
     """Decode an image from a path or from encoded bytes."""
     if file is None or (file["bytes"] is None and file["path"] is None):
         raise UnreadableError("there is no image")
-    return (
-        decode(file["path"], view) if file["bytes"] is None else decode_content(file["bytes"], view)
-    )
+    if file["bytes"] is None:
+        return decode(file["path"], view, max_pixels)
+    return decode_content(file["bytes"], view, max_pixels)

@@ -7,7 +7,7 @@ is drawn before, with ``draw``; the calls are deterministic. Unreadable files ge
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
@@ -32,13 +32,15 @@ from train.data.augment import (
     to_uint8,
 )
 from train.data.decode import (
+    MAX_PIXELS,
     UnreadableError,
     View,
     ViewOf,
     decode,
     decode_content,
-    decode_labels,
+    decode_mask,
 )
+from train.data.masks import IGNORE, LabelMap
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -63,6 +65,7 @@ class TrainingImages:
       lighting: standard deviation of the lighting noise.
       cutout: side of the square that cutout removes.
       fill: mean color, which fills cutouts and unreadable images.
+      max_pixels: largest number of pixels of an image.
     """
 
     root: bytes
@@ -75,6 +78,7 @@ class TrainingImages:
     lighting: float
     cutout: int
     fill: tuple[int, ...]
+    max_pixels: int = MAX_PIXELS
 
     @classmethod
     def from_config(cls, config: "Images | HuggingFace", root: bytes = b"") -> Self:
@@ -90,6 +94,7 @@ class TrainingImages:
             lighting=config.lighting,
             cutout=config.cutout,
             fill=to_uint8(config.mean),
+            max_pixels=config.max_pixels,
         )
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
@@ -115,7 +120,10 @@ class TrainingImages:
         """
 
         def read(i: int) -> np.ndarray:
-            return self.crop_decoded(functools.partial(decode_row, self.root, rows, i), rows, i)
+            read_part = functools.partial(
+                decode_row, self.root, rows, i, max_pixels=self.max_pixels
+            )
+            return self.crop_decoded(read_part, rows, i)
 
         shape = self.size, self.size, 3
         batch = read_images(num_examples(rows), shape, read, self.fill)
@@ -160,6 +168,7 @@ class EvaluationImages:
       crops: number of crops per image, as in `evaluation_crops`.
       fill: mean color, which fills unreadable images.
       border: pixels of reflected border, as in `evaluation_crops`.
+      max_pixels: largest number of pixels of an image.
     """
 
     root: bytes
@@ -168,6 +177,7 @@ class EvaluationImages:
     crops: Literal[1, 2, 10]
     fill: tuple[int, ...]
     border: int = 0
+    max_pixels: int = MAX_PIXELS
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,13 +194,14 @@ class EvaluationImages:
         """
 
         def read(i: int) -> np.ndarray:
-            image = decode_row(self.root, rows, i, resize_shorter_side(self.resize))
+            view = resize_shorter_side(self.resize)
+            image = decode_row(self.root, rows, i, view, max_pixels=self.max_pixels)
             return evaluation_crops(image, self.size, self.crops, self.border)
 
         return read_images(num_examples(rows), self.shape, read, self.fill)
 
 
-def decode_row(root: bytes, rows: Arrays, i: int, view: ViewOf) -> np.ndarray:
+def decode_row(root: bytes, rows: Arrays, i: int, view: ViewOf, *, max_pixels: int) -> np.ndarray:
     """Decode image i of ``rows``, as `decode`.
 
     Args:
@@ -199,16 +210,17 @@ def decode_row(root: bytes, rows: Arrays, i: int, view: ViewOf) -> np.ndarray:
         [N], the files.
       i: row.
       view: part of the image, and its size.
+      max_pixels: largest number of pixels of the image.
 
     Raises:
       UnreadableError: for any problem with the image.
     """
     if "content" not in rows:
-        return decode(os.path.join(root, rows["path"][i]), view)
+        return decode(os.path.join(root, rows["path"][i]), view, max_pixels)
     content = rows["content"][i]
     if isinstance(content, UnreadableError):
         raise content
-    return decode_content(content, view)
+    return decode_content(content, view, max_pixels)
 
 
 def read_images(
@@ -313,7 +325,9 @@ class LabeledImages:
             )
         self._training = training = TrainingImages.from_config(config, root)
         sizes = config.image_size, config.shorter_side
-        evaluation = EvaluationImages(root, *sizes, config.crops, training.fill, config.border)
+        evaluation = EvaluationImages(
+            root, *sizes, config.crops, training.fill, config.border, config.max_pixels
+        )
         workers, side = Workers(config.workers), config.image_size
         self._mixup = config.mixup
 
@@ -326,7 +340,7 @@ class LabeledImages:
 
         self._read_train, self._read_test = read_train, read_test
         if config.cache:
-            uncropped = EvaluationImages(root, side, side, 1, training.fill)
+            uncropped = replace(evaluation, resize=side, crops=1, border=0)
             shapes = [images.shape for images in (uncropped, evaluation)]
             cached_train = CachedImages(
                 shapes[0], num_train, lambda i: workers(uncropped, fetch(i))
@@ -369,23 +383,21 @@ def _read_local(read: Callable[[Arrays], Arrays], rows: Arrays, local: np.ndarra
     return batch
 
 
-IGNORE = 255
-"""Label of pixels that count neither in the loss nor in metrics."""
-
 Place = Callable[[int, int], Placement]
 """``(width, height) -> Placement`` of an image and its mask."""
 
 
 def decode_pair(
-    root: bytes, image: bytes, mask: bytes, classes: int, place: Place
+    root: bytes, image: bytes, mask: bytes, label_map: LabelMap, place: Place, max_pixels: int
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
     """Decode a part of an image (bilinear) and the same part of its mask (nearest neighbor).
 
     Args:
       root: folder of both paths.
       image, mask: paths.
-      classes: number of classes; labels are 0 to classes - 1, or `IGNORE`.
+      label_map: labels of the mask's values.
       place: chooses the part and its position on the canvas.
+      max_pixels: largest number of pixels of an image.
 
     Returns:
       Part of the image, uint8 [h, w, 3], part of the mask, uint8 [h, w], and their x and y.
@@ -395,7 +407,7 @@ def decode_pair(
     """
     path = os.path.join(root, mask)
     try:
-        labels = decode_labels(path, classes - 1, IGNORE)
+        labels = Image.fromarray(label_map.labels(decode_mask(path, max_pixels)))
         path = os.path.join(root, image)
         placements = []
 
@@ -407,7 +419,7 @@ def decode_pair(
             placements.append(place(width, height))
             return placements[0].view
 
-        pixels = decode(path, view)
+        pixels = decode(path, view, max_pixels)
     except UnreadableError as error:
         raise UnreadableError(f"{os.fsdecode(path)}: {error}") from None
     (box, size), at = placements[0]
@@ -422,22 +434,24 @@ class TrainingMasks:
     Attributes:
       root: folder of the paths.
       size: height and width of the result.
-      classes: number of classes.
+      label_map: labels of the masks' values.
       scale: smallest and largest random scale; 1 is the scale of evaluation.
       flip: flip each image horizontally with probability 1/2.
       color_jitter: strength of the color jitter.
       lighting: standard deviation of the lighting noise.
       fill: mean color, which fills the canvas around an image.
+      max_pixels: largest number of pixels of an image.
     """
 
     root: bytes
     size: int
-    classes: int
+    label_map: LabelMap
     scale: tuple[float, float]
     flip: bool
     color_jitter: float
     lighting: float
     fill: tuple[int, ...]
+    max_pixels: int = MAX_PIXELS
 
     def draw(self, n: int, generator: np.random.Generator) -> Arrays:
         """Draw the randomness of n images: arrays with n rows."""
@@ -454,7 +468,7 @@ class TrainingMasks:
         def place(i: int, width: int, height: int) -> Placement:
             return random_scale_crop(width, height, self.size, rows["scale_crop"][i], self.scale)
 
-        batch = _masked_batch(self.root, rows, self.size, self.classes, self.fill, place)
+        batch = _masked_batch(self, rows, place)
         if "flip" in rows:
             batch |= {
                 name: horizontal_flip(batch[name], rows["flip"]) for name in ("image", "mask")
@@ -469,14 +483,16 @@ class EvaluationMasks:
     Attributes:
       root: folder of the paths.
       size: height and width of the result.
-      classes: number of classes.
+      label_map: labels of the masks' values.
       fill: mean color, which fills the canvas around an image.
+      max_pixels: largest number of pixels of an image.
     """
 
     root: bytes
     size: int
-    classes: int
+    label_map: LabelMap
     fill: tuple[int, ...]
+    max_pixels: int = MAX_PIXELS
 
     def __call__(self, rows: Arrays) -> Arrays:
         """Make a batch of ``path`` [N] and ``mask_path`` [N].
@@ -489,27 +505,29 @@ class EvaluationMasks:
         def place(i: int, width: int, height: int) -> Placement:
             return fit(width, height, self.size)
 
-        return _masked_batch(self.root, rows, self.size, self.classes, self.fill, place)
+        return _masked_batch(self, rows, place)
 
 
 def _masked_batch(
-    root: bytes,
+    reader: TrainingMasks | EvaluationMasks,
     rows: Arrays,
-    size: int,
-    classes: int,
-    fill: tuple[int, ...],
     place: Callable[[int, int, int], Placement],
 ) -> Arrays:
-    n = len(rows["path"])
+    n, size = len(rows["path"]), reader.size
     image = np.empty((n, size, size, 3), np.uint8)
-    image[:] = fill
+    image[:] = reader.fill
     mask = np.full((n, size, size), IGNORE, np.uint8)
     weight = np.ones(n, np.float32)
     jitter: Arrays = {name: rows[name] for name in ("order", "blend", "light") if name in rows}
     for i, (path, mask_path) in enumerate(zip(rows["path"], rows["mask_path"], strict=True)):
         try:
             pixels, labels, (x, y) = decode_pair(
-                root, path, mask_path, classes, functools.partial(place, i)
+                reader.root,
+                path,
+                mask_path,
+                reader.label_map,
+                functools.partial(place, i),
+                reader.max_pixels,
             )
         except UnreadableError:
             weight[i] = 0.0

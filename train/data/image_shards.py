@@ -80,7 +80,7 @@ def load(config: ImageShards) -> Dataset:
     def explain(id: int) -> str | None:
         try:
             view = resize_shorter_side(config.shorter_side)
-            decode_row(b"", fetch(np.array([id])), 0, view)
+            decode_row(b"", fetch(np.array([id])), 0, view, max_pixels=config.max_pixels)
         except UnreadableError as error:
             return f"{describe(id)}: {error}"
         return None

@@ -15,7 +15,7 @@ from train.config import (
 )
 from train.config.data import Images
 from train.data.augment import evaluation_crops, fit, resize_shorter_side, to_uint8
-from train.data.decode import View, decode
+from train.data.decode import MAX_PIXELS, View, decode
 from train.errors import UserError
 
 
@@ -46,6 +46,7 @@ class Preprocessor:
     Attributes:
       shape: height, width and channels of the network's input.
       crops: number of crops per image.
+      max_pixels: largest number of pixels of an image.
 
     Raises:
       UserError: if the data source has no images, its channels are not 1 or 3, or it is an array
@@ -55,6 +56,7 @@ class Preprocessor:
     def __init__(self, config: Config):
         data = config.data
         self.crops, self._border = 1, 0
+        self.max_pixels: int = getattr(data, "max_pixels", MAX_PIXELS)
         if isinstance(data, Images):
             self.shape = (data.image_size, data.image_size, 3)
             self.crops, self._border = data.crops, data.border
@@ -94,7 +96,7 @@ class Preprocessor:
                 return fit(width, height, side).view
             return View((0, 0, width, height), (side, side))
 
-        image = decode(path, view)
+        image = decode(path, view, self.max_pixels)
         height, width, _ = image.shape
         if isinstance(data, Images | HuggingFace):
             image = evaluation_crops(image, side, self.crops, self._border)

@@ -6,36 +6,44 @@ from typing import NamedTuple
 import numpy as np
 
 from train import data
-from train.config import DeepLab
+from train.config import DeepLab, SegmentationFolder
+from train.data.masks import IGNORE, spread
 from train.output import plots
+from train.output.palette import palette
 from train.run.evaluation import Evaluator, Trained
 from train.run.setup import Setup
 
 _MAX_CLASSIFIED = 512
 """Number of classified images from which the shown ones are chosen."""
 _NUM_CLASSIFIED = 24
+_MAX_SEGMENTED = 60
+"""Number of segmented images from which the shown ones are chosen."""
 _NUM_SEGMENTED = 6
+_MEMORY = 2**27
+"""Bytes of segmented images to choose from."""
 
 
-def draw(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
+def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path) -> bool:
     """Draw test images with labels and predictions.
 
     Of up to 512 classified images, spread over the test set, 24 are shown: first errors, by
-    decreasing probability, then correct ones, by increasing probability. Of segmented images, six
-    are shown with both masks. The compiled program of the evaluation is used.
+    decreasing probability, then correct ones, by increasing probability. Of up to 60 segmented
+    images, six are shown with both masks, from the worst to the best. The compiled program of the
+    evaluation is used.
 
     Args:
       run: setup of the run.
       evaluate: evaluator of the run.
       trained: parameters and model state.
+      title: beginning of the picture's title.
       path: path of the PNG.
 
     Returns:
       Whether the picture was written; it is not without classes.
     """
     if isinstance(run.config.model, DeepLab):
-        return _draw_segmentations(run, evaluate, trained, path)
-    return _draw_classifications(run, evaluate, trained, path)
+        return _draw_segmentations(run, evaluate, trained, title, path)
+    return _draw_classifications(run, evaluate, trained, title, path)
 
 
 class _Classified(NamedTuple):
@@ -53,7 +61,9 @@ class _Classified(NamedTuple):
         return self.is_correct, self.probability if self.is_correct else -self.probability
 
 
-def _draw_classifications(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
+def _draw_classifications(
+    run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
+) -> bool:
     shown: list[_Classified] = []
     num_images = num_errors = 0
     for batch, predictions, probability in evaluate.predict(trained, _MAX_CLASSIFIED):
@@ -78,11 +88,11 @@ def _draw_classifications(run: Setup, evaluate: Evaluator, trained: Trained, pat
         for c in shown
     ]
     total = data.num_examples(run.task.dataset.test)
-    part = "test images" if num_images == total else f"of {total:,} test images"
-    order = "most confident errors first"
+    part = "" if num_images == total else f", a sample of {total:,}"
+    order = "the most confident errors first"
     if num_errors < len(shown):
-        order = "errors, then least confident"
-    title = f"{run.config.name}: {num_errors:,} of {num_images:,} {part} wrong; {order}"
+        order = "errors first, then the least confident"
+    title += f": {num_errors:,} errors on {num_images:,} test images{part}; {order}"
     plots.classifications(images, captions, [c.is_correct for c in shown], title, path)
     return True
 
@@ -91,15 +101,45 @@ def _shorten(name: str, most: int = 22) -> str:
     return name if len(name) <= most else name[: most - 1] + "…"
 
 
-def _draw_segmentations(run: Setup, evaluate: Evaluator, trained: Trained, path: Path) -> bool:
-    shown = []
-    for batch, predictions, _ in evaluate.predict(trained, _NUM_SEGMENTED):
+class _Segmented(NamedTuple):
+    image: np.ndarray
+    mask: np.ndarray
+    prediction: np.ndarray
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the labeled pixels that are right; 0 without any."""
+        labeled = self.mask != IGNORE
+        return float((self.mask == self.prediction)[labeled].sum() / max(labeled.sum(), 1))
+
+
+def _draw_segmentations(
+    run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path
+) -> bool:
+    segmented: list[_Segmented] = []
+    side = run.config.data.image_size if isinstance(run.config.data, SegmentationFolder) else 1
+    most = min(max(_MEMORY // (5 * side**2), _NUM_SEGMENTED), _MAX_SEGMENTED)
+    for batch, predictions, _ in evaluate.predict(trained, most):
         rows = np.flatnonzero(batch["weight"])
-        shown += [(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
-    if not shown:
+        segmented += [_Segmented(batch["image"][i], batch["mask"][i], predictions[i]) for i in rows]
+    if not segmented:
         return False
-    images, masks, predicted = map(np.stack, zip(*shown, strict=True))
-    classes, total = run.task.dataset.classes, data.num_examples(run.task.dataset.test)
-    title = f"{run.config.name}: {len(shown)} of {total:,} test images"
-    plots.segmentations(images, masks, predicted, classes, title, path)
+    segmented.sort(key=lambda s: s.accuracy)
+    shown = [segmented[i] for i in spread(len(segmented), _NUM_SEGMENTED)]
+    dataset = run.task.dataset
+    total = data.num_examples(dataset.test)
+    title = f"{title}: {len(shown)} of {total:,} test images, from the worst to the best"
+    images, masks, predicted = _crop(*map(np.stack, zip(*shown, strict=True)))
+    captions = [f"prediction, {s.accuracy:.0%} of pixels right" for s in shown]
+    colors = palette(dataset.label_map)
+    plots.segmentations(images, masks, predicted, dataset.classes, colors, captions, title, path)
     return True
+
+
+def _crop(images: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Crop [N, H, W, ...] to the part that images cover; the canvas beyond has one color."""
+    covered = (images != images[:, -1:, -1:]).any((0, -1))
+    if not covered.any():
+        return images, *others
+    height, width = (int(np.flatnonzero(covered.any(axis))[-1]) + 1 for axis in (1, 0))
+    return tuple(a[:, :height, :width] for a in (images, *others))

@@ -1,25 +1,65 @@
-"""Class colors of PASCAL VOC, used for every segmentation picture."""
+"""Colors of classes in pictures of segmentations."""
+
+import functools
 
 import numpy as np
 
+from train.data.class_table import VOID, Color
+from train.data.masks import IGNORE, LabelMap
 
-def voc_colors(n: int = 256) -> np.ndarray:
-    """Return the colors of labels 0 to n - 1 as uint8 [n, 3].
+_BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
+"""Colors from which those of classes must differ."""
 
-    Label 0 is black and label 255 is the color of VOC's void pixels.
 
-    References:
-      VOClabelcolormap.m of the PASCAL VOC development kit (Everingham et al. 2015). The bits
-      0, 3 and 6 of a label are the highest bits of red, 1, 4 and 7 of green, 2 and 5 of blue.
+def palette(label_map: LabelMap | None = None) -> np.ndarray:
+    """Return the color of each label as uint8 [256, 3].
+
+    Labels without a color of their own get distinct ones.
     """
-    labels, channels = np.arange(n)[:, None], np.arange(3)
-    colors = np.zeros((n, 3), int)
-    for i in range(3):
-        colors |= (labels >> (3 * i + channels) & 1) << (7 - i)
-    return colors.astype(np.uint8)
+    table = distinct_colors(256).copy()
+    table[IGNORE] = VOID
+    if label_map:
+        table[: len(label_map.colors)] = np.array(label_map.colors, np.uint8).reshape(-1, 3)
+        table[IGNORE] = label_map.void
+    return table
 
 
-def overlay_labels(image: np.ndarray, labels: np.ndarray, opacity: float = 0.6) -> np.ndarray:
-    """Blend an image, uint8 [H, W, 3], with the colors of its labels [H, W]."""
-    blended = (1 - opacity) * image + opacity * voc_colors()[labels]
+@functools.cache
+def distinct_colors(n: int) -> np.ndarray:
+    """Return n colors as uint8 [n, 3], the first ones as different as possible.
+
+    Each color is the one of a grid that is farthest in CIELAB (CIE 1976) from black, white, the
+    color of void pixels, and all colors before.
+    """
+    levels = np.linspace(0, 255, 9).round()
+    grid = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(-1, 3)
+    lab = _cielab(grid)
+    distance = np.full(len(grid), np.inf)
+    chosen: list[int] = []
+    for taken in _cielab(np.array(_BACKGROUND, float)):
+        distance = np.minimum(distance, np.linalg.norm(lab - taken, axis=1))
+    for _ in range(n):
+        chosen.append(int(distance.argmax()))
+        distance = np.minimum(distance, np.linalg.norm(lab - lab[chosen[-1]], axis=1))
+    return grid[chosen].astype(np.uint8)
+
+
+def _cielab(rgb: np.ndarray) -> np.ndarray:
+    """Convert sRGB [N, 3] from 0 to 255 to CIELAB with white point D65 (IEC 61966-2-1)."""
+    u = rgb / 255
+    linear = np.where(u <= 0.04045, u / 12.92, ((u + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
+    xyz = linear @ to_xyz.T / to_xyz.sum(1)
+    f = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    x, y, z = f.T
+    return np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], 1)
+
+
+def overlay_labels(
+    image: np.ndarray, labels: np.ndarray, colors: np.ndarray, opacity: float = 0.6
+) -> np.ndarray:
+    """Blend an image, uint8 [H, W, 3], with the colors [256, 3] of its labels [H, W]."""
+    blended = (1 - opacity) * image + opacity * colors[labels]
     return blended.round().astype(np.uint8)

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from fnet.memory import Plan, format_bytes
 from train.output.curves import COLORS, round_ticks, style
-from train.output.palette import overlay_labels, voc_colors
+from train.output.palette import overlay_labels
 from train.output.stored import StoredMemory
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ def segmentations(
     masks: np.ndarray,
     predictions: np.ndarray,
     classes: Sequence[str],
+    colors: np.ndarray,
+    captions: Sequence[str],
     title: str,
     path: Path,
 ) -> None:
@@ -84,7 +86,9 @@ def segmentations(
       images: uint8 [N, H, W, 3].
       masks: True labels, [N, H, W]. Labels beyond the classes are drawn as void.
       predictions: Predicted labels, [N, H, W].
-      classes: Names. The legend shows those that occur in a mask or in a prediction.
+      classes: Names. The legend shows those that occur in a mask or in a prediction, and void.
+      colors: Colors of the labels, uint8 [256, 3].
+      captions: Caption of each prediction.
       title: Title of the picture.
       path: Path of the PNG.
     """
@@ -92,15 +96,21 @@ def segmentations(
     tiles = [
         tile
         for image, mask, prediction in zip(images, masks, predictions, strict=True)
-        for tile in (image, overlay_labels(image, mask), overlay_labels(image, prediction))
+        for tile in (
+            image,
+            overlay_labels(image, mask, colors),
+            overlay_labels(image, prediction, colors),
+        )
     ]
     figure, ax, corners = _tile(np.stack(tiles), 3, 0.1, title, inches=3.0)
     height, width = images.shape[1:3]
-    for (x, y), name in zip(corners[:3], ("image", "truth", "prediction"), strict=True):
-        ax.text(x + width / 2, y - 0.02 * height, name, ha="center", va="bottom", size=8)
-    labels = [i for i in np.union1d(masks, predictions) if i < len(classes)]
+    names = [name for caption in captions for name in ("image", "truth", caption)]
+    for (x, y), name in zip(corners, names, strict=True):
+        place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 8, "parse_math": False}
+        ax.text(x + width / 2, y - 0.02 * height, name, **place)
+    shown = {int(i): "void" if i == 255 else classes[i] for i in np.union1d(masks, predictions)}
     legend = ax.legend(
-        handles=[Patch(color=voc_colors()[i] / 255, label=_shorten(classes[i])) for i in labels],
+        handles=[Patch(color=colors[i] / 255, label=_shorten(n)) for i, n in shown.items()],
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
         ncols=4,

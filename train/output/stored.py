@@ -134,9 +134,10 @@ class StoredClass(_Stored):
 
 
 class StoredEvaluation(_Stored):
-    """Contents of evaluation.json, which `fnet eval` writes."""
+    """Contents of evaluation.json, which `fnet eval` writes; ``description`` has its options."""
 
     step: Count
+    description: str = ""
     metrics: dict[str, float] = {}
     classes: tuple[StoredClass, ...] = ()
 

@@ -68,7 +68,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     def prepare(folder: RunFolder) -> None:
         if resume and folder.has_started:
             check_same_noise(run, folder.read_config())
-            check_classes(folder, run.task.dataset.classes)
+            check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
             check_secret(folder, folder.read_config())
             changed = check_data(folder, config, run.task.dataset)
             folder.resume(config)
@@ -86,7 +86,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         for note in run.notes:
             log(note)
         log(f"training {config.name} in {folder.path}")
-        write_classes(folder, run.task.dataset.classes)
+        write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
         write_data(folder, config, run.task.dataset)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
@@ -265,7 +265,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
             written.append(folder.confusion)
             if not config.is_release_only:  # the picture shows test images themselves
-                examples.draw(run, evaluate, state, folder.examples)
+                examples.draw(run, evaluate, state, title, folder.examples)
                 written.append(folder.examples)
         result = None
         if run.canaries:

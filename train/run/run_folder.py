@@ -58,6 +58,7 @@ class RunFolder:
         self.examples = path / "examples.png"
         self.checkpoints = path / "checkpoints"
         self.evaluation = path / "evaluation.json"
+        self.evaluations = path / "evaluations"
         self.choices = path / "choices.json"
         self.profile = path / "profile"
         self.report = path / "report.html"
@@ -72,8 +73,9 @@ class RunFolder:
     @property
     def has_started(self) -> bool:
         """Whether a run here has logged or saved anything, unlike `fnet import` of a model."""
-        files = self.metrics, self.checkpoints
-        return self.config.is_file() and any(path.exists() for path in files)
+        has_logged = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        has_saved = any(self.checkpoints.glob("[0-9]*"))
+        return self.config.is_file() and (has_logged or has_saved)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -136,7 +138,7 @@ class RunFolder:
             names = {p.name for p in self.path.iterdir()}
         except OSError as error:
             raise _cannot_write(self.path, error) from error
-        if self.config.name in names and names & {self.metrics.name, self.checkpoints.name}:
+        if self.has_started:
             raise UserError(
                 f"{self.path} already holds a run: continue it with --resume, "
                 "or choose another folder with --out"
@@ -154,6 +156,8 @@ class RunFolder:
             self.memory,
             self.memory_picture,
         }
+        if self.config.name in names:  # of a run, which was refused before it logged anything
+            before_first_step |= {self.metrics, self.bad_steps, self.checkpoints}
         allowed = {name for path in before_first_step for name in (path.name, _part(path).name)}
         if names - allowed:
             raise UserError(

@@ -163,18 +163,19 @@ class Setup(NamedTuple):
         return Evaluator(self.task, batch_size, self.state_shapes, unreadable.watch, self.layout)
 
 
-def setup(config: Config, *, without_data: bool = False) -> Setup:
+def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None = None) -> Setup:
     """Set up a run; nothing is compiled or computed yet.
 
     Args:
       config: Config of the run.
       without_data: Replace data that are not there yet by zeros; see `train.data.placeholder`.
+      dataset: Data to use in place of those that the config describes.
 
     Raises:
       UserError: if sections of the config do not fit each other or the data.
     """
     missing = placeholder.load(config) if without_data else None
-    task = build_task(config, missing.dataset if missing else None)
+    task = build_task(config, missing.dataset if missing else dataset)
     notes = [f"data: {missing.note}"] if missing else []
     if not config.is_release_only:  # they depend on training examples
         notes += [f"data: {note}" for note in task.dataset.notes]

@@ -49,8 +49,12 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
         image = images.normalize(config, batch["image"])
         logits, state = model.apply(params, state, image, key=key, train=True)
         with jax.named_scope("loss"):
-            smoothing = config.optim.label_smoothing
-            result = pixel_cross_entropy(logits, batch["mask"], smoothing=smoothing)
+            result = pixel_cross_entropy(
+                logits,
+                batch["mask"],
+                smoothing=config.optim.label_smoothing,
+                class_weights=dataset.class_weights,
+            )
         return result.losses, fnet.Aux(state, {"pixel_accuracy": result.accuracy})
 
     return Task(dataset, model, loss, make_measure(config, model, Views()), pixel_scores)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,17 @@ PICTURES = {
 """Titles of the pictures that the page shows. It draws curves and memory itself."""
 
 
+_MOST_PICTURED = 4
+"""Evaluations with options whose pictures the page shows, the newest ones."""
+
+
+class Evaluated(NamedTuple):
+    """An evaluation by `fnet eval`: its evaluation.json, and its pictures as data URIs."""
+
+    result: stored.StoredEvaluation
+    pictures: dict[str, str]
+
+
 @dataclass
 class Run:
     """A run's folder.
@@ -36,7 +47,7 @@ class Run:
       written: Time of the last line in seconds since 1970, or None.
       summary: Its summary.json; None until the run has finished once.
       memory: Its memory.json; None until a step is compiled.
-      evaluation: Its evaluation.json; None without `fnet eval`.
+      evaluations: Evaluations by `fnet eval`, the one without options first.
       bad_steps: Its bad_steps.jsonl.
       pictures: `PICTURES` that exist, as data URIs.
       checkpoints: Steps that have a checkpoint, in rising order.
@@ -52,7 +63,7 @@ class Run:
     written: float | None
     summary: stored.StoredSummary | None
     memory: stored.StoredMemory | None
-    evaluation: stored.StoredEvaluation | None
+    evaluations: list[Evaluated]
     bad_steps: list[stored.StoredBadStep]
     pictures: dict[str, str]
     checkpoints: list[int]
@@ -126,7 +137,6 @@ def _read(folder: RunFolder, label: str) -> Run:
     lines, written = stored.load_lines(folder.metrics, notes)
     bad_steps, _ = stored.load_lines(folder.bad_steps, notes)
     checkpoints = [p.name for p in folder.checkpoints.glob("[0-9]*") if p.name.isdecimal()]
-    pictures = {name: stored.load_picture(folder.path / name, notes) for name in PICTURES}
     return Run(
         label=label,
         folder=folder,
@@ -136,11 +146,30 @@ def _read(folder: RunFolder, label: str) -> Run:
         written=written,
         summary=stored.load(stored.StoredSummary, folder.summary, notes),
         memory=stored.load(stored.StoredMemory, folder.memory, notes),
-        evaluation=stored.load(stored.StoredEvaluation, folder.evaluation, notes),
+        evaluations=_read_evaluations(folder, notes),
         bad_steps=stored.load(list[stored.StoredBadStep], folder.bad_steps, notes, bad_steps) or [],
-        pictures={name: uri for name, uri in pictures.items() if uri},
+        pictures=_read_pictures(folder.path, notes),
         checkpoints=sorted(map(int, checkpoints)),
         owner=(stored.load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip()
         or None,
         notes=notes,
     )
+
+
+def _read_pictures(path: Path, notes: list[str]) -> dict[str, str]:
+    pictures = {name: stored.load_picture(path / name, notes) for name in PICTURES}
+    return {name: uri for name, uri in pictures.items() if uri}
+
+
+def _read_evaluations(folder: RunFolder, notes: list[str]) -> list[Evaluated]:
+    plain = stored.load(stored.StoredEvaluation, folder.evaluation, notes)
+    evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are those of the run
+    paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
+    newest_first = sorted(paths, key=lambda path: (-path.stat().st_mtime, path))
+    for i, path in enumerate(newest_first):
+        if result := stored.load(stored.StoredEvaluation, path, notes):
+            pictures = _read_pictures(path.parent, notes) if i < _MOST_PICTURED else {}
+            evaluations.append(Evaluated(result, pictures))
+    if (more := len(newest_first) - _MOST_PICTURED) > 0:
+        notes.append(f"Pictures of {more} more evaluations are in {folder.evaluations}")
+    return evaluations

@@ -151,22 +151,24 @@ def class_scores(runs: Sequence[Run]) -> Table:
     rows: dict[str, dict[int, Cell]] = {}
     lowest: dict[str, float] = {}
     kinds = set()
+    heads = []
     for i, run in enumerate(runs):
-        for c in run.evaluation.classes if run.evaluation else ():
-            kind, score, count = "accuracy", c.accuracy, f"{c.examples or 0:,} examples"
-            if c.iou is not None:
-                kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
-            if score is not None:
-                kinds.add(kind)
-                rows.setdefault(c.name, {})[i] = Cell(percent(score), count)
-                lowest[c.name] = min(score, lowest.get(c.name, score))
+        for evaluation, _ in run.evaluations:
+            for c in evaluation.classes:
+                kind, score, count = "accuracy", c.accuracy, f"{c.examples or 0:,} examples"
+                if c.iou is not None:
+                    kind, score, count = "IoU", c.iou, f"{c.pixels or 0:,} pixels"
+                if score is not None:
+                    kinds.add(kind)
+                    rows.setdefault(c.name, {})[len(heads)] = Cell(percent(score), count)
+                    lowest[c.name] = min(score, lowest.get(c.name, score))
+            heads.append(Cell(run.label, evaluation.description, run=i))
     names = sorted(rows, key=lambda name: lowest[name])[:_MOST_ROWS]
     which = f"The {_MOST_ROWS} lowest classes" if len(rows) > _MOST_ROWS else "Classes"
-    heads = {i: Cell(run.label, run=i) for i, run in enumerate(runs) if run.evaluation}
     return Table(
         f"{which} in fnet eval by {' and '.join(sorted(kinds))}, the lowest first",
-        ["class", *heads.values()],
-        [[name, *(rows[name].get(i) for i in heads)] for name in names],
+        ["class", *heads],
+        [[name, *(rows[name].get(i) for i in range(len(heads)))] for name in names],
     )
 
 

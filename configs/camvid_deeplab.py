@@ -1,0 +1,27 @@
+"""CamVid: DeepLabV3 on a ResNet-18, semantic segmentation of street scenes.
+
+    fnet train camvid_deeplab --data.path CamVid
+    fnet eval runs/camvid_deeplab --split test
+
+TODO
+"""
+
+from train.config import Checkpoint, Config, DeepLab, Optim, SegmentationFolder, Train
+
+
+def config() -> Config:
+    return Config(
+        name="camvid_deeplab",
+        data=SegmentationFolder(
+            path="CamVid",
+            class_table="camvid",
+            batch_size=8,
+            image_size=480,
+            scale=(0.5, 2.0),
+            color_jitter=0.3,
+        ),
+        model=DeepLab(backbone="resnet18", hidden=128, dilations=(6, 12, 18)),
+        optim=Optim(name="adamw", learning_rate=1e-3, weight_decay=1e-2, warmup_steps=100),
+        train=Train(epochs=60, log_every=20),
+        checkpoint=Checkpoint(every=200),
+    )

@@ -1,0 +1,104 @@
+"""Layouts of folders with images and masks, as data sets are published."""
+
+import pytest
+from data_cases import error_message
+
+from train.data.mask_layouts import find_layout
+
+
+def write(root, *files):
+    for file in files:
+        path = root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+
+
+LAYOUTS = {
+    "split folders": ["{split}/images/{name}.jpg", "{split}/masks/{name}.png"],
+    "kind folders": ["images/{split}/{name}.jpg", "masks/{split}/{name}.png"],
+    "suffixes": ["{split}/images/{name}.jpg", "{split}/masks/{name}_mask.gif"],
+    "CamVid of SegNet": ["{split}/{name}.png", "{split}annot/{name}.png"],
+    "original CamVid": ["{split}/{name}.png", "{split}_labels/{name}_L.png"],
+    "Cityscapes": [
+        "leftImg8bit/{split}/ulm/{name}_leftImg8bit.png",
+        "gtFine/{split}/ulm/{name}_gtFine_labelIds.png",
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_finds_images_with_their_masks(layout, tmp_path):
+    files = LAYOUTS[layout]
+    for split, names in {"train": ("a", "b"), "val": ("c",), "test": ("d",)}.items():
+        for name in names:
+            write(tmp_path, *(file.format(split=split, name=name) for file in files))
+    if layout == "Cityscapes":
+        write(tmp_path, "gtFine/train/ulm/a_gtFine_color.png")
+    if layout == "CamVid of SegNet":
+        write(tmp_path, "train.txt")
+    found = find_layout(tmp_path)
+    assert (found.training(), found.test(None), found.test("test")) == ("train", "val", "test")
+    pairs, _ = found.pairs("train")
+    assert pairs == [tuple(f.format(split="train", name=name) for f in files) for name in "ab"]
+
+
+def test_finds_the_training_and_validation_folders_of_ade20k(tmp_path):
+    for split in ("training", "validation"):
+        write(tmp_path, f"images/{split}/a.jpg", f"annotations/{split}/a.png")
+    found = find_layout(tmp_path)
+    assert (found.training(), found.test(None)) == ("training", "validation")
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (("JPEGImages", "SegmentationClass"), "ImageSets/Segmentation/{split}.txt"),
+        (("images", "masks"), "{split}.txt"),
+    ],
+)
+def test_files_of_names_split_voc(folders, names, tmp_path):
+    images, masks = folders
+    write(tmp_path, *(f"{images}/{name}.jpg" for name in "abcd"))
+    write(tmp_path, *(f"{masks}/{name}.png" for name in "abc"), names.format(split="train"))
+    (tmp_path / names.format(split="train")).write_text("b\na.jpg a.png\n")
+    (tmp_path / names.format(split="val")).write_text("c\n")
+    found = find_layout(tmp_path)
+    assert found.pairs("train")[0] == [
+        (f"{images}/b.jpg", f"{masks}/b.png"),
+        (f"{images}/a.jpg", f"{masks}/a.png"),
+    ]
+    assert found.test(None) == "val"
+    (tmp_path / names.format(split="val")).write_text("d\n")
+    assert error_message(found.pairs, "val") == (
+        f"data.path: the image {tmp_path / images / 'd.jpg'} has no mask: no file "
+        f"{tmp_path / masks / 'd'}.*"
+    )
+    (tmp_path / names.format(split="val")).write_text("x\n")
+    assert error_message(found.pairs, "val") == (
+        f"data.path: no image {tmp_path / images / 'x'}.*, which "
+        f"{tmp_path / names.format(split='val')} names"
+    )
+
+
+def test_a_folder_without_splits_is_one(tmp_path):
+    write(tmp_path, "images/sub/a.jpg", "masks/sub/a.png")
+    found = find_layout(tmp_path)
+    assert not found.is_split
+    assert found.pairs()[0] == [("images/sub/a.jpg", "masks/sub/a.png")]
+
+
+def test_a_folder_for_evaluation_needs_no_training_images(tmp_path):
+    write(tmp_path, "test/images/a.jpg", "test/masks/a.png")
+    assert error_message(find_layout, tmp_path).startswith("data.path: no images with masks in")
+    assert find_layout(tmp_path, training=False).test(None) == "test"
+
+
+def test_refuses_folders_that_hold_no_layout(tmp_path):
+    assert error_message(find_layout, tmp_path / "x").startswith(
+        f"data.path: {tmp_path / 'x'} does not exist; expected a folder with images and masks"
+    )
+    write(tmp_path, "photos/a.jpg")
+    assert error_message(find_layout, tmp_path).startswith(
+        f"data.path: no images with masks in {tmp_path}, which holds photos; expected train/images "
+        "with train/masks; images/train with masks/train; train with trainannot; "
+    )

@@ -1,0 +1,258 @@
+"""What the values of masks mean, decided from a config, a class table and some masks."""
+
+from collections import Counter
+
+import chex
+import numpy as np
+import pytest
+
+from train.config.data import SegmentationFolder
+from train.data.class_table import PUBLISHED, Row, find_table, read_table
+from train.data.decode import MaskValues, UnreadableError, pack_colors
+from train.data.masks import (
+    LabelMap,
+    Sample,
+    check_masks,
+    make_label_map,
+    median_frequency_weights,
+    spread,
+)
+from train.errors import UserError
+
+RED, GREEN, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 0)
+COLORED = (Row("red", None, RED), Row("green", None, GREEN), Row("void", None, BLACK))
+
+
+def gray(*values):
+    return MaskValues(np.array([values], np.int32), "gray")
+
+
+def colored(*colors):
+    return MaskValues(pack_colors(np.array([colors])), "color")
+
+
+def indexed(*indices, colors):
+    palette = np.full(256, -1, np.int32)
+    palette[: len(colors)] = pack_colors(np.array(colors))
+    return MaskValues(np.array([indices], np.int32), "palette", palette)
+
+
+def decide(*masks, rows=(), source="classes.txt", **options):
+    """Return the label map of some masks, and the notes."""
+    samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
+    return make_label_map(SegmentationFolder(**options), rows, source, samples)
+
+
+def labels(mask, *masks, **options):
+    """Return the labels of a mask."""
+    return decide(mask, *masks, **options)[0].labels(mask)[0].tolist()
+
+
+def test_labels_are_values_and_255_is_ignored():
+    assert labels(gray(0, 2, 1, 255), classes=3) == [0, 2, 1, 255]
+    assert labels(indexed(0, 2, 255, colors=[BLACK]), classes=3) == [0, 2, 255]
+    assert decide(gray(0), classes=3)[0].names == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("options", [{}, {"classes": 2}, {"rows": (Row("sky"), Row("bird"))}])
+def test_masks_of_0_and_255_are_binary(options):
+    label_map, notes = decide(gray(0, 255), gray(0, 0), **options)
+    assert label_map.labels(gray(255, 0))[0].tolist() == [1, 0]
+    first, second = label_map.names
+    assert notes == [
+        f"masks hold 0 and 255 only: 0 is {first}, 255 is {second} (data.ignore 255 would ignore it)"
+    ]
+
+
+def test_masks_of_0_and_1_are_binary_if_nothing_else_is_given():
+    label_map, notes = decide(gray(0, 1))
+    assert (label_map.names, notes) == (("background", "foreground"), [])
+
+
+@pytest.mark.parametrize(
+    ("masks", "options"),
+    [
+        ([gray(0, 255)], {"classes": 2, "ignore": (255,)}),
+        ([gray(0, 255)], {"classes": 3}),
+        ([gray(0, 255), gray(1)], {"classes": 2}),
+        ([gray(255)], {"classes": 2}),
+    ],
+)
+def test_255_is_ignored_if_masks_may_not_be_binary(masks, options):
+    assert labels(gray(255), *masks[:0], **options) == [255]
+    label_map, notes = decide(*masks, **options)
+    assert label_map.labels(gray(255, 0))[0].tolist() == [255, 0]
+    assert notes == []
+
+
+def test_mask_values_name_the_value_of_each_class():
+    assert labels(gray(255, 0, 7), mask_values=(0, 255), ignore=(7,)) == [1, 0, 255]
+    assert labels(gray(30, 10, 20, 255), mask_values=(10, 20, 30)) == [2, 0, 1, 255]
+
+
+def test_ignored_values_are_not_counted_as_classes():
+    assert labels(gray(0, 10, 11), classes=11, ignore=(11,)) == [0, 10, 255]  # CamVid
+    assert labels(gray(0, 1, 150), classes=150, ignore=(0,)) == [255, 0, 149]  # ADE20K
+    with pytest.raises(UnreadableError, match="value 255, expected 0 to 2, or 3 to ignore a pixel"):
+        labels(gray(255), classes=3, ignore=(3,))
+
+
+def test_a_table_has_names_values_colors_and_void():
+    label_map, _ = decide(gray(7, 33, 0, 255), rows=PUBLISHED["cityscapes"])
+    assert label_map.labels(gray(7, 8, 33, 0, 255))[0].tolist() == [0, 1, 18, 255, 255]
+    assert (len(label_map.names), label_map.names[13]) == (19, "car")
+    assert label_map.colors[13] == (0, 0, 142)
+    label_map, _ = decide(gray(0, 11), rows=PUBLISHED["camvid"])
+    assert label_map.labels(gray(0, 10, 11))[0].tolist() == [0, 10, 255]
+    assert (len(label_map.names), label_map.names[8]) == (11, "Car")
+
+
+def test_colors_are_looked_up_in_the_table():
+    assert labels(colored(RED, BLACK, GREEN), rows=COLORED) == [0, 255, 1]
+    with pytest.raises(UnreadableError, match="the color 1 2 3 is of no class"):
+        labels(colored(RED, (1, 2, 3)), rows=COLORED)
+    with pytest.raises(UnreadableError, match=r"it has colors; give data\.class_table"):
+        labels(colored(RED, GREEN), classes=2)
+
+
+def test_palettes_are_read_by_color_if_their_indices_say_something_else():
+    swapped = indexed(0, 1, 2, colors=[GREEN, RED, BLACK])
+    assert labels(swapped, rows=COLORED) == [1, 0, 255]
+    as_in_table = indexed(0, 1, 2, colors=[RED, GREEN, BLACK])
+    assert decide(as_in_table, rows=COLORED)[0].palettes == "indices"
+    other_colors = indexed(0, 1, 2, colors=[(9, 9, 9), RED, GREEN])
+    assert labels(other_colors, rows=COLORED) == [0, 1, 255]
+    rows = (Row("a", 0, RED), Row("b", 1, GREEN))
+    assert labels(indexed(0, 1, colors=[(5, 5, 5), (6, 6, 6)]), rows=rows) == [0, 1]
+
+
+def test_classes_of_a_table_can_be_ignored_by_name_or_value():
+    assert labels(colored(RED, GREEN), rows=(*COLORED, Row("x", None, (1, 1, 1))), ignore=("red",)) == [255, 0]  # fmt: skip
+    rows = (Row("a", 5), Row("b", 6), Row("c", 7))
+    assert labels(gray(5, 6, 7), rows=rows, ignore=(5,)) == [255, 0, 1]
+
+
+MISTAKES = [
+    ({"masks": [gray(0, 1, 2)]}, "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or in classes.txt in .; the masks hold 0 to 2"),
+    ({"masks": [gray(255)]}, "the masks hold 255"),
+    ({"masks": [colored(RED, GREEN)]}, "the masks hold 2 colors: 0 255 0, 255 0 0"),
+    ({"masks": []}, "no mask can be read"),
+    ({"masks": [gray(0)], "classes": 4, "rows": COLORED}, "data.classes: 4, but classes.txt has 2 classes"),
+    ({"masks": [gray(0)], "mask_values": (1, 1)}, "data.mask_values: a value is there twice"),
+    ({"masks": [gray(0)], "mask_values": (0, 255), "ignore": (255,)}, "data.ignore: 255 is the value of class 1"),
+    ({"masks": [gray(0)], "rows": COLORED, "ignore": ("blue",)}, "data.ignore: no class blue in the class table"),
+    ({"masks": [gray(0)], "rows": (Row("a"),)}, "data.class_table: classes.txt names 1 classes; expected 2 to 255"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
+def test_refuses_unknown_and_contradictory_classes(options, message):
+    masks = options.pop("masks")
+    with pytest.raises(UserError) as caught:
+        decide(*masks, **options)
+    options["masks"] = masks
+    assert message in str(caught.value)
+
+
+def check(*masks, which="training", max_bad=0.0, **options):
+    samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
+    label_map = make_label_map(SegmentationFolder(**options), (), "", samples)[0]
+    return check_masks(label_map, samples, len(samples), max_bad, which)
+
+
+def test_accepts_masks_with_two_classes_and_some_bad_ones():
+    assert check(gray(0), gray(1), classes=2) == 0
+    assert check(gray(0, 1), gray(9), classes=2, max_bad=1) == 1
+    assert check(gray(0), gray(255), which="test", classes=2, ignore=(255,)) == 0
+
+
+REFUSED = [
+    ([gray(255)], {"classes": 3}, "data.ignore: all pixels of the 1 training masks are ignored; they hold 255; if 255 is a class, give data.mask_values, such as 0 255"),
+    ([gray(9)], {"classes": 3, "ignore": (9,), "which": "test"}, "data.ignore: all pixels of the 1 test masks are ignored; they hold 9"),
+    ([gray(0, 255)], {"classes": 3}, "data.path: the 1 training masks hold only the class 0, so that there is nothing to learn; if 255"),
+    ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10, or 255 to ignore a pixel; pixels of this mask without a class: 11 (25.0%); give data.ignore 11 to ignore them, or other data.classes or data.mask_values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("masks", "options", "message"), REFUSED)
+def test_refuses_masks_from_which_nothing_can_be_learned(masks, options, message):
+    with pytest.raises(UserError) as caught:
+        check(*masks, **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_jpeg_is_named_as_the_cause_of_unknown_values():
+    mask = gray(0, 3)._replace(is_lossy=True)
+    with pytest.raises(UnreadableError, match="JPEG compression changes values"):
+        labels(mask, classes=2)
+
+
+def test_samples_count_values():
+    assert Sample.of("a", gray(5, 5, 7)).counts == Counter({5: 2, 7: 1})
+    large = MaskValues(np.zeros((2048, 1024), np.int32), "gray")
+    assert 2**16 < Sample.of("a", large).counts[0] <= 2**18
+
+
+def test_maps_survive_json():
+    label_map, _ = decide(colored(RED, GREEN), rows=COLORED)
+    assert LabelMap.from_dict(label_map.as_dict()) == label_map
+    with pytest.raises(ValueError, match="palettes are x"):
+        LabelMap.from_dict(label_map.as_dict() | {"palettes": "x"})
+
+
+TABLES = {
+    "sky\n\n left half \n": [Row("sky"), Row("left half")],
+    "64 128 64\tAnimal\n192 0 128\t\tArch way\n": [Row("Animal", None, (64, 128, 64)), Row("Arch way", None, (192, 0, 128))],
+    "Animal,64,128,64\nSky, 1, 2, 3\n": [Row("Animal", None, (64, 128, 64)), Row("Sky", None, (1, 2, 3))],
+    "name,r,g,b\nAnimal,64,128,64\n": [Row("Animal", None, (64, 128, 64))],
+    "id;name\n4;a\n7;b, c\n": [Row("a", 4), Row("b, c", 7)],
+    "Idx\tRatio\tTrain\tName\n1\t0.1\t11664\twall\n2\t0.2\t6046\tbuilding, edifice\n": [Row("wall", 1), Row("building, edifice", 2)],
+    "name,value,red,green,blue\na,0,1,2,3\n": [Row("a", 0, (1, 2, 3))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TABLES)
+def test_reads_class_tables_of_several_kinds(text, tmp_path):
+    (tmp_path / "classes.csv").write_text(text)
+    assert list(read_table(tmp_path / "classes.csv")) == TABLES[text]
+    rows, source = find_table(None, tmp_path, None)
+    assert (list(rows), source) == (TABLES[text], str(tmp_path / "classes.csv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a,b\nc,d\n", "no column name in its first line, a,b"),
+        ("name,r,g,b\nx,1,2\n", "3 columns instead of 4 in x,1,2"),
+        ("a\na\n", "the name a is there twice"),
+        ("name,value\na,1\nb,1\n", "the value 1 is there twice"),
+        ("a,1,2,300\n", "the color 1 2 300 is not from 0 to 255"),
+        ("name,value\na,x\n", "invalid literal"),
+    ],
+)
+def test_refuses_damaged_class_tables(text, problem, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UserError, match=problem):
+        read_table(tmp_path / "t.csv")
+
+
+def test_finds_published_tables_and_names_missing_files(tmp_path):
+    assert find_table("voc", tmp_path, None) == (PUBLISHED["voc"], "voc")
+    assert find_table(None, tmp_path, "camvid")[1] == "camvid"
+    assert find_table(None, tmp_path, None) == ((), "")
+    with pytest.raises(UserError, match=r"no file x\.csv, here or in .*camvid, cityscapes, voc"):
+        find_table("x.csv", tmp_path, None)
+
+
+def test_rare_classes_weigh_more():
+    # Class 0: 90 of 200 pixels; class 1: 100 of 200; class 2: 10 of 100; class 3: nowhere.
+    counts = np.array([[90, 0, 10, 0], [0, 100, 0, 0]])
+    frequency = np.array([0.9, 1.0, 0.1])
+    expected = [*(np.median(frequency) / frequency), 1.0]
+    chex.assert_trees_all_close(median_frequency_weights(counts), np.float32(expected), rtol=1e-6)
+
+
+def test_spread_indices_cover_the_range():
+    assert spread(10, 4).tolist() == [0, 3, 6, 9]
+    assert spread(3, 5).tolist() == [0, 1, 2]
+    assert spread(0, 5).tolist() == []

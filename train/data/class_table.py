@@ -1,0 +1,202 @@
+"""Class tables: names of classes, their values in masks, and their colors."""
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from train.errors import UserError
+
+Color = tuple[int, int, int]
+"""Red, green and blue, 0 to 255."""
+
+VOID: Color = (224, 224, 192)
+"""Color of ignored pixels in pictures, as in PASCAL VOC, if no table has another."""
+
+FILES = ("classes.csv", "classes.txt", "class_dict.csv", "label_colors.txt", "objectInfo150.txt")
+"""Names of class tables that are looked for in the folder of the data."""
+
+VOID_NAMES = frozenset({"void", "ignore", "ignored", "unlabeled", "unlabelled"})
+"""Names of rows that are no class; their pixels are ignored."""
+
+
+class Row(NamedTuple):
+    """A row of a class table.
+
+    Attributes:
+      name: Name of the class.
+      value: Its value in masks; None counts rows from 0.
+      color: Its color in masks and pictures; None without one.
+    """
+
+    name: str
+    value: int | None = None
+    color: Color | None = None
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the row stands for pixels that are ignored."""
+        return self.name.lower() in VOID_NAMES
+
+
+def find_table(given: str | None, root: Path, default: str | None) -> tuple[tuple[Row, ...], str]:
+    """Return the rows of a class table, and where they come from.
+
+    Args:
+      given: file, or the name of a published data set; None looks for one of `FILES`.
+      root: folder of the data. A relative file may be below it.
+      default: published data set whose table is used if there is no file, or None.
+
+    Returns:
+      Rows and source; no rows and ``""`` if there is no table.
+
+    Raises:
+      UserError: if the file does not exist, or is no class table.
+    """
+    if given in PUBLISHED:
+        return PUBLISHED[given], given
+    paths = [root / given, Path(given)] if given is not None else [root / name for name in FILES]
+    for path in paths:
+        if path.is_file():
+            return read_table(path), str(path)
+    if given is not None:
+        raise UserError(
+            f"data.class_table: no file {given}, here or in {root}; give a file, or one of "
+            f"{', '.join(PUBLISHED)}"
+        )
+    return (PUBLISHED[default], default) if default else ((), "")
+
+
+def read_table(path: Path) -> tuple[Row, ...]:
+    """Read a class table.
+
+    Lines are names, ``name,r,g,b`` or ``r g b name``. With a header, columns are ``name``, and
+    optionally ``value`` (or ``id``, ``idx``), ``r``, ``g`` and ``b``.
+
+    Raises:
+      UserError: if it cannot be read, names a class twice, or gives two classes one value or color.
+    """
+    try:
+        text = path.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.class_table: cannot read {path}: {error}") from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        rows = tuple(_rows(lines))
+        for what in ("name", "value", "color"):
+            found = [getattr(row, what) for row in rows if getattr(row, what) is not None]
+            twice = [value for i, value in enumerate(found) if value in found[:i]]
+            # Several kinds of ignored pixels may share a value, such as -1 in Cityscapes.
+            if twice and not all(r.is_void for r in rows if getattr(r, what) == twice[0]):
+                raise ValueError(f"the {what} {twice[0]} is there twice")
+    except ValueError as error:
+        raise UserError(f"data.class_table: cannot read {path}: {error}") from error
+    return rows
+
+
+_COLOR_FIRST = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S.*)")
+_COLOR_LAST = re.compile(r"(.*\S)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*[,;\t]\s*(\d+)\s*")
+_COLUMNS = {
+    "name": "name",
+    "class": "name",
+    **dict.fromkeys(("value", "id", "idx", "index", "label"), "value"),
+    **{name: name[0] for name in ("r", "g", "b", "red", "green", "blue")},
+}
+
+
+def _rows(lines: list[str]) -> Iterator[Row]:
+    for pattern, name, first in ((_COLOR_FIRST, 4, 1), (_COLOR_LAST, 1, 2)):
+        matches = [match for line in lines if (match := pattern.fullmatch(line))]
+        if lines and len(matches) == len(lines):
+            for match in matches:
+                yield Row(match[name].strip(), None, _color(*match.groups()[first - 1 : first + 2]))
+            return
+    separator = next((c for c in "\t;," if lines and c in lines[0]), None)
+    if separator is None:
+        yield from (Row(line.strip()) for line in lines)
+        return
+    head, *body = csv.reader(lines, delimiter=separator)
+    columns = [_COLUMNS.get(column.strip().lower(), "") for column in head]
+    if "name" not in columns:
+        raise ValueError(f"no column name in its first line, {lines[0].strip()}")
+    for line, texts in zip(lines[1:], body, strict=True):
+        if len(texts) != len(columns):
+            raise ValueError(f"{len(texts)} columns instead of {len(columns)} in {line.strip()}")
+        fields = {c: text.strip() for c, text in zip(columns, texts, strict=True) if c}
+        has_color = all(channel in fields for channel in "rgb")
+        color = _color(*(fields[channel] for channel in "rgb")) if has_color else None
+        yield Row(fields["name"], int(fields["value"]) if "value" in fields else None, color)
+
+
+def _color(*texts: str) -> Color:
+    r, g, b = (int(text) for text in texts)
+    if max(r, g, b) > 255 or min(r, g, b) < 0:
+        raise ValueError(f"the color {r} {g} {b} is not from 0 to 255")
+    return r, g, b
+
+
+def voc_color(label: int) -> Color:
+    """Return the color of a label in PASCAL VOC.
+
+    References:
+      VOClabelcolormap.m of the PASCAL VOC development kit (Everingham et al. 2015). The bits
+      0, 3 and 6 of a label are the highest bits of red, 1, 4 and 7 of green, 2 and 5 of blue.
+    """
+    r, g, b = (
+        sum((label >> (3 * i + channel) & 1) << (7 - i) for i in range(3)) for channel in range(3)
+    )
+    return r, g, b
+
+
+# Names, values and colors as published: Badrinarayanan et al. 2015 (SegNet's version of CamVid),
+# Cordts et al. 2016 (values of labelIds), Everingham et al. 2015.
+_CAMVID = (
+    Row("Sky", 0, (128, 128, 128)),
+    Row("Building", 1, (128, 0, 0)),
+    Row("Pole", 2, (192, 192, 128)),
+    Row("Road", 3, (128, 64, 128)),
+    Row("Pavement", 4, (60, 40, 222)),
+    Row("Tree", 5, (128, 128, 0)),
+    Row("SignSymbol", 6, (192, 128, 128)),
+    Row("Fence", 7, (64, 64, 128)),
+    Row("Car", 8, (64, 0, 128)),
+    Row("Pedestrian", 9, (64, 64, 0)),
+    Row("Bicyclist", 10, (0, 128, 192)),
+    Row("void", 11, (0, 0, 0)),
+)
+_CITYSCAPES = (
+    Row("road", 7, (128, 64, 128)),
+    Row("sidewalk", 8, (244, 35, 232)),
+    Row("building", 11, (70, 70, 70)),
+    Row("wall", 12, (102, 102, 156)),
+    Row("fence", 13, (190, 153, 153)),
+    Row("pole", 17, (153, 153, 153)),
+    Row("traffic light", 19, (250, 170, 30)),
+    Row("traffic sign", 20, (220, 220, 0)),
+    Row("vegetation", 21, (107, 142, 35)),
+    Row("terrain", 22, (152, 251, 152)),
+    Row("sky", 23, (70, 130, 180)),
+    Row("person", 24, (220, 20, 60)),
+    Row("rider", 25, (255, 0, 0)),
+    Row("car", 26, (0, 0, 142)),
+    Row("truck", 27, (0, 0, 70)),
+    Row("bus", 28, (0, 60, 100)),
+    Row("train", 31, (0, 80, 100)),
+    Row("motorcycle", 32, (0, 0, 230)),
+    Row("bicycle", 33, (119, 11, 32)),
+    *(Row("void", value) for value in (0, 1, 2, 3, 4, 5, 6, 9, 10, 14, 15, 16, 18, 29, 30)),
+)
+# fmt: off
+_VOC_NAMES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair",
+    "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa",
+    "train", "tvmonitor",
+)
+# fmt: on
+_VOC = (
+    *(Row(name, i, voc_color(i)) for i, name in enumerate(_VOC_NAMES)),
+    Row("void", 255, VOID),
+)
+PUBLISHED = {"camvid": _CAMVID, "cityscapes": _CITYSCAPES, "voc": _VOC}
+"""Class tables of published data sets."""

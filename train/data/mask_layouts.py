@@ -1,0 +1,231 @@
+"""Where folders keep images and their masks: one table of layouts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from train.data.files import IMAGE_PATTERNS, ImageFiles, list_images, subfolders
+from train.errors import UserError, did_you_mean, shorten
+
+Pair = tuple[str, str]
+"""Paths of an image and of its mask, relative to the folder of the data."""
+
+_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test", "testing")
+_HERE = ""
+"""The split of a layout without splits."""
+
+
+class Layout(NamedTuple):
+    """Folders of images and masks; ``{split}`` stands for the name of a split.
+
+    Attributes:
+      images: folder of images.
+      masks: folder of masks.
+      image_suffix: end of an image's name that its mask does not have.
+      mask_suffixes: possible ends of a mask's name that its image does not have; the first that
+        occurs counts.
+      names: file of the names of a split, one per line; None takes all files.
+      table: published data set whose class table is used if there is no other.
+    """
+
+    images: str
+    masks: str
+    image_suffix: str = ""
+    mask_suffixes: tuple[str, ...] = ("", "_mask", "_label", "_labels", "_L")
+    names: str | None = None
+    table: str | None = None
+
+    def splits(self, root: Path) -> list[str]:
+        """Find the splits of a folder in this layout."""
+        pattern = self.names or self.images
+        if "{split}" not in pattern:
+            candidates = [_HERE]
+        else:
+            before, after = pattern.split("{split}")
+            parent = root / before if before else root
+            if not parent.is_dir():
+                return []
+            if after and "/" not in after:  # a file of names
+                found = (path.name for path in parent.iterdir() if path.is_file())
+                candidates = [n.removesuffix(after) for n in found if n.endswith(after)]
+            else:
+                candidates = subfolders(parent)
+        return sorted(split for split in candidates if self._holds(root, split))
+
+    def _holds(self, root: Path, split: str) -> bool:
+        folders = (root / p.format(split=split) for p in (self.images, self.masks))
+        return all(folder.is_dir() for folder in folders)
+
+    def describe(self, split: str = "{split}") -> str:
+        """Return ``"train/images with train/masks"``."""
+        texts = [text.format(split=split) for text in (self.images, self.masks)]
+        names = f", split by {self.names.format(split=split)}" if self.names else ""
+        return f"{texts[0]} with {texts[1]}{names}"
+
+
+LAYOUTS = (
+    Layout("{split}/images", "{split}/masks"),
+    Layout("images/{split}", "masks/{split}"),
+    Layout("{split}", "{split}annot", table="camvid"),  # SegNet's CamVid
+    Layout("{split}", "{split}_labels"),  # the original CamVid
+    Layout("{split}", "{split}_masks"),
+    Layout(
+        "leftImg8bit/{split}",
+        "gtFine/{split}",
+        "_leftImg8bit",
+        ("_gtFine_labelIds",),
+        table="cityscapes",
+    ),
+    Layout("images/{split}", "annotations/{split}"),  # ADE20K
+    Layout(
+        "JPEGImages", "SegmentationClass", names="ImageSets/Segmentation/{split}.txt", table="voc"
+    ),
+    Layout("images", "masks", names="{split}.txt"),
+    Layout("images", "masks"),
+)
+
+
+class FoundLayout(NamedTuple):
+    """A folder's layout, and the splits that it holds."""
+
+    layout: Layout
+    root: Path
+    splits: list[str]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the folder is split into training and test images."""
+        return self.splits != [_HERE]
+
+    def training(self) -> str:
+        """Return the name of the training split."""
+        return next(split for split in _TRAIN if split in self.splits)
+
+    def test(self, given: str | None) -> str:
+        """Return the name of the test split: the given one, or val, or test.
+
+        Raises:
+          UserError: if there is none.
+        """
+        if given is not None:
+            if given not in self.splits:
+                raise UserError(
+                    f"data.test_split: no split {given} in {self.root}"
+                    f"{did_you_mean(given, self.splits)}; there are {shorten(self.splits)}"
+                )
+            return given
+        for split in _TEST:
+            if split in self.splits:
+                return split
+        raise UserError(
+            f"data.path: no split {' or '.join(_TEST)} in {self.root} to test on; name another one "
+            f"with data.test_split; there are {shorten(self.splits)}"
+        )
+
+    def pairs(self, split: str = _HERE) -> tuple[list[Pair], list[ImageFiles]]:
+        """Match the images of a split with their masks.
+
+        Returns:
+          The pairs, and all files of both folders.
+
+        Raises:
+          UserError: if an image or a mask is without the other, or there is none.
+        """
+        layout = self.layout
+        folders = [text.format(split=split) for text in (layout.images, layout.masks)]
+        found = [list_images(self.root / folder) for folder in folders]
+        for folder, files in zip(folders, found, strict=True):
+            if not files.paths:
+                raise UserError(
+                    f"data.path: no image in {self.root / folder}; expected {IMAGE_PATTERNS}"
+                )
+        image_folder, mask_folder = (self.root / folder for folder in folders)
+        images = _by_name(image_folder, found[0].paths, layout.image_suffix)
+        for suffix in layout.mask_suffixes:
+            masks = _by_name(mask_folder, found[1].paths, suffix)
+            if images.keys() & masks.keys():
+                break
+        else:
+            masks = _by_name(mask_folder, found[1].paths, layout.mask_suffixes[0])
+        if layout.names is not None:
+            names = _read_names(self.root / layout.names.format(split=split))
+            images, masks = (
+                {name: by_name[name] for name in names if name in by_name}
+                for by_name in (images, masks)
+            )
+            if missing := [name for name in names if name not in images]:
+                raise UserError(
+                    f"data.path: no image {image_folder / missing[0]}.*, which "
+                    f"{self.root / layout.names.format(split=split)} names"
+                )
+        _check_partners("image", image_folder, images, "mask", mask_folder, masks)
+        _check_partners("mask", mask_folder, masks, "image", image_folder, images)
+        pairs = [(f"{folders[0]}/{images[name]}", f"{folders[1]}/{masks[name]}") for name in images]
+        return pairs, found
+
+
+def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
+    """Find the layout of a folder.
+
+    Args:
+      root: folder that the user gave.
+      training: whether it must hold training images.
+
+    Raises:
+      UserError: if it is in no known layout.
+    """
+    if not root.is_dir():
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"data.path: {root} {problem}; expected a folder with images and masks")
+    for layout in LAYOUTS:
+        splits = layout.splits(root)
+        if splits == [_HERE] or (splits and (not training or {*splits} & {*_TRAIN})):
+            return FoundLayout(layout, root, splits)
+    there = subfolders(root)
+    layouts = "; ".join(layout.describe("train") for layout in LAYOUTS)
+    raise UserError(
+        f"data.path: no images with masks in {root}, which holds "
+        f"{shorten(there) if there else 'no folders'}; expected {layouts}"
+    )
+
+
+def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
+    """Return files by their names without extension and suffix; those without it are left out."""
+    by_name: dict[str, str] = {}
+    for file in files:
+        name = file.rpartition(".")[0]
+        if not name.endswith(suffix):
+            continue
+        name = name.removesuffix(suffix)
+        if name in by_name:
+            raise UserError(f"data.path: {by_name[name]} and {file} in {folder} have the same name")
+        by_name[name] = file
+    return by_name
+
+
+def _check_partners(
+    kind: str,
+    folder: Path,
+    own: dict[str, str],
+    partner_kind: str,
+    partner_folder: Path,
+    partners: dict[str, str],
+) -> None:
+    single = [name for name in own if name not in partners]
+    if single:
+        raise UserError(
+            f"data.path: the {kind} {folder / own[single[0]]} has no {partner_kind}: no file "
+            f"{partner_folder / single[0]}.*"
+            + (f"; nor have {len(single) - 1} others" if single[1:] else "")
+        )
+
+
+def _read_names(path: Path) -> list[str]:
+    """Read the names of a split: the first word of each line, without extension."""
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.path: cannot read {path}: {error}") from error
+    words = (line.split()[0] for line in lines if line.strip())
+    names = [word.rpartition(".")[0] if "." in Path(word).name else word for word in words]
+    return list(dict.fromkeys(names))

@@ -1,0 +1,404 @@
+"""What the values of masks mean: one map from gray values, palette indices or colors to labels.
+
+This module runs in the processes of `train.data.workers`, so it must not import JAX.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from train.data.class_table import VOID, Color, Row
+from train.data.decode import MaskValues, UnreadableError, pack_colors
+from train.errors import UserError, shorten
+
+if TYPE_CHECKING:  # imports JAX
+    from train.config import SegmentationFolder
+
+IGNORE = 255
+"""Label of pixels that count neither in the loss nor in metrics."""
+
+_INVALID = -1
+_BINARY = ("background", "foreground")
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """Classes, and the labels 0, 1, ... that the values of masks stand for.
+
+    Attributes:
+      names: Class names by label.
+      values: Pairs of a gray value or palette index and its label; ignored ones have `IGNORE`.
+      codes: The same for colors, as 0xRRGGBB; () without.
+      palettes: Whether palette images are read by their indices or by their colors.
+      colors: Color of each label in pictures; () chooses distinct ones.
+      void: Color of ignored pixels in pictures.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[tuple[int, int], ...]
+    codes: tuple[tuple[int, int], ...] = ()
+    palettes: Literal["indices", "colors"] = "indices"
+    colors: tuple[Color, ...] = ()
+    void: Color = VOID
+
+    def labels(self, mask: MaskValues) -> np.ndarray:
+        """Return the labels of a mask, uint8 [height, width].
+
+        Raises:
+          UnreadableError: if a value has no label.
+        """
+        values, is_color = mask.values, mask.kind == "color"
+        if mask.kind == "palette" and self.palettes == "colors":
+            assert mask.palette is not None
+            values, is_color = mask.palette[values], True
+        if is_color and not self.codes:
+            raise UnreadableError(
+                "it has colors; give data.class_table a file with the color of each class"
+            )
+        known, label_of = _arrays(self.codes if is_color else self.values)
+        at = np.searchsorted(known, values)
+        labels = np.where(known[at] == values, label_of[at], _INVALID)
+        if (labels == _INVALID).any():
+            value = int(values[labels == _INVALID][0])
+            hint = "; JPEG compression changes values: save masks as PNG" if mask.is_lossy else ""
+            raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
+        return labels.astype(np.uint8)
+
+    def describe_values(self) -> str:
+        """Return ``"0 to 10, or 11 to ignore a pixel"``."""
+        expected = _ranges([value for value, label in self.values if label != IGNORE])
+        ignored = _ranges([value for value, label in self.values if label == IGNORE])
+        return f"{expected}, or {ignored} to ignore a pixel" if ignored else expected
+
+    def _describe_unknown(self, value: int, is_color: bool) -> str:
+        if not is_color:
+            return f"value {value}, expected {self.describe_values()}"
+        return f"the color {_color_text(value)} is of no class"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the map for JSON."""
+        return {
+            "classes": list(self.names),
+            "values": [list(pair) for pair in self.values],
+            "codes": [list(pair) for pair in self.codes],
+            "palettes": self.palettes,
+            "colors": [list(color) for color in self.colors],
+            "void": list(self.void),
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the map that `as_dict` wrote.
+
+        Raises:
+          KeyError, TypeError, ValueError: for anything else.
+        """
+        values, codes = (
+            tuple((int(value), int(label)) for value, label in plain[name])
+            for name in ("values", "codes")
+        )
+        if plain["palettes"] not in ("indices", "colors"):
+            raise ValueError(f"palettes are {plain['palettes']}")
+        *colors, void = ((int(r), int(g), int(b)) for r, g, b in (*plain["colors"], plain["void"]))
+        return cls(tuple(plain["classes"]), values, codes, plain["palettes"], tuple(colors), void)
+
+
+def plain_label_map(names: tuple[str, ...]) -> LabelMap:
+    """Return the map of masks whose values are the labels, and 255 to ignore a pixel."""
+    values = [(label, label) for label in range(len(names))]
+    return LabelMap(names, (*values, (IGNORE, IGNORE)))
+
+
+@functools.lru_cache(maxsize=8)
+def _arrays(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return values in rising order and their labels; the last value is above all others."""
+    known, labels = zip(*sorted(pairs), (2**31 - 1, _INVALID), strict=True)
+    return np.array(known, np.int32), np.array(labels, np.int16)
+
+
+class Sample(NamedTuple):
+    """What a mask holds.
+
+    Attributes:
+      path: The file.
+      counts: Pixels by value: gray values, palette indices, or colors as 0xRRGGBB.
+      mask: The values, each once, as `decode_mask` returns a mask.
+    """
+
+    path: str
+    counts: Counter[int]
+    mask: MaskValues
+
+    @classmethod
+    def of(cls, path: str, mask: MaskValues) -> Self:
+        """Count the values of a mask. Of a large one, only some rows and columns are counted."""
+        stride = max(math.ceil(math.sqrt(mask.values.size / 2**18)), 1)
+        values, counts = np.unique(mask.values[::stride, ::stride], return_counts=True)
+        counter = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        return cls(path, counter, mask._replace(values=values[None]))
+
+
+def make_label_map(
+    config: "SegmentationFolder", rows: Sequence[Row], source: str, samples: Sequence[Sample]
+) -> tuple[LabelMap, list[str]]:
+    """Decide what the values of masks mean, from the config, a class table and some masks.
+
+    Values are those of ``mask_values``, else of the table, else 0, 1, ... without the ignored ones.
+    Pixels are ignored if the config or the table says so. By default, 255 is ignored, unless it is
+    the value of a class. Masks of 0 and 255 alone are binary if there are two classes or an
+    unknown number.
+
+    Args:
+      config: the data source.
+      rows: rows of the class table, or ().
+      source: name of the class table.
+      samples: what some masks hold.
+
+    Returns:
+      The map, and notes for the user.
+
+    Raises:
+      UserError: if the number of classes is unknown, or the options exclude each other.
+    """
+    notes: list[str] = []
+    gray: Counter[int] = sum((s.counts for s in samples if s.mask.kind != "color"), Counter())
+    ignored_values, rows = _ignored(config, rows)
+    num_given = len(config.mask_values) or config.classes
+    if not rows and num_given is None:
+        names = _guess_binary(gray, samples)
+        if names is None:
+            raise UserError(
+                "data.classes: give the number of classes, 2 to 255, or name them in "
+                f"data.class_table or in classes.txt in {config.path}; {_held(gray, samples)}"
+            )
+        rows = tuple(Row(name) for name in names)
+    rows = rows or tuple(Row(str(i)) for i in range(num_given or 0))
+    classes = [row for row in rows if not row.is_void]
+    if num_given is not None and len(classes) != num_given:
+        field = "mask_values" if config.mask_values else "classes"
+        raise UserError(f"data.{field}: {num_given}, but {source} has {len(classes)} classes")
+    if not 2 <= len(classes) <= IGNORE:
+        raise UserError(
+            f"data.class_table: {source} names {len(classes)} classes; expected 2 to {IGNORE}"
+        )
+
+    is_binary = (
+        len(classes) == 2
+        and not config.mask_values
+        and config.ignore is None
+        and all(row.value is None for row in rows)
+        and {*gray} == {0, 255}
+    )
+    if is_binary:
+        values = {0: 0, 255: 1}
+        notes.append(
+            f"masks hold 0 and 255 only: 0 is {classes[0].name}, 255 is {classes[1].name} "
+            "(data.ignore 255 would ignore it)"
+        )
+    elif config.mask_values:
+        values = {value: label for label, value in enumerate(config.mask_values)}
+        if len(values) < len(config.mask_values):
+            raise UserError("data.mask_values: a value is there twice")
+    else:
+        values = _table_values(rows, ignored_values)
+    ignored = {255} if ignored_values is None else ignored_values
+    for value in ignored:
+        if ignored_values is not None and values.get(value, IGNORE) != IGNORE:
+            name = classes[values[value]].name
+            raise UserError(f"data.ignore: {value} is the value of class {name}; give another")
+        values.setdefault(value, IGNORE)
+
+    numbers = iter(range(len(classes)))
+    labels = [IGNORE if row.is_void else next(numbers) for row in rows]
+    codes = {
+        int(pack_colors(np.array(row.color))): label
+        for row, label in zip(rows, labels, strict=True)
+        if row.color is not None
+    }
+    colors = tuple(row.color for row in classes if row.color is not None)
+    voids = (row.color for row in rows if row.is_void and row.color is not None)
+    if len(colors) < len(classes):
+        codes, colors, voids = {}, (), iter(())
+    return LabelMap(
+        names=tuple(row.name for row in classes),
+        values=tuple(sorted(values.items())),
+        codes=tuple(sorted(codes.items())),
+        palettes=_palettes(samples, values, codes),
+        colors=colors,
+        void=next(voids, VOID),
+    ), notes
+
+
+def _ignored(
+    config: "SegmentationFolder", rows: Sequence[Row]
+) -> tuple[set[int] | None, tuple[Row, ...]]:
+    """Return the ignored values, and the rows with those of ignored names void."""
+    if config.ignore is None:
+        return None, tuple(rows)
+    names = {name for name in config.ignore if isinstance(name, str)}
+    if unknown := names - {row.name for row in rows}:
+        raise UserError(f"data.ignore: no class {shorten(sorted(unknown))} in the class table")
+    values = {value for value in config.ignore if isinstance(value, int)}
+    kept = (row for row in rows if row.value is None or row.value not in values)
+    return values, tuple(row._replace(name="void") if row.name in names else row for row in kept)
+
+
+def _table_values(rows: Sequence[Row], ignored: set[int] | None) -> dict[int, int]:
+    """Return the label of each value. Rows without a value are counted from 0."""
+    free = (value for value in range(2**16) if value not in (ignored or ()))
+    values: dict[int, int] = {}
+    label = 0
+    for row in rows:
+        value = next(free) if row.value is None else row.value
+        values[value] = IGNORE if row.is_void else label
+        label += not row.is_void
+    return values
+
+
+def _guess_binary(gray: Counter[int], samples: Sequence[Sample]) -> tuple[str, ...] | None:
+    """Return the names of two classes if masks hold two values as binary masks do."""
+    is_gray = all(sample.mask.kind != "color" for sample in samples)
+    return _BINARY if is_gray and {*gray} in ({0, 1}, {0, 255}) else None
+
+
+def _palettes(
+    samples: Sequence[Sample], values: Mapping[int, int], codes: Mapping[int, int]
+) -> Literal["indices", "colors"]:
+    """Read palettes by color if all their colors are known and say something else than indices."""
+    differ = False
+    for sample in samples:
+        if sample.mask.palette is None:
+            continue
+        indices = sample.mask.values[0]
+        by_color = [codes.get(color, _INVALID) for color in sample.mask.palette[indices].tolist()]
+        if _INVALID in by_color:
+            return "indices"
+        differ |= by_color != [values.get(index, _INVALID) for index in indices.tolist()]
+    return "colors" if differ else "indices"
+
+
+def check_masks(
+    label_map: LabelMap, samples: Iterable[Sample], num_masks: int, max_bad: float, which: str
+) -> int:
+    """Check that masks have labels, before anything is compiled.
+
+    Args:
+      label_map: the map.
+      samples: what masks hold, read one at a time. Later ones are read only if the first ones
+        hold too few classes.
+      num_masks: number of masks.
+      max_bad: largest number of masks without labels to tolerate.
+      which: "training" or "test".
+
+    Raises:
+      UserError: if too many masks have a value without a label, or all pixels are ignored, or all
+        training pixels are of one class.
+    """
+    bad = 0
+    found: set[int] = set()
+    held: Counter[int] = Counter()
+    need = 2 if which == "training" else 1
+    for i, sample in enumerate(samples):
+        if i >= SAMPLED and len(found) >= need:
+            break
+        held += sample.counts
+        try:
+            labels = label_map.labels(sample.mask)
+        except UnreadableError as error:
+            bad += 1
+            if bad > max_bad:
+                raise UserError(_explain_bad(label_map, sample, error)) from None
+            continue
+        found |= {*labels.ravel().tolist()} - {IGNORE}
+    if len(found) >= need or not num_masks:
+        return bad
+    hint = ""
+    if 255 in held and dict(label_map.values).get(255) == IGNORE:
+        hint = "; if 255 is a class, give data.mask_values, such as 0 255"
+    if not found:
+        raise UserError(
+            f"data.ignore: all pixels of the {num_masks:,} {which} masks are ignored; they hold "
+            f"{_ranges(sorted(held))}{hint}"
+        )
+    raise UserError(
+        f"data.path: the {num_masks:,} {which} masks hold only the class "
+        f"{label_map.names[found.pop()]}, so that there is nothing to learn{hint}"
+    )
+
+
+SAMPLED = 32
+"""Number of masks that are read before training to check them."""
+
+
+def _explain_bad(label_map: LabelMap, sample: Sample, error: UnreadableError) -> str:
+    """Say what a mask holds, and which options would accept it."""
+    message = f"data.path: {sample.path}: {error}"
+    if sample.mask.kind == "color" or label_map.palettes == "colors":
+        return f"{message}; the colors of classes are in data.class_table"
+    known, total = dict(label_map.values), sum(sample.counts.values())
+    unknown = sorted(value for value in sample.counts if value not in known)
+    shares = shorten([f"{value} ({sample.counts[value] / total:.1%})" for value in unknown])
+    return (
+        f"{message}; pixels of this mask without a class: {shares}; give data.ignore "
+        f"{' '.join(map(str, unknown[:5]))} to ignore them, or other data.classes or "
+        "data.mask_values"
+    )
+
+
+def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:
+    """Describe the values of some masks."""
+    colors = {color for s in samples if s.mask.kind == "color" for color in s.counts}
+    if colors:
+        texts = [_color_text(color) for color in sorted(colors)]
+        return f"the masks hold {len(colors)} colors: {shorten(texts)}"
+    return f"the masks hold {_ranges(sorted(gray))}" if gray else "no mask can be read"
+
+
+def _color_text(color: int) -> str:
+    return f"{color >> 16} {color >> 8 & 255} {color & 255}"
+
+
+def _ranges(values: Iterable[int]) -> str:
+    """Return ``"0 to 10, 13"``."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return shorten(texts)
+
+
+def spread(n: int, most: int) -> np.ndarray:
+    """Return up to ``most`` of the indices 0 to n - 1, evenly spread."""
+    return np.unique(np.linspace(0, n - 1, min(most, n)).round().astype(int)) if n else np.arange(0)
+
+
+def median_frequency_weights(counts: np.ndarray) -> np.ndarray:
+    """Compute a weight per class that is larger for rare classes.
+
+    The frequency of a class is its share of the labeled pixels of the images that show it. Its
+    weight is the median of all frequencies divided by its own.
+
+    Args:
+      counts: pixels [N, classes] of each class in each mask.
+
+    Returns:
+      float32 [classes]; 1 for a class that is in no mask.
+
+    References:
+      Eigen and Fergus 2015, "Predicting Depth, Surface Normals and Semantic Labels with a Common
+      Multi-Scale Convolutional Architecture", section 6.3.2.
+    """
+    counts = counts.astype(np.float64)
+    shown_in = np.where(counts > 0, counts.sum(1, keepdims=True), 0).sum(0)
+    frequency = counts.sum(0) / np.maximum(shown_in, 1)
+    median = np.median(frequency[frequency > 0]) if frequency.any() else 1.0
+    weights = np.divide(median, frequency, out=np.ones_like(frequency), where=frequency > 0)
+    return weights.astype(np.float32)

@@ -1,0 +1,71 @@
+"""What an evaluation is called: its options give the names of its files and its titles."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from train.run.run_folder import RunFolder
+
+
+class EvaluationFiles(NamedTuple):
+    """Files of an evaluation.
+
+    Attributes:
+      json: Metrics, and scores of classes.
+      confusion: Picture of the confusion matrix.
+      examples: Picture of test examples.
+      description: The options, ``"split test, flip"``; ``""`` for an evaluation as in training.
+    """
+
+    json: Path
+    confusion: Path
+    examples: Path
+    description: str
+
+    def title(self, name: str, step: int) -> str:
+        """Return the title of a picture."""
+        return ", ".join(filter(None, [f"{name}, step {step}", self.description]))
+
+
+def evaluation_files(folder: RunFolder, options: Mapping[str, Any]) -> EvaluationFiles:
+    """Return the files of an evaluation, which other options do not overwrite.
+
+    Without options, these are the files that training writes, too.
+
+    Args:
+      folder: folder of the run.
+      options: options by name, without those that have their default.
+    """
+    if not options:
+        return EvaluationFiles(folder.evaluation, folder.confusion, folder.examples, "")
+    at = folder.evaluations / ",".join(_file_name(*item) for item in options.items())
+    return EvaluationFiles(
+        at / folder.evaluation.name,
+        at / folder.confusion.name,
+        at / folder.examples.name,
+        ", ".join(_describe(*item) for item in options.items()),
+    )
+
+
+def _describe(name: str, value: Any) -> str:
+    name = name.replace("_", " ")
+    return name if value is True else f"{name} {' '.join(_texts(value))}"
+
+
+def _file_name(name: str, value: Any) -> str:
+    if value is True:
+        return name
+    text = "+".join(_texts(value))
+    safe = re.sub(r"[^\w.+-]", "_", Path(text).name or "root")[-60:]
+    if safe != text:  # two folders can have the same name
+        digest = hashlib.sha256(os.fsencode(os.path.abspath(text))).hexdigest()
+        safe = f"{safe}-{digest[:6]}"
+    return f"{name}={safe}"
+
+
+def _texts(value: Any) -> list[str]:
+    values = value if isinstance(value, tuple) else (value,)
+    return [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
