@@ -3,7 +3,8 @@
     fnet train camvid_deeplab --data.path CamVid
     fnet eval runs/camvid_deeplab --split test
 
-TODO
+SegNet's version of CamVid, as published: train/, trainannot/, val/, ... with 367, 101 and 233
+images of 480 x 360, 11 classes, and void, which is ignored.
 """
 
 from train.config import Checkpoint, Config, DeepLab, Optim, SegmentationFolder, Train

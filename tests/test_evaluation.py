@@ -20,6 +20,7 @@ from train.commands.eval import apply_options, print_scores
 from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, Synthetic
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
+from train.errors import UserError
 from train.output import examples, plots
 from train.output.palette import palette
 from train.run.evaluation import Evaluation, Evaluator
@@ -392,6 +393,21 @@ def test_refuses_data_whose_class_names_changed(command, run_of, recipes, capsys
     assert exit_code(what, run if what == "eval" else run / "config.json", *words) == 2
     assert_one_line_error(capsys, "data: the classes differ from those that")
     assert json.loads((run / "classes.json").read_text())["classes"] == ["blue", "green", "red"]
+
+
+def test_refuses_an_evaluation_in_which_nothing_counts():
+    run = setup(Config(data=Synthetic(image_size=4, classes=3, examples=40), model=MODEL))
+    evaluate = Evaluator(run.task, 8, run.state_shapes)
+
+    def ignored(params, state, batch):
+        metrics, (labels, predictions), probability = run.task.measure(params, state, batch)
+        return BatchMetrics(metrics, (labels + 255, predictions), probability)
+
+    state = jax.jit(run.init)(jax.random.key(0))
+    assert evaluate(state).confusion.sum() == 10
+    evaluate = Evaluator(run.task._replace(measure=ignored), 8, run.state_shapes)
+    with pytest.raises(UserError, match="none of the 10 test examples has a label that counts"):
+        evaluate(state)
 
 
 def test_long_evaluations_do_not_overflow():

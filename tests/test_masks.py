@@ -104,7 +104,7 @@ def test_a_table_has_names_values_colors_and_void():
     assert label_map.colors[13] == (0, 0, 142)
     label_map, _ = decide(gray(0, 11), rows=PUBLISHED["camvid"])
     assert label_map.labels(gray(0, 10, 11))[0].tolist() == [0, 10, 255]
-    assert (len(label_map.names), label_map.names[8]) == (11, "Car")
+    assert (len(label_map.names), label_map.names[8], label_map.void) == (11, "Car", BLACK)
 
 
 def test_colors_are_looked_up_in_the_table():

@@ -314,6 +314,22 @@ def test_a_mistake_is_one_line_with_exit_code_2_and_writes_nothing(
     assert before == {p: p.read_bytes() for p in workplace.rglob("*") if p.is_file()}
 
 
+def test_a_run_that_ended_before_its_first_line_can_begin_again(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    folder.write_config(Config())
+    folder.metrics.touch()
+    folder.checkpoints.mkdir()
+    assert not folder.has_started
+    folder.create()
+    assert not folder.config.exists()
+    folder.write_config(Config())
+    folder.metrics.write_text('{"step": 1}\n')
+    assert folder.has_started
+    with pytest.raises(UserError, match="already holds a run"):
+        folder.create()
+
+
 def test_never_overwrites_a_run(finished_run, capsys):
     before = {p: p.read_bytes() for p in finished_run.rglob("*") if p.is_file()}
     capsys.readouterr()

@@ -20,6 +20,7 @@ from train.config import (
     Pretrained,
     ResNet,
     ResNeXt,
+    SegmentationFolder,
     WiderResNet,
     from_json,
     recipes,
@@ -56,7 +57,7 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
         model = replace(config.model, path=str(tmp_path / "model"))
         assert setup(replace(config, data=data, model=model), without_data=True).steps > 0
     else:
-        assert setup(config).steps > 0
+        assert setup(config, without_data=isinstance(config.data, SegmentationFolder)).steps > 0
 
 
 PEAK = re.compile(r"([\d.]+)\s+MiB\s+at\s+the\s+peak")

@@ -221,16 +221,16 @@ def make_label_map(
         if row.color is not None
     }
     colors = tuple(row.color for row in classes if row.color is not None)
-    voids = (row.color for row in rows if row.is_void and row.color is not None)
+    voids = [row.color for row in rows if row.is_void and row.color is not None]
     if len(colors) < len(classes):
-        codes, colors, voids = {}, (), iter(())
+        codes, colors, voids = {}, (), []
     return LabelMap(
         names=tuple(row.name for row in classes),
         values=tuple(sorted(values.items())),
         codes=tuple(sorted(codes.items())),
         palettes=_palettes(samples, values, codes),
         colors=colors,
-        void=next(voids, VOID),
+        void=next(iter(voids), VOID),
     ), notes
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from train.config import ChatFile, Config, ImageFolder, SegmentationFolder, TextFile
 from train.data import Arrays, Dataset, num_examples
+from train.data.class_table import PUBLISHED
 
 _CLASSES = 1000
 _BATCHES = 100
@@ -55,9 +56,10 @@ def load(config: Config) -> Placeholder | None:
     image = np.zeros((1, data.image_size, data.image_size, 3), np.uint8)
     batch = {"id": np.zeros(1, np.int32), "image": image, "weight": np.ones(1, np.float32)}
     if isinstance(data, SegmentationFolder):
-        if data.classes is None:
+        table = [row for row in PUBLISHED.get(data.class_table or "", ()) if not row.is_void]
+        classes = data.classes or len(data.mask_values) or len(table)
+        if not classes:
             return None
-        classes = data.classes
         test = batch = batch | {"mask": np.zeros(image.shape[:3], np.uint8)}
     else:
         classes = _CLASSES

@@ -10,6 +10,7 @@ import numpy as np
 from fnet import TrainState, memory
 from fnet.fsdp import gather_at_use
 from train.data import Arrays, evaluation_batches, num_examples, sample_evaluation_batch
+from train.errors import UserError
 from train.run.mesh import Layout, shardings
 from train.tasks import Task
 
@@ -126,7 +127,11 @@ class Evaluator:
         self.peak = arguments_bytes + program.outputs + program.temporaries + program.workspace
 
     def __call__(self, trained: Trained) -> Evaluation:
-        """Evaluate on all test examples, with averaged parameters if there are any."""
+        """Evaluate on all test examples, with averaged parameters if there are any.
+
+        Raises:
+          UserError: if no example or no pixel counts.
+        """
         # Sums in 64 bits on the host; on the device in 32 bits, as long as no count overflows.
         sums: Any = jax.tree.map(lambda a: a.astype(np.promote_types(a.dtype, "i8")), self._zeros)
         totals, max_count = self._zero_totals(), 0
@@ -139,6 +144,11 @@ class Evaluator:
             totals, _ = self._add_batch(totals, *arguments)
         metric_sums, confusion = jax.tree.map(np.add, sums, jax.device_get(totals))
         weight = float(metric_sums.pop("weight"))
+        if not weight or (confusion is not None and not confusion.any()):
+            raise UserError(
+                f"data: none of the {num_examples(self._dataset.test):,} test examples has a label "
+                "that counts, so that there is nothing to measure; see data.ignore for masks"
+            )
         metrics = {name: float(total) / weight for name, total in metric_sums.items()}
         metrics |= {} if confusion is None else self._scores(confusion)
         return Evaluation(metrics, confusion)

@@ -151,7 +151,7 @@ def class_scores(runs: Sequence[Run]) -> Table:
     rows: dict[str, dict[int, Cell]] = {}
     lowest: dict[str, float] = {}
     kinds = set()
-    heads = []
+    heads: list[Cell] = []
     for i, run in enumerate(runs):
         for evaluation, _ in run.evaluations:
             for c in evaluation.classes:
