@@ -19,6 +19,7 @@ from train.config import (
     Denoiser,
     HuggingFace,
     ImageFolder,
+    ImageShards,
     Mean,
     SegmentationFolder,
     TextFile,
@@ -284,7 +285,7 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
     place = {"split": "test_split"} if hasattr(config.data, "test_split") else {}
     if isinstance(config.data, ImageFolder | SegmentationFolder):
         place["path"] = "path"
-    elif isinstance(config.data, ChatFile):
+    elif isinstance(config.data, ChatFile | ImageShards):
         place["path"] = "test_path"
     allowed = (*place, *allowed)
     given = [name for name in given_options(options) if name != "best"]
@@ -300,6 +301,8 @@ def apply_options(folder: RunFolder, config: Config, options: EvalArguments) -> 
         for n in given
         if n not in ("scales", "flip", "choices", "chat")
     }
+    if isinstance(config.data, ImageShards) and options.path is not None:
+        changes["test_path"] = (options.path,)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
     for scale in options.scales:
         side = round(scale * getattr(config.data, "image_size", 0))

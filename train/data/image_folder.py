@@ -53,7 +53,7 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
     else:
         classes = list(trained)
         test = _find_test(config, classes)
-        splits = (test._replace(paths=test.paths[:1], labels=test.labels[:1]), test)
+        splits = (_Split(test.paths[:1], test.labels[:1], ImageFiles([], Counter())), test)
     notes += describe_skipped([s.files for s in splits])
     # As bytes, which take less than half the memory of strings.
     paths = np.array([os.fsencode(name) for split in splits for name in split.paths])
