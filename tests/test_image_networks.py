@@ -230,13 +230,27 @@ def test_dropout_rejects_axes_out_of_range(shared_axes):
         layer.apply({}, {}, jnp.ones((2, 3, 3, 8)), key=jax.random.key(0), train=True)
 
 
-@pytest.mark.parametrize(("kind", "convolutions"), [("7x7", 1), ("3x3", 3), ("small", 1)])
-def test_stem_has_a_norm_after_each_convolution_but_the_last(kind, convolutions):
-    parts = input_stem(kind, 3, 8, bn, last_norm=False)
-    assert sum(name.startswith("conv") for name in parts) == convolutions
+STEM_CHANNELS = {
+    "7x7": [8],
+    "3x3": [8, 8, 8],
+    "deep": [4, 4, 8],
+    "tiered": [3, 4, 8],
+    "wide": [8, 8, 16],
+    "small": [8],
+}
+
+
+@pytest.mark.parametrize("kind", STEM_CHANNELS)
+def test_stem_has_a_norm_after_each_convolution_but_the_last(kind):
+    parts, channels = input_stem(kind, 3, 8, bn, last_norm=False)
+    params, _ = jax.eval_shape(fnet.serial(**parts).init, jax.random.key(0))
+    kernels = [params[name]["kernel"].shape for name in params if name.startswith("conv")]
+    convolutions = len(kernels)
+    assert [shape[-1] for shape in kernels] == STEM_CHANNELS[kind]
+    assert channels == STEM_CHANNELS[kind][-1]
     assert sum(name.startswith("bn") for name in parts) == convolutions - 1
     assert ("pool" in parts) == (kind != "small")
-    assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)
+    assert "bn1" in input_stem(kind, 3, 8, bn, last_norm=True)[0]
 
 
 def test_batch_norm_matches_its_formula_for_gammas_of_any_sign(float64):

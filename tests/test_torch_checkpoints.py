@@ -69,13 +69,18 @@ def test_casts_are_reported(arrays):
         key: a.astype(np.float16 if a.ndim > 1 else jnp.bfloat16) for key, a in arrays.items()
     }
     narrow["abn.bias"] = np.full(4, np.inf, np.float64)
-    loaded = load_state_dict(*shapes(preact()), narrow, trained_with="abn")
+    options = {"trained_with": "abn"}
+    with pytest.raises(
+        ValueError, match=r"not finite: abn.bias \(4 of 4 values\); allow_nonfinite"
+    ):
+        load_state_dict(*shapes(preact()), narrow, **options)
+    loaded = load_state_dict(*shapes(preact()), narrow, **options, allow_nonfinite=True)
     chex.assert_trees_all_equal_dtypes(loaded.params, shapes(preact())[0])
     assert loaded.report.notes == (
         "bfloat16 cast to float32",
         "float16 cast to float32",
         "float64 cast to float32",
-        "not finite: abn.beta",
+        "not finite: abn.bias (4 of 4 values)",
     )
 
 
@@ -101,7 +106,7 @@ MISTAKES = [
     (with_("extra", np.ones(3)), "weights of another network: extra (3,) is not in the network"),
     (with_("head.weight", np.ones((9, 4))), "weights for other classes: head.weight is (9, 4), in the network (3, 4); new_classifier=True leaves"),
     (with_("module.abn.bias", np.ones(4)), "abn.bias occurs twice, under different wrappers"),
-    (dict.clear, "no arrays in it, neither at the top level nor under state_dict or"),
+    (dict.clear, "no arrays in it, neither at the top level nor under model_ema, "),
 ]  # fmt: skip
 
 
@@ -121,16 +126,30 @@ def zeros(name, names="reference", **options):
 
 
 def test_rejects_weights_of_another_network_with_its_name():
-    with pytest.raises(ValueError, match="look like resnet34, the network is resnet18"):
-        from_torch("resnet18", zeros("resnet34"))
-    with pytest.raises(ValueError, match="look like resnet18, the network is resnext50"):
-        from_torch("resnext50", zeros("resnet18", "torchvision"))
-    with pytest.raises(ValueError, match="are of no known network, the network is resnet18"):
-        from_torch("resnet18", {"features.conv0.weight": np.zeros((64, 3, 7, 7))})
-    with pytest.raises(ValueError, match="the weights have the stem 3x3"):
-        from_torch("resnext50", zeros("resnext50", stem="3x3"))
-    with pytest.raises(ValueError, match="both are resnext50, with other options"):
-        from_torch("resnext50", zeros("resnext50"), groups=32)
+    ours = "mapillary/inplace_abn's"
+    for name, weights, message in (
+        ("resnet18", zeros("resnet34"), f"{ours} resnet34, the network is resnet18; give depth=34"),
+        (
+            "resnext50",
+            zeros("resnet18", "torchvision"),
+            "torchvision's resnet18, the network is resnext50; give name='resnet', depth=18",
+        ),
+        ("resnet18", zeros("resnet18d", "torchvision"), "give stem='deep', shortcut='pool'"),
+        ("resnext50", zeros("resnext50", stem="3x3"), "give stem='3x3'"),
+        ("resnext50", zeros("resnext50", groups=32), "give groups=32"),
+        (
+            "resnet18",
+            {"features.x.weight": np.zeros((64, 3, 7, 7))},
+            "the weights are of no known network, the network is mapillary/inplace_abn's resnet18",
+        ),
+        (
+            "resnet18",
+            {"layer1.0.se.fc1.bias": np.zeros(16)} | zeros("resnet18", "torchvision"),
+            "from_torch: weights of timm's seresnet18 (squeeze-and-excitation) are not supported; supported are ResNet",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            from_torch(name, weights, num_classes=1000)
 
 
 def test_rejects_torchvision_weights_for_in_place_norm_without_trained_with():
@@ -153,7 +172,7 @@ def test_from_torch_rejects_invalid_arguments(arrays):
 def test_to_torch_rejects_arrays_without_a_torch_name(arrays):
     params, state = from_torch(preact(), arrays)
     with pytest.raises(
-        ValueError, match=r"one of \('reference',\), got 'torchvision'; torchvision's"
+        ValueError, match=r"one of \('reference',\), got 'torchvision'; the network has"
     ):
         to_torch(params, state, names="torchvision")
     with pytest.raises(ValueError, match=r"mixer\.decay has no name in torch"):

@@ -6,7 +6,8 @@ import pytest
 from torch_cases import keys_and_shapes, torch_shapes
 
 from fnet import models
-from fnet.interop import torch_keys
+from fnet.interop import families
+from fnet.interop.families import recognize
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +35,31 @@ REFERENCE = {
     "wider_resnet38_a2": (193, 0x75556ADD),
 }
 
-# The same for torchvision 0.28.
+# The same for torchvision 0.28 and, where it lacks a network, timm 1.0.31.
 TORCHVISION = {
     "resnet18": (102, 0x34D030BD),
     "resnet34": (182, 0x888943B5),
     "resnet50": (267, 0x6AA4621C),
     "resnet101": (522, 0xCE4979FC),
     "resnet152": (777, 0xADD45A78),
+    "resnext50_32x4d": (267, 0x9C9E7A1E),
+    "resnext101_32x8d": (522, 0xE183DF83),
+    "resnext101_64x4d": (522, 0x54869EA7),
+    "wide_resnet50_2": (267, 0xA6ED3C41),
+    "wide_resnet101_2": (522, 0x42334F1B),
+    "densenet121": (606, 0xE563B6E9),
+    "densenet161": (806, 0x5D46CE8D),
+    "densenet169": (846, 0xE1F25096),
+    "densenet201": (1006, 0x04C000D6),
+    "resnet10t": (72, 0xB2A5C045),
+    "resnet18d": (112, 0xF0288DF2),
+    "resnet26t": (157, 0x84AA252E),
+    "resnet50c": (277, 0x74D81D66),
+    "resnet50d": (277, 0x5644F008),
+    "resnet50s": (277, 0xAC6263CF),
+    "resnext50d_32x4d": (277, 0x9F7C8016),
+    "resnext101_32x4d": (522, 0x93C7D3B2),
+    "resnet200d": (1027, 0xE91A3597),
 }
 
 # The same for the snapshot that scripts/test_vistas_single_gpu.py loads.
@@ -59,8 +78,30 @@ def test_keys_and_shapes_match_the_reference(name):
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
-def test_keys_and_shapes_of_resnets_match_torchvision(name):
-    assert digest(keys_and_shapes(name, "torchvision")) == TORCHVISION[name]
+def test_keys_and_shapes_match_torchvision_and_timm(name):
+    options = {"stem_norm": True} if name.startswith("densenet") else {}
+    shapes = keys_and_shapes(name, "torchvision", **options)
+    assert digest(shapes) == TORCHVISION[name]
+    found = recognize({f"model.{key}": shape for key, shape in shapes.items()})
+    assert (found.variant, found.classes, found.norm) == (name, 1000, "batch")
+    in_torchvision = name.startswith("densenet") or name in families._IN_TORCHVISION
+    assert found.title == f"{'torchvision' if in_torchvision else 'timm'}'s {name}"
+
+
+def test_keys_and_shapes_of_deeplab_match_torchvision():
+    body = models.get("resnet50", num_classes=None, dilation=(1, 1, 2, 4))
+    network = models.deeplab(body, 2048, num_classes=21, head="concat")
+    shapes = torch_shapes(network, "torchvision")
+    assert digest(shapes) == (302, 0x2D24B635)
+    found = recognize(shapes)
+    assert found.title == "torchvision's DeepLabV3 on resnet50"
+    assert found.options == {"backbone": "resnet50", "head": "concat"}
+
+
+def test_old_names_of_published_densenets_are_read():
+    old = "features.denseblock1.denselayer2.norm.2.running_mean"
+    assert families.current_key(old) == "features.denseblock1.denselayer2.norm2.running_mean"
+    assert families.current_key("features.norm0.weight") == "features.norm0.weight"
 
 
 def test_keys_and_shapes_of_deeplab_match_the_vistas_snapshot():
@@ -71,11 +112,15 @@ def test_keys_and_shapes_of_deeplab_match_the_vistas_snapshot():
 @pytest.mark.parametrize("name", REFERENCE)
 def test_recognizes_networks_by_their_keys(name):
     options = {"stem": "3x3"} if name.endswith("3x3") else {}
-    reference_keys = keys_and_shapes(name.split()[0], **options)
-    family_name = name.split()[0].removesuffix("_a2")
-    assert torch_keys.recognize(reference_keys) == family_name
-    deeplab_keys = [f"body.{key}" for key in reference_keys]
-    assert torch_keys.recognize(deeplab_keys) == f"deeplab on {family_name}"
-    if name in TORCHVISION:
-        assert torch_keys.recognize(keys_and_shapes(name, "torchvision")) == name
-    assert torch_keys.recognize([key for key in reference_keys if "mod3" not in key]) is None
+    shapes = keys_and_shapes(name.split()[0], **options)
+    variant = name.split()[0].removesuffix("_a2")
+    found = recognize(shapes)
+    assert (found.title, found.variant) == (f"mapillary/inplace_abn's {variant}", variant)
+    assert found.classes == 1000
+    assert found.options.get("stem") == (None if "wider" in name else options.get("stem", "7x7"))
+    head = {"head.map_convs.0.weight": (256, 2048, 1, 1), "cls.weight": (65, 256, 1, 1)}
+    segmentation = recognize({f"body.{key}": shape for key, shape in shapes.items()} | head)
+    assert segmentation.title == f"mapillary/inplace_abn's DeepLabV3 on {variant}"
+    assert (segmentation.model, segmentation.classes) == ("deeplab", 65)
+    fewer = {key: shape for key, shape in shapes.items() if "mod3" not in key}
+    assert getattr(recognize(fewer), "model", None) is None

@@ -11,6 +11,7 @@ import torch_networks as torch_networks
 from torch_cases import load, preact, random_state_dict, shapes, torch_shapes
 
 from fnet import layers, models
+from fnet.interop import families
 from fnet.interop.torch import from_torch, load_state_dict, to_torch
 
 pytestmark = pytest.mark.slow
@@ -23,6 +24,8 @@ def small(monkeypatch):
     def change(family, **constants):
         for name, value in constants.items():
             monkeypatch.setattr(sys.modules[f"fnet.models.{family}"], name, value)
+            if name == "DEPTHS":
+                monkeypatch.setattr(families, f"{family.upper()}S", value)
 
     change("resnet", DEPTHS={18: (2, 1, 1, 1), 50: (1, 1, 1, 1)})
     change("resnext", DEPTHS={50: (2, 1, 1, 1)})
@@ -113,15 +116,56 @@ def test_last_stages_of_a2_have_channel_dropout(small, monkeypatch):
         )
 
 
-def test_logits_of_torchvision_resnets_match_with_batch_norm_and_relu(small):
-    network = build("resnet50", norm="batch", activation="relu")
+PLAIN = {"norm": "batch", "activation": "relu"}
+GROUPS = {"groups": 4, "group_width": 8}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "options"),
+    [
+        ("resnet50", 32, {}),
+        ("resnet18", 37, {"stem": "tiered", "shortcut": "pool"}),
+        ("resnet50", 37, {"stem": "deep", "shortcut": "pool"} | GROUPS),
+        ("densenet121", 32, {"stem_norm": True}),
+    ],
+)
+def test_logits_of_torchvision_and_timm_match_with_batch_norm_and_relu(name, size, options, small):
+    network = build(name, **PLAIN, **options)
     arrays = random_state_dict(torch_shapes(network, "torchvision"))
     params, state = load(network, arrays, norm="batch")
 
     reference = torch_networks.Network(arrays, plain=True, slope=0)
-    expected = torch_networks.torchvision_resnet(reference, images())
-    actual = outputs(network, params, state, images())
+    family = "densenet" if name.startswith("densenet") else "resnet"
+    expected = getattr(torch_networks, f"torchvision_{family}")(reference, images(size))
+    actual = outputs(network, params, state, images(size))
     assert_close(actual, expected)
+
+
+def test_logits_of_torchvisions_deeplab_match(small):
+    body = models.get(
+        "resnet50", num_classes=None, dilation=(1, 1, 2, 4), dilate_first=False, **PLAIN
+    )
+    network = models.deeplab(
+        body, 2048, num_classes=5, hidden=8, dilations=(1, 2, 3), head="concat", **PLAIN
+    )
+    arrays = random_state_dict(torch_shapes(network, "torchvision"))
+    auxiliary = {"aux_classifier.4.bias": np.zeros(5, np.float32)}
+    loaded = load_state_dict(*shapes(network), arrays | auxiliary, norm="batch")
+    assert loaded.report.unused == ("aux_classifier.4.bias",)
+
+    reference = torch_networks.Network(arrays, plain=True, slope=0)
+    scores = torch_networks.torchvision_deeplab_logits(reference, images(64), (1, 2, 3))
+    scores = np.moveaxis(scores, 1, -1)
+    expected = jax.image.resize(scores, (2, 64, 64, 5), "bilinear", antialias=False)
+    assert_close(outputs(network, loaded.params, loaded.state, images(64)), expected)
+    back = to_torch(loaded.params, loaded.state, names="torchvision", norm="batch")
+    chex.assert_trees_all_equal(back, arrays)
+
+    # The same function with in-place norm.
+    body = models.get("resnet50", num_classes=None, dilation=(1, 1, 2, 4), dilate_first=False, activation="relu")  # fmt: skip
+    in_place = models.deeplab(body, 2048, num_classes=5, hidden=8, dilations=(1, 2, 3), head="concat", activation="relu")  # fmt: skip
+    converted = load(in_place, arrays, trained_with="batch")
+    assert_close(outputs(in_place, *converted, images(64)), expected)
 
 
 def test_logits_of_a_split_deeplab_snapshot_match_the_reference(small):
@@ -144,10 +188,11 @@ def test_logits_of_a_split_deeplab_snapshot_match_the_reference(small):
 @pytest.mark.parametrize(
     ("name", "names"),
     [(name, "reference") for name in [*REFERENCES, "deeplab"]]
-    + [("resnet50", "torchvision"), ("resnet50", "reference")],
+    + [("resnet50", "torchvision"), ("resnet50", "reference"), ("densenet121", "torchvision")],
 )
 def test_round_trip_is_bitwise_equal(name, names, small):
-    network = build(name, norm="batch")
+    options = {"stem_norm": True} if (name, names) == ("densenet121", "torchvision") else {}
+    network = build(name, norm="batch", **options)
     arrays = random_state_dict(torch_shapes(network, names))
     params, state = load(network, arrays, norm="batch")
     chex.assert_trees_all_equal(to_torch(params, state, names=names, norm="batch"), arrays)

@@ -46,7 +46,7 @@ def place(workplace, monkeypatch):
     (workplace / "resnet.py").write_text(RESNET)
     (workplace / "small.py").write_text(SMALL)
     depths = {18: (1, 1, 1, 1), 34: (2, 1, 1, 1)}
-    for module in ("fnet.models.resnet", "fnet.interop.torch_keys"):
+    for module in ("fnet.models.resnet", "fnet.interop.families"):
         name = "DEPTHS" if module.endswith("resnet") else "RESNETS"
         monkeypatch.setattr(sys.modules[module], name, depths)
     return workplace
@@ -136,14 +136,15 @@ def test_importing_and_exporting_a_resnet_keeps_every_bit(names, capsys):
     save_file(arrays, "given.safetensors", {"format": "pt"})
     in_place = ("--trained-with", "abn")
     output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r", *in_place)
-    assert f"weights with {names} names" in output
+    whose = {"reference": "mapillary/inplace_abn", "torchvision": "torchvision"}[names]
+    assert f"{whose}'s resnet18: given.safetensors" in output
     fnet_command("export", "r", "--out", "found.safetensors", "--names", names)
     chex.assert_trees_all_equal(load_file("found.safetensors"), arrays)
 
 
 def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     arrays = state_dict("resnet.py")
-    left = "[/b].num_batches_tracked"  # not markup of rich
+    left = "aux_classifier.[/b]"  # not markup of rich
     save_file(arrays | {left: np.zeros(1)}, "given.safetensors")
     output = printed(capsys, "import", "resnet.py", "given.safetensors", "--out", "r")
     assert "mod1.bn1.bias -> bn1.beta" in output
@@ -151,6 +152,7 @@ def test_the_report_lists_read_renamed_and_unused_arrays(place, capsys):
     report = json.loads((place / "r" / "import.json").read_text())
     assert report["file"] == "given.safetensors"
     assert report["names"] == "reference"
+    assert report["weights"] == "mapillary/inplace_abn's resnet18"
     assert set(report["read"]) == set(arrays)
     assert report["renamed"]["mod5.block1.convs.bn2.weight"] == "layer4.0.bn2.gamma"
     assert report["unused"] == [left]
@@ -202,6 +204,9 @@ def write_files(place):
     save_file(arrays, place / "good.safetensors")
     vision = state_dict("resnet.py", names="torchvision")
     save_file(vision, place / "vision.safetensors")
+    nan = arrays["mod1.bn1.bias"].copy()
+    nan[3] = np.nan
+    save_file(arrays | {"mod1.bn1.bias": nan}, place / "nan.safetensors")
     extra = {"mod2.block3.convs.conv1.weight": np.zeros((64, 64, 3, 3), np.float32)}
     save_file(arrays | extra, place / "other.safetensors")
     save_file({"a": np.zeros(2, jax.numpy.float8_e4m3fn)}, place / "eight.safetensors")
@@ -222,10 +227,12 @@ IMPORTING = [
     (("half.safetensors",), "half.safetensors is damaged or not a safetensors file"),
     (("eight.safetensors",), "eight.safetensors"),
     (("other.safetensors",), "other.safetensors: weights of another network: mod2.block3.convs.conv1.weight (64, 64, 3, 3) is not in the network"),
-    (("good.safetensors", "--model.depth", "34"), "look like resnet18, the network is resnet34"),
+    (("good.safetensors", "--model.depth", "34"), "are weights of mapillary/inplace_abn's resnet18, the network is resnet34; give --model.depth 18"),
+    (("vision.safetensors", "--model.shortcut", "pool"), "of torchvision's resnet18, the network is resnet18; give --model.shortcut conv"),
+    (("nan.safetensors",), "not finite: mod1.bn1.bias (1 of 64 values); --allow-nonfinite accepts them"),
+    (("good.safetensors#model",), "good.safetensors#model: no entry 'model' with weights; it holds weights alone"),
     (("good.safetensors", "--data.classes", "7"), "weights for other classes: classifier.fc.bias is (10,), in the network (7,); --new-classifier leaves"),
     (("good.safetensors", "--model.name", "preact_resnet"), "weights of another network"),
-    (("vision.safetensors",), "use --model.norm batch to keep it, --trained-with batch to convert it"),
     (("good.safetensors", "--trained-with", "group"), "--trained-with: expected one of abn, batch, got group"),
     (("good.safetensors", "--new-clasifier"), "unknown option --new-clasifier (did you mean --new-classifier?)"),
     (("good.safetensors", "--out", "tiny.py"), "cannot write to tiny.py"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from fnet import models
-from fnet.interop import torch_keys
+from fnet.interop import families
 from fnet.interop.torch import load_state_dict
 
 
@@ -22,11 +22,15 @@ def keys_and_shapes(name, names="reference", **options):
 
 
 def torch_shapes(network, names):
+    variables = {
+        ".".join(step.key for step in path[1:]): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(shapes(network))[0]
+    }
     shape_by_key = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(shapes(network))[0]:
-        name = ".".join(step.key for step in path[1:])
+    for t in families.name_tensors(variables, names):
+        leaf = variables[t.path.replace("/", ".")]
         order = {4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[leaf.ndim]
-        shape_by_key[torch_keys.torch_key(name, names)] = tuple(leaf.shape[i] for i in order)
+        shape_by_key[t.name] = tuple(leaf.shape[i] for i in order)
     return shape_by_key
 
 

@@ -58,25 +58,83 @@ def pooled(x):
     return sliding_window_view(x, (3, 3), (2, 3))[:, :, ::2, ::2].max((-2, -1))
 
 
-def post_activation(net, x, convs, shortcut, stride):
+def averaged(x):
+    """Means of 2x2 patches; patches at the border may have fewer pixels."""
+    n, c, h, w = x.shape
+    x = np.pad(x, [(0, 0), (0, 0), (0, h % 2), (0, w % 2)], constant_values=np.nan)
+    return np.nanmean(x.reshape(n, c, (h + 1) // 2, 2, (w + 1) // 2, 2), (3, 5))
+
+
+def post_activation(net, x, convs, shortcut, stride, dilations=(1, 1)):
     y, last = x, 3 if net.has(f"{convs}conv3") else 2
     for i in range(1, last + 1):
         strided = i == (2 if last == 3 else 1)
-        y = net.conv(f"{convs}conv{i}", y, stride if strided else 1)
+        window = net.arrays[f"{convs}conv{i}.weight"].shape[-1]
+        dilation = 1 if window == 1 else dilations[0 if strided else 1]
+        y = net.conv(f"{convs}conv{i}", y, stride if strided else 1, dilation)
         y = net.norm(f"{convs}bn{i}", y, act=i < last)
     conv, norm = shortcut
+    block = conv.removesuffix("0")
+    if block != conv and net.has(f"{block}2"):  # timm's average pooling
+        conv, norm = f"{block}1", f"{block}2"
+        x, stride = averaged(x) if stride == 2 else x, 1
     if net.has(conv):
         x = net.norm(norm, net.conv(conv, x, stride), act=False)
     return net.act(x + y)
 
 
-def torchvision_resnet(net, x):
-    x = pooled(net.norm("bn1", net.conv("conv1", x, 2)))
+def torchvision_features(net, x, part="", dilated=False):
+    """Features of torchvision's and timm's ResNets, also with a deep stem or dilated."""
+    if net.has(f"{part}conv1.6"):
+        for i in (0, 3):
+            y = net.conv(f"{part}conv1.{i}", x, 1 if i else 2)
+            x = net.norm(f"{part}conv1.{i + 1}", y)
+        x = net.conv(f"{part}conv1.6", x)
+    else:
+        x = net.conv(f"{part}conv1", x, 2)
+    x, before = pooled(net.norm(f"{part}bn1", x)), 1
     for stage in range(1, 5):
-        for i, block in enumerate(net.blocks(f"layer{stage}.{{}}", 0)):
+        rate = {3: 2, 4: 4}.get(stage, 1) if dilated else 1
+        for i, block in enumerate(net.blocks(f"{part}layer{stage}.{{}}", 0)):
             shortcut = f"{block}.downsample.0", f"{block}.downsample.1"
-            x = post_activation(net, x, f"{block}.", shortcut, 2 if stage > 1 and not i else 1)
-    return net.linear("fc", x)
+            stride = 2 if stage > 1 and not i and rate == 1 else 1
+            dilations = (rate if i else before), rate
+            x = post_activation(net, x, f"{block}.", shortcut, stride, dilations)
+        before = rate
+    return x
+
+
+def torchvision_resnet(net, x):
+    return net.linear("fc", torchvision_features(net, x))
+
+
+def torchvision_densenet(net, x):
+    x = pooled(net.norm("features.norm0", net.conv("features.conv0", x, 2)))
+    for stage in range(1, 5):
+        for layer in net.blocks(f"features.denseblock{stage}.denselayer{{}}", 1):
+            y = net.conv(f"{layer}.conv1", net.norm(f"{layer}.norm1", x))
+            y = net.conv(f"{layer}.conv2", net.norm(f"{layer}.norm2", y))
+            x = np.concatenate([x, y], 1)
+        transition = f"features.transition{stage}"
+        if net.has(transition):
+            x = averaged(net.conv(f"{transition}.conv", net.norm(f"{transition}.norm", x)))
+    return net.linear("classifier", net.norm("features.norm5", x))
+
+
+def torchvision_deeplab_logits(net, x, dilations=(12, 24, 36)):
+    """Logits of torchvision's DeepLabV3, before upsampling."""
+    x = torchvision_features(net, x, "backbone.", dilated=True)
+    head = "classifier.0"
+    maps = [net.norm(f"{head}.convs.0.1", net.conv(f"{head}.convs.0.0", x))]
+    for i, rate in enumerate(dilations, start=1):
+        y = net.conv(f"{head}.convs.{i}.0", x, 1, rate)
+        maps.append(net.norm(f"{head}.convs.{i}.1", y))
+    last = f"{head}.convs.{len(maps)}"
+    mean = net.norm(f"{last}.2", net.conv(f"{last}.1", x.mean((2, 3), keepdims=True)))
+    maps.append(np.broadcast_to(mean, maps[0].shape))
+    y = net.norm(f"{head}.project.1", net.conv(f"{head}.project.0", np.concatenate(maps, 1)))
+    y = net.norm("classifier.2", net.conv("classifier.1", y))
+    return net.conv("classifier.4", y) + net.arrays["classifier.4.bias"][None, :, None, None]
 
 
 def resnet(net, x):

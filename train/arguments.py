@@ -87,7 +87,8 @@ class ImportArguments:
 
     CONFIG is a recipe (see `fnet configs`), a recipe file or a run folder.
 
-    WEIGHTS is a torch checkpoint or a safetensors file.
+    WEIGHTS is a torch checkpoint or a safetensors file, a published folder or a run. FILE#ENTRY
+    reads the entry ENTRY of a checkpoint.
 
     Every config field is a flag: `fnet import CONFIG WEIGHTS --help` lists them.
     """
@@ -96,10 +97,12 @@ class ImportArguments:
     """Run folder."""
     new_classifier: bool = False
     """Initialize the classifier layer instead of loading it, to train on other classes."""
-    trained_with: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = (
-        None
-    )
+    trained_with: Annotated[
+        Literal["abn", "batch"] | None, _default("the publisher's, or the network's")
+    ] = None
     """Norm of the pretrained network; the weights are converted if this network has another."""
+    allow_nonfinite: bool = False
+    """Accept weights with NaN or infinity."""
 
 
 @dataclass(frozen=True)

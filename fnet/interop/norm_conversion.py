@@ -7,6 +7,7 @@ import numpy as np
 EPS = 1e-5
 """Epsilon of `fnet.abn` and of torch's norms."""
 
+_SERIAL_NORM = re.compile(r"(.*downsample\.|head\.(?:0\..*\.)?)(\d)\.gamma")
 _RESNET_NORM = re.compile(r"((?:body\.)?(?:layer\d\.\d+\.)?)bn(\d)\.gamma")
 
 
@@ -73,10 +74,10 @@ def convert(arrays: dict[str, np.ndarray], trained_with: str, norm: str) -> dict
 def convolution_before(gamma: str) -> str | None:
     """Name of the kernel of the convolution whose output only this norm reads.
 
-    None for the norms of all networks but ResNets.
+    None for the norms of all networks but ResNets, and the heads of torchvision's DeepLabs.
     """
     if match := _RESNET_NORM.fullmatch(gamma):
         return f"{match[1]}conv{match[2]}.kernel"
-    if gamma.endswith("downsample.1.gamma"):
-        return gamma.removesuffix("1.gamma") + "0.kernel"
+    if match := _SERIAL_NORM.fullmatch(gamma):
+        return f"{match[1]}{int(match[2]) - 1}.kernel"
     return None

@@ -3,7 +3,7 @@
 torch itself is not needed. A state dict is ``{key: array}``, from any source.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,14 +12,16 @@ import numpy as np
 from jax import Array
 
 from fnet import models
-from fnet.interop import norm_conversion, torch_keys
-from fnet.interop.torch_keys import NAMES
+from fnet.interop import families, norm_conversion
+from fnet.interop.families import NAMES, Weights
+from fnet.interop.huggingface.checkpoint import Tensor
 from fnet.layer import Layer, Params, State
 
 Arrays = dict[str, np.ndarray]
 
-_WRAPPERS = ("state_dict", "model_state_dict", "model")
-"""Keys under which checkpoints store a state dict."""
+_AVERAGES = ("model_ema", "state_dict_ema", "ema_state_dict", "ema")
+_ENTRIES = (*_AVERAGES, "state_dict", "model_state_dict", "model")
+"""Keys under which checkpoints store a state dict. The first one is read."""
 
 _WRAPPER_MODULES = {"module", "_orig_mod"}
 """Parts of a key that torch's wrappers (DataParallel, compile) add."""
@@ -29,11 +31,12 @@ class LoadReport(NamedTuple):
     """Summary of a loaded state dict.
 
     Attributes:
-      names: naming scheme of the keys, one of `torch_keys.NAMES`.
+      names: naming scheme of the keys: one of `families.NAMES`, or ``"fnet"``.
       read: ``{torch key: name in the network}`` of every array that was read.
       unused: keys that were not read; batch counters come last.
       initial: names of the network's arrays that kept their initial values.
       notes: further remarks, one line each.
+      weights: what the state dict holds; None if it is of no known family.
     """
 
     names: str
@@ -41,6 +44,7 @@ class LoadReport(NamedTuple):
     unused: tuple[str, ...]
     initial: tuple[str, ...]
     notes: tuple[str, ...]
+    weights: Weights | None = None
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -66,6 +70,22 @@ class Loaded(NamedTuple):
     report: LoadReport
 
 
+class Unwrapped(NamedTuple):
+    """Arrays of a checkpoint.
+
+    Attributes:
+      arrays: ``{key: array}``, without the parts of keys that wrappers add.
+      unused: keys of everything else; batch counters come last.
+      entry: path of the state dict in the checkpoint, such as ``"model_ema"``, or ``""``.
+      others: other entries with a state dict.
+    """
+
+    arrays: dict[str, Any]
+    unused: tuple[str, ...]
+    entry: str
+    others: tuple[str, ...]
+
+
 def from_torch(
     network: str | Layer,
     state_dict: Mapping[str, Any],
@@ -73,7 +93,7 @@ def from_torch(
     num_classes: int | None = None,
     norm: str = "abn",
     trained_with: str | None = None,
-    new_classifier: bool = False,
+    new_classifier: bool | None = False,
     key: Array | None = None,
     **options: Any,
 ) -> tuple[Params, State]:
@@ -106,14 +126,15 @@ def from_torch(
     """
     if isinstance(network, str):
         if num_classes is None:
-            num_classes = _num_classes(_flatten_state_dict(state_dict)[0])
+            weights = families.recognize(_shapes(unwrap(state_dict).arrays))
+            num_classes = weights.classes if weights else None
         if norm != "abn":
             options["norm"] = norm
         network = models.get(network, num_classes=num_classes, **options)
     elif num_classes is not None or options:
         given = ["num_classes"] * (num_classes is not None) + list(options)
         raise ValueError(f"from_torch: {given} only apply to a network given by name")
-    if new_classifier and key is None:
+    if new_classifier is not False and key is None:
         raise ValueError("from_torch: a new classifier needs key= for its initial values")
     if key is None:
         params, state = jax.eval_shape(network.init, jax.random.key(0))
@@ -137,14 +158,17 @@ def load_state_dict(
     *,
     norm: str = "abn",
     trained_with: str | None = None,
-    new_classifier: bool = False,
+    new_classifier: bool | None = False,
+    entry: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> Loaded:
     """Replace the arrays of a network with the arrays of a torch state dict.
 
-    Supported are the networks of mapillary/inplace_abn and torchvision's ResNets, with their own
-    names. The state dict may be a checkpoint (``{"state_dict": ...}``), it may be split
-    (``{"body": ..., "head": ..., "cls": ...}``), and keys may begin with ``module.`` from
-    DataParallel. A DeepLab also accepts the state dict of its backbone. ::
+    Supported are the networks of mapillary/inplace_abn, the ResNets, ResNeXts, Wide ResNets and
+    DenseNets of torchvision and timm, and torchvision's DeepLabV3, with their own names, and
+    fnet's own names. Keys may have a prefix. The state dict may be split (``{"body": ...,
+    "head": ..., "cls": ...}``), and a checkpoint may contain it; see `unwrap`. A DeepLab also
+    accepts the state dict of its backbone, and a classifier the backbone of a DeepLab. ::
 
         torch                                 fnet
         weight [O, I / groups, H, W]          kernel [H, W, I / groups, O]
@@ -159,12 +183,15 @@ def load_state_dict(
     Args:
       params, state: variables of the network: arrays, or shapes (``jax.eval_shape``). Arrays that
         the state dict lacks are returned unchanged.
-      state_dict: ``{key: array}``, floating.
+      state_dict: ``{key: array}``, floating. In place of arrays it may hold objects with ``shape``
+        and ``dtype`` that return arrays for ``tensor[...]``.
       norm: norm of the network: ``"abn"`` or ``"batch"``; weights of any other are not converted.
       trained_with: norm that the weights were trained with, ``"abn"`` or ``"batch"``. None: the
-        network's norm. Required for torchvision's ResNets and ``norm="abn"``.
+        network's norm. Required for names of torchvision and ``norm="abn"``.
       new_classifier: whether to skip the classifier (``fc``, ``classifier``; of a DeepLab ``cls``,
-        and ``head`` if the state dict has only the backbone).
+        and ``head`` if the state dict has only the backbone). None: if it does not fit.
+      entry: as for `unwrap`.
+      allow_nonfinite: whether to accept NaN and infinity.
 
     Returns:
       ``(params, state, report)``. Arrays that were read are copies in the network's dtypes.
@@ -172,7 +199,8 @@ def load_state_dict(
     Raises:
       TypeError: if an array is not floating.
       ValueError: for arrays of another network, with the first array that is missing, unexpected
-        or of another shape; for gammas that the norm cannot represent.
+        or of another shape, and what the weights are; for values that are not finite; for gammas
+        that the norm cannot represent.
 
     Example:
       >>> import fnet, jax, numpy as np
@@ -183,30 +211,51 @@ def load_state_dict(
       >>> load_state_dict(params, state, arrays).report.read
       {'linear.weight': 'linear.kernel', 'linear.bias': 'linear.bias'}
     """
-    given, unused = _flatten_state_dict(state_dict)
+    given, unused, found, others = unwrap(state_dict, entry)
     variables = _flatten(params) | _flatten(state)
-    names, prefix, expected = _match_names(variables, given)
-    skipped: set[str] = set()
-    if new_classifier or prefix:
-        expected = {k: n for k, n in expected.items() if not torch_keys.is_classifier(n)}
-        skipped = {k for k in given if torch_keys.is_classifier(k)} - expected.keys()
-    _check_arrays(
-        {k: _torch_shape(variables[n].shape) for k, n in expected.items()}, given, skipped
-    )
-    if prefix and not new_classifier:
-        others = sorted({name.partition(".")[0] for name in variables} - {"body"})
+    match = _match(variables, given)
+    expected = {match.prefix + t.name: t for t in match.tensors}
+    heads = {k for k, t in expected.items() if families.is_head(_name(t))}
+    shapes = {k: t.file_shape(variables[_name(t)].shape) for k, t in expected.items()}
+    is_body = heads and not match.covers_heads
+    fits = all(k in given and tuple(given[k].shape) == shapes[k] for k in heads)
+    if new_classifier or is_body or (new_classifier is None and not fits):
+        dropped = heads
+        if not is_body and new_classifier:
+            dropped = {k for k in heads if families.is_classifier(_name(expected[k]))}
+        elif not is_body:
+            dropped = _misfits(heads, shapes, given)
+        expected = {k: t for k, t in expected.items() if k not in dropped}
+    skipped = {
+        k
+        for k in given.keys() - expected.keys()
+        if not k.startswith(match.prefix)
+        or (
+            families.is_torch_head(k.removeprefix(match.prefix))
+            and (new_classifier is not False or is_body or k.startswith("aux_"))
+        )
+    }
+    _check_arrays({k: shapes[k] for k in expected}, given, skipped, variables, match.prefix)
+    if is_body and new_classifier is False:
+        new = sorted(
+            {_name(t).partition(".")[0] for t in match.tensors if families.is_head(_name(t))}
+        )
         raise ValueError(
             "from_torch: the weights cover only the body; new_classifier=True leaves "
-            f"{' and '.join(others)} at their initial values"
+            f"{' and '.join(new)} at their initial values"
         )
-    if names == "torchvision" and norm == "abn" and trained_with is None:
+    if match.names == "torchvision" and norm == "abn" and trained_with is None:
         raise ValueError(
-            "from_torch: the names are torchvision's, whose ResNets are trained with plain "
+            "from_torch: the names are torchvision's, whose networks are trained with plain "
             "batch norm; use norm='batch' to keep it, trained_with='batch' to convert it to "
             "in-place norm, or trained_with='abn' if they were trained with in-place norm"
         )
 
-    arrays, notes = _convert_arrays({n: given[k] for k, n in expected.items()}, variables)
+    arrays, notes = _convert_arrays(
+        {_name(t): (t, given[k]) for k, t in expected.items()}, variables, allow_nonfinite
+    )
+    if others:
+        notes = (f"took {found}; the file also has {' and '.join(others)}", *notes)
     negative = sum(int((a < 0).sum()) for name, a in arrays.items() if name.endswith("gamma"))
     if negative and norm == "abn" and trained_with is None:
         notes += (
@@ -220,11 +269,13 @@ def load_state_dict(
     initial = tuple(name for name in variables if name not in arrays)
 
     def load(path: Any, leaf: Any) -> Array:
-        name = _name(path)
+        name = _keystr(path)
         return jnp.array(arrays[name]) if name in arrays else leaf
 
-    read = {key: expected[key] for key in given if key in expected}
-    report = LoadReport(names, read, (*sorted(skipped), *unused), initial, notes)
+    read = {key: _name(t) for key, t in expected.items()}
+    names = (*sorted(skipped), *unused)
+    weights = None if match.names == "fnet" else families.recognize(_shapes(given))
+    report = LoadReport(match.names, read, names, initial, notes, weights)
     return Loaded(
         jax.tree_util.tree_map_with_path(load, params),
         jax.tree_util.tree_map_with_path(load, state),
@@ -247,7 +298,8 @@ def to_torch(
     Args:
       params, state: variables of an image network.
       names: ``"reference"``: keys of mapillary/inplace_abn. ``"torchvision"``: keys of
-        torchvision, for ResNets.
+        torchvision and timm, for ResNets, DenseNets with a norm after the stem, and DeepLabs with
+        the head ``"concat"``.
       norm: norm of the network.
       for_norm: norm to convert the weights to, ``"abn"`` or ``"batch"``
         (`norm_conversion.convert`). None: no conversion.
@@ -267,151 +319,230 @@ def to_torch(
       {'linear.bias': (2,), 'linear.weight': (2, 3)}
     """
     arrays = {name: np.asarray(leaf) for name, leaf in (_flatten(params) | _flatten(state)).items()}
-    known = torch_keys.namings(arrays)
+    known = families.namings(arrays)
     if names not in known:
-        why = "" if names not in NAMES else "; torchvision's names are for ResNets"
+        why = "" if names not in NAMES else "; the network has no counterpart there"
         raise ValueError(f"to_torch: names must be one of {known}, got {names!r}{why}")
     arrays = norm_conversion.convert(arrays, norm, for_norm or norm)
     state_dict = {
-        torch_keys.torch_key(name, names): np.array(_to_torch_layout(name, a), order="C")
-        for name, a in arrays.items()
+        t.name: np.array(t.to_file(arrays[_name(t)]), order="C")
+        for t in families.name_tensors(arrays, names)
     }
     assert len(state_dict) == len(arrays)
     return state_dict
 
 
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def unwrap(content: Mapping[str, Any], entry: str | None = None) -> Unwrapped:
+    """Find the arrays in a checkpoint.
 
+    A checkpoint may store them under ``state_dict``, ``model``, ``model_ema`` or similar keys, also
+    nested. Averaged weights (EMA) are preferred, because they are what a publisher evaluates.
 
-def _flatten(tree: Any) -> dict[str, Any]:
-    """Flatten variables to ``{"layer1.0.conv1.kernel": leaf}``."""
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    Args:
+      content: a state dict, or a checkpoint that contains one.
+      entry: key of the state dict in the checkpoint. None: the first of the known keys.
 
+    Returns:
+      The arrays, and what else there is.
 
-def _to_torch_layout(name: str, a: np.ndarray) -> np.ndarray:
-    """Convert a kernel from HWIO to OIHW, or from [I, O] to [O, I]."""
-    if not name.endswith("kernel"):
-        return a
-    if a.ndim not in (2, 4):
-        raise ValueError(
-            f"to_torch: {name} must be a dense or 2d convolution kernel, got shape {a.shape}"
-        )
-    return a.T if a.ndim == 2 else a.transpose(3, 2, 0, 1)
+    Raises:
+      ValueError: if there are no arrays, a key occurs twice, or there is no such entry.
 
-
-def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (*shape[:1:-1], *shape[:2]) if len(shape) == 4 else shape[::-1]
-
-
-def _from_torch_layout(a: np.ndarray) -> np.ndarray:
-    return a.transpose(2, 3, 1, 0) if a.ndim == 4 else a.T
-
-
-def _flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[Arrays, tuple[str, ...]]:
-    """Arrays of a state dict or checkpoint by key, and the keys of everything else."""
-    other: list[str] = []
-    for wrapper in _WRAPPERS:
-        if isinstance(state_dict.get(wrapper), Mapping):
-            other = [key for key in state_dict if key != wrapper]
-            state_dict = state_dict[wrapper]
+    Example:
+      >>> import numpy as np
+      >>> from fnet.interop.torch import unwrap
+      >>> arrays = {"module.fc.bias": np.zeros(3)}
+      >>> checkpoint = {"model": arrays, "model_ema": arrays, "epoch": 3}
+      >>> found = unwrap(checkpoint)
+      >>> found.entry, found.others, list(found.arrays)
+      ('model_ema', ('model',), ['fc.bias'])
+    """
+    unused: list[str] = []
+    path: list[str] = []
+    others: tuple[str, ...] = ()
+    while True:
+        entries = [k for k in _ENTRIES if isinstance(content.get(k), Mapping)]
+        if entry is not None and not path:
+            if not isinstance(content.get(entry), Mapping):
+                has = f"has {', '.join(entries)}" if entries else "holds weights alone"
+                raise ValueError(f"from_torch: no entry {entry!r} with weights; it {has}")
+            entries = [entry, *(k for k in entries if k != entry)]
+        if not entries:
             break
-    arrays: Arrays = {}
+        others = others or tuple(entries[1:])
+        unused += [str(key) for key in content if key not in entries]
+        content, path = content[entries[0]], [*path, entries[0]]
+    arrays: dict[str, Any] = {}
     counters = []
 
     def add(mapping: Mapping[str, Any], prefix: tuple[str, ...]) -> None:
         for name, value in mapping.items():
             parts = [part for part in str(name).split(".") if part not in _WRAPPER_MODULES]
-            key = ".".join((*prefix, *parts))
+            key = families.current_key(".".join((*prefix, *parts)))
             if isinstance(value, Mapping):
                 add(value, (*prefix, *parts))
-            elif key.endswith("num_batches_tracked"):
+            elif key.endswith(("num_batches_tracked", "n_averaged")):
                 counters.append(key)
             elif key in arrays:
                 raise ValueError(f"from_torch: {key} occurs twice, under different wrappers")
             elif hasattr(value, "shape"):
-                arrays[key] = np.asarray(value)
+                arrays[key] = value
             else:
-                other.append(key)
+                unused.append(key)
 
-    add(state_dict, ())
+    add(content, ())
     if not arrays:
         raise ValueError(
             "from_torch: no arrays in it, neither at the top level nor under "
-            f"{' or '.join(_WRAPPERS)}"
+            f"{', '.join(_ENTRIES[:-1])} or {_ENTRIES[-1]}"
         )
-    return arrays, (*other, *counters)
+    return Unwrapped(arrays, (*unused, *counters), ".".join(path), others)
 
 
-def _num_classes(given: Arrays) -> int | None:
-    weights = (a for k, a in given.items() if torch_keys.is_classifier(k) and a.ndim > 1)
-    return next((a.shape[0] for a in weights), None)
+def _keystr(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _match_names(variables: Iterable[str], given: Iterable[str]) -> tuple[str, str, dict[str, str]]:
-    """Find the naming scheme that most of the given keys match.
+def _flatten(tree: Any) -> dict[str, Any]:
+    """Flatten variables to ``{"layer1.0.conv1.kernel": leaf}``."""
+    return {_keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
-    Returns:
-      ``(names, prefix, {key: name in the network})``. ``prefix`` is ``"body."`` if the keys are
-      keys of the backbone only.
+
+def _name(t: Tensor) -> str:
+    return t.path.replace("/", ".")
+
+
+class _Match(NamedTuple):
+    """How the keys of a file correspond to the arrays of a network.
+
+    Attributes:
+      names: naming scheme.
+      prefix: prefix of the keys in the file.
+      tensors: names of the network's arrays after the prefix; of those that the file may have.
+      covers_heads: whether the file has the network's head or classifier.
     """
-    choices = []
-    for names in torch_keys.namings(variables):
-        keys = {torch_keys.torch_key(name, names): name for name in variables}
-        for prefix in ("", "body."):
-            expected = {k.removeprefix(prefix): n for k, n in keys.items() if k.startswith(prefix)}
-            choices.append((names, prefix, expected))
-    return max(choices, key=lambda choice: len(choice[2].keys() & set(given)))
+
+    names: str
+    prefix: str
+    tensors: tuple[Tensor, ...]
+    covers_heads: bool
 
 
-def _check_arrays(expected: dict[str, tuple[int, ...]], given: Arrays, skipped: set[str]) -> None:
-    """Check that the given arrays have the keys and shapes of the network."""
-    problem = None
-    for key, a in given.items():
-        if key in expected and expected[key] != a.shape:
-            problem = f"{key} is {a.shape}, in the network {expected[key]}"
-        elif key not in expected and key not in skipped:
-            problem = f"{key} {a.shape} is not in the network"
-        if problem:
-            break
-    else:
-        for key in sorted(expected.keys() - given.keys()):
-            problem = f"{key} {expected[key]} is missing"
-            break
-    if problem is None:
-        return
-    theirs, ours = torch_keys.recognize(given), torch_keys.recognize(expected)
-    stems = ["conv3.weight" in keys or "mod1.conv3.weight" in keys for keys in (given, expected)]
-    what = "weights of another network"
-    if theirs != ours:
-        hint = (
-            f"the weights look like {theirs}" if theirs else "the weights are of no known network"
+_NO_BODY = {"reference": "body.", "torchvision": "backbone.", "fnet": "body."}
+"""Prefix of the backbone of a DeepLab, which the weights of a classifier lack."""
+
+
+def _match(variables: Mapping[str, Any], given: Mapping[str, Any]) -> _Match:
+    """Find the naming scheme and the prefix that most of the given keys match."""
+    prefixes = families.prefixes(given)
+    best, most = _Match("reference", "", (), True), -1
+    for names in (*NAMES, "fnet"):
+        try:
+            tensors = families.name_tensors(variables, names)
+        except ValueError:
+            if names == "reference" and not _looks_like_fnet(variables, given):
+                raise
+            continue
+        body = _NO_BODY[names]
+        without = tuple(
+            t._replace(name=t.name.removeprefix(body)) for t in tensors if t.name.startswith(body)
         )
-        hint += f", the network is {ours}" if ours else ""
-    elif torch_keys.is_classifier(key):
-        what = "weights for other classes"
-        hint = "new_classifier=True leaves the classifier at its initial values"
-    elif stems[0] != stems[1]:
-        hint = f"the weights have the stem {'3x3' if stems[0] else '7x7'}"
-    else:
-        hint = f"both are {ours}, with other options" if ours else "neither is a known network"
-    raise ValueError(f"from_torch: {what}: {problem}; {hint}")
+        for prefix in prefixes:
+            for candidates in (tensors, without):
+                bodies = [t for t in candidates if not families.is_head(_name(t))]
+                overlap = sum(prefix + t.name in given for t in bodies or candidates)
+                if overlap > most:
+                    heads = [t for t in tensors if families.is_head(_name(t))]
+                    covers = any(prefix + t.name in given for t in heads) and candidates is tensors
+                    kept = candidates if covers else (*bodies, *heads)
+                    best, most = _Match(names, prefix, tuple(kept), covers or not heads), overlap
+    return best
 
 
-def _convert_arrays(given: Arrays, variables: Mapping[str, Any]) -> tuple[Arrays, tuple[str, ...]]:
+def _looks_like_fnet(variables: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    return any(name in given for name in variables)
+
+
+def _shapes(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(a.shape) for key, a in given.items()}
+
+
+def _misfits(heads: set[str], shapes: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Return the layers of a head of which an array is missing or has another shape."""
+    layers = {
+        key.rpartition(".")[0]
+        for key in heads
+        if key not in given or tuple(given[key].shape) != shapes[key]
+    }
+    return {key for key in heads if key.rpartition(".")[0] in layers}
+
+
+def _check_arrays(
+    expected: Mapping[str, tuple[int, ...]],
+    given: Mapping[str, Any],
+    skipped: set[str],
+    variables: Mapping[str, Any],
+    prefix: str,
+) -> None:
+    """Check that the given arrays have the keys and shapes of the network."""
+    problems = {}
+    for key, a in given.items():
+        shape = tuple(a.shape)
+        if key in expected and expected[key] != shape:
+            problems[key] = f"{key} is {shape}, in the network {expected[key]}"
+        elif key not in expected and key not in skipped:
+            problems[key] = f"{key} {shape} is not in the network"
+    for key in sorted(expected.keys() - given.keys()):
+        problems[key] = f"{key} {expected[key]} is missing"
+    if not problems:
+        return
+    others = [p for k, p in problems.items() if not families.is_torch_head(k.removeprefix(prefix))]
+    if not others:
+        raise ValueError(
+            f"from_torch: weights for other classes: {next(iter(problems.values()))}; "
+            "new_classifier=True leaves the classifier at its initial values"
+        )
+    theirs, ours = families.recognize(_shapes(given)), _describe(variables)
+    hint = families.compare(theirs, ours) if theirs or ours else "neither is a known network"
+    if theirs is not None and theirs.model is None:
+        raise ValueError(f"from_torch: {hint}")
+    raise ValueError(f"from_torch: weights of another network: {others[0]}; {hint}")
+
+
+def _describe(variables: Mapping[str, Any]) -> Weights | None:
+    """Describe a network as `families.recognize` describes a file."""
+    for names in families.namings(variables):
+        try:
+            tensors = families.name_tensors(variables, names)
+        except ValueError:
+            continue
+        found = families.recognize(
+            {t.name: t.file_shape(variables[_name(t)].shape) for t in tensors}
+        )
+        if found is not None and found.model is not None:
+            return found
+    return None
+
+
+def _convert_arrays(
+    given: Mapping[str, tuple[Tensor, Any]], variables: Mapping[str, Any], allow_nonfinite: bool
+) -> tuple[Arrays, tuple[str, ...]]:
     """Convert arrays to the network's layouts and dtypes, with notes about casts."""
     arrays, casts, not_finite = {}, set(), []
-    for name, a in given.items():
+    for name, (t, tensor) in given.items():
+        a, dtype = np.asarray(tensor[...]), variables[name].dtype
         if not jnp.issubdtype(a.dtype, jnp.floating):
             raise TypeError(f"from_torch: {name} must be floating, got {a.dtype}")
-        dtype = variables[name].dtype
         if a.dtype != dtype:
             casts.add(f"{a.dtype} cast to {dtype}")
-        arrays[name] = np.array(_from_torch_layout(a), dtype)
-        if not np.isfinite(arrays[name]).all():
-            not_finite.append(name)
+        arrays[name] = np.array(t.to_param(a), dtype)
+        if bad := int(arrays[name].size - np.isfinite(arrays[name]).sum()):
+            not_finite.append(f"{t.name} ({bad:,} of {arrays[name].size:,} values)")
     notes = sorted(casts)
     if not_finite:
-        more = f" and {len(not_finite) - 1} more" if len(not_finite) > 1 else ""
-        notes.append(f"not finite: {not_finite[0]}{more}")
+        more = f" and {len(not_finite) - 1} more arrays" if len(not_finite) > 1 else ""
+        problem = f"not finite: {not_finite[0]}{more}"
+        if not allow_nonfinite:
+            raise ValueError(f"from_torch: {problem}; allow_nonfinite=True accepts them")
+        notes.append(problem)
     return arrays, tuple(notes)

@@ -124,7 +124,7 @@ def _lowest(x: Array) -> float:
     return -jnp.inf if floating else int(jnp.iinfo(x.dtype).min)
 
 
-def avg_pool(window: int = 2) -> Layer:
+def avg_pool(window: int = 2, *, partial: bool = False) -> Layer:
     """Average pooling over non-overlapping patches.
 
     x [N, H, W, C] -> [N, H // window, W // window, C]. Rows and columns beyond the last
@@ -132,6 +132,8 @@ def avg_pool(window: int = 2) -> Layer:
 
     Args:
       window: height and width of a patch, and the distance between patches.
+      partial: whether to average the patches at the border that are not whole, too, as torch does
+        with ``ceil_mode=True, count_include_pad=False``. Then sizes are rounded up.
 
     Returns:
       A layer without params or state.
@@ -147,19 +149,37 @@ def avg_pool(window: int = 2) -> Layer:
       >>> y, _ = layers.avg_pool(2).apply({}, {}, x, train=True)
       >>> y.ravel().tolist()
       [2.5, 4.5, 10.5, 12.5]
+      >>> y, _ = layers.avg_pool(3, partial=True).apply({}, {}, x, train=True)
+      >>> y.ravel().tolist()
+      [5.0, 7.0, 13.0, 15.0]
     """
     check_sizes("avg_pool", window=window)
 
     def pool(x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c"]:
-        n, h, w, c = x.shape
+        h, w = x.shape[1:3]
+        if partial and (h % window or w % window):
+            sides = [(0, -size % window) for size in (h, w)]
+            y = pool_whole(jnp.pad(x, [(0, 0), *sides, (0, 0)]))
+            return y * _inverse_counts(h, w, window).astype(y.dtype)
         if h < window or w < window:
             raise ValueError(f"avg_pool: window {window} is larger than the image {h} x {w}")
-        x = x[:, : h - h % window, : w - w % window]
+        return pool_whole(x[:, : h - h % window, : w - w % window])
+
+    def pool_whole(x: Array) -> Array:
+        n, h, w, c = x.shape
         # One axis at a time: shardings propagate only through such reshapes.
-        x = x.reshape(n, h // window, window, x.shape[2], c)
+        x = x.reshape(n, h // window, window, w, c)
         return x.reshape(n, h // window, window, w // window, window, c).mean((2, 4))
 
     return _image_layer("avg_pool", pool)
+
+
+def _inverse_counts(h: int, w: int, window: int) -> np.ndarray:
+    """Elements of a whole patch over those that each patch has, [1, H', W', 1]."""
+    rows, columns = (
+        window / np.minimum(size - np.arange(0, size, window), window) for size in (h, w)
+    )
+    return (rows[:, None] * columns[None])[None, ..., None].astype(np.float32)
 
 
 def global_avg_pool() -> Layer:

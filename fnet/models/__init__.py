@@ -17,6 +17,7 @@ from fnet.models.language_model import language_model
 from fnet.models.mlp import mlp as mlp
 from fnet.models.preact_resnet import preact_resnet as preact_resnet
 from fnet.models.resnet import DEPTHS as _RESNETS
+from fnet.models.resnet import VARIANTS as _RESNET_VARIANTS
 from fnet.models.resnet import resnet as resnet
 from fnet.models.resnet9 import resnet9 as resnet9
 from fnet.models.resnext import DEPTHS as _RESNEXTS
@@ -34,6 +35,10 @@ MODELS: dict[str, Callable[..., Layer]] = {
     "resnet9": resnet9,
     "revnet": revnet,
     **{f"resnet{depth}": partial(resnet, depth) for depth in _RESNETS},
+    **{
+        name: partial(resnet, depth, **options)
+        for name, (depth, options) in _RESNET_VARIANTS.items()
+    },
     **{f"resnext{depth}": partial(resnext, depth) for depth in _RESNEXTS},
     **{f"densenet{depth}": partial(densenet, depth) for depth in _DENSENETS},
     **{f"wider_resnet{depth}": partial(wider_resnet, depth) for depth in _WIDER_RESNETS},
@@ -62,8 +67,9 @@ def get(name: str, **options: Any) -> Layer:
     """Build a network by name.
 
     Args:
-      name: ``mlp``, ``preact_resnet``, ``resnet9``, ``revnet``, ``resnet18`` to ``resnet152``,
-        ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
+      name: ``mlp``, ``preact_resnet``, ``resnet9``, ``revnet``, ``resnet10`` to ``resnet200``
+        and timm's variants of them such as ``resnet50d``, ``wide_resnet50_2`` and
+        ``resnext50_32x4d``; ``resnext50`` to ``resnext152``, ``densenet121`` to ``densenet264``,
         ``wider_resnet16`` to ``wider_resnet38``, each of these also with ``_a2``; ``vit_tiny``,
         ``vit_small``, ``vit_base``, ``vit_large``, ``vit_huge``, or ``convnext_atto`` to
         ``convnext_huge``, each of these also as ``convnextv2_``.

@@ -8,44 +8,54 @@ from fnet import layers
 from fnet.layer import Layer, Params, State, apply_child, init_children, serial
 from fnet.models.blocks import NormActivation, convolution
 
-STEMS = ("7x7", "3x3", "small")
-"""Stems that `input_stem` accepts."""
+STEMS: dict[str, tuple[int, tuple[float, ...]]] = {
+    "7x7": (7, (1,)),
+    "3x3": (3, (1, 1, 1)),
+    "deep": (3, (1 / 2, 1 / 2, 1)),
+    "tiered": (3, (3 / 8, 1 / 2, 1)),
+    "wide": (3, (1, 1, 2)),
+    "small": (3, (1,)),
+}
+"""Window of the convolutions of each stem of `input_stem`, and their channels over ``n_out``."""
 
 
 def input_stem(
     kind: str, n_in: int, n_out: int, norm: NormActivation, *, last_norm: bool
-) -> dict[str, Layer]:
+) -> tuple[dict[str, Layer], int]:
     """Build the layers before the first stage.
 
     Args:
       kind: ``"7x7"``: a 7x7 convolution with stride 2. ``"3x3"``: three 3x3 convolutions, the
-        first with stride 2. A 3x3 max pooling with stride 2 follows both, so the image shrinks by
-        4 in each direction. ``"small"``: one 3x3 convolution, for images of about 32 x 32.
+        first with stride 2. ``"deep"``, ``"tiered"`` and ``"wide"``: the same with the channels
+        of timm's ResNets with the suffixes d, t and s. A 3x3 max pooling with stride 2 follows all
+        of these, so the image shrinks by 4 in each direction. ``"small"``: one 3x3 convolution,
+        for images of about 32 x 32.
       n_in: image channels.
-      n_out: output channels of each convolution.
+      n_out: output channels; twice as many for ``"wide"``.
       norm: norm after each convolution.
       last_norm: whether a norm follows the last convolution too. Pass False if the first block
         begins with a norm.
 
     Returns:
-      Layers by name, in order.
+      Layers by name, in order, and the number of output channels.
 
     Raises:
       ValueError: for an unknown kind.
     """
     if kind not in STEMS:
-        raise ValueError(f"stem must be one of {STEMS}, got {kind!r}")
-    windows = {"7x7": (7,), "3x3": (3, 3, 3), "small": (3,)}[kind]
+        raise ValueError(f"stem must be one of {tuple(STEMS)}, got {kind!r}")
+    window, shares = STEMS[kind]
     stem: dict[str, Layer] = {}
-    for i, window in enumerate(windows, start=1):
+    for i, share in enumerate(shares, start=1):
         stride = 1 if i > 1 or kind == "small" else 2
-        stem[f"conv{i}"] = convolution(n_in, n_out, window, stride=stride)
-        if last_norm or i < len(windows):
-            stem[f"bn{i}"] = norm(n_out)
-        n_in = n_out
+        channels = int(n_out * share)
+        stem[f"conv{i}"] = convolution(n_in, channels, window, stride=stride)
+        if last_norm or i < len(shares):
+            stem[f"bn{i}"] = norm(channels)
+        n_in = channels
     if kind != "small":
         stem["pool"] = layers.max_pool(3, stride=2, padding=1)
-    return stem
+    return stem, n_in
 
 
 def classifier(n_in: int, num_classes: int | None) -> dict[str, Layer] | None:

@@ -85,6 +85,9 @@ def post_activation(
     *,
     stride: int = 1,
     dilation: int = 1,
+    first_dilation: int | None = None,
+    groups: int = 1,
+    shortcut: str = "conv",
 ) -> Layer:
     """Post-activation residual block: ``act(shortcut(x) + body(x))``.
 
@@ -100,9 +103,14 @@ def post_activation(
       stride: stride of the block. If it is not 1, or if the number of channels changes, the
         shortcut is a 1x1 convolution and a norm.
       dilation: dilation of the 3x3 convolutions.
+      first_dilation: dilation of the first 3x3 convolution; None: ``dilation``.
+      groups: groups of the 3x3 convolution, if there are three convolutions.
+      shortcut: ``"conv"``: the convolution of the shortcut has the stride. ``"pool"``: average
+        pooling has it (He et al., "Bag of Tricks for Image Classification", CVPR 2019).
     """
     windows = (3, 3) if len(channels) == 2 else (1, 3, 1)
     strided = windows.index(3)
+    first_dilation = first_dilation or dilation
     body: dict[str, Layer] = {}
     sizes = [n_in, *channels]
     for i, window in enumerate(windows):
@@ -111,16 +119,17 @@ def post_activation(
             sizes[i + 1],
             window,
             stride=stride if i == strided else 1,
-            dilation=dilation if window == 3 else 1,
+            dilation=1 if window == 1 else first_dilation if i == strided else dilation,
+            groups=groups if window == 3 and len(windows) == 3 else 1,
         )
         is_last = i == len(windows) - 1
         body[f"bn{i + 1}"] = norm(sizes[i + 1], **({"activation": "identity"} if is_last else {}))
     children = dict(body)
     if (n_in, stride) != (channels[-1], 1):
-        children["downsample"] = serial(
-            convolution(n_in, channels[-1], 1, stride=stride),
-            norm(channels[-1], activation="identity"),
-        )
+        pools = shortcut == "pool"
+        conv = convolution(n_in, channels[-1], 1, stride=1 if pools else stride)
+        parts = conv, norm(channels[-1], activation="identity")
+        children["downsample"] = serial(*[layers.avg_pool(stride, partial=True)] * pools, *parts)
 
     def apply(
         params: Params, state: State, x: Array, *, key: Array | None = None, train: bool

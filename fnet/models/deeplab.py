@@ -7,9 +7,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from fnet import layers
-from fnet.layer import Layer, Params, State, apply_child, init_children
+from fnet.layer import Layer, Params, State, apply_child, init_children, serial, stateless
 from fnet.models.blocks import NormActivation, convolution, resolve_norm
 from fnet.precision import add, upcast
+
+_DROPOUT = 0.5
 
 
 def deeplab(
@@ -23,6 +25,7 @@ def deeplab(
     hidden: int = 256,
     dilations: Sequence[int] = (12, 24, 36),
     pooling_size: tuple[int, int] | None = None,
+    head: str = "sum",
     interpolate: bool = True,
 ) -> Layer:
     """DeepLabV3 segmentation network: a backbone, an ASPP head and a 1x1 convolution to logits.
@@ -37,6 +40,7 @@ def deeplab(
       num_classes: number of classes per pixel.
       activation, activation_param, norm: as for `fnet.models.resnet`.
       hidden, dilations, pooling_size: as for `aspp`.
+      head: ``"sum"``: `aspp`. ``"concat"``: `concat_aspp` and a 3x3 convolution, as in torchvision.
       interpolate: whether to upsample the logits to the size of the images, bilinearly. Without
         upsampling, pass the logits to `fnet.losses.pixel_cross_entropy` or
         `fnet.losses.pixel_predictions`, which upsample a few rows at a time.
@@ -46,7 +50,7 @@ def deeplab(
       [N, h, w, num_classes] without upsampling. Its children are ``body``, ``head`` and ``cls``.
 
     Raises:
-      ValueError: for an unknown norm.
+      ValueError: for an unknown norm or head, or a pooling size with the head ``"concat"``.
 
     Example:
       >>> import fnet, jax
@@ -60,9 +64,20 @@ def deeplab(
       (2, 8, 8, 21)
     """
     norm = resolve_norm("deeplab", norm, activation, activation_param)
+    if head == "sum":
+        aspp_head = aspp(n_in, hidden, norm, dilations=dilations, pooling_size=pooling_size)
+    elif head != "concat":
+        raise ValueError(f"deeplab: head must be 'sum' or 'concat', got {head!r}")
+    elif pooling_size is not None:
+        raise ValueError(
+            f"deeplab: pooling_size must be None with head 'concat', got {pooling_size}"
+        )
+    else:
+        joined = concat_aspp(n_in, hidden, norm, dilations=dilations)
+        aspp_head = serial(joined, convolution(hidden, hidden, 3), norm(hidden))
     children = {
         "body": body,
-        "head": aspp(n_in, hidden, norm, dilations=dilations, pooling_size=pooling_size),
+        "head": aspp_head,
         "cls": layers.conv(hidden, num_classes, 1),
     }
 
@@ -133,8 +148,42 @@ def aspp(
     return Layer(lambda key: init_children(children, key), apply)
 
 
+def concat_aspp(
+    n_in: int, hidden: int, norm: NormActivation, *, dilations: Sequence[int] = (12, 24, 36)
+) -> Layer:
+    """Atrous spatial pyramid pooling as in torchvision: the branches are concatenated.
+
+    A norm follows each branch. A 1x1 convolution, a norm and dropout with rate 0.5 follow the
+    concatenation. Parameter names are torchvision's.
+
+    Args:
+      n_in: channels of the features.
+      hidden: channels of each branch and of the output.
+      norm: norm after each convolution.
+      dilations: dilations of the 3x3 convolutions. One 1x1 convolution is added to them.
+
+    Returns:
+      A layer [N, H, W, n_in] -> [N, H, W, hidden]. Training needs a key.
+    """
+    branches = [serial(convolution(n_in, hidden, 1), norm(hidden))]
+    branches += [
+        serial(convolution(n_in, hidden, 3, dilation=rate), norm(hidden)) for rate in dilations
+    ]
+    pool = stateless(lambda x: x.mean((1, 2), keepdims=True))
+    branches.append(serial(pool, convolution(n_in, hidden, 1), norm(hidden)))
+    project = convolution(hidden * len(branches), hidden, 1)
+    children = {
+        "convs": _concatenated(branches),
+        "project": serial(project, norm(hidden), layers.dropout(_DROPOUT)),
+    }
+    return serial(**children)
+
+
 def _concatenated(branches: Sequence[Layer]) -> Layer:
-    """Apply each branch to the same input and concatenate the outputs over channels."""
+    """Apply each branch to the same input and concatenate the outputs over channels.
+
+    A pooled output [N, 1, 1, C] is repeated over height and width.
+    """
     children = {str(i): branch for i, branch in enumerate(branches)}
 
     def apply(
@@ -143,7 +192,7 @@ def _concatenated(branches: Sequence[Layer]) -> Layer:
         outputs = []
         for name in children:
             y, state = apply_child(children, name, params, state, x, key=key, train=train)
-            outputs.append(y)
+            outputs.append(jnp.broadcast_to(y, (*x.shape[:3], y.shape[-1])))
         return jnp.concatenate(outputs, -1), state
 
     return Layer(lambda key: init_children(children, key), apply)

@@ -12,11 +12,14 @@ from fnet.models.blocks import NormActivation, convolution, resolve_norm
 
 DEPTHS = {
     121: (6, 12, 24, 16),
+    161: (6, 12, 36, 24),
     169: (6, 12, 32, 32),
     201: (6, 12, 48, 32),
     264: (6, 12, 64, 48),
 }
 """Layers per stage, by depth (Huang et al. 2017, table 1)."""
+GROWTH = {161: 48}
+"""Channels that each layer adds by default, by depth, if not 32."""
 _BOTTLENECK = 4
 
 
@@ -30,7 +33,8 @@ def densenet(
     norm: str | NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
-    growth: int = 32,
+    growth: int | None = None,
+    stem_norm: bool = False,
     compression: float = 0.5,
 ) -> Layer:
     """DenseNet-BC for images.
@@ -40,13 +44,15 @@ def densenet(
     none follows the stem.
 
     Args:
-      depth: 121, 169, 201 or 264.
+      depth: 121, 161, 169, 201 or 264.
       num_classes: number of logits. None returns the features of the four stages instead; the
         last ones are normalized and activated.
       in_channels, activation, activation_param, norm, stem: as for `fnet.models.resnet`.
       dilation: dilation of the 3x3 convolutions, per stage. There is no pooling before a dilated
         stage, except that the stem's pooling stays.
-      growth: channels that each layer adds. The stem has twice as many.
+      growth: channels that each layer adds. The stem has twice as many. None: 48 for depth 161,
+        otherwise 32.
+      stem_norm: whether a norm follows the stem, as in torchvision and timm.
       compression: fraction of the channels that a transition passes to the next stage.
 
     Returns:
@@ -68,8 +74,9 @@ def densenet(
     layers_per_stage = stage_blocks("densenet", DEPTHS, depth)
     dilations = stage_dilations("densenet", dilation, 4)
     norm = resolve_norm("densenet", norm, activation, activation_param)
-    n_in = 2 * growth
-    children = {"mod1": serial(**input_stem(stem, in_channels, n_in, norm, last_norm=False))}
+    growth = GROWTH.get(depth, 32) if growth is None else growth
+    stem_layers, n_in = input_stem(stem, in_channels, 2 * growth, norm, last_norm=stem_norm)
+    children = {"mod1": serial(**stem_layers)}
     for i, (num_layers, rate) in enumerate(zip(layers_per_stage, dilations, strict=True)):
         if i:
             n_out = int(n_in * compression)

@@ -1,6 +1,7 @@
 """ResNets with in-place activated batch norm, plain batch norm or group norm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from fnet import layers
 from fnet.layer import Layer, serial
@@ -8,13 +9,35 @@ from fnet.models.backbone import backbone, input_stem, stage_blocks, stage_dilat
 from fnet.models.blocks import NormActivation, post_activation, resolve_norm
 
 DEPTHS = {
+    10: (1, 1, 1, 1),
+    14: (1, 1, 1, 1),
     18: (2, 2, 2, 2),
+    26: (2, 2, 2, 2),
     34: (3, 4, 6, 3),
     50: (3, 4, 6, 3),
     101: (3, 4, 23, 3),
     152: (3, 8, 36, 3),
+    200: (3, 24, 36, 3),
 }
-"""Blocks per stage, by depth (He et al. 2015, table 1). Blocks are bottlenecks from 50 on."""
+"""Blocks per stage, by depth (He et al. 2015, table 1; 10, 14, 26 and 200 as in timm)."""
+BASIC = (10, 18, 34)
+"""Depths whose blocks have two convolutions. The others are bottlenecks."""
+_DEEP = {"stem": "deep", "shortcut": "pool"}
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"resnet{depth}d": (depth, _DEEP) for depth in (18, 26, 34, 50, 101, 152, 200)},
+    **{f"resnet{depth}t": (depth, _DEEP | {"stem": "tiered"}) for depth in (10, 14, 26, 50)},
+    **{f"resnet{depth}c": (depth, {"stem": "deep"}) for depth in (50, 101, 152)},
+    **{f"resnet{depth}s": (depth, {"stem": "wide"}) for depth in (50, 101, 152)},
+    **{f"wide_resnet{depth}_2": (depth, {"group_width": 128}) for depth in (50, 101)},
+    "resnext50_32x4d": (50, {"groups": 32, "group_width": 4}),
+    "resnext50d_32x4d": (50, _DEEP | {"groups": 32, "group_width": 4}),
+    "resnext101_32x4d": (101, {"groups": 32, "group_width": 4}),
+    "resnext101_32x8d": (101, {"groups": 32, "group_width": 8}),
+    "resnext101_32x16d": (101, {"groups": 32, "group_width": 16}),
+    "resnext101_32x32d": (101, {"groups": 32, "group_width": 32}),
+    "resnext101_64x4d": (101, {"groups": 64, "group_width": 4}),
+}
+"""Depth and options of torchvision's and timm's ResNets by their names there."""
 
 
 def resnet(
@@ -27,6 +50,10 @@ def resnet(
     norm: str | NormActivation = "abn",
     stem: str = "7x7",
     dilation: Sequence[int] = (1, 1, 1, 1),
+    dilate_first: bool = True,
+    shortcut: str = "conv",
+    groups: int = 1,
+    group_width: int = 64,
 ) -> Layer:
     """ResNet for images, with post-activation blocks.
 
@@ -35,7 +62,7 @@ def resnet(
     because the activation follows the sum. The 3x3 convolution of a bottleneck has the stride.
 
     Args:
-      depth: 18, 34, 50, 101 or 152.
+      depth: 10, 14, 18, 26, 34, 50, 101, 152 or 200.
       num_classes: number of logits. None returns the features of the four stages instead.
       in_channels: image channels.
       activation: activation after each sum and after each norm but a block's last.
@@ -44,10 +71,18 @@ def resnet(
       norm: ``"abn"``: in-place activated batch norm (`fnet.abn`). ``"batch"``: plain batch norm.
         ``"group"``: group norm with at most 32 groups. Or a callable ``(channels, *, activation,
         activation_param) -> Layer``.
-      stem: ``"7x7"``, ``"3x3"`` (three convolutions) or ``"small"`` (one convolution and no
-        downsampling, for images of about 32 x 32).
+      stem: ``"7x7"``, ``"3x3"`` (three convolutions), ``"deep"``, ``"tiered"`` and ``"wide"`` (the
+        same with the channels of timm's suffixes d, t and s), or ``"small"`` (one convolution and
+        no downsampling, for images of about 32 x 32).
       dilation: dilation of the 3x3 convolutions, per stage. A dilated stage has no stride, and
         with a dilated first stage the stem has no pooling.
+      dilate_first: whether the first 3x3 convolution of a stage has the stage's dilation.
+        False: it has that of the stage before, as in torchvision and timm.
+      shortcut: ``"conv"``: a 1x1 convolution has the stride of the shortcut. ``"pool"``: average
+        pooling has it, as in timm's networks with the suffixes d and t.
+      groups: groups of the 3x3 convolutions of bottlenecks (ResNeXt).
+      group_width: channels of each group in the first stage. They double in each later stage.
+        Wide ResNets have 128.
 
     Returns:
       A layer on NHWC images: [N, H, W, in_channels] -> [N, num_classes], or a tuple of
@@ -56,7 +91,8 @@ def resnet(
 
     Raises:
       ValueError: for an unknown depth, norm, stem or activation, a wrong number of dilations, or
-        an activation that the norm does not support.
+        an activation that the norm does not support; for an unknown shortcut, or groups without
+        bottlenecks.
 
     Example:
       >>> import fnet, jax
@@ -69,16 +105,33 @@ def resnet(
     dilations = stage_dilations("resnet", dilation, 4)
     norm = resolve_norm("resnet", norm, activation, activation_param)
     act = layers.activation(activation, activation_param)
-    children = input_stem(stem, in_channels, 64, norm, last_norm=True)
+    if shortcut not in ("conv", "pool"):
+        raise ValueError(f"resnet: shortcut must be 'conv' or 'pool', got {shortcut!r}")
+    if depth in BASIC and (groups, group_width) != (1, 64):
+        raise ValueError(
+            f"resnet: depth {depth} has no bottlenecks, which groups={groups} and "
+            f"group_width={group_width} need; give groups=1 and group_width=64"
+        )
+    children, n_in = input_stem(stem, in_channels, 64, norm, last_norm=True)
     if dilations[0] > 1:
         children.pop("pool", None)
-    n_in = 64
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         width, blocks = 64 * 2**i, []
-        channels = (width, width) if depth < 50 else (width, width, 4 * width)
+        inner = groups * group_width * 2**i
+        channels = (width, width) if depth in BASIC else (inner, inner, 4 * width)
         for j in range(num_blocks):
-            stride = 2 if i and not j and rate == 1 else 1
-            blocks.append(post_activation(n_in, channels, norm, act, stride=stride, dilation=rate))
+            block = post_activation(
+                n_in,
+                channels,
+                norm,
+                act,
+                stride=2 if i and not j and rate == 1 else 1,
+                dilation=rate,
+                first_dilation=rate if j or dilate_first else dilations[max(i - 1, 0)],
+                groups=groups,
+                shortcut=shortcut,
+            )
+            blocks.append(block)
             n_in = channels[-1]
         children[f"layer{i + 1}"] = serial(*blocks)
     head = None

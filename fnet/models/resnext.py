@@ -23,7 +23,7 @@ def resnext(
     groups: int = 64,
     base_channels: Sequence[int] = (128, 128, 256),
 ) -> Layer:
-    """ResNeXt for images.
+    """ResNeXt for images, with pre-activation. `fnet.models.resnet` has post-activation.
 
     Xie, Girshick, Dollar, Tu, He, "Aggregated Residual Transformations for Deep Neural
     Networks", CVPR 2017, with the pre-activation blocks of mapillary/inplace_abn.
@@ -58,8 +58,8 @@ def resnext(
     blocks_per_stage = stage_blocks("resnext", DEPTHS, depth)
     dilations = stage_dilations("resnext", dilation, 4)
     norm = resolve_norm("resnext", norm, activation, activation_param)
-    children = {"mod1": serial(**input_stem(stem, in_channels, 64, norm, last_norm=False))}
-    n_in = 64
+    stem_layers, n_in = input_stem(stem, in_channels, 64, norm, last_norm=False)
+    children = {"mod1": serial(**stem_layers)}
     for i, (num_blocks, rate) in enumerate(zip(blocks_per_stage, dilations, strict=True)):
         channels = [c * 2**i for c in base_channels]
         blocks = {}

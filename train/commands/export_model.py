@@ -10,10 +10,10 @@ import numpy as np
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
 from fnet.interop.peft import huggingface_modules, to_peft
 from train.arguments import ExportArguments
-from train.commands import weight_files
 from train.config import Config, Pretrained
 from train.data.model_folder import INDEX, SINGLE, read_folder
 from train.errors import UserError
+from train.run import weight_files
 from train.run.frozen import load_network
 from train.run.model_files import copy_small_files
 from train.run.run_folder import RunFolder, as_json

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -10,13 +10,28 @@ from annotated_types import Ge, Le, Lt, MaxLen, MinLen
 
 from fnet import layers, models
 from fnet.layer import Layer
+from fnet.models.resnet import DEPTHS as RESNETS
+from fnet.models.resnet import VARIANTS as RESNET_VARIANTS
 from train.config.section import Count, CountOrZero, EvenCount, Fraction, Positive, Section, options
+
+
+@dataclass(frozen=True)
+class Network(Section):
+    """A network that can start from trained weights."""
+
+    name: str = ""
+    """Network; its class has the value."""
+    pretrained: str | None = None
+    """Weights to start from: a run, a published folder, or a file; FILE#ENTRY for its entry ENTRY.
+
+    Layers for other classes are new."""
+
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
 
 
 @dataclass(frozen=True)
-class LanguageModel(Section):
+class LanguageModel(Network):
     """Language model: a transformer, a state-space model, or a hybrid of both."""
 
     name: Literal["language_model"] = "language_model"
@@ -101,7 +116,7 @@ class Pretrained(Section):
 
 
 @dataclass(frozen=True)
-class Denoiser(Section):
+class Denoiser(Network):
     """Class-conditional diffusion model: a transformer on image patches.
 
     Images are scaled to -1 to 1; data.mean and data.std are not used.
@@ -163,12 +178,12 @@ def _hidden(width: int, hidden: int | None) -> int:
 
 Activation = Literal["leaky_relu", "elu", "softplus", "relu", "gelu", "silu"]
 Norm = Literal["abn", "batch", "group"]
-Stem = Literal["7x7", "3x3", "small"]
+Stem = Literal["7x7", "3x3", "deep", "tiered", "wide", "small"]
 Dilation = Annotated[tuple[Count, ...], MinLen(4), MaxLen(4)]
 
 
 @dataclass(frozen=True)
-class PreactResNet(Section):
+class PreactResNet(Network):
     """Pre-activation ResNet for small images (He et al. 2016)."""
 
     name: Literal["preact_resnet"] = "preact_resnet"
@@ -196,7 +211,7 @@ class PreactResNet(Section):
 
 
 @dataclass(frozen=True)
-class ResNet9(Section):
+class ResNet9(Network):
     """ResNet-9 for small images, which trains in few epochs (Page 2018)."""
 
     name: Literal["resnet9"] = "resnet9"
@@ -216,12 +231,12 @@ class ResNet9(Section):
 
 
 @dataclass(frozen=True)
-class ResNet(Section):
+class ResNet(Network):
     """ResNet (He et al. 2015)."""
 
     name: Literal["resnet"] = "resnet"
     """Network; --model.name NAME --help lists the fields of another one."""
-    depth: Literal[18, 34, 50, 101, 152] = 50
+    depth: Literal[10, 14, 18, 26, 34, 50, 101, 152, 200] = 50
     """Number of layers."""
     activation: Activation = "leaky_relu"
     """Activation after every norm but a block's last, and after every residual sum."""
@@ -230,9 +245,18 @@ class ResNet(Section):
     norm: Norm = "abn"
     """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Stem = "7x7"
-    """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
+    """Stem: a 7x7 convolution; three 3x3, also with timm's channels of the suffixes d (deep), t
+    (tiered) and s (wide); or one 3x3 at full resolution (small)."""
     dilation: Dilation = (1, 1, 1, 1)
     """Dilation of each stage; dilated stages have no stride."""
+    dilate_first: bool = True
+    """Dilate the first block of a stage, too; torchvision and timm do not."""
+    shortcut: Literal["conv", "pool"] = "conv"
+    """Stride of shortcuts: in a convolution, or in average pooling (timm's suffixes d and t)."""
+    groups: Count = 1
+    """Groups of each 3x3 convolution of bottlenecks (ResNeXt)."""
+    group_width: Count = 64
+    """Channels of each group in the first stage; 128 in Wide ResNets."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
         """Build the network for images [H, W, C]."""
@@ -240,7 +264,7 @@ class ResNet(Section):
 
 
 @dataclass(frozen=True)
-class ResNeXt(Section):
+class ResNeXt(Network):
     """ResNeXt with pre-activation (Xie et al. 2017)."""
 
     name: Literal["resnext"] = "resnext"
@@ -266,7 +290,7 @@ class ResNeXt(Section):
 
 
 @dataclass(frozen=True)
-class WiderResNet(Section):
+class WiderResNet(Network):
     """Wider ResNet with pre-activation (Wu et al. 2016)."""
 
     name: Literal["wider_resnet"] = "wider_resnet"
@@ -292,12 +316,12 @@ class WiderResNet(Section):
 
 
 @dataclass(frozen=True)
-class DenseNet(Section):
+class DenseNet(Network):
     """DenseNet (Huang et al. 2017)."""
 
     name: Literal["densenet"] = "densenet"
     """Network; --model.name NAME --help lists the fields of another one."""
-    depth: Literal[121, 169, 201, 264] = 121
+    depth: Literal[121, 161, 169, 201, 264] = 121
     """Number of layers."""
     activation: Activation = "leaky_relu"
     """Activation after every norm."""
@@ -309,8 +333,10 @@ class DenseNet(Section):
     """Stem: a 7x7 convolution, three 3x3, or one 3x3 at full resolution (small)."""
     dilation: Dilation = (1, 1, 1, 1)
     """Dilation of each stage; there is no pooling before a dilated stage."""
-    growth: Count = 32
-    """Growth rate: channels that each layer adds."""
+    growth: Count | None = None
+    """Growth rate: channels that each layer adds; None is 48 for depth 161, otherwise 32."""
+    stem_norm: bool = False
+    """Norm after the stem, as in torchvision and timm."""
 
     def build(self, image_shape: tuple[int, ...], num_classes: int | None) -> Layer:
         """Build the network for images [H, W, C]."""
@@ -320,7 +346,7 @@ class DenseNet(Section):
 
 
 @dataclass(frozen=True)
-class RevNet(Section):
+class RevNet(Network):
     """RevNet: its backward pass recomputes activations and saves none per block."""
 
     name: Literal["revnet"] = "revnet"
@@ -344,7 +370,7 @@ class RevNet(Section):
 
 
 @dataclass(frozen=True)
-class ViT(Section):
+class ViT(Network):
     """Vision transformer (Dosovitskiy et al. 2021)."""
 
     name: Literal["vit"] = "vit"
@@ -374,7 +400,7 @@ class ViT(Section):
 
 
 @dataclass(frozen=True)
-class ConvNeXt(Section):
+class ConvNeXt(Network):
     """ConvNeXt, the first and the second version (Liu et al. 2022; Woo et al. 2023)."""
 
     name: Literal["convnext"] = "convnext"
@@ -400,7 +426,7 @@ class ConvNeXt(Section):
 
 
 @dataclass(frozen=True)
-class Mlp(Section):
+class Mlp(Network):
     """Multilayer perceptron on flattened images."""
 
     name: Literal["mlp"] = "mlp"
@@ -421,10 +447,21 @@ Backbone = Literal[
     "resnet50",
     "resnet101",
     "resnet152",
+    "resnet18d",
+    "resnet34d",
+    "resnet50d",
+    "resnet101d",
+    "resnet152d",
+    "wide_resnet50_2",
+    "wide_resnet101_2",
+    "resnext50_32x4d",
+    "resnext101_32x8d",
+    "resnext101_64x4d",
     "resnext50",
     "resnext101",
     "resnext152",
     "densenet121",
+    "densenet161",
     "densenet169",
     "densenet201",
     "densenet264",
@@ -435,7 +472,7 @@ Backbone = Literal[
 
 
 @dataclass(frozen=True)
-class DeepLab(Section):
+class DeepLab(Network):
     """DeepLabV3 for semantic segmentation (Chen et al. 2017)."""
 
     name: Literal["deeplab"] = "deeplab"
@@ -449,7 +486,11 @@ class DeepLab(Section):
     norm: Norm = "abn"
     """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Literal["7x7", "3x3"] = "7x7"
-    """Stem of the backbone: a 7x7 convolution or three 3x3; wider ResNets have their own."""
+    """Stem of the backbone: a 7x7 convolution or three 3x3; some backbones have their own."""
+    dilate_first: bool = True
+    """Dilate the first block of a stage of a ResNet, too; torchvision does not."""
+    head: Literal["sum", "concat"] = "sum"
+    """Head (ASPP): branches are summed, or concatenated as in torchvision."""
     hidden: Count = 256
     """Channels of each branch of the head (ASPP)."""
     dilations: Annotated[tuple[Count, ...], MinLen(1)] = (12, 24, 36)
@@ -461,9 +502,19 @@ class DeepLab(Section):
         """Build the network for images [H, W, C]."""
         common = {n: getattr(self, n) for n in ("activation", "activation_param", "norm")}
         wider = self.backbone.startswith("wider")
-        if wider and self.stem != "7x7":
+        if self.stem != "7x7" and (wider or self.backbone in RESNET_VARIANTS):
             raise ValueError(f"stem: {self.backbone} has its own stem; leave model.stem out")
-        dilated = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4), "stem": self.stem}
+        dilated: dict[str, Any] = {"dilated": True} if wider else {"dilation": (1, 1, 2, 4)}
+        if self.stem != "7x7":
+            dilated["stem"] = self.stem
+        if not self.dilate_first:
+            if self.backbone not in {*RESNET_VARIANTS, *(f"resnet{depth}" for depth in RESNETS)}:
+                raise ValueError(
+                    f"dilate_first: only ResNets can leave it out, not {self.backbone}"
+                )
+            dilated["dilate_first"] = False
+        if self.backbone.startswith("densenet") and self.head == "concat":
+            dilated["stem_norm"] = True
         channels = image_shape[-1]
         backbone = models.get(
             self.backbone, num_classes=None, in_channels=channels, **common, **dilated
@@ -480,6 +531,7 @@ class DeepLab(Section):
             hidden=self.hidden,
             dilations=self.dilations,
             pooling_size=self.pooling_size,
+            head=self.head,
             interpolate=False,  # the loss upsamples the logits
             **common,
         )

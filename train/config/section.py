@@ -33,5 +33,6 @@ class Section:
 
 
 def options(model: Any) -> dict[str, Any]:
-    """Fields of a model section without its name, as options of the function that builds it."""
-    return {f.name: getattr(model, f.name) for f in fields(model) if f.name != "name"}
+    """Fields of a model section that are options of the function that builds the network."""
+    other = ("name", "pretrained")
+    return {f.name: getattr(model, f.name) for f in fields(model) if f.name not in other}

@@ -5,7 +5,7 @@ Only headers are read until a tensor is needed. No code in a file is ever run.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +86,7 @@ def is_model_folder(path: Path) -> bool:
     if not (path / "config.json").is_file():
         return False
     config = load_json(path / "config.json")
-    return "model_type" in config or "architectures" in config
+    return any(name in config for name in ("model_type", "architectures", "architecture"))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def read_folder(path: Path) -> ModelFolder:
     if (path / INDEX).is_file():
         return ModelFolder(path, config, _read_index(path / INDEX))
     if (path / SINGLE).is_file():
-        return ModelFolder(path, config, dict(_read_header(path / SINGLE)))
+        return ModelFolder(path, config, read_tensors(path / SINGLE)[0])
     if pickles := [name for name in _PICKLES if (path / name).exists()]:
         raise UserError(
             f"model.path: {path} has {pickles[0]}, a pickle, which may run code; "
@@ -132,18 +132,21 @@ def _read_index(path: Path) -> dict[str, FileTensor]:
             raise UserError(f"{path}: {name!r} is not the name of a file in the same folder")
         if not (path.parent / name).is_file():
             raise UserError(f"{path.parent / name} is missing, which {path.name} lists")
-        tensors |= dict(_read_header(path.parent / name))
+        tensors |= read_tensors(path.parent / name)[0]
     for tensor, file in weight_map.items():
         if tensor not in tensors or tensors[tensor].path.name != file:
             raise UserError(f"{path.parent / file} lacks {tensor}, which {path.name} lists")
     return tensors
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, FileTensor]]:
-    """Yield the tensors of a file.
+def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
+    """Return the tensors of a safetensors file, and its metadata.
 
     https://huggingface.co/docs/safetensors: 8 bytes with the length of the header, the header as
     JSON, then the tensors.
+
+    Raises:
+      UserError: if the file is missing or damaged.
     """
 
     def damaged(why: str) -> UserError:
@@ -162,9 +165,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, FileTensor]]:
         raise damaged("its header is not JSON") from error
     if not isinstance(header, dict):
         raise damaged("its header is not an object")
+    metadata = header.pop("__metadata__", {})
+    tensors = {}
     for name, entry in header.items():
-        if name == "__metadata__":
-            continue
         try:
             dtype = np.dtype(DTYPES[entry["dtype"]])
             shape = tuple(int(n) for n in entry["shape"])
@@ -177,4 +180,5 @@ def _read_header(path: Path) -> Iterator[tuple[str, FileTensor]]:
         if 8 + length + last > size:
             missing = 8 + length + last - size
             raise damaged(f"it ends early: {missing:,} bytes of {name} are missing")
-        yield name, FileTensor(path, 8 + length + first, shape, dtype)
+        tensors[name] = FileTensor(path, 8 + length + first, shape, dtype)
+    return tensors, {str(key): str(value) for key, value in dict(metadata).items()}

@@ -19,12 +19,12 @@ from train.errors import UserError
 from train.output import curves, examples, plots
 from train.output.progress import Progress, line_printer
 from train.output.summary import before_training, describe_results, print_facts, what_next
-from train.run import distributed, tracking
+from train.run import distributed, initial_weights, tracking
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.checkpoints import Checkpoints, compile_checksums
 from train.run.class_names import check_classes, write_classes
-from train.run.frozen import restore, without_frozen
+from train.run.frozen import load_network, restore, without_frozen
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.memory_report import memory_report
@@ -65,15 +65,22 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     check_memory_config(run)
     tracking.check(config)
 
+    resumes = resume and RunFolder(out).has_started
+    is_saved = resumes and RunFolder(out).saved_steps
+    weights = None if is_saved else initial_weights.load_configured(run)
+
     def prepare(folder: RunFolder) -> None:
-        if resume and folder.has_started:
-            check_same_noise(run, folder.read_config())
+        if resumes:
+            before = folder.read_config()
+            check_same_noise(run, before)
             check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
-            check_secret(folder, folder.read_config())
+            check_secret(folder, before)
             changed = check_data(folder, config, run.task.dataset)
             folder.resume(config)
             if changed:
                 log(changed)
+            if needs_secret(config) and not needs_secret(before):  # imported, not trained yet
+                create_secret(folder, config)
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
@@ -81,10 +88,14 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         create_secret(folder, config)
         copy_model_files(folder, config)
         folder.write_config(config)
+        if weights is not None:
+            atomic_write(folder.imported, as_json(weights.as_dict()))
 
     with distributed.run_folder(out, prepare) as folder:
         for note in run.notes:
             log(note)
+        if weights is not None:
+            console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
         write_data(folder, config, run.task.dataset)
@@ -102,7 +113,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
             take_step = StepCache(run, planned, log)
             evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
-            init = run.compile_init()
+            init = run.compile_init(weights.variables if weights else None)
             learning_rate = run.compile_schedule()
             compile_checksums(without_frozen(run.state_shapes))
             report = memory_report(run, planned)
@@ -129,8 +140,16 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             keep_best=config.checkpoint.best,
         ) as checkpoints:
             # Begin with the last checkpoint, or with initial values.
-            restored = restore(checkpoints, run.task.model, run.state_shapes) if resume else None
-            if restored:
+            is_imported = resume and checkpoints.latest_step == 0
+            restored = None
+            if resume and not is_imported:
+                restored = restore(checkpoints, run.task.model, run.state_shapes)
+            if is_imported:
+                # Only the network counts: the rest follows from the config, which may have changed.
+                network = load_network(folder, run.task.model)
+                given = network.evaluation_params, network.model_state
+                start, state = 0, run.compile_init(given)(jax.random.key(config.train.seed))
+            elif restored:
                 start, state = restored.step, restored.state
                 batches.set_state(restored.position)
                 log(f"resumed after step {start} of {run.steps}")

@@ -77,6 +77,12 @@ class RunFolder:
         has_saved = any(self.checkpoints.glob("[0-9]*"))
         return self.config.is_file() and (has_logged or has_saved)
 
+    @property
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints; 0 is that of `fnet import`."""
+        names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+        return sorted(int(name) for name in names if name.isdecimal())
+
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other processes from writing here while entered; a kill releases the lock.
@@ -150,6 +156,7 @@ class RunFolder:
             self.classes,
             self.data,
             self.secret_seed,
+            self.imported,
             self.model,
             self.evaluation,
             self.choices,
@@ -172,10 +179,14 @@ class RunFolder:
     def resume(self, config: Config) -> None:
         """Check that the run here has this config, and update the fields that may change.
 
+        Before the first step of an imported run, these are all fields but the network's.
+
         Raises:
           UserError: if there is no run here, or one of another config.
         """
         different = changed_fields(self.read_config(), config)
+        if self.saved_steps == [0]:
+            different = {n: v for n, v in different.items() if n.startswith("model.")}
         if different:
             fields = ", ".join(f"{n} is {a} there and {b} here" for n, (a, b) in different.items())
             raise UserError(

@@ -1,6 +1,7 @@
 """Setup of a run: everything that follows from its config."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -145,13 +146,19 @@ class Setup(NamedTuple):
         compiled = jax.jit(self.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         return lambda step: float(compiled(np.int32(step)))
 
-    def compile_init(self) -> Callable[[Array], TrainState]:
-        """Compile ``key -> TrainState``, which reads the parameters of a published model."""
+    def compile_init(self, variables: Any = None) -> Callable[[Array], TrainState]:
+        """Compile ``key -> TrainState``, which reads the parameters of a published model.
+
+        Args:
+          variables: ``(params, model_state)`` that a network begins with. Arrays that are None
+            take their initial values.
+        """
         out_shardings = shardings(self.state_shapes) if self.layout else None
         model = self.task.model
         if not isinstance(model, PretrainedNetwork):
             init = jax.jit(self.init, out_shardings=out_shardings)
-            return init.lower(jax.random.key(0)).compile()
+            compiled = init.lower(jax.random.key(0), variables).compile()
+            return lambda key: compiled(key, variables)
         shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
         # The new state takes the buffers of what is read.
         init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=1)
@@ -231,7 +238,8 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         has_ema = o.ema_decay is not None or average is not None
         model = task.model
         if pretrained is not None:
-            model = model._replace(init=lambda key: task.model.place(key, pretrained))
+            place = getattr(model, "place", functools.partial(_place, model))
+            model = model._replace(init=lambda key: place(key, pretrained))
         model = _with_params_dtype(model, config)
         return TrainState.create(model, optimizer, key, ema=has_ema)
 
@@ -413,6 +421,16 @@ def _draw_canaries(config: Config, task: Task) -> GradientCanaries | None:
         return GradientCanaries.draw(params, count, config.train.seed, norm=10 * config.grad.clip)
     except ValueError as error:
         raise UserError(f"grad.audit: {error}") from error
+
+
+def _place(model: fnet.Layer, key: Array, variables: Any) -> tuple[Any, Any]:
+    """Return initial variables of a network, replaced where others are given."""
+
+    def choose(initial: Array, given: Array | None) -> Array:
+        return initial if given is None else given.astype(initial.dtype)
+
+    params, state = jax.tree.map(choose, model.init(key), variables)
+    return params, state
 
 
 def _num_steps(config: Config, steps_per_epoch: float) -> int:

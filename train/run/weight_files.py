@@ -1,8 +1,9 @@
-"""Files of weights for ``fnet import`` and ``fnet export``: safetensors and torch checkpoints.
+"""Weights from files, published folders and runs, and files of weights for ``fnet export``.
 
 Torch checkpoints are read as weights only: code in a file is never run.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -11,12 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from fnet import models
 from fnet.layers import activations
-from train.config import Config, Denoiser, LanguageModel
+from train.config import Config, Denoiser, LanguageModel, Pretrained
 from train.config.section import options
+from train.data.model_folder import SINGLE, is_model_folder, read_config, read_tensors
 from train.errors import UserError
+from train.run.checkpoints import Checkpoints
+from train.run.run_folder import RunFolder
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 """First bytes of torch.save's files: a zip archive; before torch 1.6 a pickle of protocol 2."""
@@ -24,37 +30,87 @@ _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 _MIN_TORCH = (2, 6)
 """First torch version whose ``weights_only`` is safe."""
 
-_FLAGS = {
-    "new_classifier=True": "--new-classifier",
-    "trained_with='batch'": "--trained-with batch",
-    "trained_with='abn'": "--trained-with abn",
-    "norm='batch'": "--model.norm batch",
-}
-"""Flag for each argument that messages of `fnet.interop.torch` suggest."""
+_OPTIONS = ("new_classifier", "trained_with", "allow_nonfinite")
+"""Arguments of `fnet.interop.torch` that are options of ``fnet import``."""
+_ARGUMENT = re.compile(r"\b([a-z_]+)=(?:'([\w.]+)'|([\w.]+))")
 
 
 class Weights(NamedTuple):
     """Content of a file of weights.
 
     Attributes:
-      state_dict: ``{key: array}``, or a dict that wraps one.
-      metadata: text fields of a safetensors file; else {}.
+      state_dict: ``{key: array}``, or a dict that wraps one. Arrays of safetensors files are read
+        by ``tensor[...]``.
+      metadata: text fields of a safetensors file, or the network of a run; else {}.
+      entry: entry of the checkpoint that the user chose, or None.
     """
 
     state_dict: Mapping[str, Any]
     metadata: dict[str, str]
+    entry: str | None = None
 
 
-def read(path: Path) -> Weights:
-    """Read a file's arrays into numpy.
+def read(given: str) -> Weights:
+    """Read weights.
 
     Args:
-      path: ``.safetensors``, which needs no torch, or a file of torch.save.
+      given: a ``.safetensors`` file, which needs no torch; a file of torch.save, perhaps with
+        ``#ENTRY``, the entry of a checkpoint; a published folder; or the folder of a run, of which
+        the best checkpoint is read, or else the newest.
 
     Raises:
       UserError: if there is no such file, if it holds no weights or more than weights, or if
         torch is needed and not installed.
     """
+    path, entry = Path(given), None
+    if not path.exists() and "#" in given:
+        name, _, entry = given.rpartition("#")
+        path = Path(name)
+    if path.is_dir() and is_model_folder(path):
+        return _read_published(path)
+    if path.is_dir() and RunFolder.of(str(path)).config.is_file():
+        return _read_run(RunFolder.of(str(path)))
+    return _read_file(path)._replace(entry=entry)
+
+
+def _read_published(path: Path) -> Weights:
+    """Read the weights of a convolutional network in a folder of timm."""
+    config = read_config(path)
+    name = config.get("architecture") or config.get("model_type")
+    if "architecture" not in config or not (path / SINGLE).is_file():
+        raise UserError(
+            f"{path} is a published {name}: train it with --model.name pretrained --model.path "
+            f"{path}"
+        )
+    if str(name).startswith(("vit_", "deit", "convnext")):
+        raise UserError(
+            f"{path} is timm's {name}: train it with --model.name pretrained --model.path {path}"
+        )
+    if name not in models.MODELS and re.match(r"(wide_)?resne|densenet", str(name)):
+        raise UserError(f"{path} is timm's {name}, which is not supported")
+    return Weights(*read_tensors(path / SINGLE))
+
+
+def _read_run(folder: RunFolder) -> Weights:
+    config = folder.read_config()
+    if isinstance(config.model, Pretrained):
+        raise UserError(
+            f"{folder.path} is a run of a published model: export it with fnet export, and train "
+            "the exported folder with --model.name pretrained --model.path"
+        )
+    with Checkpoints(folder.checkpoints) as checkpoints:
+        has_best = checkpoints.best_score > float("-inf")
+    with Checkpoints(folder.checkpoints, best=has_best) as checkpoints:
+        network = checkpoints.restore_network()
+    variables = network.evaluation_params, network.model_state
+    arrays = {
+        jax.tree_util.keystr(path[1:], simple=True, separator="."): np.asarray(a)
+        for path, a in jax.tree_util.tree_flatten_with_path(variables)[0]
+    }
+    return Weights(arrays, describe_network(config))
+
+
+def _read_file(path: Path) -> Weights:
     try:
         with path.open("rb") as file:
             start = file.read(8)
@@ -63,7 +119,7 @@ def read(path: Path) -> Weights:
     if not start:
         raise UserError(f"{path} is empty")
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return Weights(*read_tensors(path))
     if not start.startswith(_TORCH_MAGIC):
         raise UserError(
             f"{path} is not a checkpoint: it begins with {start!r}, unlike files of torch.save; "
@@ -116,23 +172,14 @@ def describe_network(config: Config) -> dict[str, str]:
 
 def with_flags(message: Exception | str) -> str:
     """Replace the library's arguments in a message by the program's flags."""
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match[1], match[2] or match[3]
+        option = f"--{'' if name in _OPTIONS else 'model.'}{name.replace('_', '-')}"
+        return option if value == "True" else f"{option} {value}"
+
     text = str(message).removeprefix("from_torch: ").removeprefix("to_torch: ")
-    for argument, flag in _FLAGS.items():
-        text = text.replace(argument, flag)
-    return text
-
-
-def _read_safetensors(path: Path) -> Weights:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            return Weights(arrays, file.metadata() or {})
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged or not a safetensors file: {error}") from error
-    except AttributeError as error:  # numpy lacks the dtype
-        raise UserError(f"{path} holds arrays of a dtype that numpy lacks: {error}") from error
+    return re.sub(r", (?=--)", " ", _ARGUMENT.sub(flag, text))
 
 
 def _read_torch(path: Path) -> Mapping[str, Any]:
@@ -162,7 +209,9 @@ def _read_torch(path: Path) -> Mapping[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            # torchvision's and timm's scripts store their options, a plain object.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
         raise UserError(f"{path}: {_explain(error)}") from error
     if not isinstance(content, Mapping):

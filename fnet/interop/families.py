@@ -1,0 +1,468 @@
+"""Families of published weights of convolutional networks: names of arrays, and what a file holds.
+
+A network is a list of `Tensor`, the names and layouts of its arrays in a file, as for
+`fnet.interop.huggingface`. `recognize` reads the network of a file from its names and shapes.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fnet.interop.huggingface.checkpoint import Tensor
+from fnet.models.backbone import STEMS
+from fnet.models.densenet import DEPTHS as DENSENETS
+from fnet.models.resnet import BASIC, VARIANTS
+from fnet.models.resnet import DEPTHS as RESNETS
+from fnet.models.resnext import DEPTHS as RESNEXTS
+from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
+
+NAMES = ("reference", "torchvision")
+"""Naming schemes: mapillary/inplace_abn for its networks; torchvision and timm for ResNets,
+DenseNets and DeepLabV3."""
+
+SUPPORTED = (
+    "ResNet, ResNeXt and Wide ResNet of torchvision and timm with the suffixes c, d, s and t, "
+    "DenseNet, torchvision's DeepLabV3, all of mapillary/inplace_abn; ViT, DeiT, DINOv2, CLIP, "
+    "SigLIP and ConvNeXt as folders with config.json"
+)
+"""Weights that fnet reads."""
+
+Rules = tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]
+
+_LEAVES = {
+    "kernel": "weight",
+    "gamma": "weight",
+    "scale": "weight",
+    "beta": "bias",
+    "bias": "bias",
+    "running_mean": "running_mean",
+    "running_var": "running_var",
+}
+_AXES = {4: (2, 3, 1, 0), 2: (1, 0)}
+"""Transposition of a kernel from the file, by rank: OIHW to HWIO, and [O, I] to [I, O]."""
+
+
+def _block(m: re.Match[str]) -> str:
+    return f"mod{int(m[1]) + 1}.block{int(m[2]) + 1}."
+
+
+# fnet's names are the reference's, with two exceptions: ResNets have torchvision's names, and each
+# layer of a DenseNet contains its two convolutions, where the reference has two lists of them.
+_REFERENCE: Rules = (
+    (r"layer(\d)\.(\d+)\.(?=conv|bn)", lambda m: f"{_block(m)}convs."),
+    (r"layer(\d)\.(\d+)\.downsample\.0\.", lambda m: f"{_block(m)}proj_conv."),
+    (r"layer(\d)\.(\d+)\.downsample\.1\.", lambda m: f"{_block(m)}proj_bn."),
+    (r"^(body\.)?(?=(conv|bn)\d)", r"\1mod1."),
+    (r"^fc\.", "classifier.fc."),
+    (r"(mod\d)\.(\d+)\.(convs[13])\.", r"\1.\3.\2."),
+)
+_DEEP_STEM: Rules = (
+    (r"^(body\.)?conv([123])\.", lambda m: f"{m[1] or ''}conv1.{3 * int(m[2]) - 3}."),
+    (r"^(body\.)?bn([12])\.", lambda m: f"{m[1] or ''}conv1.{3 * int(m[2]) - 2}."),
+    (r"^(body\.)?bn3\.", r"\1bn1."),
+)
+_DENSENET: Rules = (
+    (r"\bmod1\.(conv|bn)1\.", lambda m: f"features.{'conv' if m[1] == 'conv' else 'norm'}0."),
+    (
+        r"\bmod(\d)\.(\d+)\.convs([13])\.(bn|conv)\.",
+        lambda m: (
+            f"features.denseblock{int(m[1]) - 1}.denselayer{int(m[2]) + 1}."
+            f"{'norm' if m[4] == 'bn' else 'conv'}{1 if m[3] == '1' else 2}."
+        ),
+    ),
+    (r"\btra(\d)\.bn\.", lambda m: f"features.transition{int(m[1]) - 1}.norm."),
+    (r"\btra(\d)\.conv\.", lambda m: f"features.transition{int(m[1]) - 1}.conv."),
+    (r"\bbn_out\.", "features.norm5."),
+    (r"\bclassifier\.fc\.", "classifier."),
+)
+_DEEPLAB: Rules = (
+    (r"^body\.", "backbone."),
+    (r"^head\.", "classifier."),
+    (r"^cls\.", "classifier.4."),
+)
+_OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
+_MAX_PREFIXES = 100
+_HEADS = frozenset({"fc", "classifier", "head", "cls"})
+_CLASSIFIER = re.compile(r"(fc|classifier\.fc|cls|head)\.(kernel|bias)")
+_TORCH_HEAD = re.compile(r"(fc|classifier|head|cls|aux_classifier)\.")
+
+
+class Weights(NamedTuple):
+    """What a file of weights holds, by its names and shapes.
+
+    Attributes:
+      title: publisher and name, such as ``"torchvision's wide_resnet50_2"``.
+      model: network for `fnet.models.get` without its depth, such as ``"resnet"``; None if fnet
+        does not have it.
+      options: options of the network that names and shapes show.
+      variant: name for `fnet.models.get`; None if there is none.
+      norm, activation: norm and activation that the publisher trains with.
+      classes: number of classes; None without a classifier.
+    """
+
+    title: str
+    model: str | None = None
+    options: Mapping[str, Any] = {}
+    variant: str | None = None
+    norm: str | None = None
+    activation: str | None = None
+    classes: int | None = None
+
+
+def name_tensors(variables: Mapping[str, Any], names: str) -> tuple[Tensor, ...]:
+    """Name a network's arrays as a file does.
+
+    Args:
+      variables: arrays or shapes of a network by name, such as ``"layer1.0.bn1.gamma"``.
+      names: one of `NAMES`, or ``"fnet"`` for the names and layouts of the network itself.
+
+    Raises:
+      ValueError: for an array that networks in this naming scheme do not have.
+    """
+    if names == "fnet":
+        return tuple(Tensor(name, name.replace(".", "/")) for name in variables)
+    rules = _rules(variables, names)
+    return tuple(_tensor(name, array, rules) for name, array in variables.items())
+
+
+def _tensor(name: str, array: Any, rules: Rules) -> Tensor:
+    module, _, last = name.rpartition(".")
+    if last not in _LEAVES:
+        raise ValueError(
+            f"to_torch: {name} has no name in torch; only image networks are supported, "
+            f"whose arrays are called {', '.join(_LEAVES)}"
+        )
+    rank = len(array.shape)
+    if last == "kernel" and rank not in _AXES:
+        raise ValueError(
+            f"to_torch: {name} must be a dense or 2d convolution kernel, got shape {array.shape}"
+        )
+    # In fnet, group norm and its activation are two layers.
+    key = f"{module.removesuffix('.norm')}.{_LEAVES[last]}"
+    for pattern, replacement in rules:
+        key = re.sub(pattern, replacement, key)
+    return Tensor(key, name.replace(".", "/"), _AXES[rank] if last == "kernel" else None)
+
+
+def _rules(variables: Iterable[str], names: str) -> Rules:
+    if names == "reference":
+        return _REFERENCE
+    variables = tuple(variables)
+    if not _has(variables, r"^(body\.)?layer1\."):
+        return _DENSENET + _DEEPLAB
+    deep = _DEEP_STEM if _has(variables, r"^(body\.)?conv3\.") else ()
+    return deep + _DEEPLAB
+
+
+def _has(names: Iterable[str], pattern: str) -> bool:
+    return any(re.search(pattern, name) for name in names)
+
+
+def namings(variables: Iterable[str]) -> tuple[str, ...]:
+    """Naming schemes of `NAMES` that have all of a network's arrays."""
+    variables = tuple(variables)
+    dense = _has(variables, r"^(body\.)?tra2\.") and _has(variables, r"^(body\.)?mod1\.bn1\.")
+    other_head = _has(variables, "^head") and not _has(variables, r"^head\.0\.convs\.")
+    if other_head or not (dense or _has(variables, r"^(body\.)?layer1\.")):
+        return ("reference",)
+    # inplace_abn has neither the shortcut of timm, nor torchvision's stem of a DenseNet and head.
+    lacks = dense or _has(variables, r"^head|downsample\.2\.")
+    return ("torchvision",) if lacks else NAMES
+
+
+def is_head(name: str) -> bool:
+    """Whether an array of a network belongs to what is new for other classes."""
+    return name.split(".")[0] in _HEADS
+
+
+def is_classifier(name: str) -> bool:
+    """Whether an array of a network belongs to the layer that computes the logits."""
+    return _CLASSIFIER.fullmatch(name) is not None
+
+
+def is_torch_head(key: str) -> bool:
+    """Whether an array of a file belongs to the classifier or the head of its network."""
+    return _TORCH_HEAD.match(key) is not None
+
+
+def current_key(key: str) -> str:
+    """Rename a key of torchvision's published DenseNets, as torchvision does."""
+    return _OLD_DENSENET.sub(r"\1\2.", key)
+
+
+def recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    """Recognize the network of a file by the names and shapes of its arrays.
+
+    Args:
+      shapes: ``{key: shape}`` in torch's layouts. Keys may have a prefix.
+
+    Returns:
+      What the file holds, also for a family that is not supported; None if it is unknown.
+
+    Example:
+      >>> from fnet.interop.families import recognize
+      >>> recognize({"features.0.weight": (64, 3, 3, 3), "classifier.6.weight": (1000, 4096)}).title
+      "torchvision's VGG"
+    """
+    unsupported = None
+    for prefix in prefixes(shapes):
+        part = {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}
+        weights = _recognize(part)
+        if weights is not None and weights.model is not None:
+            if len(part) < len(shapes) and any(s.startswith("backbone.") for s in shapes):
+                return weights._replace(title=f"{weights.title} in a larger network")
+            return weights
+        unsupported = unsupported or weights
+    return unsupported
+
+
+def prefixes(keys: Iterable[str]) -> list[str]:
+    """Return the prefixes that a wrapper or a larger network may have put before the keys."""
+    parts = [key.split(".") for key in keys]
+    one = {f"{p[0]}." for p in parts if len(p) > 1}
+    two = {f"{p[0]}.{p[1]}." for p in parts if len(p) > 2}
+    return ["", *sorted(one), *(sorted(two) if len(two) < _MAX_PREFIXES else [])]
+
+
+def _recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    for read in (_read_deeplab, _read_densenet, _read_reference, _read_resnet):
+        if (weights := read(shapes)) is not None:
+            return weights
+    for pattern, title in _UNSUPPORTED:
+        if _has(shapes, pattern):
+            return Weights(title)
+    return None
+
+
+_BLOCK_EXTRAS = {
+    r"^layer1\.0\.se\.conv\.": ("eca", "efficient channel attention"),
+    r"^layer1\.0\.se\.": ("se", "squeeze-and-excitation"),
+    r"^layer1\.0\.se_module\.": ("legacy_se", "squeeze-and-excitation"),
+    r"^layer1\.0\.conv2\.(fc1|radix)": ("split-attention ", "ResNeSt"),
+    r"^layer1\.0\.conv[12]\.(paths|attn)": ("sk", "selective kernels"),
+    r"^layer1\.0\.convs\.": ("multi-scale ", "Res2Net"),
+}
+_UNSUPPORTED = (
+    (r"^conv_stem\.", "timm's EfficientNet or MobileNet"),
+    (r"^features\.\d+\.\d+\.block\.\d\.\d\.", "torchvision's EfficientNet"),
+    (r"^features\.1\.block\.", "torchvision's MobileNetV3"),
+    (r"^features\.1\.conv\.0\.0\.", "torchvision's MobileNetV2"),
+    (r"^trunk_output\.block1|^s1\.b1\.conv1", "RegNet"),
+    (r"^features\.\d+\.squeeze\.", "torchvision's SqueezeNet"),
+    (r"^features\.\d\.0\.(attn|block)", "torchvision's Swin transformer or ConvNeXt"),
+    (r"^classifier\.4\.", "torchvision's AlexNet"),
+    (r"^classifier\.6\.", "torchvision's VGG"),
+    (r"^layers\.0\.weight$", "torchvision's MNASNet"),
+    (r"^base_layer\.0\.", "timm's DLA"),
+    (r"^inception3a\.|^Mixed_5b\.", "Inception"),
+    (r"^stage2\.0\.branch", "ShuffleNet"),
+    (r"^stem\.conv\w*\.|^stages\.0\.blocks\.0\.norm1\.", "timm's ResNetV2, NFNet or ByobNet"),
+    (r"relative_position_bias_table", "a Swin transformer"),
+    (r"^encoder\.layers\.encoder_layer_0", "torchvision's ViT"),
+    (r"^patch_embed\.proj\.", "timm's ViT, as a single file"),
+    (r"^stages\.0\.blocks\.0\.conv_dw\.", "timm's ConvNeXt, as a single file"),
+    (r"^backbone\..*|^rpn\.", "a network for detection or segmentation other than DeepLabV3"),
+)
+"""Names of families that fnet does not read, or reads elsewhere."""
+
+
+def _read_deeplab(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    for prefix, head, logits, publisher in (
+        ("body.", "head.map_convs.0.weight", "cls.weight", "mapillary/inplace_abn's"),
+        ("backbone.", "classifier.0.convs.0.0.weight", "classifier.4.weight", "torchvision's"),
+    ):
+        if head not in shapes:
+            continue
+        body = _recognize(
+            {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}
+        )
+        if body is not None and body.model is not None:
+            options = {"backbone": body.variant, "head": "sum" if prefix == "body." else "concat"}
+            classes = shapes[logits][0] if logits in shapes else None
+            return body._replace(
+                title=f"{publisher} DeepLabV3 on {body.variant}",
+                model="deeplab",
+                options=options,
+                variant=None,
+                classes=classes,
+            )
+    return None
+
+
+def _count(shapes: Iterable[str], pattern: str) -> tuple[int, ...]:
+    """Blocks per stage, where the pattern has a group for the stage and one for the block."""
+    stages = defaultdict(set)
+    for key in shapes:
+        if match := re.match(pattern, key):
+            stages[int(match[1])].add(match[2])
+    return tuple(len(stages[stage]) for stage in sorted(stages))
+
+
+def _depth(depths: Mapping[int, tuple[int, ...]], blocks: tuple[int, ...]) -> int | None:
+    return next((depth for depth, counts in depths.items() if counts == blocks), None)
+
+
+def _read_densenet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    if "features.denseblock1.denselayer1.conv1.weight" not in shapes:
+        return None
+    blocks = _count(shapes, r"features\.denseblock(\d)\.denselayer(\d+)\.")
+    depth = _depth(DENSENETS, blocks)
+    if depth is None or "features.conv1.weight" in shapes:
+        return Weights(
+            "timm's DenseNet with a deep stem" if depth else "a DenseNet of another depth"
+        )
+    growth = shapes["features.denseblock1.denselayer1.conv2.weight"][0]
+    classes = shapes["classifier.weight"][0] if "classifier.weight" in shapes else None
+    return Weights(
+        title=f"torchvision's densenet{depth}",
+        model="densenet",
+        options={"depth": depth, "growth": growth, "stem_norm": True, "stem": "7x7"},
+        variant=f"densenet{depth}",
+        norm="batch",
+        activation="relu",
+        classes=classes,
+    )
+
+
+def _read_reference(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    """Read the networks of mapillary/inplace_abn."""
+    publisher, classes = "mapillary/inplace_abn's", None
+    options: dict[str, Any]
+    if "classifier.fc.weight" in shapes:
+        classes = shapes["classifier.fc.weight"][0]
+    stem = {"stem": "3x3" if "mod1.conv3.weight" in shapes else "7x7"}
+    if "tra2.conv.weight" in shapes and "mod2.convs3.0.conv.weight" in shapes:
+        depth = _depth(DENSENETS, _count(shapes, r"mod(\d)\.convs1\.(\d+)\."))
+        growth = shapes["mod2.convs3.0.conv.weight"][0]
+        options = {"depth": depth, "growth": growth, "stem_norm": "mod1.bn1.weight" in shapes}
+        family, options = "densenet", options | stem
+    elif "mod2.block1.bn1.weight" in shapes:
+        blocks = _count(shapes, r"mod([2-7])\.block(\d+)\.")
+        if len(blocks) == 6:
+            depth, family = _depth(WIDER_RESNETS, blocks), "wider_resnet"
+            options = {"depth": depth}
+        else:
+            depth, family = _depth(RESNEXTS, blocks), "resnext"
+            outputs, inputs, *_ = shapes.get("mod2.block1.convs.conv2.weight", (0, 1))
+            options = {"depth": depth, "groups": outputs // inputs} | stem
+    elif "mod2.block1.convs.conv1.weight" in shapes:
+        renamed = {_from_reference(key): shape for key, shape in shapes.items()}
+        weights = _read_resnet(renamed)
+        if weights is None or weights.model is None:
+            return None
+        return weights._replace(
+            title=f"{publisher} {weights.variant}",
+            options=dict(weights.options) | stem,
+            norm=None,
+            activation=None,
+        )
+    else:
+        return None
+    if depth is None:
+        return Weights(f"a {family} of another depth")
+    variant = f"{family}{depth}"
+    return Weights(f"{publisher} {variant}", family, options, variant, classes=classes)
+
+
+def _from_reference(key: str) -> str:
+    key = re.sub(
+        r"^mod(\d)\.block(\d+)\.(?:convs\.)?",
+        lambda m: f"layer{int(m[1]) - 1}.{int(m[2]) - 1}.",
+        key,
+    )
+    key = key.replace("proj_conv.", "downsample.0.").replace("proj_bn.", "downsample.1.")
+    return key.removeprefix("mod1.").removeprefix("classifier.")
+
+
+def _read_resnet(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
+    """Read the ResNets of torchvision and timm."""
+    if not _has(shapes, r"^layer1\.0\.(conv|se_)"):
+        return None
+    blocks = _count(shapes, r"layer([1-4])\.(\d+)\.")
+    bottleneck = "layer1.0.conv3.weight" in shapes
+    depths = {d: n for d, n in RESNETS.items() if bottleneck == (d not in BASIC)}
+    depth = _depth(depths, blocks)
+    options: dict[str, Any] = {"depth": depth, "stem": _resnet_stem(shapes)}
+    pooled = len(shapes.get("layer2.0.downsample.1.weight", ())) == 4
+    options["shortcut"] = "pool" if pooled else "conv"
+    options |= {"groups": 1, "group_width": 64}
+    if bottleneck and "layer1.0.conv2.weight" in shapes:
+        inner, width, *_ = shapes["layer1.0.conv2.weight"]
+        options |= {"groups": inner // width, "group_width": width}
+    variant = _resnet_variant(options)
+    for pattern, (prefix, what) in _BLOCK_EXTRAS.items():
+        if _has(shapes, pattern):
+            return Weights(f"timm's {prefix}{variant or 'resnet'} ({what})")
+    if depth is None or options["stem"] is None:
+        return Weights("a ResNet with other blocks per stage or another stem")
+    has_statistics = "bn1.running_mean" in shapes
+    vision = has_statistics and variant in _IN_TORCHVISION
+    return Weights(
+        title=f"{'torchvision' if vision else 'timm'}'s {variant or f'resnet{depth}'}",
+        model="resnet",
+        options=options,
+        variant=variant,
+        norm="batch" if has_statistics else "group",
+        activation="relu",
+        classes=shapes["fc.weight"][0] if "fc.weight" in shapes else None,
+    )
+
+
+_IN_TORCHVISION = {
+    *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *("wide_resnet50_2", "wide_resnet101_2"),
+    *("resnext50_32x4d", "resnext101_32x8d", "resnext101_64x4d"),
+}
+
+
+def _resnet_stem(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    if "conv1.weight" in shapes:
+        if "conv3.weight" in shapes:
+            return "3x3"
+        return {7: "7x7", 3: "small"}.get(shapes["conv1.weight"][-1])
+    channels = tuple(shapes.get(f"conv1.{i}.weight", (0,))[0] for i in (0, 3, 6))
+    for stem in ("3x3", "deep", "tiered", "wide"):
+        if channels == tuple(int(64 * share) for share in STEMS[stem][1]):
+            return stem
+    return None
+
+
+def _resnet_variant(options: Mapping[str, Any]) -> str | None:
+    defaults = {"stem": "7x7", "shortcut": "conv", "groups": 1, "group_width": 64}
+    changed = {k: v for k, v in options.items() if k != "depth" and v != defaults[k]}
+    if options["depth"] is None:
+        return None
+    if not changed or changed == {"stem": "3x3"}:
+        return f"resnet{options['depth']}"
+    for name, variant in VARIANTS.items():
+        if variant == (options["depth"], changed):
+            return name
+    return None
+
+
+def compare(theirs: Weights | None, ours: Weights | None) -> str:
+    """Say what the weights are, how the network differs, and what to change."""
+    if theirs is None:
+        known = f", the network is {ours.title}" if ours else ""
+        return f"the weights are of no known network{known}; supported are {SUPPORTED}"
+    if theirs.model is None:
+        return f"weights of {theirs.title} are not supported; supported are {SUPPORTED}"
+    if ours is None:
+        return f"these are weights of {theirs.title}, the network is another one"
+    needed: dict[str, Any] = {}
+    if theirs.model == ours.model:
+        needed = {k: v for k, v in theirs.options.items() if ours.options.get(k, v) != v}
+    elif ours.model == "deeplab":
+        needed = {"backbone": theirs.variant}
+    elif theirs.model != "deeplab":
+        needed = {"name": theirs.model, **theirs.options}
+    else:
+        needed = {"name": "deeplab", **theirs.options}
+    change = ", ".join(f"{name}={value!r}" for name, value in needed.items())
+    what = f"these are weights of {theirs.title}, the network is {_plain(ours)}"
+    return f"{what}; give {change}" if change else what
+
+
+def _plain(weights: Weights) -> str:
+    return weights.title.rpartition("'s ")[2]

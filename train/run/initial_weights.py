@@ -1,0 +1,163 @@
+"""Trained weights as the initial values of a run: ``fnet import`` and ``--model.pretrained``."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fnet.interop import families
+from fnet.interop import torch as interop
+from train.config import Pretrained
+from train.errors import UserError
+from train.run import weight_files
+from train.run.setup import Setup
+
+_EXAMPLES = 2
+"""Number of array names that the table shows of each kind."""
+
+_KINDS = {
+    "fnet": "weights of fnet",
+    "reference": "weights with names of mapillary/inplace_abn",
+    "torchvision": "weights with names of torchvision",
+}
+"""Title of weights of no known family, by their naming scheme."""
+
+
+class Values(NamedTuple):
+    """Number of values that were taken from a file, that are new, and that were left there."""
+
+    taken: int
+    new: int
+    left: int
+
+
+class InitialWeights(NamedTuple):
+    """Variables that a run begins with, and where they come from.
+
+    Attributes:
+      variables: ``(params, model_state)``; arrays that take their initial values are None.
+      report: which arrays were read.
+      values: number of values that were taken, new and left.
+      source: file or folder.
+    """
+
+    variables: tuple[Any, Any]
+    report: interop.LoadReport
+    values: Values
+    source: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what ``import.json`` holds."""
+        report = self.report._asdict() | {"file": self.source, "renamed": self.report.renamed}
+        weights = self.report.weights
+        return report | {"weights": weights.title if weights else None}
+
+    def lines(self) -> RenderableType:
+        """Count the arrays and values that were taken, new and left, with a few names."""
+        report = self.report
+        what = report.weights.title if report.weights else _KINDS[report.names]
+        t = Table(box=None, padding=(0, 2, 0, 0))
+        t.add_column("weights")
+        t.add_column("arrays", justify="right", no_wrap=True)
+        t.add_column("values", justify="right", no_wrap=True)
+        t.add_column("such as", overflow="ellipsis", no_wrap=True)
+        taken = [k if k == n else f"{k} -> {n}" for k, n in report.read.items()]
+        for kind, count, examples in (
+            ("taken", self.values.taken, taken),
+            ("new", self.values.new, report.initial),
+            ("left", self.values.left, report.unused),
+        ):
+            more = ["..."] if len(examples) > _EXAMPLES else []
+            text = escape(", ".join([*examples[:_EXAMPLES], *more]))
+            t.add_row(kind, f"{len(examples):,}", f"{count:,}", text)
+        notes = [Text(f"note: {note}") for note in report.notes]
+        return Group(Text(f"{what}: {self.source}"), t, *notes)
+
+
+def load(
+    run: Setup,
+    source: str,
+    *,
+    trained_with: str | None = None,
+    new_classifier: bool | None = None,
+    allow_nonfinite: bool = False,
+) -> InitialWeights:
+    """Read weights for the network of a run.
+
+    Args:
+      run: setup of the run.
+      source: file or folder, as for `weight_files.read`.
+      trained_with: norm of the weights. None: the norm in the file's metadata, or the norm of
+        its publisher, or the network's.
+      new_classifier, allow_nonfinite: as for `fnet.interop.torch.load_state_dict`.
+
+    Raises:
+      UserError: if the source cannot be read, or the weights do not fit the network.
+    """
+    weights = weight_files.read(source)
+    network = weight_files.describe_network(run.config)
+    norm, shapes = network["norm"], run.state_shapes
+    try:
+        found = interop.unwrap(weights.state_dict, weights.entry)
+        publisher = families.recognize(_shapes(found.arrays))
+        trained_with = trained_with or weights.metadata.get("norm")
+        if trained_with is None and publisher is not None:
+            trained_with = publisher.norm
+        if not {norm, trained_with} <= {"abn", "batch", None}:
+            trained_with = norm  # no conversion
+        loaded = interop.load_state_dict(
+            shapes.params,
+            shapes.model_state,
+            weights.state_dict,
+            norm=norm,
+            trained_with=trained_with,
+            new_classifier=new_classifier,
+            entry=weights.entry,
+            allow_nonfinite=allow_nonfinite,
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{source}: {weight_files.with_flags(error)}") from error
+    report, theirs = loaded.report, weights.metadata
+    if publisher is not None and publisher.activation is not None:
+        theirs = {"activation": publisher.activation} | theirs
+    notes = (*map(weight_files.with_flags, report.notes), *_differences(theirs, network))
+    variables = jax.tree.map(
+        lambda a: None if isinstance(a, jax.ShapeDtypeStruct) else a, (loaded.params, loaded.state)
+    )
+    sizes = {key: math.prod(shape) for key, shape in _shapes(found.arrays).items()}
+    taken = sum(sizes[key] for key in report.read)
+    total = sum(a.size for a in jax.tree.leaves((shapes.params, shapes.model_state)))
+    values = Values(taken, total - taken, sum(sizes.values()) - taken)
+    return InitialWeights(variables, report._replace(notes=notes), values, source)
+
+
+def load_configured(run: Setup) -> InitialWeights | None:
+    """Read the weights of ``model.pretrained``; None without it.
+
+    Raises:
+      UserError: as `load`.
+    """
+    model = run.config.model
+    if isinstance(model, Pretrained) or model.pretrained is None:
+        return None
+    return load(run, model.pretrained)
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(a.shape) for key, a in arrays.items()}
+
+
+def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:
+    """Compare the network's options with those of the weights, which array shapes do not show."""
+    return tuple(
+        f"{name} is {ours[name]} here; the weights were trained with {theirs[name]}"
+        for name in ours
+        if name in ("activation", "activation_param", "dilation", "a2", "dilated")
+        and name in theirs
+        and theirs[name] != ours[name]
+    )
