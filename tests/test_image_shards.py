@@ -22,7 +22,9 @@ from train.config import Config, ImageShards, from_json, to_json
 from train.data import evaluation_batches, image_shards, training_batches
 from train.data.shards import parse_example
 from train.data.unreadable import UnreadableFiles
-from train.errors import TrainingError, UserError
+from train.errors import TrainingError
+from train.run.run_folder import RunFolder
+from train.run.same_data import check_data, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -277,19 +279,20 @@ def test_continues_in_the_middle_of_an_epoch_with_other_processes(kind, tmp_path
     chex.assert_trees_all_equal([next(batches) for _ in range(3)], whole[4:])
 
 
-def test_does_not_continue_with_other_shards(tmp_path):
-    write("tar", tmp_path)
-
-    def batches():
-        data = load(tmp_path)
-        return UnreadableFiles(data, print).watch(training_batches(data, 8, 0))
-
-    position = batches().get_state()
-    os.utime(tmp_path / "train-0.tar", (0, 0))  # the same content
-    batches().set_state(position)
-    write_tar(tmp_path / "train-0.tar", range(1, 13))
-    with pytest.raises(UserError, match="not those that the run began with"):
-        batches().set_state(position)
+def test_a_resumed_run_finds_that_shards_changed(tmp_path):
+    write("tar", tmp_path / "d")
+    folder, config = RunFolder(tmp_path), Config()
+    write_data(folder, config, load(tmp_path / "d"))
+    os.utime(tmp_path / "d" / "train-0.tar", (0, 0))  # the same content
+    assert check_data(folder, config, load(tmp_path / "d")) is None
+    write_tar(tmp_path / "d" / "train-0.tar", range(1, 13))
+    assert "other rows; the next batches are of the new data" in check_data(
+        folder, config, load(tmp_path / "d")
+    )
+    write_tar(tmp_path / "d" / "train-2.tar", range(3))
+    assert "24 training and 6 test examples then, 27 training" in check_data(
+        folder, config, load(tmp_path / "d")
+    )
 
 
 def test_reads_remote_shards_as_local_ones(kind, tmp_path):

@@ -36,7 +36,6 @@ class Dataset(NamedTuple):
         [batch] is true, if the rows have it. The other rows are then arbitrary, of weight 1.
       order: ``(batch_size, seed) -> (step -> indices)``, which rows of ``train`` are in the batch
         of step 0, 1, ...; None shuffles all of them in each epoch.
-      identity: Text that is the same as long as the rows are; a run resumes only with the same.
       batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
@@ -58,7 +57,6 @@ class Dataset(NamedTuple):
     prepare: Callable[[Arrays], Arrays] = lambda rows: rows
     reads_local: bool = False
     order: Callable[[int, int], Callable[[int], np.ndarray]] | None = None
-    identity: str | None = None
     batches_at_once: int = 1
     name: Callable[[int], str] = str
     explain: Callable[[int], str | None] = lambda id: None

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,7 +81,6 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
         augment=images.augment,
         prepare=images.prepare,
         reads_local=True,
-        identity=sha256(b"\0".join(paths.tolist())).hexdigest()[:16],
         name=lambda row: str(root / os.fsdecode(paths[row])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 
 import numpy as np
 
@@ -96,7 +95,6 @@ def load(config: ImageShards) -> Dataset:
         prepare=images.prepare,
         reads_local=True,
         order=order,
-        identity=_identity(label, place, shard, num_train),
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
         name=describe,
         explain=explain,
@@ -294,10 +292,3 @@ def _order(
         return ShuffledBatches(sources, weights, batch_size, seed, CACHE_BYTES)
 
     return order
-
-
-def _identity(label: np.ndarray, place: np.ndarray, shard: np.ndarray, num_train: int) -> str:
-    digest = sha256(str(num_train).encode())
-    for a in (label, place, shard):
-        digest.update(np.ascontiguousarray(a).tobytes())
-    return digest.hexdigest()[:16]

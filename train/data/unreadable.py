@@ -9,10 +9,6 @@ from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
-_IDENTITY = "rows"
-"""Part of a position that identifies the data."""
-
-
 class UnreadableFiles:
     """Finds unreadable files by the examples of weight 0 in batches.
 
@@ -50,7 +46,7 @@ class UnreadableFiles:
         The iterator raises `UserError` when more than the dataset's ``max_bad_fraction`` of the
         training or test files are unreadable, or all of them.
         """
-        return CheckedBatches(batches, self._check, self._dataset.identity)
+        return CheckedBatches(batches, self._check)
 
     def share(self) -> None:
         """Report what other processes found, too. All processes must call this together.
@@ -99,21 +95,10 @@ class UnreadableFiles:
 
 
 class CheckedBatches:
-    """Iterator that checks each batch before it returns it.
+    """Iterator that checks each batch before it returns it."""
 
-    Args:
-      batches: iterator, with a position as grain's iterators have.
-      check: called with each batch.
-      identity: ``identity`` of the `Dataset`, which becomes part of positions.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Arrays],
-        check: Callable[[Arrays], None],
-        identity: str | None = None,
-    ):
-        self._batches, self._check, self._identity = batches, check, identity
+    def __init__(self, batches: Iterator[Arrays], check: Callable[[Arrays], None]):
+        self._batches, self._check = batches, check
 
     def __iter__(self) -> "CheckedBatches":
         return self
@@ -125,20 +110,8 @@ class CheckedBatches:
 
     def get_state(self) -> Any:
         """Return the position, as grain's iterators do."""
-        state = self._batches.get_state()  # type: ignore[attr-defined]
-        return state | {_IDENTITY: self._identity} if self._identity else state
+        return self._batches.get_state()  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:
-        """Continue from a position.
-
-        Raises:
-          UserError: if it is a position in other data.
-        """
-        state = dict(state)
-        identity = state.pop(_IDENTITY, self._identity)
-        if identity != self._identity:
-            raise UserError(
-                "data.path: files or labels are not those that the run began with, so that it "
-                "cannot continue with the same batches; restore them, or start a new run with --out"
-            )
+        """Continue from a position."""
         self._batches.set_state(state)  # type: ignore[attr-defined]

@@ -423,7 +423,12 @@ def to_jax_buffer(leaf: Array) -> Array:
     On CPU most restored arrays are in memory of orbax. JAX cannot donate them, so that the first
     step would hold them twice.
     """
-    copy = jax.block_until_ready(jax.device_put(leaf, leaf.sharding, may_alias=False))
+    # Part by part, because `jax.device_put` copies to devices of this process only.
+    parts = [
+        jax.device_put(part.data, part.device, may_alias=False) for part in leaf.addressable_shards
+    ]
+    copy = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    jax.block_until_ready(copy)
     leaf.delete()
     release_free_memory()  # otherwise the next array does not quite fit in the space of this one
     return copy

@@ -15,7 +15,7 @@ import fnet
 from fnet import memory
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
-from train.errors import UserError
+from train.errors import TrainingError, UserError
 from train.output import curves, examples, plots
 from train.output.progress import Progress, line_printer
 from train.output.summary import before_training, describe_results, print_facts, what_next
@@ -236,7 +236,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                             try:
                                 evaluation = evaluate(state)
                                 unreadable.share()
-                            except UserError as error:  # unreadable test files
+                            except (UserError, TrainingError) as error:  # unreadable test files
                                 if not alone:
                                     raise
                                 failure, is_stopping = error, True

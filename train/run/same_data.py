@@ -18,10 +18,9 @@ _MOST_BYTES, _MOST_NAMES = 2**28, 10_000
 def write_data(folder: RunFolder, config: Config, dataset: Dataset) -> None:
     """Write the number of examples and a checksum of their rows and names to data.json.
 
-    A run that only writes what its guarantee of privacy covers has no such file, and neither has
-    one on data with an ``identity``, which its checkpoints hold.
+    A run that only writes what its guarantee of privacy covers has no such file.
     """
-    if not config.is_release_only and dataset.identity is None:
+    if not config.is_release_only:
         atomic_write(folder.data, as_json(_describe(dataset)))
 
 
