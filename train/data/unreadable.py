@@ -9,6 +9,7 @@ from fnet.privacy.users import EXAMPLE_WEIGHT
 from train.data import Arrays, Dataset, num_examples
 from train.errors import UserError
 
+
 class UnreadableFiles:
     """Finds unreadable files by the examples of weight 0 in batches.
 
