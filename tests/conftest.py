@@ -1,9 +1,12 @@
 """Strict settings for all tests: an implicit rank promotion or a reused key is an error."""
 
+import contextlib
 import gc
 import importlib.metadata
+import io
 import os
 import shutil
+from pathlib import Path
 
 # Set before JAX starts. Four devices on the CPU test sharding everywhere. The other flags make
 # compilation several times faster: no test measures speed, and they leave the sizes of buffers.
@@ -24,12 +27,23 @@ import jax
 import program_cases
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from matplotlib.figure import Figure
+from PIL import Image
+
+RENDER = Figure.savefig
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_debug_key_reuse", True)
 # No time is asserted, that of an example included.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def keep_libraries():
+    """Libraries stay until the end, so that garbage collection need not look at them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,12 +67,30 @@ def compiled_programs(tmp_path_factory):
     return tmp_path_factory.mktemp("compiled")
 
 
+def blank_png():
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    return file.getvalue()
+
+
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, compiled_programs):
-    """An empty folder to work in, with a recipe in it."""
+    """An empty folder to work in, with a recipe in it.
+
+    Pictures of runs are composed but not rendered: that takes a third of the time of a small run.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
     (tmp_path / "tiny.py").write_text(program_cases.TINY)
+    blank = blank_png()
+
+    def savefig(figure, file, **options):
+        if isinstance(file, Path):
+            file.write_bytes(blank)
+        else:
+            RENDER(figure, file, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
     # JAX has read its environment long ago, and looks for a cache only once.
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", str(compiled_programs))
@@ -68,9 +100,22 @@ def workplace(tmp_path, monkeypatch, compiled_programs):
 
 
 @pytest.fixture
-def finished_run(workplace, tmp_path_factory):
-    """A finished run of the recipe, trained once and copied for each test."""
+def rendered(workplace, monkeypatch):
+    """Render the pictures of runs."""
+    monkeypatch.setattr(Figure, "savefig", RENDER)
+
+
+@pytest.fixture
+def finished_run(workplace, tmp_path_factory, monkeypatch):
+    """A finished run of the recipe with its pictures, trained once and copied for each test.
+
+    It prints to ``printed.txt``.
+    """
     shelf = tmp_path_factory.getbasetemp() / "finished_run"
     if not shelf.exists():
-        program_cases.fnet_command("train", "tiny.py", "--out", shelf)
+        output = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(output):
+            patch.setattr(Figure, "savefig", RENDER)
+            program_cases.fnet_command("train", "tiny.py", "--out", shelf, "--resume")
+        (shelf.parent / "printed.txt").write_text(output.getvalue())
     return shutil.copytree(shelf, workplace / "finished_run")

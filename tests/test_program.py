@@ -38,9 +38,8 @@ def interrupted_at(step, monkeypatch, how):
     monkeypatch.setattr(StepCache, "__call__", once)
 
 
-def test_writes_the_documented_files(workplace, capsys):
-    out = workplace / "run"
-    fnet_command("train", "tiny.py", "--out", out)
+def test_writes_the_documented_files(finished_run, tmp_path_factory):
+    out, shelf = finished_run, tmp_path_factory.getbasetemp()
     summary = json.loads((out / "summary.json").read_text())
     assert summary.keys() >= {
         "metrics", "seconds", "examples_per_second", "parameters", "state_bytes",
@@ -62,7 +61,8 @@ def test_writes_the_documented_files(workplace, capsys):
     assert lines[-1]["test/accuracy"] == summary["metrics"]["test/accuracy"]
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    printed = capsys.readouterr().out.splitlines()
+    printed = (shelf / "printed.txt").read_text().splitlines()
+    assert printed.pop(0) == f"no run in {shelf / 'finished_run'} yet: starting a new one"
     first = next(i for i, text in enumerate(printed) if text.startswith("step 2/8  elapsed "))
     assert first <= 15  # lines of summary
     before, after = (
@@ -72,25 +72,44 @@ def test_writes_the_documented_files(workplace, capsys):
     assert before["network"] == f"preact_resnet: {summary['parameters']:,} parameters to train"
     assert f"test accuracy {number(summary['metrics']['test/accuracy'])}" in after["result:"]
     assert "curves.png" in after["files"]
-    assert after["next:"] == f"fnet report {out}, fnet eval {out}"
-    fnet_command("eval", out)
-    printed = capsys.readouterr().out
-    assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed
+    place = shelf / "finished_run"
+    assert after["next:"] == f"fnet report {place}, fnet eval {place}"
 
 
-def test_resuming_after_an_interruption_gives_the_same_bits(
+def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     workplace, finished_run, monkeypatch, capsys
 ):
-    interrupted_at(4, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
-    fnet_command("train", "tiny.py", "--out", "parts")
+    def die():
+        raise RuntimeError("killed")
+
+    interrupted_at(5, monkeypatch, die)
+    with pytest.raises(RuntimeError, match="killed"):
+        fnet_command("train", "tiny.py", "--out", "parts")
+    # The first line is from second 1000, and the last one is cut off by the kill.
+    path = workplace / "parts" / "metrics.jsonl"
+    first = json.loads(path.read_text().splitlines()[0]) | {"seconds": 1000.0}
+    path.write_text(json.dumps(first) + '\n{"step": 6, "tra')
+    capsys.readouterr()
+
+    interrupted_at(1, monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    fnet_command("train", "tiny.py", "--out", "parts", "--resume")
     printed = capsys.readouterr().out
+    assert "resumed after step 3 of 8" in printed
     assert "SIGINT: saved after step 5 of 8" in printed
     assert "fnet train parts/config.json --resume" in printed
     assert not (workplace / "parts" / "summary.json").exists()
+
     fnet_command("train", "parts/config.json", "--resume")
+    printed = capsys.readouterr().out
+    assert "  time      about " in printed
+    assert "for 3 steps, as fast as before" in printed
     chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
-    lines = {line["step"]: line for line in metrics_of(workplace / "parts")}
-    assert lines[8] == metrics_of(finished_run)[-1]
+    lines = metrics_of(workplace / "parts")
+    assert [line["step"] for line in lines] == [2, 4, 5, 6, 8]
+    assert lines[-1] == metrics_of(finished_run)[-1]
+    seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
+    ended = json.loads((workplace / "parts" / "summary.json").read_text())["seconds"]
+    assert 1000 == seconds[0] < seconds[1] < seconds[2] < seconds[3] < seconds[4] < ended
 
 
 @pytest.mark.slow
@@ -110,40 +129,6 @@ def test_number_of_steps_covers_the_epochs(epochs, steps):
     examples = Synthetic(examples=7, batch_size=25, image_size=4, channels=1, classes=2)
     config = Config(data=examples, model=Mlp(hidden=(2,)), train=Train(epochs=epochs))
     assert setup(config).steps == steps  # 25 * (7 / 25) is not 7
-
-
-def test_resumes_a_crashed_run_from_its_last_checkpoint(
-    workplace, finished_run, monkeypatch, capsys
-):
-    def die():
-        raise RuntimeError("killed")
-
-    interrupted_at(5, monkeypatch, die)
-    with pytest.raises(RuntimeError, match="killed"):
-        fnet_command("train", "tiny.py", "--out", "parts")
-    # The first line is from second 1000, and the last one is cut off by the kill.
-    path = workplace / "parts" / "metrics.jsonl"
-    first = json.loads(path.read_text().splitlines()[0]) | {"seconds": 1000.0}
-    path.write_text(json.dumps(first) + '\n{"step": 6, "tra')
-    fnet_command("train", "tiny.py", "--out", "parts", "--resume")
-    assert "resumed after step 3 of 8" in capsys.readouterr().out
-    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "parts"))
-    assert [line["step"] for line in metrics_of(workplace / "parts")] == [2, 4, 6, 8]
-    seconds = [json.loads(line)["seconds"] for line in path.read_text().splitlines()]
-    ended = json.loads((workplace / "parts" / "summary.json").read_text())["seconds"]
-    assert 1000 == seconds[0] < seconds[1] < seconds[2] < seconds[3] < ended
-
-
-def test_resuming_a_finished_run_prints_its_results_and_changes_nothing(finished_run, capsys):
-    before = final_state(finished_run), metrics_of(finished_run)
-    summary = json.loads((finished_run / "summary.json").read_text())
-    capsys.readouterr()
-    fnet_command("train", "finished_run", "--resume")
-    assert "resumed after step 8 of 8" in capsys.readouterr().out
-    chex.assert_trees_all_equal(before, (final_state(finished_run), metrics_of(finished_run)))
-    again = json.loads((finished_run / "summary.json").read_text())
-    for name in ("seconds", "examples_per_second", "peak_bytes_seen"):
-        assert again[name] == summary[name] is not None
 
 
 @pytest.mark.parametrize(
@@ -414,12 +399,6 @@ def test_skips_invalid_lines_of_metrics(finished_run):
     assert after == before  # including throughput and memory of the training
 
 
-def test_resume_starts_a_new_run_where_there_is_none(workplace, finished_run, capsys):
-    fnet_command("train", "tiny.py", "--out", "new", "--resume")
-    assert "no run in new yet: starting a new one\n" in capsys.readouterr().out
-    chex.assert_trees_all_equal(final_state(finished_run), final_state(workplace / "new"))
-
-
 def test_resume_does_not_start_a_run_among_other_files(workplace, capsys):
     assert exit_code("train", "tiny.py", "--out", ".", "--resume") == 2
     assert_one_line_error(capsys, ". is not empty and holds no run")
@@ -434,19 +413,34 @@ def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
     assert not (workplace / "new").exists()
 
 
-@pytest.mark.parametrize("policy", ["keep", "auto"])
-def test_evaluates_and_resumes_a_run_of_an_earlier_version(policy, finished_run, capsys):
+def test_resuming_a_finished_run_of_an_earlier_version_prints_its_results_and_changes_nothing(
+    finished_run, capsys
+):
+    before = final_state(finished_run), metrics_of(finished_run)
+    summary = json.loads((finished_run / "summary.json").read_text())
     path = finished_run / "config.json"
     config = json.loads(path.read_text())
     del config["fnet_version"]
     skip = config.pop("nonfinite")
     config["guard"] = {"skip": skip["skip"], "max_bad_steps": skip["max_skipped"]}
-    config["memory"]["policy"] = policy
     data = config["data"]
     data["test_share"] = data.pop("test_fraction")
+
+    config["memory"]["policy"] = "keep"
     path.write_text(json.dumps(config))
     capsys.readouterr()
     fnet_command("eval", "finished_run")
-    assert "after step 8" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "after step 8" in printed
+    assert f"test/accuracy {summary['metrics']['test/accuracy']:.6g}" in printed
+
+    config["memory"]["policy"] = "auto"
+    path.write_text(json.dumps(config))
     fnet_command("train", "finished_run", "--resume")
-    assert "resumed after step 8 of 8" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "resumed after step 8 of 8" in printed
+    assert f"result: test accuracy {number(summary['metrics']['test/accuracy'])}" in printed
+    chex.assert_trees_all_equal(before, (final_state(finished_run), metrics_of(finished_run)))
+    again = json.loads((finished_run / "summary.json").read_text())
+    for name in ("seconds", "examples_per_second", "peak_bytes_seen"):
+        assert again[name] == summary[name] is not None

@@ -121,7 +121,7 @@ def recipes(workplace, small_deeplab):
     return workplace
 
 
-def run_of(recipes, tmp_path_factory, capsys):
+def run_of(recipes, tmp_path_factory, capsys, rendered):
     """``run_of(recipe)``: folder of a finished run, which is trained once for all tests."""
     shelf = tmp_path_factory.getbasetemp() / "vision"
 
