@@ -118,6 +118,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(folder, options):
     chex.assert_trees_all_equal(*(s.evaluation_params for s in states))
     assert "frozen" not in states[0].model_state
     assert sorted(p.name for p in (folder / "whole" / "model").iterdir()) == ["config.json"]
+    summary = json.loads((folder / "parts" / "summary.json").read_text())
+    errors = summary["quantization_errors"]
+    assert bool(errors) == ("int8" in options)
+    assert all(0 < error < 0.02 for error in errors.values())
 
 
 @pytest.mark.slow

@@ -75,6 +75,16 @@ def test_figures_are_those_of_the_files(make):
     assert page.rows["head"][:2] == ["1", "256.00 KiB"]
 
 
+def test_says_why_the_device_waits_and_how_much_quantization_changes(make):
+    errors = {"blocks/0/kernel": 0.01, "blocks/1/kernel": 0.03, "head": 0.02}
+    summary = {"input_wait_reason": "too few workers", "quantization_errors": errors}
+    page = page_of(make(summary=summary))
+    assert page.facts["why it waits"] == "too few workers"
+    assert page.facts["quantized weights"] == (
+        "relative error 2.00% (median), 3.00% at most, in blocks/1/kernel"
+    )
+
+
 def test_curves_are_described_by_their_ends_and_last_values(make):
     page = page_of(make())
     loss, accuracy, *_ = page.charts

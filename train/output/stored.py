@@ -115,6 +115,7 @@ class StoredSummary(_Stored):
     metrics: dict[str, float] = {}
     noise_scale: float | None = None
     input_wait_reason: str | None = None
+    quantization_errors: dict[str, float] = {}
     audit: StoredAudit | None = None
     parameters: Count | None = None
     budget_bytes: Count | None = None

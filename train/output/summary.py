@@ -1,6 +1,7 @@
 """What a run prints before its first step and after its last one."""
 
 import math
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,11 +102,21 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
         memory += f", budget {run.config.memory.budget}"
     rate = summary["examples_per_second"]
     speed = f", {number(rate)} examples/s" if rate else ""
-    return [
+    lines = [
         f"result: {describe_metrics(summary['metrics'])}",
         f"  {summary['steps']:,} steps in {duration(summary['seconds'])}{speed}",
         f"  {memory}",
     ]
+    if errors := summary["quantization_errors"]:
+        lines.append(f"  quantized weights: {describe_errors(errors)}")
+    return lines
+
+
+def describe_errors(errors: Mapping[str, float]) -> str:
+    """Describe the relative errors of quantized weights by path."""
+    worst = max(errors, key=lambda path: errors[path])
+    median = statistics.median(errors.values())
+    return f"relative error {median:.2%} (median), {errors[worst]:.2%} at most, in {worst}"
 
 
 def what_next(run: "Setup", folder: RunFolder, written: Sequence[Path]) -> list[str]:

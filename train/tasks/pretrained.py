@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ class PretrainedNetwork(NamedTuple):
       vocabulary: number of tokens; 0 for images.
       base: the published model.
       new: name of parameters that the published model lacks, such as a new classifier, or "".
+      errors: relative error of each quantized weight by path, once ``read`` has read it.
     """
 
     init: Callable[[Array], tuple[Any, Any]]
@@ -48,6 +50,7 @@ class PretrainedNetwork(NamedTuple):
     vocabulary: int
     base: PretrainedModel
     new: str = ""
+    errors: Mapping[str, float] = MappingProxyType({})
 
     def pretrained(self, params: Any, model_state: Any) -> Any:
         """Return the part of params and model state that ``read`` reads."""
@@ -72,7 +75,14 @@ def build_network(config: Config) -> PretrainedNetwork:
     model, shapes = match(folder, config.train.precision)
     if model.losses is None:
         raise UserError(f"model.path: {folder.path} is not a language model")
+    errors: dict[str, float] = {}
     quantize = _quantize(section, shapes)
+
+    def convert(path: str, a: Array) -> Any:
+        weight = quantize(path, a)
+        if quantization.is_quantized(weight):
+            errors[path] = quantization.report({"w": a}, {"w": weight}).total.error
+        return weight
 
     def zeros() -> Any:
         # Small updates would be lost in 16 bits.
@@ -99,11 +109,12 @@ def build_network(config: Config) -> PretrainedNetwork:
         apply=apply,
         decode=model.decode,
         losses=losses,
-        read=_read(folder, folder.tensors, model, shapes, quantize),
+        read=_read(folder, folder.tensors, model, shapes, convert),
         place=place,
         is_frozen=adapters is not None,
         vocabulary=int(folder.config["vocab_size"]),
         base=model,
+        errors=errors,
     )
 
 

@@ -17,6 +17,7 @@ from train.output.plots import draw_live_bytes
 from train.output.report.runs import Run
 from train.output.report.svg import to_svg
 from train.output.stored import StoredMemory
+from train.output.summary import describe_errors
 from train.output.tables import MISSING, Cell, Table
 from train.run.metrics import NOT_PRIVATE
 
@@ -120,6 +121,8 @@ def memory_sums(run: Run) -> dict[str, str]:
         sizes = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
         sizes |= {"budget": s.budget_bytes}
     sums = {name: format_bytes(size) for name, size in sizes.items() if size is not None}
+    if s and s.quantization_errors:
+        sums["quantized weights"] = describe_errors(s.quantization_errors)
     return sums | (step_sums(run.memory) if run.memory else {})
 
 
