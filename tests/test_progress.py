@@ -5,8 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
+from train.errors import printable
 from train.output.formats import clock
-from train.output.progress import Field, Progress, fit
+from train.output.progress import Field, Progress, fit, line_printer
 from train.output.summary import describe_metrics, print_facts
 
 LINE = {
@@ -141,3 +142,11 @@ def test_a_terminal_breaks_facts_between_words_and_a_log_does_not_break_them():
     log = Console(file=io.StringIO(), width=30)
     print_facts(log, facts)
     assert log.file.getvalue() == "  data      one two three four five six seven\n"
+
+
+def test_names_with_control_characters_stay_on_their_line():
+    name = "a\nb\x1b[31m\udce9.png"
+    assert printable(name) == "a\\nb\\x1b[31m\ufffd.png"
+    text = io.StringIO()
+    line_printer(Console(file=text, width=10))(f"cannot read {name}")
+    assert text.getvalue() == "cannot read a\\nb\\x1b[31m\ufffd.png\n"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory
+from train.errors import TrainingError, UserError, did_you_mean, is_out_of_memory, printable
 
 USAGE = """\
 usage: fnet COMMAND ...
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fail(error: Exception | str, code: int) -> None:
-    print(f"fnet: {' '.join(str(error).split(chr(10)))}", file=sys.stderr)
+    print(printable(f"fnet: {' '.join(str(error).split(chr(10)))}"), file=sys.stderr)
     raise SystemExit(code)
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -12,6 +13,15 @@ class UserError(Exception):
 
 class TrainingError(Exception):
     """Training cannot continue. The program prints the message in one line, with exit code 1."""
+
+
+def printable(text: str) -> str:
+    """Escape control characters, and replace each byte of a file name that is not UTF-8 by a mark.
+
+    So a file name with a line break stays on its line, and none can control the terminal.
+    """
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

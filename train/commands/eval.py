@@ -29,10 +29,10 @@ from train.data import Dataset, image_folder, segmentation_folder
 from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
-from train.errors import UserError
+from train.errors import UserError, printable
 from train.output import examples, plots
 from train.output.confusion import accuracy_by_class, iou_by_class
-from train.output.progress import line_printer, printable
+from train.output.progress import line_printer
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_classes, read_label_map
 from train.run.evaluation import Evaluation

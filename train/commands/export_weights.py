@@ -9,8 +9,7 @@ from train.arguments import ExportArguments
 from train.commands.export_model import export_model
 from train.commands.positional import positional
 from train.config import Pretrained
-from train.errors import UserError
-from train.output.progress import printable
+from train.errors import UserError, printable
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
 from train.run.run_folder import RunFolder

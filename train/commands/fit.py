@@ -159,7 +159,9 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
     for row in rows:
         if fits(row, limit):
             recipe, _ = _WAYS[row.way]
-            log(f"\n{row.way}:\n  fnet train {recipe} {' '.join(row.flags)}")
+            log("")
+            log(f"{row.way}:")
+            log(f"  fnet train {recipe} {' '.join(row.flags)}")
 
 
 def fits(row: Row, limit: int) -> bool:

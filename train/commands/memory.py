@@ -115,7 +115,8 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
     plots_of = "memory.png" + (", plan.png" if first.planned.plan else "")
-    log(f"memory: {out / 'memory.json'}\nplot: {out / plots_of}")
+    log(f"memory: {out / 'memory.json'}")
+    log(f"plot: {out / plots_of}")
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:

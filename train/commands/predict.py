@@ -31,9 +31,9 @@ from train.data import pad_batch
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.preprocessing import PreprocessedImage, Preprocessor
-from train.errors import UserError
+from train.errors import UserError, printable
 from train.output.palette import overlay_labels, palette
-from train.output.progress import line_printer, printable
+from train.output.progress import line_printer
 from train.run.class_names import read_classes, read_label_map
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, as_json, atomic_write
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> None:
         print_predictions(result, Console())
         print(printable(f"predictions: {result.path}"))
     for path, reason in result.unreadable:
-        print(f"fnet: cannot read {path}: {reason}", file=sys.stderr)
+        print(printable(f"fnet: cannot read {path}: {reason}"), file=sys.stderr)
     if result.unreadable:
         raise SystemExit(2)
 

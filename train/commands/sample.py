@@ -21,9 +21,8 @@ from train.config import Config, Denoiser, LanguageModel, Pretrained
 from train.data import Dataset, sample_batch
 from train.data.chat import GenerationSettings, load_generation_settings
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.errors import UserError
+from train.errors import UserError, printable
 from train.output import plots
-from train.output.progress import printable
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
 from train.run.frozen import load_network

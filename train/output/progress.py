@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fnet.memory import format_bytes
+from train.errors import printable
 from train.output.formats import clock, duration, number
 
 _SHOWN = {
@@ -72,11 +73,6 @@ def line_printer(console: Console) -> Callable[[str], None]:
         console.print, highlight=False, soft_wrap=True, markup=False, emoji=False
     )
     return lambda line: show(printable(line))
-
-
-def printable(text: str) -> str:
-    """Replace each byte of a file name that is not UTF-8 by a mark."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 class Progress:

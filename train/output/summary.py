@@ -32,9 +32,9 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
     log, indent = line_printer(console), " " * 12
     for name, text in facts.items():
         line = f"  {name:<10}{text}"
-        if console.is_terminal:
-            line = textwrap.fill(line, console.width, subsequent_indent=indent)
-        log(line)
+        width = console.width if console.is_terminal else len(line)
+        for part in textwrap.wrap(line, width, subsequent_indent=indent):
+            log(part)
 
 
 def before_training(

@@ -269,10 +269,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if step < run.steps or failure:
             why = "another process was interrupted" if failure is None else "the input failed"
             saved = f"saved after step {step} of {run.steps}" if step else "no step was taken"
-            log(
-                f"{interruption.signal or why}: {saved}; continue with\n"
-                f"  fnet train {quote(folder.config)} --resume"
-            )
+            log(f"{interruption.signal or why}: {saved}; continue with")
+            log(f"  fnet train {quote(folder.config)} --resume")
             if failure is not None and not isinstance(failure, Interrupted):
                 raise failure
             return
