@@ -58,11 +58,11 @@ def test_a_short_wait_is_not_reported():
     ("work", "workers", "reason"),
     [
         (DECODING, 0, "one thread decodes and augments 90% of its time; give --data.workers 8, one per core"),
-        (DECODING, 8, "8 workers compute 90% of their time, on 8 cores; prepare smaller files, or use more cores"),
-        (DECODING, None, "one thread computes 90% of its time, on 8 cores; prepare smaller files, or use more cores"),
+        (DECODING, 8, "8 workers compute 90% of their time, on 8 cores; prepare smaller files"),
+        (DECODING, None, "one thread computes 90% of its time, on 8 cores; prepare smaller files"),
         (READING, 2, "2 workers wait for files 90% of their time; copy the data to a faster disk, or give --data.workers 4"),
         (READING, None, "one thread waits for files 90% of its time; copy the data to a faster disk"),
-        (CROWDED, 2, "2 workers wait for a free core 60% of their time, on 8 cores; prepare smaller files, or use more cores"),
+        (CROWDED, 2, "2 workers wait for a free core 60% of their time, on 8 cores; stop other programs"),
     ],
 )  # fmt: skip
 def test_the_reason_is_what_takes_most_of_the_time(work, workers, reason):

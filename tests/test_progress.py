@@ -83,6 +83,15 @@ def test_test_metrics_stay_until_the_next_evaluation():
     assert "train accuracy" not in text
 
 
+def test_a_shorter_value_keeps_its_place():
+    progress, _ = progress_at(500, 50.0, LINE, in_terminal(200))
+    before = render(progress, 200)
+    progress.log(LINE | {"train/loss": 0.5, "examples_per_second": 99.0}, MEMORY)
+    after = render(progress, 200)
+    assert "train loss 0.5      train accuracy" in after
+    assert before.index("memory") == after.index("memory")
+
+
 def test_the_first_of_the_test_metrics_comes_before_the_throughput():
     only_loss = {k: v for k, v in LINE.items() if k != "test/accuracy"}
     progress, _ = progress_at(500, 50.0, only_loss, in_terminal(80))

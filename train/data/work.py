@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 
@@ -96,6 +95,7 @@ def now() -> Work:
 
 def _queued() -> float:
     try:
-        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * 1e-9
     except (OSError, IndexError, ValueError):
         return 0.0

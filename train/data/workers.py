@@ -32,6 +32,7 @@ from train.errors import TrainingError
 
 SLOT_BYTES = 8 * 2**20
 """Bytes of a slot: shared memory in which a worker returns a part of a batch."""
+SLOTS_PER_WORKER = 2
 
 _slots: list[Any] = []  # set in workers only
 
@@ -128,7 +129,8 @@ class Workers:
                 return
             context = _Context()
             self._slots = [
-                context.RawArray(ctypes.c_uint8, SLOT_BYTES) for _ in range(2 * self._count)
+                context.RawArray(ctypes.c_uint8, SLOT_BYTES)
+                for _ in range(SLOTS_PER_WORKER * self._count)
             ]
             self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
             for slot in range(len(self._slots)):

@@ -103,6 +103,7 @@ class Progress:
         self._began = self._advanced = now()
         self._timed = False
         self._metrics: dict[str, float] = {}
+        self._widths: dict[str, int] = {}
         self._measured: int | None = None
 
     def __enter__(self) -> Self:
@@ -153,15 +154,20 @@ class Progress:
         score = next((key for key in _SCORES if key in metrics), None)
         for key, (name, rank) in _SHOWN.items():
             if key in metrics:
-                rank = min(rank, 5) if key == score else rank
-                yield Field(rank, f"{name} {number(metrics[key])}")
+                value = self._steady(name, number(metrics[key]))
+                yield Field(min(rank, 5) if key == score else rank, f"{name} {value}")
         if "examples_per_second" in metrics:
-            rate = number(metrics["examples_per_second"])
+            rate = self._steady("rate", number(metrics["examples_per_second"]))
             yield Field(_THROUGHPUT, f"{rate} examples/s")
         if self._measured is not None:
-            yield Field(_MEMORY, f"memory {format_bytes(self._measured)}")
+            yield Field(_MEMORY, f"memory {self._steady('memory', format_bytes(self._measured))}")
         if "input_wait" in metrics:
             yield Field(_WAIT, f"input wait {metrics['input_wait']:.0%}")
+
+    def _steady(self, name: str, text: str) -> str:
+        """Pad a value in a terminal to its longest so far, so that the line does not jump."""
+        self._widths[name] = max(self._widths.get(name, 0), len(text))
+        return text.ljust(self._widths[name]) if self._live else text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         total = f"{self._total:,}"

@@ -137,5 +137,6 @@ def explain(work: Work, workers: int | None, cores: int) -> str:
         return f"{by} wait{s} for files {share}; copy the data to a faster disk{more}"
     if name == "computing" and workers is not None and workers < cores:
         return f"{by} decode{s} and augment{s} {share}; give --data.workers {cores}, one per core"
-    does = f"wait{s} for a free core" if name == "queued" else f"compute{s}"
-    return f"{by} {does} {share}, on {cores} cores; prepare smaller files, or use more cores"
+    if name == "queued":
+        return f"{by} wait{s} for a free core {share}, on {cores} cores; stop other programs"
+    return f"{by} compute{s} {share}, on {cores} cores; prepare smaller files"

@@ -284,7 +284,9 @@ def overhead(run: Setup, target: Target | None = None) -> Overhead:
     """Estimate the memory of the process in addition to its compiled programs."""
     if target or jax.default_backend() != "cpu":
         return Overhead()
-    return process_memory.overhead(run.state_shapes, run.batch_shapes, PREFETCHED_BATCHES + 3)
+    workers = getattr(run.config.data, "workers", 0)
+    batches = PREFETCHED_BATCHES + 3
+    return process_memory.overhead(run.state_shapes, run.batch_shapes, batches, workers)
 
 
 def reserve(run: Setup, target: Target | None = None) -> int:

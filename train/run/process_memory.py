@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fnet.memory import format_bytes, tree_bytes
+from train.data.workers import SLOT_BYTES, SLOTS_PER_WORKER
 
 IN_FLIGHT = 32 * 2**20
 """Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
@@ -29,6 +30,7 @@ class Overhead(NamedTuple):
       background: Copies of a small state that is written while steps run.
       checkpoint: Arrays of a large state on their way to disk, while no step runs.
       allocator: Gaps that the C library leaves between arrays.
+      workers: Memory that this process shares with those that decode images.
     """
 
     runtime: int = 0
@@ -36,11 +38,12 @@ class Overhead(NamedTuple):
     background: int = 0
     checkpoint: int = 0
     allocator: int = 0
+    workers: int = 0
 
     @property
     def always(self) -> int:
         """Bytes in addition to a program that runs."""
-        return self.runtime + self.batches + self.background + self.allocator
+        return self.runtime + self.batches + self.background + self.allocator + self.workers
 
     def __str__(self) -> str:
         """Describe the parts in one line."""
@@ -50,6 +53,8 @@ class Overhead(NamedTuple):
             "checkpoints": self.background,
             "gaps between arrays": self.allocator,
         }
+        if self.workers:
+            parts["shared with data.workers"] = self.workers
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
 
     def peak(self, state_bytes: int, *programs: int) -> int:
@@ -62,13 +67,14 @@ class Overhead(NamedTuple):
         return self.always + max(state_bytes + self.checkpoint, *programs)
 
 
-def overhead(state: Any, batch: Any, batches: int) -> Overhead:
+def overhead(state: Any, batch: Any, batches: int, workers: int = 0) -> Overhead:
     """Estimate the memory of a training process on CPU besides its compiled programs.
 
     Args:
       state: Shapes of the train state.
       batch: Shapes of a batch.
       batches: Number of batches that exist at once.
+      workers: Number of processes that decode images.
     """
     sizes = [tree_bytes(leaf) for leaf in jax.tree.leaves(state)]
     in_background = sum(sizes) <= IN_FLIGHT
@@ -79,6 +85,7 @@ def overhead(state: Any, batch: Any, batches: int) -> Overhead:
         background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
         checkpoint=in_flight,
         allocator=int(_ALLOCATOR * sum(sizes)),
+        workers=SLOTS_PER_WORKER * workers * SLOT_BYTES,
     )
 
 
