@@ -12,13 +12,15 @@ from image_cases import color, write_class_folders, write_image
 from PIL import Image
 from program_cases import assert_one_line_error, exit_code
 
-from train.config import Config, from_json, to_json
+from train.config import Clipped, Config, Mlp, from_json, to_json
 from train.config.data import ImageFolder
 from train.data import evaluation_batches, image_batches, image_folder, training_batches
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
 from train.data.image_batches import TrainingImages
+from train.data.rand_augment import rand_augment, random_erasing
 from train.errors import UserError
+from train.run.setup import setup
 
 
 @pytest.fixture
@@ -405,11 +407,13 @@ def test_names_a_folder_that_cannot_be_read(tmp_path):
 def test_training_images_have_the_options_of_the_config():
     config = ImageFolder(
         image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, color_jitter=0.2,
-        lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8),
+        lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8), rand_augment=2, magnitude=7,
+        random_erasing=0.25, max_pixels=1000,
     )  # fmt: skip
     assert TrainingImages.from_config(config, b"root") == TrainingImages(
         root=b"root", size=16, crop="reflected", area=(0.25, 1.0), padding=3, flip=False,
         color_jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
+        rand_augment=2, magnitude=7, random_erasing=0.25, max_pixels=1000,
     )  # fmt: skip
 
 
@@ -427,6 +431,8 @@ SINGLE_AUGMENTATIONS = {
     "color_jitter": ({"color_jitter": 0.4}, color_jitter),
     "lighting": ({"lighting": 0.1}, color_jitter),
     "cutout": ({"cutout": 3}, lambda image, draws: cutout(image, draws["cutout"], 3, np.array([1, 2, 3]))),
+    "rand_augment": ({"rand_augment": 2, "magnitude": 20}, lambda image, draws: rand_augment(image, draws["operations"], 20)),
+    "erasing": ({"random_erasing": 0.5}, lambda image, draws: random_erasing(image, draws["erasing"], 0.5, np.array([1, 2, 3]))),
 }  # fmt: skip
 
 
@@ -439,6 +445,24 @@ def test_each_option_applies_its_augmentation(name):
     augmented = images.augment(image.copy(), draws)
     chex.assert_trees_all_equal(augmented, expected(image.copy(), draws))
     assert (augmented != image).any() == (name != "center")
+
+
+def test_refuses_balanced_classes_with_privacy(folder):
+    data = ImageFolder(path=str(folder), image_size=8, batch_size=2, balanced=True)
+    grad = Clipped(noise_multiplier=1.0, delta=1e-3)
+    with pytest.raises(UserError, match="data: balanced and repeats choose training examples"):
+        setup(Config(data=data, model=Mlp(hidden=(4,)), grad=grad))
+
+
+def test_draws_balanced_classes_and_repeats_from_a_folder(tmp_path):
+    for i in range(9):
+        write_image(tmp_path / ("dog" if i % 4 == 0 else "cat") / f"{i}.png", i)
+    data = load(tmp_path, balanced=True, repeats=2, test_fraction=0.3, max_bad_fraction=0.0)
+    batches, _ = take_batches(data, 3)
+    for batch in batches:
+        assert np.bincount(batch["label"]).tolist() == [2, 2]
+        assert (batch["id"][::2] == batch["id"][1::2]).all()
+    assert load(tmp_path).order is None
 
 
 def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):

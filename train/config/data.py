@@ -68,6 +68,12 @@ class Images(Section):
     """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
     cutout: CountOrZero = 0
     """Side of the square that cutout removes from training images, in pixels; 0 is none."""
+    rand_augment: CountOrZero = 0
+    """RandAugment: number of random operations per training image; 2 is common, 0 is none."""
+    magnitude: Annotated[int, Ge(0), Le(30)] = 9
+    """Strength of RandAugment's operations, 0 to 30."""
+    random_erasing: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Probability that a random rectangle of a training image is erased; 0.25 is common."""
     mixup: NonNegative = 0.0
     """Mixup strength alpha: mixing weights come from Beta(alpha, alpha); 0 is no mixup."""
     resize: Count | None = None
@@ -109,6 +115,10 @@ class ImageFolder(Images):
     """Fraction of each class that is held out for testing if there is no test folder."""
     split_seed: Seed = 0
     """Random seed of that split."""
+    balanced: bool = False
+    """Draw training images of each class equally often."""
+    repeats: Count = 1
+    """Repeated augmentation: how often each training image is drawn in a row."""
     user: Literal["folder"] | None = None
     """Set to folder if users are folders, CLASS/USER/*.png; privacy is then per user."""
     examples_per_user: Count | None = None
@@ -223,6 +233,12 @@ class HuggingFace(Section):
     """Standard deviation of PCA color noise (AlexNet lighting) in training; 0.1 is common."""
     cutout: CountOrZero = 0
     """Side of the square that cutout removes from training images, in pixels; 0 is none."""
+    rand_augment: CountOrZero = 0
+    """RandAugment: number of random operations per training image; 2 is common, 0 is none."""
+    magnitude: Annotated[int, Ge(0), Le(30)] = 9
+    """Strength of RandAugment's operations, 0 to 30."""
+    random_erasing: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Probability that a random rectangle of a training image is erased; 0.25 is common."""
     resize: Count | None = None
     """Shorter side of test images before the center crop; None is 8/7 of image_size."""
     mean: tuple[Fraction, Fraction, Fraction] = (0.485, 0.456, 0.406)

@@ -41,6 +41,12 @@ from train.data.decode import (
     decode_mask,
 )
 from train.data.masks import IGNORE, LabelMap
+from train.data.rand_augment import (
+    draw_erasing,
+    draw_rand_augment,
+    rand_augment,
+    random_erasing,
+)
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -64,7 +70,10 @@ class TrainingImages:
       color_jitter: strength of the color jitter.
       lighting: standard deviation of the lighting noise.
       cutout: side of the square that cutout removes.
-      fill: mean color, which fills cutouts and unreadable images.
+      fill: mean color, which fills cutouts, erased rectangles and unreadable images.
+      rand_augment: number of operations of RandAugment.
+      magnitude: strength of RandAugment.
+      random_erasing: probability that a rectangle is erased.
       max_pixels: largest number of pixels of an image.
     """
 
@@ -78,6 +87,9 @@ class TrainingImages:
     lighting: float
     cutout: int
     fill: tuple[int, ...]
+    rand_augment: int = 0
+    magnitude: int = 0
+    random_erasing: float = 0.0
     max_pixels: int = MAX_PIXELS
 
     @classmethod
@@ -94,6 +106,9 @@ class TrainingImages:
             lighting=config.lighting,
             cutout=config.cutout,
             fill=to_uint8(config.mean),
+            rand_augment=config.rand_augment,
+            magnitude=config.magnitude,
+            random_erasing=config.random_erasing,
             max_pixels=config.max_pixels,
         )
 
@@ -110,6 +125,10 @@ class TrainingImages:
             draws |= draw_color_jitter(n, self.color_jitter, self.lighting, generator)
         if self.cutout:
             draws["cutout"] = generator.random((n, 2))
+        if self.rand_augment:
+            draws["operations"] = draw_rand_augment(n, self.rand_augment, generator)
+        if self.random_erasing:
+            draws |= draw_erasing(n, generator)
         return draws
 
     def __call__(self, rows: Arrays) -> Arrays:
@@ -150,10 +169,15 @@ class TrainingImages:
             image = shift(image, draws["shift"], self.padding, reflect=self.crop == "reflected")
         if "flip" in draws:
             image = horizontal_flip(image, draws["flip"])
+        if "operations" in draws:
+            image = rand_augment(image, draws["operations"], self.magnitude)
         if "blend" in draws:
             image = color_jitter(image, draws)
         if "cutout" in draws:
             image = cutout(image, draws["cutout"], self.cutout, np.array(self.fill))
+        if "erasing" in draws:
+            fill = np.array(self.fill)
+            image = random_erasing(image, draws["erasing"], self.random_erasing, fill)
         return image
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from train.data.files import (
 )
 from train.data.image_batches import LabeledImages
 from train.data.labels import split_by_class
+from train.data.sampling import SampledBatches
 from train.data.users import number_users
 from train.errors import UserError, did_you_mean, shorten
 
@@ -81,10 +83,22 @@ def load(config: ImageFolder, trained: tuple[str, ...] | None = None) -> Dataset
         augment=images.augment,
         prepare=images.prepare,
         reads_local=True,
+        order=_order(config, rows["label"][:num_train]),
         name=lambda row: str(root / os.fsdecode(paths[row])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=notes,
+    )
+
+
+def _order(
+    config: ImageFolder, labels: np.ndarray
+) -> Callable[[int, int], Callable[[int], np.ndarray]] | None:
+    if not config.balanced and config.repeats == 1:
+        return None
+    by_class = labels if config.balanced else None
+    return lambda batch_size, seed: SampledBatches(
+        by_class, len(labels), batch_size, config.repeats, seed
     )
 
 

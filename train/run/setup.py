@@ -333,6 +333,12 @@ def _check_users(config: Config) -> None:
     most = getattr(config.data, "examples_per_user", None)
     if user is None and most is not None:
         raise UserError(f"data.examples_per_user: {most}, but there are no users; give data.user")
+    sampled = getattr(config.data, "balanced", False) or getattr(config.data, "repeats", 1) > 1
+    if config.is_private and sampled:
+        raise UserError(
+            "data: balanced and repeats choose training examples, but privacy needs Poisson "
+            "sampling; leave them out"
+        )
     if user is not None and most is None:
         raise UserError(
             "data.examples_per_user: data.user needs it, too; give the largest number of examples "

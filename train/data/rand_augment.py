@@ -1,0 +1,164 @@
+"""RandAugment: random operations on colors and geometry, as in torchvision.
+
+All randomness is drawn before, so that the images can be made in other processes.
+
+References:
+  Cubuk et al. 2020, "RandAugment: Practical Automated Data Augmentation with a Reduced Search
+  Space". Operations, magnitudes and signs are those of torchvision's ``RandAugment``.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+from train.data import Arrays
+
+MAX_MAGNITUDE = 30
+"""Largest magnitude; 0 changes least."""
+
+
+class Operation(NamedTuple):
+    """An operation of RandAugment.
+
+    Attributes:
+      name: Its name in torchvision.
+      is_signed: Whether the strength is negative in half of the cases.
+      strength: ``(magnitude from 0 to 1, width, height) -> strength``.
+      apply: ``(image, strength) -> image``.
+    """
+
+    name: str
+    is_signed: bool
+    strength: Callable[[float, int, int], float]
+    apply: Callable[[Image.Image, float], Image.Image]
+
+
+def _move(image: Image.Image, *matrix: float) -> Image.Image:
+    """Map each pixel (x, y) of the result to (a x + b y + c, d x + e y + f); black outside."""
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST
+    )
+
+
+def _enhance(name: str, kind: Callable[[Image.Image], ImageEnhance._Enhance]) -> Operation:
+    return Operation(
+        name, True, lambda m, w, h: 0.9 * m, lambda image, s: kind(image).enhance(1 + s)
+    )
+
+
+OPERATIONS = (
+    Operation("Identity", False, lambda m, w, h: 0.0, lambda image, s: image),
+    Operation(
+        "ShearX", True, lambda m, w, h: 0.3 * m, lambda image, s: _move(image, 1, s, 0, 0, 1, 0)
+    ),
+    Operation(
+        "ShearY", True, lambda m, w, h: 0.3 * m, lambda image, s: _move(image, 1, 0, 0, s, 1, 0)
+    ),
+    Operation(
+        "TranslateX",
+        True,
+        lambda m, w, h: 150 / 331 * w * m,
+        lambda image, s: _move(image, 1, 0, -int(s), 0, 1, 0),
+    ),
+    Operation(
+        "TranslateY",
+        True,
+        lambda m, w, h: 150 / 331 * h * m,
+        lambda image, s: _move(image, 1, 0, 0, 0, 1, -int(s)),
+    ),
+    Operation("Rotate", True, lambda m, w, h: 30 * m, lambda image, s: image.rotate(s)),
+    _enhance("Brightness", ImageEnhance.Brightness),
+    _enhance("Color", ImageEnhance.Color),
+    _enhance("Contrast", ImageEnhance.Contrast),
+    _enhance("Sharpness", ImageEnhance.Sharpness),
+    Operation(
+        "Posterize",
+        False,
+        lambda m, w, h: 8 - round(4 * m),
+        lambda image, s: ImageOps.posterize(image, int(s)),
+    ),
+    Operation(
+        "Solarize",
+        False,
+        lambda m, w, h: 255 * (1 - m),
+        lambda image, s: ImageOps.solarize(image, s),  # type: ignore[arg-type]
+    ),
+    Operation(
+        "AutoContrast", False, lambda m, w, h: 0.0, lambda image, s: ImageOps.autocontrast(image)
+    ),
+    Operation("Equalize", False, lambda m, w, h: 0.0, lambda image, s: ImageOps.equalize(image)),
+)
+"""Operations in torchvision's order."""
+
+
+def draw_rand_augment(n: int, operations: int, generator: np.random.Generator) -> np.ndarray:
+    """Draw operations and signs for n images: int [n, operations, 2]."""
+    kinds = generator.integers(0, len(OPERATIONS), (n, operations))
+    return np.stack([kinds, generator.integers(0, 2, (n, operations))], -1)
+
+
+def apply_operation(image: Image.Image, kind: int, negative: bool, magnitude: int) -> Image.Image:
+    """Apply one of `OPERATIONS` with a magnitude from 0 to `MAX_MAGNITUDE`."""
+    operation = OPERATIONS[kind]
+    strength = operation.strength(magnitude / MAX_MAGNITUDE, *image.size)
+    return operation.apply(image, -strength if negative and operation.is_signed else strength)
+
+
+def rand_augment(images: np.ndarray, draws: np.ndarray, magnitude: int) -> np.ndarray:
+    """Apply the operations of each image uint8 [N, H, W, 3], in place.
+
+    Args:
+      images: modified.
+      draws: from `draw_rand_augment`.
+      magnitude: strength of the operations, 0 to `MAX_MAGNITUDE`.
+    """
+    for i, operations in enumerate(draws.tolist()):
+        image = Image.fromarray(images[i])
+        for kind, negative in operations:
+            image = apply_operation(image, kind, bool(negative), magnitude)
+        images[i] = np.asarray(image)
+    return images
+
+
+_ATTEMPTS = 10
+ERASING_DRAWS = 2 * _ATTEMPTS + 3
+"""Random numbers that one `random_erasing` takes."""
+
+
+def random_erasing(
+    images: np.ndarray, draws: np.ndarray, probability: float, fill: np.ndarray
+) -> np.ndarray:
+    """Fill a random rectangle of some images [N, H, W, C], in place.
+
+    Its area is 2 to 33 % of the image and its aspect ratio 0.3 to 3.3, as in torchvision's
+    ``RandomErasing`` (Zhong et al. 2020, "Random Erasing Data Augmentation"). The first of ten
+    attempts that is smaller than the image counts.
+
+    Args:
+      images: uint8.
+      draws: [N, ERASING_DRAWS] numbers in [0, 1).
+      probability: probability that an image has a rectangle.
+      fill: [C], color of the rectangle.
+    """
+    _, height, width, _ = images.shape
+    low, high = math.log(0.3), math.log(3.3)
+    for i, d in enumerate(draws.tolist()):
+        if d[-1] >= probability:
+            continue
+        for k in range(_ATTEMPTS):
+            area = height * width * (0.02 + (0.33 - 0.02) * d[2 * k])
+            aspect = math.exp(low + (high - low) * d[2 * k + 1])
+            h, w = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if h < height and w < width:
+                top, left = int(d[-3] * (height - h + 1)), int(d[-2] * (width - w + 1))
+                images[i, top : top + h, left : left + w] = fill
+                break
+    return images
+
+
+def draw_erasing(n: int, generator: np.random.Generator) -> Arrays:
+    """Draw the arguments of `random_erasing` for n images."""
+    return {"erasing": generator.random((n, ERASING_DRAWS))}
