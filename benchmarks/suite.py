@@ -134,6 +134,7 @@ SUITE = (
     ),
     Benchmark("digits_samples", quick=None),
     Benchmark("input_pipeline", quick=("--rounds", "2")),
+    Benchmark("data_sources", quick=None, packages=("pyarrow",), path="cifar10", cpu=True),
     Benchmark("checkpoint_memory", quick=("--rounds", "1"), cpu=True),
     Benchmark("loading", quick=("--rounds", "1", "--width", "256", "--blocks", "2"), cpu=True),
     Benchmark("loop_overhead", quick=("--rounds", "2")),

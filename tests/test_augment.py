@@ -233,7 +233,7 @@ def make_batch(n):
 
 def test_mixup_mixes_images_and_labels_by_the_same_weight():
     batch = make_batch(64)
-    out = augment.mixup(batch, 0.4, generator())
+    out = augment.mixup(batch, augment.draw_mixup(64, 0.4, generator()))
     assert sorted(out["label_2"]) == list(range(64))
     mix = out["mix"][:, None, None, None]
     assert out["mix"].dtype == np.float32
@@ -246,7 +246,7 @@ def test_mixup_mixes_images_and_labels_by_the_same_weight():
 def test_mixup_leaves_out_unreadable_images():
     batch = make_batch(32)
     batch["weight"][::3] = 0.0
-    out = augment.mixup(batch, 1.0, generator())
+    out = augment.mixup(batch, augment.draw_mixup(32, 1.0, generator()))
     bad = (batch["weight"] == 0) | (batch["weight"][out["label_2"]] == 0)
     assert 0 < bad.sum() < 32
     assert (out["mix"][bad] == 1).all()

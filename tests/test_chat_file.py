@@ -5,6 +5,7 @@ import json
 from functools import partial
 
 import chex
+import fsspec
 import jax
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from data_cases import error_message, take_batches
 from train.config import ChatFile, Clipped, Config, LanguageModel, Microbatch, Train
 from train.data import chat_file, evaluation_batches, num_examples, placeholder
 from train.data.buckets import bucketed_batches
+from train.data.records import read
 from train.data.tokenizer import load_tokenizer
 from train.run.setup import setup
 from train.tasks import build
@@ -584,3 +586,23 @@ def test_placeholders_have_the_shapes_of_the_data(write, packing):
             for d in (missing, real)
         ]
         assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_reads_records_of_remote_storage(kind, tmp_path):
+    fields = [{"prompt": f"p{i}", "answer": f"a{i}"} for i in range(3)]
+    path = tmp_path / f"data.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(fields), path)
+    else:
+        path.write_text("".join(json.dumps(record) + "\n" for record in fields))
+    memory = fsspec.filesystem("memory")
+    memory.put(str(path), f"/chats/{path.name}")
+    try:
+        for url in (f"memory://chats/{path.name}", "memory://chats"):
+            assert [record.fields for record in read(url, "data.path")] == fields
+        message = error_message(lambda: [*read("memory://chats/none.jsonl", "data.path")])
+        assert message == "data.path: memory://chats/none.jsonl does not exist"
+    finally:
+        memory.rm("/chats", recursive=True)

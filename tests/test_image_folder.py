@@ -14,7 +14,14 @@ from program_cases import assert_one_line_error, exit_code
 
 from train.config import Clipped, Config, Mlp, from_json, to_json
 from train.config.data import ImageFolder
-from train.data import evaluation_batches, image_batches, image_folder, training_batches
+from train.data import (
+    augment_rows,
+    evaluation_batches,
+    image_batches,
+    image_folder,
+    select_rows,
+    training_batches,
+)
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
 from train.data.image_batches import TrainingImages
@@ -466,13 +473,36 @@ def test_draws_balanced_classes_and_repeats_from_a_folder(tmp_path):
 
 
 def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
-    alphas, mixup = [], image_batches.mixup
+    alphas, draw = [], image_batches.draw_mixup
     monkeypatch.setattr(
         image_batches,
-        "mixup",
-        lambda batch, alpha, g: alphas.append(alpha) or mixup(batch, alpha, g),
+        "draw_mixup",
+        lambda n, alpha, g: alphas.append(alpha) or draw(n, alpha, g),
     )
     write_class_folders(tmp_path, train=4, test=2)
     data = image_folder.load(ImageFolder(path=str(tmp_path), image_size=8, resize=8, mixup=0.3))
     next(training_batches(data, 4, 0))
     assert {*alphas} == {0.3}
+
+
+@pytest.mark.parametrize("options", [{}, {"mixup": 0.4}, {"crop": "padded", "cache": True}])
+def test_a_process_reads_its_rows_of_the_same_batch(options, tmp_path, monkeypatch):
+    write_class_folders(tmp_path, train=32, test=4)
+    config = ImageFolder(path=str(tmp_path), image_size=8, resize=8, color_jitter=0.4, **options)
+    whole, _ = take_batches(image_folder.load(config), n=2, size=16)
+    decoded, decode = [], image_batches.decode_row
+    monkeypatch.setattr(
+        image_batches, "decode_row", lambda *args, **kw: decoded.append(args) or decode(*args, **kw)
+    )
+    local = np.arange(16) >= 14
+    data = image_folder.load(config)
+    batch = augment_rows(
+        data, select_rows(data.train, whole[0]["row"]) | {"local": local}, np.random.default_rng(0)
+    )
+    assert len(decoded) <= (4 if "mixup" in options else 2)
+    assert set(batch) == set(whole[0])
+    batches = training_batches(data, 16, 0, local)
+    for expected in whole:
+        batch = next(batches)
+        for name in expected:
+            chex.assert_trees_all_equal(batch[name][local], expected[name][local])

@@ -339,7 +339,7 @@ class ChatFile(Section):
     source: Literal["chat_file"] = "chat_file"
     """Data source; --data.source NAME --help lists the fields of another one."""
     path: str = "data.jsonl"
-    """File of JSON lines, .parquet file (pip install 'fnet-jax[parquet]'), or a folder of them."""
+    """File of JSON lines, .parquet file (fnet-jax[parquet]), a folder of them, or a URL."""
     test_path: str | None = None
     """File or folder of test examples; None holds out test_fraction of path."""
     tokenizer: str | None = None

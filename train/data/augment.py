@@ -130,8 +130,9 @@ def shift(images: np.ndarray, offsets: np.ndarray, padding: int, *, reflect: boo
 
 def horizontal_flip(images: np.ndarray, flip: np.ndarray) -> np.ndarray:
     """Flip the images [N, H, W, ...] whose entry of ``flip`` [N] is True, in place."""
+    columns = np.arange(images.shape[2])[::-1]
     for i in np.flatnonzero(flip):
-        images[i] = images[i, :, ::-1].copy()
+        images[i] = images[i].take(columns, axis=1)  # copies whole pixels, unlike a slice
     return images
 
 
@@ -278,27 +279,34 @@ def cutout(images: np.ndarray, center: np.ndarray, side: int, fill: np.ndarray) 
     return images
 
 
-def mixup(batch: Arrays, alpha: float, generator: np.random.Generator) -> Arrays:
+def draw_mixup(n: int, alpha: float, generator: np.random.Generator) -> Arrays:
+    """Draw ``other`` int64 [n], the image that is mixed into each, and ``mix`` uint16 [n].
+
+    ``mix / 256`` is from Beta(alpha, alpha).
+    """
+    other = generator.permutation(n)
+    mix = np.round(256 * generator.beta(alpha, alpha, n)).astype(np.uint16)
+    return {"other": other, "mix": mix}
+
+
+def mixup(batch: Arrays, draws: Arrays) -> Arrays:
     """Mix each image with another one of the batch (Zhang et al. 2018, "mixup").
 
-    ``image = mix * image + (1 - mix) * other``, with ``mix`` from Beta(alpha, alpha), rounded to
-    multiples of 1/256. Unreadable images are not mixed.
+    ``image = mix * image + (1 - mix) * other``, with ``mix`` in multiples of 1/256. Unreadable
+    images are not mixed.
 
     Args:
       batch: ``image`` uint8 [N, H, W, C], ``label`` [N], ``weight`` [N].
-      alpha: parameter of the Beta distribution.
-      generator: source of randomness.
+      draws: from `draw_mixup`.
 
     Returns:
       The batch with mixed images, ``label_2`` [N] of the other images, and ``mix`` float32 [N].
     """
     images, weight = batch["image"], batch["weight"]
-    n = len(images)
-    other = generator.permutation(n)
-    mix = np.round(256 * generator.beta(alpha, alpha, n)).astype(np.uint16)
+    other, mix = draws["other"], draws["mix"].copy()
     mix[(weight == 0) | (weight[other] == 0)] = 256
     out = np.empty_like(images)
-    for i in range(n):  # one image at a time stays in the cache
+    for i in range(len(images)):  # one image at a time stays in the cache
         first = images[i] * mix[i]
         second = images[other[i]] * (256 - mix[i])
         out[i] = (first + second + np.uint16(128)) >> 8

@@ -21,6 +21,7 @@ from train.data.augment import (
     color_jitter,
     cutout,
     draw_color_jitter,
+    draw_mixup,
     evaluation_crops,
     fit,
     horizontal_flip,
@@ -380,11 +381,14 @@ class LabeledImages:
 
     def augment(self, rows: Arrays, generator: np.random.Generator) -> Arrays:
         """Make a training batch, see `train.data.Dataset`."""
-        draws = self._training.draw(num_examples(rows), generator)
-        # Another process may have the image that is mixed in.
-        local = None if self._mixup else rows.get("local")
-        batch = rows | _read_local(self._read_train, {"id": rows["id"]} | draws, local)
-        return mixup(batch, self._mixup, generator) if self._mixup else batch
+        n, local = num_examples(rows), rows.get("local")
+        draws = {"id": rows["id"]} | self._training.draw(n, generator)
+        if not self._mixup:
+            return rows | read_local(self._read_train, draws, local)
+        mixed = draw_mixup(n, self._mixup, generator)
+        if local is not None:  # with the images that are mixed in
+            local = local | np.isin(np.arange(n), mixed["other"][local])
+        return mixup(rows | read_local(self._read_train, draws, local), mixed)
 
     def prepare(self, rows: Arrays) -> Arrays:
         """Make a test batch, see `train.data.Dataset`."""
@@ -392,10 +396,10 @@ class LabeledImages:
         def read(rows: Arrays) -> Arrays:
             return self._read_test(rows["id"])
 
-        return rows | _read_local(read, {"id": rows["id"]}, rows.get("local"))
+        return rows | read_local(read, {"id": rows["id"]}, rows.get("local"))
 
 
-def _read_local(read: Callable[[Arrays], Arrays], rows: Arrays, local: np.ndarray | None) -> Arrays:
+def read_local(read: Callable[[Arrays], Arrays], rows: Arrays, local: np.ndarray | None) -> Arrays:
     """Read the rows where ``local`` [N] is true; the others are zeros of weight 1."""
     if local is None or local.all():
         return read(rows)

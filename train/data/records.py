@@ -5,8 +5,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+from train.data import storage
 from train.errors import UserError, did_you_mean, list_available
 
 _PARQUET = (".parquet", ".pq")
@@ -63,19 +64,27 @@ def read(path: str, option: str) -> Iterator[Record]:
     """Yield the records of a file in order: of Parquet by its suffix, else of JSON lines.
 
     Args:
-      path: File, or a folder of .jsonl and .parquet files, which are read by name.
+      path: File, or a folder of .jsonl and .parquet files, which are read by name; or the URL of
+        one, such as gs://bucket/file.jsonl.
       option: Config field or flag that names it, for error messages.
 
     Raises:
       UserError: if a file is unreadable, a line is not a JSON object, or a folder has no files.
     """
-    if not Path(path).is_dir():
-        return _read_file(path, option)
     try:
-        names = sorted(os.listdir(path))
+        if storage.is_remote(path):
+            found = storage.expand(path)
+        else:
+            found = None
+            if Path(path).is_dir():
+                found = [str(Path(path, name)) for name in sorted(os.listdir(path))]
+    except storage.StorageError as error:
+        raise UserError(f"{option}: {error}") from error
     except OSError as error:
         raise UserError(f"{option}: cannot read {path}: {error.strerror}") from error
-    files = [str(Path(path, n)) for n in names if Path(n).suffix in (".jsonl", *_PARQUET)]
+    if found is None:
+        return _read_file(path, option)
+    files = [file for file in found if Path(file).suffix in (".jsonl", *_PARQUET)]
     if not files:
         raise UserError(f"{option}: the folder {path} has no .jsonl or .parquet files")
     return itertools.chain.from_iterable(_read_file(file, option) for file in files)
@@ -88,7 +97,7 @@ def _read_file(path: str, option: str) -> Iterator[Record]:
 
 def _read_json_lines(path: str, option: str) -> Iterator[Record]:
     try:
-        with open(path, "rb") as file:
+        with _open(path, option) as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -117,7 +126,7 @@ def _read_parquet(path: str, option: str) -> Iterator[Record]:
         ) from None
     row = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with _open(path, option) as source, pyarrow.parquet.ParquetFile(source) as file:
             for batch in file.iter_batches(1024):
                 for fields in batch.to_pylist():
                     row += 1
@@ -125,6 +134,15 @@ def _read_parquet(path: str, option: str) -> Iterator[Record]:
     except (OSError, pyarrow.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{option}: cannot read {path}: {reason}") from error
+
+
+def _open(path: str, option: str) -> IO[bytes]:
+    if not storage.is_remote(path):
+        return open(path, "rb")
+    try:
+        return storage.open_file(path)
+    except storage.StorageError as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def _kind(value: Any) -> str:

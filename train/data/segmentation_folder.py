@@ -12,7 +12,7 @@ from train.data.augment import fit, to_uint8
 from train.data.class_table import find_table
 from train.data.decode import UnreadableError, decode_mask
 from train.data.files import ImageFiles, describe_skipped
-from train.data.image_batches import EvaluationMasks, TrainingMasks, decode_pair
+from train.data.image_batches import EvaluationMasks, TrainingMasks, decode_pair, read_local
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
     IGNORE,
@@ -90,10 +90,14 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
         draws = training.draw(num_examples(rows), generator)
-        return rows | workers(training, paths(rows) | draws)
+        return rows | read_local(
+            lambda rows: workers(training, rows), paths(rows) | draws, rows.get("local")
+        )
 
     def prepare(rows: Arrays) -> Arrays:
-        return rows | workers(evaluation, paths(rows))
+        return rows | read_local(
+            lambda rows: workers(evaluation, rows), paths(rows), rows.get("local")
+        )
 
     def explain(id: int) -> str | None:
         image, mask = pairs[id]
@@ -116,6 +120,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         classes=label_map.names,
         augment=augment,
         prepare=prepare,
+        reads_local=True,
         name=lambda row: str(root / os.fsdecode(pairs[row][0])),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,

@@ -408,7 +408,7 @@ def parse_example(record: bytes) -> dict[str, list[Any]] | None:
     from google.protobuf.message import DecodeError
 
     try:
-        features = _example_type().FromString(record).features.feature
+        features = example_type().FromString(record).features.feature
     except DecodeError:
         return None
     found = {}
@@ -419,7 +419,7 @@ def parse_example(record: bytes) -> dict[str, list[Any]] | None:
 
 
 @functools.cache
-def _example_type() -> Any:
+def example_type() -> Any:
     """Build the message type of tf.train.Example, which TensorFlow and only it would bring."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
