@@ -213,7 +213,7 @@ def test_a_private_step_fits_a_budget_by_microbatches(step_and_peaks):
         lambda s: fnet.TrainState.create(params=s.params, optimizer=optax.sgd(0.1), key=s.key),
         state,
     )
-    whole = fnet.plan_step(private, state, batch, policies=("none",)).chosen.peak.total
+    whole = fnet.compile_step(private, state, batch).report.peak.total
     plan = fnet.plan_step(private, state, batch, int(0.9 * whole), policies=("none",))
     assert plan.chosen.microbatches > 1
 

@@ -109,10 +109,11 @@ def test_decoding_matches_the_whole_sequence(over, window):
     x = jax.random.normal(jax.random.key(1), (2, 9, 8))
     whole, _ = layer.apply(params, {}, x, train=False)
     cache = layer.decode.init_cache(2, 9, jnp.float32)
-    first, cache = layer.decode.extend(params, {}, cache, x[:, :4], jnp.int32(0))
+    extend = jax.jit(layer.decode.extend)
+    first, cache = extend(params, {}, cache, x[:, :4], jnp.int32(0))
     parts = [first]
     for i in range(4, 9):
-        y, cache = layer.decode.extend(params, {}, cache, x[:, i : i + 1], jnp.int32(i))
+        y, cache = extend(params, {}, cache, x[:, i : i + 1], jnp.int32(i))
         parts.append(y)
     chex.assert_trees_all_close(jnp.concatenate(parts, 1), whole, atol=2e-6)
 
@@ -188,7 +189,13 @@ def test_rms_norm_with_offset_stores_scale_minus_one():
 def small_model(**options):
     mixer = layers.attention(8, 2, causal=True, rotary=100.0)
     block = layers.Block(mixer, layers.feed_forward(8, 16))
-    return models.language_model(vocabulary=13, width=8, blocks=[block, block], **options)
+    model = models.language_model(vocabulary=13, width=8, blocks=[block, block], **options)
+    return model._replace(
+        init=jax.jit(model.init),
+        apply=jax.jit(model.apply, static_argnames="train"),
+        losses=jax.jit(model.losses, static_argnames="train"),
+        decode=model.decode._replace(extend=jax.jit(model.decode.extend)),
+    )
 
 
 def test_packed_documents_have_the_losses_of_separate_rows():
