@@ -500,8 +500,7 @@ def test_chats_of_a_tokenizer_without_a_template_are_one_line(load, tokenizer, t
     "mixer",
     [
         "attention",
-        "rg_lru",
-        *(pytest.param(m, marks=pytest.mark.slow) for m in ("mamba", "mamba2")),
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("rg_lru", "mamba", "mamba2")),
     ],
 )
 def test_packed_losses_and_gradients_equal_those_of_single_rows(write, mixer):

@@ -310,7 +310,9 @@ def test_bytes_per_parameter_of_the_compiled_step(name):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [compact_adamw(1e-3), compact_lion(1e-3)], ids=["adamw", "lion"]
+    "optimizer",
+    [compact_adamw(1e-3), pytest.param(compact_lion(1e-3), marks=pytest.mark.slow)],
+    ids=["adamw", "lion"],
 )
 def test_update_in_the_backward_pass_equals_mean(optimizer):
     results = []

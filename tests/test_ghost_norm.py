@@ -113,7 +113,14 @@ def sequences(time, rows, cols):
 
 @pytest.mark.parametrize(
     "shape",
-    [(2, 784, 32), (3, 40, 40), (8, 300, 70), (64, 256, 200), (128, 96, 400), (64, 24, 24)],
+    [
+        (2, 784, 32),
+        (3, 40, 40),
+        (8, 300, 70),
+        pytest.param((64, 256, 200), marks=pytest.mark.slow),
+        (128, 96, 400),
+        (64, 24, 24),
+    ],
     ids=str,
 )
 def test_cancelling_sequences_are_clipped(shape):

@@ -68,7 +68,9 @@ def test_starts_from_the_published_parameters(folder):
     assert {a.dtype for a in jax.tree.leaves(run.state_shapes.params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "nf4", "dora": True}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"quantize": "nf4", "dora": True}]
+)
 def test_adapters_start_at_the_published_model(folder, options):
     run = setup(config_of(folder, lora_rank=2, **options))
     state = run.compile_init()(jax.random.key(0))

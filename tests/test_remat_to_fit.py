@@ -86,7 +86,9 @@ def plain_bytes(loss, *args):
     return plan.chosen.peak.total
 
 
-@pytest.mark.parametrize("library", ["equinox", "linen", "haiku"])
+@pytest.mark.parametrize(
+    "library", ["equinox", "linen", pytest.param("haiku", marks=pytest.mark.slow)]
+)
 def test_loss_of_a_library_fits_a_budget_with_the_same_gradients(library):
     with jax.numpy_rank_promotion("allow"):
         loss, model, value_and_grad = libraries()[library]

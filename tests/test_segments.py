@@ -57,7 +57,8 @@ SCANS = {
     "conv": (causal_conv, CONV),
 }
 CASES = [("linear", None), ("conv", None)]
-CASES += [(name, chunk) for name in ("selective", "dual") for chunk in (1, 4, None)]
+CASES += [(name, chunk) for name in ("selective", "dual") for chunk in (4, None)]
+CASES += [pytest.param(name, 1, marks=pytest.mark.slow) for name in ("selective", "dual")]
 
 
 def documents(row):
