@@ -8,6 +8,7 @@ import pytest
 from program_cases import state_of
 
 from train.data.workers import SLOT_BYTES
+from train.run import process_memory
 from train.run.checkpoints import Checkpoints
 from train.run.process_memory import IN_FLIGHT, HighWater, overhead
 
@@ -23,6 +24,19 @@ def test_measures_the_peak_above_the_baseline():
     assert 60 * 2**20 <= alone.bytes() < 100 * 2**20
     assert 15 * 2**20 <= shared.bytes() < 25 * 2**20
     assert HighWater().bytes() < 32 * 2**20
+
+
+def test_files_that_are_read_after_the_peak_do_not_count(monkeypatch):
+    status = {"VmRSS": 100, "VmHWM": 100, "RssFile": 10}
+    monkeypatch.setattr(process_memory, "_status", status.get)
+    memory = HighWater()
+    for changed, peak in (
+        ({"VmHWM": 160, "RssFile": 15}, 55),  # code that was loaded meanwhile
+        ({"RssFile": 40}, 55),
+        ({"VmHWM": 170}, 40),
+    ):
+        status |= changed
+        assert memory.bytes() == peak
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Progress of a run: one line at the bottom of a terminal, or a line per interval in a log."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -104,6 +105,7 @@ class Progress:
         self._timed = False
         self._metrics: dict[str, float] = {}
         self._widths: dict[str, int] = {}
+        self._task = ""
         self._measured: int | None = None
 
     def __enter__(self) -> Self:
@@ -127,6 +129,15 @@ class Progress:
                     f"estimated time: {duration(rest)} for {self._total - step:,} more steps, "
                     f"from the first {taken:,}"
                 )
+
+    @contextlib.contextmanager
+    def doing(self, task: str) -> Iterator[None]:
+        """Show a task in the place of the remaining time, which it holds up."""
+        self._task = task
+        try:
+            yield
+        finally:
+            self._task = ""
 
     def log(self, line: Mapping[str, float], measured: int | None) -> None:
         """Show a line of metrics; test metrics stay on the terminal until the next evaluation.
@@ -173,7 +184,7 @@ class Progress:
         total = f"{self._total:,}"
         fields = [
             Field(_STEP, f"{self._step:>{len(total)},}/{total}"),
-            Field(_ETA, f"eta {clock(self._remaining())}"),
+            Field(_ETA, self._task or f"eta {clock(self._remaining())}"),
             *self._fields(self._metrics),
         ]
         width, text = fit(fields, options.max_width)

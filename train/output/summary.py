@@ -1,6 +1,5 @@
 """What a run prints before its first step and after its last one."""
 
-import math
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -83,12 +82,14 @@ def before_training(
             facts["plan"] += ". " + " ".join(more.splitlines())
     epochs = number(run.steps / run.steps_per_epoch)
     facts["steps"] = f"{run.steps:,} ({epochs} epochs) on {on}"
-    if not lines:
-        facts["time"] = "estimated once the first steps are measured"
-    else:
-        step_time = lines[-1].get("seconds", math.nan) / lines[-1]["step"]
-        rest = max(run.steps - lines[-1]["step"], 0)
-        facts["time"] = f"about {duration(step_time * rest)} for {rest:,} steps, as fast as before"
+    facts["time"] = "estimated once the first steps are measured"
+    if len(lines) > 1:  # the time until the first line includes compilation
+        (first, then), (last, now) = (
+            (x["step"], x.get("seconds", 0.0)) for x in lines[:: len(lines) - 1]
+        )
+        rest = max(run.steps - last, 0)
+        seconds = (now - then) / max(last - first, 1) * rest
+        facts["time"] = f"about {duration(seconds)} for {rest:,} steps, as fast as before"
     return facts
 
 

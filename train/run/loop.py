@@ -234,7 +234,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
                             line[unreadable_name] = unreadable.count
                         if is_evaluating:
                             try:
-                                evaluation = evaluate(state)
+                                with progress.doing("evaluating"):
+                                    evaluation = evaluate(state)
                                 unreadable.share()
                             except (UserError, TrainingError) as error:  # unreadable test files
                                 if not alone:

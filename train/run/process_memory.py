@@ -111,15 +111,18 @@ class HighWater:
             _reset_peak()
         self._baseline = _in_use()
         self._files = _status("RssFile") or 0
+        self._peak = self._new_files = 0
 
     def bytes(self) -> int | None:
         """Return the peak in bytes, or None if this system does not count it."""
         peak = _peak()
         if peak is None or self._baseline is None:
             return None
-        if jax.default_backend() == "cpu":
-            peak -= max((_status("RssFile") or 0) - self._files, 0)
-        return max(peak - self._baseline, 0) // self._devices
+        if peak > self._peak and jax.default_backend() == "cpu":
+            # Files that are read after the peak are not in it.
+            self._new_files = max((_status("RssFile") or 0) - self._files, 0)
+        self._peak = max(self._peak, peak)
+        return max(self._peak - self._new_files - self._baseline, 0) // self._devices
 
 
 def limit_freed_memory() -> None:
