@@ -179,3 +179,64 @@ def test_to_torch_rejects_arrays_without_a_torch_name(arrays):
         to_torch({"mixer": {"decay": np.ones(3)}}, {})
     with pytest.raises(ValueError, match="must be a dense or 2d convolution kernel"):
         to_torch({"conv": {"kernel": np.ones((3, 3, 1))}}, {})
+
+
+TITLES = {
+    "layer1.0.se.conv.weight": "timm's ecaresnet (efficient channel attention)",
+    "layer1.0.se_module.fc1.weight": "timm's legacy_seresnet (squeeze-and-excitation)",
+    "layer1.0.conv1.paths.0.conv.weight": "timm's skresnet (selective kernels)",
+    "conv_stem.weight": "timm's EfficientNet or MobileNet",
+    "features.1.0.block.0.0.weight": "torchvision's EfficientNet",
+    "features.1.block.0.0.weight": "torchvision's MobileNetV3",
+    "features.1.conv.0.0.weight": "torchvision's MobileNetV2",
+    "trunk_output.block1.block1-0.proj.0.weight": "RegNet",
+    "classifier.6.weight": "torchvision's VGG",
+    "classifier.4.weight": "torchvision's AlexNet",
+    "encoder.layers.encoder_layer_0.ln_1.weight": "torchvision's ViT",
+    "patch_embed.proj.weight": "timm's ViT, as a single file",
+}
+
+
+@pytest.mark.parametrize("key", TITLES)
+def test_names_families_that_are_not_supported(key):
+    arrays = {key: np.zeros((2, 2)), "conv1.weight": np.zeros((64, 3, 7, 7))}
+    if not key.startswith("layer1"):
+        del arrays["conv1.weight"]
+    else:
+        arrays["layer1.0.conv2.weight"] = np.zeros((2, 2, 3, 3))
+    with pytest.raises(ValueError, match=re.escape(f"weights of {TITLES[key]} are not supported")):
+        from_torch(preact(), arrays)
+
+
+def test_a_classifier_that_does_not_fit_is_new(arrays):
+    other, like = preact(num_classes=9), shapes(preact(num_classes=9))
+    params, _ = from_torch(other, arrays, new_classifier=None, key=jax.random.key(3))
+    chex.assert_trees_all_equal(params["head"], other.init(jax.random.key(3))[0]["head"])
+    fitting = load_state_dict(*shapes(preact()), arrays, new_classifier=None)
+    assert fitting.report.initial == ()
+    bodies = {key: a for key, a in arrays.items() if not key.startswith("head")}
+    assert set(load_state_dict(*like, bodies, new_classifier=None).report.initial) == {
+        "head.bias",
+        "head.kernel",
+    }
+
+
+def test_keys_of_a_larger_network_are_left(arrays):
+    larger = {f"model.{key}": a for key, a in arrays.items()} | {"criterion.weight": np.ones(3)}
+    loaded = load_state_dict(*shapes(preact()), larger, trained_with="abn")
+    expected = from_torch(preact(), arrays)
+    chex.assert_trees_all_equal((loaded.params, loaded.state), expected)
+    assert loaded.report.unused == ("criterion.weight",)
+    with pytest.raises(ValueError, match="no entry 'ema' with weights; it has state_dict"):
+        load_state_dict(*shapes(preact()), {"state_dict": arrays}, entry="ema")
+
+
+def test_arrays_with_the_names_of_the_network_are_read(arrays):
+    params, state = from_torch(preact(), arrays)
+    flat = {
+        jax.tree_util.keystr(path[1:], simple=True, separator="."): np.asarray(a)
+        for path, a in jax.tree_util.tree_flatten_with_path((params, state))[0]
+    }
+    loaded = load_state_dict(*shapes(preact()), flat, trained_with="abn")
+    assert loaded.report.names == "fnet"
+    chex.assert_trees_all_equal((loaded.params, loaded.state), (params, state))

@@ -95,7 +95,7 @@ def test_keys_and_shapes_of_deeplab_match_torchvision():
     assert digest(shapes) == (302, 0x2D24B635)
     found = recognize(shapes)
     assert found.title == "torchvision's DeepLabV3 on resnet50"
-    assert found.options == {"backbone": "resnet50", "head": "concat"}
+    assert found.options == {"backbone": "resnet50", "head": "concat", "dilate_first": False}
 
 
 def test_old_names_of_published_densenets_are_read():

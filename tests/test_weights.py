@@ -1,5 +1,7 @@
 """``fnet import`` and ``fnet export``: pretrained weights in, weights out."""
 
+import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -18,11 +20,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fnet.interop.torch import to_torch
-from train.config import recipes
-from train.errors import TrainingError
+from train.commands.export_program import _bilinear
+from train.config import Optim, recipes
+from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints
+from train.run.initial_weights import load, load_configured
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
+from train.run.weight_files import with_flags
+from train.tasks import images
 
 RESNET = """
 from train.config import Config, Optim, ResNet, Synthetic, Train
@@ -114,9 +120,90 @@ def test_training_from_imported_weights_equals_training_from_the_same_initial_va
     own = setup(config).init(jax.random.key(config.train.seed))
     save_file(to_torch(own.params, own.model_state), "first.safetensors")
     fnet_command("import", "tiny.py", "first.safetensors", "--out", "new")
+
+    # Before its first step, all but the network may change.
+    folder = RunFolder(place / "new")
+    other = dataclasses.replace(config, optim=Optim(name="adamw", learning_rate=0.003))
+    folder.resume(other)
+    assert folder.read_config() == other
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, first_stride=2))
+    if config.model.first_stride != 2:
+        with pytest.raises(UserError, match=r"model.first_stride is 1 there and 2 here"):
+            folder.resume(other)
+    folder.resume(config)
     fnet_command("train", "new", "--resume")
     chex.assert_trees_all_equal(
         checkpoint_of(RunFolder(place / "new")), checkpoint_of(RunFolder(trained))
+    )
+
+
+def test_a_run_starts_from_weights_with_other_classes(place):
+    save_file(state_dict("small.py"), "given.safetensors")
+    config = recipes.load("small.py")
+    model = dataclasses.replace(config.model, pretrained="given.safetensors")
+    data = dataclasses.replace(config.data, classes=7)
+    run = setup(dataclasses.replace(config, model=model, data=data))
+    initial = load_configured(run)
+    new, left = initial.report.initial, initial.report.unused
+    assert (set(new), set(left)) == ({"head.bias", "head.kernel"}, {"head.bias", "head.weight"})
+    width = state_dict("small.py")["head.weight"].shape[1]
+    assert initial.values[1:] == (7 * width + 7, 10 * width + 10)
+    state = run.compile_init(initial.variables)(jax.random.key(0))
+    own = run.compile_init()(jax.random.key(0))
+    chex.assert_trees_all_equal(state.params["head"], own.params["head"])
+    chex.assert_trees_all_equal(state.opt_state, own.opt_state)
+    np.testing.assert_array_equal(state.params["abn"]["beta"], state_dict("small.py")["abn.bias"])
+
+
+def test_a_run_starts_from_another_run(trained):
+    config = recipes.load("tiny.py")
+    model = dataclasses.replace(config.model, pretrained="trained")
+    run = setup(dataclasses.replace(config, model=model))
+    initial = load_configured(run)
+    assert (initial.report.names, initial.report.initial, initial.report.unused) == ("fnet", (), ())
+    state = run.compile_init(initial.variables)(jax.random.key(1))
+    with Checkpoints(trained / "checkpoints", best=True) as checkpoints:
+        saved = checkpoints.restore_network()
+    chex.assert_trees_all_equal(state.params, saved.evaluation_params)
+    chex.assert_trees_all_equal(state.model_state, saved.model_state)
+
+
+def test_an_exported_program_computes_the_logits_for_any_batch_size(trained, capsys):
+    path = printed(capsys, "export", "trained", "--format", "stablehlo").strip()
+    config = RunFolder(trained).read_config()
+    run = setup(config)
+    with Checkpoints(trained / "checkpoints") as checkpoints:
+        params, state, _ = checkpoints.restore_network()
+    program = jax.export.deserialize(bytearray((trained / "model.stablehlo").read_bytes()))
+    assert path == "trained/model.stablehlo"
+    assert program.platforms == ("cpu", "cuda", "tpu")
+    shape = run.batch_shapes["image"].shape[1:]
+    for n in (1, 2):
+        x = np.random.default_rng(n).random((n, *shape), np.float32)
+        expected, _ = run.task.model.apply(params, state, images.normalize(config, x), train=False)
+        chex.assert_trees_all_close(program.call(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_exported_onnx_file_computes_the_logits(trained, capsys):
+    pytest.importorskip("jax2onnx")
+    pytest.importorskip("onnxruntime")
+    fnet_command("export", "trained", "--format", "onnx")  # runs what it wrote
+    out = capsys.readouterr()
+    assert out.out.strip() == "trained/model.onnx"
+    assert "ran it on batches of 1 and 3: logits differ by at most " in out.err
+
+
+def test_bilinear_weights_are_those_of_jax():
+    for n, size in ((4, 32), (5, 13), (3, 3)):
+        expected = jax.image.resize(np.eye(n), (size, n), "bilinear", antialias=False)
+        chex.assert_trees_all_close(_bilinear(n, size), expected, atol=1e-6)
+
+
+def test_arguments_in_messages_become_flags():
+    text = "from_torch: give depth=50, stem='deep', stem_norm=True; new_classifier=True keeps it"
+    assert with_flags(text) == (
+        "give --model.depth 50 --model.stem deep --model.stem-norm; --new-classifier keeps it"
     )
 
 
@@ -315,6 +402,23 @@ def torch():
 
 def in_torch(torch, arrays):
     return {key: torch.from_numpy(a.copy()) for key, a in arrays.items()}
+
+
+def test_reads_checkpoints_with_options_and_averages(torch):
+    arrays = in_torch(torch, state_dict("small.py"))
+    averages = {f"module.{key}": 2 * t for key, t in arrays.items()}
+    options = argparse.Namespace(lr=0.1, device="cuda")
+    torch.save({"model": arrays, "model_ema": averages, "args": options}, "given.pth")
+    run = setup(recipes.load("small.py"))
+    for source, factor, note in (
+        ("given.pth", 2, "took model_ema; the file also has model"),
+        ("given.pth#model", 1, "took model; the file also has model_ema"),
+    ):
+        initial = load(run, source, trained_with="abn")
+        assert initial.report.notes == (note,)
+        assert "args" in initial.report.unused
+        beta = initial.variables[0]["abn"]["beta"]
+        np.testing.assert_array_equal(beta, factor * state_dict("small.py")["abn.bias"])
 
 
 @pytest.mark.parametrize("zipped", [True, False])

@@ -157,7 +157,7 @@ class CheckpointArguments:
 
 @dataclass(frozen=True)
 class ExportArguments(CheckpointArguments):
-    """Write the weights of a run as safetensors.
+    """Write the weights of a run, or its network as a program.
 
     RUN is a run folder.
     """
@@ -166,6 +166,8 @@ class ExportArguments(CheckpointArguments):
         str | None, _default("weights.safetensors in the run folder; of published models exported/")
     ] = None
     """Output file; a folder for a published language model."""
+    format: Literal["safetensors", "stablehlo", "onnx"] = "safetensors"
+    """Weights alone, or an image network for any batch size: for jax.export, or for ONNX."""
     names: Literal["reference", "torchvision"] = "reference"
     """Array names: as in mapillary/inplace_abn, or as in torchvision (ResNets only)."""
     for_norm: Annotated[Literal["abn", "batch"] | None, _default("the norm of the network")] = None

@@ -24,7 +24,7 @@ usage: fnet COMMAND ...
   fnet import CONFIG WEIGHTS
                         start a run from pretrained weights (torch or safetensors);
                         fnet import MODEL: from a published language model
-  fnet export RUN       write a run's weights as safetensors
+  fnet export RUN       write a run's weights as safetensors, or its network as StableHLO or ONNX
   fnet report RUN...    show runs as one HTML page
   fnet configs          list the recipes
 

@@ -278,7 +278,9 @@ def _read_deeplab(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
             {k.removeprefix(prefix): s for k, s in shapes.items() if k.startswith(prefix)}
         )
         if body is not None and body.model is not None:
-            options = {"backbone": body.variant, "head": "sum" if prefix == "body." else "concat"}
+            options: dict[str, Any] = {"backbone": body.variant, "head": "sum"}
+            if prefix == "backbone.":
+                options |= {"head": "concat", "dilate_first": False}
             classes = shapes[logits][0] if logits in shapes else None
             return body._replace(
                 title=f"{publisher} DeepLabV3 on {body.variant}",

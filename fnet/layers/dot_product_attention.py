@@ -143,7 +143,8 @@ def _default_chunk(q: Array, k: Array, window: int | None) -> int:
     if window is not None:  # half of it: longer chunks compute more masked scores
         scores_per_query = examples_and_heads * min(s, 2 * window)
         return max(_QUERIES, min(_SCORES // scores_per_query, window // 2))
-    if t * s * examples_and_heads <= 2 * _SCORES:
+    is_known = isinstance(examples_and_heads, int)  # jax.export may leave the batch size open
+    if not is_known or t * s * examples_and_heads <= 2 * _SCORES:
         return t
     return max(_QUERIES, _SCORES // (s * examples_and_heads))
 

@@ -1,5 +1,6 @@
-"""``fnet export``: write a run's weights as safetensors."""
+"""``fnet export``: write a run's weights as safetensors, or its network as a program."""
 
+import sys
 from pathlib import Path
 
 import fnet
@@ -7,6 +8,7 @@ from fnet.interop import torch as interop
 from train import arguments
 from train.arguments import ExportArguments
 from train.commands.export_model import export_model
+from train.commands.export_program import export_program
 from train.commands.positional import positional
 from train.config import Pretrained
 from train.errors import UserError, printable
@@ -19,7 +21,13 @@ def main(argv: list[str]) -> None:
     """Run ``fnet export RUN``."""
     (given,), flags = positional(argv, "fnet export RUN", ExportArguments)
     options = arguments.read(ExportArguments, flags, f"fnet export {given}")
-    print(printable(str(export_weights(RunFolder.of(given), options))))
+    folder = RunFolder.of(given)
+    if options.format == "safetensors":
+        print(printable(str(export_weights(folder, options))))
+        return
+    path, checked = export_program(folder, folder.read_config(), options)
+    print(printable(str(path)))
+    print(checked, file=sys.stderr)
 
 
 def export_weights(folder: RunFolder, options: ExportArguments) -> Path:

@@ -27,6 +27,16 @@ _KINDS = {
 }
 """Title of weights of no known family, by their naming scheme."""
 
+_NOT_IN_ARRAYS = (
+    "activation",
+    "activation_param",
+    "dilation",
+    "dilate_first",
+    "dilated",
+    "pooling_size",
+)
+"""Options of networks that the shapes of their arrays do not show."""
+
 
 class Values(NamedTuple):
     """Number of values that were taken from a file, that are new, and that were left there."""
@@ -125,6 +135,7 @@ def load(
     report, theirs = loaded.report, weights.metadata
     if publisher is not None and publisher.activation is not None:
         theirs = {"activation": publisher.activation} | theirs
+        theirs = {name: str(value) for name, value in publisher.options.items()} | theirs
     notes = (*map(weight_files.with_flags, report.notes), *_differences(theirs, network))
     variables = jax.tree.map(
         lambda a: None if isinstance(a, jax.ShapeDtypeStruct) else a, (loaded.params, loaded.state)
@@ -157,7 +168,5 @@ def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...
     return tuple(
         f"{name} is {ours[name]} here; the weights were trained with {theirs[name]}"
         for name in ours
-        if name in ("activation", "activation_param", "dilation", "a2", "dilated")
-        and name in theirs
-        and theirs[name] != ours[name]
+        if name in _NOT_IN_ARRAYS and name in theirs and theirs[name] != ours[name]
     )

@@ -175,8 +175,10 @@ def with_flags(message: Exception | str) -> str:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match[1], match[2] or match[3]
-        option = f"--{'' if name in _OPTIONS else 'model.'}{name.replace('_', '-')}"
-        return option if value == "True" else f"{option} {value}"
+        section, flag = "" if name in _OPTIONS else "model.", name.replace("_", "-")
+        if value in ("True", "False"):
+            return f"--{section}{'' if value == 'True' else 'no-'}{flag}"
+        return f"--{section}{flag} {value}"
 
     text = str(message).removeprefix("from_torch: ").removeprefix("to_torch: ")
     return re.sub(r", (?=--)", " ", _ARGUMENT.sub(flag, text))

@@ -1,0 +1,171 @@
+"""Write a trained image network as a program: StableHLO for JAX, or ONNX."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, export
+
+from train.arguments import ExportArguments
+from train.config import (
+    ArrayFile,
+    ChatFile,
+    Config,
+    DeepLab,
+    Denoiser,
+    LanguageModel,
+    Pretrained,
+    Synthetic,
+    TextFile,
+)
+from train.data import sample_batch
+from train.data.preprocessing import Preprocessor
+from train.errors import TrainingError, UserError
+from train.run.class_names import read_classes
+from train.run.frozen import load_network
+from train.run.run_folder import RunFolder
+from train.tasks import build, images
+from train.tasks.pretrained import build_image_network
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+"""Platforms that a StableHLO program runs on."""
+
+_BATCHES = (1, 3)
+"""Batch sizes that the written program is run with."""
+_TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest one."""
+
+Apply = Callable[[Array], Array]
+
+
+def export_program(folder: RunFolder, config: Config, options: ExportArguments) -> tuple[Path, str]:
+    """Write the network of a run with its weights, for any batch size, and run what was written.
+
+    The input is float32 [N, H, W, C] with pixels in [0, 1]. Mean and standard deviation of the run
+    are in the program. The output are logits [N, classes], or [N, H, W, classes].
+
+    Returns:
+      The file, and a line that says how its outputs differ from the network's.
+
+    Raises:
+      UserError: if the network is not one for images, a library is missing, or the file cannot be
+        written.
+      TrainingError: if the outputs of the written program differ from the network's.
+    """
+    kind = options.format
+    out = Path(options.out) if options.out else folder.path / f"model.{kind}"
+    network, shape = _network(folder, config, options)
+    content, run = (_stablehlo if kind == "stablehlo" else _onnx)(network, shape)
+    part = out.with_name(f".{out.name}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(out)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"cannot write {out}: {error.strerror or error}; choose --out") from error
+    difference = max(_difference(network, run(out.read_bytes()), shape, n) for n in _BATCHES)
+    if not difference <= _TOLERANCE:
+        out.unlink()
+        raise TrainingError(
+            f"{out}: logits of the written program differ by {difference:.1e} of the largest one; "
+            "the file was removed"
+        )
+    checked = f"ran it on batches of {' and '.join(map(str, _BATCHES))}"
+    return out, f"{checked}: logits differ by at most {difference:.1e} of the largest one"
+
+
+def _network(
+    folder: RunFolder, config: Config, options: ExportArguments
+) -> tuple[Apply, tuple[int, ...]]:
+    """Return the trained network, from pixels to logits in float32, and the shape of an image."""
+    if isinstance(config.model, LanguageModel | Denoiser):
+        raise UserError(
+            f"--format {options.format}: is for networks that label images, not for "
+            f"{config.model.name}"
+        )
+    if isinstance(config.data, TextFile | ChatFile):
+        raise UserError(f"--format {options.format}: is for networks that label images")
+    if isinstance(config.data, ArrayFile | Synthetic):
+        shape = tuple(sample_batch(build(config).dataset, 1)["image"].shape[1:])
+    else:  # the data need not be there
+        shape = Preprocessor(config).shape
+    classes = len(read_classes(folder, config))
+    model: Any
+    if isinstance(config.model, Pretrained):
+        model = build_image_network(config, classes, shape)
+    else:
+        model = config.model.build(shape, classes)
+    trained = load_network(folder, model, best=options.best)
+    params, state = trained.evaluation_params, trained.model_state
+
+    def apply(image: Array) -> Array:
+        x = images.normalize(config, image).astype(jnp.float32)
+        logits, _ = model.apply(params, state, x, train=False)
+        if isinstance(config.model, DeepLab):  # its loss upsamples
+            logits = _upsample(logits, *shape[:2])
+        return logits
+
+    return apply, shape
+
+
+def _upsample(logits: Array, height: int, width: int) -> Array:
+    """Resize bilinearly by two products, which every format has for any batch size."""
+    rows, columns = map(_bilinear, logits.shape[1:3], (height, width))
+    return jnp.einsum("Yy,nyxc,Xx->nYXc", rows, logits, columns)
+
+
+def _bilinear(n: int, size: int) -> np.ndarray:
+    """Return the matrix [size, n] that resizes n values as `jax.image.resize` does."""
+    position = np.clip((np.arange(size) + 0.5) * n / size - 0.5, 0, n - 1)
+    distance = np.abs(position[:, None] - np.arange(n)[None])
+    return np.maximum(0, 1 - distance).astype(np.float32)
+
+
+def _stablehlo(network: Apply, shape: tuple[int, ...]) -> tuple[bytes, Callable[[bytes], Any]]:
+    (batch,) = export.symbolic_shape("batch")
+    image = jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
+    exported = export.export(jax.jit(network), platforms=PLATFORMS)(image)
+    return bytes(exported.serialize()), lambda content: export.deserialize(bytearray(content)).call
+
+
+def _onnx(network: Apply, shape: tuple[int, ...]) -> tuple[bytes, Callable[[bytes], Any]]:
+    try:
+        logging.disable(logging.WARNING)  # of plugins for libraries that are not there
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import jax2onnx
+            import onnxruntime
+
+            model = jax2onnx.to_onnx(network, [("batch", *shape)])
+    except ImportError as error:
+        raise UserError(
+            f"--format onnx: needs {error.name}, which is not installed: "
+            "pip install 'fnet-jax[onnx]'"
+        ) from error
+    except Exception as error:  # it lacks some operations, or a batch size that is open
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"--format onnx: jax2onnx cannot write this network: {reason}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+    def load(content: bytes) -> Callable[[np.ndarray], np.ndarray]:
+        session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+        name = session.get_inputs()[0].name
+        return lambda x: session.run(None, {name: x})[0]
+
+    return model.SerializeToString(), load
+
+
+def _difference(network: Apply, run: Any, shape: tuple[int, ...], batch: int) -> float:
+    """Return the largest difference of logits, relative to the largest one."""
+    x = np.random.default_rng(batch).random((batch, *shape), np.float32)
+    expected = np.asarray(network(jnp.asarray(x)))
+    actual = np.asarray(run(x))
+    if actual.shape != expected.shape:
+        return float("inf")
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
