@@ -81,7 +81,10 @@ def _image_data(source: ModelFolder) -> ImageFolder:
         raise UserError(f"{source.path}: {error}") from error
     side = how.size[0] if how.size else size
     shorter = how.resize if isinstance(how.resize, int) and how.resize >= side else None
-    return ImageFolder(image_size=side, resize=shorter, mean=how.mean, std=how.std)
+    if len(how.mean) != 3 or len(how.std) != 3:
+        raise UserError(f"{source.path}: expected images of 3 channels, got mean {how.mean}")
+    (r, g, b), (dr, dg, db) = how.mean, how.std
+    return ImageFolder(image_size=side, resize=shorter, mean=(r, g, b), std=(dr, dg, db))
 
 
 def import_model(config: Config, out: Path) -> tuple[ModelFolder, Any]:
