@@ -1,5 +1,7 @@
 """Waiting for input: reported with its reason, and never without end."""
 
+import threading
+
 import pytest
 
 from train.data.work import Record, Totals, Work, now
@@ -78,6 +80,15 @@ def test_a_batch_that_does_not_come_is_reported_after_each_half_minute():
             wait.check()
     wait.check()
     assert [line.split(":")[0] for line in lines] == ["no batch for 30 s", "no batch for 61 s"]
+
+
+def test_waiting_for_a_slow_disk_is_not_computing():
+    record = Record()
+    with record.measured():
+        threading.Event().wait(0.05)  # as a read that takes so long
+    work = record.totals.thread
+    assert work.seconds >= 0.05
+    assert work.computing < 0.02 < work.blocked + work.queued
 
 
 def test_work_is_divided_into_computing_and_waiting():
