@@ -1,7 +1,11 @@
 """Images in tar, Parquet and ArrayRecord shards."""
 
+import functools
+import importlib
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import chex
 import numpy as np
@@ -159,6 +163,71 @@ def test_parses_examples_as_tensorflow_writes_them():
     (value,) = parse_example(example({"x": 0.5}))["x"]
     assert value == 0.5
     assert parse_example(b"no example") is None
+
+
+_BUILDER = """
+import io
+import tensorflow_datasets.public_api as tfds
+from shard_cases import CLASSES, png
+
+class Builder(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        f = tfds.features
+        parts = {"image": f.Image(), "label": f.ClassLabel(names=CLASSES), "name": f.Text()}
+        return self.dataset_info_from_configs(features=f.FeaturesDict(parts))
+
+    def _split_generators(self, manager):
+        return {"train": self._generate_examples(0, 24), "test": self._generate_examples(24, 30)}
+
+    def _generate_examples(self, start, stop):
+        for i in range(start, stop):
+            yield i, {"image": io.BytesIO(png(i)), "label": i % 3, "name": f"image {i}"}
+"""
+
+
+@pytest.mark.slow
+def test_reads_what_tensorflow_datasets_writes(tmp_path, monkeypatch):
+    pytest.importorskip("tensorflow_datasets.public_api", exc_type=ImportError)
+    package = tmp_path / "three_pets"
+    package.mkdir()
+    for name, text in (
+        ("__init__.py", ""),
+        ("README.md", "Pets."),
+        ("TAGS.txt", ""),
+        ("CITATIONS.bib", ""),
+    ):
+        (package / name).write_text(text)
+    (package / "three_pets_dataset_builder.py").write_text(_BUILDER)
+    monkeypatch.syspath_prepend(tmp_path)
+    library = importlib.import_module("tensorflow_datasets")
+    found = functools.partial(library.builder, data_dir=tmp_path / "data")
+    monkeypatch.setattr(library, "builder", found)
+    module = importlib.import_module("three_pets.three_pets_dataset_builder")
+    module.Builder(data_dir=tmp_path / "data", file_format="array_record").download_and_prepare()
+    for path in ("tfds:three_pets", tmp_path / "data" / "three_pets" / "1.0.0"):
+        data = load(path)
+        assert data.classes == CLASSES
+        assert (len(data.train["id"]), len(data.test["id"])) == (24, 6)
+        labels = {center(i).tobytes(): i % 3 for i in range(24)}  # it shuffles
+        for batch in take_batches(data, n=3, size=8)[0]:
+            for image, label in zip(batch["image"], batch["label"], strict=True):
+                assert label == labels.pop(image.tobytes())
+    assert "cannot find tfds:none: Dataset none not found" in error_message(load, "tfds:none")
+
+
+def test_names_of_tensorflow_datasets_need_it_prepared(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    assert "data.path: tfds:x needs tensorflow_datasets" in error_message(load, "tfds:x")
+    builder = SimpleNamespace(data_path=tmp_path, is_prepared=lambda: False)
+    library = SimpleNamespace(builder=lambda name, file_format: builder)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", library)
+    assert error_message(load, "tfds:x").endswith("run tfds build x --file_format=array_record")
+    builder.is_prepared = lambda: True
+    write_array_record(tmp_path / "x-train.array_record-00000-of-00001", range(12))
+    write_array_record(tmp_path / "x-test.array_record-00000-of-00001", range(6))
+    assert len(load("tfds:x").test["id"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def _tfds_folder(name: str, field: str) -> str:
     try:
         builder = tfds.builder(name.removeprefix("tfds:"), file_format="array_record")
     except Exception as error:  # of the registry, the file system or the network
-        reason = " ".join(str(error).split())
+        reason = str(error).strip().partition("\n")[0]  # the other lines list all data sets
         raise UserError(f"{field}: tensorflow_datasets cannot find {name}: {reason}") from error
     folder = str(builder.data_path)
     if not builder.is_prepared():

@@ -10,6 +10,7 @@ import os
 import re
 import tarfile
 import threading
+import weakref
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -491,7 +492,8 @@ class Shards:
         self._formats = [format_of(path) for path in paths]
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self._blocks = _Blocks(self._read_row_group)
-        self._records: dict[int, Any] = {}
+        self._records: dict[int, Any] = {}  # readers
+        weakref.finalize(self, _close, self._records)  # before the libraries below them end
         self._opening = threading.Lock()
 
     @property
@@ -651,6 +653,11 @@ class Shards:
         if now != before:
             size = f"from {before.size:,} to {now.size:,} bytes" if now[0] != before[0] else "in it"
             raise StorageError(f"{self.paths[shard]} changed {size} since the run started")
+
+
+def _close(readers: dict[int, Any]) -> None:
+    for reader in readers.values():
+        reader.close()
 
 
 def _complete(content: Any, start: int, size: int) -> Any:
