@@ -133,6 +133,21 @@ def test_stacks_of_a_scan_have_the_names_of_inner_layers():
     assert gradients == {("blocks/body/up", "backward"), ("blocks/body/down", "backward")}
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_ynnpack_computes_products_but_no_convolutions(options):
+    x = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 4, 8), jnp.float32)
+
+    def f(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+        return y @ y.reshape(-1, 8).T
+
+    text = compiled(f, x, kernel, options=options).as_text()
+    assert text.count('"__ynn_fusion"') == 1
+    assert "convolution(" in text[text.index("ENTRY") :]
+
+
 def test_convolution_workspace_holds_the_padded_input():
     def f(x, kernel, dilation=1):
         return jax.lax.conv_general_dilated(
