@@ -14,6 +14,7 @@ from jax import Array
 from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
+from fnet.convolutions import with_fast_convolutions
 from fnet.fsdp import gather_at_use
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation
@@ -169,24 +170,41 @@ class Step:
     @functools.cached_property
     def jitted(self) -> jax.stages.Wrapped:
         """The jitted step."""
+        return _jit(self.apply)
 
-        def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-            return self.apply(state, batch)
+    @functools.cached_property
+    def _jitted_for_one_cpu(self) -> jax.stages.Wrapped:
+        return _jit(with_fast_convolutions(self.apply))
 
-        # jit drops arguments that are never read, and with them their donation.
-        return jax.jit(step, donate_argnums=0, keep_unused=True)
+    def _jitted_for(self, state: TrainState, batch: Any) -> jax.stages.Wrapped:
+        """Return the jitted step for the devices of these arguments."""
+        leaves = jax.tree.leaves((state.step, batch))
+        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+        devices = {d for s in shardings if s for d in s.device_set}
+        platforms = {d.platform for d in devices} or {jax.default_backend()}
+        on_one_cpu = len(devices) <= 1 and platforms == {"cpu"}
+        return self._jitted_for_one_cpu if on_one_cpu else self.jitted
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step; ``state`` is donated."""
-        return cast(tuple[TrainState, Metrics], self.jitted(state, batch))
+        jitted = self._jitted_for(state, batch)
+        return cast(tuple[TrainState, Metrics], jitted(state, batch))
 
     def trace(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Traced:
         """Trace the step for these arguments or their shapes; see ``jax.jit(f).trace``."""
-        return self.jitted.trace(state, batch)
+        return self._jitted_for(state, batch).trace(state, batch)
 
     def lower(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Lowered:
         """Lower the step for these arguments or their shapes; see ``jax.jit(f).lower``."""
-        return self.jitted.lower(state, batch)
+        return self._jitted_for(state, batch).lower(state, batch)
+
+
+def _jit(apply: Callable[..., tuple[TrainState, Metrics]]) -> jax.stages.Wrapped:
+    def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
+        return apply(state, batch)
+
+    # jit drops arguments that are never read, and with them their donation.
+    return jax.jit(step, donate_argnums=0, keep_unused=True)
 
 
 def make_step(

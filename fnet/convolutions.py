@@ -1,0 +1,307 @@
+"""3x3 convolutions of a CPU as matrix products, with Winograd's minimal filtering.
+
+A tile of 2x2 outputs of a 3x3 convolution depends on 4x4 inputs. Transformed by additions, tile and
+kernel meet in 16 products per pair of channels, in place of 36. All tiles together are 16 matrix
+products. They run over a few images at a time, whose tiles fit into the cache.
+
+References:
+  Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR, arXiv:1509.09308,
+  section 4.1: F(2x2, 3x3) and its matrices.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from fnet.jaxpr import aval, rewrite
+
+# Bytes of the transformed inputs and outputs of one chunk, which should fit into the cache.
+_CHUNK = 2**22
+# A chunk has at least two images. Images that are too large for that are not worth it.
+_LEAST_IMAGES = 2
+_LARGEST_CHUNK = 2**24
+
+# Costs in multiplications of a large product, from measurements of 16 shapes: of each transformed
+# number of a tile, of each transformed number of a kernel, and of each in a sum over chunks.
+_TILE_COST = 13
+_KERNEL_COST = 80
+_SUM_COST = 10
+# Products that contract the rows of both operands take longer.
+_GRADIENT_COST = 1.3
+# Smaller savings are within the error of the estimate.
+_LEAST_SAVING = 1.15
+# Below this many multiplications, times do not matter.
+_LEAST_MULTIPLICATIONS = 2**24
+
+
+def with_fast_convolutions(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function compute its large 3x3 convolutions with Winograd's algorithm.
+
+    It replaces float32 convolutions of stride 1, their gradients by input and their gradients by
+    kernel, also inside of scans and remat. Values differ by rounding: about 1e-6, relative to the
+    largest. Differentiate the function before, not after. It is for programs of one CPU: sharded
+    batches would be gathered.
+
+    Args:
+      f: A function of pytrees of arrays.
+
+    Returns:
+      A function with the same arguments and results, to be called inside of `jax.jit`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from fnet import layers
+      >>> from fnet.convolutions import with_fast_convolutions
+      >>> conv = layers.conv(32, 32)
+      >>> params, _ = jax.jit(conv.init)(jax.random.key(0))
+      >>> def gradient(x):
+      ...     return jax.grad(lambda p: (conv.apply(p, {}, x, train=True)[0] ** 2).sum())(params)
+      >>> x = jax.random.normal(jax.random.key(1), (4, 32, 32, 32))
+      >>> a, b = jax.jit(gradient)(x), jax.jit(with_fast_convolutions(gradient))(x)
+      >>> bool(jnp.allclose(a["kernel"], b["kernel"], rtol=1e-4, atol=1e-2))
+      True
+    """
+
+    def fast(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        closed, shapes = jax.make_jaxpr(
+            lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
+        )(*leaves)
+        # Derivative rules hold no convolutions that run: everything is differentiated already.
+        results = jaxpr_as_fun(rewrite(closed, _replace))(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return fast
+
+
+def _replace(eqn: JaxprEqn) -> JaxprEqn:
+    algorithm = _algorithm(eqn) if eqn.primitive.name == "conv_general_dilated" else None
+    if algorithm is None:
+        return eqn
+    inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
+    [call] = jax.make_jaxpr(jax.jit(algorithm))(*inputs).eqns
+    replaced: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
+    return replaced
+
+
+class _Window(NamedTuple):
+    """A 3x3 window of stride 1 over images [N, H, W, C].
+
+    Attributes:
+      size: Height and width of the output.
+      padding: (low, high) per spatial axis.
+      dilation: Distance between kernel elements, per spatial axis.
+    """
+
+    size: tuple[int, int]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, int]
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Number of tiles per axis. Tiles of a dilated window have holes, which others fill."""
+        rows, columns = (
+            -(-size // (2 * d)) for size, d in zip(self.size, self.dilation, strict=True)
+        )
+        return rows, columns
+
+    @property
+    def num_tiles(self) -> int:
+        """Number of tiles of an image."""
+        return math.prod(self.tiles) * math.prod(self.dilation)
+
+    @property
+    def covered(self) -> tuple[int, int]:
+        """Height and width of the outputs of whole tiles."""
+        (rows, columns), (down, right) = self.tiles, self.dilation
+        return 2 * down * rows, 2 * right * columns
+
+
+def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
+    """Return a faster function of the equation's inputs, or None."""
+    p = eqn.params
+    numbers = p["dimension_numbers"]
+    lhs, rhs = (aval(v) for v in eqn.invars)
+    out = aval(eqn.outvars[0])
+    fits = (
+        lhs.dtype == rhs.dtype == out.dtype == jnp.float32
+        and len(lhs.shape) == 4
+        and p["feature_group_count"] == p["batch_group_count"] == 1
+        and p["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+        and tuple(p["lhs_dilation"]) == (1, 1)
+        and min(min(pair) for pair in p["padding"]) >= 0
+    )
+    if not fits:
+        return None
+    padding = tuple(p["padding"])
+    images = (0, 3, 1, 2)
+    if numbers.lhs_spec == numbers.out_spec == images:
+        if (
+            rhs.shape[:2] != (3, 3)
+            or numbers.rhs_spec[2:] != (0, 1)
+            or tuple(p["window_strides"]) != (1, 1)
+        ):
+            return None
+        window = _Window(out.shape[1:3], padding, tuple(p["rhs_dilation"]))
+        channels = lhs.shape[3], out.shape[3]
+        # The gradient by the input contracts the last axis of the kernel.
+        is_transposed = numbers.rhs_spec[0] == 2
+        if not _pays(window, lhs.shape[0], channels, kernel_gradient=False):
+            return None
+        return lambda x, kernel: _convolve(x, kernel, window, is_transposed)
+    # The gradient by the kernel: channels are the batch, and images the features.
+    if numbers.lhs_spec == numbers.rhs_spec == (3, 0, 1, 2) and numbers.out_spec == (2, 3, 0, 1):
+        if out.shape[:2] != (3, 3) or tuple(p["rhs_dilation"]) != (1, 1):
+            return None
+        window = _Window(rhs.shape[1:3], padding, tuple(p["window_strides"]))
+        channels = lhs.shape[3], rhs.shape[3]
+        if not _pays(window, lhs.shape[0], channels, kernel_gradient=True):
+            return None
+        return lambda x, cotangent: _kernel_gradient(x, cotangent, window)
+    return None
+
+
+def _pays(
+    window: _Window, images: int, channels: tuple[int, int], *, kernel_gradient: bool
+) -> bool:
+    """Whether Winograd's algorithm is estimated to be faster."""
+    direct = 9 * images * math.prod(window.size) * math.prod(channels)
+    chunk = _images_at_a_time(images, window, channels)
+    if direct < _LEAST_MULTIPLICATIONS or chunk is None:
+        return False
+    tiles = 16 * images * window.num_tiles
+    kernel = 16 * math.prod(channels)
+    cost = tiles * sum(channels) * _TILE_COST + kernel * _KERNEL_COST
+    if kernel_gradient:
+        if 4 * kernel >= _LARGEST_CHUNK:  # a loop holds three such sums
+            return False
+        cost += images // chunk * kernel * _SUM_COST
+    products = tiles * math.prod(channels) * (_GRADIENT_COST if kernel_gradient else 1)
+    return direct >= _LEAST_SAVING * (cost + products)
+
+
+def _images_at_a_time(images: int, window: _Window, channels: tuple[int, int]) -> int | None:
+    """Return the number of images in a chunk, a divisor of all; None if none fits."""
+    image = 16 * 4 * sum(channels) * window.num_tiles
+    fitting = max(_CHUNK // image, _LEAST_IMAGES)
+    chunk = max(n for n in range(1, images + 1) if images % n == 0 and n <= fitting)
+    return chunk if chunk >= _LEAST_IMAGES and chunk * image <= _LARGEST_CHUNK else None
+
+
+def _convolve(x: Array, kernel: Array, window: _Window, is_transposed: bool) -> Array:
+    """Convolve images [N, H, W, C] with a kernel [3, 3, C, D], or [3, 3, D, C] if transposed."""
+    # XLA would transform the kernels of all layers early.
+    x, kernel = jax.lax.optimization_barrier((x, kernel))
+    transformed = _transform_kernel(kernel)
+    channels = (x.shape[3], kernel.shape[2 if is_transposed else 3])
+    contraction = "k...c,kdc->k...d" if is_transposed else "k...c,kcd->k...d"
+
+    def one(x: Array) -> Array:
+        products = jnp.einsum(contraction, _transform_inputs(x, window), transformed)
+        y = _outputs(products).reshape(x.shape[0], *window.covered, channels[1])
+        return y[:, : window.size[0], : window.size[1]]
+
+    y: Array = jax.lax.map(one, _in_chunks(x, window, channels))
+    return y.reshape(x.shape[0], *window.size, channels[1])
+
+
+def _kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
+    """Return the gradient by the kernel, [3, 3, C, D]."""
+    channels = x.shape[3], cotangent.shape[3]
+
+    def add(total: Array, chunk: tuple[Array, Array]) -> tuple[Array, None]:
+        x, cotangent = chunk
+        tiles, cotangents = _transform_inputs(x, window), _transform_cotangents(cotangent, window)
+        return total + jnp.einsum("k...c,k...d->kcd", tiles, cotangents), None
+
+    chunks = _in_chunks(x, window, channels), _in_chunks(cotangent, window, channels)
+    total, _ = jax.lax.scan(add, jnp.zeros((16, *channels), jnp.float32), chunks)
+    return _transpose_kernel_transform(total)
+
+
+def _in_chunks(x: Array, window: _Window, channels: tuple[int, int]) -> Array:
+    chunk = _images_at_a_time(x.shape[0], window, channels)
+    return x.reshape(-1, chunk or 1, *x.shape[1:])
+
+
+def _transform_inputs(x: Array, window: _Window) -> Array:
+    """Transform tiles of 4x4 inputs: B^T d B, [16, N, rows, dilation, columns, dilation, C]."""
+    (rows, columns), (down, right) = window.tiles, window.dilation
+    lows = [low for low, _ in window.padding]
+    needed = (2 * down * (rows + 1), 2 * right * (columns + 1))
+    x = jnp.pad(x, _pads(lows, needed, x.shape))
+    x = x.reshape(x.shape[0], rows + 1, 2, down, columns + 1, 2, right, x.shape[3])
+
+    def tap(i: int, j: int) -> Array:
+        return x[:, i // 2 : i // 2 + rows, i % 2, :, j // 2 : j // 2 + columns, j % 2]
+
+    return _on_both_axes(_B_T, [[tap(i, j) for j in range(4)] for i in range(4)])
+
+
+def _outputs(products: Array) -> Array:
+    """Transform products to outputs: A^T m A, [N, rows, 2, dilation, columns, 2, dilation, D]."""
+    by_tap = products.reshape(4, 4, *products.shape[1:])
+    y = _on_both_axes(_A_T, [list(row) for row in by_tap])
+    # Axes: two rows and two columns of a tile, N, rows, dilation, columns, dilation, D.
+    y = y.reshape(2, 2, *y.shape[1:])
+    return y.transpose(2, 3, 0, 4, 5, 1, 6, 7)
+
+
+def _transform_cotangents(y: Array, window: _Window) -> Array:
+    """Transform tiles of 2x2 cotangents: A y A^T, the transpose of `_outputs`."""
+    (rows, columns), (down, right) = window.tiles, window.dilation
+    y = jnp.pad(y, _pads((0, 0), window.covered, y.shape))
+    y = y.reshape(y.shape[0], rows, 2, down, columns, 2, right, y.shape[3])
+    tiles = [[y[:, :, i, :, :, j] for j in range(2)] for i in range(2)]
+    return _on_both_axes(tuple(zip(*_A_T, strict=True)), tiles)
+
+
+def _pads(
+    lows: Sequence[int], needed: tuple[int, int], shape: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """Return the padding that makes images as high and wide as needed."""
+    pads = [(low, n - size - low) for low, n, size in zip(lows, needed, shape[1:3], strict=True)]
+    return [(0, 0), *pads, (0, 0)]
+
+
+_Matrix = tuple[tuple[float, ...], ...]
+_B_T: _Matrix = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
+_A_T: _Matrix = ((1, 1, 1, 0), (0, 1, -1, -1))
+_G: _Matrix = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
+
+
+def _transform_kernel(kernel: Array) -> Array:
+    """Transform a kernel: G g G^T, [16, C, D]."""
+    return _on_both_axes(_G, [list(row) for row in kernel])
+
+
+def _transpose_kernel_transform(total: Array) -> Array:
+    """Apply the transpose of `_transform_kernel`, [3, 3, C, D]."""
+    rows = list(total.reshape(4, 4, *total.shape[1:]))
+    gradient = _on_both_axes(tuple(zip(*_G, strict=True)), [list(row) for row in rows])
+    return gradient.reshape(3, 3, *total.shape[1:])
+
+
+def _on_both_axes(matrix: _Matrix, parts: list[list[Array]]) -> Array:
+    """Compute ``matrix @ parts @ matrix.T`` in additions, and stack the results, row by row."""
+
+    def combine(row: tuple[float, ...], parts: list[Array]) -> Array:
+        terms = [
+            part if abs(factor) == 1 else abs(factor) * part
+            for factor, part in zip(row, parts, strict=True)
+            if factor
+        ]
+        signs = [factor > 0 for factor in row if factor]
+        total = terms[0] if signs[0] else -terms[0]
+        for term, is_positive in zip(terms[1:], signs[1:], strict=True):
+            total = total + term if is_positive else total - term
+        return total
+
+    columns = list(zip(*parts, strict=True))
+    by_rows = [[combine(row, list(column)) for column in columns] for row in matrix]
+    return jnp.stack([combine(row, parts) for parts in by_rows for row in matrix])

@@ -1,0 +1,176 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fnet
+from fnet import convolutions, layers, models
+from fnet.convolutions import with_fast_convolutions
+from fnet.jaxpr import find_equations
+
+# images, channels in and out, padding, dilation: odd sizes, uneven padding, holes.
+SHAPES = {
+    "same": ((4, 7, 8), 3, 5, "SAME", (1, 1)),
+    "valid": ((4, 8, 7), 5, 3, "VALID", (1, 1)),
+    "uneven": ((6, 5, 6), 4, 4, ((2, 0), (0, 1)), (1, 1)),
+    "dilated": ((4, 8, 11), 3, 5, ((2, 2), (3, 3)), (2, 3)),
+}
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Replaces convolutions of any size, so that tests can be small."""
+    monkeypatch.setattr(convolutions, "_LEAST_SAVING", 0)
+    monkeypatch.setattr(convolutions, "_LEAST_MULTIPLICATIONS", 0)
+
+
+def convolution(x, kernel, padding="SAME", dilation=(1, 1), **options):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        **({"window_strides": (1, 1), "padding": padding, "rhs_dilation": dilation} | options),
+        dimension_numbers=numbers,
+    )
+
+
+def all_three(padding, dilation):
+    """Output and both gradients."""
+
+    def f(x, kernel, cotangent):
+        y, pull = jax.vjp(lambda x, k: convolution(x, k, padding, dilation), x, kernel)
+        return y, *pull(cotangent)
+
+    return f
+
+
+def arrays(images, n_in, n_out, padding, dilation):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(*images, n_in)).astype(np.float32)
+    kernel = (rng.normal(size=(3, 3, n_in, n_out)) / np.sqrt(9 * n_in)).astype(np.float32)
+    y = jax.eval_shape(lambda: convolution(x, kernel, padding, dilation))
+    return x, kernel, rng.normal(size=y.shape).astype(np.float32)
+
+
+def convolutions_left(f, *args):
+    return len(list(find_equations(jax.make_jaxpr(f)(*args), "conv_general_dilated")))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_and_gradients_match_float64(shape, any_size):
+    args = arrays(*SHAPES[shape])
+    f = all_three(*SHAPES[shape][3:])
+    assert convolutions_left(f, *args) == 3
+    assert convolutions_left(with_fast_convolutions(f), *args) == 0
+    with jax.enable_x64(True):
+        expected = jax.jit(f)(*(np.float64(a) for a in args))
+    for got, exact in zip(jax.jit(with_fast_convolutions(f))(*args), expected, strict=True):
+        got, exact = np.asarray(got), np.asarray(exact)
+        assert got.shape == exact.shape
+        assert exact.dtype == np.float64
+        assert np.abs(got - exact).max() < 3e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype"),
+    [
+        ({"window_strides": (2, 2)}, "float32"),
+        ({"lhs_dilation": (2, 2), "padding": ((1, 1), (1, 1))}, "float32"),
+        ({"feature_group_count": 2}, "float32"),
+        ({"padding": ((-1, 1), (1, 1))}, "float32"),
+        ({"precision": "highest"}, "float32"),
+        ({}, "bfloat16"),
+    ],
+)
+def test_leaves_other_convolutions_alone(change, dtype):
+    groups = change.get("feature_group_count", 1)
+    x, kernel = jnp.ones((8, 16, 16, 64), dtype), jnp.ones((3, 3, 64 // groups, 64), dtype)
+
+    def f(x, kernel):
+        return convolution(x, kernel, **change)
+
+    assert convolutions_left(with_fast_convolutions(f), x, kernel) == 1
+
+
+@pytest.mark.parametrize(
+    ("images", "n_in", "n_out", "left"),
+    [
+        ((64, 15, 15), 128, 128, 0),
+        ((64, 3, 3), 512, 512, 3),  # the kernel is larger than the images
+        ((64, 32, 32), 8, 64, 3),  # transforms cost more than products
+        ((1, 64, 64), 64, 64, 3),  # nothing to run over
+        ((2, 4, 4), 16, 16, 3),  # tiny
+        ((8, 16, 16), 512, 512, 1),  # sums of the gradient by the kernel are large
+    ],
+)
+def test_replaces_convolutions_that_are_estimated_to_be_faster(images, n_in, n_out, left):
+    shapes = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((*images, n_in), (3, 3, n_in, n_out), (*images, n_out))
+    ]
+    assert convolutions_left(with_fast_convolutions(all_three("SAME", (1, 1))), *shapes) == left
+
+
+def step_of(model, size, batch=16):
+    def loss(params, model_state, batch, key):
+        logits, model_state = model.apply(params, model_state, batch["x"], train=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return losses, fnet.Aux(model_state, {})
+
+    optimizer = optax.sgd(0.1)
+    state = jax.eval_shape(lambda: fnet.TrainState.create(model, optimizer, jax.random.key(0)))
+    batch = {
+        "x": jax.ShapeDtypeStruct((batch, *size), jnp.float32),
+        "y": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    return fnet.make_step(loss, optimizer), state, batch
+
+
+@pytest.mark.slow
+def test_a_step_for_one_cpu_takes_little_more_memory_than_with_convolutions():
+    model = models.resnet9(num_classes=10, widths=(64, 128, 128))
+    step, state, batch = step_of(model, (32, 32, 3))
+    options = fnet.memory.CANDIDATE_OPTIONS["cpu"][1]
+    plain, fast = (
+        fnet.memory.peak(low.compile(compiler_options=options)).total
+        for low in (step.jitted.lower(state, batch), step.lower(state, batch))
+    )
+    assert fast <= 1.1 * plain
+
+
+def test_a_step_for_several_devices_keeps_its_convolutions():
+    model = fnet.serial(conv=layers.conv(64, 64), pool=layers.global_max_pool())
+    step, state, batch = step_of(model, (16, 16, 64))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def on(sharding, tree):
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
+        )
+
+    def left(state, batch):
+        jaxpr = step.trace(state, batch).jaxpr
+        return len(list(find_equations(jaxpr, "conv_general_dilated")))
+
+    assert left(on(whole, state), on(rows, batch)) == 2
+    assert left(state, batch) == 0
+
+
+def test_a_scan_of_rematerialized_layers_computes_the_same(any_size):
+    layer = fnet.repeat(layers.conv(4, 4), 2)
+    params, state = jax.jit(layer.init)(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 6, 6, 4))
+
+    def loss(params):
+        y, _ = jax.checkpoint(lambda p: layer.apply(p, state, x, train=True))(params)
+        return (y**2).mean()
+
+    gradient = jax.grad(loss)
+    assert convolutions_left(gradient, params) == 4
+    assert convolutions_left(with_fast_convolutions(gradient), params) == 0
+    plain, fast = jax.jit(gradient)(params), jax.jit(with_fast_convolutions(gradient))(params)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(fast), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max(), rtol=1e-4)
