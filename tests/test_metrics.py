@@ -39,6 +39,17 @@ def take(meter, metrics, batch=()):
     meter.add(dict(batch), values)
 
 
+@pytest.fixture(autouse=True)
+def steps_end_at(monkeypatch):
+    """``steps_end_at(time)``: what is noted as the end of a step that runs while a batch comes."""
+
+    def set_end(time):
+        monkeypatch.setattr("train.run.metrics.idle_since", lambda metrics: time)
+
+    set_end(0.0)
+    return set_end
+
+
 def test_the_loop_is_one_step_ahead_of_the_device():
     meter = Meter(batch_size=8)
     seen = []
@@ -156,6 +167,24 @@ def test_input_wait_is_a_fraction_of_the_time(monkeypatch):
     last.done = True
     meter.next_batch(iter([{}]))  # from 1 to 2
     assert meter.means(1)["input_wait"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(("end", "waited"), [(0.5, 1.0), (1.75, 0.25)])
+def test_input_wait_begins_when_the_device_has_ended_its_step(
+    end, waited, steps_end_at, monkeypatch
+):
+    clock = iter(range(100))
+    monkeypatch.setattr("train.run.metrics.time.perf_counter", lambda: float(next(clock)))
+    meter = Meter(batch_size=8)  # starts at 0
+    (last,) = steps(meter, 1)
+    steps_end_at(end)
+
+    def slow():
+        last.done = True  # while the batch is being made
+        yield {}
+
+    meter.next_batch(slow())  # from 1 to 2
+    assert meter.means(1)["input_wait"] == pytest.approx(waited / 3)
 
 
 def test_reports_which_step_of_a_window_is_nonfinite():

@@ -1,5 +1,6 @@
 """Metrics of training steps: means over a window, throughput, score and noise scale."""
 
+import concurrent.futures
 import contextlib
 import math
 import time
@@ -38,6 +39,7 @@ class Meter:
         self._batch_size = batch_size
         self._window: list[dict[str, jax.Array]] = []
         self._examples: list[int] = []
+        self._watcher = concurrent.futures.ThreadPoolExecutor(1)
         self.restart()
 
     def restart(self) -> None:
@@ -56,14 +58,16 @@ class Meter:
         """Return the next batch, while the device computes the last step.
 
         The loop is at most one step ahead of the device: more would hold a batch each and save no
-        time. Waiting for input counts only if it outlasts the last step, because only then the
-        device waits, too.
+        time. Waiting for input counts from the end of the last step, because before it the device
+        does not wait. Another thread notes when that is.
         """
         jax.block_until_ready(self._window[-2:-1])
-        start = time.perf_counter()
+        last, since = self._window[-1:], time.perf_counter()
+        ending = None if is_ready(last) else self._watcher.submit(idle_since, last)
         batch = next(batches)
-        if all(a.is_ready() for a in jax.tree.leaves(self._window[-1:])):
-            self._input_wait += time.perf_counter() - start
+        if is_ready(last):
+            since = max(since, ending.result()) if ending else since
+            self._input_wait += time.perf_counter() - since
         return batch
 
     def add(self, batch: Mapping[str, np.ndarray], metrics: dict[str, jax.Array]) -> None:
@@ -81,8 +85,8 @@ class Meter:
 
         Skipped steps are only counted, as ``train/skipped``. ``examples_per_second`` counts the
         examples of the other steps, without padding and unreadable files; with privacy, their
-        expected number. ``input_wait`` is the fraction of time in which the device may have waited
-        for a batch.
+        expected number. ``input_wait`` is the fraction of time in which the device waited for a
+        batch.
 
         Raises:
           TrainingError: if a loss or gradient is not finite.
@@ -129,6 +133,17 @@ class Meter:
         return window
 
 
+def is_ready(metrics: Any) -> bool:
+    """Whether the device has computed metrics."""
+    return all(a.is_ready() for a in jax.tree.leaves(metrics))
+
+
+def idle_since(metrics: Any) -> float:
+    """Wait until the device has computed metrics, and return when that was."""
+    jax.block_until_ready(metrics)
+    return time.perf_counter()
+
+
 def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the examples per second of a run's training steps, however often it was resumed."""
     windows = _windows(lines)
@@ -137,7 +152,7 @@ def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of a run's training time in which the device may have waited for input."""
+    """Return the share of a run's training time in which the device waited for input."""
     windows = [(steps / line["examples_per_second"], line) for line, steps in _windows(lines)]
     waited = sum(seconds * line.get("input_wait", 0.0) for seconds, line in windows)
     return waited / sum(seconds for seconds, _ in windows) if windows else None
