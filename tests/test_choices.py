@@ -275,7 +275,7 @@ def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     assert exit_code("eval", "run", "--choices", "none.jsonl") == 2
     assert_one_line_error(capsys, "--choices: cannot read none.jsonl: No such file or directory")
     for options, message in (
-        (["--flip"], "on chat_file; its options: --choices, --chat"),
+        (["--flip"], "on chat_file; its options: --path, --choices, --chat"),
         (["--chat"], "--chat: writes the questions of --choices; give a file of questions"),
         (["--choices", "questions.jsonl", "--chat"], "--chat: there is no tokenizer, which comes"),
     ):
