@@ -73,8 +73,8 @@ def pixel_cross_entropy(
       labels: [N, H, W], any integer dtype. Labels outside [0, k), such as 255, are ignored.
       smoothing: label smoothing in [0, 1): probability mass spread evenly over all classes
         (Szegedy et al. 2016).
-      class_weights: [k] positive numbers: the weight of a pixel is that of its label, and the loss
-        of an image is the weighted mean. None weighs all classes alike.
+      class_weights: [k] positive numbers. Each pixel has the weight of its label, and the loss of
+        an image is the weighted mean. None weighs all classes alike.
       rows: rows of pixels per chunk, >= 1. None: as many as have about 2^20 logits.
 
     Returns:

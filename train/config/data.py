@@ -271,7 +271,7 @@ class SegmentationFolder(Section):
     split_seed: Seed = 0
     """Random seed of that split."""
     classes: Annotated[int, Ge(2), Le(255)] | None = None
-    """Number of classes; None is that of mask_values or of the class table."""
+    """Number of classes; None counts mask_values or the class table."""
     class_table: Annotated[str, MinLen(1)] | None = None
     """File of class names, mask values and colors, or camvid, cityscapes or voc."""
     mask_values: Annotated[tuple[Annotated[int, Ge(0), Lt(2**16)], ...], MaxLen(255)] = ()

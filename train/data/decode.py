@@ -11,7 +11,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, JpegImagePlugin, UnidentifiedImageError
 
 EXTENSIONS = ("jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp", "gif")
-"""Extensions of image files: those of torchvision's ImageFolder, and GIF."""
+"""Extensions of image files, as in torchvision's ImageFolder, and GIF."""
 
 MAX_PIXELS = 2**30 // 12
 """Default of the largest image that is decoded, about 89 million pixels."""
@@ -100,7 +100,7 @@ class MaskValues(NamedTuple):
 
     Attributes:
       values: int32 [height, width]: gray values, palette indices, or colors as 0xRRGGBB.
-      kind: what the values are.
+      kind: meaning of the values.
       palette: color of each palette index as 0xRRGGBB, int32 [256]; -1 beyond the palette.
       is_lossy: whether the file is a JPEG, which changes values.
     """

@@ -173,7 +173,7 @@ def _find_test(config: ImageFolder, classes: list[str]) -> _Split:
 
 
 def _is_folder_of_classes(root: Path) -> bool:
-    """Whether a folder holds classes, and no folder whose name is that of a split."""
+    """Whether a folder holds classes, and no folder with the name of a split."""
     if not root.is_dir():
         return False
     names = subfolders(root)

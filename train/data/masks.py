@@ -1,4 +1,4 @@
-"""What the values of masks mean: one map from gray values, palette indices or colors to labels.
+"""Labels of mask files: one map from gray values, palette indices or colors.
 
 This module runs in the processes of `train.data.workers`, so it must not import JAX.
 """
@@ -122,7 +122,7 @@ def _arrays(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]
 
 
 class Sample(NamedTuple):
-    """What a mask holds.
+    """Values of a mask.
 
     Attributes:
       path: The file.
@@ -136,7 +136,7 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, path: str, mask: MaskValues) -> Self:
-        """Count the values of a mask. Of a large one, only some rows and columns are counted."""
+        """Count the values of a mask, in only some rows and columns of a large one."""
         stride = max(math.ceil(math.sqrt(mask.values.size / 2**18)), 1)
         values, counts = np.unique(mask.values[::stride, ::stride], return_counts=True)
         counter = Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
@@ -148,16 +148,16 @@ def make_label_map(
 ) -> tuple[LabelMap, list[str]]:
     """Decide what the values of masks mean, from the config, a class table and some masks.
 
-    Values are those of ``mask_values``, else of the table, else 0, 1, ... without the ignored ones.
-    Pixels are ignored if the config or the table says so. By default, 255 is ignored, unless it is
-    the value of a class. Masks of 0 and 255 alone are binary if there are two classes or an
+    The values come from ``mask_values``, else from the table, else they are 0, 1, ... without the
+    ignored ones. The config and the table name ignored values. By default, 255 is ignored, unless
+    it is the value of a class. Masks of 0 and 255 alone are binary if there are two classes or an
     unknown number.
 
     Args:
       config: the data source.
       rows: rows of the class table, or ().
       source: name of the class table.
-      samples: what some masks hold.
+      samples: values of some masks.
 
     Returns:
       The map, and notes for the user.
@@ -237,7 +237,7 @@ def make_label_map(
 def _ignored(
     config: "SegmentationFolder", rows: Sequence[Row]
 ) -> tuple[set[int] | None, tuple[Row, ...]]:
-    """Return the ignored values, and the rows with those of ignored names void."""
+    """Return the ignored values, and the rows; rows of ignored names become void."""
     if config.ignore is None:
         return None, tuple(rows)
     names = {name for name in config.ignore if isinstance(name, str)}
@@ -289,7 +289,7 @@ def check_masks(
 
     Args:
       label_map: the map.
-      samples: what masks hold, read one at a time. Later ones are read only if the first ones
+      samples: values of masks, read one at a time. Later ones are read only if the first ones
         hold too few classes.
       num_masks: number of masks.
       max_bad: largest number of masks without labels to tolerate.

@@ -4,7 +4,7 @@ All randomness is drawn before, so that the images can be made in other processe
 
 References:
   Cubuk et al. 2020, "RandAugment: Practical Automated Data Augmentation with a Reduced Search
-  Space". Operations, magnitudes and signs are those of torchvision's ``RandAugment``.
+  Space". Operations, magnitudes and signs equal torchvision's ``RandAugment``.
 """
 
 import math

@@ -26,8 +26,8 @@ _MEMORY = 2**27
 def draw(run: Setup, evaluate: Evaluator, trained: Trained, title: str, path: Path) -> bool:
     """Draw test images with labels and predictions.
 
-    Of up to 512 classified images, spread over the test set, 24 are shown: first errors, by
-    decreasing probability, then correct ones, by increasing probability. Of up to 60 segmented
+    From up to 512 classified images, spread over the test set, 24 are shown: first errors, by
+    decreasing probability, then correct ones, by increasing probability. From up to 60 segmented
     images, six are shown with both masks, from the worst to the best. The compiled program of the
     evaluation is used.
 

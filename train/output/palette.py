@@ -8,7 +8,7 @@ from train.data.class_table import VOID, Color
 from train.data.masks import IGNORE, LabelMap
 
 _BACKGROUND: tuple[Color, ...] = ((0, 0, 0), (255, 255, 255), VOID)
-"""Colors from which those of classes must differ."""
+"""Colors that no class may resemble."""
 
 
 def palette(label_map: LabelMap | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What an evaluation is called: its options give the names of its files and its titles."""
+"""Names of evaluations: the options name the files and the titles."""
 
 import hashlib
 import os
