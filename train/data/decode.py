@@ -221,7 +221,8 @@ def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Imag
         if shrink >= 2:
             scale = 2 ** min(int(math.log2(shrink)), 3)
             image.draft(None, (image.width // scale, image.height // scale))
-        rgb = _rgb(_upright(image))
+        image.load()
+        rgb = _rgb(_rotate(image, orientation))
     else:
         rgb = _rgb(_upright(image))
         width, height = rgb.size
@@ -252,7 +253,11 @@ def _orientation(image: Image.Image) -> int:
 
 def _upright(image: Image.Image) -> Image.Image:
     image.load()  # a PNG's EXIF can follow its pixels; Pillow itself rotates a TIFF
-    method = _TRANSPOSE.get(_orientation(image))
+    return _rotate(image, _orientation(image))
+
+
+def _rotate(image: Image.Image, orientation: int) -> Image.Image:
+    method = _TRANSPOSE.get(orientation)
     return image if method is None else image.transpose(method)
 
 

@@ -492,6 +492,7 @@ class Shards:
         self._formats = [format_of(path) for path in paths]
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
         self._blocks = _Blocks(self._read_row_group)
+        self._footers: dict[int, Any] = {}
         self._records: dict[int, Any] = {}  # readers
         weakref.finalize(self, _close, self._records)  # before the libraries below them end
         self._opening = threading.Lock()
@@ -532,7 +533,14 @@ class Shards:
             shard = shards[part[0]]
             if self._formats[shard] == "parquet":
                 groups = places[part, 0]
-                tasks += [(self._read_rows, part[groups == group]) for group in np.unique(groups)]
+                for group in np.unique(groups).tolist():
+                    rows = part[groups == group]
+                    if self._blocks.has((int(shard), group)):
+                        found = self._read_rows(shards[rows], places[rows])
+                        for i, value in zip(rows.tolist(), found, strict=True):
+                            content[i] = value
+                    else:
+                        tasks.append((self._read_rows, rows))
             elif self._formats[shard] == "array_record":
                 tasks.append((self._read_records, part))
             else:
@@ -599,8 +607,7 @@ class Shards:
             reason = " ".join(str(error).split())
             raise StorageError(f"cannot read {self.paths[shard]}: {reason}") from error
         np.add.at(self.reads, shards, 1)
-        name = self._images[shard]
-        return [((parse_example(record) or {}).get(name) or [b""])[0] for record in records]
+        return [_image_in(record, self._images[shard]) for record in records]
 
     def _read_rows(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
         """Read images of one row group of a Parquet file."""
@@ -622,8 +629,11 @@ class Shards:
         try:
             with (
                 self._open(shard) as source,
-                pyarrow.parquet.ParquetFile(source, pre_buffer=True) as file,
+                pyarrow.parquet.ParquetFile(
+                    source, metadata=self._footers.get(shard), pre_buffer=True
+                ) as file,
             ):
+                self._footers[shard] = file.metadata
                 field = file.schema_arrow.field(self._images[shard])
                 is_struct = pyarrow.types.is_struct(field.type)
                 name = f"{field.name}.bytes" if is_struct else field.name
@@ -655,6 +665,19 @@ class Shards:
             raise StorageError(f"{self.paths[shard]} changed {size} since the run started")
 
 
+def _image_in(record: bytes, name: str) -> Any:
+    """Return the bytes of an image in a tf.train.Example, or an `UnreadableError`."""
+    from google.protobuf.message import DecodeError
+
+    try:
+        example = example_type().FromString(record)
+    except DecodeError:
+        return UnreadableError("it is not a tf.train.Example")
+    features = example.features.feature
+    values = features[name].bytes_list.value if name in features else ()
+    return values[0] if values else UnreadableError(f"there is no {name}")
+
+
 def _close(readers: dict[int, Any]) -> None:
     for reader in readers.values():
         reader.close()
@@ -679,6 +702,11 @@ class _Blocks:
     def __init__(self, read: Callable[[Any], Any]):
         self._read, self._lock = read, threading.Lock()
         self._blocks: OrderedDict[Any, concurrent.futures.Future] = OrderedDict()
+
+    def has(self, key: Any) -> bool:
+        """Whether a block is in memory."""
+        with self._lock:
+            return key in self._blocks and self._blocks[key].done()
 
     def read(self, key: Any) -> Any:
         """Return a block, which one thread reads while others that need it wait."""
