@@ -4,7 +4,13 @@
     fnet eval runs/camvid_deeplab --split test
 
 SegNet's version of CamVid, as published: train/, trainannot/, val/, ... with 367, 101 and 233
-images of 480 x 360, 11 classes, and void, which is ignored.
+images of 480 x 360, 11 classes, and void, which is ignored. 13.2 M parameters; the step takes
+1.8 GiB. The whole recipe has not been trained. A small run from random weights,
+
+    fnet train camvid_deeplab --data.path CamVid --data.image-size 160 --train.steps 300
+
+has mean IoU 32.1 % on val and 27.5 % on test after 200 of its steps. These took 8 minutes of
+CPU time, on two cores that were busy with other work. The step takes 0.5 GiB.
 """
 
 from train.config import Checkpoint, Config, DeepLab, Optim, SegmentationFolder, Train

@@ -60,10 +60,14 @@ class LabelMap:
             raise UnreadableError(
                 "it has colors; give data.class_table a file with the color of each class"
             )
-        known, label_of = _arrays(self.codes if is_color else self.values)
-        at = np.searchsorted(known, values)
-        labels = np.where(known[at] == values, label_of[at], _INVALID)
-        if (labels == _INVALID).any():
+        if is_color:
+            known, label_of = _sorted(self.codes)
+            at = np.searchsorted(known, values)
+            labels = np.where(known[at] == values, label_of[at], _INVALID)
+        else:
+            table = _table(self.values)
+            labels = table[np.minimum(values, len(table) - 1)]
+        if labels.min(initial=0) == _INVALID:
             value = int(values[labels == _INVALID][0])
             hint = "; JPEG compression changes values: save masks as PNG" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
@@ -115,7 +119,16 @@ def plain_label_map(names: tuple[str, ...]) -> LabelMap:
 
 
 @functools.lru_cache(maxsize=8)
-def _arrays(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+def _table(pairs: tuple[tuple[int, int], ...]) -> np.ndarray:
+    """Return the label of each value from 0; the last entry is of larger values."""
+    values, labels = zip(*pairs, strict=True)
+    table = np.full(max(values) + 2, _INVALID, np.int16)
+    table[list(values)] = labels
+    return table
+
+
+@functools.lru_cache(maxsize=8)
+def _sorted(pairs: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return values in rising order and their labels; the last value is above all others."""
     known, labels = zip(*sorted(pairs), (2**31 - 1, _INVALID), strict=True)
     return np.array(known, np.int32), np.array(labels, np.int16)
