@@ -127,7 +127,11 @@ def test_refuses_processes_without_coordinator():
 
 
 def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
-    others = {"has_other_processes": lambda: True, "any_process": lambda flag: True}
+    others = {
+        "has_other_processes": lambda: True,
+        "any_process": lambda flag: True,
+        "union": lambda found: found,
+    }
     here = SimpleNamespace(run_folder=distributed.run_folder, **others)
     monkeypatch.setattr(loop, "distributed", here)
     fnet_command("train", "tiny.py", "--out", "r")
