@@ -160,7 +160,7 @@ def public_names():
     names += [
         f"fnet.optim.{name}"
         for name, value in vars(fnet.optim).items()
-        if (getattr(value, "__module__", "") == "fnet.optim" and name[0] != "_") or name.isupper()
+        if name[0] != "_" and (getattr(value, "__module__", "") == "fnet.optim" or name.isupper())
     ]
     names += [f"fnet.interop.{name}" for name in ("from_torch", "to_torch")]
     return names + [f"fnet.interop.{name}.InPlaceABN" for name in ("linen", "nnx")]

@@ -379,3 +379,42 @@ def test_galore_has_moments_of_the_projection():
     )
     updates, _ = rule.update(grads, rule.init(params), params)
     assert np.linalg.matrix_rank(updates["kernel"], tol=1e-5) <= 4
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        # Depths from the last to the first, of the networks in fnet.models.
+        (("head", "norm", "blocks/10", "blocks/9", "patches"), (0, 0, 1, 2, 3)),
+        (("fc", "layer2/1", "layer2/0", "layer1/0", "bn1", "conv1"), (0, 1, 2, 3, 4, 4)),
+        (("head", "stage1/block0", "stage1/downsample", "stage0/block1", "stem"), (0, 1, 2, 3, 4)),
+        (("classifier", "bn_out", "mod3/0", "tra2", "mod2/1", "mod1"), (0, 0, 1, 2, 3, 4)),
+        (("abn", "stage1/0", "down1", "stage0/0", "stem"), (0, 1, 2, 3, 4)),
+        (("cls", "head", "body/layer1/0", "body/conv1"), (0, 0, 1, 2)),
+    ],
+)
+def test_layer_scales_decay_from_the_last_block_to_the_first(paths, expected):
+    params = {}
+    for path in paths:
+        tree = params
+        for name in path.split("/"):
+            tree = tree.setdefault(name, {})
+        tree["kernel"] = 0.0
+    scales = fnet.optim.layer_scales(params, 0.5)
+    actual = {
+        "/".join(key.key for key in path[:-1]): leaf
+        for path, leaf in jax.tree.leaves_with_path(scales)
+    }
+    assert actual == {p: 0.5**depth for p, depth in zip(paths, expected, strict=True)}
+
+
+def test_layer_decay_scales_updates():
+    params = {"stem": jnp.ones(2), "blocks": {"0": jnp.ones(2)}, "head": jnp.ones(2)}
+    optimizer = fnet.optim.make_optimizer("sgd", 0.1, momentum=0.0, layer_decay=0.5)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    expected = {"stem": 0.025, "blocks": {"0": 0.05}, "head": 0.1}
+    chex.assert_trees_all_close(updates, jax.tree.map(lambda v: jnp.full(2, -v), expected))
+    with pytest.raises(ValueError, match=r"so they cannot be scaled, got layer_decay 0\.5; give"):
+        fnet.optim.make_optimizer("compact_adamw", 0.1, layer_decay=0.5)
+    with pytest.raises(ValueError, match=r"layer_decay must be in \(0, 1\], got 2"):
+        fnet.optim.layer_scales(params, 2)

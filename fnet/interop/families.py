@@ -16,6 +16,7 @@ from fnet.models.resnet import BASIC, VARIANTS
 from fnet.models.resnet import DEPTHS as RESNETS
 from fnet.models.resnext import DEPTHS as RESNEXTS
 from fnet.models.wider_resnet import DEPTHS as WIDER_RESNETS
+from fnet.optim import CLASSIFIERS
 
 NAMES = ("reference", "torchvision")
 """Naming schemes: mapillary/inplace_abn for its networks; torchvision and timm for ResNets,
@@ -83,7 +84,6 @@ _DEEPLAB: Rules = (
 )
 _OLD_DENSENET = re.compile(r"(\bdenselayer\d+\.(?:norm|conv))\.([12])\.")
 _MAX_PREFIXES = 100
-_HEADS = frozenset({"fc", "classifier", "head", "cls"})
 _CLASSIFIER = re.compile(r"(fc|classifier\.fc|cls|head)\.(kernel|bias)")
 _TORCH_HEAD = re.compile(r"(fc|classifier|head|cls|aux_classifier)\.")
 
@@ -173,7 +173,7 @@ def namings(variables: Iterable[str]) -> tuple[str, ...]:
 
 def is_head(name: str) -> bool:
     """Whether an array of a network belongs to what is new for other classes."""
-    return name.split(".")[0] in _HEADS
+    return name.split(".")[0] in CLASSIFIERS
 
 
 def is_classifier(name: str) -> bool:

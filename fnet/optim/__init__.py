@@ -7,6 +7,7 @@ can name::
     optimizer = fnet.optim.make_optimizer("adamw", schedule, weight_decay=0.05)
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "compact_adamw",
     "compact_lion",
     "compact_sgd",
+    "layer_scales",
     "make_optimizer",
     "make_schedule",
     "schedule_free_params",
@@ -134,6 +136,7 @@ def make_optimizer(
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     classifier_scale: float | None = None,
+    layer_decay: float | None = None,
     galore_rank: int = 128,
     galore_every: int = 200,
 ) -> optax.GradientTransformation:
@@ -171,6 +174,8 @@ def make_optimizer(
         learning rate otherwise.
       clip_norm: largest global norm of the gradient, or None for no clipping.
       classifier_scale: factor on the learning rate of the last layer (`classifier_mask`), or None.
+      layer_decay: factor on the learning rate per block, from the last to the first
+        (`layer_scales`), or None.
       galore_rank: number of directions of ``galore``.
       galore_every: steps after which ``galore`` chooses its directions again.
 
@@ -179,7 +184,7 @@ def make_optimizer(
 
     Raises:
       ValueError: for an unknown name, a ``clip_norm`` that is not above 0, or a
-        ``classifier_scale`` for an optimizer whose updates cannot be scaled.
+        ``classifier_scale`` or ``layer_decay`` for an optimizer whose updates cannot be scaled.
 
     Example:
       >>> import fnet, jax.numpy as jnp
@@ -200,11 +205,13 @@ def make_optimizer(
     """
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"optimizer: clip_norm must be above 0, got {clip_norm}")
-    if classifier_scale is not None and name.startswith(("compact_", "schedule_free_")):
-        raise ValueError(
-            f"optimizer: {name} keeps a copy of what its updates add up to, so they cannot be "
-            f"scaled, got classifier_scale {classifier_scale}; give None"
-        )
+    scales = {"classifier_scale": classifier_scale, "layer_decay": layer_decay}
+    for what, factor in scales.items():
+        if factor is not None and name.startswith(("compact_", "schedule_free_")):
+            raise ValueError(
+                f"optimizer: {name} keeps a copy of what its updates add up to, so they cannot be "
+                f"scaled, got {what} {factor}; give None"
+            )
     if name == "adamw":
         optimizer = optax.adamw(learning_rate, weight_decay=weight_decay, mask=weight_decay_mask)
     elif name == "lion":
@@ -266,6 +273,8 @@ def make_optimizer(
     if classifier_scale is not None:  # All other optimizers are linear in the learning rate.
         scale = optax.masked(optax.scale(classifier_scale), classifier_mask)
         optimizer = optax.chain(optimizer, scale)
+    if layer_decay is not None:
+        optimizer = optax.chain(optimizer, _scale_by_layer(layer_decay))
     if clip_norm is None:
         return optimizer
     return optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
@@ -362,6 +371,78 @@ def classifier_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not CLASSIFIERS.isdisjoint(_names(path[:1])), params
     )
+
+
+def layer_scales(params: Any, decay: float) -> Any:
+    """Learning rate factors that decay from the last block of an image network to the first.
+
+    The last layer and the norm before it have factor 1, the last block ``decay``, the block before
+    it ``decay ** 2``, and so on. The stem or the patch embedding has the least (Clark et al. 2020;
+    Bao et al. 2022). A block is a residual block, a transformer block, or a dense layer. Between
+    stages, downsampling counts as one more.
+
+    Args:
+      params: parameters of an image network of `fnet.models`, or a pytree with their names.
+      decay: factor per block, in (0, 1].
+
+    Returns:
+      A pytree of floats with the structure of ``params``.
+
+    Raises:
+      ValueError: if ``decay`` is not in (0, 1].
+
+    Example:
+      >>> import fnet
+      >>> params = {"stem": 0, "blocks": {"0": 0, "1": 0}, "norm": 0, "head": 0}
+      >>> scales = fnet.optim.layer_scales(params, 0.5)
+      >>> scales["stem"], scales["blocks"], scales["norm"], scales["head"]
+      (0.125, {'0': 0.25, '1': 0.5}, 1.0, 1.0)
+
+    References:
+      Clark et al. 2020, "ELECTRA", arXiv:2003.10555.
+      Bao et al. 2022, "BEiT", arXiv:2106.08254.
+    """
+    if not 0 < decay <= 1:
+        raise ValueError(f"optimizer: layer_decay must be in (0, 1], got {decay}")
+    positions = jax.tree_util.tree_map_with_path(lambda path, _: _position(_names(path)), params)
+    in_order = sorted(set(jax.tree.leaves(positions, is_leaf=lambda p: isinstance(p, tuple))))
+    blocks = [position for position in in_order if position not in (_FIRST, _LAST)]
+    depths = {_FIRST: 0} | {p: i + 1 for i, p in enumerate(blocks)} | {_LAST: len(blocks) + 1}
+    return jax.tree.map(
+        lambda position: float(decay ** (len(blocks) + 1 - depths[position])),
+        positions,
+        is_leaf=lambda p: isinstance(p, tuple),
+    )
+
+
+_FIRST = (-1.0,)
+_LAST = (float("inf"),)
+_AFTER_BLOCKS = CLASSIFIERS | {"norm", "abn", "bn_out", "pooling", "fc_norm"}
+_NUMBER = re.compile(r"(?:stage|layer|mod|tra|down)(\d+)")
+
+
+def _position(names: list[Any]) -> tuple[float, ...]:
+    """Return where a block is in the order of a network's blocks, by the names of a path."""
+    first, *rest = names[1:] if names[0] == "body" else names
+    if names[0] in _AFTER_BLOCKS:
+        return _LAST
+    if first == "blocks" and rest:
+        return (float(rest[0]),)
+    match = _NUMBER.fullmatch(str(first))
+    if match is None or first == "mod1":
+        return _LAST if first in _AFTER_BLOCKS else _FIRST
+    stage, block = float(match[1]), re.search(r"\d+$", str(rest[0])) if rest else None
+    if str(first).startswith("tra"):
+        return stage, float("inf")
+    return stage, float(block[0]) if block and not str(first).startswith("down") else -1.0
+
+
+def _scale_by_layer(decay: float) -> optax.GradientTransformation:
+    def scale(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(lambda u, factor: factor * u, updates, layer_scales(updates, decay))
+
+    return optax.stateless(scale)
 
 
 def _names(path: Sequence[Any]) -> list[Any]:

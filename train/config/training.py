@@ -57,6 +57,8 @@ class Optim(Section):
     """Steps between choices of the directions (galore)."""
     classifier_learning_rate: Positive | None = None
     """Peak learning rate of the classifier layer; None uses the same rate as all layers."""
+    layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
+    """Learning rate factor per block, from the last to the first; None is the same rate for all."""
     weight_decay: NonNegative = 0.0
     """Weight decay of kernels; biases and norms have none."""
     clip_norm: Positive | None = None

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from fnet.interop import families
@@ -18,7 +16,7 @@ from train.run import weight_files
 from train.run.setup import Setup
 
 _EXAMPLES = 2
-"""Number of array names that the table shows of each kind."""
+"""Number of array names of each kind that are shown."""
 
 _KINDS = {
     "fnet": "weights of fnet",
@@ -71,22 +69,19 @@ class InitialWeights(NamedTuple):
         """Count the arrays and values that were taken, new and left, with a few names."""
         report = self.report
         what = report.weights.title if report.weights else _KINDS[report.names]
-        t = Table(box=None, padding=(0, 2, 0, 0))
-        t.add_column("weights")
-        t.add_column("arrays", justify="right", no_wrap=True)
-        t.add_column("values", justify="right", no_wrap=True)
-        t.add_column("such as", overflow="ellipsis", no_wrap=True)
         taken = [k if k == n else f"{k} -> {n}" for k, n in report.read.items()]
-        for kind, count, examples in (
+        rows = [
             ("taken", self.values.taken, taken),
             ("new", self.values.new, report.initial),
             ("left", self.values.left, report.unused),
-        ):
-            more = ["..."] if len(examples) > _EXAMPLES else []
-            text = escape(", ".join([*examples[:_EXAMPLES], *more]))
-            t.add_row(kind, f"{len(examples):,}", f"{count:,}", text)
-        notes = [Text(f"note: {note}") for note in report.notes]
-        return Group(Text(f"{what}: {self.source}"), t, *notes)
+        ]
+        texts = [f"{what}: {self.source}"]
+        for kind, count, names in rows:
+            more = ["..."] if len(names) > _EXAMPLES else []
+            examples = ", ".join([*names[:_EXAMPLES], *more])
+            texts.append(f"  {kind:<5} {len(names):>6,} arrays {count:>13,} values  {examples}")
+        texts += [f"note: {note}" for note in report.notes]
+        return Group(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
 
 
 def load(

@@ -227,6 +227,7 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         clip_norm=o.clip_norm,
         classifier_scale=o.classifier_learning_rate
         and o.classifier_learning_rate / o.learning_rate,
+        layer_decay=o.layer_decay,
         galore_rank=o.galore_rank,
         galore_every=o.galore_every,
     )
@@ -387,11 +388,15 @@ def _check_optimizer(config: Config) -> None:
             f"optim.ema_decay: {o.ema_decay:g}, but optim.name {o.name} evaluates its own average; "
             "give None"
         )
-    if (is_compact or o.name in _SCHEDULE_FREE) and o.classifier_learning_rate is not None:
-        raise UserError(
-            f"optim.classifier_learning_rate: {o.classifier_learning_rate:g}, but optim.name "
-            f"{o.name} has one learning rate for all layers; give None"
-        )
+    for field in ("classifier_learning_rate", "layer_decay"):
+        value = getattr(o, field)
+        if (is_compact or o.name in _SCHEDULE_FREE) and value is not None:
+            raise UserError(
+                f"optim.{field}: {value:g}, but optim.name {o.name} has one learning rate for all "
+                "layers; give None"
+            )
+    if o.layer_decay is not None and isinstance(config.data, TextFile | ChatFile):
+        raise UserError(f"optim.layer_decay: {o.layer_decay:g}, but it is for image networks")
 
 
 def _with_params_dtype(model: fnet.Layer, config: Config) -> fnet.Layer:
