@@ -209,8 +209,10 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
                     is_last = step == run.steps
                     is_logging = step % config.train.log_every == 0
-                    is_evaluating = (step % eval_every == 0 or is_last) and failure is None
                     is_stopping = failure is not None
+                    is_evaluating = step % eval_every == 0 or is_last
+                    if is_stopping and not isinstance(failure, Interrupted):
+                        is_evaluating = False  # its input would fail, too
                     if not alone:  # all must stop at the same step
                         is_stopping = is_logging and distributed.any_process(
                             interruption.signal is not None
