@@ -360,6 +360,7 @@ MISTAKES = [
     ("halves", ("--scales", "0.1"), "--scales: 0.1 resizes images to 2 pixels; expected at least 8 pixels"),
     ("halves", ("--scale", "1"), "unknown option --scale (did you mean --scales?)"),
     ("halves", ("again",), "unexpected again"),
+    ("halves", ("--data.test-split", "test"), "--data.test-split: fnet eval takes the data of the run; give --split NAME"),
     ("halves", (), "runs/halves/checkpoints: the run has not saved one yet"),
 ]  # fmt: skip
 

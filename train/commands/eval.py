@@ -68,6 +68,12 @@ class ClassScore(NamedTuple):
 def main(argv: list[str]) -> None:
     """Run ``fnet eval RUN``."""
     (given,), flags = positional(argv, "fnet eval RUN", EvalArguments)
+    for flag in flags:
+        if flag.startswith("--data."):
+            raise UserError(
+                f"{flag}: fnet eval takes the data of the run; give --split NAME or --path FOLDER "
+                "for other examples"
+            )
     options = arguments.read(EvalArguments, flags, f"fnet eval {given}")
     evaluate_run(RunFolder.of(given), options, Console())
 
