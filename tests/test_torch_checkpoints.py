@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from torch_cases import keys_and_shapes, preact, random_state_dict, shapes, torch_shapes
 
+from fnet import models
 from fnet.interop import norm_conversion
 from fnet.interop.torch import from_torch, load_state_dict, to_torch
 
@@ -219,6 +220,21 @@ def test_a_classifier_that_does_not_fit_is_new(arrays):
         "head.bias",
         "head.kernel",
     }
+
+
+def test_weights_of_another_kind_of_network_are_named(arrays):
+    transformer = models.vit(
+        num_classes=3, image_shape=(8, 8, 3), patch=4, width=8, blocks=1, heads=1
+    )
+    for given, message in (
+        (
+            zeros("resnet18", "torchvision"),
+            "weights of torchvision's resnet18, the network is anot",
+        ),
+        (arrays, r"weights of another network: abn.bias \(4,\) is not in the network; neither is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_state_dict(*shapes(transformer), given)
 
 
 def test_keys_of_a_larger_network_are_left(arrays):

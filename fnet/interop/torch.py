@@ -439,9 +439,7 @@ def _match(variables: Mapping[str, Any], given: Mapping[str, Any]) -> _Match:
     for names in (*NAMES, "fnet"):
         try:
             tensors = families.name_tensors(variables, names)
-        except ValueError:
-            if names == "reference" and not _looks_like_fnet(variables, given):
-                raise
+        except ValueError:  # arrays that no network of torch has
             continue
         body = _NO_BODY[names]
         without = tuple(
@@ -457,10 +455,6 @@ def _match(variables: Mapping[str, Any], given: Mapping[str, Any]) -> _Match:
                     kept = candidates if covers else (*bodies, *heads)
                     best, most = _Match(names, prefix, tuple(kept), covers or not heads), overlap
     return best
-
-
-def _looks_like_fnet(variables: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    return any(name in given for name in variables)
 
 
 def _shapes(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from train.run.setup import setup
 def main(argv: list[str]) -> None:
     """Run ``fnet import CONFIG WEIGHTS``, or ``fnet import MODEL`` for a published model."""
     if argv and is_model_folder(Path(argv[0])):
+        weight_files.check_importable(Path(argv[0]))
         import_model.main(argv)
         return
     (given, weights), flags = positional(argv, "fnet import CONFIG WEIGHTS", ImportArguments)

@@ -126,12 +126,16 @@ def load(
             allow_nonfinite=allow_nonfinite,
         )
     except (TypeError, ValueError) as error:
-        raise UserError(f"{source}: {weight_files.with_flags(error)}") from error
-    report, theirs = loaded.report, weights.metadata
+        theirs, ours = weights.metadata.get("network"), network["network"]
+        which = (
+            f"weights of {theirs}, the network is {ours}: " if theirs not in (None, ours) else ""
+        )
+        raise UserError(f"{source}: {which}{weight_files.with_flags(error)}") from error
+    report, options = loaded.report, weights.metadata
     if publisher is not None and publisher.activation is not None:
-        theirs = {"activation": publisher.activation} | theirs
-        theirs = {name: str(value) for name, value in publisher.options.items()} | theirs
-    notes = (*map(weight_files.with_flags, report.notes), *_differences(theirs, network))
+        options = {"activation": publisher.activation} | options
+        options = {name: str(value) for name, value in publisher.options.items()} | options
+    notes = (*map(weight_files.with_flags, report.notes), *_differences(options, network))
     variables = jax.tree.map(
         lambda a: None if isinstance(a, jax.ShapeDtypeStruct) else a, (loaded.params, loaded.state)
     )

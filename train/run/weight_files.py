@@ -73,6 +73,16 @@ def read(given: str) -> Weights:
     return _read_file(path)._replace(entry=entry)
 
 
+def check_importable(path: Path) -> None:
+    """Raise `UserError` for a published folder whose network a config must describe."""
+    name = read_config(path).get("architecture")
+    if name in models.MODELS and not str(name).startswith(("vit", "convnext")):
+        raise UserError(
+            f"{path} is timm's {name}: give a config of its network, as in fnet import CONFIG "
+            f"{path} or fnet train CONFIG --model.pretrained {path}"
+        )
+
+
 def _read_published(path: Path) -> Weights:
     """Read the weights of a convolutional network in a folder of timm."""
     config = read_config(path)

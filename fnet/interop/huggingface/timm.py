@@ -53,8 +53,7 @@ def build(options: Options, dtype: DTypeLike) -> PretrainedModel:
     if args is None:
         raise ValueError(
             f"timm: architecture {options.kind!r} is not supported, only vit_*, deit_*, deit3_* "
-            "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*; "
-            "fnet.interop.from_torch reads ResNets and DenseNets"
+            "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*"
         )
     options.ignore("architecture", "num_features", "global_pool")
     pretrained: Mapping[str, Any] = options.get("pretrained_cfg", {})
