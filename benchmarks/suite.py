@@ -89,6 +89,7 @@ SUITE = (
     Benchmark("reversible_grid", quick=("--seeds", "1")),
     Benchmark("vision_networks", quick=("--names", "resnet50", "resnext50", "densenet121")),
     ahead_of_time("vision_networks", "h100", ("--names", "resnet50", "resnext50", "densenet121")),
+    Benchmark("cpu_convolutions", quick=("--rounds", "3"), packages=("torch",), cpu=True),
     Benchmark("max_pool", quick=("--rounds", "5")),
     ahead_of_time("max_pool", "h100"),
     Benchmark("cifar10", quick=("--epochs", "0"), path="cifar10", trains=True),
