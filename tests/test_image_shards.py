@@ -23,8 +23,14 @@ from shard_cases import (
 )
 
 from train.config import Config, ImageShards, from_json, to_json
-from train.data import evaluation_batches, image_shards, training_batches
-from train.data.shards import parse_example
+from train.data import (
+    evaluation_batches,
+    image_shards,
+    placeholder,
+    sample_batch,
+    training_batches,
+)
+from train.data.shards import Fields, Shards, index_shards, parse_example
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
 from train.run.run_folder import RunFolder
@@ -85,6 +91,18 @@ def test_reads_every_image_with_its_label(kind, tmp_path):
     (test,) = evaluation_batches(data, 6)
     chex.assert_trees_all_equal(test["image"], np.stack([center(i) for i in range(24, 30)]))
     chex.assert_trees_all_equal(test["weight"], np.ones(6, np.float32))
+
+
+def test_returns_the_bytes_of_images(kind, tmp_path, monkeypatch):
+    good = png
+    monkeypatch.setattr("shard_cases.png", lambda i: good(i) + bytes(i % 4))  # also zeros
+    WRITERS[kind](tmp_path / f"a.{kind}", range(12))
+    paths = [str(tmp_path / f"a.{kind}")]
+    indices = index_shards(paths, Fields(None, None))
+    shards, rows = Shards(paths, indices), np.array([7, 2, 3, 11, 2])
+    for _ in range(2):  # Parquet has them in memory the second time
+        content = shards.read(np.zeros(5, np.int32), indices[0].places[rows])
+        assert content.tolist() == [good(i) + bytes(i % 4) for i in rows]
 
 
 def test_batches_do_not_depend_on_the_format(tmp_path):
@@ -515,6 +533,21 @@ def test_says_what_is_wrong_with_the_files(tmp_path):
         tmp_path / "d.tar", range(3), files=lambda i: {"png": png(i), "jpg": png(i), "cls": b"0"}
     )
     assert "has several images: jpg, png; name one" in error_message(load, tmp_path / "d.tar")
+
+
+def test_memory_of_shards_that_are_not_there_yet(tmp_path):
+    write_tar(tmp_path / "a.tar", range(6))
+    config = Config(data=ImageShards(path=("none/train",), image_size=8, batch_size=2))
+    missing = placeholder.load(config)
+    assert missing.note == "no folder none/train: 1,000 classes are assumed"
+    data = load(tmp_path / "a.tar", image_size=8, resize=8, test_fraction=0.5)
+    shapes = [
+        {name: (a.shape, a.dtype) for name, a in sample_batch(d, 2).items()}
+        for d in (missing.dataset, data)
+    ]
+    assert shapes[0] == shapes[1]
+    for there in (str(tmp_path / "a.tar"), "s3://bucket/x", "x-*.tar", "tfds:x"):
+        assert placeholder.load(Config(data=ImageShards(path=("none", there)))) is None
 
 
 def test_a_config_keeps_its_paths_and_weights():

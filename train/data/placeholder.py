@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.config import ChatFile, Config, ImageFolder, SegmentationFolder, TextFile
+from train.config import ChatFile, Config, ImageShards, SegmentationFolder, TextFile
+from train.config.data import Images
 from train.data import Arrays, Dataset, num_examples
 from train.data.class_table import PUBLISHED
+from train.errors import shorten
 
 _CLASSES = 1000
 _BATCHES = 100
@@ -51,7 +53,13 @@ def load(config: Config) -> Placeholder | None:
         users = rows["id"] if data.user else None
         note = f"vocabulary of {data.vocabulary:,} tokens; the text is not read"
         return Placeholder(_dataset(rows, (), batch, test)._replace(users=users), note)
-    if not isinstance(data, ImageFolder | SegmentationFolder) or Path(data.path).exists():
+    if not isinstance(data, Images | SegmentationFolder):
+        return None
+    if isinstance(data, ImageShards):  # of which some may be patterns, URLs or names
+        paths, marks = data.path, "*?[{:"
+    else:
+        paths, marks = (str(data.path),), ""
+    if any(Path(path).exists() or set(path) & set(marks) for path in paths):
         return None
     image = np.zeros((1, data.image_size, data.image_size, 3), np.uint8)
     batch = {"id": np.zeros(1, np.int32), "image": image, "weight": np.ones(1, np.float32)}
@@ -70,7 +78,7 @@ def load(config: Config) -> Placeholder | None:
             crops = np.broadcast_to(image[:, None], (1, data.crops, *image.shape[1:]))
             test = test | {"image": crops}
     names = tuple(str(i) for i in range(classes))
-    note = f"no folder {data.path}: {classes:,} classes are assumed"
+    note = f"no folder {shorten(paths)}: {classes:,} classes are assumed"
     return Placeholder(_dataset(rows, names, batch, test), note)
 
 
