@@ -137,12 +137,12 @@ def test_every_setting_of_the_optimizer_reaches_it(monkeypatch):
     optim = Optim(
         name="sgd", learning_rate=0.1, classifier_learning_rate=0.2,
         momentum=0.7, nesterov=True, weight_decay=0.3, clip_norm=4.0,
-        galore_rank=5, galore_every=7,
+        galore_rank=5, galore_every=7, layer_decay=0.5,
     )  # fmt: skip
     setup(Config(data=SMALL, model=PreactResNet(widths=(4,), blocks_per_stage=1), optim=optim))
     assert seen == {
         "name": "sgd", "momentum": 0.7, "nesterov": True, "weight_decay": 0.3, "clip_norm": 4.0,
-        "classifier_scale": 2.0, "galore_rank": 5, "galore_every": 7,
+        "classifier_scale": 2.0, "galore_rank": 5, "galore_every": 7, "layer_decay": 0.5,
     }  # fmt: skip
 
 
