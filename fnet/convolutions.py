@@ -1,14 +1,18 @@
-"""3x3 convolutions of a CPU as matrix products, with Winograd's minimal filtering.
+"""3x3 convolutions on a CPU as matrix products, with Winograd's minimal filtering.
 
 A tile of 2x2 outputs of a 3x3 convolution depends on 4x4 inputs. Transformed by additions, tile and
 kernel meet in 16 products per pair of channels, in place of 36. All tiles together are 16 matrix
 products. They run over a few images at a time, whose tiles fit into the cache.
+
+A dilated kernel that reaches far beyond the images meets mostly padding. One matrix product for
+each kernel element leaves the padding out.
 
 References:
   Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR, arXiv:1509.09308,
   section 4.1: F(2x2, 3x3) and its matrices.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,17 +39,19 @@ _SUM_COST = 10
 _GRADIENT_COST = 1.3
 # Smaller savings are within the error of the estimate.
 _LEAST_SAVING = 1.15
+# Separate products of kernel elements pay if at most this part of the multiplications remains.
+_MOST_USED = 0.4
 # Below this many multiplications, times do not matter.
 _LEAST_MULTIPLICATIONS = 2**24
 
 
 def with_fast_convolutions(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function compute its large 3x3 convolutions with Winograd's algorithm.
+    """Make a function compute its large 3x3 convolutions as fewer matrix products.
 
     It replaces float32 convolutions of stride 1, their gradients by input and their gradients by
-    kernel, also inside of scans and remat. Values differ by rounding: about 1e-6, relative to the
-    largest. Differentiate the function before, not after. It is for programs of one CPU: sharded
-    batches would be gathered.
+    kernel, also inside of scans and remat. Most use Winograd's algorithm. Values differ by
+    rounding: about 1e-6, relative to the largest. Differentiate the function before, not after. It
+    is for programs of one CPU: sharded batches would be gathered.
 
     Args:
       f: A function of pytrees of arrays.
@@ -151,18 +157,21 @@ def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
         channels = lhs.shape[3], out.shape[3]
         # The gradient by the input contracts the last axis of the kernel.
         is_transposed = numbers.rhs_spec[0] == 2
-        if not _pays(window, lhs.shape[0], channels, kernel_gradient=False):
-            return None
-        return lambda x, kernel: _convolve(x, kernel, window, is_transposed)
+        if _pays(window, lhs.shape[0], channels, kernel_gradient=False):
+            return lambda x, kernel: _convolve(x, kernel, window, is_transposed)
+        if _is_mostly_padding(window, lhs.shape, channels):
+            return lambda x, kernel: _convolve_overlaps(x, kernel, window, is_transposed)
+        return None
     # The gradient by the kernel: channels are the batch, and images the features.
     if numbers.lhs_spec == numbers.rhs_spec == (3, 0, 1, 2) and numbers.out_spec == (2, 3, 0, 1):
         if out.shape[:2] != (3, 3) or tuple(p["rhs_dilation"]) != (1, 1):
             return None
         window = _Window(rhs.shape[1:3], padding, tuple(p["window_strides"]))
         channels = lhs.shape[3], rhs.shape[3]
-        if not _pays(window, lhs.shape[0], channels, kernel_gradient=True):
-            return None
-        return lambda x, cotangent: _kernel_gradient(x, cotangent, window)
+        if _pays(window, lhs.shape[0], channels, kernel_gradient=True):
+            return lambda x, cotangent: _kernel_gradient(x, cotangent, window)
+        if _is_mostly_padding(window, lhs.shape, channels):
+            return lambda x, cotangent: _overlaps_kernel_gradient(x, cotangent, window)
     return None
 
 
@@ -183,6 +192,51 @@ def _pays(
         cost += images // chunk * kernel * _SUM_COST
     products = tiles * math.prod(channels) * (_GRADIENT_COST if kernel_gradient else 1)
     return direct >= _LEAST_SAVING * (cost + products)
+
+
+def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[int, int]) -> bool:
+    """Whether most multiplications of a large convolution are by padding."""
+    direct = 9 * math.prod(window.size)
+    overlaps = _overlaps(window, shape)
+    used = sum(math.prod(o.stop - o.start for o in outputs) for _, _, outputs in overlaps)
+    large = shape[0] * direct * math.prod(channels) >= _LEAST_MULTIPLICATIONS
+    return large and used <= _MOST_USED * direct
+
+
+def _overlaps(
+    window: _Window, shape: tuple[int, ...]
+) -> list[tuple[tuple[int, int], list[slice], list[slice]]]:
+    """Return each kernel element that meets images, the inputs it meets, and their outputs."""
+
+    def along(axis: int, i: int) -> tuple[slice, slice]:
+        shift = i * window.dilation[axis] - window.padding[axis][0]
+        start, stop = max(0, -shift), min(window.size[axis], shape[axis + 1] - shift)
+        return slice(start + shift, stop + shift), slice(start, stop)
+
+    overlaps = []
+    for i, j in itertools.product(range(3), range(3)):
+        (rows, rows_out), (columns, columns_out) = along(0, i), along(1, j)
+        if rows.start < rows.stop and columns.start < columns.stop:
+            overlaps.append(((i, j), [rows, columns], [rows_out, columns_out]))
+    return overlaps
+
+
+def _convolve_overlaps(x: Array, kernel: Array, window: _Window, is_transposed: bool) -> Array:
+    """Convolve like `_convolve`, by one product for each kernel element."""
+    contraction = "nhwc,dc->nhwd" if is_transposed else "nhwc,cd->nhwd"
+    y = jnp.zeros((x.shape[0], *window.size, kernel.shape[2 if is_transposed else 3]), x.dtype)
+    for element, inputs, outputs in _overlaps(window, x.shape):
+        product = jnp.einsum(contraction, x[:, *inputs], kernel[element])
+        y = y.at[:, *outputs].add(product)
+    return y
+
+
+def _overlaps_kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Array:
+    """Return the gradient by the kernel, by one product for each element."""
+    gradient = [jnp.zeros((x.shape[3], cotangent.shape[3]), x.dtype)] * 9
+    for (i, j), inputs, outputs in _overlaps(window, x.shape):
+        gradient[3 * i + j] = jnp.einsum("nhwc,nhwd->cd", x[:, *inputs], cotangent[:, *outputs])
+    return jnp.stack(gradient).reshape(3, 3, *gradient[0].shape)
 
 
 def _images_at_a_time(images: int, window: _Window, channels: tuple[int, int]) -> int | None:

@@ -72,6 +72,19 @@ def test_outputs_and_gradients_match_float64(shape, any_size):
         assert np.abs(got - exact).max() < 3e-6 * np.abs(exact).max()
 
 
+def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
+    monkeypatch.setattr(convolutions, "_LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(convolutions, "_LEAST_SAVING", np.inf)  # not Winograd's algorithm
+    padding, dilation = ((5, 4), (9, 8)), (5, 8)
+    args = arrays((3, 7, 6), 4, 5, padding, dilation)
+    f = all_three(padding, dilation)
+    assert convolutions_left(with_fast_convolutions(f), *args) == 0
+    with jax.enable_x64(True):
+        expected = jax.jit(f)(*(np.float64(a) for a in args))
+    for got, exact in zip(jax.jit(with_fast_convolutions(f))(*args), expected, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "dtype"),
     [
