@@ -22,9 +22,7 @@ class Network(Section):
     name: str = ""
     """Network; its class has the value."""
     pretrained: str | None = None
-    """Weights to start from: a run, a published folder, or a file; FILE#ENTRY for its entry ENTRY.
-
-    Layers for other classes are new."""
+    """Weights to start from: a run, a folder of timm, or FILE or FILE#ENTRY; None is random."""
 
 
 Mixer = Literal["attention", "mamba", "mamba2", "rg_lru"]
@@ -245,8 +243,7 @@ class ResNet(Network):
     norm: Norm = "abn"
     """Norm: in-place activated batch norm, plain batch norm, or group norm."""
     stem: Stem = "7x7"
-    """Stem: a 7x7 convolution; three 3x3, also with timm's channels of the suffixes d (deep), t
-    (tiered) and s (wide); or one 3x3 at full resolution (small)."""
+    """Stem: 7x7, three 3x3 (deep, tiered, wide: timm's d, t, s), or one 3x3 (small)."""
     dilation: Dilation = (1, 1, 1, 1)
     """Dilation of each stage; dilated stages have no stride."""
     dilate_first: bool = True
