@@ -379,7 +379,8 @@ def deep(params, batch):
 
 
 @pytest.mark.parametrize(
-    ("width", "rows"), [(128, 64), pytest.param(512, 64, marks=pytest.mark.slow)]
+    ("width", "rows"),
+    [(128, 64), *(pytest.param(w, 64, marks=pytest.mark.slow) for w in (256, 512, 1024))],
 )
 @pytest.mark.parametrize("is_stack", [False, True], ids=["unrolled", "scanned"])
 def test_temporaries_are_at_most_two_gathered_layers_more(width, rows, is_stack):
