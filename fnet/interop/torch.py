@@ -209,7 +209,7 @@ def load_state_dict(
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> arrays = {"linear.weight": np.ones((2, 3)), "linear.bias": np.zeros(2)}
       >>> load_state_dict(params, state, arrays).report.read
-      {'linear.weight': 'linear.kernel', 'linear.bias': 'linear.bias'}
+      {'linear.bias': 'linear.bias', 'linear.weight': 'linear.kernel'}
     """
     given, unused, found, others = unwrap(state_dict, entry)
     variables = _flatten(params) | _flatten(state)

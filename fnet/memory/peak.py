@@ -11,8 +11,12 @@ from fnet.memory import hlo
 from fnet.memory.timeline import Buffer, Timeline, timeline
 
 # YNNPACK takes twice as long as Eigen for gradients of convolutions by their kernels. For matrix
-# products it is faster.
-_EIGEN_CONVOLUTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+# products it is faster, and fused reductions take less memory. By default it computes all three.
+_EIGEN_CONVOLUTIONS = {
+    "xla_cpu_experimental_ynn_fusion_type": (
+        "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+    )
+}
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
 # operations with the original ones. Without this pass it cannot.
 _KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": "cse_barrier_expander"}
