@@ -309,7 +309,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             "parameters": num_params,
             "state_bytes": planned.executable.report.state_bytes,
             "donated_bytes": planned.executable.report.donation.aliased_bytes,
-            "quantization_errors": dict(getattr(run.task.model, "errors", {})),
+            "quantization_errors": dict(getattr(run.task.model, "errors", dict)()),
             "policy": str(planned.policy),
             "microbatches": planned.microbatches,
             "budget_bytes": planned.plan.budget if planned.plan else None,

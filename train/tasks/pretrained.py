@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +36,7 @@ class PretrainedNetwork(NamedTuple):
       vocabulary: number of tokens; 0 for images.
       base: the published model.
       new: name of parameters that the published model lacks, such as a new classifier, or "".
-      errors: relative error of each quantized weight by path, once ``read`` has read it.
+      errors: returns the relative error by path of each quantized weight that was read.
     """
 
     init: Callable[[Array], tuple[Any, Any]]
@@ -50,7 +49,7 @@ class PretrainedNetwork(NamedTuple):
     vocabulary: int
     base: PretrainedModel
     new: str = ""
-    errors: Mapping[str, float] = MappingProxyType({})
+    errors: Callable[[], Mapping[str, float]] = dict
 
     def pretrained(self, params: Any, model_state: Any) -> Any:
         """Return the part of params and model state that ``read`` reads."""
@@ -114,7 +113,7 @@ def build_network(config: Config) -> PretrainedNetwork:
         is_frozen=adapters is not None,
         vocabulary=int(folder.config["vocab_size"]),
         base=model,
-        errors=errors,
+        errors=lambda: errors,
     )
 
 
