@@ -45,7 +45,7 @@ def config():
     )
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("recipes")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("recipes", "rendered")]
 
 
 @pytest.fixture
