@@ -146,6 +146,14 @@ class Setup(NamedTuple):
         compiled = jax.jit(self.schedule).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
         return lambda step: float(compiled(np.int32(step)))
 
+    def lower_init(self, variables: Any = None) -> jax.stages.Lowered:
+        """Lower ``(key, variables) -> TrainState``; see `compile_init`."""
+        out_shardings = shardings(self.state_shapes) if self.layout else None
+        # The new state takes the buffers of what is read from a published model.
+        donated = (1,) if isinstance(self.task.model, PretrainedNetwork) else ()
+        init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=donated)
+        return init.lower(jax.random.key(0), variables)
+
     def compile_init(self, variables: Any = None) -> Callable[[Array], TrainState]:
         """Compile ``key -> TrainState``, which reads the parameters of a published model.
 
@@ -153,16 +161,12 @@ class Setup(NamedTuple):
           variables: ``(params, model_state)`` that a network begins with. Arrays that are None
             take their initial values.
         """
-        out_shardings = shardings(self.state_shapes) if self.layout else None
         model = self.task.model
         if not isinstance(model, PretrainedNetwork):
-            init = jax.jit(self.init, out_shardings=out_shardings)
-            compiled = init.lower(jax.random.key(0), variables).compile()
+            compiled = self.lower_init(variables).compile()
             return lambda key: compiled(key, variables)
         shapes = model.pretrained(self.state_shapes.params, self.state_shapes.model_state)
-        # The new state takes the buffers of what is read.
-        init = jax.jit(self.init, out_shardings=out_shardings, donate_argnums=1)
-        compiled = init.lower(jax.random.key(0), shapes).compile()
+        compiled = self.lower_init(shapes).compile()
         return lambda key: compiled(key, model.read(shapes))
 
     def compile_evaluation(self, unreadable: UnreadableFiles, batch_size: int) -> Evaluator:
