@@ -4,15 +4,14 @@
     fnet eval runs/cifar10_resnet --crops 10 --border 1
 
 CIFAR10 holds train/ and test/, each with one folder per class. 18 epochs reach 89.9 % test
-accuracy, 90.5 % with ten-crop and 89.1 % with one crop. This took 91 minutes on a busy
-machine; alone on the machine the steps take 77 minutes, at 195 images/s with 2 MiB pages
-(see docs/memory.md). 2.0 M parameters; the step takes 130 MiB on each of the two cores. 2.6
-epochs (--train.epochs 2.6 --optim.warmup-steps 240) reach 83.7 % in 12 minutes, and 12
-epochs (--optim.warmup-steps 1000) 89.4 % in 60. The images were JPEGs of quality 75 with
+accuracy, 90.5 % with ten-crop and 89.1 % with one crop. 2.0 M parameters. Training takes 370
+to 437 images/s on two cores, and 160 MiB; 18 epochs took 77 minutes at 195 images/s, before
+convolutions were fast. 2.6 epochs (--train.epochs 2.6 --optim.warmup-steps 240) reach 83.7 %,
+and 12 epochs (--optim.warmup-steps 1000) 89.4 %. The images were JPEGs of quality 75 with
 halved color resolution, which is less than CIFAR-10 as published.
 """
 
-from train.config import Checkpoint, Config, ImageFolder, Mesh, Optim, ResNet9, Train
+from train.config import Checkpoint, Config, ImageFolder, Optim, ResNet9, Train
 
 
 def config() -> Config:
@@ -41,6 +40,5 @@ def config() -> Config:
             label_smoothing=0.2,
         ),
         train=Train(epochs=18, log_every=50),
-        mesh=Mesh(data=2),
         checkpoint=Checkpoint(every=400),
     )
