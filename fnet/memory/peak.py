@@ -1,6 +1,7 @@
 """Peak memory of a compiled program, and compiler options that lower it."""
 
 import functools
+import importlib.metadata
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,12 +12,17 @@ from fnet.memory import hlo
 from fnet.memory.timeline import Buffer, Timeline, timeline
 
 # YNNPACK takes twice as long as Eigen for gradients of convolutions by their kernels. For matrix
-# products it is faster, and fused reductions take less memory. By default it computes all three.
-_EIGEN_CONVOLUTIONS = {
-    "xla_cpu_experimental_ynn_fusion_type": (
-        "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-    )
-}
+# products it is faster, and fused reductions take less memory. jaxlib 0.10 gives it all three.
+# XLA rejects options that it does not know, and other versions were not measured.
+_EIGEN_CONVOLUTIONS = (
+    {
+        "xla_cpu_experimental_ynn_fusion_type": (
+            "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+        )
+    }
+    if importlib.metadata.version("jaxlib").startswith("0.10.")
+    else {}
+)
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
 # operations with the original ones. Without this pass it cannot.
 _KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": "cse_barrier_expander"}
