@@ -34,7 +34,7 @@ from train.data.shards import Fields, Shards, index_shards, parse_example
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
 from train.run.run_folder import RunFolder
-from train.run.same_data import check_data, write_data
+from train.run.same_data import check_data, describe_data, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -369,16 +369,16 @@ def test_continues_in_the_middle_of_an_epoch_with_other_processes(kind, tmp_path
 def test_a_resumed_run_finds_that_shards_changed(tmp_path):
     write("tar", tmp_path / "d")
     folder, config = RunFolder(tmp_path), Config()
-    write_data(folder, config, load(tmp_path / "d"))
+    write_data(folder, config, describe_data(load(tmp_path / "d")))
     os.utime(tmp_path / "d" / "train-0.tar", (0, 0))  # the same content
-    assert check_data(folder, config, load(tmp_path / "d")) is None
+    assert check_data(folder, config, describe_data(load(tmp_path / "d"))) is None
     write_tar(tmp_path / "d" / "train-0.tar", range(1, 13))
     assert "other rows; the next batches are of the new data" in check_data(
-        folder, config, load(tmp_path / "d")
+        folder, config, describe_data(load(tmp_path / "d"))
     )
     write_tar(tmp_path / "d" / "train-2.tar", range(3))
     assert "24 training and 6 test examples then, 27 training" in check_data(
-        folder, config, load(tmp_path / "d")
+        folder, config, describe_data(load(tmp_path / "d"))
     )
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from fnet.interop.torch import to_torch
-from train.commands.export_program import _bilinear
+from fnet.losses.segmentation import bilinear_weights
 from train.config import Optim, recipes
 from train.errors import TrainingError, UserError
 from train.run.checkpoints import Checkpoints
@@ -197,7 +197,7 @@ def test_an_exported_onnx_file_computes_the_logits(trained, capsys):
 def test_bilinear_weights_are_those_of_jax():
     for n, size in ((4, 32), (5, 13), (3, 3)):
         expected = jax.image.resize(np.eye(n), (size, n), "bilinear", antialias=False)
-        chex.assert_trees_all_close(_bilinear(n, size), expected, atol=1e-6)
+        chex.assert_trees_all_close(bilinear_weights(n, size, np.float32), expected, atol=1e-6)
 
 
 def test_arguments_in_messages_become_flags():

@@ -457,10 +457,8 @@ def compare(theirs: Weights | None, ours: Weights | None) -> str:
         needed = {k: v for k, v in theirs.options.items() if ours.options.get(k, v) != v}
     elif ours.model == "deeplab":
         needed = {"backbone": theirs.variant}
-    elif theirs.model != "deeplab":
-        needed = {"name": theirs.model, **theirs.options}
     else:
-        needed = {"name": "deeplab", **theirs.options}
+        needed = {"name": theirs.model, **theirs.options}
     change = ", ".join(f"{name}={value!r}" for name, value in needed.items())
     what = f"these are weights of {theirs.title}, the network is {_plain(ours)}"
     return f"{what}; give {change}" if change else what

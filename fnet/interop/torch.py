@@ -126,7 +126,7 @@ def from_torch(
     """
     if isinstance(network, str):
         if num_classes is None:
-            weights = families.recognize(_shapes(unwrap(state_dict).arrays))
+            weights = families.recognize(shapes_of(unwrap(state_dict).arrays))
             num_classes = weights.classes if weights else None
         if norm != "abn":
             options["norm"] = norm
@@ -274,7 +274,7 @@ def load_state_dict(
 
     read = {key: _name(t) for key, t in expected.items()}
     names = (*sorted(skipped), *unused)
-    weights = None if match.names == "fnet" else families.recognize(_shapes(given))
+    weights = None if match.names == "fnet" else families.recognize(shapes_of(given))
     report = LoadReport(match.names, read, names, initial, notes, weights)
     return Loaded(
         jax.tree_util.tree_map_with_path(load, params),
@@ -457,7 +457,15 @@ def _match(variables: Mapping[str, Any], given: Mapping[str, Any]) -> _Match:
     return best
 
 
-def _shapes(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of arrays, as `families.recognize` takes them.
+
+    Args:
+      given: ``{key: array}``.
+
+    Returns:
+      ``{key: shape}``.
+    """
     return {key: tuple(a.shape) for key, a in given.items()}
 
 
@@ -496,7 +504,7 @@ def _check_arrays(
             f"from_torch: weights for other classes: {next(iter(problems.values()))}; "
             "new_classifier=True leaves the classifier at its initial values"
         )
-    theirs, ours = families.recognize(_shapes(given)), _describe(variables)
+    theirs, ours = families.recognize(shapes_of(given)), _describe(variables)
     hint = families.compare(theirs, ours) if theirs or ours else "neither is a known network"
     if theirs is not None and theirs.model is None:
         raise ValueError(f"from_torch: {hint}")

@@ -208,7 +208,7 @@ class _Upsampling(NamedTuple):
         """Prepare logits [N, h, w, k] for upsampling to H x W."""
         logits = upcast(logits)
         row_weights, column_weights = (
-            None if n_in == n_out else _bilinear_weights(n_in, n_out, logits.dtype)
+            None if n_in == n_out else bilinear_weights(n_in, n_out, logits.dtype)
             for n_in, n_out in zip(logits.shape[1:3], size, strict=True)
         )
         return cls(logits.transpose(1, 0, 3, 2), row_weights, column_weights)
@@ -365,7 +365,7 @@ _losses.defvjp(_losses_fwd, _losses_bwd)
 _compiled_losses = jax.jit(_losses, static_argnums=0, inline=True)
 
 
-def _bilinear_weights(n_in: int, n_out: int, dtype: Any) -> Array:
+def bilinear_weights(n_in: int, n_out: int, dtype: Any) -> Array:
     """Interpolation weights [n_out, n_in], with samples at pixel centers and edge padding."""
     position = (jnp.arange(n_out, dtype=dtype) + 0.5) * (n_in / n_out) - 0.5
     position = jnp.clip(position, 0, n_in - 1)[:, None]

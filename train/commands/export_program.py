@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, export
 
+from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
 from train.config import (
     ArrayFile,
@@ -19,7 +20,6 @@ from train.config import (
     DeepLab,
     Denoiser,
     LanguageModel,
-    Pretrained,
     Synthetic,
     TextFile,
 )
@@ -28,9 +28,9 @@ from train.data.preprocessing import Preprocessor
 from train.errors import TrainingError, UserError
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
-from train.run.run_folder import RunFolder
+from train.run.run_folder import RunFolder, atomic_write
 from train.tasks import build, images
-from train.tasks.pretrained import build_image_network
+from train.tasks.pretrained import image_network
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """Platforms that a StableHLO program runs on."""
@@ -61,12 +61,9 @@ def export_program(folder: RunFolder, config: Config, options: ExportArguments) 
     out = Path(options.out) if options.out else folder.path / f"model.{kind}"
     network, shape = _network(folder, config, options)
     content, run = (_stablehlo if kind == "stablehlo" else _onnx)(network, shape)
-    part = out.with_name(f".{out.name}.part")
     try:
-        part.write_bytes(content)
-        part.replace(out)
+        atomic_write(out, content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"cannot write {out}: {error.strerror or error}; choose --out") from error
     difference = max(_difference(network, run(out.read_bytes()), shape, n) for n in _BATCHES)
     if not difference <= _TOLERANCE:
@@ -94,12 +91,7 @@ def _network(
         shape = tuple(sample_batch(build(config).dataset, 1)["image"].shape[1:])
     else:  # the data need not be there
         shape = Preprocessor(config).shape
-    classes = len(read_classes(folder, config))
-    model: Any
-    if isinstance(config.model, Pretrained):
-        model = build_image_network(config, classes, shape)
-    else:
-        model = config.model.build(shape, classes)
+    model = image_network(config, len(read_classes(folder, config)), shape)
     trained = load_network(folder, model, best=options.best)
     params, state = trained.evaluation_params, trained.model_state
 
@@ -115,15 +107,10 @@ def _network(
 
 def _upsample(logits: Array, height: int, width: int) -> Array:
     """Resize bilinearly by two products, which every format has for any batch size."""
-    rows, columns = map(_bilinear, logits.shape[1:3], (height, width))
+    sizes = zip(logits.shape[1:3], (height, width), strict=True)
+    with jax.ensure_compile_time_eval():
+        rows, columns = (np.asarray(bilinear_weights(*pair, jnp.float32)) for pair in sizes)
     return jnp.einsum("Yy,nyxc,Xx->nYXc", rows, logits, columns)
-
-
-def _bilinear(n: int, size: int) -> np.ndarray:
-    """Return the matrix [size, n] that resizes n values as `jax.image.resize` does."""
-    position = np.clip((np.arange(size) + 0.5) * n / size - 0.5, 0, n - 1)
-    distance = np.abs(position[:, None] - np.arange(n)[None])
-    return np.maximum(0, 1 - distance).astype(np.float32)
 
 
 def _stablehlo(network: Apply, shape: tuple[int, ...]) -> tuple[bytes, Callable[[bytes], Any]]:

@@ -24,7 +24,6 @@ from train.config import (
     DeepLab,
     Denoiser,
     LanguageModel,
-    Pretrained,
     TextFile,
 )
 from train.data import pad_batch
@@ -38,7 +37,7 @@ from train.run.class_names import read_classes, read_label_map
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks.classification import average_logits_over_crops
-from train.tasks.pretrained import build_image_network
+from train.tasks.pretrained import image_network
 from train.tasks.segmentation import Views, logits_by_view
 
 _BATCH_SIZE = 16
@@ -123,11 +122,7 @@ def predict(
     paths = find_images(given)
     classes = read_classes(folder, config)
     prepare = Preprocessor(config)
-    model: Any
-    if isinstance(config.model, Pretrained):
-        model = build_image_network(config, len(classes), prepare.shape)
-    else:
-        model = config.model.build(prepare.shape, len(classes))
+    model = image_network(config, len(classes), prepare.shape)
     params, state, step = load_network(folder, model, best=options.best)
     is_segmentation = isinstance(config.model, DeepLab)
     out = Path(options.out) if options.out else folder.path / "predictions"

@@ -14,6 +14,13 @@ IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
 """Patterns of image files, for error messages."""
 
 
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+"""Names of the folders and files of each split."""
+
 _NO_FILE = "pipe, socket or device"
 _LOOP = "link to itself"
 
@@ -121,15 +128,20 @@ def find_training_folder(root: Path, expected: str) -> Path:
     Raises:
       UserError: if it is missing.
     """
-    if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"data.path: {root} {problem}; expected a folder with {expected}")
+    check_folder(root, f"; expected a folder with {expected}")
     if not (root / "train").is_dir():
         raise UserError(
             f"data.path: no folder {root / 'train'}; {root} must hold {expected}"
             f"{_available(subfolders(root))}"
         )
     return root / "train"
+
+
+def check_folder(root: Path, remedy: str = "") -> None:
+    """Raise `UserError` if the path that the user gave is not a folder."""
+    if not root.is_dir():
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"data.path: {root} {problem}{remedy}")
 
 
 def _available(folders: list[str]) -> str:

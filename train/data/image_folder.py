@@ -1,5 +1,6 @@
 """Images in one folder per class, perhaps below train/ and val/ or test/."""
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from train.data.augment import resize_shorter_side
 from train.data.decode import UnreadableError, decode
 from train.data.files import (
     IMAGE_PATTERNS,
+    SPLIT_NAMES,
     ImageFiles,
+    check_folder,
     describe_skipped,
     find_test_folder,
     find_training_folder,
@@ -154,9 +157,7 @@ def _find_splits(
 def _find_test(config: ImageFolder, classes: list[str]) -> _Split:
     """Find the test images for a trained network."""
     root = Path(config.path)
-    if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"data.path: {root} {problem}")
+    check_folder(root)
     there, name = subfolders(root), config.test_split
     if name is None and not {*there} <= {*classes}:
         name = find_test_folder(root, None)
@@ -177,10 +178,8 @@ def _is_folder_of_classes(root: Path) -> bool:
     if not root.is_dir():
         return False
     names = subfolders(root)
-    return len(names) > 1 and not {name.lower() for name in names} & _SPLIT_NAMES
-
-
-_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
+    splits = itertools.chain(*SPLIT_NAMES.values())
+    return len(names) > 1 and {name.lower() for name in names}.isdisjoint(splits)
 
 
 def _users(root: Path, files: list[str]) -> np.ndarray:

@@ -11,6 +11,7 @@ from train.config import ImageShards
 from train.data import Arrays, Dataset, storage
 from train.data.augment import resize_shorter_side
 from train.data.decode import UnreadableError
+from train.data.files import SPLIT_NAMES
 from train.data.image_batches import LabeledImages, decode_row
 from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
 from train.data.order import Rows, ShuffledBatches
@@ -18,11 +19,7 @@ from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, form
 from train.data.storage import StorageError
 from train.errors import UserError, shorten
 
-_WORDS = {
-    "train": {"train", "training"},
-    "val": {"val", "valid", "validation", "dev"},
-    "test": {"test", "testing"},
-}
+_WORDS = SPLIT_NAMES | {"val": (*SPLIT_NAMES["val"], "dev")}
 _REMOTE_BATCHES = 2
 """Batches that are made at once, so that decoding does not wait for remote storage."""
 
@@ -190,7 +187,7 @@ def _split_of(path: str) -> str | None:
     for part in reversed(path.lower().split("/")):
         words = re.split(r"[^a-z]+", part)
         for split, names in _WORDS.items():
-            if not names.isdisjoint(words):
+            if not set(names).isdisjoint(words):
                 return split
     return None
 

@@ -4,13 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.files import IMAGE_PATTERNS, ImageFiles, list_images, subfolders
+from train.data.files import (
+    IMAGE_PATTERNS,
+    SPLIT_NAMES,
+    ImageFiles,
+    check_folder,
+    list_images,
+    subfolders,
+)
 from train.errors import UserError, did_you_mean, shorten
 
 Pair = tuple[str, str]
 """Paths of an image and of its mask, relative to the folder of the data."""
 
-_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test", "testing")
+_TRAIN, _TEST = SPLIT_NAMES["train"], (*SPLIT_NAMES["val"], *SPLIT_NAMES["test"])
 _HERE = ""
 """The split of a layout without splits."""
 
@@ -174,9 +181,7 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
     Raises:
       UserError: if it is in no known layout.
     """
-    if not root.is_dir():
-        problem = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"data.path: {root} {problem}; expected a folder with images and masks")
+    check_folder(root, "; expected a folder with images and masks")
     for layout in LAYOUTS:
         splits = layout.splits(root)
         if splits == [_HERE] or (splits and (not training or {*splits} & {*_TRAIN})):

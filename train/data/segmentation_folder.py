@@ -1,5 +1,6 @@
 """Images and their segmentation masks in a folder, in one of several layouts."""
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,12 +60,16 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     if label_map is None:
         default = found.layout.table if config.classes is None and not config.mask_values else None
         rows, source = find_table(config.class_table, root, default)
-        label_map, more = make_label_map(config, rows, source, list(_sampled(root, train, config)))
+        some, others = _divide(train)
+        sampled = list(_samples(root, some, config))
+        label_map, more = make_label_map(config, rows, source, sampled)
         notes += more
-    for which, split in (("training", train), ("test", test)):
-        if which == "test" or trained is None:
-            most = config.max_bad_fraction * len(split)
-            check_masks(label_map, _samples(root, split, config), len(split), most, which)
+        samples = itertools.chain(sampled, _samples(root, others, config))
+        most = config.max_bad_fraction * len(train)
+        check_masks(label_map, samples, len(train), most, "training")
+    some, others = _divide(test)
+    most = config.max_bad_fraction * len(test)
+    check_masks(label_map, _samples(root, some + others, config), len(test), most, "test")
 
     pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
     ids = np.arange(len(pairs), dtype=np.int32)
@@ -172,21 +177,21 @@ def _find_splits(
     return train, test, files + test_files
 
 
-def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
-    """Read masks, first some that are evenly spread, then the others; skip unreadable ones."""
+def _divide(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+    """Return some pairs that are evenly spread, and the others."""
     first = spread(len(pairs), SAMPLED)
     others = np.setdiff1d(np.arange(len(pairs)), first)
-    for i in np.concatenate([first, others]):
-        path = str(root / pairs[i][1])
+    return [pairs[i] for i in first], [pairs[i] for i in others]
+
+
+def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
+    """Read masks one at a time; skip unreadable ones."""
+    for _, mask in pairs:
+        path = str(root / mask)
         try:
             yield Sample.of(path, decode_mask(path, config.max_pixels))
         except UnreadableError:
             continue  # counted in training, with images that are unreadable
-
-
-def _sampled(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> Iterator[Sample]:
-    some = [pairs[i] for i in spread(len(pairs), SAMPLED)]
-    return _samples(root, some, config)
 
 
 def _class_weights(

@@ -1,7 +1,6 @@
 """Trained weights as the initial values of a run: ``fnet import`` and ``--model.pretrained``."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +108,7 @@ def load(
     norm, shapes = network["norm"], run.state_shapes
     try:
         found = interop.unwrap(weights.state_dict, weights.entry)
-        publisher = families.recognize(_shapes(found.arrays))
+        publisher = families.recognize(interop.shapes_of(found.arrays))
         trained_with = trained_with or weights.metadata.get("norm")
         if trained_with is None and publisher is not None:
             trained_with = publisher.norm
@@ -139,7 +138,7 @@ def load(
     variables = jax.tree.map(
         lambda a: None if isinstance(a, jax.ShapeDtypeStruct) else a, (loaded.params, loaded.state)
     )
-    sizes = {key: math.prod(shape) for key, shape in _shapes(found.arrays).items()}
+    sizes = {key: math.prod(shape) for key, shape in interop.shapes_of(found.arrays).items()}
     taken = sum(sizes[key] for key in report.read)
     total = sum(a.size for a in jax.tree.leaves((shapes.params, shapes.model_state)))
     values = Values(taken, total - taken, sum(sizes.values()) - taken)
@@ -156,10 +155,6 @@ def load_configured(run: Setup) -> InitialWeights | None:
     if isinstance(model, Pretrained) or model.pretrained is None:
         return None
     return load(run, model.pretrained)
-
-
-def _shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(a.shape) for key, a in arrays.items()}
 
 
 def _differences(theirs: dict[str, str], ours: dict[str, str]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from train.run.planning import StepCache, check_memory_config, compile_step, ove
 from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
-from train.run.same_data import check_data, write_data
+from train.run.same_data import check_data, describe_data, write_data
 from train.run.seeds import check_secret, create_secret, describe_seeds, needs_secret, read_seeds
 from train.run.setup import Setup, check_same_noise, setup
 from train.run.skipped_steps import SkippedSteps
@@ -68,6 +68,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     resumes = resume and RunFolder(out).has_started
     is_saved = resumes and RunFolder(out).saved_steps
     weights = None if is_saved else initial_weights.load_configured(run)
+    data = describe_data(run.task.dataset)
 
     def prepare(folder: RunFolder) -> None:
         if resumes:
@@ -75,7 +76,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             check_same_noise(run, before)
             check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
             check_secret(folder, before)
-            changed = check_data(folder, config, run.task.dataset)
+            changed = check_data(folder, config, data)
             folder.resume(config)
             if changed:
                 log(changed)
@@ -98,7 +99,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
-        write_data(folder, config, run.task.dataset)
+        write_data(folder, config, data)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(

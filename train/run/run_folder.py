@@ -268,11 +268,11 @@ def as_json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def atomic_write(path: Path, text: str) -> None:
+def atomic_write(path: Path, content: str | bytes) -> None:
     """Write a file atomically: neither a reader nor a kill finds half of it."""
     part = _part(path)
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)

@@ -15,17 +15,22 @@ _MOST_BYTES, _MOST_NAMES = 2**28, 10_000
 """Bytes of an array, and names of training rows at regular intervals, that a checksum covers."""
 
 
-def write_data(folder: RunFolder, config: Config, dataset: Dataset) -> None:
-    """Write the number of examples and a checksum of their rows and names to data.json.
+def write_data(folder: RunFolder, config: Config, data: dict[str, Any]) -> None:
+    """Write what `describe_data` returns to data.json.
 
     A run that only writes what its guarantee of privacy covers has no such file.
     """
     if not config.is_release_only:
-        atomic_write(folder.data, as_json(_describe(dataset)))
+        atomic_write(folder.data, as_json(data))
 
 
-def check_data(folder: RunFolder, config: Config, dataset: Dataset) -> str | None:
+def check_data(folder: RunFolder, config: Config, now: dict[str, Any]) -> str | None:
     """Compare the data of a resumed run with those that it had before.
+
+    Args:
+      folder: folder of the run.
+      config: config of the run.
+      now: its data, from `describe_data`.
 
     Returns:
       What changed, in a line for the user; None if nothing did.
@@ -33,7 +38,6 @@ def check_data(folder: RunFolder, config: Config, dataset: Dataset) -> str | Non
     Raises:
       UserError: if they changed in a private run, whose guarantee holds for one dataset.
     """
-    now = _describe(dataset)
     try:
         then = json.loads(folder.data.read_bytes())
         before, after = (
@@ -50,7 +54,8 @@ def check_data(folder: RunFolder, config: Config, dataset: Dataset) -> str | Non
     return f"{changed}; the next batches are of the new data, in a new order"
 
 
-def _describe(dataset: Dataset) -> dict[str, Any]:
+def describe_data(dataset: Dataset) -> dict[str, Any]:
+    """Return the number of examples, and a checksum of their rows and names."""
     names = np.unique(np.linspace(0, num_examples(dataset.train) - 1, _MOST_NAMES).astype(int))
     text = "\n".join(dataset.name(i) for i in names.tolist())
     checksum = zlib.crc32(text.encode("utf-8", "surrogateescape"))

@@ -9,10 +9,9 @@ from jax import Array
 
 import fnet
 from fnet import losses
-from train.config import Config, LanguageModel, Pretrained
+from train.config import Config, LanguageModel
 from train.data import Dataset, sample_batch
-from train.tasks import images
-from train.tasks.pretrained import build_image_network
+from train.tasks import images, pretrained
 from train.tasks.task import Batch, BatchMetrics, Task
 
 _TOP_K = 5
@@ -28,11 +27,7 @@ def build(config: Config, dataset: Dataset | None = None) -> Task:
     assert not isinstance(config.model, LanguageModel)  # has its own task
     dataset = dataset or images.load(config)
     shape = sample_batch(dataset, 1)["image"].shape[1:]
-    model: Any
-    if isinstance(config.model, Pretrained):
-        model = build_image_network(config, len(dataset.classes), shape)
-    else:
-        model = config.model.build(shape, len(dataset.classes))
+    model = pretrained.image_network(config, len(dataset.classes), shape)
 
     def loss(params: Any, state: Any, batch: Batch, key: Array) -> tuple[Array, fnet.Aux]:
         image = images.normalize(config, batch["image"])

@@ -121,6 +121,19 @@ CLASSIFIER = "classifier"
 """Name of a new classifier. The learning rate of classifiers can differ."""
 
 
+def image_network(config: Config, num_classes: int, image_shape: tuple[int, ...]) -> Any:
+    """Build the network of a config for images [H, W, C]: a published one, or one of fnet's.
+
+    Raises:
+      UserError: as `build_image_network`.
+      ValueError: if the network is invalid.
+    """
+    if isinstance(config.model, Pretrained):
+        return build_image_network(config, num_classes, image_shape)
+    model: Any = config.model  # whose task has images
+    return model.build(image_shape, num_classes)
+
+
 def build_image_network(
     config: Config, num_classes: int, image_shape: tuple[int, ...]
 ) -> PretrainedNetwork:
