@@ -465,6 +465,10 @@ def shapes_of(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     Returns:
       ``{key: shape}``.
+
+    Example:
+      >>> shapes_of({"fc.bias": np.zeros(10)})
+      {'fc.bias': (10,)}
     """
     return {key: tuple(a.shape) for key, a in given.items()}
 
