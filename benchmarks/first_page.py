@@ -28,7 +28,7 @@ class Headline(NamedTuple):
     Attributes:
       text: text of the row.
       benchmark: name in `benchmarks.suite`.
-      page: page of ``docs/`` with details.
+      page: page of ``docs/benchmarks/`` with details.
       memory: pattern of the claim about memory, or "".
       time: pattern of the claim about time, or "".
       baseline: pattern of the baseline. With it each pattern matches exactly one claim.
@@ -171,7 +171,7 @@ def _line(headline: Headline, claims: list[Claim]) -> dict[str, str]:
     patterns = {"memory": headline.memory, "time": headline.time}
     matched = {kind: _match(headline, p, claims) for kind, p in patterns.items() if p}
     cells = {kind: matched[kind].shown if kind in matched else "" for kind in patterns}
-    more = f"[`{headline.benchmark}`](docs/{headline.page}#measurements)"
+    more = f"[`{headline.benchmark}`]({FOLDER}/{headline.page})"
     baselines = {claim.baseline: None for claim in matched.values()}
     return {"": headline.text, "baseline": ", ".join(baselines)} | cells | {"more": more}
 
