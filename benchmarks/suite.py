@@ -121,7 +121,7 @@ SUITE = (
     Benchmark("clipped_grad_slow_paths", quick=("--rounds", "5"), packages=("equinox",), cpu=True),
     Benchmark("peers_tests", packages=("chex", "dp_accounting", "pytest"), cpu=True),
     Benchmark("batched", quick=("--rounds", "7", "--networks", "mlp")),
-    Benchmark("attention_context", quick=("--rounds", "15")),
+    Benchmark("attention_context", quick=("--quick",), path="text", trains=True),
     Benchmark("transformer_step", quick=("--rounds", "3")),
     Benchmark("vit_memory", quick=None, cpu=True),
     ahead_of_time("transformer_step", "h100", quick=None),
