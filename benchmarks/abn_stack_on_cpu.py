@@ -66,7 +66,11 @@ PAIRS: dict[str, Pair] = {
         ("coupled halves, jnp", "fnet.reversible"),
     ),
 }
-IN_CHART = ("leaky_relu: `fnet.abn` / flax", "coupled: `fnet.reversible` / jnp")
+IN_CHART = (
+    "leaky_relu: `fnet.abn` / flax",
+    "leaky_relu: `fnet.abn` / `jax.checkpoint`",
+    "coupled: `fnet.reversible` / jnp",
+)
 
 
 class Measured(NamedTuple):

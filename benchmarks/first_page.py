@@ -1,4 +1,4 @@
-"""Update the table of claims in the README from the results in docs/benchmarks.
+"""Update the README's table and picture from the results in docs/benchmarks.
 
     python -m benchmarks --out docs/benchmarks       # hours
     python -m benchmarks.first_page
@@ -9,6 +9,7 @@ docs/benchmarks/benchmarks.md, is in the navigation of mkdocs.yml.
 
 import fnmatch
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,38 @@ from benchmarks.measure import markdown_table
 ROOT = Path(__file__).parent.parent
 FOLDER = "docs/benchmarks"
 BEGIN, END = "<!-- claims: python -m benchmarks.first_page -->\n", "<!-- end of claims -->"
+PICTURES = {
+    "docs/assets/memory-light.svg": chart.LIGHT,
+    "docs/assets/memory-dark.svg": chart.DARK,
+}
+
+
+class Match(NamedTuple):
+    """A claim of a benchmark.
+
+    Attributes:
+      claim: pattern of the claim.
+      baseline: pattern of the baseline. Both patterns match exactly one claim.
+    """
+
+    claim: str
+    baseline: str = "*"
+
+
+class Figure(NamedTuple):
+    """Memory or time of a program, relative to the plain program.
+
+    Attributes:
+      name: name of the program.
+      ratio: claim whose ratio it is. If the claim compares figures that are each relative to the
+        library's own plain program, it is the baseline's for a baseline, and fnet's otherwise.
+      divisor: claim to divide by: fnet compared with this program, where ``ratio`` compares fnet
+        with the plain program.
+    """
+
+    name: str
+    ratio: Match
+    divisor: Match | None = None
 
 
 class Headline(NamedTuple):
@@ -28,112 +61,66 @@ class Headline(NamedTuple):
     Attributes:
       text: text of the row.
       benchmark: name in `benchmarks.suite`.
-      page: page of ``docs/benchmarks/`` with details.
-      memory: pattern of the claim about memory, or "".
-      time: pattern of the claim about time, or "".
-      baseline: pattern of the baseline. With it each pattern matches exactly one claim.
+      page: page of ``docs/benchmarks`` with details.
+      ours: figures of fnet.
+      others: figures of other libraries.
     """
 
     text: str
     benchmark: str
     page: str
-    memory: str = ""
-    time: str = ""
-    baseline: str = "*"
+    ours: tuple[Figure, ...]
+    others: tuple[Figure, ...]
+
+
+_CLIPPED = "clipped_grad, MLP *: {} relative to a plain gradient, *"
+_LANGUAGE_MODEL = "language model train step, segments, *: {} of the * program"
+
+
+def _clipping(kind: str) -> Headline:
+    claim = _CLIPPED.format(kind)
+    rivals = {"Opacus, ghost clipping": "Opacus*", "jax-privacy": "jax-privacy*", "optax": "optax*"}
+    return Headline(
+        f"clipped per-example gradients of an MLP, {kind}",
+        "clipped_grad_peers",
+        "per_example.md",
+        (Figure("", Match(claim, "Opacus*")),),
+        tuple(Figure(name, Match(claim, baseline)) for name, baseline in rivals.items()),
+    )
+
+
+def _language_model(kind: str, text: str) -> Headline:
+    claim = _LANGUAGE_MODEL.format(kind)
+    plain, remat = Match(claim, "flax linen, optax"), Match(claim, "*nn.remat*")
+    return Headline(
+        text,
+        "transformer_step",
+        "sequence_models.md",
+        (Figure("", plain),),
+        (Figure("`nn.remat` per block", plain, remat),),
+    )
 
 
 HEADLINES = (
+    _clipping("time"),
+    _clipping("memory"),
+    _language_model("peak", "train step of a language model, 33.8 M parameters, memory"),
+    _language_model("time", "the same, time"),
     Headline(
-        "in-place batch norm + leaky_relu, 16 blocks: a gradient",
-        "abn_stack_on_cpu",
-        "in_place.md",
-        "fnet.abn, leaky_relu, * blocks: temporaries*",
-        "fnet.abn, leaky_relu, * blocks: time",
-        "flax*",
-    ),
-    Headline(
-        "the same, compiled for an H100",
-        "abn_stack_ahead_of_time_h100",
-        "in_place.md",
-        "fnet.abn, leaky_relu, *: temporaries",
-        baseline="flax linen*",
-    ),
-    Headline(
-        "reversible stack, 16 blocks: a gradient",
-        "abn_stack_on_cpu",
-        "in_place.md",
-        "fnet.reversible*temporaries of the gradient",
-        "fnet.reversible*: time",
-    ),
-    Headline(
-        "ResNet-50 in place: a train step",
+        "train step of a ResNet-50, 16 images of 128 x 128, memory",
         "resnet50_step",
         "in_place.md",
-        "*fnet.abn, relu*: peak",
-        baseline="flax linen, relu",
-    ),
-    Headline(
-        "reversible ResNet of the same size: a train step",
-        "resnet50_step",
-        "in_place.md",
-        "*fnet.reversible*: peak",
-        baseline="flax linen, leaky_relu",
-    ),
-    Headline(
-        "cross-entropy over a vocabulary of 32,768, 256 features: a gradient",
-        "linear_cross_entropy",
-        "memory.md",
-        "*, value and gradients, *: temporaries",
-        "*, value and gradients, *: time",
-    ),
-    Headline(
-        "attention, 2,048 tokens: a gradient",
-        "attention",
-        "memory.md",
-        "*tokens, gradient: temporaries",
-        "*tokens, gradient: time",
-    ),
-    Headline(
-        "8 microbatches (gradient accumulation), Adam: a train step",
-        "accumulation",
-        "memory.md",
-        "*unrolled layers, *: peak of the step",
-        baseline="optax*",
-    ),
-    Headline(
-        "a language model, 33.8 M parameters: a train step",
-        "transformer_step",
-        "sequence_models.md",
-        "*step, none, ?pu: peak*",
-        "*step, none, ?pu: time*",
-    ),
-    Headline(
-        "per-example gradients, clipped and summed, MLP",
-        "clipped_grad",
-        "per_example.md",
-        "clipped_grad, MLP *: memory",
-        "clipped_grad, MLP *: time",
-    ),
-    Headline(
-        "the same, transformer",
-        "clipped_grad",
-        "per_example.md",
-        "clipped_grad, transformer, width 384*: memory",
-        "clipped_grad, transformer, width 384*: time",
-    ),
-    Headline(
-        "the same, small CNN",
-        "clipped_grad",
-        "per_example.md",
-        "clipped_grad, small CNN *: memory",
-        "clipped_grad, small CNN *: time",
-    ),
-    Headline(
-        "16 gradients at one point, MLP",
-        "batched",
-        "batched.md",
-        time="vjps, *N = 16: time",
-        baseline="jax, 16 calls",
+        (
+            Figure("in place", Match("*fnet.abn, relu*: peak", "flax linen, relu")),
+            Figure("reversible", Match("*fnet.reversible*: peak", "flax linen, leaky_relu")),
+        ),
+        (
+            Figure(
+                "`nn.remat` per block",
+                Match("*fnet.abn, relu*: peak", "flax linen, relu"),
+                Match("*fnet.abn, relu*: peak", "*nn.remat*"),
+            ),
+        ),
     ),
 )
 
@@ -149,43 +136,56 @@ def lines(results: report.Results) -> list[dict[str, str]]:
 
 
 def update_page(page: str, described: Mapping[str, Any], results: report.Results) -> str:
-    """Replace the text between the page's two marks with the table, the machine and the chart."""
+    """Replace the text between the page's two marks with the table and the machine."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"first_page: the page must contain {BEGIN.strip()} and {END}")
     versions = {r["versions"]["jax"] for r in results.values() if "jax" in r.get("versions", {})}
-    table, picture = (f"{FOLDER}/{name}" for name in report.FILES[1:])
     notes = (
-        "Ratios to the baseline in the second column, rounded up; lower is better. "
+        "Each figure is relative to the plain program: a plain gradient of the same library, or "
+        "flax's train step. "
         f"Measured on {machine.format_machine(described)}; jax {', '.join(sorted(versions))}. "
-        f"[All claims]({table})."
+        f"[All claims]({FOLDER}/{report.FILES[1]})."
     )
-    parts = [markdown_table(lines(results), left=2), notes]
-    if results.get(chart.SOURCE, {}).get("data"):
-        parts.append(f"![Memory of a gradient by depth]({picture})")
-    return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
+    table = markdown_table(lines(results), left=3)
+    return f"{before}{BEGIN}\n{table}\n\n{notes}\n\n{END}{after}"
+
+
+def figure(wanted: Figure, ours: bool, headline: Headline, claims: list[Claim]) -> float:
+    """Read a figure from the claims of its benchmark."""
+    claim = _match(headline, wanted.ratio, claims)
+    if wanted.divisor:
+        return claim.ratio / _match(headline, wanted.divisor, claims).ratio
+    own = re.search(
+        r"relative to a plain gradient, ([\d.]+)$" if ours else r": ([\d.]+) relative to its own",
+        claim.claim if ours else claim.baseline,
+    )
+    return float(own[1]) if own else claim.ratio
 
 
 def _line(headline: Headline, claims: list[Claim]) -> dict[str, str]:
-    patterns = {"memory": headline.memory, "time": headline.time}
-    matched = {kind: _match(headline, p, claims) for kind, p in patterns.items() if p}
-    cells = {kind: matched[kind].shown if kind in matched else "" for kind in patterns}
-    more = f"[`{headline.benchmark}`]({FOLDER}/{headline.page})"
-    baselines = {claim.baseline: None for claim in matched.values()}
-    return {"": headline.text, "baseline": ", ".join(baselines)} | cells | {"more": more}
+    def cell(figures: tuple[Figure, ...], ours: bool) -> str:
+        shown = ((f.name, figure(f, ours, headline, claims)) for f in figures)
+        return ", ".join(f"{name} {x:{'.2f' if x < 10 else ',.0f'}}".strip() for name, x in shown)
+
+    return {
+        "": f"[{headline.text}]({FOLDER}/{headline.page})",
+        "fnet": f"**{cell(headline.ours, True)}**",
+        "others": cell(headline.others, False),
+    }
 
 
-def _match(headline: Headline, pattern: str, claims: list[Claim]) -> Claim:
+def _match(headline: Headline, wanted: Match, claims: list[Claim]) -> Claim:
     matches = [
         c
         for c in claims
-        if fnmatch.fnmatchcase(c.claim, pattern)
-        and fnmatch.fnmatchcase(c.baseline, headline.baseline)
+        if fnmatch.fnmatchcase(c.claim, wanted.claim)
+        and fnmatch.fnmatchcase(c.baseline, wanted.baseline)
     ]
     if len(matches) != 1:
         raise ValueError(
-            f"first_page: expected one claim {pattern!r} of {headline.benchmark}, "
+            f"first_page: expected one claim {wanted.claim!r} of {headline.benchmark}, "
             f"got {[c.claim for c in matches or claims]}"
         )
     return matches[0]
@@ -195,6 +195,8 @@ def main() -> None:
     saved = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())
     page = ROOT / "README.md"
     page.write_text(update_page(page.read_text(), saved["machine"], saved["results"]))
+    for path, theme in PICTURES.items():
+        chart.memory_by_depth(saved["results"], ROOT / path, theme)
 
 
 if __name__ == "__main__":

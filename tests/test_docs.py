@@ -1,6 +1,6 @@
 """What the pages say holds: their code runs, their commands parse, their names are all there are."""
 
-import importlib
+import importlib.util
 import inspect
 import itertools
 import re
@@ -52,6 +52,32 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         if needed:
             pytest.importorskip(needed)
         exec(compile(code, f"{page.name}, block {i}", "exec"), names)
+
+
+@pytest.mark.slow
+def test_programs_of_the_readme_print_what_it_shows(capsys):
+    text = (ROOT / "README.md").read_text()
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    shown = re.findall(r"^([-+]) (\d+) MB, \S+ s per step$", text, re.M)
+    assert [sign for sign, _ in shown] == ["-", "+"]
+    for sign, size in shown:
+        program = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", ""))
+        exec(compile(program, f"README.md, lines of {sign}", "exec"), {"__name__": "readme"})
+        printed = re.fullmatch(r"(\d+) MB, \S+ s per step\n", capsys.readouterr().out)
+        assert abs(int(printed[1]) - int(size)) <= 0.05 * int(size)
+
+
+def test_first_page_of_the_site_has_the_readme_with_links_from_docs():
+    spec = importlib.util.spec_from_file_location("first_page", DOCS / "assets" / "first_page.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = hook.on_page_markdown((DOCS / "index.md").read_text())
+    assert "\n# fnet\n" in page
+    assert page.count("## Where to start\n") == 1
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page)
+    assert {"assets/memory-light.svg", "assets/memory-dark.svg"} <= set(links)
+    for link in links:
+        assert (DOCS / link).exists(), link
 
 
 def test_a_private_program_has_15_lines():
@@ -225,3 +251,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "index.html").is_file()
+    for page in tmp_path.rglob("*.html"):
+        scripts = re.findall(
+            r'<(?:script|link|img)[^>]* (?:src|href)="(https?:[^"]*)', page.read_text()
+        )
+        assert scripts == [], page  # readers need no other server
+    assert "<math" in (tmp_path / "tutorials" / "private_training" / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""The README's table of claims; no benchmark is run."""
+"""The README's table and picture; no benchmark is run."""
 
 from pathlib import Path
 
@@ -10,68 +10,99 @@ from benchmarks.claims import Claim
 from benchmarks.suite import SUITE
 
 README = Path(first_page.ROOT / "README.md").read_text()
+TABLE = """\
+|  | fnet | others |
+| --- | --- | --- |
+| [time of a step](docs/benchmarks/page.md) | **0.30** | theirs 0.60 |
+| [clipping](docs/benchmarks/page.md) | **1.00** | theirs 12 |
+"""
 
 
-def results(ratio=0.25):
-    """Results with the claims of each headline, and one other claim."""
-    by_benchmark = {}
-    for headline in first_page.HEADLINES:
-        result = by_benchmark.setdefault(
-            headline.benchmark, {"claims": [], "versions": {"jax": "0.10.2"}}
-        )
-        for pattern in filter(None, (headline.memory, headline.time)):
-            claim, peer = (text.replace("*", "x") for text in (pattern, headline.baseline))
-            result["claims"].append(Claim(claim, peer, ratio, "<= 0.3").as_json())
-    next(iter(by_benchmark.values()))["claims"].append(Claim("another", "x", 2.0).as_json())
-    return by_benchmark
+@pytest.fixture
+def headlines(monkeypatch):
+    """Two headlines: fnet and a baseline compared with the plain program, and with their own."""
+    plain, theirs = (first_page.Match("step: time", b) for b in ("plain", "theirs"))
+    own = first_page.Match("clipping, *")
+    lines = (
+        first_page.Headline(
+            "time of a step",
+            "bench",
+            "page.md",
+            (first_page.Figure("", plain),),
+            (first_page.Figure("theirs", plain, theirs),),
+        ),
+        first_page.Headline(
+            "clipping",
+            "bench",
+            "page.md",
+            (first_page.Figure("", own),),
+            (first_page.Figure("theirs", own),),
+        ),
+    )
+    monkeypatch.setattr(first_page, "HEADLINES", lines)
 
 
-def test_every_headline_has_a_benchmark_in_the_suite():
+def results(**more):
+    claims = [
+        Claim("step: time", "plain", 0.3, "<= 0.1"),
+        Claim("step: time", "theirs", 0.5),
+        Claim(
+            "clipping, MLP: time relative to a plain gradient, 1.00",
+            "library: 12.04 relative to its own time",
+            0.1,
+        ),
+        Claim("another", "plain", 2.0),
+    ]
+    result = {"claims": [c.as_json() for c in claims], "versions": {"jax": "0.10.2"}}
+    return {"bench": result | more}
+
+
+def test_every_headline_has_a_benchmark_in_the_suite_and_a_page():
     assert {h.benchmark for h in first_page.HEADLINES} <= {b.name for b in SUITE}
+    for headline in first_page.HEADLINES:
+        assert (first_page.ROOT / first_page.FOLDER / headline.page).is_file()
 
 
-def test_only_the_text_between_the_marks_changes():
+def test_first_page_has_at_most_five_rows():
+    assert len(first_page.HEADLINES) <= 5
+
+
+def test_only_the_text_between_the_marks_changes(headlines):
     page = first_page.update_page(README, MACHINE, results())
     before, _, rest = README.partition(first_page.BEGIN)
     _, _, after = rest.partition(first_page.END)
-    assert page.startswith(before)
+    assert page.startswith(before + first_page.BEGIN)
     assert page.endswith(first_page.END + after)
-    for headline in first_page.HEADLINES:
-        cells = ("0.25" if pattern else "" for pattern in (headline.memory, headline.time))
-        peer = headline.baseline.replace("*", "x")
-        assert f"| {headline.text} | {peer} | {' | '.join(cells)} | [`" in page
+    assert f"\n{TABLE}\n" in page
     assert "Measured on A CPU, 2 cores, 8 GiB" in page
     assert "2 x cpu; jax 0.10.2. " in page
     assert "](docs/benchmarks/benchmarks.md)" in page
-    assert "![" not in page
+    assert "<= 0.1" not in page
     assert first_page.update_page(page, MACHINE, results()) == page
 
 
-def test_table_has_ratios_without_targets():
-    page = first_page.update_page(README, MACHINE, results(0.35))
-    assert "| 0.35 | 0.35 | [`" in page
-    assert "target" not in page.partition(first_page.BEGIN)[2].partition(first_page.END)[0]
-
-
-def test_chart_is_shown_if_it_has_data():
-    with_chart = results()
-    with_chart[chart.SOURCE]["data"] = {"depths": [8]}
-    assert "](docs/benchmarks/benchmarks.png)" in first_page.update_page(
-        README, MACHINE, with_chart
-    )
-
-
-def test_rejects_headline_without_exactly_one_claim():
-    missing = results()
-    missing["attention"]["claims"] = []
-    with pytest.raises(ValueError, match=r"expected one claim .* of attention, got"):
-        first_page.lines(missing)
-    twice = results()
-    twice["attention"]["claims"] *= 2
+def test_rejects_headline_without_exactly_one_claim(headlines):
+    with pytest.raises(ValueError, match="expected one claim 'step: time' of bench, got"):
+        first_page.lines(results(claims=[]))
     with pytest.raises(ValueError, match="expected one claim"):
-        first_page.lines(twice)
+        first_page.lines(results(claims=2 * results()["bench"]["claims"]))
 
 
-def test_rejects_page_without_marks():
+def test_rejects_page_without_marks(headlines):
     with pytest.raises(ValueError, match="end of claims"):
         first_page.update_page("# A page\n", MACHINE, results())
+
+
+def test_picture_is_the_same_for_the_same_data_and_has_the_colors_of_its_theme(tmp_path):
+    sizes = {kind.source: [1e6, 2e6] for kind in chart.KINDS}
+    data = {"network": "blocks", "depths": [8, 16], "temporaries": sizes}
+    pictures = []
+    for i, theme in enumerate((chart.LIGHT, chart.LIGHT, chart.DARK)):
+        path = tmp_path / f"{i}.svg"
+        assert chart.memory_by_depth({chart.SOURCE: {"data": data}}, path, theme)
+        pictures.append(path.read_text())
+    assert pictures[0] == pictures[1]
+    for kind in chart.KINDS:
+        assert kind.light.lower() in pictures[0]
+        assert kind.dark.lower() in pictures[2]
+    assert chart.DARK.page.lower() in pictures[2]

@@ -1,0 +1,22 @@
+"""Turn equations into MathML, which browsers draw without a script (mkdocs hooks)."""
+
+import html
+import re
+from typing import Any
+
+from latex2mathml.converter import convert
+
+_EQUATION = re.compile(
+    r'<(span|div) class="arithmatex">\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]</\1>', re.DOTALL
+)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Replace what pymdownx.arithmatex makes of $ and $$."""
+    return _EQUATION.sub(_mathml, content)
+
+
+def _mathml(match: re.Match[str]) -> str:
+    display = "block" if match["open"] == "[" else "inline"
+    math = convert(html.unescape(match["tex"]).strip(), display=display)
+    return f'<div class="equation">{math}</div>' if display == "block" else math
