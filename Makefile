@@ -39,7 +39,8 @@ docs: $(VENV)/.installed-docs
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(BENCH)
 
-# The wheel, tried in empty environments with the lowest and the newest versions allowed.
+# Wheel and source distribution, tried in empty environments: lowest and newest versions of the
+# dependencies, each Python of pyproject.toml that is on the path or in pyenv.
 release: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.release
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from train.run.process_memory import HighWater, limit_freed_memory
 SIDES = ("fnet", "safetensors")
 
 
-def write_model(path: Path, width: int, blocks: int) -> None:
-    config = {
+def llama(width: int, blocks: int) -> dict[str, Any]:
+    """Config of a Llama with a vocabulary of 16 times its width."""
+    return {
         "model_type": "llama",
         "vocab_size": 16 * width,
         "hidden_size": width,
@@ -41,6 +43,10 @@ def write_model(path: Path, width: int, blocks: int) -> None:
         "num_hidden_layers": blocks,
         "num_attention_heads": width // 64,
     }
+
+
+def write_model(path: Path, config: Mapping[str, Any]) -> None:
+    """Write a published model with random bfloat16 weights."""
     model = build_model(config)
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     generator = np.random.default_rng(0)
@@ -49,6 +55,7 @@ def write_model(path: Path, width: int, blocks: int) -> None:
         for t in model.tensors
         if not t.optional
     }
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     halves = {name: a.astype(ml_dtypes.bfloat16) for name, a in tensors.items()}
     save_file(halves, path / "model.safetensors")
@@ -91,7 +98,7 @@ def main() -> None:
         return
     runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), args.width, args.blocks)
+        write_model(Path(folder), llama(args.width, args.blocks))
         for _ in range(args.rounds):
             for side in SIDES:
                 runs[side].append(in_fresh_process("loading", side, folder))

@@ -1,15 +1,19 @@
-"""Build the wheel as for PyPI and try it in empty environments, next to a user's files.
+"""Build the wheel and the source distribution as for PyPI, and try them in empty environments.
 
-    python -m tests.release
+    python -m tests.release [--pythons 3.11 3.13]
 
-One environment has the lowest versions of jax, flax and optax that pyproject.toml allows, the
-other the newest. In each, the commands below run in a folder with a train.py and a configs/ of the
-user's own, which comes first on the path. The script ends with the output of the first command
-that fails.
+The oldest Python gets the wheel with the lowest versions of all dependencies that pyproject.toml
+allows. Each Python gets the wheel with the newest, and the newest Python also installs the source
+distribution. A Python that this machine lacks is listed. In each environment the commands below
+run in a folder with a train.py and a configs/ of the user's own, which comes first on the path.
+The script ends with the output of the first command that fails.
 """
 
+import argparse
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
-PINNED = ("jax", "flax", "optax")
+SHOWN = ("jax", "flax", "optax", "numpy")
 
 FILES = {
     "train.py": """
@@ -83,36 +87,75 @@ COMMANDS = (
 
 
 def main() -> None:
-    """Build the wheel and try it in both environments."""
+    """Build both distributions and try them in every environment."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument(
+        "--pythons", nargs="+", default=supported(), help="Versions of Python, oldest first."
+    )
+    pythons = {version: interpreter(version) for version in parser.parse_args().pythons}
+    found = {version: path for version, path in pythons.items() if path}
+    if not found:
+        raise SystemExit(f"release: none of the Pythons {', '.join(pythons)} is installed")
     with tempfile.TemporaryDirectory() as made:
-        wheel = build(Path(made) / "dist")
-        print(f"{wheel.name}: {wheel.stat().st_size / 1e3:.0f} kB", flush=True)
-        for name, pins in {"lowest": lowest(), "newest": []}.items():
-            try_out(name, [str(wheel), *pins], Path(made) / name)
+        wheel, source = build(Path(made) / "dist")
+        for path in (wheel, source):
+            print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB", flush=True)
+        oldest, newest = next(iter(found)), list(found)[-1]
+        tries = [
+            (oldest, "lowest versions", [str(wheel), *lowest()]),
+            *((version, "newest versions", [str(wheel)]) for version in found),
+            (newest, "source distribution", [str(source)]),
+        ]
+        for i, (version, name, packages) in enumerate(tries):
+            python = found[version]
+            try_out(f"Python {version}, {name}", python, packages, Path(made) / str(i))
+            shutil.rmtree(Path(made) / str(i))
+    if missing := [version for version in pythons if version not in found]:
+        print(f"not tried, not installed: Python {', '.join(missing)}")
 
 
-def build(into: Path) -> Path:
-    """Build the wheel from the source distribution and return its path."""
+def supported() -> list[str]:
+    """Return the versions of Python that pyproject.toml lists, oldest first."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    return sorted(listed, key=lambda version: int(version.partition(".")[2]))
+
+
+def interpreter(version: str) -> str | None:
+    """Return a working Python of this version, from the path or from pyenv; None without one."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [f"python{version}", *map(str, pyenv.glob(f"{version}.*/bin/python"))]
+    for candidate in candidates:
+        try:
+            subprocess.run([candidate, "-c", "import ensurepip"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue  # absent, without pip, or a pyenv shim whose version is not selected
+        return candidate
+    return None
+
+
+def build(into: Path) -> tuple[Path, Path]:
+    """Build the source distribution, and the wheel from it; return wheel and source."""
     _run([sys.executable, "-m", "build", "--outdir", str(into), str(ROOT)], ROOT)
-    return next(into.glob("*.whl"))
+    return next(into.glob("*.whl")), next(into.glob("*.tar.gz"))
 
 
 def lowest() -> list[str]:
-    """Return the lower bounds of pyproject.toml: ``["jax==0.10", ...]``."""
+    """Return the lower bounds of all dependencies: ``["jax==0.10", ...]``."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(line) for line in project["dependencies"]]
     bounds = {r.name: next(s for s in r.specifier if s.operator == ">=") for r in wanted}
-    return [f"{name}=={bounds[name].version}" for name in PINNED]
+    return [f"{name}=={bound.version}" for name, bound in bounds.items()]
 
 
-def try_out(name: str, packages: list[str], folder: Path) -> None:
+def try_out(name: str, python: str, packages: list[str], folder: Path) -> None:
     """Run every command in a new environment with these packages."""
     start = time.perf_counter()
     programs = folder / "environment" / "bin"
-    _run([sys.executable, "-m", "venv", str(programs.parent)], ROOT)
+    _run([python, "-m", "venv", str(programs.parent)], ROOT)
     _run([str(programs / "python"), "-m", "pip", "install", "--quiet", *packages], ROOT)
     listed = _run([str(programs / "python"), "-m", "pip", "freeze"], ROOT)
-    versions = [line for line in listed.splitlines() if line.partition("==")[0] in PINNED]
+    versions = [line for line in listed.splitlines() if line.partition("==")[0] in SHOWN]
     print(f"{name}: {', '.join(versions)}; {time.perf_counter() - start:.0f} s", flush=True)
     work = folder / "work"
     for path, text in FILES.items():

@@ -3,21 +3,22 @@
 import os
 
 import pytest
+from benchmark_cases import MACHINE
 
-from benchmarks.peak_memory import RUNS, is_good, measure, write_deeplab
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only"),
-]
+from benchmarks.peak_memory import RUNS, as_page, is_good, measure
+from train.config import recipes
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_predicts_the_memory_of_every_recipe(run, tmp_path):
-    if run == "deeplab":
-        write_deeplab(tmp_path)
-    predicted, measured = measure(run, RUNS[run], tmp_path)
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux only")
+@pytest.mark.parametrize("recipe", RUNS)
+def test_predicts_the_memory_of_every_recipe(recipe, tmp_path):
+    predicted, measured = measure(recipe, tmp_path)
     assert is_good(predicted, measured), f"predicted {predicted:,} bytes, measured {measured:,}"
+
+
+def test_ledger_has_every_recipe():
+    assert set(RUNS) == set(recipes.recipes())
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,16 @@ def test_predicts_the_memory_of_every_recipe(run, tmp_path):
 )
 def test_bound_of_a_prediction(predicted, measured, good):
     assert is_good(predicted, measured) is good
+
+
+def test_page_says_which_recipes_leave_the_bound():
+    run = {"jax": "0.10.2", "jaxlib": "0.10.2", "date": "2026-01-02"}
+    runs = {
+        "digits": run | {"predicted": 20_000_000, "measured": 25_000_000},
+        "digits_mlp": run | {"predicted": 20_000_000, "measured": 50_000_000},
+    }
+    lines = as_page(MACHINE, runs).splitlines()
+    assert "| `digits` | 20.0 | 25.0 | 0.80 | yes | 2026-01-02 |" in lines
+    assert "| `digits_mlp` | 20.0 | 50.0 | 0.40 | no | 2026-01-02 |" in lines
+    assert any(line.startswith("1 of 2 recipes are within the bound") for line in lines)
+    assert any(line.startswith("A CPU, 2 cores, 8 GiB") for line in lines)
