@@ -52,7 +52,9 @@ def recompute(f: F) -> F:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import fnet
-      >>> model = fnet.serial(fnet.layers.conv(3, 4), fnet.layers.abn(4, activation="gelu"))
+      >>> model = fnet.serial(
+      ...     fnet.layers.conv(3, 4), fnet.layers.abn(4, activation="gelu")
+      ... )
       >>> params, state = model.init(jax.random.key(0))
       >>> apply = fnet.recompute(model.apply)
       >>> def loss(params, x):

@@ -66,7 +66,9 @@ def with_fast_convolutions(f: Callable[..., Any]) -> Callable[..., Any]:
       >>> conv = layers.conv(32, 32)
       >>> params, _ = jax.jit(conv.init)(jax.random.key(0))
       >>> def gradient(x):
-      ...     return jax.grad(lambda p: (conv.apply(p, {}, x, train=True)[0] ** 2).sum())(params)
+      ...     return jax.grad(
+      ...         lambda p: (conv.apply(p, {}, x, train=True)[0] ** 2).sum()
+      ...     )(params)
       >>> x = jax.random.normal(jax.random.key(1), (4, 32, 32, 32))
       >>> a, b = jax.jit(gradient)(x), jax.jit(with_fast_convolutions(gradient))(x)
       >>> bool(jnp.allclose(a["kernel"], b["kernel"], rtol=1e-4, atol=1e-2))

@@ -117,7 +117,9 @@ def generate(
       >>> model = fnet.models.language_model(vocabulary=10, width=8, blocks=[block])
       >>> def generate(key, prompt):
       ...     params, state = model.init(key)
-      ...     return fnet.generate(model, params, state, prompt, key, 5, temperature=0.0)
+      ...     return fnet.generate(
+      ...         model, params, state, prompt, key, 5, temperature=0.0
+      ...     )
       >>> prompt = jax.ShapeDtypeStruct((2, 3), "int32")
       >>> jax.eval_shape(generate, jax.random.key(0), prompt).shape
       (2, 5)

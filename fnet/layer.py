@@ -34,7 +34,9 @@ class Decode(NamedTuple):
       >>> x = jax.random.normal(jax.random.key(1), (1, 6, 3))
       >>> whole, _ = layer.apply(params, {}, x, train=False)
       >>> cache = layer.decode.init_cache(1, 6, jnp.float32)
-      >>> first, cache = layer.decode.extend(params, {}, cache, x[:, :4], jnp.int32(0))
+      >>> first, cache = layer.decode.extend(
+      ...     params, {}, cache, x[:, :4], jnp.int32(0)
+      ... )
       >>> last, cache = layer.decode.extend(params, {}, cache, x[:, 4:], jnp.int32(4))
       >>> bool(jnp.allclose(jnp.concatenate([first, last], axis=1), whole))
       True
@@ -169,7 +171,9 @@ def apply_child(
       >>> children = {"hidden": layers.dense(3, 8)}
       >>> params, state = init_children(children, jax.random.key(0))
       >>> x = jnp.ones((2, 3))
-      >>> y, state = apply_child(children, "hidden", params, state, x, key=None, train=True)
+      >>> y, state = apply_child(
+      ...     children, "hidden", params, state, x, key=None, train=True
+      ... )
       >>> y.shape
       (2, 8)
     """

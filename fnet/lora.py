@@ -5,7 +5,9 @@ frozen parameters go into the model state::
 
     adapters = lora.init(config, params, key)
     state = TrainState.create(
-        params=adapters, optimizer=optimizer, key=key,
+        params=adapters,
+        optimizer=optimizer,
+        key=key,
         model_state={"frozen": params, "model": model_state},
     )
     step = make_step(lora.loss(loss, config), optimizer)
@@ -61,7 +63,9 @@ class LoRA:
 
     Example:
       >>> from fnet import lora
-      >>> lora.LoRA(rank=8, alpha=16, targets=("*query/kernel", "*value/kernel")).scale
+      >>> lora.LoRA(
+      ...     rank=8, alpha=16, targets=("*query/kernel", "*value/kernel")
+      ... ).scale
       2.0
 
     References:
@@ -208,12 +212,17 @@ def loss(f: Loss, config: LoRA) -> Loss:
       >>> config, optimizer = lora.LoRA(rank=1), optax.sgd(0.1)
       >>> params = {"kernel": jnp.ones((3, 2))}
       >>> state = fnet.TrainState.create(
-      ...     params=lora.init(config, params, jax.random.key(0)), optimizer=optimizer,
-      ...     key=jax.random.key(1), model_state={"frozen": params, "model": {}},
+      ...     params=lora.init(config, params, jax.random.key(0)),
+      ...     optimizer=optimizer,
+      ...     key=jax.random.key(1),
+      ...     model_state={"frozen": params, "model": {}},
       ... )
       >>> step = fnet.make_step(lora.loss(loss, config), optimizer)
       >>> state, metrics = step(state, {"x": jnp.ones((4, 3))})
-      >>> float(metrics["loss"]), bool((state.model_state["frozen"]["kernel"] == 1).all())
+      >>> (
+      ...     float(metrics["loss"]),
+      ...     bool((state.model_state["frozen"]["kernel"] == 1).all()),
+      ... )
       (18.0, True)
     """
     of_adapters = wrap(f, config)

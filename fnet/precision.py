@@ -35,7 +35,9 @@ def cast_kernels(params: Any, dtype: DTypeLike) -> Any:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet.precision import cast_kernels
-      >>> cast = cast_kernels({"kernel": jnp.ones(2), "scale": jnp.ones(2)}, jnp.bfloat16)
+      >>> cast = cast_kernels(
+      ...     {"kernel": jnp.ones(2), "scale": jnp.ones(2)}, jnp.bfloat16
+      ... )
       >>> print(cast["kernel"].dtype, cast["scale"].dtype)
       bfloat16 float32
     """

@@ -201,12 +201,17 @@ def quantize(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import quantization
-      >>> params = {"kernel": jnp.array([[1.0, -2.0], [0.5, 0.25]]), "bias": jnp.zeros(2)}
+      >>> params = {
+      ...     "kernel": jnp.array([[1.0, -2.0], [0.5, 0.25]]),
+      ...     "bias": jnp.zeros(2),
+      ... }
       >>> quantized = quantization.quantize(params, "int8", scale_dtype=jnp.float32)
       >>> print(quantized["kernel"].codes)
       [[ 127 -127]
        [  64   16]]
-      >>> jnp.abs(quantization.dequantize(quantized)["kernel"] - params["kernel"]).max() < 0.01
+      >>> jnp.abs(
+      ...     quantization.dequantize(quantized)["kernel"] - params["kernel"]
+      ... ).max() < 0.01
       Array(True, dtype=bool)
 
     References:

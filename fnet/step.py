@@ -382,10 +382,14 @@ def compile_step(
       ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
       >>> optimizer = optax.adam(1e-3)
       >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.ones((64, 64))}, optimizer=optimizer, key=jax.random.key(0)
+      ...     params={"w": jnp.ones((64, 64))},
+      ...     optimizer=optimizer,
+      ...     key=jax.random.key(0),
       ... )
       >>> batch = {"x": jnp.ones((32, 64))}
-      >>> step = fnet.compile_step(fnet.make_step(loss, optimizer), state, batch, budget="1MiB")
+      >>> step = fnet.compile_step(
+      ...     fnet.make_step(loss, optimizer), state, batch, budget="1MiB"
+      ... )
       >>> step.report.peak.total <= 2**20, step.report.parameters
       (True, 4096)
       >>> state, metrics = step(state, batch)
@@ -466,10 +470,14 @@ def plan_step(
       ...     return (jnp.tanh(batch["x"] @ params["w"]) ** 2).sum(-1)
       >>> optimizer = optax.sgd(0.1)
       >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.ones((8, 8))}, optimizer=optimizer, key=jax.random.key(0)
+      ...     params={"w": jnp.ones((8, 8))},
+      ...     optimizer=optimizer,
+      ...     key=jax.random.key(0),
       ... )
       >>> step = fnet.make_step(loss, optimizer)
-      >>> plan = fnet.plan_step(step, state, {"x": jnp.ones((4, 8))}, policies=("none", "dots"))
+      >>> plan = fnet.plan_step(
+      ...     step, state, {"x": jnp.ones((4, 8))}, policies=("none", "dots")
+      ... )
       >>> plan.chosen.policy.name, plan.chosen.microbatches, len(plan.candidates) >= 2
       ('none', 1, True)
     """

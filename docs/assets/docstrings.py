@@ -21,13 +21,21 @@ class PublicNames(griffe.Extension):
         """Bind the imported names after all of fnet is read."""
         collection = pkg.modules_collection
         targets = {}
-        for package in [pkg, *(m for m in pkg.modules.values() if not m.is_alias)]:
+        for package in [
+            pkg,
+            *(m for m in pkg.modules.values() if not m.is_alias),
+        ]:
             for name, target in package.imports.items():
-                if target.startswith("fnet.") and target != f"{package.path}.{name}":
+                if (
+                    target.startswith("fnet.")
+                    and target != f"{package.path}.{name}"
+                ):
                     targets[package, name] = collection[target]
         for (package, name), target in targets.items():
             # Bind all names together: a bound function hides the module of the same name.
-            package.members[name] = griffe.Alias(name, _whole(target), parent=package)
+            package.members[name] = griffe.Alias(
+                name, _whole(target), parent=package
+            )
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Convert the docstring of every object."""
@@ -41,7 +49,9 @@ def _whole(target: Any) -> Any:
 
 def as_markdown(text: str) -> str:
     """A docstring in Markdown: sections of prose, tables, literal blocks and links."""
-    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)  # rendered as code
+    text = re.sub(
+        r"^Example:$", "Examples:", text, flags=re.MULTILINE
+    )  # rendered as code
     text = _prose_sections(text)
     text = _tables(text)
     text = re.sub(r"^( *)::$\n", "", text, flags=re.MULTILINE)
@@ -52,7 +62,9 @@ def as_markdown(text: str) -> str:
 def _link(match: re.Match[str]) -> str:
     # Optional: some names are of modules, which no page is about.
     name = match[1]
-    return f'<autoref identifier="{name}" optional><code>{name}</code></autoref>'
+    return (
+        f'<autoref identifier="{name}" optional><code>{name}</code></autoref>'
+    )
 
 
 def _prose_sections(text: str) -> str:
@@ -98,10 +110,17 @@ def _markdown_table(lines: list[str]) -> list[str]:
         if cells[0] or not parts[-1]:
             parts[-1].append(cells)
         else:
-            parts[-1][-1] = [f"{a} {b}".strip() for a, b in zip(parts[-1][-1], cells, strict=True)]
+            parts[-1][-1] = [
+                f"{a} {b}".strip()
+                for a, b in zip(parts[-1][-1], cells, strict=True)
+            ]
     groups = [rows for rows in parts if rows]
     head = groups.pop(0)[0] if len(groups) > 1 else [""] * len(starts)
-    rows = [head, ["---"] * len(starts), *(row for group in groups for row in group)]
+    rows = [
+        head,
+        ["---"] * len(starts),
+        *(row for group in groups for row in group),
+    ]
     return ["| " + " | ".join(map(_escaped, row)) + " |" for row in rows]
 
 

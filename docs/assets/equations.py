@@ -7,7 +7,8 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _EQUATION = re.compile(
-    r'<(span|div) class="arithmatex">\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]</\1>', re.DOTALL
+    r'<(span|div) class="arithmatex">\\(?P<open>[(\[])(?P<tex>.*?)\\[)\]]</\1>',
+    re.DOTALL,
 )
 
 

@@ -18,11 +18,18 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def for_site(text: str) -> str:
     """Rewrite links and pictures of a page in the root for a page in docs/."""
-    text = re.sub(r"<!-- picture -->.*?<!-- end of picture -->", _picture, text, flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- picture -->.*?<!-- end of picture -->",
+        _picture,
+        text,
+        flags=re.DOTALL,
+    )
     return text.replace("](docs/", "](")
 
 
 def _picture(match: re.Match[str]) -> str:
     """Both versions of a picture; the theme shows the one for its colors."""
-    dark, alt, light = re.findall(r'(?:srcset|alt|src)="(?:docs/)?([^"]*)"', match[0])
+    dark, alt, light = re.findall(
+        r'(?:srcset|alt|src)="(?:docs/)?([^"]*)"', match[0]
+    )
     return f"![{alt}]({light}#only-light)\n![{alt}]({dark}#only-dark)"

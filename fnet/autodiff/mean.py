@@ -85,7 +85,11 @@ def weighted_mean(values: Array, weight: Array | None) -> Array:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet.autodiff import weighted_mean
-      >>> float(weighted_mean(jnp.asarray([1.0, 3.0, jnp.nan]), jnp.asarray([1.0, 1.0, 0.0])))
+      >>> float(
+      ...     weighted_mean(
+      ...         jnp.asarray([1.0, 3.0, jnp.nan]), jnp.asarray([1.0, 1.0, 0.0])
+      ...     )
+      ... )
       2.0
     """
     if weight is None:
@@ -120,7 +124,10 @@ def mean(loss: Loss) -> Gradient:
       >>> from fnet.autodiff import mean
       >>> def loss(params, model_state, batch, key):
       ...     return (params["w"] * batch["x"]) ** 2
-      >>> batch = {"x": jnp.asarray([1.0, 2.0, 9.0]), "weight": jnp.asarray([1.0, 1.0, 0.0])}
+      >>> batch = {
+      ...     "x": jnp.asarray([1.0, 2.0, 9.0]),
+      ...     "weight": jnp.asarray([1.0, 1.0, 0.0]),
+      ... }
       >>> grads, _, metrics = mean(loss)({"w": jnp.float32(1.0)}, {}, batch, None)
       >>> float(grads["w"]), float(metrics["loss"])
       (5.0, 2.5)

@@ -23,7 +23,7 @@ def guided(
     Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022, equation 6 with
     ``scale = 1 + w``. The equation is the same for every prediction target::
 
-        prediction = conditional + (scale - 1) (conditional - unconditional)
+        prediction = conditional + (scale - 1) * (conditional - unconditional)
 
     Both predictions come from one call of the model on a batch of twice the size. If ``scale`` is
     the Python number 1, the model is called once on the batch itself.
@@ -47,7 +47,9 @@ def guided(
     Example:
       >>> import fnet, jax.numpy as jnp
       >>> denoise = lambda x, t, labels: x + labels[:, None]
-      >>> guided = fnet.diffusion.guided(denoise, jnp.array([1, 2]), null_label=0, scale=3.0)
+      >>> guided = fnet.diffusion.guided(
+      ...     denoise, jnp.array([1, 2]), null_label=0, scale=3.0
+      ... )
       >>> guided(jnp.zeros((2, 1)), jnp.zeros(2, int)).tolist()
       [[3.0], [6.0]]
     """
@@ -101,7 +103,9 @@ def drop_labels(
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp
-      >>> labels = fnet.diffusion.drop_labels(jax.random.key(0), jnp.arange(5), 10, rate=0.5)
+      >>> labels = fnet.diffusion.drop_labels(
+      ...     jax.random.key(0), jnp.arange(5), 10, rate=0.5
+      ... )
       >>> labels.shape, bool(((labels == 10) | (labels == jnp.arange(5))).all())
       ((5,), True)
     """

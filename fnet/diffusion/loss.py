@@ -65,7 +65,9 @@ def denoising_losses(
       >>> schedule = fnet.diffusion.schedules.cosine(100)
       >>> denoise = lambda x, t: jnp.zeros_like(x)  # predicts no noise
       >>> x0 = jnp.zeros((4, 8, 8, 1))
-      >>> losses = fnet.diffusion.denoising_losses(denoise, x0, jax.random.key(0), schedule)
+      >>> losses = fnet.diffusion.denoising_losses(
+      ...     denoise, x0, jax.random.key(0), schedule
+      ... )
       >>> losses.shape, bool(jnp.allclose(losses, 1, atol=0.5))
       ((4,), True)
     """
@@ -152,7 +154,9 @@ def sample_timesteps(
 
     Example:
       >>> import fnet, jax
-      >>> t = fnet.diffusion.sample_timesteps(jax.random.key(0), 4, 100, stratified=True)
+      >>> t = fnet.diffusion.sample_timesteps(
+      ...     jax.random.key(0), 4, 100, stratified=True
+      ... )
       >>> sorted((t // 25).tolist())  # one per quarter
       [0, 1, 2, 3]
     """

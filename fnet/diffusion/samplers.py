@@ -113,7 +113,8 @@ def ddim(
       >>> import fnet, jax
       >>> import jax.numpy as jnp
       >>> schedule = fnet.diffusion.schedules.cosine(100)
-      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)  # a model of x0 that is certain
+      >>> # a model of x0 that is certain
+      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)
       >>> x = jax.random.normal(jax.random.key(0), (2, 8))
       >>> samples = fnet.diffusion.ddim(denoise, schedule, x, 10, predicts="x0")
       >>> bool(jnp.allclose(samples, 0.5))
@@ -163,7 +164,8 @@ def dpm_solver(
       >>> import fnet, jax
       >>> import jax.numpy as jnp
       >>> schedule = fnet.diffusion.schedules.cosine(100)
-      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)  # a model of x0 that is certain
+      >>> # a model of x0 that is certain
+      >>> denoise = lambda x, t: jnp.full_like(x, 0.5)
       >>> x = jax.random.normal(jax.random.key(0), (2, 8))
       >>> samples = fnet.diffusion.dpm_solver(denoise, schedule, x, 10, predicts="x0")
       >>> bool(jnp.allclose(samples, 0.5))
@@ -255,7 +257,8 @@ def dpm_solver_coefficients(levels: Schedule) -> Coefficients:
       >>> import numpy as np
       >>> from fnet import diffusion
       >>> from fnet.diffusion.samplers import dpm_solver_coefficients
-      >>> alpha = np.array([0.2, 0.6, 0.9, 1.0])  # from noise to the clean example
+      >>> # from noise to the clean example
+      >>> alpha = np.array([0.2, 0.6, 0.9, 1.0])
       >>> levels = diffusion.Schedule(alpha, np.sqrt(1 - alpha**2))
       >>> [c.shape for c in dpm_solver_coefficients(levels)]
       [(3,), (3,), (3,), (3,)]

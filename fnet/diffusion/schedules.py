@@ -25,7 +25,11 @@ class Schedule(NamedTuple):
     Example:
       >>> import fnet
       >>> schedule = fnet.diffusion.schedules.cosine(1000)
-      >>> schedule.steps, bool(schedule.alpha[0] > 0.99), bool(schedule.alpha[-1] < 0.01)
+      >>> (
+      ...     schedule.steps,
+      ...     bool(schedule.alpha[0] > 0.99),
+      ...     bool(schedule.alpha[-1] < 0.01),
+      ... )
       (1000, True, True)
     """
 
@@ -226,7 +230,9 @@ def check(schedule: Schedule) -> None:
 
     Example:
       >>> import fnet, numpy as np
-      >>> increasing = fnet.diffusion.Schedule(np.array([0.6, 0.8]), np.array([0.8, 0.6]))
+      >>> increasing = fnet.diffusion.Schedule(
+      ...     np.array([0.6, 0.8]), np.array([0.8, 0.6])
+      ... )
       >>> fnet.diffusion.schedules.check(increasing)
       Traceback (most recent call last):
       ValueError: schedule: alpha / sigma must decrease, got 0.75 at timestep 0 and 1.33333 at 1

@@ -202,7 +202,12 @@ def recognize(shapes: Mapping[str, tuple[int, ...]]) -> Weights | None:
 
     Example:
       >>> from fnet.interop.families import recognize
-      >>> recognize({"features.0.weight": (64, 3, 3, 3), "classifier.6.weight": (1000, 4096)}).title
+      >>> recognize(
+      ...     {
+      ...         "features.0.weight": (64, 3, 3, 3),
+      ...         "classifier.6.weight": (1000, 4096),
+      ...     }
+      ... ).title
       "torchvision's VGG"
     """
     unsupported = None

@@ -2,8 +2,8 @@
 
 Change the import, and leave the rest of a program as it is::
 
-    from jax_privacy.clipping import clipped_grad         # before
-    from fnet.interop.jax_privacy import clipped_grad     # after
+    from jax_privacy.clipping import clipped_grad  # before
+    from fnet.interop.jax_privacy import clipped_grad  # after
 
 jax_privacy does not need to be installed. Arguments and results follow its version 2.3.
 """
@@ -155,9 +155,12 @@ def clipped_grad(
       >>> import jax.numpy as jnp
       >>> from fnet.interop.jax_privacy import clipped_grad
       >>> def loss(params, x):
-      ...     return jnp.mean(x @ params)  # The gradients of this loss are its inputs.
+      ...     # The gradients of this loss are its inputs.
+      ...     return jnp.mean(x @ params)
       >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])
-      >>> gradient = clipped_grad(loss, l2_clip_norm=1.0, normalize_by=2.0, return_grad_norms=True)
+      >>> gradient = clipped_grad(
+      ...     loss, l2_clip_norm=1.0, normalize_by=2.0, return_grad_norms=True
+      ... )
       >>> total, aux = gradient(jnp.zeros(2), x)
       >>> print(total, aux.grad_norms, gradient.sensitivity())
       [0.3  0.65] [5.  0.5] 0.5

@@ -18,8 +18,8 @@ class InPlaceABN(nn.Module):
 
     ::
 
-        x = nn.leaky_relu(nn.BatchNorm(use_running_average=not train)(x))     # before
-        x = InPlaceABN(use_running_average=not train)(x)                      # after
+        x = nn.leaky_relu(nn.BatchNorm(use_running_average=not train)(x))  # before
+        x = InPlaceABN(use_running_average=not train)(x)  # after
 
     The variables have the names of BatchNorm's, so its checkpoints load: params ``scale``
     and ``bias``, collection ``batch_stats`` with ``mean`` and ``var``, all [C].

@@ -20,8 +20,10 @@ class InPlaceABN(nnx.Module):
 
     ::
 
-        self.norm = nnx.BatchNorm(64, rngs=rngs)      # before; then nnx.leaky_relu(self.norm(x))
-        self.norm = InPlaceABN(64, rngs=rngs)         # after; then self.norm(x)
+        # before; then nnx.leaky_relu(self.norm(x))
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        # after; then self.norm(x)
+        self.norm = InPlaceABN(64, rngs=rngs)
 
     The variables have the names of BatchNorm's, so its checkpoints load: `nnx.Param`
     ``scale`` and ``bias``, `nnx.BatchStat` ``mean`` and ``var``, all [num_features].

@@ -315,7 +315,10 @@ def to_torch(
       >>> import fnet, jax
       >>> model = fnet.serial(linear=fnet.layers.dense(3, 2))
       >>> params, state = model.init(jax.random.key(0))
-      >>> {key: array.shape for key, array in fnet.interop.to_torch(params, state).items()}
+      >>> {
+      ...     key: array.shape
+      ...     for key, array in fnet.interop.to_torch(params, state).items()
+      ... }
       {'linear.bias': (2,), 'linear.weight': (2, 3)}
     """
     arrays = {name: np.asarray(leaf) for name, leaf in (_flatten(params) | _flatten(state)).items()}

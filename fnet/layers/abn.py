@@ -120,7 +120,12 @@ def abn(
     Example:
       >>> import jax, jax.numpy as jnp, fnet
       >>> x = jax.random.normal(jax.random.key(0), (64, 8, 8, 3))
-      >>> gamma, beta, mean, var = jnp.ones(3), jnp.zeros(3), jnp.zeros(3), jnp.ones(3)
+      >>> gamma, beta, mean, var = (
+      ...     jnp.ones(3),
+      ...     jnp.zeros(3),
+      ...     jnp.zeros(3),
+      ...     jnp.ones(3),
+      ... )
       >>> abn = jax.jit(fnet.abn, static_argnames="train")
       >>> y, mean, var = abn(x, gamma, beta, mean, var, train=True)
       >>> y.shape, bool(abs(mean).max() < 0.1)

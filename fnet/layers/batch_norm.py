@@ -50,7 +50,12 @@ def batch_norm(
       >>> import jax, jax.numpy as jnp
       >>> from fnet.layers.batch_norm import batch_norm
       >>> x = jax.random.normal(jax.random.key(0), (64, 3))
-      >>> gamma, beta, mean, var = jnp.full(3, -2.0), jnp.zeros(3), jnp.zeros(3), jnp.ones(3)
+      >>> gamma, beta, mean, var = (
+      ...     jnp.full(3, -2.0),
+      ...     jnp.zeros(3),
+      ...     jnp.zeros(3),
+      ...     jnp.ones(3),
+      ... )
       >>> y, mean, var = batch_norm(x, gamma, beta, mean, var, train=True)
       >>> y.shape, [round(float(s), 2) for s in y.std(0)]
       ((64, 3), [2.0, 2.0, 2.0])

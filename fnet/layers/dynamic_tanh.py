@@ -19,7 +19,8 @@ def dynamic_tanh(d: int, alpha: float = 0.5) -> Layer:
     ``y``, which a dense layer after it saves anyway, and the parameters, but not ``x``. As in
     `fnet.layer_norm`, it inverts the layer::
 
-        t = (y - bias) / scale;   x = atanh(t) / alpha
+        t = (y - bias) / scale
+        x = atanh(t) / alpha
 
     Rounding of ``y`` causes an error in ``t`` of about ``u * (|t| + |bias / scale|)``, where
     u is half the epsilon of the dtype of ``x``. Without a bias, gradients are as accurate as

@@ -24,7 +24,7 @@ def group_norm(
     Groups are C / groups neighboring channels. Over all positions and channels of one
     group of one example::
 
-        y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * scale + bias
+        y = (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps) * scale + bias
 
     With one group this is layer norm over the whole example; with C groups, instance norm.
     The output of an example never depends on other examples. So use it with per-example

@@ -24,8 +24,8 @@ def layer_norm(
 
     Over the last axis, with D elements per row::
 
-        xhat = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps)
-        y    = xhat * scale + bias
+        xhat = (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps)
+        y = xhat * scale + bias
 
     The backward pass saves ``y``, which a dense layer after the norm saves anyway. It also saves
     the inverse standard deviation of each row and the parameters, but not ``x``. It recovers
@@ -90,7 +90,7 @@ def rms_norm(
 
     Over the last axis::
 
-        y = x / sqrt(mean(x^2) + eps) * scale
+        y = x / sqrt(mean(x**2) + eps) * scale
 
     The backward pass saves the same arrays as `layer_norm`. There is no bias, so gradients
     are as accurate as the output for every scale, including 0.

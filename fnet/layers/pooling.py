@@ -191,7 +191,9 @@ def global_avg_pool() -> Layer:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet import layers
-      >>> y, _ = layers.global_avg_pool().apply({}, {}, jnp.ones((2, 4, 4, 3)), train=True)
+      >>> y, _ = layers.global_avg_pool().apply(
+      ...     {}, {}, jnp.ones((2, 4, 4, 3)), train=True
+      ... )
       >>> y.shape
       (2, 3)
     """
@@ -207,7 +209,9 @@ def global_max_pool() -> Layer:
     Example:
       >>> import jax.numpy as jnp
       >>> from fnet import layers
-      >>> y, _ = layers.global_max_pool().apply({}, {}, jnp.ones((2, 4, 4, 3)), train=True)
+      >>> y, _ = layers.global_max_pool().apply(
+      ...     {}, {}, jnp.ones((2, 4, 4, 3)), train=True
+      ... )
       >>> y.shape
       (2, 3)
     """

@@ -32,11 +32,13 @@ def reversible(blocks: Sequence[tuple[Layer, Layer]], *, restore: bool = True) -
     Gomez, Ren, Urtasun, Grosse, "The Reversible Residual Network", NeurIPS 2017. With
     ``x1, x2`` the halves of the last axis, each block ``(f, g)`` computes::
 
-        y1 = x1 + f(x2);    y2 = x2 + g(y1)
+        y1 = x1 + f(x2)
+        y2 = x2 + g(y1)
 
     Its backward pass starts from ``y1, y2``::
 
-        x2 = y2 - g(y1);    x1 = y1 - f(x2)
+        x2 = y2 - g(y1)
+        x1 = y1 - f(x2)
 
     The streams are fixed-point numbers, multiples of 2^-16 in an int32. The inputs and the
     values of ``f`` and ``g`` are rounded to the nearest multiple, with a straight-through

@@ -59,7 +59,9 @@ class Block(NamedTuple):
 
     Example:
       >>> from fnet import layers
-      >>> block = layers.Block(layers.attention(8, heads=2), layers.feed_forward(8, 32))
+      >>> block = layers.Block(
+      ...     layers.attention(8, heads=2), layers.feed_forward(8, 32)
+      ... )
       >>> block._fields
       ('mixer', 'feed_forward')
     """

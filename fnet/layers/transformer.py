@@ -81,7 +81,8 @@ def reversible_transformer(
     With two streams, as in Kitaev, Kaiser, Levskaya, "Reformer: The Efficient Transformer",
     ICLR 2020; see `fnet.reversible`::
 
-        y1 = x1 + attention(norm(x2));   y2 = x2 + mlp(norm(y1))
+        y1 = x1 + attention(norm(x2))
+        y2 = x2 + mlp(norm(y1))
 
     Args:
       width: D, width of each stream. The input holds both, concatenated.

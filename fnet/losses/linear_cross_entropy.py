@@ -112,7 +112,9 @@ def linear_cross_entropy(
       >>> import fnet, jax.numpy as jnp
       >>> x, kernel = jnp.ones((4, 16)), jnp.ones((16, 1000))
       >>> labels = jnp.array([1, 2, 3, -100])
-      >>> losses = fnet.linear_cross_entropy(x, kernel, labels, mask=labels >= 0, chunk=256)
+      >>> losses = fnet.linear_cross_entropy(
+      ...     x, kernel, labels, mask=labels >= 0, chunk=256
+      ... )
       >>> print(losses.round(2))  # log(1000), and 0 for padding
       [6.91 6.91 6.91 0.  ]
     """

@@ -88,14 +88,17 @@ def pixel_cross_entropy(
     Example:
       >>> import fnet, jax.numpy as jnp
       >>> logits = jnp.zeros((2, 8, 8, 4))
-      >>> labels = jnp.zeros((2, 64, 64), jnp.uint8).at[:, 0].set(255)  # the first row is ignored
+      >>> # the first row is ignored
+      >>> labels = jnp.zeros((2, 64, 64), jnp.uint8).at[:, 0].set(255)
       >>> losses, accuracy = fnet.losses.pixel_cross_entropy(logits, labels)
       >>> print(losses.round(3))  # log(4)
       [1.386 1.386]
 
       The rare class 3 counts five times as much:
 
-      >>> fnet.losses.pixel_cross_entropy(logits, labels, class_weights=[1, 1, 1, 5]).losses.shape
+      >>> fnet.losses.pixel_cross_entropy(
+      ...     logits, labels, class_weights=[1, 1, 1, 5]
+      ... ).losses.shape
       (2,)
     """
     where = "pixel_cross_entropy"

@@ -50,7 +50,9 @@ def estimate_cost(program: ClosedJaxpr | Jaxpr) -> Cost:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import memory
       >>> f = lambda a, b: a @ b
-      >>> memory.estimate_cost(jax.make_jaxpr(f)(jnp.zeros((3, 5)), jnp.zeros((5, 7))))
+      >>> memory.estimate_cost(
+      ...     jax.make_jaxpr(f)(jnp.zeros((3, 5)), jnp.zeros((5, 7)))
+      ... )
       Cost(flops=210, bytes=284)
     """
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program

@@ -56,11 +56,15 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import memory
       >>> def compiled(step):
-      ...     return jax.jit(step, donate_argnums=0).lower({"w": jnp.zeros(4)}).compile()
+      ...     return (
+      ...         jax.jit(step, donate_argnums=0).lower({"w": jnp.zeros(4)}).compile()
+      ...     )
       >>> memory.donation(compiled(lambda state: {"w": state["w"] + 1}))
       Donation(aliased_bytes=16, leaves=1)
       >>> try:
-      ...     memory.donation(compiled(lambda state: {"w": state["w"].astype(jnp.bfloat16)}))
+      ...     memory.donation(
+      ...         compiled(lambda state: {"w": state["w"].astype(jnp.bfloat16)})
+      ...     )
       ... except memory.DonationError as error:
       ...     print(error)  # doctest: +NORMALIZE_WHITESPACE
       state not updated in place: ['w'] drifts from float32[4] to bfloat16[4]: cast it back

@@ -166,7 +166,9 @@ def plan(
       ...     return x.sum()
       >>> def build(policy, microbatches):
       ...     f = policy.apply(loss)
-      ...     return jax.jit(jax.grad(f)).trace(jnp.zeros((16, 16)), jnp.zeros((64, 16)))
+      ...     return jax.jit(jax.grad(f)).trace(
+      ...         jnp.zeros((16, 16)), jnp.zeros((64, 16))
+      ...     )
       >>> plan = memory.plan(build, "40KiB", policies=("none", "segments"))
       >>> plan.chosen.policy.name, plan.chosen.peak.total <= 40 * 1024
       ('segments', True)

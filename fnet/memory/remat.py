@@ -218,7 +218,9 @@ def check_remat(plain: jax.stages.Compiled, remat: jax.stages.Compiled) -> Remat
       >>> options = memory.CANDIDATE_OPTIONS["cpu"][0]
       >>> def compiled(f):
       ...     return jax.jit(jax.grad(f)).lower(*args).compile(options)
-      >>> report = memory.check_remat(compiled(loss), compiled(memory.remat_in_segments(loss)))
+      >>> report = memory.check_remat(
+      ...     compiled(loss), compiled(memory.remat_in_segments(loss))
+      ... )
       >>> 1 < report.flops_ratio < 4 / 3, report.temporaries_ratio < 0.7
       (True, True)
     """

@@ -170,7 +170,9 @@ def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[La
       >>> model = layers.mlp([8, 16, 16, 4])
       >>> params, state = jax.eval_shape(model.init, jax.random.key(0))
       >>> loss = lambda params, x: model.apply(params, state, x, train=True)[0].sum()
-      >>> for row in memory.by_layer(memory.residuals(loss, params, jnp.zeros((32, 8)))):
+      >>> for row in memory.by_layer(
+      ...     memory.residuals(loss, params, jnp.zeros((32, 8)))
+      ... ):
       ...     print(row.layer, row.bytes, row.arrays)
       activation_1 2560 2
       activation_2 2560 2

@@ -99,7 +99,9 @@ def utilization(flops: float, seconds: float, e: Estimate, peaks: Peaks) -> floa
       >>> from fnet.memory.roofline import Estimate, utilization
       >>> from fnet.memory.target import Peaks
       >>> peaks = Peaks({"bfloat16": 1e12}, 1e11, 1e11, 1e10, 1e9, 0.0)
-      >>> utilization(4e11, 1.0, Estimate(1.0, {"bfloat16": 5e11}, 0.0, 0.0, {}), peaks)
+      >>> utilization(
+      ...     4e11, 1.0, Estimate(1.0, {"bfloat16": 5e11}, 0.0, 0.0, {}), peaks
+      ... )
       0.4
     """
     dtype = max(e.flops, key=lambda name: e.flops[name], default="bfloat16")

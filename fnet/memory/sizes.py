@@ -38,7 +38,11 @@ def parse_bytes(size: str | int) -> int:
 
     Example:
       >>> from fnet import memory
-      >>> memory.parse_bytes("4GB"), memory.parse_bytes("4GiB"), memory.parse_bytes("1.5 kib")
+      >>> (
+      ...     memory.parse_bytes("4GB"),
+      ...     memory.parse_bytes("4GiB"),
+      ...     memory.parse_bytes("1.5 kib"),
+      ... )
       (4000000000, 4294967296, 1536)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(size).lower())
@@ -67,7 +71,11 @@ def format_bytes(size: int | None) -> str:
 
     Example:
       >>> from fnet import memory
-      >>> memory.format_bytes(1536), memory.format_bytes(12), memory.format_bytes(None)
+      >>> (
+      ...     memory.format_bytes(1536),
+      ...     memory.format_bytes(12),
+      ...     memory.format_bytes(None),
+      ... )
       ('1.50 KiB', '12 bytes', 'unknown')
     """
     if size is None:
@@ -102,7 +110,9 @@ def tree_bytes(tree: Any) -> int:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fnet import memory
-      >>> shapes = jax.eval_shape(lambda: {"w": jnp.ones((4, 8)), "step": jnp.int32(0)})
+      >>> shapes = jax.eval_shape(
+      ...     lambda: {"w": jnp.ones((4, 8)), "step": jnp.int32(0)}
+      ... )
       >>> memory.tree_bytes(shapes)
       132
     """

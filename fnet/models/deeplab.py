@@ -55,12 +55,15 @@ def deeplab(
     Example:
       >>> import fnet, jax
       >>> body = fnet.models.resnet(18, num_classes=None, dilation=(1, 1, 2, 4))
-      >>> model = fnet.models.deeplab(body, 512, num_classes=21, hidden=32, interpolate=False)
+      >>> model = fnet.models.deeplab(
+      ...     body, 512, num_classes=21, hidden=32, interpolate=False
+      ... )
       >>> def logits(key, images):
       ...     params, state = model.init(key)
       ...     return model.apply(params, state, images, train=False)[0]
       >>> images = jax.ShapeDtypeStruct((2, 64, 64, 3), "float32")
-      >>> jax.eval_shape(logits, jax.random.key(0), images).shape  # output stride 8
+      >>> # output stride 8
+      >>> jax.eval_shape(logits, jax.random.key(0), images).shape
       (2, 8, 8, 21)
     """
     norm = resolve_norm("deeplab", norm, activation, activation_param)

@@ -71,13 +71,17 @@ def denoiser(
 
     Example:
       >>> import fnet, jax
-      >>> block = fnet.layers.Block(fnet.layers.attention(32, 2), fnet.layers.feed_forward(32, 64))
+      >>> block = fnet.layers.Block(
+      ...     fnet.layers.attention(32, 2), fnet.layers.feed_forward(32, 64)
+      ... )
       >>> model = fnet.models.denoiser(
       ...     image_shape=(8, 8, 1), width=32, blocks=[block], num_classes=10, patch=2
       ... )
       >>> def predict(key, images, t, label):
       ...     params, state = model.init(key)
-      ...     return model.apply(params, state, images, timestep=t, label=label, train=False)[0]
+      ...     return model.apply(
+      ...         params, state, images, timestep=t, label=label, train=False
+      ...     )[0]
       >>> t = label = jax.ShapeDtypeStruct((5,), "int32")
       >>> images = jax.ShapeDtypeStruct((5, 8, 8, 1), "float32")
       >>> jax.eval_shape(predict, jax.random.key(0), images, t, label).shape

@@ -102,7 +102,9 @@ def language_model(
       >>> def outputs(key, tokens):
       ...     params, state = model.init(key)
       ...     logits, _ = model.apply(params, state, tokens, train=False)
-      ...     losses, _ = model.losses(params, state, tokens[:, :-1], tokens[:, 1:], train=True)
+      ...     losses, _ = model.losses(
+      ...         params, state, tokens[:, :-1], tokens[:, 1:], train=True
+      ...     )
       ...     return logits, losses
       >>> tokens = jax.ShapeDtypeStruct((2, 8), "int32")
       >>> logits, losses = jax.eval_shape(outputs, jax.random.key(0), tokens)

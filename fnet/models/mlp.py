@@ -32,7 +32,9 @@ def mlp(
       >>> import fnet, jax
       >>> model = fnet.models.mlp(num_classes=10, in_shape=(28, 28), hidden=[64])
       >>> params, state = model.init(jax.random.key(0))
-      >>> logits, _ = model.apply(params, state, jax.numpy.ones((3, 28, 28)), train=False)
+      >>> logits, _ = model.apply(
+      ...     params, state, jax.numpy.ones((3, 28, 28)), train=False
+      ... )
       >>> logits.shape
       (3, 10)
     """

@@ -181,7 +181,9 @@ def image_transformer(
 
     Example:
       >>> import fnet, jax, jax.numpy as jnp
-      >>> block = fnet.layers.Block(fnet.layers.attention(8, 2), fnet.layers.feed_forward(8, 16))
+      >>> block = fnet.layers.Block(
+      ...     fnet.layers.attention(8, 2), fnet.layers.feed_forward(8, 16)
+      ... )
       >>> model = fnet.models.image_transformer(
       ...     image_shape=(8, 8, 3), patch=4, width=8, blocks=[block]
       ... )

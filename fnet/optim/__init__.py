@@ -3,7 +3,9 @@
 Any `optax.GradientTransformation` works with `fnet.make_step`; these are the ones that configs
 can name::
 
-    schedule = fnet.optim.make_schedule("cosine", 1e-3, steps=10_000, warmup_steps=500)
+    schedule = fnet.optim.make_schedule(
+        "cosine", 1e-3, steps=10_000, warmup_steps=500
+    )
     optimizer = fnet.optim.make_optimizer("adamw", schedule, weight_decay=0.05)
 """
 
@@ -71,7 +73,9 @@ def make_schedule(
 
     Example:
       >>> import fnet
-      >>> schedule = fnet.optim.make_schedule("cosine", 0.1, steps=100, warmup_steps=20)
+      >>> schedule = fnet.optim.make_schedule(
+      ...     "cosine", 0.1, steps=100, warmup_steps=20
+      ... )
       >>> [round(float(schedule(step)), 3) for step in (0, 10, 20, 60, 100)]
       [0.0, 0.05, 0.1, 0.05, 0.0]
     """
@@ -188,7 +192,9 @@ def make_optimizer(
 
     Example:
       >>> import fnet, jax.numpy as jnp
-      >>> optimizer = fnet.optim.make_optimizer("sgd", 0.1, momentum=0.0, weight_decay=0.5)
+      >>> optimizer = fnet.optim.make_optimizer(
+      ...     "sgd", 0.1, momentum=0.0, weight_decay=0.5
+      ... )
       >>> params = {"kernel": jnp.ones(1), "bias": jnp.ones(1)}
       >>> grads = {"kernel": jnp.zeros(1), "bias": jnp.zeros(1)}
       >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
@@ -315,9 +321,15 @@ def schedule_free_params(opt_state: optax.OptState, params: Any) -> Any:
 
     Example:
       >>> import fnet, jax.numpy as jnp
-      >>> optimizer = fnet.optim.make_optimizer("schedule_free_adamw", 1e-3, clip_norm=1.0)
+      >>> optimizer = fnet.optim.make_optimizer(
+      ...     "schedule_free_adamw", 1e-3, clip_norm=1.0
+      ... )
       >>> params = {"kernel": jnp.ones(2)}
-      >>> print(fnet.optim.schedule_free_params(optimizer.init(params), params)["kernel"])
+      >>> print(
+      ...     fnet.optim.schedule_free_params(optimizer.init(params), params)[
+      ...         "kernel"
+      ...     ]
+      ... )
       [1. 1.]
     """
 
@@ -365,7 +377,9 @@ def classifier_mask(params: Any) -> Any:
 
     Example:
       >>> import fnet
-      >>> fnet.optim.classifier_mask({"conv1": {"kernel": 1.0}, "fc": {"kernel": 1.0}})
+      >>> fnet.optim.classifier_mask(
+      ...     {"conv1": {"kernel": 1.0}, "fc": {"kernel": 1.0}}
+      ... )
       {'conv1': {'kernel': False}, 'fc': {'kernel': True}}
     """
     return jax.tree_util.tree_map_with_path(

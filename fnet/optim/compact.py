@@ -99,13 +99,15 @@ def compact_adamw(
       >>> optimizer = fnet.optim.compact_adamw(1e-4, weight_decay=0.1)
       >>> params = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}
       >>> state = optimizer.init(params)
-      >>> fnet.memory.tree_bytes(state) / 64**2 < 3.2  # float32 AdamW: 8, and 4 for the weights
+      >>> # float32 AdamW: 8, and 4 for the weights
+      >>> fnet.memory.tree_bytes(state) / 64**2 < 3.2
       True
       >>> grads = {"kernel": jnp.full((64, 64), 0.5, jnp.bfloat16)}
       >>> for _ in range(20):
       ...     updates, state = optimizer.update(grads, state, params)
       ...     params = optax.apply_updates(params, updates)
-      >>> print(params["kernel"][0, 0])  # 20 steps of 1e-4 are half a step of bfloat16 near 1
+      >>> # 20 steps of 1e-4 are half a step of bfloat16 near 1
+      >>> print(params["kernel"][0, 0])
       0.996094
 
     References:

@@ -62,7 +62,8 @@ def audit_epsilon(
       >>> from fnet.privacy.audit import audit_epsilon
       >>> rng = np.random.default_rng(0)
       >>> included = rng.random(1000) < 0.5
-      >>> scores = included + rng.normal(size=1000)  # One noisy observation of each canary.
+      >>> # One noisy observation of each canary.
+      >>> scores = included + rng.normal(size=1000)
       >>> audit = audit_epsilon(scores, included, delta=1e-5)
       >>> round(audit.epsilon, 2), audit.guesses, audit.correct
       (1.66, 128, 118)

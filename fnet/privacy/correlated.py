@@ -188,7 +188,11 @@ def banded_square_root(bands: int) -> Strategy:
     Example:
       >>> from fnet.privacy import banded_square_root
       >>> strategy = banded_square_root(4)
-      >>> strategy.bands, len(strategy.noising_coef), round(strategy.noising_coef[1], 2)
+      >>> (
+      ...     strategy.bands,
+      ...     len(strategy.noising_coef),
+      ...     round(strategy.noising_coef[1], 2),
+      ... )
       (4, 44, -0.61)
 
     References:
@@ -264,7 +268,8 @@ def add_correlated_noise(
       >>> from fnet.privacy.correlated import add_correlated_noise
       >>> strategy, key = privacy.banded_inverse_square_root(4), jax.random.key(0)
       >>> noise = [
-      ...     add_correlated_noise(jnp.zeros(10_000), 1.0, key, i, strategy) for i in range(2)
+      ...     add_correlated_noise(jnp.zeros(10_000), 1.0, key, i, strategy)
+      ...     for i in range(2)
       ... ]
       >>> round(float(jnp.corrcoef(*noise)[0, 1]), 1)  # -0.5 / sqrt(1.25)
       -0.4

@@ -168,7 +168,9 @@ def vjps(
       >>> print(grads)
       [[2. 0.]
        [0. 4.]]
-      >>> (grads,) = fnet.vjps(jnp.square, (x,), jnp.eye(2), into=(grads,), primal=False)
+      >>> (grads,) = fnet.vjps(
+      ...     jnp.square, (x,), jnp.eye(2), into=(grads,), primal=False
+      ... )
       >>> print(grads)
       [[4. 0.]
        [0. 8.]]

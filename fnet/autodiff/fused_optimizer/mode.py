@@ -52,13 +52,19 @@ def optimizer_in_backward(*paths: str) -> "OptimizerInBackward":
       >>> block = fnet.serial(dense=layers.dense(4, 4), act=layers.activation("relu"))
       >>> model = fnet.serial(blocks=fnet.repeat(block, 3), head=layers.dense(4, 2))
       >>> def loss(params, model_state, batch, key):
-      ...     logits, model_state = model.apply(params, model_state, batch["x"], train=True)
-      ...     return losses.cross_entropy(logits, batch["y"]), fnet.Aux(model_state, {})
+      ...     logits, model_state = model.apply(
+      ...         params, model_state, batch["x"], train=True
+      ...     )
+      ...     return losses.cross_entropy(logits, batch["y"]), fnet.Aux(
+      ...         model_state, {}
+      ...     )
       >>> optimizer = optax.adam(1e-3)
       >>> state = fnet.TrainState.create(model, optimizer, jax.random.key(0))
       >>> mode = fnet.autodiff.optimizer_in_backward("blocks")
       >>> step = fnet.make_step(loss, optimizer, mode)
-      >>> state, metrics = step(state, {"x": jnp.ones((2, 4)), "y": jnp.zeros(2, int)})
+      >>> state, metrics = step(
+      ...     state, {"x": jnp.ones((2, 4)), "y": jnp.zeros(2, int)}
+      ... )
       >>> sorted(metrics)
       ['grad_norm', 'loss']
 

@@ -54,7 +54,8 @@ def adapt_clip(
 
     Example:
       >>> from fnet.autodiff import adapt_clip
-      >>> round(float(adapt_clip(1.0, 0.8, quantile=0.5)), 4)  # Too few examples are clipped.
+      >>> # Too few examples are clipped.
+      >>> round(float(adapt_clip(1.0, 0.8, quantile=0.5)), 4)
       0.9418
     """
     return clip * jnp.exp(-learning_rate * (below - quantile))
@@ -116,7 +117,8 @@ class AdaptiveClipping(Mode):
       ...     params={"w": jnp.zeros(2)}, optimizer=optimizer, key=jax.random.key(0)
       ... )
       >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 2.0]])})
-      >>> float(metrics["clip"]), round(float(state.opt_state.clip), 4)  # Both were clipped.
+      >>> # Both were clipped.
+      >>> float(metrics["clip"]), round(float(state.opt_state.clip), 4)
       (1.0, 1.1052)
 
     References:

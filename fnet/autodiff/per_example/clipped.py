@@ -154,7 +154,8 @@ def clipped_grad(
       >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x):
       ...     return x @ params
-      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # The gradients of this loss are its inputs.
+      >>> # The gradients of this loss are its inputs.
+      >>> x = jnp.array([[3.0, 4.0], [0.0, 0.5]])
       >>> gradient = fnet.clipped_grad(loss, 1.0)
       >>> total, info = gradient(jnp.zeros(2), x)
       >>> print(info.norms, info.scales)
@@ -382,7 +383,8 @@ def gradient_strategies(
     Example:
       >>> import jax.numpy as jnp, fnet
       >>> def loss(params, x):
-      ...     kernel = params["kernel"] * jnp.tri(8)  # A masked kernel is derived from another.
+      ...     # A masked kernel is derived from another.
+      ...     kernel = params["kernel"] * jnp.tri(8)
       ...     return ((x @ params["embed"]) @ kernel).sum(-1)
       >>> params = {"embed": jnp.ones((4, 8)), "kernel": jnp.ones((8, 8))}
       >>> fnet.autodiff.gradient_strategies(loss, params, jnp.ones((2, 4)))

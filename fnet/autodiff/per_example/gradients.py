@@ -248,7 +248,9 @@ def noise_scale(norms: Array, mean_norm: Array, mask: Array | None = None) -> No
 
     Example:
       >>> import jax.numpy as jnp, fnet
-      >>> scale = fnet.autodiff.noise_scale(jnp.array([1.0, 2.0, 3.0]), jnp.float32(1.5))
+      >>> scale = fnet.autodiff.noise_scale(
+      ...     jnp.array([1.0, 2.0, 3.0]), jnp.float32(1.5)
+      ... )
       >>> print(round(float(scale.grad_sq), 4), round(float(scale.grad_var), 4))
       1.0417 3.625
 

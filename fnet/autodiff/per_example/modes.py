@@ -93,10 +93,14 @@ class ClippedMode(Mode):
       >>> import jax, jax.numpy as jnp, optax, fnet
       >>> def loss(params, model_state, batch, key):
       ...     return batch["x"] @ params["w"]
-      >>> mode = fnet.autodiff.clipped(1.0, noise_multiplier=0.5, expected_batch_size=2)
+      >>> mode = fnet.autodiff.clipped(
+      ...     1.0, noise_multiplier=0.5, expected_batch_size=2
+      ... )
       >>> step = fnet.make_step(loss, optax.sgd(0.1), mode)
       >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1), key=jax.random.key(0)
+      ...     params={"w": jnp.zeros(2)},
+      ...     optimizer=optax.sgd(0.1),
+      ...     key=jax.random.key(0),
       ... )
       >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 0.5]])})
       >>> float(metrics["clipped"]), float(metrics["norm_max"])
@@ -202,10 +206,15 @@ def per_example() -> "PerExampleMode":
       ...     return batch["x"] @ params["w"]
       >>> step = fnet.make_step(loss, optax.sgd(0.1), fnet.autodiff.per_example())
       >>> state = fnet.TrainState.create(
-      ...     params={"w": jnp.zeros(2)}, optimizer=optax.sgd(0.1), key=jax.random.key(0)
+      ...     params={"w": jnp.zeros(2)},
+      ...     optimizer=optax.sgd(0.1),
+      ...     key=jax.random.key(0),
       ... )
       >>> state, metrics = step(state, {"x": jnp.array([[3.0, 4.0], [0.0, 1.0]])})
-      >>> {name: round(float(metrics[name]), 3) for name in ("norm_max", "grad_sq", "grad_var")}
+      >>> {
+      ...     name: round(float(metrics[name]), 3)
+      ...     for name in ("norm_max", "grad_sq", "grad_var")
+      ... }
       {'norm_max': 5.0, 'grad_sq': 4.0, 'grad_var': 9.0}
     """
     return PerExampleMode()
