@@ -33,7 +33,8 @@ types: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build
 
-# Every benchmark, as one table: runs/bench/benchmarks.md; hours, or make bench BENCH=--quick. Peers
+# Every benchmark, as one log: runs/bench/benchmarks.md; hours. `make bench BENCH=--quick` measures each
+# number of the first page again. Peers
 # that are not installed are left out: .venv/bin/pip install --editable '.[peers,target-gpu,target-tpu]'.
 # With these and no GPU, JAX's plugin may crash where it looks for one: JAX_PLATFORMS=cpu make bench.
 bench: $(VENV)/.installed

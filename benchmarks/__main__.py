@@ -1,7 +1,7 @@
 """Run the benchmarks, each in a process of its own, and write all their claims to one table.
 
     python -m benchmarks                        # all; hours
-    python -m benchmarks --quick                # fewer rounds, fewer cases
+    python -m benchmarks --quick                # each number of the first page, in 15 minutes
     python -m benchmarks --only abn clipped     # names that contain one of these
     python -m benchmarks --only attention       # a full name selects one benchmark
     python -m benchmarks --gpu                  # the main claims on a GPU, in 8 minutes
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import machine, report
+from benchmarks import first_page, machine, report
 from benchmarks.suite import GPU, PATHS, SUITE, Benchmark
 
 FAILED, INTERRUPTED = 1, 130
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, suite: Sequence[Benchmark] = SUITE) 
     parser.add_argument(
         "--only", nargs="+", metavar="PATTERN", help="Names or parts of names; * and ? match."
     )
-    parser.add_argument("--quick", action="store_true", help="Fewer rounds and cases.")
+    parser.add_argument("--quick", action="store_true", help="Only what the first page shows.")
     parser.add_argument("--gpu", action="store_true", help="The main claims, on a GPU.")
     parser.add_argument("--list", action="store_true", help="List the benchmarks and run nothing.")
     for name, meaning in PATHS.items():
@@ -127,6 +127,9 @@ def _run_all(
     results = {b.name: results[b.name] for b in suite if b.name in results}
     written = report.write(described, results, args.out)
     log(report.summarize(results))
+    if args.quick and code != INTERRUPTED:
+        page = first_page.ROOT / "README.md"
+        log(first_page.compare(page.read_text(), results), markup=False)
     log(f"See {', '.join(map(str, written))}.")
     return code
 
@@ -186,10 +189,9 @@ def _progress(result: Mapping[str, Any]) -> str:
 
 
 def _list_table(benchmarks: Sequence[Benchmark]) -> Table:
-    table = Table("name", "what it measures", "with --quick", box=None)
+    table = Table("name", "what it measures", "on the first page", box=None)
     for b in benchmarks:
-        quick = "skipped" if b.quick is None else " ".join(b.quick)
-        table.add_row(b.name, escape(b.summary), escape(quick))
+        table.add_row(b.name, escape(b.summary), "" if b.quick is None else "yes")
     return table
 
 

@@ -47,6 +47,7 @@ class Claim:
       ratio: measured ratio to the baseline, or a figure in the unit that the claim names.
       target: a comparison, such as ``<= 0.39``, or "".
       kind: one of `KINDS`.
+      limit: if the target is a limit that no program can pass, how the limit was found.
 
     Raises:
       ValueError: for an unknown kind, or a target that is not a comparison.
@@ -57,6 +58,7 @@ class Claim:
     ratio: float
     target: str = ""
     kind: str = "memory"
+    limit: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -103,7 +105,7 @@ class Claim:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Claim":
         """Read the result of `as_json`."""
-        fields = {f.name: saved[f.name] for f in dataclasses.fields(cls)}
+        fields = {f.name: saved[f.name] for f in dataclasses.fields(cls) if f.name in saved}
         return cls(**fields | {"ratio": math.nan if saved["ratio"] is None else saved["ratio"]})
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import chart, machine, report
+from benchmarks import chart, machine, readme, report
 from benchmarks.claims import Claim
 from benchmarks.measure import markdown_table
 
@@ -150,6 +150,44 @@ def update_page(page: str, described: Mapping[str, Any], results: report.Results
     )
     table = markdown_table(lines(results), left=3)
     return f"{before}{BEGIN}\n{table}\n\n{notes}\n\n{END}{after}"
+
+
+def compare(page: str, results: report.Results) -> str:
+    """Tabulate the page's figures next to those of new results; "" where one was not measured."""
+    saved = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())["results"]
+    rows = []
+    for headline in HEADLINES:
+        sides = [(True, f, f"fnet {f.name}".strip()) for f in headline.ours]
+        sides += [(False, f, f.name) for f in headline.others]
+        for ours, wanted, name in sides:
+            shown, new = (_figure_or_none(wanted, ours, headline, r) for r in (saved, results))
+            rows.append(_compared(headline.text, name, shown, new))
+    new = results.get("readme", {}).get("data", {}).get("measured", {})
+    for sign, shown in readme.published(page).items():
+        for i, unit in enumerate(("MB", "s per step")):
+            value = new[sign][i] if new else None
+            rows.append(_compared(f"the program, {unit}", readme.NAMES[sign], shown[i], value))
+    return markdown_table(rows, left=2)
+
+
+def _figure_or_none(
+    wanted: Figure, ours: bool, headline: Headline, results: report.Results
+) -> float | None:
+    claims = report.claims_of(results.get(headline.benchmark, {}))
+    try:
+        return figure(wanted, ours, headline, claims)
+    except ValueError:  # the baseline is not installed
+        return None
+
+
+def _compared(text: str, program: str, shown: float | None, new: float | None) -> dict[str, str]:
+    return {
+        "": text,
+        "program": program,
+        "first page": f"{shown:.2f}" if shown is not None else "",
+        "here": f"{new:.2f}" if new is not None else "",
+        "here / first page": f"{new / shown:.2f}" if shown and new is not None else "",
+    }
 
 
 def figure(wanted: Figure, ours: bool, headline: Headline, claims: list[Claim]) -> float:

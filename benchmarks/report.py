@@ -1,7 +1,7 @@
-"""Table of all claims as Markdown and JSON, with the machine that they were measured on."""
+"""Log of all claims as Markdown and JSON, with the machine that they were measured on."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,17 @@ def read(folder: Path, described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_markdown(described: Mapping[str, Any], results: Results, picture: str = "") -> str:
-    """Format the page: machine, summary, table and chart."""
-    rows = list(_rows(results))
-    parts = ["# Benchmarks", f"{machine.format_machine(described)}.", summarize(results)]
-    if rows:
-        parts += [markdown_table(rows, left=4), _legend(results)]
+    """Format the log: machine, dates, summary, and a section for each benchmark."""
+    parts = [
+        "# Benchmark log",
+        "`python -m benchmarks --out docs/benchmarks` writes this page.",
+        f"{machine.format_machine(described)}.{_dates(results)}",
+        summarize(results),
+        _legend(),
+    ]
     if picture:
         parts.append(f"![Memory by depth]({picture})")
+    parts += [_section(name, result) for name, result in results.items()]
     return "\n\n".join(parts) + "\n"
 
 
@@ -81,42 +85,59 @@ def claims_of(result: Mapping[str, Any]) -> list[Claim]:
     return [Claim.from_json(c) for c in result.get("claims", ())]
 
 
-def _rows(results: Results) -> Iterator[dict[str, str]]:
-    for name, result in results.items():
-        installed = dict(result.get("versions", {}))
-        if installed.get("jaxlib") == installed.get("jax"):
-            installed.pop("jaxlib", None)
-        versions = ", ".join(f"{name} {version}" for name, version in installed.items())
-        for c in claims_of(result):
-            yield _row(
-                name, c.claim, c.baseline, versions, c.shown, c.target, VERDICTS[c.met], c.kind
-            )
-        for baseline in result.get("missing", ()):
-            yield _row(name, "not installed", baseline)
-        if result.get("why"):
-            yield _row(name, result["why"])
+def _section(name: str, result: Mapping[str, Any]) -> str:
+    """Format one benchmark: how it ran, its claims, and what it lacked."""
+    parts = [f"## {name}"]
+    if "seconds" in result:
+        parts.append(_run(result))
+    if rows := [_row(c) for c in claims_of(result)]:
+        parts.append(markdown_table(rows, left=2))
+    parts += [f"Target of {c.claim}: {c.limit}" for c in claims_of(result) if c.limit]
+    if missing := result.get("missing"):
+        parts.append(f"Not installed: {', '.join(missing)}.")
+    if "why" in result:
+        parts.append(f"No result: {result['why']}.")
+    return "\n\n".join(parts)
 
 
-def _row(name: str, claim: str, *cells: str) -> dict[str, str]:
-    header = "benchmark", "claim", "baseline", "versions", "ratio", "target", "met", "kind"
-    padded = [f"`{name}`", claim, *cells, *[""] * (len(header) - 2 - len(cells))]
-    return dict(zip(header, (cell.replace("|", "\\|") for cell in padded), strict=True))
+def _run(result: Mapping[str, Any]) -> str:
+    """Describe how a benchmark ran."""
+    installed = dict(result.get("versions", {}))
+    if installed.get("jaxlib") == installed.get("jax"):
+        installed.pop("jaxlib", None)
+    versions = ", ".join(f"{name} {version}" for name, version in installed.items())
+    return (
+        f"`python {' '.join(result['command'][1:])}` took {result['seconds']:.0f} s and ended "
+        f"{result['ended']}, with load average {result['load']:.1f} at the start. "
+        f"Versions: {versions or 'not known'}."
+    )
 
 
-def _legend(results: Results) -> str:
+def _row(c: Claim) -> dict[str, str]:
+    cells = {
+        "claim": c.claim,
+        "baseline": c.baseline,
+        "ratio": c.shown,
+        "target": c.target,
+        "met": VERDICTS[c.met],
+        "kind": c.kind,
+    }
+    return {name: cell.replace("|", "\\|") for name, cell in cells.items()}
+
+
+def _dates(results: Results) -> str:
+    """First and last day of the measurements."""
+    days = sorted(result["ended"][:10] for result in results.values() if "ended" in result)
+    return f" Measured from {days[0]} to {days[-1]}." if days else ""
+
+
+def _legend() -> str:
     lines = [
         "Ratios are relative to the baseline, in three digits or more, rounded to the worse side. "
-        "Targets are compared with the unrounded figure. Kinds:",
+        "Targets are internal, and compared with the unrounded figure. Kinds:",
         "",
     ]
     for name, kind in KINDS.items():
         varies = "the same in every run" if kind.deterministic else "differs from run to run"
         lines.append(f"- {name}: {kind.meaning}; {varies}")
-    lines += ["", "Commands:", ""]
-    for name, result in results.items():
-        if "seconds" in result:
-            lines.append(
-                f"- `{' '.join(result['command'][1:])}`: {result['seconds']:.0f} s, ended "
-                f"{result['ended']}, load average {result['load']:.1f} at the start ({name})"
-            )
     return "\n".join(lines)

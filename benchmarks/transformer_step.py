@@ -35,6 +35,7 @@ from fnet.memory import peak
 OPTIMIZER = optax.adamw(1e-3)
 KEY = jax.random.key(0)
 POLICIES = ("none", "norms", "dots", "segments")
+WITH_CONTEXT = POLICIES[:2]
 FLAX, REMAT = "flax linen", "flax linen, nn.remat per block"
 
 
@@ -178,7 +179,9 @@ def main() -> None:
         state = jax.eval_shape(
             lambda m=model: fnet.TrainState.create(m, OPTIMIZER, jax.random.key(0))
         )
-        for policy in s.policies if context is None else s.policies[:2]:
+        for policy in s.policies:
+            if context and policy not in WITH_CONTEXT:
+                continue
             step = fnet.make_step(loss, OPTIMIZER, remat=policy)
             name = f"fnet, {policy}" + (f", {context} context" if context else "")
             programs_by_name[name] = programs(step.lower(*put((state, batch))), target)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import fnet
+from benchmarks import readme
 from fnet.layers import activations
 from train import arguments
 from train.config import recipes
@@ -56,16 +57,13 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_programs_of_the_readme_print_what_it_shows(capsys):
+def test_programs_of_the_readme_print_what_it_shows():
     text = (ROOT / "README.md").read_text()
-    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    shown = re.findall(r"^([-+]) (\d+) MB, \S+ s per step$", text, re.M)
-    assert [sign for sign, _ in shown] == ["-", "+"]
-    for sign, size in shown:
-        program = "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (sign, " ", ""))
-        exec(compile(program, f"README.md, lines of {sign}", "exec"), {"__name__": "readme"})
-        printed = re.fullmatch(r"(\d+) MB, \S+ s per step\n", capsys.readouterr().out)
-        assert abs(int(printed[1]) - int(size)) <= 0.05 * int(size)
+    shown = readme.published(text)
+    assert list(shown) == ["-", "+"]
+    for sign, program in readme.programs(text).items():
+        size, _ = readme.run(program)
+        assert abs(size - shown[sign][0]) <= 0.05 * shown[sign][0]
 
 
 def test_first_page_of_the_site_has_the_readme_with_links_from_docs():

@@ -1,5 +1,6 @@
 """The README's table and picture; no benchmark is run."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,21 @@ def test_rejects_headline_without_exactly_one_claim(headlines):
         first_page.lines(results(claims=[]))
     with pytest.raises(ValueError, match="expected one claim"):
         first_page.lines(results(claims=2 * results()["bench"]["claims"]))
+
+
+def test_quick_results_are_compared_with_the_page(headlines, tmp_path, monkeypatch):
+    monkeypatch.setattr(first_page, "ROOT", tmp_path)
+    (tmp_path / first_page.FOLDER).mkdir(parents=True)
+    saved = {"machine": MACHINE, "results": results()}
+    (tmp_path / first_page.FOLDER / "benchmarks.json").write_text(json.dumps(saved))
+    page = "- 640 MB, 0.97 s per step\n+ 166 MB, 0.46 s per step\n"
+    new = results(claims=[Claim("step: time", "plain", 0.6).as_json()])
+    new["readme"] = {"data": {"measured": {"-": [640, 0.5], "+": [83, 0.25]}}}
+    lines = first_page.compare(page, new).splitlines()
+    assert "| time of a step | fnet | 0.30 | 0.60 | 2.00 |" in lines
+    assert "| time of a step | theirs | 0.60 |  |  |" in lines  # not measured
+    assert "| the program, MB | fnet | 166.00 | 83.00 | 0.50 |" in lines
+    assert "| the program, s per step | flax and optax | 0.97 | 0.50 | 0.52 |" in lines
 
 
 def test_rejects_page_without_marks(headlines):
