@@ -162,11 +162,11 @@ def compare(page: str, results: report.Results) -> str:
         for ours, wanted, name in sides:
             shown, new = (_figure_or_none(wanted, ours, headline, r) for r in (saved, results))
             rows.append(_compared(headline.text, name, shown, new))
-    new = results.get("readme", {}).get("data", {}).get("measured", {})
-    for sign, shown in readme.published(page).items():
-        for i, unit in enumerate(("MB", "s per step")):
-            value = new[sign][i] if new else None
-            rows.append(_compared(f"the program, {unit}", readme.NAMES[sign], shown[i], value))
+    printed = results.get("readme", {}).get("data", {}).get("measured", {})
+    for sign, figures in readme.published(page).items():
+        here = printed.get(sign, (None, None))
+        for unit, before, now in zip(("MB", "s per step"), figures, here, strict=True):
+            rows.append(_compared(f"the program, {unit}", readme.NAMES[sign], before, now))
     return markdown_table(rows, left=2)
 
 
