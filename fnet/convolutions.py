@@ -1,20 +1,28 @@
-"""3x3 convolutions on a CPU as matrix products, with Winograd's minimal filtering.
+"""Convolutions on a CPU as matrix products or sums, where XLA's own are slow.
 
-A tile of 2x2 outputs of a 3x3 convolution depends on 4x4 inputs. Transformed by additions, tile and
-kernel meet in 16 products per pair of channels, in place of 36. All tiles together are 16 matrix
-products. They run over a few images at a time, whose tiles fit into the cache.
+**3x3 convolutions** use Winograd's minimal filtering. A tile of 2x2 outputs depends on 4x4 inputs.
+Transformed by additions, tile and kernel meet in 16 products per pair of channels, in place of 36.
+All tiles together are 16 matrix products. They run over a few images at a time, whose tiles fit
+into the cache.
 
 A dilated kernel that reaches far beyond the images meets mostly padding. One matrix product for
 each kernel element leaves the padding out.
+
+**Depthwise convolutions** become one fused sum of shifted images. XLA's take 10 to 80 times as
+long, and up to 27 times the memory of the images.
+
+**Kernel gradients of grouped convolutions** become one product of all groups for each kernel
+element. XLA's, a plain loop, take 25 times as long or more.
 
 References:
   Lavin and Gray 2016, "Fast algorithms for convolutional neural networks", CVPR, arXiv:1509.09308,
   section 4.1: F(2x2, 3x3) and its matrices.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,18 +51,24 @@ _LEAST_SAVING = 1.15
 _MOST_USED = 0.4
 # Below this many multiplications, times do not matter.
 _LEAST_MULTIPLICATIONS = 2**24
+# Sums over more kernel elements take long to compile.
+_MOST_ELEMENTS = 11 * 11
+# Sums of 16-bit products are in float32.
+_DTYPES = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-def with_fast_convolutions(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function compute its large 3x3 convolutions as fewer matrix products.
+def with_fast_convolutions(f: Callable[..., Any], *, one_device: bool = True) -> Callable[..., Any]:
+    """Make a function compute its convolutions in ways that are faster on a CPU.
 
-    It replaces float32 convolutions of stride 1, their gradients by input and their gradients by
-    kernel, also inside of scans and remat. Most use Winograd's algorithm. Values differ by
-    rounding: about 1e-6, relative to the largest. Differentiate the function before, not after. It
-    is for programs of one CPU: sharded batches would be gathered.
+    It replaces float32 convolutions, their gradients by input and their gradients by kernel, also
+    inside of scans and remat: large 3x3 ones of stride 1, depthwise ones, and the kernel gradients
+    of grouped ones. Values differ by rounding: about 1e-6, relative to the largest. Differentiate
+    the function before, not after.
 
     Args:
       f: A function of pytrees of arrays.
+      one_device: Whether the program runs on one device. On several, loops over images would
+        gather sharded batches: 3x3 convolutions and kernel gradients of depthwise ones stay.
 
     Returns:
       A function with the same arguments and results, to be called inside of `jax.jit`.
@@ -81,20 +95,182 @@ def with_fast_convolutions(f: Callable[..., Any]) -> Callable[..., Any]:
             lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
         )(*leaves)
         # Derivative rules hold no convolutions that run: everything is differentiated already.
-        results = jaxpr_as_fun(rewrite(closed, _replace))(*leaves)
+        replace = functools.partial(_replace, one_device=one_device)
+        results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return fast
 
 
-def _replace(eqn: JaxprEqn) -> JaxprEqn:
-    algorithm = _algorithm(eqn) if eqn.primitive.name == "conv_general_dilated" else None
+def _replace(eqn: JaxprEqn, *, one_device: bool) -> JaxprEqn:
+    algorithm = None
+    if eqn.primitive.name == "conv_general_dilated" and _has_default_precision(eqn):
+        algorithm = _by_groups(eqn, one_device=one_device)
+        if algorithm is None and one_device:
+            algorithm = _algorithm(eqn)
     if algorithm is None:
         return eqn
     inputs = [jax.ShapeDtypeStruct(aval(v).shape, aval(v).dtype) for v in eqn.invars]
     [call] = jax.make_jaxpr(jax.jit(algorithm))(*inputs).eqns
     replaced: JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
     return replaced
+
+
+def _has_default_precision(eqn: JaxprEqn) -> bool:
+    dtypes = {aval(v).dtype for v in (*eqn.invars, *eqn.outvars)}
+    is_default = eqn.params["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
+    return is_default and len(dtypes) == 1 and dtypes <= _DTYPES
+
+
+def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], Array] | None:
+    """Return a faster function of a grouped convolution's inputs, or None."""
+    p = eqn.params
+    lhs, rhs, out = (aval(v) for v in (*eqn.invars, *eqn.outvars))
+    rank = len(lhs.shape) - 2
+    groups = max(p["feature_group_count"], p["batch_group_count"])
+    if groups == 1 or rank not in (1, 2):
+        return None
+
+    def two(values: Iterable[int]) -> tuple[int, ...]:
+        """Return values of two axes. A sequence is an image of one row."""
+        return (*[1] * (2 - rank), *values)
+
+    def images(x: Array) -> Array:
+        return x.reshape(x.shape[0], *two(x.shape[1:-1]), x.shape[-1])
+
+    strides, dilation = two(p["window_strides"]), two(p["rhs_dilation"])
+    pads = [(0, 0, 0)] * (2 - rank) + [
+        (low, high, spacing - 1)
+        for (low, high), spacing in zip(p["padding"], p["lhs_dilation"], strict=True)
+    ]
+    spatial = tuple(range(1, rank + 1))
+    match p["dimension_numbers"]:
+        case (lhs_spec, (to_out, to_in, *window), out_spec) if (
+            lhs_spec == out_spec == (0, rank + 1, *spatial)
+            and p["feature_group_count"] == lhs.shape[-1] == out.shape[-1]
+        ):
+            size = two(rhs.shape[d] for d in window)
+            steps = _Steps(two(out.shape[1:-1]), strides, dilation)
+
+            def f(x: Array, kernel: Array) -> Array:
+                kernel = kernel.transpose(*window, to_in, to_out)
+                kernel = kernel.reshape(*size, 1, 1, 1, kernel.shape[-1])
+                return _depthwise(images(x), kernel, pads, steps)
+
+        case (lhs_spec, rhs_spec, out_spec) if (
+            lhs_spec == rhs_spec == (rank + 1, 0, *spatial)
+            and out_spec == (rank, rank + 1, *range(rank))
+            and p["batch_group_count"] == groups
+        ):
+            # A strided convolution has a dilated cotangent, and a dilated one a strided window.
+            steps = _Steps(two(rhs.shape[1:-1]), dilation, strides)
+            size = two(out.shape[:rank])
+            shape = (*size, *out.shape[rank:])
+            is_depthwise = groups == lhs.shape[-1] == rhs.shape[-1]
+            if is_depthwise and not one_device:
+                return None
+
+            def f(x: Array, cotangent: Array) -> Array:
+                x, cotangent = images(x), images(cotangent)
+                if is_depthwise:
+                    return _depthwise_kernel_gradient(x, cotangent, shape, pads, steps)
+                return _grouped_kernel_gradient(x, cotangent, shape, pads, steps, groups)
+
+        case _:
+            return None
+    if math.prod(size) > _MOST_ELEMENTS:
+        return None
+    return lambda x, y: f(x, y).reshape(out.shape).astype(out.dtype)
+
+
+class _Steps(NamedTuple):
+    """Positions of a window's elements.
+
+    Attributes:
+      size: Height and width of the output.
+      strides: Inputs between outputs, per spatial axis.
+      dilation: Inputs between kernel elements, per spatial axis.
+    """
+
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def along(self, axis: int, element: int) -> slice:
+        """Return the inputs that meet an element, over all outputs."""
+        start = element * self.dilation[axis]
+        stop = start + (self.size[axis] - 1) * self.strides[axis] + 1
+        return slice(start, stop, self.strides[axis])
+
+
+def _depthwise(x: Array, kernel: Array, pads: list[tuple[int, int, int]], steps: _Steps) -> Array:
+    """Convolve each channel of [N, H, W, C] with its kernel, [rows, columns, 1, 1, 1, C]."""
+    x = _padded(x, pads)
+    elements = itertools.product(*map(range, kernel.shape[:2]))
+    kernel = kernel.astype(jnp.float32)
+    terms = [x[:, steps.along(0, i), steps.along(1, j)] * kernel[i, j] for i, j in elements]
+    return functools.reduce(jnp.add, terms)
+
+
+def _depthwise_kernel_gradient(
+    x: Array,
+    cotangent: Array,
+    shape: tuple[int, ...],
+    pads: list[tuple[int, int, int]],
+    steps: _Steps,
+) -> Array:
+    """Return the gradient by a depthwise kernel, [rows, columns, 1, C], row by row of images."""
+    x = _padded(x, pads)
+    rows, columns, _, channels = shape
+    images, height = cotangent.shape[:2]
+    window = (1, (rows - 1) * steps.dilation[0] + 1, *x.shape[2:])
+
+    def add(total: Array, position: tuple[Array, Array]) -> tuple[Array, None]:
+        image, row = position
+        inputs = jax.lax.dynamic_slice(x, (image, row * steps.strides[0], 0, 0), window)[0]
+        outputs = cotangent[image, row].astype(jnp.float32)
+        products = [
+            (inputs[i * steps.dilation[0], steps.along(1, j)] * outputs).sum(0)
+            for i, j in itertools.product(range(rows), range(columns))
+        ]
+        return total + jnp.stack(products), None
+
+    positions = jnp.divmod(jnp.arange(images * height), height)
+    total, _ = jax.lax.scan(add, jnp.zeros((rows * columns, channels), jnp.float32), positions)
+    return total.reshape(shape)
+
+
+def _grouped_kernel_gradient(
+    x: Array,
+    cotangent: Array,
+    shape: tuple[int, ...],
+    pads: list[tuple[int, int, int]],
+    steps: _Steps,
+    groups: int,
+) -> Array:
+    """Return the gradient by a grouped kernel, [rows, columns, C / groups, D]."""
+    x = _padded(x, pads)
+    rows, columns, _, features = shape
+    cotangent = cotangent.reshape(*cotangent.shape[:3], groups, features // groups)
+    lengths = [(size - 1) * stride + 1 for size, stride in zip(*steps[:2], strict=True)]
+
+    def one(element: Array) -> Array:
+        start = element * jnp.array(steps.dilation)
+        window = (x.shape[0], *lengths, x.shape[3])
+        inputs = jax.lax.dynamic_slice(x, (0, start[0], start[1], 0), window)
+        inputs = inputs[:, :: steps.strides[0], :: steps.strides[1]]
+        inputs = inputs.reshape(*inputs.shape[:3], groups, -1)
+        return jnp.einsum("nhwgc,nhwgd->cgd", inputs, cotangent, preferred_element_type=jnp.float32)
+
+    elements = jnp.stack(jnp.divmod(jnp.arange(rows * columns), columns), 1)
+    gradient: Array = jax.lax.map(one, elements)
+    return gradient.reshape(shape)
+
+
+def _padded(x: Array, pads: list[tuple[int, int, int]]) -> Array:
+    """Pad images once: XLA would compute the padding again for each kernel element."""
+    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
+    return jax.lax.optimization_barrier(padded)
 
 
 class _Window(NamedTuple):
@@ -131,20 +307,15 @@ class _Window(NamedTuple):
 
 
 def _algorithm(eqn: JaxprEqn) -> Callable[[Array, Array], Array] | None:
-    """Return a faster function of the equation's inputs, or None."""
+    """Return a faster function of a 3x3 convolution's inputs, or None."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     lhs, rhs = (aval(v) for v in eqn.invars)
     out = aval(eqn.outvars[0])
-    fits = (
-        lhs.dtype == rhs.dtype == out.dtype == jnp.float32
-        and len(lhs.shape) == 4
-        and p["feature_group_count"] == p["batch_group_count"] == 1
-        and p["precision"] in (None, (jax.lax.Precision.DEFAULT,) * 2)
-        and tuple(p["lhs_dilation"]) == (1, 1)
-        and min(min(pair) for pair in p["padding"]) >= 0
-    )
-    if not fits:
+    is_grouped = max(p["feature_group_count"], p["batch_group_count"]) > 1
+    is_plain = lhs.dtype == jnp.float32 and len(lhs.shape) == 4
+    is_cropped = min(min(pair) for pair in p["padding"]) < 0
+    if not is_plain or is_grouped or is_cropped or tuple(p["lhs_dilation"]) != (1, 1):
         return None
     padding = tuple(p["padding"])
     images = (0, 3, 1, 2)

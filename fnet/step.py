@@ -176,14 +176,19 @@ class Step:
     def _jitted_for_one_cpu(self) -> jax.stages.Wrapped:
         return _jit(with_fast_convolutions(self.apply))
 
+    @functools.cached_property
+    def _jitted_for_cpus(self) -> jax.stages.Wrapped:
+        return _jit(with_fast_convolutions(self.apply, one_device=False))
+
     def _jitted_for(self, state: TrainState, batch: Any) -> jax.stages.Wrapped:
         """Return the jitted step for the devices of these arguments."""
         leaves = jax.tree.leaves((state.step, batch))
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         devices = {d for s in shardings if s for d in s.device_set}
         platforms = {d.platform for d in devices} or {jax.default_backend()}
-        on_one_cpu = len(devices) <= 1 and platforms == {"cpu"}
-        return self._jitted_for_one_cpu if on_one_cpu else self.jitted
+        if platforms != {"cpu"}:
+            return self.jitted
+        return self._jitted_for_one_cpu if len(devices) <= 1 else self._jitted_for_cpus
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step; ``state`` is donated."""

@@ -26,7 +26,7 @@ def any_size(monkeypatch):
 
 
 def convolution(x, kernel, padding="SAME", dilation=(1, 1), **options):
-    numbers = ("NHWC", "HWIO", "NHWC")
+    numbers = ("NHWC", "HWIO", "NHWC") if x.ndim == 4 else ("NLC", "LIO", "NLC")
     return jax.lax.conv_general_dilated(
         x,
         kernel,
@@ -82,6 +82,67 @@ def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
     with jax.enable_x64(True):
         expected = jax.jit(f)(*(np.float64(a) for a in args))
     for got, exact in zip(jax.jit(with_fast_convolutions(f))(*args), expected, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
+
+
+# images, channels, groups, kernel, strides, padding, dilation.
+GROUPED = {
+    "depthwise": ((3, 6, 5), 4, 4, (3, 3), (1, 1), "SAME", (1, 1)),
+    "depthwise, large kernel": ((2, 5, 6), 3, 3, (7, 5), (1, 1), "SAME", (1, 1)),
+    "depthwise, strided": ((2, 8, 7), 4, 4, (3, 3), (2, 3), "SAME", (1, 1)),
+    "depthwise, cropped by its stride": ((2, 8, 8), 4, 4, (2, 2), (3, 3), "VALID", (1, 1)),
+    "depthwise, dilated": ((2, 9, 8), 2, 2, (3, 2), (1, 1), ((1, 2), (3, 0)), (2, 3)),
+    "depthwise, sequences": ((3, 9), 4, 4, (4,), (1,), ((3, 0),), (1,)),
+    "grouped, sequences": ((3, 9), 4, 2, (4,), (2,), "SAME", (1,)),
+    "grouped": ((3, 6, 5), 8, 2, (3, 3), (1, 1), "SAME", (1, 1)),
+    "grouped, strided and dilated": ((2, 9, 8), 6, 3, (3, 2), (2, 1), "SAME", (1, 2)),
+}
+
+
+def test_depthwise_convolutions_of_bfloat16_are_summed_in_float32():
+    kernel = jnp.ones((8, 8, 1, 4), jnp.bfloat16)
+    x = jnp.full((2, 12, 12, 4), 1 + 2**-7, jnp.bfloat16)
+
+    def gradient(kernel):
+        options = {"feature_group_count": 4}
+        return jax.grad(lambda k: convolution(x, k, "VALID", **options).sum())(kernel)
+
+    for f, exact in (
+        (lambda k: convolution(x, k, "VALID", feature_group_count=4), 64.5),
+        (gradient, 50.390625),
+    ):
+        assert convolutions_left(with_fast_convolutions(f), kernel) == 0
+        y = jax.jit(with_fast_convolutions(f))(kernel)
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(y, jnp.bfloat16(exact))
+
+
+@pytest.mark.parametrize("one_device", [True, False])
+@pytest.mark.parametrize("case", GROUPED)
+def test_grouped_convolutions_match_float64(case, one_device):
+    images, channels, groups, size, strides, padding, dilation = GROUPED[case]
+    rng = np.random.default_rng(0)
+
+    def conv(x, kernel):
+        options = {"window_strides": strides, "feature_group_count": groups}
+        return convolution(x, kernel, padding, dilation, **options)
+
+    def f(x, kernel, cotangent):
+        y, pull = jax.vjp(conv, x, kernel)
+        return y, *pull(cotangent)
+
+    x = rng.normal(size=(*images, channels)).astype(np.float32)
+    kernel = rng.normal(size=(*size, channels // groups, channels)).astype(np.float32)
+    cotangent = rng.normal(size=jax.eval_shape(conv, x, kernel).shape).astype(np.float32)
+    args = x, kernel, cotangent
+    fast = with_fast_convolutions(f, one_device=one_device)
+    # The gradient by a depthwise kernel runs over images, which several devices may share.
+    left = (not one_device) if groups == channels else 2
+    assert convolutions_left(fast, *args) == left
+    with jax.enable_x64(True):
+        expected = jax.jit(f)(*(np.float64(a) for a in args))
+    for got, exact in zip(jax.jit(fast)(*args), expected, strict=True):
+        assert np.asarray(exact).dtype == np.float64
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 

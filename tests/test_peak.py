@@ -152,24 +152,55 @@ def test_ynnpack_computes_products_but_no_convolutions(options):
     assert "convolution(" in text[text.index("ENTRY") :]
 
 
-def test_convolution_workspace_holds_the_padded_input():
-    def f(x, kernel, dilation=1):
-        return jax.lax.conv_general_dilated(
-            *(x, kernel, (1, 1), "SAME"),
-            rhs_dilation=(dilation, dilation),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+def convolution(x, kernel, dilation=1, stride=1, groups=1):
+    return jax.lax.conv_general_dilated(
+        *(x, kernel, (stride, stride), "SAME"),
+        rhs_dilation=(dilation, dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
 
-    x = jax.ShapeDtypeStruct((8, 16, 16, 4), jnp.float32)
-    kernel = jax.ShapeDtypeStruct((3, 3, 4, 8), jnp.float32)
-    p = peak(compiled(f, x, kernel))
-    assert p.workspace == 4 * 8 * 18 * 18 * 4
+
+def test_workspace_of_a_convolution_in_ynnpack_holds_the_padded_input():
+    x = jax.ShapeDtypeStruct((8, 64, 64, 64), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
+    program = compiled(convolution, x, kernel, options={})
+    assert "__ynn_fusion" in program.as_text()
+    p = peak(program)
+    assert p.workspace == 4 * 8 * 66 * 66 * 64
     assert p.total == p.assigned + p.workspace
     assert peak(compiled(lambda x, y: x @ y, X, X)).workspace == 0
     large = jax.ShapeDtypeStruct((3, 3, 64, 256), jnp.float32)
     x = jax.ShapeDtypeStruct((1, 16, 16, 64), jnp.float32)
-    p = peak(compiled(functools.partial(f, dilation=12), x, large))
+    p = peak(compiled(functools.partial(convolution, dilation=12), x, large, options={}))
     assert p.workspace == 4 * (2 * (16 + 24) ** 2 * 64 + large.size)
+
+
+def test_workspace_of_a_convolution_in_eigen():
+    x = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 64, 32), jnp.float32)
+    assert eigen_workspace(convolution, x, kernel) == 0
+    half = jax.ShapeDtypeStruct((8, 8, 8, 32), jnp.float32)
+
+    def by_input(kernel, y):
+        strided = functools.partial(convolution, stride=2)
+        return jax.linear_transpose(lambda x: strided(x, kernel), x)(y)[0]
+
+    # The product of each input with all elements and features.
+    assert eigen_workspace(by_input, kernel, half) == 4 * (8 * 8 * 8) * (3 * 3) * 64
+    grouped = jax.ShapeDtypeStruct((3, 3, 16, 64), jnp.float32)
+    assert (
+        eigen_workspace(functools.partial(convolution, groups=4), x, grouped)
+        == 4 * 8 * 18 * 18 * 64
+    )
+
+
+def eigen_workspace(f, *args):
+    [options, _] = CANDIDATE_OPTIONS["cpu"]
+    program = compiled(f, *args, options=options)
+    if "__ynn_fusion" in program.as_text():
+        pytest.skip("this jaxlib gives convolutions to YNNPACK")
+    return peak(program).workspace
 
 
 def test_workspace_of_matrix_products_in_succession():
