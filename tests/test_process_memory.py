@@ -1,6 +1,8 @@
 """Measured memory of the process."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -37,6 +39,36 @@ def test_files_that_are_read_after_the_peak_do_not_count(monkeypatch):
     ):
         status |= changed
         assert memory.bytes() == peak
+
+
+USES_GAPS = """
+import ctypes
+from train.run.process_memory import limit_freed_memory, occupy_gaps
+
+limit_freed_memory()
+library = ctypes.CDLL("libc.so.6")
+library.malloc.restype = ctypes.c_void_p
+library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
+
+def is_in_a_gap():
+    array = library.malloc(2**20)
+    library.free(array)
+    return min(arrays) <= array <= max(arrays)
+
+blocks = [library.malloc(2**20) for _ in range(41)]
+arrays = blocks[1::2]
+for array in arrays:
+    library.free(array)
+print(is_in_a_gap())
+occupy_gaps()
+print(is_in_a_gap())
+"""
+
+
+def test_arrays_do_not_spread_over_occupied_gaps():
+    child = [sys.executable, "-c", USES_GAPS]
+    printed = subprocess.run(child, check=True, capture_output=True, text=True).stdout
+    assert printed.split() == ["True", "False"]
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from train.run.mesh import layout
 from train.run.metrics import NOT_PRIVATE, Meter, input_wait, noise_scale, score_of, throughput
 from train.run.model_files import copy_model_files
 from train.run.planning import StepCache, check_memory_config, compile_step, overhead
-from train.run.process_memory import HighWater
+from train.run.process_memory import HighWater, occupy_gaps
 from train.run.profiling import Profile
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
 from train.run.same_data import check_data, describe_data, write_data
@@ -130,6 +130,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             log(describe_seeds(folder, config))
         atomic_write(folder.memory, as_json(report.as_dict()))
         plots.memory(report, f"{config.name}: memory of a train step", folder.memory_picture)
+        occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
 
         batches = unreadable.watch(run.training_batches(seeds.data))
