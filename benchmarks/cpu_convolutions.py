@@ -34,8 +34,8 @@ from fnet import Layer, losses, memory, models
 from fnet.convolutions import with_fast_convolutions
 from fnet.step import Step
 
-# Images, height and width; channels in and out; dilation.
-SHAPES = {
+# Images, height and width; channels in and out; dilation; groups and kernel size, if not 1 and 3.
+SHAPES: dict[str, tuple[Any, ...]] = {
     "ResNet-9, stage 0, residual": ((64, 15, 15), 128, 128, 1),
     "ResNet-9, stage 1": ((64, 15, 15), 128, 256, 1),
     "ResNet-9, stage 2": ((64, 7, 7), 256, 512, 1),
@@ -44,6 +44,9 @@ SHAPES = {
     "DeepLab, stage 3": ((4, 16, 16), 256, 256, 2),
     "DeepLab, stage 4": ((4, 16, 16), 512, 512, 4),
     "DeepLab, head": ((4, 16, 16), 512, 256, 12),
+    "ConvNeXt, stage 1, depthwise 7x7": ((8, 28, 28), 192, 192, 1, 192, 7),
+    "MobileNet, depthwise 3x3": ((8, 56, 56), 128, 128, 1, 128),
+    "ResNeXt-50, stage 1, 32 groups": ((8, 28, 28), 256, 256, 1, 32),
 }
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 TORCH, FLAX, XLA, FNET = (
@@ -67,12 +70,19 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
 
 
 def convolutions(
-    images: tuple[int, int, int], n_in: int, n_out: int, dilation: int, rounds: int
+    images: tuple[int, int, int],
+    n_in: int,
+    n_out: int,
+    dilation: int,
+    groups: int = 1,
+    size: int = 3,
+    *,
+    rounds: int,
 ) -> dict[str, float]:
-    """Time a 3x3 convolution and both gradients, each as a program of its own."""
+    """Time a convolution and both gradients, each as a program of its own."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(*images, n_in)).astype(np.float32)
-    kernel = rng.normal(size=(3, 3, n_in, n_out)).astype(np.float32)
+    kernel = rng.normal(size=(size, size, n_in // groups, n_out)).astype(np.float32)
     y = rng.normal(size=(*images, n_out)).astype(np.float32)
 
     def convolve(x: Array, kernel: Array) -> Array:
@@ -80,6 +90,7 @@ def convolutions(
             *(x, kernel, (1, 1), "SAME"),
             rhs_dilation=(dilation, dilation),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
         )
 
     def by_input(y: Array, kernel: Array) -> Array:
@@ -103,7 +114,8 @@ def convolutions(
             programs[name].append(functools.partial(compiled, *arrays))
     tensors = [channels_last(a) for a in (x, kernel.transpose(3, 0, 1, 2), y)]
     torch_x, torch_kernel, torch_y = tensors
-    sizes: Any = ([1, 1], [dilation] * 2, [dilation] * 2, False, [0, 0], 1)
+    padding = dilation * (size // 2)
+    sizes: Any = ([1, 1], [padding] * 2, [dilation] * 2, False, [0, 0], groups)
 
     def gradient(mask: list[bool]) -> Any:
         return torch.ops.aten.convolution_backward(
@@ -111,7 +123,9 @@ def convolutions(
         )
 
     programs["torch"] = [
-        lambda: functional.conv2d(torch_x, torch_kernel, padding=dilation, dilation=dilation),
+        lambda: functional.conv2d(
+            torch_x, torch_kernel, padding=padding, dilation=dilation, groups=groups
+        ),
         lambda: gradient([True, False, False]),
         lambda: gradient([False, True, False]),
     ]
@@ -269,13 +283,14 @@ def steps(name: str, images: int, size: int) -> tuple[dict[str, Callable[[], Any
 def main() -> None:
     parser = argument_parser(__doc__, rounds=9)
     parser.add_argument("--only", choices=("shapes", "steps"), help="One of the two tables.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="Shapes.")
     args = parser.parse_args()
     torch.set_num_threads(1)
     claims = []
     if args.only != "steps":
         rows = []
-        for shape, sizes in SHAPES.items():
-            seconds = convolutions(*sizes, rounds=args.rounds)
+        for shape in args.shapes:
+            seconds = convolutions(*SHAPES[shape], rounds=args.rounds)
             cells = {"": shape}
             for i, part in enumerate(("forward", "by input", "by kernel")):
                 times = [seconds[f"{n}/{i}"] for n in ("default", "Eigen", "fnet", "torch")]
