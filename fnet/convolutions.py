@@ -152,8 +152,8 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
             size = two(rhs.shape[d] for d in window)
             steps = _Steps(two(out.shape[1:-1]), strides, dilation)
 
-            def f(x: Array, kernel: Array) -> Array:
-                kernel = kernel.transpose(*window, to_in, to_out)
+            def f(x: Array, y: Array) -> Array:
+                kernel = y.transpose(*window, to_in, to_out)
                 kernel = kernel.reshape(*size, 1, 1, 1, kernel.shape[-1])
                 return _depthwise(images(x), kernel, pads, steps)
 
@@ -170,8 +170,8 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
             if is_depthwise and not one_device:
                 return None
 
-            def f(x: Array, cotangent: Array) -> Array:
-                x, cotangent = images(x), images(cotangent)
+            def f(x: Array, y: Array) -> Array:
+                x, cotangent = images(x), images(y)
                 if is_depthwise:
                     return _depthwise_kernel_gradient(x, cotangent, shape, pads, steps)
                 return _grouped_kernel_gradient(x, cotangent, shape, pads, steps, groups)
@@ -270,7 +270,8 @@ def _grouped_kernel_gradient(
 def _padded(x: Array, pads: list[tuple[int, int, int]]) -> Array:
     """Pad images once: XLA would compute the padding again for each kernel element."""
     padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
-    return jax.lax.optimization_barrier(padded)
+    barrier: Array = jax.lax.optimization_barrier(padded)
+    return barrier
 
 
 class _Window(NamedTuple):
