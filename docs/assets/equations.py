@@ -19,5 +19,9 @@ def on_page_content(content: str, **_: Any) -> str:
 
 def _mathml(match: re.Match[str]) -> str:
     display = "block" if match["open"] == "[" else "inline"
-    math = convert(html.unescape(match["tex"]).strip(), display=display)
+    # The converter knows aligned only by the name that Markdown outside of the site does not.
+    tex = html.unescape(match["tex"]).strip().replace("{aligned}", "{align*}")
+    math = convert(tex, display=display)
+    if "<mi>&</mi>" in math or "<mi>\\" in math:
+        raise ValueError(f"equations: cannot convert {tex}")
     return f'<div class="equation">{math}</div>' if display == "block" else math
