@@ -121,7 +121,7 @@ def torch_step(model: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 
 def saved_bytes(step: Callable[[], Any], arguments: set[torch.Tensor]) -> int:
-    """Bytes of the distinct storages saved for the backward pass, without those of arguments."""
+    """Bytes of the distinct storages saved for the backward pass, without arguments."""
     saved: list[torch.Tensor] = []
 
     def record(t: torch.Tensor) -> torch.Tensor:

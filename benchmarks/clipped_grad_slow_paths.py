@@ -12,7 +12,7 @@ jitted, on the CPU, in float32:
 - "vmap" materializes every per-example gradient with ``jax.vmap(jax.grad(...))``. It then clips
   and sums them with one matrix product per array.
 
-Sums of fnet are compared with those of vmap. It takes about ten minutes.
+The sums of fnet are compared with vmap's. It takes about ten minutes.
 """
 
 import functools

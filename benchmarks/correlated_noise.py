@@ -3,7 +3,7 @@
     python -m benchmarks.correlated_noise
     JAX_PLATFORMS=cpu python -m benchmarks.correlated_noise --target h100
 
-The step is that of an MLP with three dense layers of 512 x 512 and Adam, at a step with all of its
+The model is an MLP with three dense layers of 512 x 512 and Adam, at a step with all of its
 history. Time is with 256 examples; memory with 8, so that activations do not count. The error is
 the root mean square of the noise in the sums of gradients over 2,000 steps, averaged over steps, at
 equal epsilon and delta 1e-5, relative to DP-SGD. ``--target`` needs the target's compiler but no
@@ -116,7 +116,7 @@ def main() -> None:
 def claims(more: dict[str, float], where: str) -> Iterator[Claim]:
     """Claim that correlated noise needs no buffer of the size of the parameters."""
     yield Claim(
-        f"correlated noise, {where}: temporaries above those of DP-SGD / parameters, the largest",
+        f"correlated noise, {where}: temporaries above DP-SGD's / parameters, the largest",
         "one stored buffer per further band: 1.0 or more",
         max(more.values()),
         "<= 0.01",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.data_sources [--path CIFAR10]
 
-Each side makes batches of 128 of the same JPEGs in a fresh process. Small images are those of
+Each side makes batches of 128 of the same JPEGs in a fresh process. Small images are from
 ``CIFAR10/train`` (a folder per class; without it, images of smooth colors), shifted and flipped.
 Large ones have 256 to 400 pixels per side; a random part is resized to 224 x 224 and flipped.
 torch's DataLoader reads the folder, as torchvision's ImageFolder does, and webdataset the tar

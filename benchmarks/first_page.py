@@ -153,7 +153,7 @@ def update_page(page: str, described: Mapping[str, Any], results: report.Results
 
 
 def compare(page: str, results: report.Results) -> str:
-    """Tabulate the page's figures next to those of new results; "" where one was not measured."""
+    """Tabulate the page's figures next to new results; "" if one was not measured."""
     saved = json.loads((ROOT / FOLDER / report.FILES[0]).read_text())["results"]
     rows = []
     for headline in HEADLINES:

@@ -10,7 +10,7 @@ A recipe is trained for a few steps by the command line program, and its summary
 needs the network. When the minutes are over, the programs that are left are skipped.
 
 XLA tries kernels while it compiles, which takes memory too. Where a program never exceeds that,
-its peak is unknown, and the table says so.
+its peak is unknown, which the table shows.
 
 ``--tiny`` runs the same programs at sizes for a test on CPU, and claims nothing.
 """

@@ -121,8 +121,8 @@ def write_data(folder: Path, recipe: str) -> None:
     if "camvid" in options:
         _write_camvid(folder / "camvid", generator)
     if "chat.jsonl" in options:
-        words = [f"question {i}, answer {i * i}. " * (5 + i % 7) for i in range(200)]
-        examples = [{"prompt": w[: len(w) // 3], "answer": w[len(w) // 3 :]} for w in words]
+        texts = [f"question {i}, answer {i * i}. " * (5 + i % 7) for i in range(200)]
+        examples = [{"prompt": t[: len(t) // 3], "answer": t[len(t) // 3 :]} for t in texts]
         (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, examples)))
         write_model(folder / "llama", llama(256, 4))
     if "vit" in options:
@@ -166,7 +166,7 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         }
         for (name, run), within in zip(runs.items(), good, strict=True)
     ]
-    commands = [f"- `{shlex.join(('fnet', 'train', name, *RUNS[name]))}`" for name in runs]
+    commands = "\n".join(shlex.join(("fnet", "train", name, *RUNS[name])) for name in runs)
     parts = (
         "# Predicted and measured memory",
         "[Memory](../memory.md) explains the prediction. Each recipe trains for a few steps on "
@@ -178,7 +178,7 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         markdown_table(rows),
         f"{machine.format_machine(described)}; {'; '.join(versions)}.",
         "Recipes for images or published models get random images and weights, at these sizes:",
-        "\n".join(commands),
+        f"```text\n{commands}\n```",
     )
     return "\n\n".join(parts) + "\n"
 

@@ -3,7 +3,7 @@
     python -m benchmarks.processes
 
 Parameters and optimizer state are sharded over all processes, which run on this machine and
-communicate by gloo. The losses of every step are compared with those of one process. The state's
+communicate by gloo. The losses of every step are compared with one process's. The state's
 bytes are the arguments of the compiled step in one process. At the end, one process resumes from
 the checkpoint of four.
 

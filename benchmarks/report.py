@@ -92,7 +92,9 @@ def _section(name: str, result: Mapping[str, Any]) -> str:
         parts.append(_run(result))
     if rows := [_row(c) for c in claims_of(result)]:
         parts.append(markdown_table(rows, left=2))
-    parts += [f"Target of {c.claim}: {c.limit}" for c in claims_of(result) if c.limit]
+    parts += [
+        f'The target for "{c.claim}" is a limit. {c.limit}' for c in claims_of(result) if c.limit
+    ]
     if missing := result.get("missing"):
         parts.append(f"Not installed: {', '.join(missing)}.")
     if "why" in result:
@@ -138,6 +140,6 @@ def _legend() -> str:
         "",
     ]
     for name, kind in KINDS.items():
-        varies = "the same in every run" if kind.deterministic else "differs from run to run"
-        lines.append(f"- {name}: {kind.meaning}; {varies}")
+        varies = "is the same in every run" if kind.deterministic else "differs from run to run"
+        lines.append(f"- {name}: {kind.meaning}. It {varies}.")
     return "\n".join(lines)

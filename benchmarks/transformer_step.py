@@ -201,7 +201,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
     if not target:
         fastest = {
-            n: fastest_step(compiled, new_state(n), batch)
+            n: fastest_step(compiled, new_state(n), batch, max(1, s.rounds // 2))
             for n, compiled in programs_by_name.items()
         }
         first = {n: loss for n, (_, loss) in fastest.items()}
@@ -248,12 +248,12 @@ def claims(peaks: Mapping[str, int], seconds: Mapping[str, float], where: str) -
 
 
 def fastest_step(
-    compiled: list[jax.stages.Compiled], state: Any, batch: Any
+    compiled: list[jax.stages.Compiled], state: Any, batch: Any, rounds: int
 ) -> tuple[Callable[[], Any], float]:
     """Find the fastest program; return a function that takes its steps, and the first loss."""
     steps = [step_caller(program, jax.tree.map(jnp.copy, state), batch) for program in compiled]
     first = float(steps[0]()["loss"])
-    seconds = interleaved(dict(enumerate(steps)), 3)
+    seconds = interleaved(dict(enumerate(steps)), rounds)
     return steps[min(seconds, key=seconds.__getitem__)], first
 
 

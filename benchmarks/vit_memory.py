@@ -3,7 +3,7 @@
     python -m benchmarks.vit_memory
 
 Both networks have 86.6 million parameters, AdamW and donated state. flax uses its own
-`MultiHeadDotProductAttention`. Temporaries are those of the smallest program that XLA compiles with
+`MultiHeadDotProductAttention`. Temporaries are of the smallest program that XLA compiles with
 `fnet.memory.CANDIDATE_OPTIONS`; residuals are what autodiff asks to save.
 """
 

@@ -245,7 +245,7 @@ def test_log_has_claim_baseline_ratio_target_verdict_and_how_it_ran():
 def test_log_says_how_a_limit_was_found():
     claim = Claim("time", "flax", 1.2, "<= 1.01", "time", "The products alone took 1.01.")
     page = report.as_markdown(MACHINE, {"x": {"claims": [claim.as_json()]}})
-    assert "\nTarget of time: The products alone took 1.01.\n" in page
+    assert '\nThe target for "time" is a limit. The products alone took 1.01.\n' in page
 
 
 def test_log_has_machine_dates_and_summary():
