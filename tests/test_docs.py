@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+import json
 import re
 import shlex
 import subprocess
@@ -77,6 +78,30 @@ def test_first_page_of_the_site_has_the_readme_with_links_from_docs():
     assert {"assets/memory-light.svg", "assets/memory-dark.svg"} <= set(links)
     for link in links:
         assert (DOCS / link).exists(), link
+
+
+def test_code_fits_the_columns_of_the_site():
+    block = re.compile(r"^(```|~~~)[^\n]*\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+    shown = {name_of(page): block.findall(page.read_text()) for page in PAGES}
+    code = {name: [text for _, text in blocks] for name, blocks in shown.items()}
+    for page in DOCS.rglob("*.ipynb"):
+        for cell in json.loads(page.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                outputs = [line for output in cell["outputs"] for line in output.get("text", ())]
+                code.setdefault(name_of(page), []).append(
+                    "".join([*cell["source"], "\n", *outputs])
+                )
+    for module in (ROOT / "fnet").rglob("*.py"):
+        prompts = re.findall(r"^ *((?:>>>|\.\.\.)(?: .*)?)$", module.read_text(), re.MULTILINE)
+        code[name_of(module)] = prompts
+    long = [
+        f"{name}: {line}"
+        for name, blocks in code.items()
+        for text in blocks
+        for line in text.splitlines()
+        if len(line) > WIDTH
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_a_private_program_has_15_lines():
