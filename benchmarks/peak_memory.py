@@ -17,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         }
         for (name, run), within in zip(runs.items(), good, strict=True)
     ]
-    commands = "\n".join(shlex.join(("fnet", "train", name, *RUNS[name])) for name in runs)
+    commands = "\n".join(_command(name) for name in runs)
     parts = (
         "# Predicted and measured memory",
         "[Memory](../memory.md) explains the prediction. Each recipe trains for a few steps on "
@@ -181,6 +182,15 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         f"```text\n{commands}\n```",
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _command(recipe: str) -> str:
+    """Format the command of a run, in the columns of the site."""
+    command = shlex.join(("fnet", "train", recipe, *RUNS[recipe]))
+    # An option stays with its values, so lines break before options.
+    words = command.replace(" --", "\n--").replace(" ", "\0").split("\n")
+    wrapped = textwrap.wrap(" ".join(words), 78, subsequent_indent="    ", break_on_hyphens=False)
+    return " \\\n".join(wrapped).replace("\0", " ")
 
 
 def main() -> None:
