@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from benchmark_cases import MACHINE
 
-from benchmarks import chart, first_page
+from benchmarks import chart, first_page, report
 from benchmarks.claims import Claim
 from benchmarks.suite import SUITE
 
@@ -122,3 +122,9 @@ def test_picture_is_the_same_for_the_same_data_and_has_the_colors_of_its_theme(t
         assert kind.light.lower() in pictures[0]
         assert kind.dark.lower() in pictures[2]
     assert chart.DARK.page.lower() in pictures[2]
+
+
+def test_published_results_have_every_line_of_the_picture():
+    saved = json.loads((first_page.ROOT / first_page.FOLDER / report.FILES[0]).read_text())
+    data = saved["results"][chart.SOURCE]["data"]
+    assert {kind.source for kind in chart.KINDS} <= set(data["temporaries"])
