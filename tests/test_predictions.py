@@ -5,7 +5,7 @@ import os
 import pytest
 from benchmark_cases import MACHINE
 
-from benchmarks.peak_memory import RUNS, as_page, is_good, measure
+from benchmarks.peak_memory import REASONS, RUNS, as_page, is_good, measure
 from train.config import recipes
 
 
@@ -14,11 +14,15 @@ from train.config import recipes
 @pytest.mark.parametrize("recipe", RUNS)
 def test_predicts_the_memory_of_every_recipe(recipe, tmp_path):
     predicted, measured = measure(recipe, tmp_path)
-    assert is_good(predicted, measured), f"predicted {predicted:,} bytes, measured {measured:,}"
+    figures = f"predicted {predicted:,} bytes, measured {measured:,}"
+    if recipe in REASONS and not is_good(predicted, measured):
+        pytest.xfail(f"{figures}: {REASONS[recipe]}")
+    assert is_good(predicted, measured), figures
 
 
 def test_ledger_has_every_recipe():
     assert set(RUNS) == set(recipes.recipes())
+    assert set(REASONS) <= set(RUNS)
 
 
 @pytest.mark.parametrize(
@@ -38,10 +42,11 @@ def test_page_says_which_recipes_leave_the_bound():
     run = {"jax": "0.10.2", "jaxlib": "0.10.2", "date": "2026-01-02"}
     runs = {
         "digits": run | {"predicted": 20_000_000, "measured": 25_000_000},
-        "digits_mlp": run | {"predicted": 20_000_000, "measured": 50_000_000},
+        "finetune_lora": run | {"predicted": 20_000_000, "measured": 50_000_000},
     }
     lines = as_page(MACHINE, runs).splitlines()
     assert "| `digits` | 20.0 | 25.0 | 0.80 | yes | 2026-01-02 |" in lines
-    assert "| `digits_mlp` | 20.0 | 50.0 | 0.40 | no | 2026-01-02 |" in lines
+    assert "| `finetune_lora` | 20.0 | 50.0 | 0.40 | no | 2026-01-02 |" in lines
+    assert f"- `finetune_lora`: {REASONS['finetune_lora']}" in lines
     assert any(line.startswith("1 of 2 recipes are within the bound") for line in lines)
     assert any(line.startswith("A CPU, 2 cores, 8 GiB") for line in lines)
