@@ -117,10 +117,10 @@ def tasks(path: Path) -> list[Task]:
         synthetic("copy", "selective copying, 2 RG-LRU blocks", copy, 18, rg_lru, 1000),
         Task(
             "chains",
-            "stream of 4 Markov chains, 3 attention blocks",
-            language_model(8, attention, 3),
+            "stream of 2 Markov chains, 2 attention blocks",
+            language_model(8, attention, 2),
             token_losses,
-            functools.partial(chain_batches, 2 * ROWS, TOKENS // 4, chains=4, symbols=8, alpha=1),
+            functools.partial(chain_batches, 2 * ROWS, TOKENS // 4, chains=2, symbols=8, alpha=0.5),
             None,
             1200,
         ),
