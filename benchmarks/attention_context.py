@@ -537,8 +537,8 @@ class Comparison(NamedTuple):
         return [with_context - without for with_context, without in pairs]
 
     def cost(self, form: str, figure: str) -> float:
-        """Median of a figure of `Trainer.run`; runs of one seed follow each other."""
-        return statistics.median(result[figure] for result in self.results[0][form])
+        """Figure of the compiled step, as `Trainer.run` returns it."""
+        return self.results[0][form][0][figure]
 
     def as_json(self) -> dict[str, Any]:
         """Settings and, for each group of seeds, losses by form."""
@@ -588,7 +588,7 @@ def rows(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
             "task and network": c.task.what,
             "without": spread(c.losses("none")),
             **{f"{form} - without": spread(c.differences(form)) for form in ("lagged", "current")},
-            **{form: c.verdict(form) for form in ("lagged", "current")},
+            **{f"verdict, {form}": c.verdict(form) for form in ("lagged", "current")},
         }
         for c in comparisons
     ]
@@ -631,14 +631,13 @@ def setting_rows(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
 
 
 def cost_rows(comparisons: Sequence[Comparison]) -> list[dict[str, str]]:
-    """Build the table of costs, relative to the form without contexts."""
+    """Build the table of a step's costs, relative to the form without contexts."""
     return [
         {
             "task and network": c.task.what,
-            "CPU s, without": f"{c.cost('none', 'seconds'):.1f}",
             **{
                 f"{shown}, {form}": f"{c.cost(form, figure) / c.cost('none', figure):.3f}"
-                for shown, figure in (("time", "seconds"), ("FLOPs", "flops"), ("peak", "peak"))
+                for shown, figure in (("FLOPs", "flops"), ("peak bytes", "peak"))
                 for form in ("lagged", "current")
             },
         }
@@ -652,16 +651,13 @@ def spread(values: Sequence[float]) -> str:
 
 
 def claims(comparisons: Sequence[Comparison], quick: bool) -> Iterator[Claim]:
-    """Claim FLOPs; losses and times only of runs that were not shortened."""
+    """Claim FLOPs, and losses of runs that were not shortened."""
     for c, form in itertools.product(comparisons, ("lagged", "current")):
         if not quick:
             without = statistics.mean(c.losses("none"))
             ratio = statistics.mean(c.losses(form)) / without
             what = f"{c.task.what}, {form} context: held-out loss ({c.verdict(form)})"
             yield Claim(what, f"without: {without:.4f}", ratio, kind="quality")
-            ratio = c.cost(form, "seconds") / c.cost("none", "seconds")
-            what = f"{c.task.what}, {form} context: CPU seconds of {c.task.steps} steps"
-            yield Claim(what, "without", ratio, kind="time")
         ratio = c.cost(form, "flops") / c.cost("none", "flops")
         what = f"{c.task.what}, {form} context: FLOPs of a compiled step"
         yield Claim(what, "without", ratio, kind="count")

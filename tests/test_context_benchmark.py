@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,6 +79,18 @@ def test_verdict_needs_two_groups_of_seeds(groups, verdict):
         for differences in groups
     ]
     assert benchmark.Comparison(None, {}, results).verdict("lagged") == verdict
+
+
+def test_page_has_the_losses_of_the_last_run():
+    folder = Path(__file__).parents[1] / "docs/benchmarks"
+    page = (folder / "attention_context.md").read_text()
+    results = json.loads((folder / "benchmarks.json").read_text())["results"]
+    for task in results["attention_context"]["data"].values():
+        for losses in task["losses"]:
+            cells = [benchmark.spread(losses["none"])]
+            for form in ("lagged", "current"):
+                cells.append(benchmark.spread(np.subtract(losses[form], losses["none"]).tolist()))
+            assert " | ".join(cells) in page
 
 
 @pytest.fixture
