@@ -105,8 +105,8 @@ def test_code_fits_the_columns_of_the_site():
 
 
 def test_a_private_program_has_15_lines():
-    page = (DOCS / "private_training.md").read_text()
-    section = page[page.index("## DP-SGD in 15 lines") : page.index("## Configuration")]
+    page = (DOCS / "tutorials" / "private_training.md").read_text()
+    section = page[page.index("## Your own flax model") : page.index("## Before you publish")]
     _, (_, program), _ = CODE.findall(section)
     lines = [line for line in program.splitlines() if line.strip()]
     assert len(lines) == 15
