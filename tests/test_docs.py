@@ -1,7 +1,9 @@
 """What the pages say holds: their code runs, their commands parse, their names are all there are."""
 
+import contextlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import re
@@ -25,12 +27,14 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 API = sorted((DOCS / "api").glob("*.md"))
 WIDTH = 80  # columns of code that the site shows
 CODE = re.compile(r"(?:<!-- needs: (\w+) -->\n)?```python\n(.*?)```", re.DOTALL)
+PRINTED = re.compile(r"\n\n```text\n(.*?)```", re.DOTALL)  # below the code that prints it
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe", "budget"),
+    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate"),
 }
 
 
@@ -51,10 +55,33 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
     # A page adds an activation: to a copy, so that no other test sees it.
     monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
     names = {"__name__": page.name}
-    for i, (needed, code) in enumerate(CODE.findall(page.read_text())):
+    text = page.read_text()
+    for i, block in enumerate(CODE.finditer(text)):
+        needed, code = block.groups()
         if needed:
             pytest.importorskip(needed)
-        exec(compile(code, f"{page.name}, block {i}", "exec"), names)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, f"{page.name}, block {i}", "exec"), names)
+        if shown := PRINTED.match(text, block.end()):
+            assert_prints(printed.getvalue(), shown[1])
+
+
+def assert_prints(printed, shown):
+    """Compare words exactly. Numbers may depend on the machine and on versions."""
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", shown).split()
+    numbers = [
+        [float(n.replace(",", "")) for n in NUMBER.findall(text)] for text in (printed, shown)
+    ]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.25, abs=0.02)
+
+
+def test_a_shown_output_is_compared():
+    assert_prints("12,000 bytes\nloss 1.47\n", "12,100 bytes\nloss 1.46\n")
+    with pytest.raises(AssertionError):
+        assert_prints("loss 1.47\n", "accuracy 1.47\n")
+    with pytest.raises(AssertionError):
+        assert_prints("loss 1.47\n", "loss 2.47\n")
 
 
 @pytest.mark.slow
