@@ -42,11 +42,11 @@ def test_page_says_which_recipes_leave_the_bound():
     run = {"jax": "0.10.2", "jaxlib": "0.10.2", "date": "2026-01-02"}
     runs = {
         "digits": run | {"predicted": 20_000_000, "measured": 25_000_000},
-        "finetune_lora": run | {"predicted": 20_000_000, "measured": 50_000_000},
+        "text_mamba": run | {"predicted": 20_000_000, "measured": 50_000_000},
     }
     lines = as_page(MACHINE, runs).splitlines()
     assert "| `digits` | 20.0 | 25.0 | 0.80 | yes | 2026-01-02 |" in lines
-    assert "| `finetune_lora` | 20.0 | 50.0 | 0.40 | no | 2026-01-02 |" in lines
-    assert f"- `finetune_lora`: {REASONS['finetune_lora']}" in lines
+    assert "| `text_mamba` | 20.0 | 50.0 | 0.40 | no | 2026-01-02 |" in lines
+    assert f"- `text_mamba`: {REASONS['text_mamba']}" in lines
     assert any(line.startswith("1 of 2 recipes are within the bound") for line in lines)
     assert any(line.startswith("A CPU, 2 cores, 8 GiB") for line in lines)

@@ -17,6 +17,7 @@ from fnet.step import Executable, plan_step
 from train.data import PREFETCHED_BATCHES
 from train.errors import UserError
 from train.run import process_memory
+from train.run.frozen import without_frozen
 from train.run.process_memory import Overhead
 from train.run.setup import Setup
 
@@ -286,7 +287,8 @@ def overhead(run: Setup, target: Target | None = None) -> Overhead:
         return Overhead()
     workers = getattr(run.config.data, "workers", 0)
     batches = PREFETCHED_BATCHES + 3
-    return process_memory.overhead(run.state_shapes, run.batch_shapes, batches, workers)
+    written = without_frozen(run.state_shapes)
+    return process_memory.overhead(written, run.batch_shapes, batches, workers)
 
 
 def reserve(run: Setup, target: Target | None = None) -> int:

@@ -176,7 +176,8 @@ def occupy_gaps() -> None:
         while size >= _SMALLEST_GAP:
             end = library.sbrk(0)
             block = library.malloc(size)
-            if library.sbrk(0) != end:  # No gap has this size: the heap grew.
+            if library.sbrk(0) != end or (block or end) >= end:
+                # No gap has this size: the heap grew, or the block lies outside of it.
                 library.free(block)
                 size //= 2
     except (OSError, AttributeError):
