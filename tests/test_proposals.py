@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 
 import fnet
 from fnet.memory import compile_min_memory, estimate_cost, peak, residuals
@@ -102,6 +103,24 @@ def test_fewer_bytes_cost_more_time():
     times = [q.time for q in proposals]
     assert times[0] < 0.01 * times[-1]
     assert all(b >= 0.98 * a for a, b in itertools.pairwise(times))
+
+
+def test_a_solver_that_runs_out_of_time_is_given_more(monkeypatch):
+    limits = []
+
+    def on_a_busy_machine(*args, options, **kwargs):
+        limits.append(options["time_limit"])
+        if len(limits) % 2:
+            return scipy.optimize.OptimizeResult(x=None, status=1)
+        return milp(*args, options=options, **kwargs)
+
+    milp = scipy.optimize.milp
+    p = planner(unrolled)
+    limit = int(0.5 * p.plain_bytes)
+    expected = p.solve(limit)
+    monkeypatch.setattr(scipy.optimize, "milp", on_a_busy_machine)
+    assert p.solve(limit) == expected
+    assert limits[1] == 10 * limits[0]
 
 
 def test_no_choice_needs_less_than_the_smallest():

@@ -21,6 +21,7 @@ _SMALL = 1e-4
 # Largest sizes of a window that are tried, relative to all that the plain loss saves.
 _WINDOW_SIZES = (0.0, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2, 0.3, 0.45)
 _SECONDS_PER_PROGRAM = 2.0
+_OUT_OF_TIME = 1  # scipy's status
 _GAP = 0.01
 # Time of moving a byte to or from the host, in the unit of `Cost.time`. An H100 computes 1,200
 # FLOPs in float32 while PCIe 5 x16 moves one byte.
@@ -334,15 +335,18 @@ class _Program:
             matrix = hstack([matrix, csr_array(slack)], format="csr")
             cost, upper = np.append(np.zeros(len(cost)), 1.0), np.append(upper, np.inf)
         size = max(cost.max(), 1e-30)
-        result = milp(
+        solve = functools.partial(
+            milp,
             cost / size,
             integrality=np.array([*self.integral, *([0] * (len(cost) - len(self.integral)))])
             if integral
             else None,
             bounds=Bounds(0, upper),
             constraints=LinearConstraint(matrix, lower, np.inf),
-            options={"time_limit": _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP},
         )
+        result = solve(options={"time_limit": _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP})
+        if result.x is None and result.status == _OUT_OF_TIME:  # the machine may be busy
+            result = solve(options={"time_limit": 10 * _SECONDS_PER_PROGRAM, "mip_rel_gap": _GAP})
         if result.x is None:
             return None
         return result.x, float(result.fun) * size
