@@ -16,7 +16,7 @@ from program_cases import assert_one_line_error, exit_code, final_state, fnet_co
 import fnet
 from train.config import Digits, PreactResNet
 from train.data import digits
-from train.run import loop
+from train.run import programs
 from train.run.checkpoints import Checkpoints
 from train.tasks import images
 
@@ -109,7 +109,7 @@ def test_reports_the_layer_of_a_nonfinite_gradient(workplace, monkeypatch):
 def test_reports_a_nonfinite_parameter_and_does_not_save_it(
     workplace, finished_run, monkeypatch, capsys
 ):
-    class Spoiling(loop.StepCache):
+    class Spoiling(programs.StepCache):
         """Set one parameter to infinity after the third step."""
 
         def __call__(self, state, batch):
@@ -119,7 +119,7 @@ def test_reports_a_nonfinite_parameter_and_does_not_save_it(
             return state, metrics
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "StepCache", Spoiling)
+        patch.setattr(programs, "StepCache", Spoiling)
         few = "--nonfinite.max-skipped", 2, "--checkpoint.every", 2
         assert exit_code("train", "tiny.py", *few, "--out", "r") == 1
     error = capsys.readouterr().err

@@ -12,7 +12,7 @@ from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
 from train.output.memory_tables import plan_table
-from train.run import loop, planning
+from train.run import planning, programs
 from train.run.process_memory import Overhead, overhead
 from train.run.setup import setup
 
@@ -25,7 +25,7 @@ def little_is_reserved(monkeypatch):
         return Overhead() if target else Overhead(runtime=1000)
 
     monkeypatch.setattr(planning, "overhead", little)
-    monkeypatch.setattr(loop, "overhead", little)
+    monkeypatch.setattr(programs, "overhead", little)
 
 
 KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander"}

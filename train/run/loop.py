@@ -1,44 +1,41 @@
 """The training loop, from a config to a trained network."""
 
 import contextlib
-import importlib.metadata
 import json
-import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
 
-import fnet
-from fnet import memory
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
-from train.output import curves, examples, plots
+from train.output import curves, plots
 from train.output.progress import Progress, line_printer
-from train.output.summary import before_training, describe_results, print_facts, what_next
+from train.output.summary import before_training, print_facts
 from train.run import distributed, initial_weights, tracking
-from train.run.audit import audit
-from train.run.audit import describe as describe_audit
-from train.run.checkpoints import Checkpoints, compile_checksums
-from train.run.class_names import check_classes, write_classes
-from train.run.frozen import load_network, restore, without_frozen
+from train.run.checkpoints import Checkpoints
+from train.run.class_names import write_classes
+from train.run.evaluation import Evaluation
+from train.run.frozen import without_frozen
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
-from train.run.memory_report import memory_report
 from train.run.mesh import layout
-from train.run.metrics import NOT_PRIVATE, Meter, input_wait, noise_scale, score_of, throughput
-from train.run.model_files import copy_model_files
-from train.run.planning import StepCache, check_memory_config, compile_step, overhead
+from train.run.metrics import Meter, score_of
+from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater, occupy_gaps
 from train.run.profiling import Profile
+from train.run.programs import Programs, compile_programs
+from train.run.results import Trained, test_metrics, unreadable_name, write_results
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
-from train.run.same_data import check_data, describe_data, write_data
-from train.run.seeds import check_secret, create_secret, describe_seeds, needs_secret, read_seeds
-from train.run.setup import Setup, check_same_noise, setup
+from train.run.same_data import describe_data, write_data
+from train.run.seeds import Seeds, describe_seeds, read_seeds
+from train.run.setup import Setup, setup
 from train.run.skipped_steps import SkippedSteps
+from train.run.start import Start, create_folder, first_state, reopen_folder
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
@@ -72,25 +69,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
     def prepare(folder: RunFolder) -> None:
         if resumes:
-            before = folder.read_config()
-            check_same_noise(run, before)
-            check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
-            check_secret(folder, before)
-            changed = check_data(folder, config, data)
-            folder.resume(config)
-            if changed:
-                log(changed)
-            if needs_secret(config) and not needs_secret(before):  # imported, not trained yet
-                create_secret(folder, config)
+            reopen_folder(folder, run, data, log)
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        folder.create()
-        create_secret(folder, config)
-        copy_model_files(folder, config)
-        folder.write_config(config)
-        if weights is not None:
-            atomic_write(folder.imported, as_json(weights.as_dict()))
+        create_folder(folder, run, weights)
 
     with distributed.run_folder(out, prepare) as folder:
         for note in run.notes:
@@ -107,33 +90,19 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             _ignore if config.is_release_only else log,
             distributed.union if distributed.has_other_processes() else None,
         )
-        unreadable_name = f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
-
-        # Compile all programs. Their memory is known before the first step.
-        with console.status("compiling") as status:
-            planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
-            take_step = StepCache(run, planned, log)
-            evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
-            init = run.compile_init(weights.variables if weights else None)
-            learning_rate = run.compile_schedule()
-            compile_checksums(without_frozen(run.state_shapes))
-            report = memory_report(run, planned)
-        predicted_bytes = overhead(run).peak(
-            memory.tree_bytes(run.state_shapes) // run.devices,
-            planned.executable.report.peak.total,
-            evaluate.peak,
-        )
+        programs = compile_programs(run, weights, unreadable, console)
         earlier = read_metrics(folder.metrics) if resume else []
-        print_facts(console, before_training(run, planned, predicted_bytes, earlier))
+        facts = before_training(run, programs.planned, programs.predicted_bytes, earlier)
+        print_facts(console, facts)
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
-        atomic_write(folder.memory, as_json(report.as_dict()))
-        plots.memory(report, f"{config.name}: memory of a train step", folder.memory_picture)
+        atomic_write(folder.memory, as_json(programs.report.as_dict()))
+        title = f"{config.name}: memory of a train step"
+        plots.memory(programs.report, title, folder.memory_picture)
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
 
-        batches = unreadable.watch(run.training_batches(seeds.data))
         with Checkpoints(
             folder.checkpoints,
             config.checkpoint.keep,
@@ -141,239 +110,225 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             shapes=without_frozen(run.state_shapes),
             keep_best=config.checkpoint.best,
         ) as checkpoints:
-            # Begin with the last checkpoint, or with initial values.
-            is_imported = resume and checkpoints.latest_step == 0
-            restored = None
-            if resume and not is_imported:
-                restored = restore(checkpoints, run.task.model, run.state_shapes)
-            if is_imported:
-                # Only the network counts: the rest follows from the config, which may have changed.
-                network = load_network(folder, run.task.model)
-                given = network.evaluation_params, network.model_state
-                start, state = 0, run.compile_init(given)(jax.random.key(config.train.seed))
-            elif restored:
-                start, state = restored.step, restored.state
-                batches.set_state(restored.position)
-                log(f"resumed after step {start} of {run.steps}")
-            else:
-                start, state = 0, init(jax.random.key(config.train.seed))
-            state = seeds.add_key(state)
-            folder.drop_metrics_after(start)
+            start = first_state(run, folder, checkpoints, programs.init, resume=resume)
+            if start.step:
+                log(f"resumed after step {start.step} of {run.steps}")
+            folder.drop_metrics_after(start.step)
             start_time -= folder.seconds_spent()
-            step, evaluation, best_score = start, None, checkpoints.best_score
-            skipped = SkippedSteps(run, folder.bad_steps, log)
-            num_skipped = len(read_metrics(folder.bad_steps))
-            eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
-            meter = Meter(
-                config.data.batch_size,
-                private=config.is_private,
-                release_only=config.is_release_only,
+            loop = _Loop(
+                run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log
             )
-
-            failure: BaseException | None = None
-            alone = not distributed.has_other_processes()
-
-            with (
-                Interruption() as interruption,
-                Progress(console, run.steps, start) as progress,
-                InputWait(log, getattr(config.data, "workers", None)) as wait,
-                folder.metrics.open("a", buffering=1) as metrics_file,
-                tracking.tracking(config, folder.path, start) as track,
-                contextlib.closing(Profile(profile, folder.profile, start, log)) as profiler,
-            ):
-                ends_wait = interruption.ends_wait if alone else contextlib.nullcontext
-
-                def next_batch() -> Any:
-                    """Return a batch, or None after the last step, a signal or a failure."""
-                    nonlocal failure
-                    if step == run.steps:
-                        return None
-                    try:
-                        with ends_wait(), wait.waiting():
-                            return meter.next_batch(batches)
-                    except (Interrupted, Exception) as error:
-                        if not alone:  # the others wait for this process
-                            raise
-                        failure = error
-                    return None
-
-                batch = next_batch()
-                while batch is not None:
-                    step += 1
-                    with profiler.step(step, state):
-                        skipped.check(state)
-                        state, metrics = take_step(state, batch)
-                        skipped.add(step, batch, metrics)
-                        meter.add(batch, metrics)
-                        progress.advance(step)
-                        position = batches.get_state()
-                        batch = next_batch()  # while the device computes
-
-                    is_last = step == run.steps
-                    is_logging = step % config.train.log_every == 0
-                    is_stopping = failure is not None
-                    is_evaluating = step % eval_every == 0 or is_last
-                    if is_stopping and not isinstance(failure, Interrupted):
-                        is_evaluating = False  # its input would fail, too
-                    if not alone:  # all must stop at the same step
-                        is_stopping = is_logging and distributed.any_process(
-                            interruption.signal is not None
-                        )
-
-                    score = None
-                    if is_logging or is_evaluating or is_stopping:
-                        unreadable.share()
-                        line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
-                        # Epsilon is computed while the device still works on the step.
-                        epsilon = run.privacy.epsilon(step) if run.privacy else None
-                        line["seconds"] = time.perf_counter() - start_time
-                        line |= meter.means(step)
-                        wait.add(meter.seconds, line["input_wait"])
-                        if epsilon is not None:
-                            line["privacy/epsilon"] = epsilon
-                        num_skipped += int(line.get("train/skipped", 0))
-                        num_updates = max(step - 1 - num_skipped, 0)
-                        line["train/learning_rate"] = learning_rate(num_updates)
-                        if unreadable.count and not config.is_release_only:
-                            line[unreadable_name] = unreadable.count
-                        if is_evaluating:
-                            try:
-                                with progress.doing("evaluating"):
-                                    evaluation = evaluate(state)
-                                unreadable.share()
-                            except (UserError, TrainingError) as error:  # unreadable test files
-                                if not alone:
-                                    raise
-                                failure, is_stopping = error, True
-                            else:
-                                score = score_of(evaluation.metrics)
-                                line |= _test_metrics(evaluation.metrics)
-                        metrics_file.write(json.dumps(line) + "\n")
-                        track(step, line)
-                        progress.log(line, high_water.bytes())
-                        meter.restart()
-
-                    is_best = config.checkpoint.best and score is not None and score > best_score
-                    if step % config.checkpoint.every == 0 or is_best or is_last or is_stopping:
-                        skipped.check(state, wait=True)
-                        meter.check(step)  # raises if a step that was not skipped is not finite
-                        if not skipped.consecutive or is_last or is_stopping:
-                            with meter.paused():
-                                public = without_frozen(seeds.remove_key(state))
-                                checkpoints.save(step, public, position, score)
-                            best_score = max(best_score, score) if score is not None else best_score
-                    if is_stopping:
-                        break
+            loop.run(console, high_water, profile)
             checkpoints.wait()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
 
-        lines = read_metrics(folder.metrics)
-        num_params = planned.executable.report.parameters
-        title = f"{config.name}: {num_params:,} parameters, {step} steps"
-        curves.save(lines, title, folder.curves)
-        if step < run.steps or failure:
-            why = "another process was interrupted" if failure is None else "the input failed"
-            saved = f"saved after step {step} of {run.steps}" if step else "no step was taken"
-            log(f"{interruption.signal or why}: {saved}; continue with")
-            log(f"  fnet train {quote(folder.config)} --resume")
-            if failure is not None and not isinstance(failure, Interrupted):
-                raise failure
+        num_params = programs.planned.executable.report.parameters
+        title = f"{config.name}: {num_params:,} parameters, {loop.step} steps"
+        curves.save(read_metrics(folder.metrics), title, folder.curves)
+        if loop.step < run.steps or loop.failure:
+            loop.report_stop()
             return
-        if evaluation is None:  # the run was resumed after its last step
-            evaluation = evaluate(state)
-        written = [folder.summary, folder.curves, folder.memory_picture]
-        if evaluation.confusion is not None:
-            classes, title = run.task.dataset.classes, f"{config.name}, step {step}"
-            plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
-            written.append(folder.confusion)
-            if not config.is_release_only:  # the picture shows test images themselves
-                examples.draw(run, evaluate, state, title, folder.examples)
-                written.append(folder.examples)
-        result = None
-        if run.canaries:
-            # Pretrained weights have other initial values.
-            known = not folder.imported.exists()
-            result = audit(run, run.canaries, state.params, seeds.data, initial_known=known)
-        bad_files = [line.get(unreadable_name, 0) for line in lines]
-        summary = {
-            "metrics": _test_metrics(evaluation.metrics),
-            "privacy": _privacy(run, step),
-            "audit": result._asdict() if result else None,
-            "noise_scale": noise_scale(lines),
-            "unreadable_files": (
-                None if config.is_release_only else max([unreadable.count, *bad_files])
-            ),
-            "steps": step,
-            "seconds": time.perf_counter() - start_time,
-            "examples_per_second": throughput(lines),
-            "input_wait": input_wait(lines),
-            "input_wait_reason": wait.reason,
-            "parameters": num_params,
-            "state_bytes": planned.executable.report.state_bytes,
-            "donated_bytes": planned.executable.report.donation.aliased_bytes,
-            "quantization_errors": dict(getattr(run.task.model, "errors", dict)()),
-            "policy": str(planned.policy),
-            "microbatches": planned.microbatches,
-            "budget_bytes": planned.plan.budget if planned.plan else None,
-            "peak_bytes_predicted": predicted_bytes,
-            "peak_bytes_seen": measured_bytes,
-            "versions": versions(),
-        }
-        if step == start:
-            summary |= _training_results(folder.summary, step)
-        atomic_write(folder.summary, as_json(summary))
-        for text in describe_results(run, summary):
-            log(text)
-        if run.privacy:
-            log(f"privacy: {run.privacy.describe(step)}")
-            log(describe_seeds(folder, config))
-        if result:
-            log(describe_audit(result, run.privacy, step))
-        for text in what_next(run, folder, written):
-            log(text)
+        trained = Trained(
+            loop.state,
+            loop.step,
+            start.step,
+            loop.evaluation,
+            loop.wait.reason,
+            unreadable.count,
+            measured_bytes,
+        )
+        write_results(run, folder, programs, trained, seeds, start_time, log)
 
 
-def _evaluation_batch_size(run: Setup, planned: Any) -> int:
-    """Return the number of test images per batch: a microbatch, divided by crops per image."""
-    images = run.config.data.batch_size // planned.microbatches // run.crops
-    return max(images // run.devices, 1) * run.devices
+class _Loop:
+    """Steps of a run, with metrics, evaluations and checkpoints.
+
+    Attributes:
+      step: Number of steps that were taken.
+      state: Train state after them.
+      evaluation: Last evaluation, or None.
+      failure: Error or signal that ended the loop before its last step, or None.
+      wait: Time in which the device waited for input.
+    """
+
+    def __init__(
+        self,
+        run: Setup,
+        folder: RunFolder,
+        programs: Programs,
+        seeds: Seeds,
+        unreadable: UnreadableFiles,
+        checkpoints: Checkpoints,
+        start: Start,
+        start_time: float,
+        log: Callable[[str], None],
+    ):
+        self._run, self._folder, self._programs, self._seeds = run, folder, programs, seeds
+        self._unreadable, self._checkpoints = unreadable, checkpoints
+        self._start_time, self._log = start_time, log
+        self.step = start.step
+        self.state = seeds.add_key(start.state)
+        self.evaluation: Evaluation | None = None
+        self.failure: BaseException | None = None
+        config = run.config
+        self.wait = InputWait(log, getattr(config.data, "workers", None))
+        self._batches = unreadable.watch(run.training_batches(seeds.data))
+        if start.position is not None:
+            self._batches.set_state(start.position)
+        self._position = start.position
+        self._best_score = checkpoints.best_score
+        self._skipped = SkippedSteps(run, folder.bad_steps, log)
+        self._num_skipped = len(read_metrics(folder.bad_steps))
+        self._eval_every = config.train.eval_every or max(round(run.steps_per_epoch), 1)
+        self._meter = Meter(
+            config.data.batch_size, private=config.is_private, release_only=config.is_release_only
+        )
+        self._interruption = Interruption()
+        self._is_alone = not distributed.has_other_processes()
+
+    def run(self, console: Console, high_water: HighWater, profile: int) -> None:
+        """Take steps until the last one, a signal or a failure.
+
+        Args:
+          console: console for progress.
+          high_water: measures memory, for progress.
+          profile: number of steps to trace for a profiler.
+        """
+        run, folder, first = self._run, self._folder, self.step
+        with (
+            self._interruption,
+            Progress(console, run.steps, first) as progress,
+            self.wait,
+            folder.metrics.open("a", buffering=1) as metrics_file,
+            tracking.tracking(run.config, folder.path, first) as track,
+            contextlib.closing(Profile(profile, folder.profile, first, self._log)) as profiler,
+        ):
+
+            def write(line: dict[str, Any]) -> None:
+                metrics_file.write(json.dumps(line) + "\n")
+                track(self.step, line)
+                progress.log(line, high_water.bytes())
+
+            batch = self._next_batch()
+            while batch is not None:
+                self.step += 1
+                with profiler.step(self.step, self.state):
+                    self._skipped.check(self.state)
+                    self.state, metrics = self._programs.take_step(self.state, batch)
+                    self._skipped.add(self.step, batch, metrics)
+                    self._meter.add(batch, metrics)
+                    progress.advance(self.step)
+                    self._position = self._batches.get_state()
+                    batch = self._next_batch()  # while the device computes
+                if self._end_step(progress, write):
+                    break
+
+    def report_stop(self) -> None:
+        """Report where a run stopped before its last step, and how to continue.
+
+        Raises:
+          Exception: the failure, unless it was a signal.
+        """
+        why = "another process was interrupted" if self.failure is None else "the input failed"
+        saved = f"saved after step {self.step} of {self._run.steps}"
+        saved = saved if self.step else "no step was taken"
+        self._log(f"{self._interruption.signal or why}: {saved}; continue with")
+        self._log(f"  fnet train {quote(self._folder.config)} --resume")
+        if self.failure is not None and not isinstance(self.failure, Interrupted):
+            raise self.failure
+
+    def _next_batch(self) -> Any:
+        """Return a batch, or None after the last step, a signal or a failure."""
+        if self.step == self._run.steps:
+            return None
+        ends_wait = self._interruption.ends_wait if self._is_alone else contextlib.nullcontext
+        try:
+            with ends_wait(), self.wait.waiting():
+                return self._meter.next_batch(self._batches)
+        except (Interrupted, Exception) as error:
+            if not self._is_alone:  # the others wait for this process
+                raise
+            self.failure = error
+        return None
+
+    def _end_step(self, progress: Progress, write: Callable[[dict[str, Any]], None]) -> bool:
+        """Log, evaluate and save where it is due; return whether the loop stops here."""
+        config, is_last = self._run.config, self.step == self._run.steps
+        is_logging = self.step % config.train.log_every == 0
+        is_evaluating = self.step % self._eval_every == 0 or is_last
+        if self._is_alone:
+            is_stopping = self.failure is not None
+        else:  # all must stop at the same step
+            is_stopping = is_logging and distributed.any_process(
+                self._interruption.signal is not None
+            )
+        if self.failure is not None and not isinstance(self.failure, Interrupted):
+            is_evaluating = False  # its input would fail, too
+
+        score = None
+        if is_logging or is_evaluating or is_stopping:
+            self._unreadable.share()
+            line = self._training_line()
+            if is_evaluating and self._evaluate(progress):
+                assert self.evaluation is not None
+                score = score_of(self.evaluation.metrics)
+                line |= test_metrics(self.evaluation.metrics)
+            is_stopping = is_stopping or self.failure is not None
+            write(line)
+            self._meter.restart()
+
+        is_best = config.checkpoint.best and score is not None and score > self._best_score
+        if self.step % config.checkpoint.every == 0 or is_best or is_last or is_stopping:
+            self._save(score, even_if_skipped=is_last or is_stopping)
+        return is_stopping
+
+    def _training_line(self) -> dict[str, Any]:
+        """Return the line of metrics.jsonl for the steps since the last one."""
+        run, step = self._run, self.step
+        line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
+        # Epsilon is computed while the device still works on the step.
+        epsilon = run.privacy.epsilon(step) if run.privacy else None
+        line["seconds"] = time.perf_counter() - self._start_time
+        line |= self._meter.means(step)
+        self.wait.add(self._meter.seconds, line["input_wait"])
+        if epsilon is not None:
+            line["privacy/epsilon"] = epsilon
+        self._num_skipped += int(line.get("train/skipped", 0))
+        num_updates = max(step - 1 - self._num_skipped, 0)
+        line["train/learning_rate"] = self._programs.learning_rate(num_updates)
+        if self._unreadable.count and not run.config.is_release_only:
+            line[unreadable_name(run)] = self._unreadable.count
+        return line
+
+    def _evaluate(self, progress: Progress) -> bool:
+        """Evaluate the network; return False for too many unreadable test files."""
+        try:
+            with progress.doing("evaluating"):
+                self.evaluation = self._programs.evaluate(self.state)
+            self._unreadable.share()
+        except (UserError, TrainingError) as error:
+            if not self._is_alone:
+                raise
+            self.failure = error
+            return False
+        return True
+
+    def _save(self, score: float | None, *, even_if_skipped: bool) -> None:
+        """Save a checkpoint, unless the last steps were skipped.
+
+        Raises:
+          TrainingError: if a step that was not skipped is not finite.
+        """
+        self._skipped.check(self.state, wait=True)
+        self._meter.check(self.step)
+        if self._skipped.consecutive and not even_if_skipped:
+            return
+        with self._meter.paused():
+            public = without_frozen(self._seeds.remove_key(self.state))
+            self._checkpoints.save(self.step, public, self._position, score)
+        if score is not None:
+            self._best_score = max(self._best_score, score)
 
 
 def _ignore(line: str) -> None:
     """Print nothing."""
-
-
-def _test_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    return {f"test/{name}": value for name, value in metrics.items()}
-
-
-def _privacy(run: Setup, step: int) -> dict[str, Any] | None:
-    """Return the guarantee for the summary, and whether anyone can compute the noise."""
-    if not run.privacy:
-        return None
-    return run.privacy.as_dict(step) | {"secret_noise": needs_secret(run.config)}
-
-
-def _training_results(path: Path, step: int) -> dict[str, Any]:
-    """Return what only training can measure, from the summary of a run that ended at ``step``."""
-    try:
-        summary = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # absent or damaged
-        return {}
-    if not isinstance(summary, dict) or summary.get("steps") != step:
-        return {}  # the run was killed between its last checkpoint and its summary
-    names = "seconds", "unreadable_files", "peak_bytes_seen"
-    return {name: summary[name] for name in names if name in summary}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of fnet, Python and libraries, and the device."""
-    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-    installed = {name: importlib.metadata.version(name) for name in packages}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        installed["dp-accounting"] = importlib.metadata.version("dp-accounting")
-    return {
-        "fnet": fnet.__version__,
-        "python": platform.python_version(),
-        "device": jax.local_devices()[0].device_kind,
-    } | installed

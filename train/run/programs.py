@@ -1,0 +1,78 @@
+"""All programs of a run, compiled before its first step, so that their memory is known."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jax import Array
+from rich.console import Console
+
+from fnet import TrainState, memory
+from train.data.unreadable import UnreadableFiles
+from train.output.progress import line_printer
+from train.run.checkpoints import compile_checksums
+from train.run.evaluation import Evaluator
+from train.run.frozen import without_frozen
+from train.run.initial_weights import InitialWeights
+from train.run.memory_report import MemoryReport, memory_report
+from train.run.planning import Planned, StepCache, compile_step, overhead
+from train.run.setup import Setup
+
+
+class Programs(NamedTuple):
+    """Compiled programs of a run.
+
+    Attributes:
+      planned: Train step with its report.
+      take_step: Function ``(state, batch) -> (state, metrics)``.
+      evaluate: Function ``state -> Evaluation``.
+      init: Function ``key -> TrainState``.
+      learning_rate: Function ``number of updates -> learning rate``.
+      report: Memory of the train step.
+      predicted_bytes: Predicted peak memory of the run, per device.
+    """
+
+    planned: Planned
+    take_step: StepCache
+    evaluate: Evaluator
+    init: Callable[[Array], TrainState]
+    learning_rate: Callable[[int], float]
+    report: MemoryReport
+    predicted_bytes: int
+
+
+def compile_programs(
+    run: Setup, weights: InitialWeights | None, unreadable: UnreadableFiles, console: Console
+) -> Programs:
+    """Compile the programs of a run.
+
+    Args:
+      run: setup of the run.
+      weights: pretrained weights to begin with.
+      unreadable: files that evaluation skips.
+      console: console for progress.
+
+    Raises:
+      UserError: for a budget that nothing fits, or a policy that this device does not support.
+      DonationError: if the step would not update the state in place.
+    """
+    with console.status("compiling") as status:
+        planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
+        evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
+        compile_checksums(without_frozen(run.state_shapes))
+        state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
+        step_bytes = planned.executable.report.peak.total
+        return Programs(
+            planned,
+            StepCache(run, planned, line_printer(console)),
+            evaluate,
+            run.compile_init(weights.variables if weights else None),
+            run.compile_schedule(),
+            memory_report(run, planned),
+            overhead(run).peak(state_bytes, step_bytes, evaluate.peak),
+        )
+
+
+def _evaluation_batch_size(run: Setup, planned: Planned) -> int:
+    """Return the number of test images per batch: a microbatch, divided by crops per image."""
+    images = run.config.data.batch_size // planned.microbatches // run.crops
+    return max(images // run.devices, 1) * run.devices

@@ -1,0 +1,172 @@
+"""What a finished run writes: evaluation, pictures, audit and summary.json."""
+
+import contextlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import fnet
+from fnet import TrainState
+from train.output import examples, plots
+from train.output.summary import describe_results, what_next
+from train.run.audit import audit
+from train.run.audit import describe as describe_audit
+from train.run.evaluation import Evaluation
+from train.run.metrics import NOT_PRIVATE, input_wait, noise_scale, throughput
+from train.run.programs import Programs
+from train.run.run_folder import RunFolder, as_json, atomic_write, read_metrics
+from train.run.seeds import Seeds, describe_seeds, needs_secret
+from train.run.setup import Setup
+
+
+class Trained(NamedTuple):
+    """A run after its last step.
+
+    Attributes:
+      state: Train state.
+      step: Number of steps.
+      first_step: Number of steps before this process.
+      evaluation: Evaluation of the state; None if the run was resumed after its last step.
+      input_wait_reason: Why the device waited for input, or None.
+      unreadable_files: Number of unreadable files.
+      measured_bytes: Measured peak memory per device; None if it cannot be measured.
+    """
+
+    state: TrainState
+    step: int
+    first_step: int
+    evaluation: Evaluation | None
+    input_wait_reason: str | None
+    unreadable_files: int
+    measured_bytes: int | None
+
+
+def write_results(
+    run: Setup,
+    folder: RunFolder,
+    programs: Programs,
+    trained: Trained,
+    seeds: Seeds,
+    start_time: float,
+    log: Callable[[str], None],
+) -> None:
+    """Write the summary and the pictures of a finished run, and print its results.
+
+    Args:
+      run: setup of the run.
+      folder: folder of the run.
+      programs: compiled programs of the run.
+      trained: the run after its last step.
+      seeds: seeds of the run.
+      start_time: time of its start by `time.perf_counter`, less the time of earlier processes.
+      log: prints a line.
+    """
+    evaluation = trained.evaluation or programs.evaluate(trained.state)
+    written = [folder.summary, folder.curves, folder.memory_picture]
+    if evaluation.confusion is not None:
+        classes, title = run.task.dataset.classes, f"{run.config.name}, step {trained.step}"
+        plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
+        written.append(folder.confusion)
+        if not run.config.is_release_only:  # the picture shows test images themselves
+            examples.draw(run, programs.evaluate, trained.state, title, folder.examples)
+            written.append(folder.examples)
+    audited = None
+    if run.canaries:
+        # Pretrained weights have other initial values.
+        known = not folder.imported.exists()
+        audited = audit(run, run.canaries, trained.state.params, seeds.data, initial_known=known)
+    summary = _summary(run, folder, programs, trained)
+    summary |= {
+        "metrics": test_metrics(evaluation.metrics),
+        "audit": audited._asdict() if audited else None,
+        "seconds": time.perf_counter() - start_time,
+    }
+    if trained.step == trained.first_step:
+        summary |= _training_results(folder.summary, trained.step)
+    atomic_write(folder.summary, as_json(summary))
+    for text in describe_results(run, summary):
+        log(text)
+    if run.privacy:
+        log(f"privacy: {run.privacy.describe(trained.step)}")
+        log(describe_seeds(folder, run.config))
+    if audited:
+        log(describe_audit(audited, run.privacy, trained.step))
+    for text in what_next(run, folder, written):
+        log(text)
+
+
+def test_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics of an evaluation by their names in metrics.jsonl."""
+    return {f"test/{name}": value for name, value in metrics.items()}
+
+
+def unreadable_name(run: Setup) -> str:
+    """Return the name in metrics.jsonl of the number of unreadable files."""
+    return f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
+
+
+def _summary(run: Setup, folder: RunFolder, programs: Programs, trained: Trained) -> dict[str, Any]:
+    """Return what summary.json says of training, without results on test examples."""
+    lines, planned = read_metrics(folder.metrics), programs.planned
+    report = planned.executable.report
+    unreadable = [trained.unreadable_files, *(line.get(unreadable_name(run), 0) for line in lines)]
+    return {
+        "metrics": None,
+        "privacy": _privacy(run, trained.step),
+        "audit": None,
+        "noise_scale": noise_scale(lines),
+        "unreadable_files": None if run.config.is_release_only else max(unreadable),
+        "steps": trained.step,
+        "seconds": None,
+        "examples_per_second": throughput(lines),
+        "input_wait": input_wait(lines),
+        "input_wait_reason": trained.input_wait_reason,
+        "parameters": report.parameters,
+        "state_bytes": report.state_bytes,
+        "donated_bytes": report.donation.aliased_bytes,
+        "quantization_errors": dict(getattr(run.task.model, "errors", dict)()),
+        "policy": str(planned.policy),
+        "microbatches": planned.microbatches,
+        "budget_bytes": planned.plan.budget if planned.plan else None,
+        "peak_bytes_predicted": programs.predicted_bytes,
+        "peak_bytes_seen": trained.measured_bytes,
+        "versions": _versions(),
+    }
+
+
+def _privacy(run: Setup, step: int) -> dict[str, Any] | None:
+    """Return the guarantee for the summary, and whether anyone can compute the noise."""
+    if not run.privacy:
+        return None
+    return run.privacy.as_dict(step) | {"secret_noise": needs_secret(run.config)}
+
+
+def _training_results(path: Path, step: int) -> dict[str, Any]:
+    """Return what only training can measure, from the summary of a run that ended at ``step``."""
+    try:
+        summary = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # absent or damaged
+        return {}
+    if not isinstance(summary, dict) or summary.get("steps") != step:
+        return {}  # the run was killed between its last checkpoint and its summary
+    names = "seconds", "unreadable_files", "peak_bytes_seen"
+    return {name: summary[name] for name in names if name in summary}
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of fnet, Python and libraries, and the device."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    installed = {name: importlib.metadata.version(name) for name in packages}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed["dp-accounting"] = importlib.metadata.version("dp-accounting")
+    return {
+        "fnet": fnet.__version__,
+        "python": platform.python_version(),
+        "device": jax.local_devices()[0].device_kind,
+    } | installed
