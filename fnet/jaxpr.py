@@ -235,6 +235,31 @@ class Scan(NamedTuple):
         )
 
 
+def switch(
+    eqn: JaxprEqn, index: Any, branches: Sequence[Callable[..., Any]], *operands: Any
+) -> Any:
+    """Call one of the branches that stand for those of a `jax.lax.cond` equation.
+
+    Branches of `jax.lax.platform_dependent` are lowered for their own platform only, so the
+    platform chooses here, too.
+
+    Args:
+      eqn: equation of a cond, switch or platform_dependent.
+      index: index of the branch; ignored if the platform chooses.
+      branches: one function of the operands per branch.
+      *operands: operands.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return jax.lax.switch(index, branches, *operands)
+    by_platform = {
+        name: branch
+        for names, branch in zip(platforms, branches, strict=True)
+        for name in (names or ("default",))
+    }
+    return jax.lax.platform_dependent(*operands, **by_platform)
+
+
 class While(NamedTuple):
     """The parts of a `jax.lax.while_loop` equation.
 

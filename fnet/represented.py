@@ -27,6 +27,7 @@ from fnet.jaxpr import (
     evaluate,
     in_scopes,
     interpret,
+    switch,
 )
 from fnet.precision import multiply, sum_dtype
 from fnet.quantization import Layout, Quantized, is_quantized
@@ -474,9 +475,8 @@ def _cond(eqn: JaxprEqn, inputs: list[Any]) -> Sequence[Any]:
         return lambda *operands: [_whole(v) for v in _call(closed, *operands)]
 
     with in_scopes(eqn):
-        results: Sequence[Any] = jax.lax.switch(
-            index, [branch(closed) for closed in eqn.params["branches"]], *operands
-        )
+        branches = [branch(closed) for closed in eqn.params["branches"]]
+        results: Sequence[Any] = switch(eqn, index, branches, *operands)
     return results
 
 

@@ -2,11 +2,14 @@
 
 import functools
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import fnet
 from fnet.layers.dot_product_attention import dot_product_attention
 
 B, H, D = 2, 4, 8
@@ -100,3 +103,49 @@ def test_gpu_without_a_kernel_for_the_shapes_uses_chunks(error, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     assert "dot_general" in lowered_for("cuda", dot_product_attention, jnp.bfloat16)
     assert kernel.expected_options
+
+
+@pytest.fixture
+def traced_cudnn(monkeypatch):
+    """Let JAX trace its call of cuDNN's attention, which only CUDA lowers, without cuDNN."""
+    module = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+
+
+def attention_losses(w, x):
+    q = (x @ w).reshape(*x.shape[:2], 2, 64)
+    y = dot_product_attention(q, q, q, causal=True).reshape(x.shape)
+    return (y @ w).astype(jnp.float32).mean((1, 2)) ** 2
+
+
+def bfloat16_arguments():
+    w = jax.random.normal(jax.random.key(0), (128, 128), jnp.bfloat16) / 8
+    return w, jax.random.normal(jax.random.key(1), (3, 16, 128), jnp.bfloat16)
+
+
+def test_clipped_gradients_with_the_fused_kernel(traced_cudnn):
+    w, x = bfloat16_arguments()
+    clipped = fnet.clipped_grad(attention_losses, 0.1)
+    expected = jax.grad(lambda w: attention_losses(w, x[:1]).sum())(w)
+    expected *= jnp.minimum(1, 0.1 / jnp.linalg.norm(expected.astype(jnp.float32)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the rows of the kernel are known not to mix
+        total, _ = jax.jit(clipped)(w, x[:1])
+        text = jax.jit(clipped).trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+    np.testing.assert_allclose(total, expected, rtol=0.05, atol=1e-3)
+    calls = [line for line in text.splitlines() if "__cudnn$fmha" in line]
+    assert len(calls) == 2
+    assert all("tensor<3x16x2x64xbf16>" in call for call in calls)  # all examples at once
+
+
+def test_bias_of_the_fused_kernel_is_not_assumed_to_be_separable(traced_cudnn):
+    w, x = bfloat16_arguments()
+
+    def losses(w, x):
+        q = (x @ w).reshape(*x.shape[:2], 2, 64)
+        bias = jnp.broadcast_to(w[:16, :16], (1, 2, 16, 16))
+        y = jax.nn.dot_product_attention(q, q, q, bias, implementation="cudnn")
+        return y.astype(jnp.float32).mean((1, 2, 3))
+
+    with pytest.warns(UserWarning, match="not known whether .* mixes the examples"):
+        jax.jit(fnet.clipped_grad(losses, 0.1)).trace(w, x)

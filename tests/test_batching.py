@@ -325,7 +325,8 @@ def rows(values, axis):
 
 def test_every_rule_is_compared():
     reductions = {name for name in CASES if name.startswith(("reduce_", "arg"))}
-    assert set(CASES) == set(_RULES) | ELEMENTWISE | reductions
+    only_cuda = set(batching._FUSED_ATTENTION)
+    assert set(CASES) == (set(_RULES) - only_cuda) | ELEMENTWISE | reductions
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.extend.core import Primitive
 
 import fnet
 from fnet import layers, lora, represented
@@ -164,6 +165,24 @@ def test_weights_inside_of_while_and_cond():
     adapters = trained(config, params)
     expected = f(materialized(config, params, adapters), x)
     result = lora.wrap(f, config)(adapters, params, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
+def test_weights_inside_of_branches_for_platforms():
+    only_cuda = Primitive("only_cuda")  # has no lowering for the CPU
+    only_cuda.def_abstract_eval(lambda a: a)
+
+    def f(params, x):
+        return jax.lax.platform_dependent(
+            x,
+            cuda=lambda x: only_cuda.bind(x @ params["w"]),
+            default=lambda x: jnp.tanh(x @ params["w"]),
+        )
+
+    config, params, x = lora.LoRA(2, targets=("w",)), {"w": normal(4, 4)}, normal(2, 4)
+    adapters = trained(config, params)
+    expected = f(materialized(config, params, adapters), x)
+    result = jax.jit(lora.wrap(f, config))(adapters, params, x)
     np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 

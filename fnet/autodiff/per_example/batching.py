@@ -35,6 +35,7 @@ from fnet.jaxpr import (
     in_scopes,
     interpret,
     primitive_names,
+    switch,
 )
 
 
@@ -293,9 +294,8 @@ class _Interpreter(NamedTuple):
             return self._with_axes(self.run(branch, _like(operands, arrays)), shapes, axes)
 
         with in_scopes(eqn):
-            outputs = jax.lax.switch(
-                index, [functools.partial(run, b) for b in branches], [_array(a) for a in operands]
-            )
+            functions = [functools.partial(run, b) for b in branches]
+            outputs = switch(eqn, index, functions, [_array(a) for a in operands])
         return _with_batch(outputs, axes)
 
     def _scan(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -401,6 +401,8 @@ primitives of other libraries.
 
 def is_separable(eqn: JaxprEqn) -> bool:
     """Whether `jax.vmap` of an equation certainly applies it to each example alone."""
+    if eqn.primitive.name in _FUSED_ATTENTION:
+        return _keeps_rows_apart(eqn)
     names = primitive_names(eqn)
     # `jax.vmap` generates the numbers of all "rbg" keys from the first one.
     avals = (aval(v) for v in (*eqn.invars, *eqn.outvars))
@@ -686,6 +688,27 @@ def _bitcast(op: Operands) -> Plan | None:
     return None if axis is None or len(op.shapes[0]) != len(op.out) else Plan(axis)
 
 
+_FUSED_ATTENTION = ("dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper")
+"""Primitives of cuDNN's attention in JAX. An array without elements is an option that is absent."""
+
+
+def _keeps_rows_apart(attention: JaxprEqn) -> bool:
+    """Whether an equation of `_FUSED_ATTENTION` has one row per example in all of its arrays."""
+    offsets_and_pages = attention.invars[6:10]
+    _, sums_bias_gradient = attention.params["variadic_args"]
+    return not (
+        attention.params["dropout_rate"]  # The mask depends on the position in the batch.
+        or sums_bias_gradient
+        or any(math.prod(aval(v).shape) for v in offsets_and_pages)
+    )
+
+
+def _fused_attention(op: Operands) -> Plan | None:
+    if any(op.axes) or not _keeps_rows_apart(op.eqn):
+        return None
+    return Plan(0, operands=[0 if math.prod(shape) else None for shape in op.shapes])
+
+
 _RULES: dict[str, Rule] = {
     "add_any": _elementwise,
     "bitcast_convert_type": _bitcast,
@@ -736,4 +759,4 @@ _RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "triangular_solve": _leading(2),
     "unstack": _unstack,
-}
+} | dict.fromkeys(_FUSED_ATTENTION, _fused_attention)
