@@ -105,6 +105,10 @@ class TrainState:
         if optimizer is None or key is None:
             missing = "optimizer" if optimizer is None else "key"
             raise TypeError(f"TrainState.create: {missing} is missing.")
+        if not hasattr(key, "dtype"):
+            raise TypeError(
+                f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}."
+            )
         init_key, key = jax.random.split(key)
         if model is not None:
             if model_state is not None:

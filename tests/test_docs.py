@@ -133,7 +133,7 @@ def test_code_fits_the_columns_of_the_site():
 
 def test_a_private_program_has_15_lines():
     page = (DOCS / "tutorials" / "private_training.md").read_text()
-    section = page[page.index("## Your own flax model") : page.index("## Before you publish")]
+    section = page[page.index("## Your own flax model") : page.index("## Publish the parameters")]
     _, (_, program), _ = CODE.findall(section)
     lines = [line for line in program.splitlines() if line.strip()]
     assert len(lines) == 15

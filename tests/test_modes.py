@@ -92,7 +92,8 @@ def test_rejects_a_batch_that_microbatches_do_not_divide(name, mode):
     state = fnet.TrainState.create(MODEL, rule, jax.random.key(0))
     with pytest.raises(
         ValueError,
-        match=f"^{name}: 4 microbatches do not divide a batch of 6 examples; pad it to 8",
+        match=f"^{name}: 4 microbatches do not divide a batch of 6 examples; pad it to 8 examples, "
+        r"with weight 0, as PoissonSampling\(..., multiple=4\) does",
     ):
         jax.eval_shape(fnet.make_step(model_loss, rule, mode), state, batch())
 

@@ -114,6 +114,21 @@ def test_calibrated_noise_spends_the_target(target, size, steps, accountant):
     assert 0.99 * target < spent <= target
 
 
+@pytest.mark.parametrize("function", [epsilon, calibrate_noise_multiplier])
+@pytest.mark.parametrize(
+    ("delta", "steps", "message"),
+    [
+        (0.01, 10, r"delta must be > 0 and less than 1 / examples = 0.01, got 0.01"),
+        (0.0, 10, "delta must be > 0"),
+        (1e-5, 2.5, "steps must be an integer >= 0, got 2.5"),
+        (1e-5, -1, "steps must be an integer >= 0, got -1"),
+    ],
+)
+def test_rejects_a_delta_or_a_number_of_steps_out_of_range(function, delta, steps, message):
+    with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
+        function(1.0, delta, PoissonSampling(100, 8), steps)
+
+
 def test_epsilon_rises_with_every_step_from_zero():
     spent = [epsilon(1.0, 1e-5, PoissonSampling(100, 5), steps) for steps in range(6)]
     assert spent[0] == 0

@@ -384,6 +384,7 @@ def test_parameters_of_another_library_are_trained():
         ({"model": 1, "params": 1}, "give either a model or params"),
         ({"params": {}, "key": 1}, "optimizer is missing"),
         ({"params": {}, "optimizer": 1}, "key is missing"),
+        ({"params": {}, "optimizer": 1, "key": 0}, "key must be a random key.*, got 0"),
     ],
 )
 def test_rejects_a_state_without_what_it_needs(arguments, message):

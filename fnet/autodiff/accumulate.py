@@ -191,9 +191,10 @@ def split_batch(name: str, batch: dict[str, Array], n: int) -> dict[str, Array]:
         raise ValueError(f"{name}: the batch's arrays must share their leading axis, got {shapes}")
     ((size,),) = sizes
     if size % n:
+        private = f", as PoissonSampling(..., multiple={n}) does" * (name != "accumulate_grad")
         raise ValueError(
             f"{name}: {n} microbatches do not divide a batch of {size} examples; "
-            f"pad it to {size + -size % n} examples, with weight 0"
+            f"pad it to {size + -size % n} examples, with weight 0{private}"
         )
     parts: dict[str, Array] = jax.tree.map(lambda x: x.reshape(size // n, n, *x.shape[1:]), batch)
     return parts

@@ -142,7 +142,8 @@ def check_params(name: str, params: Any, kind: Any = jnp.floating) -> None:
         if not jnp.issubdtype(dtype, kind):
             raise TypeError(
                 f"{name}: expected floating-point parameters, got {dtype} at "
-                f"{jax.tree_util.keystr(path) or 'params'}; move it out of params"
+                f"{jax.tree_util.keystr(path) or 'params'}; move it out of params, as "
+                "nnx.split(model, nnx.Param, ...) or eqx.partition(model, eqx.is_inexact_array) do"
             )
 
 

@@ -57,7 +57,8 @@ def epsilon(
     Args:
       noise_multiplier: Standard deviation of the noise on a step's sum of clipped gradients,
         divided by the sensitivity of this sum to one example.
-      delta: Delta of the guarantee, within (0, 1). Choose less than 1 / examples.
+      delta: Delta of the guarantee, within (0, 1 / examples). A larger one would allow publishing
+        an example.
       sampling: How batches are drawn.
       steps: Number of steps, each taken whatever its examples are.
       strategy: Correlation of the noise over steps, as given to `fnet.autodiff.clipped`.
@@ -84,7 +85,7 @@ def epsilon(
       arXiv:2306.08153. Denisov et al. 2022, "Improved differential privacy for SGD via optimal
       private linear operators on adaptive streams", Theorem 2.1, arXiv:2202.08312.
     """
-    _check("epsilon", delta, steps, accountant)
+    _check("epsilon", delta, sampling, steps, accountant)
     if not noise_multiplier > 0:
         raise ValueError(f"epsilon: noise_multiplier must be > 0, got {noise_multiplier}.")
     if steps == 0:
@@ -131,7 +132,7 @@ def calibrate_noise_multiplier(
       >>> round(calibrate_noise_multiplier(3.0, 1e-5, sampling, steps=3515), 2)
       0.73
     """
-    _check("calibrate_noise_multiplier", delta, steps, accountant)
+    _check("calibrate_noise_multiplier", delta, sampling, steps, accountant)
     if not target_epsilon > 0:
         raise ValueError(
             f"calibrate_noise_multiplier: target_epsilon must be > 0, got {target_epsilon}."
@@ -185,11 +186,14 @@ def dp_accounting() -> ModuleType:
     return module
 
 
-def _check(name: str, delta: float, steps: int, accountant: str) -> None:
-    if not 0 < delta < 1:
-        raise ValueError(f"{name}: delta must be between 0 and 1, got {delta}.")
-    if steps < 0:
-        raise ValueError(f"{name}: steps must be >= 0, got {steps}.")
+def _check(name: str, delta: float, sampling: PoissonSampling, steps: int, accountant: str) -> None:
+    if not 0 < delta < 1 / sampling.examples:
+        raise ValueError(
+            f"{name}: delta must be > 0 and less than 1 / examples = {1 / sampling.examples:.2g}, "
+            f"got {delta:g}. A larger delta would allow publishing an example."
+        )
+    if steps < 0 or steps != int(steps):
+        raise ValueError(f"{name}: steps must be an integer >= 0, got {steps}.")
     if accountant not in ("pld", "rdp"):
         raise ValueError(f"{name}: accountant must be pld or rdp, got {accountant!r}.")
 

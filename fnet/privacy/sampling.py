@@ -78,9 +78,10 @@ class PoissonSampling:
             raise ValueError(f"PoissonSampling: batch_size must be > 0, got {self.batch_size}.")
         needed = self.bands * self.batch_size
         if needed > self.examples:
+            bands = f" in each of {self.bands} bands" * (self.bands > 1)
             raise ValueError(
-                f"PoissonSampling: {self.bands} groups with batches of {self.batch_size} need at "
-                f"least {needed:g} examples, got {self.examples}."
+                f"PoissonSampling: batch_size {self.batch_size}{bands} needs at least {needed:g} "
+                f"examples, got {self.examples}. Choose a smaller batch_size."
             )
 
     @property

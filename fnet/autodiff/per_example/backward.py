@@ -176,8 +176,8 @@ def _refusal(name: str, state: Mixed) -> str:
         )
     return (
         f"{name}: {where} mixes the examples of a batch ({operation}), so the gradient of one "
-        "example does not exist. For batch norm, use frozen statistics (train=False) or group "
-        "norm (fnet.layers.group_norm)."
+        "example does not exist. Compute each loss from one example alone. In place of batch "
+        "norm, use group norm, or frozen statistics (train=False)."
     )
 
 
