@@ -121,6 +121,23 @@ def test_a_batch_with_statistics_is_split_last():
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
 
+def test_a_printed_plan_shows_the_plain_peak_the_budget_and_the_choice(step_and_peaks):
+    args, _, peaks = step_and_peaks
+    policies = "none", "segments"
+    plan = fnet.plan_step(
+        *args, peaks["none"], policies=policies, reserve=1024, microbatch_choices=(1,)
+    )
+    plain, budget, chosen, by = str(plan).split("\n")
+    assert plain.startswith("plain   ")
+    assert plain.endswith(" + 1.00 KiB held")
+    assert budget == f"budget  {memory.format_bytes(peaks['none'])}"
+    assert chosen.startswith(
+        f"chosen  {memory.format_bytes(peaks['segments'])} + 1.00 KiB held, 1."
+    )
+    assert chosen.endswith(" times the FLOPs")
+    assert by == "by      segments"
+
+
 def test_rejects_a_budget_below_the_state(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     with pytest.raises(BudgetError, match=r"state, which alone takes \d\d.\d\d KiB"):

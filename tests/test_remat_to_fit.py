@@ -148,6 +148,7 @@ def test_held_bytes_count_and_shapes_are_enough():
         held = jax.ShapeDtypeStruct((plain // 16,), jnp.float32)
         _, plan = memory.remat_to_fit(loss, plain, *shapes, held=held)
     assert plan.chosen.peak.total <= plain - 4 * (plain // 16)
+    assert str(plan).endswith("by      planned rematerialization")
     assert plan.chosen.policy.name != "none"
 
 
@@ -157,5 +158,11 @@ def test_rejects_losses_per_example():
 
 
 def test_rejects_budget_that_nothing_fits():
-    with pytest.raises(memory.BudgetError, match="lowest peak"):
+    with pytest.raises(memory.BudgetError, match=r"lowest peak .*\. Raise the budget, or"):
         memory.remat_to_fit(lambda w: jnp.sin(w).sum(), 64, jnp.ones(1000))
+
+
+def test_rejects_a_budget_that_held_arrays_exceed():
+    held = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    with pytest.raises(memory.BudgetError, match=r"4.00 KiB that stay in memory outside of the"):
+        memory.remat_to_fit(lambda w: jnp.sin(w).sum(), 1024, jnp.ones(8), held=held)

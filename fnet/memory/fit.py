@@ -53,7 +53,7 @@ def remat_to_fit(
       CPU compiler undoes rematerialization by default.
 
     Raises:
-      BudgetError: If nothing fits. The message gives the lowest peak.
+      BudgetError: If nothing fits. The message gives the lowest peak and what to change.
       TypeError: If the loss does not return a scalar.
 
     Example:

@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The candidates that were compiled, and the chosen one.
+    """The candidates that were compiled, and the chosen one. ``print(plan)`` shows both in short.
 
     Attributes:
       budget: Budget in bytes, or None.
@@ -74,6 +74,8 @@ class Plan(NamedTuple):
       candidates: All candidates that were compiled, the fastest first.
       predicted: Predicted peak and cost along the Pareto front of planned policies, without
         microbatches. Empty if policies are given.
+      reserve: Bytes of the budget that the program may not use, such as ``held`` of
+        `remat_to_fit`.
     """
 
     budget: int | None
@@ -81,6 +83,21 @@ class Plan(NamedTuple):
     smaller: Candidate | None
     candidates: tuple[Candidate, ...]
     predicted: tuple[tuple[int, Cost], ...] = ()
+    reserve: int = 0
+
+    def __str__(self) -> str:
+        held = f" + {format_bytes(self.reserve)} held" if self.reserve else ""
+        plains = [c for c in self.candidates if str(c) == "none"]
+        plain = max(plains, key=lambda c: c.peak.total, default=None)
+        rows = [("plain", f"{format_bytes(plain.peak.total)}{held}")] if plain else []
+        if self.budget is not None:
+            rows.append(("budget", format_bytes(self.budget)))
+        more = ""
+        if plain and plain.cost.flops:
+            more = f", {self.chosen.cost.flops / plain.cost.flops:.2f} times the FLOPs"
+        rows.append(("chosen", f"{format_bytes(self.chosen.peak.total)}{held}{more}"))
+        rows.append(("by", _way(self.chosen)))
+        return "\n".join(f"{name:7} {value}" for name, value in rows)
 
     @property
     def front(self) -> tuple[Candidate, ...]:
@@ -90,6 +107,11 @@ class Plan(NamedTuple):
             if not front or c.peak.total < front[-1].peak.total:
                 front.append(c)
         return tuple(front)
+
+
+def _way(c: Candidate) -> str:
+    """Describe policy and microbatches."""
+    return str(c).replace("planned", "planned rematerialization", 1)
 
 
 class BudgetError(ValueError):
@@ -178,12 +200,14 @@ def plan(
       2020.
     """
     limit = None if budget is None else parse_bytes(budget)
-    reserved = f", and {format_bytes(reserve)} is reserved" if reserve else ""
+    reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
     if limit is not None and limit < state_bytes + reserve:
-        raise BudgetError(
-            f"a budget of {format_bytes(limit)} is too small for the train state, which alone "
-            f"takes {format_bytes(state_bytes)}{reserved}."
+        needs = (
+            f"the train state, which alone takes {format_bytes(state_bytes)}{reserved}"
+            if state_bytes
+            else f"{format_bytes(reserve)} that stay in memory outside of the program"
         )
+        raise BudgetError(f"a budget of {format_bytes(limit)} is too small for {needs}.")
     platform = target.device.platform if target else jax.default_backend()
     named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
     supported = policies_for(platform)
@@ -214,14 +238,15 @@ def plan(
     if not search.fits(least.peak.total):
         raise BudgetError(
             f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak is "
-            f"{format_bytes(least.peak.total)}, by {least}{reserved}."
+            f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
+            "use a smaller batch, a smaller optimizer state or more devices."
         )
     if limit is None:  # the smallest of equally fast ones
         chosen = min(ranked, key=lambda c: (search.order(c), c.peak.total))
     else:
         chosen = next(c for c in ranked if search.fits(c.peak.total))
     smaller = next((c for c in ranked if c.peak.total < chosen.peak.total), None)
-    return Plan(limit, chosen, smaller, ranked, predicted)
+    return Plan(limit, chosen, smaller, ranked, predicted, reserve)
 
 
 class _Attempt(NamedTuple):
