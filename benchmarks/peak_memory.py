@@ -79,6 +79,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "imagenet_wider_resnet38": _IMAGENET,
     "imagenet_densenet264": _IMAGENET,
     "camvid_deeplab": ("--data.path", "camvid", "--data.image-size", "128", *_FEW),
+    "segmentation": ("--data.path", "camvid", "--data.image-size", "128", *_FEW),
     "vit_finetune": (*_IMAGES, "--model.path", "vit", "--data.batch-size", "16", *_FEW),
     "finetune_lora": _CHAT,
     "finetune_full": _CHAT,
@@ -93,6 +94,7 @@ REASONS = {
     "text_mamba": "Not explained. Without occupied gaps of the heap, the process takes 163 MB.",
     "vit_finetune": "Not explained. Without occupied gaps of the heap, the process takes 404 MB.",
     "camvid_deeplab": "Buffers of convolutions, which XLA does not count, are estimated at 48 MiB.",
+    "segmentation": "As `camvid_deeplab`.",
 }
 """What is known of the predictions that leave the bound."""
 

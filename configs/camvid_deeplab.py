@@ -21,7 +21,6 @@ def config() -> Config:
         name="camvid_deeplab",
         data=SegmentationFolder(
             path="CamVid",
-            class_table="camvid",
             batch_size=8,
             image_size=480,
             scale=(0.5, 2.0),

@@ -71,7 +71,7 @@ def test_files_of_names_split_voc(folders, names, tmp_path):
     (tmp_path / names.format(split="val")).write_text("d\n")
     assert error_message(found.pairs, "val") == (
         f"data.path: the image {tmp_path / images / 'd.jpg'} has no mask: no file "
-        f"{tmp_path / masks / 'd'}.*"
+        f"{tmp_path / masks / 'd'}.*; add the mask, or move the image to another folder"
     )
     (tmp_path / names.format(split="val")).write_text("x\n")
     assert error_message(found.pairs, "val") == (
@@ -99,6 +99,34 @@ def test_refuses_folders_that_hold_no_layout(tmp_path):
     )
     write(tmp_path, "photos/a.jpg")
     assert error_message(find_layout, tmp_path).startswith(
-        f"data.path: no images with masks in {tmp_path}, which holds photos; expected train/images "
-        "with train/masks; images/train with masks/train; train with trainannot; "
+        f"data.path: no images with masks in {tmp_path}, which holds photos; expected images with "
+        "masks, train/images with train/masks, or the folders of CamVid, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "hint"),
+    [
+        (("images/a.jpg", "labels/a.png"), "; if labels has the masks, rename it to masks; "),
+        (
+            ("images/a.jpg", "annotations/instances.json"),
+            "/annotations/instances.json holds no masks: draw its polygons into PNG files in masks/",
+        ),
+        (("images/a.jpg",), "; a mask is an image of the labels of all pixels; "),
+        (("images/a.jpg", "x/a.png", "y/a.png"), "which holds images, x, y; expected images"),
+    ],
+    ids=["other name", "COCO", "no masks", "two folders"],
+)
+def test_says_how_a_folder_could_become_a_layout(tmp_path, files, hint):
+    write(tmp_path, *files)
+    assert hint in error_message(find_layout, tmp_path)
+
+
+def test_refuses_a_folder_without_a_test_split(tmp_path):
+    write(tmp_path, "train/images/a.jpg", "train/masks/a.png")
+    found = find_layout(tmp_path)
+    assert error_message(found.test, None) == (
+        f"data.path: no split val or test in {tmp_path}; there are train; name another one with "
+        "data.test_split, or move all images into images/ and all masks into masks/, so that "
+        "data.test_fraction of them are held out"
     )

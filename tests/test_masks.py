@@ -133,9 +133,11 @@ def test_classes_of_a_table_can_be_ignored_by_name_or_value():
 
 
 MISTAKES = [
-    ({"masks": [gray(0, 1, 2)]}, "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or in classes.txt in .; the masks hold 0 to 2"),
+    ({"masks": [gray(0, 1, 2)]}, "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or in classes.txt in .; the masks hold 0 to 2, as with --data.classes 3"),
+    ({"masks": [gray(0, 60, 255)], "ignore": (60,)}, "the masks hold 0, 60, 255, as with --data.mask-values 0 255"),
     ({"masks": [gray(255)]}, "the masks hold 255"),
-    ({"masks": [colored(RED, GREEN)]}, "the masks hold 2 colors: 0 255 0, 255 0 0"),
+    ({"masks": [colored(RED, GREEN)]}, "data.class_table: the masks hold 2 colors: 0 255 0, 255 0 0; name the class of each color in ./classes.csv, one line name,r,g,b for each"),
+    ({"masks": [gray(0, 3, 255)._replace(is_lossy=True)]}, "data.path: masks are JPEG files, whose compression changes values: the masks hold 0, 3, 255; save masks as PNG"),
     ({"masks": []}, "no mask can be read"),
     ({"masks": [gray(0)], "classes": 4, "rows": COLORED}, "data.classes: 4, but classes.txt has 2 classes"),
     ({"masks": [gray(0)], "mask_values": (1, 1)}, "data.mask_values: a value is there twice"),
@@ -154,10 +156,10 @@ def test_refuses_unknown_and_contradictory_classes(options, message):
     assert message in str(caught.value)
 
 
-def check(*masks, which="training", max_bad=0.0, **options):
+def check(*masks, which="training", max_bad=0.0, table="", **options):
     samples = [Sample.of(f"{i}.png", mask) for i, mask in enumerate(masks)]
     label_map = make_label_map(SegmentationFolder(**options), (), "", samples)[0]
-    return check_masks(label_map, samples, len(samples), max_bad, which)
+    return check_masks(label_map, samples, len(samples), max_bad, which, table)
 
 
 def test_accepts_masks_with_two_classes_and_some_bad_ones():
@@ -170,7 +172,11 @@ REFUSED = [
     ([gray(255)], {"classes": 3}, "data.ignore: all pixels of the 1 training masks are ignored; they hold 255; if 255 is a class, give data.mask_values, such as 0 255"),
     ([gray(9)], {"classes": 3, "ignore": (9,), "which": "test"}, "data.ignore: all pixels of the 1 test masks are ignored; they hold 9"),
     ([gray(0, 255)], {"classes": 3}, "data.path: the 1 training masks hold only the class 0, so that there is nothing to learn; if 255"),
-    ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10, or 255 to ignore a pixel; pixels of this mask without a class: 11 (25.0%); give data.ignore 11 to ignore them, or other data.classes or data.mask_values"),
+    ([gray(0, 0, 0, 11)], {"classes": 11}, "data.path: 0.png: value 11, expected 0 to 10, or 255 to ignore a pixel; pixels of this mask without a class: 11 (25.0%); give --data.ignore 11 to ignore them, or --data.mask-values 0 11 to make every value a class"),
+    ([gray(0, 1), gray(2, 3)], {"classes": 3}, "data.path: 1.png: value 3, expected 0 to 2, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or --data.classes 4 to make every value a class"),
+    ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; JPEG compression changes values: save masks as PNG"),
+    ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
+    ([gray(*range(99))], {"classes": 98}, "data.path: 0.png: value 98, expected 0 to 97, or 255 to ignore a pixel; pixels of this mask without a class: 98 (1.0%); give --data.ignore 98 to ignore them, or other --data.classes or --data.mask-values"),
 ]  # fmt: skip
 
 
@@ -185,6 +191,17 @@ def test_a_jpeg_is_named_as_the_cause_of_unknown_values():
     mask = gray(0, 3)._replace(is_lossy=True)
     with pytest.raises(UnreadableError, match="JPEG compression changes values"):
         labels(mask, classes=2)
+
+
+def test_a_color_of_no_class_is_reported_with_the_class_table():
+    sample = Sample.of("0.png", colored(RED, (1, 2, 3)))
+    label_map = make_label_map(SegmentationFolder(), COLORED, "classes.csv", [sample])[0]
+    with pytest.raises(UserError) as caught:
+        check_masks(label_map, [sample], 1, 0, "training", "classes.csv")
+    assert str(caught.value) == (
+        "data.path: 0.png: the color 1 2 3 is of no class; classes.csv has the colors of the "
+        "classes"
+    )
 
 
 def test_samples_count_values():

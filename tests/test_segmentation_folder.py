@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from data_cases import error_message, take_batches
 from image_cases import write_image, write_mask
-from PIL import Image
+from PIL import ExifTags, Image
 
 from train.config import Config, from_json, to_json
 from train.config.data import SegmentationFolder
@@ -183,7 +183,7 @@ def test_refuses_an_unknown_number_of_classes(folder):
     path = folder / "classes.txt"
     assert load_error(folder, classes=None) == (
         "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or "
-        f"in classes.txt in {folder}; the masks hold 0 to 2"
+        f"in classes.txt in {folder}; the masks hold 0 to 2, as with --data.classes 3"
     )
     path.write_text("alone\n")
     assert load_error(folder, classes=None) == (
@@ -219,6 +219,42 @@ def test_skips_invalid_pairs_with_a_reason(folder):
     }
 
 
+def test_refuses_masks_of_another_size_before_training(folder):
+    image, mask = folder / "train" / "images" / "01.bmp", folder / "train" / "masks" / "01.png"
+    write_mask(mask, make_mask(24, 40))
+    assert load_error(folder) == (
+        f"data.path: {image} is 40 x 28, its mask 40 x 24; give each mask the size of its image"
+    )
+    for path in (folder / "train" / "masks").iterdir():
+        write_mask(path, make_mask(5, 5))
+    assert "its mask 5 x 5; 5 more of 6 pairs differ; give each" in load_error(folder)
+
+
+def test_says_that_a_rotated_image_needs_a_rotated_mask(folder):
+    image = folder / "train" / "images" / "00.bmp"
+    image.unlink()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (40, 24)).save(image.with_suffix(".jpg"), exif=exif)
+    write_mask(folder / "train" / "masks" / "00.png", make_mask(24, 40))
+    assert "00.jpg is 24 x 40, its mask 40 x 24; the image has an EXIF" in load_error(folder)
+
+
+def test_class_names_of_a_published_layout_are_announced(tmp_path):
+    for split in ("train", "val"):
+        for i in range(2):
+            write_image(tmp_path / split / f"{i}.png", i, (40, 24))
+            write_mask(tmp_path / f"{split}annot" / f"{i}.png", make_mask(24, 40))
+    data = load(tmp_path, classes=None)
+    assert (data.classes[0], len(data.classes)) == ("Sky", 11)
+    assert data.notes == (
+        "folders are named as in camvid, so its classes are used; for others, give data.classes "
+        "or data.class_table",
+    )
+    assert load(tmp_path, classes=None, class_table="camvid").notes == ()
+    assert load(tmp_path, classes=3).classes == ("0", "1", "2")
+
+
 def test_masks_ignore_pixels_with_255(folder):
     labels = make_mask(24, 40)
     labels[:, :20] = 255
@@ -235,14 +271,15 @@ def test_refuses_images_without_masks_and_masks_without_images(folder):
     write_image(folder / "train" / "images" / "new.png")
     images, masks = folder / "train" / "images", folder / "train" / "masks"
     assert load_error(folder) == (
-        f"data.path: the image {images / 'new.png'} has no mask: no file {masks / 'new'}.*"
+        f"data.path: the image {images / 'new.png'} has no mask: no file {masks / 'new'}.*; "
+        "add the mask, or move the image to another folder"
     )
     (images / "new.png").unlink()
     for i in range(3):
         (images / f"{i:02}.bmp").unlink()
     assert load_error(folder) == (
         f"data.path: the mask {masks / '00.png'} has no image: no file {images / '00'}.*; "
-        "nor have 2 others"
+        "nor have 2 others; add the image, or move the mask to another folder"
     )
 
 
@@ -255,7 +292,7 @@ def test_refuses_missing_folders(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     assert load_error(empty).startswith(
         f"data.path: no images with masks in {empty}, which holds no folders; expected "
-        "train/images with train/masks; "
+        "images with masks, train/images with train/masks, "
     )
     (folder / "val" / "masks").rename(folder / "val" / "labels")
     assert load_error(folder).startswith("data.path: no split val or ")

@@ -89,6 +89,9 @@ def main(argv: list[str]) -> None:
     else:
         print_predictions(result, Console())
         print(printable(f"predictions: {result.path}"))
+        if result.path and any(p.mask for p in result.predictions):
+            print(printable(f"masks: {result.path.parent / 'masks'}"))
+            print(printable(f"overlays: {result.path.parent / 'overlays'}"))
     for path, reason in result.unreadable:
         print(printable(f"fnet: cannot read {path}: {reason}"), file=sys.stderr)
     if result.unreadable:

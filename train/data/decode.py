@@ -154,6 +154,27 @@ def decode_mask(path: str | bytes, max_pixels: int = MAX_PIXELS) -> MaskValues:
     return _open(_read(path), read, max_pixels)
 
 
+def upright_size(path: str | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int, bool]:
+    """Read width and height of an image, and whether its EXIF orientation exchanged them.
+
+    Args:
+      path: image file.
+      max_pixels: largest number of pixels.
+
+    Raises:
+      UnreadableError: if the file is unreadable.
+    """
+
+    def read(image: Image.Image) -> tuple[int, int, bool]:
+        if image.format != "JPEG":  # Pillow rotates a TIFF, and a PNG's EXIF can follow its pixels
+            image.load()
+        is_transposed = _orientation(image) >= 5
+        size = image.size[::-1] if is_transposed else image.size
+        return *size, is_transposed
+
+    return _open(_read(path), read, max_pixels)
+
+
 def pack_colors(colors: np.ndarray) -> np.ndarray:
     """Return colors [..., 3] as 0xRRGGBB, int32 [...]."""
     r, g, b = np.moveaxis(np.asarray(colors, np.int32), -1, 0)

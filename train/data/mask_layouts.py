@@ -125,8 +125,9 @@ class FoundLayout(NamedTuple):
             if split in self.splits:
                 return split
         raise UserError(
-            f"data.path: no split {' or '.join(_TEST)} in {self.root} to test on; name another one "
-            f"with data.test_split; there are {shorten(self.splits)}"
+            f"data.path: no split val or test in {self.root}; there are {shorten(self.splits)}; "
+            "name another one with data.test_split, or move all images into images/ and all masks "
+            "into masks/, so that data.test_fraction of them are held out"
         )
 
     def pairs(self, split: str = _HERE) -> tuple[list[Pair], list[ImageFiles]]:
@@ -187,11 +188,27 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
         if splits == [_HERE] or (splits and (not training or {*splits} & {*_TRAIN})):
             return FoundLayout(layout, root, splits)
     there = subfolders(root)
-    layouts = "; ".join(layout.describe("train") for layout in LAYOUTS)
     raise UserError(
         f"data.path: no images with masks in {root}, which holds "
-        f"{shorten(there) if there else 'no folders'}; expected {layouts}"
+        f"{shorten(there) if there else 'no folders'}{_hint(root, there)}; expected images with "
+        "masks, train/images with train/masks, or the folders of CamVid, Cityscapes, ADE20K or "
+        "PASCAL VOC"
     )
+
+
+def _hint(root: Path, there: Sequence[str]) -> str:
+    """Say how a folder in no known layout could become one."""
+    annotations = [
+        path for name in ("", *there) for path in sorted((root / name).glob("*.json"))[:1]
+    ]
+    if annotations:
+        return f"; {annotations[0]} holds no masks: draw its polygons into PNG files in masks/"
+    if "images" not in there:
+        return ""
+    others = [name for name in there if name != "images" and list_images(root / name).paths]
+    if len(others) == 1:
+        return f"; if {others[0]} has the masks, rename it to masks"
+    return "; a mask is an image of the labels of all pixels" if not others else ""
 
 
 def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
@@ -222,6 +239,7 @@ def _check_partners(
             f"data.path: the {kind} {folder / own[single[0]]} has no {partner_kind}: no file "
             f"{partner_folder / single[0]}.*"
             + (f"; nor have {len(single) - 1} others" if single[1:] else "")
+            + f"; add the {partner_kind}, or move the {kind} to another folder"
         )
 
 

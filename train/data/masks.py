@@ -4,6 +4,7 @@ This module runs in the processes of `train.data.workers`, so it must not import
 """
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +24,9 @@ IGNORE = 255
 """Label of pixels that count neither in the loss nor in metrics."""
 
 _INVALID = -1
+_PNG = "save masks as PNG"
+_MAX_MASK_VALUES = 32
+"""Most values that an error message proposes as classes."""
 _BINARY = ("background", "foreground")
 
 
@@ -69,7 +73,7 @@ class LabelMap:
             labels = table[np.minimum(values, len(table) - 1)]
         if labels.min(initial=0) == _INVALID:
             value = int(values[labels == _INVALID][0])
-            hint = "; JPEG compression changes values: save masks as PNG" if mask.is_lossy else ""
+            hint = f"; JPEG compression changes values: {_PNG}" if mask.is_lossy else ""
             raise UnreadableError(f"{self._describe_unknown(value, is_color)}{hint}")
         return labels.astype(np.uint8)
 
@@ -185,10 +189,7 @@ def make_label_map(
     if not rows and num_given is None:
         names = _guess_binary(gray, samples)
         if names is None:
-            raise UserError(
-                "data.classes: give the number of classes, 2 to 255, or name them in "
-                f"data.class_table or in classes.txt in {config.path}; {_held(gray, samples)}"
-            )
+            raise UserError(_explain_unknown_classes(gray, samples, ignored_values, config.path))
         rows = tuple(Row(name) for name in names)
     rows = rows or tuple(Row(str(i)) for i in range(num_given or 0))
     classes = [row for row in rows if not row.is_void]
@@ -296,7 +297,12 @@ def _palettes(
 
 
 def check_masks(
-    label_map: LabelMap, samples: Iterable[Sample], num_masks: int, max_bad: float, which: str
+    label_map: LabelMap,
+    samples: Iterable[Sample],
+    num_masks: int,
+    max_bad: float,
+    which: str,
+    table: str = "",
 ) -> int:
     """Check that masks have labels, before anything is compiled.
 
@@ -307,6 +313,7 @@ def check_masks(
       num_masks: number of masks.
       max_bad: largest number of masks without labels to tolerate.
       which: "training" or "test".
+      table: class table of the map, or "".
 
     Raises:
       UserError: if too many masks have a value without a label, or all pixels are ignored, or all
@@ -316,6 +323,7 @@ def check_masks(
     found: set[int] = set()
     held: Counter[int] = Counter()
     need = 2 if which == "training" else 1
+    samples = iter(samples)
     for i, sample in enumerate(samples):
         if i >= SAMPLED and len(found) >= need:
             break
@@ -325,7 +333,9 @@ def check_masks(
         except UnreadableError as error:
             bad += 1
             if bad > max_bad:
-                raise UserError(_explain_bad(label_map, sample, error)) from None
+                for later in itertools.islice(samples, SAMPLED):
+                    held += later.counts
+                raise UserError(_explain_bad(label_map, sample, error, held, table)) from None
             continue
         found |= {*labels.ravel().tolist()} - {IGNORE}
     if len(found) >= need or not num_masks:
@@ -348,19 +358,58 @@ SAMPLED = 32
 """Number of masks that are read before training to check them."""
 
 
-def _explain_bad(label_map: LabelMap, sample: Sample, error: UnreadableError) -> str:
+def _explain_unknown_classes(
+    gray: Counter[int], samples: Sequence[Sample], ignored: set[int] | None, path: str
+) -> str:
+    """Say what masks hold, and how to give their classes."""
+    held = _held(gray, samples)
+    if any(sample.mask.is_lossy for sample in samples):
+        return f"data.path: masks are JPEG files, whose compression changes values: {held}; {_PNG}"
+    if any(sample.mask.kind == "color" for sample in samples):
+        return (
+            f"data.class_table: {held}; name the class of each color in {path}/classes.csv, "
+            "one line name,r,g,b for each"
+        )
+    options = _options([value for value in gray if value not in (ignored or {IGNORE})])
+    return (
+        "data.classes: give the number of classes, 2 to 255, or name them in data.class_table or "
+        f"in classes.txt in {path}; {held}{f', as with {options}' if options else ''}"
+    )
+
+
+def _options(values: Iterable[int]) -> str:
+    """Return the option that makes each value a class, or ``""`` if there are too many or few."""
+    values = sorted(values)
+    if not 2 <= len(values) <= _MAX_MASK_VALUES:
+        return ""
+    if values == list(range(len(values))):
+        return f"--data.classes {len(values)}"
+    return f"--data.mask-values {' '.join(map(str, values))}"
+
+
+def _explain_bad(
+    label_map: LabelMap, sample: Sample, error: UnreadableError, held: Counter[int], table: str
+) -> str:
     """Say what a mask holds, and which options would accept it."""
     message = f"data.path: {sample.path}: {error}"
+    if sample.mask.is_lossy:
+        return message
     if sample.mask.kind == "color" or label_map.palettes == "colors":
-        return f"{message}; the colors of classes are in data.class_table"
+        if not label_map.codes:
+            return message
+        return f"{message}; {table or 'data.class_table'} has the colors of the classes"
     known, total = dict(label_map.values), sum(sample.counts.values())
     unknown = sorted(value for value in sample.counts if value not in known)
     shares = shorten([f"{value} ({sample.counts[value] / total:.1%})" for value in unknown])
-    return (
-        f"{message}; pixels of this mask without a class: {shares}; give data.ignore "
-        f"{' '.join(map(str, unknown[:5]))} to ignore them, or other data.classes or "
-        "data.mask_values"
-    )
+    ignore = f"give --data.ignore {' '.join(map(str, unknown[:5]))} to ignore them"
+    options = _options(value for value in held if known.get(value) != IGNORE)
+    if table:
+        other = f"or add their classes to {table}"
+    elif options:
+        other = f"or {options} to make every value a class"
+    else:
+        other = "or other --data.classes or --data.mask-values"
+    return f"{message}; pixels of this mask without a class: {shares}; {ignore}, {other}"
 
 
 def _held(gray: Counter[int], samples: Sequence[Sample]) -> str:

@@ -11,7 +11,7 @@ from train.config import SegmentationFolder
 from train.data import Arrays, Dataset, num_examples
 from train.data.augment import fit, to_uint8
 from train.data.class_table import find_table
-from train.data.decode import UnreadableError, decode_mask
+from train.data.decode import UnreadableError, decode_mask, upright_size
 from train.data.files import ImageFiles, describe_skipped
 from train.data.image_batches import EvaluationMasks, TrainingMasks, decode_pair, read_local
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
@@ -60,15 +60,22 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     if label_map is None:
         default = found.layout.table if config.classes is None and not config.mask_values else None
         rows, source = find_table(config.class_table, root, default)
+        if default and source == default and config.class_table is None:
+            notes.append(
+                f"folders are named as in {source}, so its classes are used; for others, give "
+                "data.classes or data.class_table"
+            )
         some, others = _divide(train)
         sampled = list(_samples(root, some, config))
         label_map, more = make_label_map(config, rows, source, sampled)
         notes += more
         samples = itertools.chain(sampled, _samples(root, others, config))
         most = config.max_bad_fraction * len(train)
-        check_masks(label_map, samples, len(train), most, "training")
+        _check_sizes(root, some, config, most)
+        check_masks(label_map, samples, len(train), most, "training", source)
     some, others = _divide(test)
     most = config.max_bad_fraction * len(test)
+    _check_sizes(root, some, config, most)
     check_masks(label_map, _samples(root, some + others, config), len(test), most, "test")
 
     pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
@@ -192,6 +199,31 @@ def _samples(root: Path, pairs: Sequence[Pair], config: SegmentationFolder) -> I
             yield Sample.of(path, decode_mask(path, config.max_pixels))
         except UnreadableError:
             continue  # counted in training, with images that are unreadable
+
+
+def _check_sizes(
+    root: Path, pairs: Sequence[Pair], config: SegmentationFolder, max_bad: float
+) -> None:
+    """Raise `UserError` if too many masks have another size than their image."""
+    differ = []
+    for image, mask in pairs:
+        try:
+            width, height, is_transposed = upright_size(str(root / image), config.max_pixels)
+            mask_width, mask_height, _ = upright_size(str(root / mask), config.max_pixels)
+        except UnreadableError:
+            continue  # counted in training
+        if (width, height) != (mask_width, mask_height):
+            text = f"{root / image} is {width} x {height}, its mask {mask_width} x {mask_height}"
+            if is_transposed and (width, height) == (mask_height, mask_width):
+                text += "; the image has an EXIF orientation, so its mask must be rotated too"
+            differ.append(text)
+    if len(differ) > max_bad:
+        others = len(differ) - 1
+        raise UserError(
+            f"data.path: {differ[0]}"
+            + (f"; {others} more of {len(pairs)} pairs differ" if others else "")
+            + "; give each mask the size of its image"
+        )
 
 
 def _class_weights(

@@ -55,6 +55,8 @@ def compile_programs(
       UserError: for a budget that nothing fits, or a policy that this device does not support.
       DonationError: if the step would not update the state in place.
     """
+    if not console.is_terminal:  # where no status is shown
+        line_printer(console)("compiling; a large network takes minutes on a CPU")
     with console.status("compiling") as status:
         planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
         evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))

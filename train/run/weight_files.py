@@ -125,7 +125,10 @@ def _read_file(path: Path) -> Weights:
         with path.open("rb") as file:
             start = file.read(8)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+        hint = ""
+        if isinstance(error, FileNotFoundError):
+            hint = "; give a file or a folder, since names of weights are not downloaded"
+        raise UserError(f"cannot read {path}: {error.strerror or error}{hint}") from error
     if not start:
         raise UserError(f"{path} is empty")
     if path.suffix == ".safetensors":
