@@ -107,6 +107,7 @@ def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, caps
     given = [f"halves/images/{name}.png" for name in names]
     output = printed(capsys, run, *given, "--out", "out")
     result = json.loads((recipes / "out" / "predictions.json").read_text())
+    assert output.splitlines()[-2:] == ["masks: out/masks", "overlays: out/overlays"]
     right = []
     for name, p in zip(names, result["predictions"], strict=True):
         assert p["mask"] == f"out/masks/{name}.png"

@@ -306,7 +306,7 @@ def write_files(place):
 
 
 IMPORTING = [
-    (("none.pth",), "cannot read none.pth: No such file"),
+    (("none.pth",), "cannot read none.pth: No such file or directory; fnet downloads no weights: give a file, a folder of timm, or a run"),
     (("folder.pth",), "cannot read folder.pth: Is a directory"),
     (("zero.pth",), "zero.pth is empty"),
     (("text.pth",), "text.pth is not a checkpoint: it begins with b'these ar'"),

@@ -127,7 +127,7 @@ def _read_file(path: Path) -> Weights:
     except OSError as error:
         hint = ""
         if isinstance(error, FileNotFoundError):
-            hint = "; give a file or a folder, since names of weights are not downloaded"
+            hint = "; fnet downloads no weights: give a file, a folder of timm, or a run"
         raise UserError(f"cannot read {path}: {error.strerror or error}{hint}") from error
     if not start:
         raise UserError(f"{path} is empty")
