@@ -21,7 +21,7 @@ def config() -> Config:
             color_jitter=0.3,
         ),
         model=DeepLab(backbone="resnet18", hidden=128, dilations=(6, 12, 18)),
-        optim=Optim(name="adamw", learning_rate=1e-3, weight_decay=1e-2, warmup_steps=100),
+        optim=Optim(name="adamw", learning_rate=1e-3, weight_decay=1e-2, warmup_steps=20),
         train=Train(epochs=60, log_every=20),
         checkpoint=Checkpoint(every=200),
     )

@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 
 from train.config import Config, from_json, to_json
 from train.config.data import SegmentationFolder
-from train.data import evaluation_batches, segmentation_folder
+from train.data import evaluation_batches, placeholder, segmentation_folder
 
 
 def make_mask(height, width):
@@ -312,3 +312,12 @@ def test_refuses_scales_in_the_wrong_order(folder):
 def test_the_config_section_round_trips_through_json():
     config = Config(data=SegmentationFolder(path="x", classes=21, scale=(0.75, 1.25)))
     assert from_json(to_json(config), "here") == config
+
+
+@pytest.mark.parametrize(
+    ("options", "classes"), [({}, 21), ({"classes": 3}, 3), ({"class_table": "camvid"}, 11)]
+)
+def test_memory_is_predicted_before_the_folder_exists(options, classes):
+    missing = placeholder.load(Config(data=SegmentationFolder(path="absent", **options)))
+    assert missing.note == f"no folder absent: {classes} classes are assumed"
+    assert len(missing.dataset.classes) == classes

@@ -12,6 +12,7 @@ from train.data.class_table import PUBLISHED
 from train.errors import shorten
 
 _CLASSES = 1000
+_VOC = [row for row in PUBLISHED["voc"] if not row.is_void]
 _BATCHES = 100
 """Length of an epoch, which is unknown and does not change the memory."""
 
@@ -65,9 +66,7 @@ def load(config: Config) -> Placeholder | None:
     batch = {"id": np.zeros(1, np.int32), "image": image, "weight": np.ones(1, np.float32)}
     if isinstance(data, SegmentationFolder):
         table = [row for row in PUBLISHED.get(data.class_table or "", ()) if not row.is_void]
-        classes = data.classes or len(data.mask_values) or len(table)
-        if not classes:
-            return None
+        classes = data.classes or len(data.mask_values) or len(table) or len(_VOC)
         test = batch = batch | {"mask": np.zeros(image.shape[:3], np.uint8)}
     else:
         classes = _CLASSES
