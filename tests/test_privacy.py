@@ -129,6 +129,17 @@ def test_rejects_a_delta_or_a_number_of_steps_out_of_range(function, delta, step
         function(1.0, delta, PoissonSampling(100, 8), steps)
 
 
+@pytest.mark.parametrize(("noise", "size"), [(2.7, 256), (1.0, 4), (24.0, 1024)])
+def test_epsilon_of_progress_lines_is_a_close_upper_bound(noise, size):
+    privacy = Privacy(noise, PoissonSampling(1437, size), 1e-5)
+    steps = [1, 10, 100, 199, 200]
+    spent = [privacy.spent(step, 200) for step in steps]
+    exact = [privacy.epsilon(step) for step in steps]
+    assert all(a <= b <= 1.005 * a + 0.002 for a, b in zip(exact, spent, strict=True))
+    assert spent == sorted(spent)
+    assert spent[-1] == exact[-1]
+
+
 def test_epsilon_rises_with_every_step_from_zero():
     spent = [epsilon(1.0, 1e-5, PoissonSampling(100, 5), steps) for steps in range(6)]
     assert spent[0] == 0
@@ -186,9 +197,9 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
     before, after = printed.split("step 2/8")
     for part in (before, after):
         assert f"privacy: epsilon {guarantee['epsilon']:.4g} at delta 1e-05 after 8 steps" in part
-    assert f"epsilon {privacy.epsilon(2):.4g}  " in after
+    assert f"epsilon {privacy.spent(2, 8):.4g}  " in after
     lines = metrics_of(folder)
-    assert [r["privacy/epsilon"] for r in lines] == [privacy.epsilon(n) for n in (2, 4, 6, 8)]
+    assert [r["privacy/epsilon"] for r in lines] == [privacy.spent(n, 8) for n in (2, 4, 6, 8)]
     # Of the metrics of a step only the norm of the noisy gradient is covered by the guarantee.
     covered = {name for name in lines[0] if name.startswith("train/")}
     assert covered == {"train/grad_norm", "train/learning_rate"}

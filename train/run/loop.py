@@ -287,7 +287,7 @@ class _Loop:
         run, step = self._run, self.step
         line: dict[str, Any] = {"step": step, "epoch": step / run.steps_per_epoch}
         # Epsilon is computed while the device still works on the step.
-        epsilon = run.privacy.epsilon(step) if run.privacy else None
+        epsilon = run.privacy.spent(step, run.steps) if run.privacy else None
         line["seconds"] = time.perf_counter() - self._start_time
         line |= self._meter.means(step)
         self.wait.add(self._meter.seconds, line["input_wait"])
