@@ -1,14 +1,16 @@
 """Fully sharded data parallelism (FSDP, ZeRO): gather parameters where they are used.
 
-`gather_at_use` rewrites a traced train step, after differentiation. So it holds for any loss,
-gradient mode and remat policy: forward pass, rematerialization and backward pass each gather a
-parameter where it meets data, and free it afterwards.
+`shard_state` decides how a train state is divided. `gather_at_use` rewrites a traced train step,
+after differentiation. So it holds for any loss, gradient mode and remat policy: forward pass,
+rematerialization and backward pass each gather a parameter where it meets data, and free it
+afterwards.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,110 @@ from fnet.jaxpr import ELEMENTWISE, Scan, aval
 
 Spec = tuple[Any, ...]
 """Mesh axes of each array axis, as in `jax.sharding.PartitionSpec`."""
+
+S = TypeVar("S")
+
+_FROZEN = jax.tree_util.DictKey("frozen")
+"""Part of the model state that holds frozen parameters."""
+
+
+def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 2048) -> S:
+    """Return the shapes of a train state, with shardings over a mesh.
+
+    Parameters, their average and the optimizer state are sharded along their longest axis that
+    the devices divide. Everything else is replicated, except for frozen parameters under
+    ``"frozen"`` in the model state. The first axis of an array with three axes or more is not
+    sharded, because it may be the axis that a `jax.lax.scan` goes over.
+
+    Use the result as ``state_sharding`` of `fnet.make_step` (its leaves' ``sharding``), and as the
+    target of a checkpoint that is restored on other devices.
+
+    Args:
+      state: A `fnet.TrainState`, or its shapes from `jax.eval_shape`.
+      mesh: Devices.
+      axis: Axis of the mesh that shards the state.
+      min_size: Smallest number of elements of an array that is sharded.
+
+    Returns:
+      The state with a `jax.ShapeDtypeStruct` with a sharding for each array.
+
+    Raises:
+      ValueError: If the mesh has no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, fnet
+      >>> from jax.sharding import AxisType
+      >>> mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+      >>> def create(key):
+      ...     params = {
+      ...         "kernel": jax.random.normal(key, (64, 256)),
+      ...         "bias": jnp.zeros(256),
+      ...     }
+      ...     return fnet.TrainState.create(
+      ...         params=params, optimizer=optax.adam(1e-3), key=key
+      ...     )
+      >>> shapes = fnet.fsdp.shard_state(
+      ...     jax.eval_shape(create, jax.random.key(0)), mesh
+      ... )
+      >>> shapes.params["kernel"].sharding.spec, shapes.params["bias"].sharding.spec
+      (P(None, 'fsdp'), P())
+      >>> shardings = jax.tree.map(lambda a: a.sharding, shapes)
+      >>> state = jax.jit(create, out_shardings=shardings)(jax.random.key(0))
+      >>> state.params["kernel"].addressable_shards[0].data.shape
+      (64, 64)
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
+      models", arXiv:1910.02054, stage 3.
+    """
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"shard_state: axis must be an axis of the mesh, {mesh.axis_names}, got {axis!r}"
+        )
+    tree: Any = state
+    fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+    sharded: S = dataclasses.replace(tree, **shard_fields(fields, mesh, axis, min_size))
+    return sharded
+
+
+def shard_fields(
+    fields: dict[str, Any], mesh: Mesh, axis: str = "fsdp", min_size: int = 2048
+) -> dict[str, Any]:
+    """Return the shapes of some fields of a train state, by name, with shardings."""
+    replicated, devices = NamedSharding(mesh, PartitionSpec()), mesh.shape[axis]
+    params = {
+        path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(fields.get("params"))
+    }
+
+    def sharding(shape: tuple[int, ...]) -> NamedSharding:
+        first = 1 if len(shape) > 2 else 0  # a gather of a slice would gather the whole stack
+        axes = [i for i, n in enumerate(shape) if n % devices == 0 and i >= first]
+        if not axes or math.prod(shape) < min_size:
+            return replicated
+        longest = max(axes, key=lambda i: shape[i])
+        return NamedSharding(mesh, PartitionSpec(*[None] * longest, axis))
+
+    def sharding_like(shape: tuple[int, ...], param: tuple[int, ...]) -> NamedSharding:
+        """Shard an array like the parameter it belongs to, such as the scales of its moments."""
+        if shape == param or len(shape) != len(param):
+            return sharding(shape)
+        like = sharding(param)
+        i = next((i for i, name in enumerate(like.spec) if name is not None), None)
+        return like if i is not None and shape[i] % devices == 0 else replicated
+
+    def place(name: str, path: tuple[Any, ...], a: Any) -> jax.ShapeDtypeStruct:
+        if name == "opt_state":  # with the parameters' paths at the end of its own
+            ends = (params.get(path[i:]) for i in range(len(path)))
+            to = sharding_like(a.shape, next((s for s in ends if s is not None), a.shape))
+        else:
+            is_sharded = name in ("params", "ema") or path[:1] == (_FROZEN,)
+            to = sharding(a.shape) if is_sharded else replicated
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)
+
+    return {
+        name: jax.tree.map_with_path(functools.partial(place, name), field)
+        for name, field in fields.items()
+    }
 
 
 def gather_at_use(

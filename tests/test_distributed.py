@@ -2,11 +2,14 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
 
@@ -45,11 +48,15 @@ def by_open_mpi(port, processes, i):
     return ("--distributed",), variables
 
 
-def together(processes, *words, launcher=by_hand):
-    """Train in several processes; return the output and exit code of each."""
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def together(processes, *words, launcher=by_hand, during=None):
+    """Train in several processes; return the output and exit code of each."""
+    port = free_port()
     running = []
     for i in range(processes):
         options, variables = launcher(port, processes, i)
@@ -69,6 +76,8 @@ def together(processes, *words, launcher=by_hand):
             )
         )
     try:
+        if during:
+            during(running)
         output = [process.communicate(timeout=240)[0] for process in running]
     finally:
         for process in running:
@@ -113,6 +122,70 @@ def test_a_mistake_found_by_the_first_process_ends_all(workplace):
     assert "process 0 did not start the run" in output[1]
 
 
+def with_files(*files):
+    """Read another file in each process."""
+
+    def launch(port, processes, i):
+        words, variables = by_hand(port, processes, i)
+        return (*words, "--data.source", "arrays", "--data.path", files[i]), variables
+
+    return launch
+
+
+def write_images(path, rows):
+    np.savez(path, image=np.zeros((rows, 8, 8, 1), np.float32), label=np.arange(rows) % 10)
+
+
+def test_a_file_that_is_missing_in_one_process_ends_all_with_its_name(workplace):
+    write_images(workplace / "a.npz", 100)
+    words = "tiny.py", "--mesh.data", 2, "--out", "both"
+    output, codes = together(2, *words, launcher=with_files("a.npz", "b.npz"))
+    assert codes == [2, 2], output
+    assert "fnet: process 1 ended: data.path: b.npz does not exist" in output[0]
+    assert "restart all processes with --resume" in output[0]
+    assert "fnet: data.path: b.npz does not exist" in output[1]
+    assert "Traceback" not in "".join(output)
+
+
+def test_refuses_other_data_in_another_process(workplace):
+    write_images(workplace / "a.npz", 100)
+    write_images(workplace / "b.npz", 50)
+    words = "tiny.py", "--mesh.data", 2, "--out", "both"
+    output, codes = together(2, *words, launcher=with_files("a.npz", "b.npz"))
+    assert codes == [2, 2], output
+    for text in output:
+        assert "data: process 1 has 40 training and 10 test examples, process 0 80" in text
+        assert "give every process the same data" in text
+
+
+def test_gives_up_when_no_coordinator_answers():
+    port = free_port()
+    words = "--coordinator", f"localhost:{port}", "--processes", "2", "--process", "1"
+    command = [sys.executable, "-m", "train", "train", "tiny.py", *words, "--connect-timeout", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2
+    waiting, ended = done.stderr.splitlines()
+    address = rf"localhost:{port}"
+    assert f"waiting for all 2 processes at {address} (process 0 does not answer: " in waiting
+    assert f"did not meet at {address} within 2 s (process 0 does not answer: " in ended
+
+
+def test_a_killed_process_ends_the_others_with_one_line(workplace):
+    words = "tiny.py", "--mesh.data", 2, "--train.steps", 100_000, "--out", "both"
+
+    def kill(running):
+        metrics = workplace / "both" / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text()) and running[0].poll() is None:
+            time.sleep(0.1)
+        running[1].kill()
+
+    output, codes = together(2, *words, during=kill)
+    assert codes == [1, -signal.SIGKILL], output
+    assert "fnet: the connection to another process was lost (Gloo" in output[0]
+    assert "restart all of them with --resume" in output[0]
+    assert "Traceback" not in output[0]
+
+
 def test_distributed_without_a_cluster_explains_the_flags(capsys):
     assert exit_code("train", "tiny.py", "--distributed") == 2
     assert "give --coordinator HOST:PORT" in capsys.readouterr().err
@@ -128,6 +201,8 @@ def test_refuses_processes_without_coordinator():
 
 def test_reports_that_another_process_was_interrupted(monkeypatch, capsys):
     others = {
+        "wait_for_all": lambda what: None,
+        "check_same_data": lambda data: None,
         "has_other_processes": lambda: True,
         "any_process": lambda flag: True,
         "union": lambda found: found,

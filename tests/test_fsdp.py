@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import autodiff, layers, memory
-from fnet.fsdp import gather_at_use
+from fnet.fsdp import gather_at_use, shard_state
 from fnet.jaxpr import find_equations
 from fnet.memory.peak import compile_min_memory
 
@@ -418,3 +418,29 @@ def test_temporaries_are_at_most_two_gathered_layers_more(width, rows, is_stack)
     layer = 4 * width * width
     bound = temporaries(mesh_of(devices, 1)) + 2 * layer - n * layer * (devices - 1) / devices
     assert temporaries(mesh_of(1, devices)) <= bound
+
+
+# Sharding of a state.
+
+
+def test_shards_parameters_of_three_axes_and_their_moments():
+    params = {"attention": jnp.zeros((64, 4, 16)), "embed": jnp.zeros((250, 64)), "b": jnp.zeros(4)}
+    create = lambda key: fnet.TrainState.create(  # noqa: E731
+        params=params, model_state={"mean": jnp.zeros(4096)}, optimizer=optax.adam(1e-3), key=key
+    )
+    shapes = shard_state(jax.eval_shape(create, jax.random.key(0)), mesh_of(1, 4))
+    adam = shapes.opt_state[0]
+    for tree in (shapes.params, adam.mu, adam.nu):
+        assert tree["attention"].sharding.spec == PartitionSpec(None, None, "fsdp")
+        assert tree["embed"].sharding.spec == PartitionSpec(None, "fsdp")
+        assert tree["b"].sharding.spec == PartitionSpec()
+    assert shapes.model_state["mean"].sharding.spec == PartitionSpec()
+    assert shapes.step.sharding.spec == PartitionSpec()
+
+
+def test_shard_state_names_the_axes_of_the_mesh():
+    state = fnet.TrainState.create(
+        params={"w": jnp.zeros(4)}, optimizer=optax.sgd(0.1), key=jax.random.key(0)
+    )
+    with pytest.raises(ValueError, match=r"axis must be an axis of the mesh, .*, got 'model'"):
+        shard_state(state, mesh_of(1, 4), axis="model")

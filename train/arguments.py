@@ -60,6 +60,8 @@ class TrainArguments:
     """Number of processes."""
     process: Annotated[int | None, _default("from the cluster")] = None
     """Index of this process, from 0."""
+    connect_timeout: Annotated[int, Ge(1)] = 300
+    """Seconds that a process waits for the others at the start."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """``fnet train``: train a network from a config."""
 
+import contextlib
 from pathlib import Path
 
 from rich.console import Console
@@ -8,7 +9,7 @@ from train import arguments
 from train.arguments import TrainArguments
 from train.commands.positional import positional
 from train.config import recipes
-from train.run.distributed import join
+from train.run.distributed import join, together
 from train.run.loop import train
 from train.run.mesh import make_cpu_devices
 from train.run.run_folder import RunFolder
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> None:
     is_distributed = options.distributed or any(value is not None for value in cluster)
     devices = config.mesh.data * config.mesh.fsdp
     make_cpu_devices(config.mesh, (options.processes or devices) if is_distributed else 1)
-    is_first = join(*cluster) if is_distributed else True
+    is_first = join(*cluster, options.connect_timeout) if is_distributed else True
     console = Console(quiet=not is_first)
-    train(config, out, resume=options.resume, console=console, profile=options.profile)
+    with together() if is_distributed else contextlib.nullcontext():
+        train(config, out, resume=options.resume, console=console, profile=options.profile)

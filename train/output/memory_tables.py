@@ -103,7 +103,8 @@ def devices_table(predictions: "list[Prediction]") -> rich_table.Table:
     """Render what a step takes on each device, with its estimated time."""
     count = predictions[0].run.devices
     on = f" on {count} devices" if count > 1 else ""
-    t = rich_table.Table(title=f"Estimate{on}, at the rates of the data sheets")
+    title = f"Estimate{on}, at the rates of the data sheets"
+    t = rich_table.Table(title=title, padding=(0, 1, 0, 0))  # its numbers fit 80 columns
     t.title_justify = t.caption_justify = "left"
     unit = predictions[0].unit
     for name in ("device", "remat"):

@@ -97,6 +97,8 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
     """Describe the results of a finished run in lines, from the contents of summary.json."""
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
     memory = f"peak memory {format_bytes(measured)}, predicted {format_bytes(predicted)}"
+    if run.devices > 1:
+        memory += " per device"
     if jax.default_backend() == "cpu":
         memory += " for the process"
     if run.config.memory.budget:

@@ -66,6 +66,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     is_saved = resumes and RunFolder(out).saved_steps
     weights = None if is_saved else initial_weights.load_configured(run)
     data = describe_data(run.task.dataset)
+    distributed.wait_for_all("data")
+    distributed.check_same_data(data)
 
     def prepare(folder: RunFolder) -> None:
         if resumes:
@@ -102,6 +104,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         plots.memory(programs.report, title, folder.memory_picture)
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
+        distributed.wait_for_all("compiled")
 
         with Checkpoints(
             folder.checkpoints,
@@ -234,6 +237,8 @@ class _Loop:
         saved = saved if self.step else "no step was taken"
         self._log(f"{self._interruption.signal or why}: {saved}; continue with")
         self._log(f"  fnet train {quote(self._folder.config)} --resume")
+        if not self._is_alone:
+            self._log("  in every process, with the options that connect them, as before")
         if self.failure is not None and not isinstance(self.failure, Interrupted):
             raise self.failure
 

@@ -1,9 +1,6 @@
 """Data parallelism and FSDP: the device mesh, and the sharding of state and batches over it."""
 
 import contextlib
-import dataclasses
-import functools
-import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,23 +10,15 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fnet import TrainState
+from fnet.fsdp import shard_fields, shard_state
 from train.config import Config, Mesh
 from train.errors import UserError
-
-_MIN_SHARDED_SIZE = 2048
-"""Smallest number of elements of an array that is sharded. A gather of less is all latency."""
-
-_FROZEN = jax.tree_util.DictKey("frozen")
-"""Part of the model state that holds frozen parameters."""
 
 
 class Layout(NamedTuple):
     """Sharding of train states and batches.
 
-    A batch is sharded over all devices. Parameters, their average and the optimizer state are
-    sharded along ``fsdp`` (ZeRO: Rajbhandari et al., SC 2020). The step gathers a layer's
-    parameters where they are used, see `fnet.fsdp`. So are frozen parameters in the model state.
-    Everything else is replicated.
+    A batch is sharded over all devices, and the state along ``fsdp``: see `fnet.fsdp.shard_state`.
 
     Attributes:
       mesh: Devices, with axes ``data`` and ``fsdp``.
@@ -73,48 +62,11 @@ class Layout(NamedTuple):
 
     def state(self, shapes: TrainState) -> TrainState:
         """Return the shapes of a train state, with shardings."""
-        fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
-        return dataclasses.replace(shapes, **self.fields(fields))
+        return shard_state(shapes, self.mesh)
 
     def fields(self, shapes: dict[str, Any]) -> dict[str, Any]:
         """Return the shapes of some fields of a train state, by name, with shardings."""
-        params = {
-            path: leaf.shape
-            for path, leaf in jax.tree_util.tree_leaves_with_path(shapes.get("params"))
-        }
-
-        def place(name: str, path: tuple[Any, ...], a: Any) -> jax.ShapeDtypeStruct:
-            if name == "opt_state":  # with the parameters' paths at the end of its own
-                ends = (params.get(path[i:]) for i in range(len(path)))
-                param = next((shape for shape in ends if shape is not None), a.shape)
-                return _with_sharding(a, self._sharding_like(a.shape, param))
-            is_sharded = name in ("params", "ema") or path[:1] == (_FROZEN,)
-            return _with_sharding(a, self._sharding(a.shape) if is_sharded else self.replicated)
-
-        return {
-            name: jax.tree.map_with_path(functools.partial(place, name), tree)
-            for name, tree in shapes.items()
-        }
-
-    def _sharding_like(self, shape: tuple[int, ...], param: tuple[int, ...]) -> NamedSharding:
-        """Shard an array like the parameter it belongs to, such as the scales of its moments."""
-        if shape == param or len(shape) != len(param):
-            return self._sharding(shape)
-        sharding = self._sharding(param)
-        axis = next((i for i, name in enumerate(sharding.spec) if name is not None), None)
-        is_divisible = axis is not None and shape[axis] % self.mesh.shape["fsdp"] == 0
-        return sharding if is_divisible else self.replicated
-
-    def _sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Shard the longest axis that the devices divide, but not the axis of stacked layers."""
-        devices = self.mesh.shape["fsdp"]
-        first = 1 if len(shape) > 2 else 0  # a gather of a slice would gather the whole stack
-        axes = [i for i, n in enumerate(shape) if n % devices == 0 and i >= first]
-        if not axes or math.prod(shape) < _MIN_SHARDED_SIZE:
-            return self.replicated
-        longest = max(axes, key=lambda i: shape[i])
-        axis = [None] * longest + ["fsdp"]
-        return NamedSharding(self.mesh, PartitionSpec(*axis))
+        return shard_fields(shapes, self.mesh)
 
 
 def shardings(shapes: Any) -> Any:
