@@ -6,6 +6,7 @@ import inspect
 import io
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -34,8 +35,11 @@ NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 LONG = {  # run by make test-all
     *("sequence_models", "bigger_network", "private_training", "language_model", "flax", "haiku"),
     *("equinox", "per_example", "memory", "savings", "train_steps"),
-    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate"),
+    *("add_an_activation", "add_a_recipe", "budget", "nnx_transformer", "migrate", "devices"),
 }
+
+
+EIGHT_DEVICES = {"devices"}  # pages that need a process of their own
 
 
 def name_of(page):
@@ -54,6 +58,24 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
     monkeypatch.chdir(tmp_path)  # pages may write files
     # A page adds an activation: to a copy, so that no other test sees it.
     monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
+    if page.stem not in EIGHT_DEVICES:
+        run_code(page)
+        return
+    program = f"import pathlib, test_docs; test_docs.run_code(pathlib.Path({str(page)!r}))"
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "NPROC": "32",
+        "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run_code(page):
+    """Run the blocks of a page, and compare what they print."""
     names = {"__name__": page.name}
     text = page.read_text()
     for i, block in enumerate(CODE.finditer(text)):
