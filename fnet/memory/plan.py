@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The candidates that were compiled, and the chosen one. ``print(plan)`` shows both in short.
+    """The candidates that were compiled, and the chosen one, which ``print(plan)`` describes.
 
     Attributes:
       budget: Budget in bytes, or None.
@@ -87,15 +87,14 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         held = f" + {format_bytes(self.reserve)} held" if self.reserve else ""
-        plains = [c for c in self.candidates if str(c) == "none"]
-        plain = max(plains, key=lambda c: c.peak.total, default=None)
-        rows = [("plain", f"{format_bytes(plain.peak.total)}{held}")] if plain else []
-        if self.budget is not None:
-            rows.append(("budget", format_bytes(self.budget)))
-        more = ""
+        plain = next((c for c in self.candidates if str(c) == "none"), None)
+        flops = ""
         if plain and plain.cost.flops:
-            more = f", {self.chosen.cost.flops / plain.cost.flops:.2f} times the FLOPs"
-        rows.append(("chosen", f"{format_bytes(self.chosen.peak.total)}{held}{more}"))
+            ratio = self.chosen.cost.flops / plain.cost.flops
+            flops = f", {ratio:.2f} times the plain FLOPs"
+        rows = [("chosen", f"{format_bytes(self.chosen.peak.total)}{held}{flops}")]
+        if self.budget is not None:
+            rows.insert(0, ("budget", format_bytes(self.budget)))
         rows.append(("by", _way(self.chosen)))
         return "\n".join(f"{name:7} {value}" for name, value in rows)
 
