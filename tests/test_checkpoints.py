@@ -123,6 +123,7 @@ def test_restores_the_checkpoint_before_a_damaged_one(damage, run, capsys):
     fnet_command("train", "tiny.py", "--out", run, "--resume")
     printed = capsys.readouterr().out
     assert "checkpoints/8 is damaged (" in printed
+    assert "compiling; a large network takes minutes on a CPU" in printed
     assert "resumed after step 6 of 8" in printed
     last = (run / "metrics.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["test/loss"] == json.loads(expected)["test/loss"]
