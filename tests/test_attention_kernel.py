@@ -105,6 +105,16 @@ def test_gpu_without_a_kernel_for_the_shapes_uses_chunks(error, monkeypatch):
     assert kernel.expected_options
 
 
+def test_odd_lengths_use_chunks(traced_cudnn):
+    def gradient_for(length):
+        x = jax.ShapeDtypeStruct((B, length, H, D), jnp.bfloat16)
+        gradient = jax.grad(lambda q: dot_product_attention(q, q, q).astype(jnp.float32).sum())
+        return jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "__cudnn$fmha" in gradient_for(16)
+    assert "__cudnn$fmha" not in gradient_for(197)  # a ViT of 14 x 14 patches and a class token
+
+
 @pytest.fixture
 def traced_cudnn(monkeypatch):
     """Let JAX trace its call of cuDNN's attention, which only CUDA lowers, without cuDNN."""

@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,8 @@ def dot_product_attention(
     On NVIDIA GPUs from Ampere on, the fused kernel of cuDNN is used if cuDNN is found at
     trace time and supports the shapes
     (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
-    bfloat16 without a mask, segments or a soft cap. Causal attention also needs T = S, and a
-    window needs causal attention. The kernel saves q, k, v, the output and one number per row.
+    bfloat16 without a mask, segments or a soft cap, for even T and S. Causal attention also
+    needs T = S, and a window needs causal attention. The kernel saves q, k, v, the output and one number per row.
     It supports neither forward mode (`jax.jvp`), nor second derivatives, nor a `jax.vmap` over
     only some of q, k, v and the cotangent. Chunks support all of these: pass ``chunk`` to use them.
 
@@ -268,8 +269,13 @@ def _supports(fused: Callable[..., Array], q: Array, k: Array, v: Array) -> bool
     """Whether the fused kernel is installed and supports these arrays; if not, JAX raises."""
     if q.dtype.itemsize != 2:
         return False
+
+    def gradient(*args: Array) -> Any:  # has conditions of its own, such as an even length
+        y, backward = jax.vjp(fused, *args)
+        return backward(y)
+
     try:
-        jax.eval_shape(fused, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v)))
+        jax.eval_shape(gradient, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k, v)))
     except (NotImplementedError, RuntimeError, ValueError):
         return False
     return not _older_than_ampere()
