@@ -170,7 +170,17 @@ def test_long_texts_are_cut_into_rows_that_learn_each_token_once(load):
     np.testing.assert_array_equal(batch["length"], [16, 16, 16, 16, 5])
     assert "".join(learned for _, learned in examples_of(batch)) == text[1:]
     assert all(t[1:] == learned for t, learned in examples_of(batch))
-    assert data.notes == ("1 of 1 training examples were cut into rows of 17 tokens",)
+    assert data.notes[1:] == ("1 of 1 training examples were cut into rows of 17 tokens",)
+
+
+def test_the_input_of_an_instruction_follows_it(load):
+    records = [
+        {"instruction": "Add", "input": "1 2", "output": "3"},
+        {"instruction": "Hi", "input": "", "output": "Ho"},
+        {"instruction": "a", "output": "b"},
+    ]
+    data = load(records, test_fraction=0.3)
+    assert examples_of(batch_of(data)) == [("Add\n1 23", "3"), ("HiHo", "Ho")]
 
 
 def test_a_cut_prompt_leaves_no_rows_without_an_answer(load):
@@ -183,10 +193,13 @@ def test_long_answers_are_truncated_or_dropped(load):
     records = [{"prompt": "p: ", "answer": "a" * n} for n in (3, 40, 50, 5)]
     data = load(records, context=16, test_fraction=0.25)
     assert [len(a) for _, a in examples_of(batch_of(data))] == [3, 14, 14]
-    assert data.notes == ("2 of 3 training examples were truncated to 17 tokens",)
+    assert data.notes == (
+        "40 tokens in 3 training examples, 17 each (median), 17 at most; 77.5% are learned",
+        "2 of 3 training examples were truncated to 17 tokens",
+    )
     data = load(records, context=16, test_fraction=0.25, long="drop")
     assert [len(a) for _, a in examples_of(batch_of(data))] == [3]
-    assert "2 of 3 training examples were dropped" in data.notes[0]
+    assert "2 of 3 training examples were dropped" in data.notes[1]
 
 
 def test_packed_batches_weight_rows_by_their_targets(load):
@@ -195,7 +208,8 @@ def test_packed_batches_weight_rows_by_their_targets(load):
     assert batch["segment"].dtype == np.int32
     assert batch["segment"].max() > 1
     np.testing.assert_allclose(batch["weight"], batch["target_mask"].sum(1) / 32)
-    assert "27 examples packed into" in data.notes[0]
+    assert "27 examples packed into" in data.notes[1]
+    assert data.rows == "rows"
     assert data.name(0).count("line") == batch_of(data)["segment"][0].max()
 
 
@@ -284,9 +298,11 @@ def test_test_metrics_average_over_targets(write, network):
     [
         (["{"], {}, "data.path: FILE, line 1: not JSON: Expecting property name"),
         (["", "", "[1]"], {}, "data.path: FILE, line 3: expected a JSON object per line, got an array"),
-        ([], {}, "leaves 0 for testing and 0 for training"),
+        (["[1]"], {}, "line 1: expected a JSON object per line, got an array; for an array, jq -c '.[]' FILE"),
+        (["["], {}, "; each line must be a JSON object; for an array, jq -c '.[]' FILE"),
+        ([], {}, "data.path: FILE holds no examples"),
         ([{"a": "b"}], {}, "line 1: expected the fields prompt and answer, messages, or text; name others"),
-        ([{"prompt": "b"}], {"prompt": "prompt"}, "line 1: no field completion or answer or response; name"),
+        ([{"prompt": "b"}], {"prompt": "prompt"}, "line 1: no field completion or answer or response or output; name"),
         ([{"text": "ab"}, {"txt": "ab"}], {}, "line 2: no field text (did you mean txt?)"),
         ([{"text": "ab"}, {"text": 3}], {}, "line 2: text must be a text, got int"),
         ([{"text": "ab"}, {"text": " "}], {}, "line 2: text is empty; remove the record"),
@@ -320,7 +336,9 @@ def test_a_mistake_in_a_record_names_its_line(load, write, records, options, mes
         ("Hi", "messages must be a list of messages, got 'Hi'"),
         (["Hi"], "message 1: expected role and content, got 'Hi'"),
         ([{"role": "bot", "content": "a"}], "message 1: expected a role of system, developer, user"),
-        ([{"content": "a"}], "message 1: expected a role of system, developer, user, assistant, tool, got None"),
+        ([{"content": "a"}], "message 1: no role; there are content"),
+        ([{"role": "user", "contnt": "a"}], "message 1: no content; there are role, contnt"),
+        ([{"role": "human", "content": "a"}], "message 1: expected a role of system, developer, user, assistant, tool, got 'human'"),
         ([{"role": "user", "content": ["a"]}], "message 1: content must be a text, got list"),
         ([{"role": "assistant", "content": " "}], "message 1: the answer is empty; remove the record"),
         ([{"role": "user", "content": "a"}], "line 1: no assistant's message"),
@@ -531,7 +549,7 @@ def test_runs_report_what_was_changed_in_the_data(write):
     records = [{"text": "ab" * n} for n in (3, 40, 5, 6)]
     data = ChatFile(path=write(records), context=32, batch_size=2, test_fraction=0.25)
     config = Config(data=data, model=MODEL, train=Train(steps=1))
-    assert setup(config).notes == (
+    assert setup(config).notes[1:] == (
         "data: 1 of 3 training examples were cut into rows of 33 tokens",
     )
     private = Clipped(noise_multiplier=1.0, delta=1e-2, release_only=True)

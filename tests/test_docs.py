@@ -13,12 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import pytest
 import yaml
 
 import fnet
 from benchmarks import readme
 from fnet.layers import activations
+from tests.pretrained_folder import LLAMA, write_folder
 from train import arguments
 from train.config import recipes
 
@@ -58,6 +60,8 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
     monkeypatch.chdir(tmp_path)  # pages may write files
     # A page adds an activation: to a copy, so that no other test sees it.
     monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
+    if page.stem == "finetune":  # the page reads the model that it exported
+        write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
     if page.stem not in EIGHT_DEVICES:
         run_code(page)
         return

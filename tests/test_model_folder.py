@@ -2,6 +2,7 @@
 
 import json
 import struct
+from pathlib import Path
 
 import chex
 import ml_dtypes
@@ -10,7 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.pretrained_folder import LLAMA, write_folder
-from train.data.model_folder import DTYPES, is_model_folder, read_folder
+from train.data.model_folder import (
+    DTYPES,
+    check_folder,
+    check_tokenizer,
+    is_model_folder,
+    read_folder,
+)
 from train.errors import UserError
 
 
@@ -64,6 +71,7 @@ def entry(header):
     [
         (lambda p: p.write_bytes(p.read_bytes()[:-4]), "it ends early: 4 bytes of "),
         (lambda p: p.write_bytes(b""), "damaged or not a safetensors file: its header has 0 bytes"),
+        (lambda p: p.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda p: p.write_bytes(b"PK\x03\x04" * 9), "its header has"),
         (lambda p: p.write_bytes(struct.pack("<Q", 3) + b"abcd"), "its header is not JSON"),
         (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "its header is not an object"),
@@ -78,6 +86,32 @@ def test_damaged_files_are_one_line(tmp_path, damage, match):
     with pytest.raises(UserError, match=match) as error:
         read_folder(tmp_path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["", "https://huggingface.co/"])
+def test_a_name_of_the_hub_is_answered_by_its_download(prefix):
+    command = "hf download nobody/Llama-0.1B --local-dir models/Llama-0.1B"
+    with pytest.raises(UserError, match=command):
+        check_folder(Path(f"{prefix}nobody/Llama-0.1B"))
+
+
+def test_folders_that_are_no_models_are_one_line(tmp_path):
+    def error():
+        with pytest.raises(UserError) as raised:
+            check_tokenizer(tmp_path)
+        return str(raised.value)
+
+    assert "has no tokenizer.json; download it from where the model is" in error()
+    (tmp_path / "tokenizer.model").touch()
+    assert "has tokenizer.model, but no tokenizer.json; convert it" in error()
+    (tmp_path / "model-Q4.gguf").touch()
+    assert "has GGUF files; fnet reads safetensors" in error()
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    assert "has adapters of PEFT, not a model; give the folder of the base model, mod" in error()
+    with pytest.raises(UserError, match="is a GGUF file"):
+        check_folder(tmp_path / "model-Q4.gguf")
+    with pytest.raises(UserError, match="is a file; give its folder"):
+        check_folder(tmp_path / "tokenizer.model")
 
 
 def test_missing_files_are_one_line(tmp_path):

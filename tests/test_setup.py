@@ -57,6 +57,14 @@ def test_warmup_shrinks_to_fit_a_short_run():
     assert not setup(Config(optim=Optim(warmup_steps=30), train=Train(steps=30))).notes
 
 
+def test_a_run_of_few_steps_is_reported():
+    (note,) = setup(Config(data=Digits(batch_size=128), train=Train(epochs=1))).notes
+    assert note == (
+        "train.epochs: 1 is only 12 steps of 128 examples, because there are 1,437 of them; give "
+        "more epochs, or a smaller data.batch_size"
+    )
+
+
 def test_decay_epochs_are_converted_to_steps():
     data = Synthetic(examples=10, batch_size=4, image_size=4, channels=1, classes=2)  # 2.5 steps
     optim = Optim(learning_rate=1.0, schedule="multistep", decay_epochs=(2, 4), decay_rate=0.5)

@@ -141,6 +141,7 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
     limit = _limit(options.budget, target)
     context = _context(options.context, model)
     console.print(_heading(model))
+    console.print(_work(model, options))
     log = line_printer(console)
     with tempfile.TemporaryDirectory() as shallow, console.status("reading") as status:
         planner = _Planner(
@@ -452,6 +453,13 @@ def _heading(model: Model) -> str:
     )
 
 
+def _work(model: Model, options: FitArguments) -> str:
+    """Say how many programs are compiled."""
+    contexts = 2  # the one that was asked for, and another for the longest context
+    count = len(options.ways) * contexts * len(model.depths(options.exact))
+    return f"compiling {count} programs, or more if the first ones do not fit; a line for each"
+
+
 def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Table:
     """Render the ways to train, one a row."""
     on = f" on {target.name}" if target else ""
@@ -459,6 +467,7 @@ def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Pla
         title=f"Ways to train within {format_bytes(limit)}{on}",
         title_justify="left",
         box=box.SIMPLE,
+        padding=0,
     )
     for name in ("way", "remat / micro-\nbatches"):
         t.add_column(name, overflow="fold")
@@ -477,17 +486,26 @@ def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Pla
                 f"{about}{format_bytes(int(row.cost.peak))}{too_large}",
                 f"~{row.longest:,}" if row.longest else "none",
             ]
-        cells += [f"{row.trained:,}", f"{row.trained_bytes / row.trained:.1f}"]
+        cells += [_millions(row.trained), f"{row.trained_bytes / row.trained:.1f}"]
         if target:
             seconds = row.cost.seconds if row.cost else None
             cells.append("" if seconds is None else f"{about}{seconds:.3g}")
         t.add_row(*cells, style="" if fits(row, limit) else "dim")
     t.caption_justify = "left"
+    positions = planner.model.positions
+    most = f", at most the {positions:,} positions of the model" if positions else ""
     t.caption = (
         "bytes / trained: trained parameters and optimizer state. Longest context: by a line "
-        "through two contexts."
+        f"through two contexts{most}."
     )
     return t
+
+
+def _millions(count: int) -> str:
+    """Write a number of parameters: ``134.5 M``."""
+    if count < 1e6:
+        return f"{count:,}"
+    return f"{count / 1e6:,.4g} M" if count < 1e9 else f"{count / 1e6:,.0f} M"
 
 
 def _notes(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Iterator[str]:

@@ -48,6 +48,8 @@ class Dataset(NamedTuple):
       notes: What was changed in the data, for the user.
       label_map: Labels of the values of masks; None without masks.
       class_weights: Weight of each class in the loss; None weighs all alike.
+      is_chat: Whether the text was written by a chat template.
+      rows: What ``train`` and ``test`` consist of, for the user.
     """
 
     train: Arrays
@@ -67,6 +69,8 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...] = ()
     label_map: "LabelMap | None" = None
     class_weights: tuple[float, ...] | None = None
+    is_chat: bool = False
+    rows: str = "examples"
 
 
 def num_examples(arrays: Arrays) -> int:

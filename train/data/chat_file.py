@@ -1,6 +1,7 @@
 """Rows of tokens from prompts with answers, chats or texts, for fine-tuning language models."""
 
 import itertools
+import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ from train.errors import UserError, list_available
 
 _FIELDS = {
     "messages": ("messages", "conversations"),
-    "prompt": ("prompt", "question"),
-    "answer": ("completion", "answer", "response"),
+    "prompt": ("prompt", "question", "instruction"),
+    "answer": ("completion", "answer", "response", "output"),
     "text": ("text",),
 }
 """Names that a field may have if the config names none."""
@@ -119,6 +120,7 @@ def load(config: ChatFile) -> Dataset:
         count = len(train_rows.places)
         used = sum(len(d.ids) for d in train) / (count * (config.context + 1))
         notes.append(f"{len(train):,} examples packed into {count:,} rows, {used:.1%} full")
+    notes.insert(0, _describe_lengths(train))
     return Dataset(
         train=train_rows.arrays,
         test=test_rows.arrays,
@@ -129,6 +131,8 @@ def load(config: ChatFile) -> Dataset:
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,
         notes=(*notes, *test_notes),
+        is_chat=read.template is not None,
+        rows="rows" if config.packing else "examples",
     )
 
 
@@ -187,6 +191,16 @@ class _Rows(NamedTuple):
         return batch | {"length": rows["length"]}
 
 
+def _describe_lengths(documents: list[_Document]) -> str:
+    lengths = [len(d.ids) for d in documents]
+    learned = sum(int(d.target.sum()) for d in documents) / sum(lengths)
+    return (
+        f"{sum(lengths):,} tokens in {len(lengths):,} training examples, "
+        f"{statistics.median(lengths):,g} each (median), {max(lengths):,} at most; "
+        f"{learned:.1%} are learned"
+    )
+
+
 def _number_users(documents: list[_Document]) -> np.ndarray:
     ids = np.array([d.user for d in documents], np.str_)
     return number_users(ids, len(documents), "data.user")
@@ -199,6 +213,8 @@ def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document]
     if config.user is not None:
         users, seed = _number_users(examples), config.split_seed or 0
         train, test = split_by_user(users, config.test_fraction, seed)
+    elif not count:
+        raise UserError(f"data.path: {config.path} holds no examples")
     elif not 0 < num_test < count:
         raise UserError(
             f"data.test_fraction: {config.test_fraction} of {count} examples in {config.path} "
@@ -246,7 +262,7 @@ def _fit(
                 raise UserError(
                     f"{whole.where}: the answer begins after the first {size} tokens, so "
                     f"that nothing is left of it; give a larger data.context than "
-                    f"{config.context}, or data.long drop"
+                    f"{config.context}, or skip such examples with data.long drop"
                 )
             documents.append(part)
     if not documents:
@@ -360,8 +376,15 @@ class _Reader:
     def _plain(self, record: Record) -> tuple[str, list[range]]:
         """Read a text, or a prompt followed by its answer, and what is learned of it."""
         learned = _filled(record, self._fields["answer" if self.kind == "answer" else "text"])
-        prompt = record.text(self._fields["prompt"]) if self.kind == "answer" else ""
+        prompt = self._prompt(record) if self.kind == "answer" else ""
         return prompt + learned, [range(len(prompt), len(prompt) + len(learned))]
+
+    def _prompt(self, record: Record) -> str:
+        """Read a prompt; an instruction's input follows it in a line of its own."""
+        prompt = record.text(self._fields["prompt"])
+        if self._fields["prompt"] == "instruction" and record.fields.get("input"):
+            prompt += "\n" + record.text("input")
+        return prompt
 
     def _chat(self, record: Record) -> tuple[str, list[range]]:
         """Write a chat with its template, and find the answers that are learned."""
@@ -370,7 +393,7 @@ class _Reader:
             messages = _messages(record, self._fields["messages"])
         else:
             messages = [
-                {"role": "user", "content": record.text(self._fields["prompt"])},
+                {"role": "user", "content": self._prompt(record)},
                 {"role": "assistant", "content": _filled(record, self._fields["answer"])},
             ]
         tools = record.fields.get("tools")
@@ -434,10 +457,16 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             role = read.pop("from")
             read = {"role": _SHAREGPT.get(role, role), "content": read.pop("value", None), **read}
         role, content = read.get("role"), read.get("content")
+        if role is None:
+            given_keys = list_available([str(key) for key in message], "keys")
+            raise UserError(f"{where}: no role{given_keys}")
         if role not in ROLES:
             raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
         if content is None and "tool_calls" in read:
             read["content"] = content = ""
+        elif content is None:
+            given_keys = list_available([str(key) for key in message], "keys")
+            raise UserError(f"{where}: no content{given_keys}")
         elif not isinstance(content, str):
             raise UserError(f"{where}: content must be a text, got {type(content).__name__}")
         elif role == "assistant" and not content.strip() and "tool_calls" not in read:

@@ -5,6 +5,7 @@ Only headers are read until a tensor is needed. No code in a file is ever run.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from train.data.chat import load_json
 from train.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTERS = "adapter_config.json"
 SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "chat_template.jinja", "preprocessor_config.json",
@@ -31,6 +33,13 @@ DTYPES: dict[str, Any] = {
 """NumPy's dtypes of safetensors."""
 
 _MAX_HEADER = 100 * 2**20
+_POINTER = b"version https://git-lfs"
+"""Begins a file that Git LFS has not downloaded yet."""
+_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json")
+"""Tokenizers that are not read."""
+_NO_GGUF = "fnet reads safetensors; give the folder of the model that it was converted from"
+_HUB_NAME = re.compile(r"(?:https?:/+huggingface\.co/)?(?P<model>[\w-][\w.-]*/[\w-][\w.-]*)/?")
+"""Name or address of a model of the Hugging Face Hub."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.ckpt", "model.pt")
 
 
@@ -95,12 +104,63 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
       UserError: if there is none, or it is not JSON.
     """
-    if not path.is_dir():
-        raise UserError(f"model.path: {path} is not a folder; give a published model's folder")
+    check_folder(path)
     config = load_json(path / "config.json")
     if not config:
         raise UserError(f"model.path: {path} has no config.json; give a published model's folder")
     return config
+
+
+def check_folder(path: Path) -> None:
+    """Check that a path is the folder of a published model, and not something similar.
+
+    Raises:
+      UserError: for a name of the Hugging Face Hub, a single file, GGUF, or adapters of PEFT.
+    """
+    if path.suffix == ".gguf":
+        raise UserError(f"model.path: {path} is a GGUF file; {_NO_GGUF}")
+    if path.is_file():
+        raise UserError(f"model.path: {path} is a file; give its folder, {path.parent}")
+    if not path.is_dir():
+        name = _HUB_NAME.fullmatch(str(path))
+        if name and not path.parent.is_dir():
+            model = name["model"]
+            raise UserError(
+                f"model.path: {path} is not a folder; if it is a model's name on Hugging Face, "
+                f"download it: hf download {model} --local-dir models/{Path(model).name}"
+            )
+        raise UserError(f"model.path: {path} is not a folder; give a published model's folder")
+    if (path / "config.json").is_file():
+        return
+    if (path / ADAPTERS).is_file():
+        base = load_json(path / ADAPTERS).get("base_model_name_or_path")
+        of = f", {base}" if base else ""
+        raise UserError(
+            f"model.path: {path} has adapters of PEFT, not a model; give the folder of the base "
+            f"model{of}, or merge them with peft's merge_and_unload"
+        )
+    if any(path.glob("*.gguf")):
+        raise UserError(f"model.path: {path} has GGUF files; {_NO_GGUF}")
+
+
+def check_tokenizer(path: Path) -> None:
+    """Check that a model's folder has a tokenizer.
+
+    Raises:
+      UserError: if it has no tokenizer.json.
+    """
+    check_folder(path)
+    if (path / "tokenizer.json").is_file():
+        return
+    if others := [name for name in _TOKENIZERS if (path / name).is_file()]:
+        raise UserError(
+            f"model.path: {path} has {others[0]}, but no tokenizer.json; convert it with "
+            "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    raise UserError(
+        f"model.path: {path} has no tokenizer.json; download it from where the model is, or give "
+        "data.tokenizer"
+    )
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -117,7 +177,8 @@ def read_folder(path: Path) -> ModelFolder:
     if pickles := [name for name in _PICKLES if (path / name).exists()]:
         raise UserError(
             f"model.path: {path} has {pickles[0]}, a pickle, which may run code; "
-            f"convert it to {SINGLE}"
+            "convert it with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     raise UserError(f"model.path: {path} has neither {SINGLE} nor {INDEX}")
 
@@ -155,7 +216,14 @@ def read_tensors(path: Path) -> tuple[dict[str, FileTensor], dict[str, str]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(len(_POINTER))
+            if start == _POINTER:
+                raise UserError(
+                    f"{path} is a pointer of Git LFS, without the weights; run git lfs pull in "
+                    "its folder"
+                )
+            file.seek(8)
+            length = int.from_bytes(start[:8], "little")
             if size < 8 or not 0 < length <= min(size - 8, _MAX_HEADER):
                 raise damaged(f"its header has {length:,} bytes, the file {size:,}")
             header = json.loads(file.read(length))

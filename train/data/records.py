@@ -105,16 +105,25 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
                 try:
                     fields = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise UserError(f"{option}: {place}: not JSON: {error}") from None
+                    raise UserError(
+                        f"{option}: {place}: not JSON: {error}; each line must be a JSON object"
+                        f"{_hint(line, path) if number == 1 else ''}"
+                    ) from None
                 if not isinstance(fields, dict):
                     raise UserError(
                         f"{option}: {place}: expected a JSON object per line, got {_kind(fields)}"
+                        f"{_hint(line, path) if number == 1 else ''}"
                     )
                 yield Record(option, place, fields)
     except OSError as error:
         raise UserError(
             f"{option}: cannot read {path}: {error.strerror}; give a file of JSON lines"
         ) from error
+
+
+def _hint(line: bytes, path: str) -> str:
+    """Say how to convert a file that is one JSON array."""
+    return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 
 def _read_parquet(path: str, option: str) -> Iterator[Record]:

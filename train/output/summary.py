@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from fnet.memory import REMAT_POLICIES, format_bytes, tree_bytes
-from train.config import Denoiser, LanguageModel
+from train.config import Denoiser, LanguageModel, Pretrained
 from train.data import num_examples
 from train.errors import shorten
 from train.output.curves import describe
@@ -66,13 +66,13 @@ def before_training(
     on = f"{run.devices} devices ({device})" if run.devices > 1 else device
     facts = {
         "data": f"{config.data.source}{path and ' ' + path}: {num_train:,} training and "
-        f"{num_examples(dataset.test):,} test examples{classes}",
+        f"{num_examples(dataset.test):,} test {dataset.rows}{classes}",
         "network": f"{config.model.name}: {report.parameters:,} parameters to train"
         + (f", {format_bytes(sum(map(tree_bytes, frozen)))} of frozen ones" if frozen else ""),
         "state": f"{format_bytes(report.state_bytes)}{per_device}, updated in place",
         "memory": memory,
-        "policy": f"{policy}: saves {policy.saves}; {config.data.batch_size:,} examples a step"
-        f"{split}",
+        "policy": f"{policy}: saves {policy.saves}; {config.data.batch_size:,} {dataset.rows} "
+        f"a step{split}",
     }
     if planned.plan:
         facts["plan"] = (
@@ -126,10 +126,15 @@ def what_next(run: "Setup", folder: RunFolder, written: Sequence[Path]) -> list[
     """Return lines with the files that show the results, and with commands to try next."""
     model, path = run.config.model, quote(folder.path)
     generates = isinstance(model, LanguageModel | Denoiser) or run.task.dataset.classes == ()
-    return [
+    chat = " --chat" if run.task.dataset.is_chat else ""
+    command = f"sample {path}{chat}" if generates else f"eval {path}"
+    lines = [
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
-        f"next: fnet report {path}, fnet {'sample' if generates else 'eval'} {path}",
+        f"next: fnet report {path}, fnet {command}",
     ]
+    if isinstance(model, Pretrained):
+        lines[-1] += f", fnet export {path}"
+    return lines
 
 
 def describe_metrics(metrics: Mapping[str, float]) -> str:

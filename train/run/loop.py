@@ -116,6 +116,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             start = first_state(run, folder, checkpoints, programs.init, resume=resume)
             if start.step:
                 log(f"resumed after step {start.step} of {run.steps}")
+                if start.step == run.steps:
+                    log("all steps are done; to train longer, raise train.epochs or train.steps")
             folder.drop_metrics_after(start.step)
             start_time -= folder.seconds_spent()
             loop = _Loop(

@@ -105,7 +105,7 @@ def sampling_from_config(config: Config, examples: int) -> privacy.PoissonSampli
     if size > examples:
         raise UserError(
             f"data.batch_size: {size} is more than the {examples} {_units(config)}; "
-            "private training samples each at most once per step"
+            "private training samples each at most once per step; give a smaller one"
         )
     bands = config.grad.noise_bands
     if bands * size > examples:

@@ -41,6 +41,8 @@ from train.tasks import build as build_task
 from train.tasks.pretrained import PretrainedNetwork
 
 _WARMUP_FRACTION = 10
+_FEW_STEPS = 20
+"""A run of fewer steps is probably too short to learn anything."""
 """A run that is shorter than its warmup warms up for one step in so many."""
 
 
@@ -188,7 +190,8 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     missing = placeholder.load(config) if without_data else None
     task = build_task(config, missing.dataset if missing else dataset)
     notes = [f"data: {missing.note}"] if missing else []
-    if not config.is_release_only:  # they depend on training examples
+    notes_are_public = not config.is_release_only
+    if notes_are_public:  # they depend on training examples
         notes += [f"data: {note}" for note in task.dataset.notes]
     _check_users(config)
     _check_optimizer(config)
@@ -207,7 +210,14 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
         warmup_steps = steps // _WARMUP_FRACTION
         notes.append(
             f"optim.warmup_steps: {warmup_steps} instead of {o.warmup_steps}, because the run has "
-            f"{steps} steps"
+            f"{steps} step{'s' if steps > 1 else ''}"
+        )
+    if steps < _FEW_STEPS and config.train.steps is None and notes_are_public and not missing:
+        notes.append(
+            f"train.epochs: {config.train.epochs:g} is only {steps} step{'s' if steps > 1 else ''} "
+            f"of {config.data.batch_size} {task.dataset.rows}, because there are "
+            f"{data.num_examples(task.dataset.train):,} of them; give more epochs, or a smaller "
+            "data.batch_size"
         )
     try:
         schedule = optim.make_schedule(

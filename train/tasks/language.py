@@ -12,6 +12,7 @@ import fnet
 from train.config import ChatFile, Config, LanguageModel, Pretrained, TextFile
 from train.data import Dataset, chat_file, text_file
 from train.data.chat import ChatTemplate, load_template
+from train.data.model_folder import check_tokenizer
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.tasks import pretrained
@@ -37,7 +38,7 @@ def text_source(config: Config) -> TextFile | ChatFile:
     if tokenizer.is_file():
         return dataclasses.replace(data, tokenizer=str(tokenizer))
     if data.vocabulary is None:
-        raise UserError(f"model.path: {model.path} has no tokenizer.json; give data.tokenizer")
+        check_tokenizer(Path(model.path))
     return data
 
 
