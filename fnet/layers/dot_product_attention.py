@@ -53,9 +53,10 @@ def dot_product_attention(
     trace time and supports the shapes
     (``jax.nn.dot_product_attention(implementation="cudnn")``). It is used for float16 and
     bfloat16 without a mask, segments or a soft cap, for even T and S. Causal attention also
-    needs T = S, and a window needs causal attention. The kernel saves q, k, v, the output and one number per row.
-    It supports neither forward mode (`jax.jvp`), nor second derivatives, nor a `jax.vmap` over
-    only some of q, k, v and the cotangent. Chunks support all of these: pass ``chunk`` to use them.
+    needs T = S, and a window needs causal attention. The kernel saves q, k, v, the output and one
+    number per row. It supports neither forward mode (`jax.jvp`), nor second derivatives,
+    nor a `jax.vmap` over only some of q, k, v and the cotangent. Chunks support all of these: pass
+    ``chunk`` to use them.
 
     Args:
       q: queries [B, T, H, D]; float16, bfloat16, float32 or float64. Scores and
