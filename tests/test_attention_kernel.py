@@ -148,6 +148,18 @@ def test_clipped_gradients_with_the_fused_kernel(traced_cudnn):
     assert all("tensor<3x16x2x64xbf16>" in call for call in calls)  # all examples at once
 
 
+def test_clipped_gradients_with_the_fused_kernel_before_merged_positions(traced_cudnn):
+    def losses(w, x):
+        q = (x @ w).reshape(*x.shape[:2], 2, 64)
+        y = dot_product_attention(q, q, q, causal=True).reshape(-1, x.shape[2]) @ w
+        return y.reshape(x.shape).astype(jnp.float32).mean((1, 2)) ** 2
+
+    w, x = bfloat16_arguments()
+    clipped = jax.jit(fnet.clipped_grad(losses, 0.1))
+    text = clipped.trace(w, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__cudnn$fmha") >= 2
+
+
 def test_bias_of_the_fused_kernel_is_not_assumed_to_be_separable(traced_cudnn):
     w, x = bfloat16_arguments()
 

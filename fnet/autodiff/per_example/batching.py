@@ -704,7 +704,8 @@ def _keeps_rows_apart(attention: JaxprEqn) -> bool:
 
 
 def _fused_attention(op: Operands) -> Plan | None:
-    if any(op.axes) or not _keeps_rows_apart(op.eqn):
+    is_whole_batch = op.rows > 1
+    if not _keeps_rows_apart(op.eqn) or (is_whole_batch and any(op.axes)):
         return None
     return Plan(0, operands=[0 if math.prod(shape) else None for shape in op.shapes])
 
