@@ -104,6 +104,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
     size = int(printed.split("largest batch size that fits: ")[1].split()[0])
+    assert f"\nsearching the largest batch size: {size} needs " in printed  # one line per size
     recorded = json.loads((workplace / "auto" / "memory.json").read_text())
     assert recorded["peak"]["total"] + 1000 <= 1_000_000
     larger = "--budget", "1MB", "--batch-size", int(size * 1.05) + 1, "--out", "more"
@@ -174,7 +175,7 @@ def test_the_reserve_includes_prefetched_batches():
 def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     here = Target("here", jax.local_devices()[0], 1_000_000, options)
-    monkeypatch.setattr("train.commands.memory._target", lambda given, count: here)
+    monkeypatch.setattr("train.commands.memory.target_of", lambda given, count: here)
     fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
     result = json.loads((workplace / "auto" / "memory.json").read_text())
     assert 0.97 * 1_000_000 <= result["peak"]["total"] <= 1_000_000

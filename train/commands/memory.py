@@ -15,8 +15,14 @@ from train.commands.positional import positional
 from train.config import Config, recipes
 from train.errors import UserError
 from train.output import plots
-from train.output.memory_tables import devices_table, memory_tables, plan_summary, plan_table
-from train.output.progress import line_printer
+from train.output.memory_tables import (
+    describe_candidate,
+    devices_table,
+    memory_tables,
+    plan_summary,
+    plan_table,
+)
+from train.output.progress import compiling, line_printer
 from train.platform import use_cpu
 from train.run.memory_report import memory_report
 from train.run.mesh import make_cpu_devices
@@ -65,13 +71,13 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         log(note)
     out = Path(options.out or f"runs/{config.name}-memory")
 
-    with console.status("tracing") as status:
+    with compiling(console) as show:
 
         def show_candidate(c: Candidate) -> None:
-            status.update(f"compiled {c}: {format_bytes(c.peak.total)}")
+            show(describe_candidate(c))
 
         def show_size(size: int, peak: int) -> None:
-            status.update(f"searching the largest batch size: {size} needs {format_bytes(peak)}")
+            show(f"searching the largest batch size: {size} needs {format_bytes(peak)}")
 
         predictions = [
             predict_on(

@@ -171,6 +171,11 @@ def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
     return t
 
 
+def describe_candidate(candidate: Candidate) -> str:
+    """Return a line of progress: a candidate of a plan that was compiled, and its peak."""
+    return f"compiled {candidate}: {format_bytes(candidate.peak.total)}"
+
+
 def plan_summary(plan: Plan, reserve: int) -> str:
     """Describe what a plan leaves to the process and its next smaller candidate."""
     lines = []

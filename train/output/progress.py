@@ -76,6 +76,26 @@ def line_printer(console: Console) -> Callable[[str], None]:
     return lambda line: show(printable(line))
 
 
+@contextlib.contextmanager
+def compiling(console: Console) -> Iterator[Callable[[str], None]]:
+    """Show that programs are compiled, at the bottom of a terminal or as lines of a log.
+
+    Args:
+      console: Console of the program.
+
+    Yields:
+      A function that shows another text.
+    """
+    text = "compiling; a large network takes minutes on a CPU"
+    if console.is_terminal:
+        with console.status(text) as shown:
+            yield shown.update
+    else:
+        log = line_printer(console)
+        log(text)
+        yield log
+
+
 class Progress:
     """Progress of a run: one line at the bottom of a terminal, or a line per interval in a log.
 

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from fnet import TrainState, memory
 from train.data.unreadable import UnreadableFiles
-from train.output.progress import line_printer
+from train.output.memory_tables import describe_candidate
+from train.output.progress import compiling, line_printer
 from train.run.checkpoints import compile_checksums
 from train.run.evaluation import Evaluator
 from train.run.frozen import without_frozen
@@ -55,10 +56,8 @@ def compile_programs(
       UserError: for a budget that nothing fits, or a policy that this device does not support.
       DonationError: if the step would not update the state in place.
     """
-    if not console.is_terminal:  # where no status is shown
-        line_printer(console)("compiling; a large network takes minutes on a CPU")
-    with console.status("compiling") as status:
-        planned = compile_step(run, progress=lambda c: status.update(f"compiling: {c}"))
+    with compiling(console) as show:
+        planned = compile_step(run, progress=lambda c: show(describe_candidate(c)))
         evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
         compile_checksums(without_frozen(run.state_shapes))
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices
