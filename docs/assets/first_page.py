@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-MARK = "<!-- the README up to its section Where to start -->\n"
+MARK = "<!-- the README up to its section The program -->\n"
 _ROOT = Path(__file__).parents[2]
 
 
@@ -12,7 +12,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the mark by the README's sections, with links from docs/."""
     if MARK not in markdown:
         return markdown
-    text = (_ROOT / "README.md").read_text().partition("## Where to start\n")[0]
+    text = (_ROOT / "README.md").read_text().partition("## The program\n")[0]
     return markdown.replace(MARK, for_site(text))
 
 
