@@ -57,7 +57,7 @@ def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 204
       >>> mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
       >>> def create(key):
       ...     params = {
-      ...         "kernel": jax.random.normal(key, (64, 256)),
+      ...         "kernel": jnp.ones((64, 256)),
       ...         "bias": jnp.zeros(256),
       ...     }
       ...     return fnet.TrainState.create(

@@ -46,3 +46,15 @@ def write_folder(path, config=LLAMA, dtype=np.float32, shards=1, tensors=None):
     index = {"metadata": {}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     return tensors
+
+
+def write_tokenizer(path):
+    """Write a tokenizer whose tokens are bytes."""
+    import tokenizers
+
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel
+    vocabulary = {c: i for i, c in enumerate(sorted(bytes_.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = bytes_(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(path))

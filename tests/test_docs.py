@@ -20,7 +20,7 @@ import yaml
 import fnet
 from benchmarks import readme
 from fnet.layers import activations
-from tests.pretrained_folder import LLAMA, write_folder
+from tests.pretrained_folder import LLAMA, write_folder, write_tokenizer
 from train import arguments
 from train.config import recipes
 
