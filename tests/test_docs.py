@@ -62,6 +62,8 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
     monkeypatch.setattr(activations, "ACTIVATIONS", dict(activations.ACTIVATIONS))
     if page.stem == "finetune":  # the page reads the model that it exported
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
+        if importlib.util.find_spec("tokenizers"):
+            write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
     if page.stem not in EIGHT_DEVICES:
         run_code(page)
         return
