@@ -135,6 +135,13 @@ def test_a_printed_plan_shows_the_budget_and_the_choice(step_and_peaks):
     assert by == "by      segments"
 
 
+def test_a_printed_plan_without_rematerialization_names_the_compiler_options(step_and_peaks):
+    args, _, peaks = step_and_peaks
+    plan = fnet.plan_step(*args, 2 * peaks["none"], policies=("none",), microbatch_choices=(1,))
+    options = plan.chosen.compiler_options
+    assert str(plan).endswith("by      compiler options" if options else "by      no change")
+
+
 def test_rejects_a_budget_below_the_state(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     with pytest.raises(BudgetError, match=r"state, which alone takes \d\d.\d\d KiB"):

@@ -110,6 +110,8 @@ class Plan(NamedTuple):
 
 def _way(c: Candidate) -> str:
     """Describe policy and microbatches."""
+    if str(c) == "none":
+        return "compiler options" if c.compiler_options else "no change"
     return str(c).replace("planned", "planned rematerialization", 1)
 
 
