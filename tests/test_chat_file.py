@@ -329,6 +329,13 @@ def test_a_mistake_in_a_record_names_its_line(load, write, records, options, mes
     assert message.replace("FILE", write(records)) in error_message(load, records, **options)
 
 
+def test_a_csv_file_names_the_conversion(load, write):
+    path = write(["question,answer", "2+2?,4"], "data.csv")
+    message = error_message(load, [], path=path)
+    assert "data.csv, line 1: not JSON" in message
+    assert message.endswith("; convert CSV with csv.DictReader and json.dumps")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -64,6 +64,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         write_folder(tmp_path / "models" / "mine", LLAMA, ml_dtypes.bfloat16)
         if importlib.util.find_spec("tokenizers"):
             write_tokenizer(tmp_path / "models" / "mine" / "tokenizer.json")
+        (tmp_path / "qa.csv").write_text("question,answer\nWhat is 2 + 2?,4.\n")
     if page.stem not in EIGHT_DEVICES:
         run_code(page)
         return

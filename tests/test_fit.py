@@ -76,7 +76,10 @@ def test_shows_a_way_and_its_command_without_reading_a_weight(folder, capsys, no
     assert "extrapolated from 1 and 2 blocks to 4" in printed
     program, command, recipe, *flags = command_of(printed, "lora")
     assert (program, command, recipe) == ("fnet", "train", "finetune_lora")
-    _, config = arguments.read_with_config(TrainArguments, recipes.load(recipe), flags, "train")
+    options, config = arguments.read_with_config(
+        TrainArguments, recipes.load(recipe), flags, "train"
+    )
+    assert options.out == "runs/lora"
     assert config.model.path == "llama"
     assert (config.data.context, config.data.batch_size) == (16, 2)
     assert (config.grad.microbatches, config.memory.policy) == (2, "none")

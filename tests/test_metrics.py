@@ -1,5 +1,7 @@
 """Metrics of the training loop: averages, input wait, score."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from program_cases import metrics_of
@@ -64,6 +66,20 @@ def test_the_loop_is_one_step_ahead_of_the_device():
     source = batches()
     assert [meter.next_batch(source)["step"] for _ in range(4)] == [1, 2, 3, 4]
     assert seen == [[], [False], [True, False], [True, True, False]]
+
+
+def test_a_slow_step_is_not_a_wait_for_a_batch():
+    meter = Meter(batch_size=8)
+    losses = steps(meter, 2)
+    done = []
+
+    @contextlib.contextmanager
+    def waiting():
+        done.append(losses[0].done)
+        yield
+
+    meter.next_batch(iter([{}]), waiting())
+    assert done == [True]
 
 
 @pytest.mark.parametrize("at_work", [True, False])

@@ -421,6 +421,7 @@ def _flags(way: str, path: Path, shape: Shape, batch_size: int) -> tuple[str, ..
         *("--model.path", quote(path), "--data.path", "data.jsonl", *flags),
         *("--data.context", str(shape.context), "--data.batch-size", str(batch_size)),
         *("--grad.microbatches", str(shape.microbatches), "--memory.policy", shape.policy),
+        *("--out", f"runs/{way}"),
     )
 
 

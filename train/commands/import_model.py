@@ -33,12 +33,28 @@ def main(argv: list[str]) -> None:
     folder, shapes = import_model(config, out)
     console = Console()
     console.print(model_table(folder, shapes))
-    run, is_text = quote(out), isinstance(config.data, ChatFile)
-    kind = "FILE" if is_text else "FOLDER"
-    first = f"Generate text with fnet sample {run} --prompt TEXT. " if is_text else ""
-    line_printer(console)(
-        f"wrote {out}; the weights stay in {folder.path}. {first}Train with fnet train {run} "
-        f"--data.path {kind} --resume"
+    log = line_printer(console)
+    log(f"wrote {out}; the weights stay in {folder.path}")
+    log(_next_commands(config, quote(out)))
+
+
+def _next_commands(config: Config, run: str) -> str:
+    """Name the commands that sample and train an imported model."""
+    assert isinstance(config.model, Pretrained)
+    adapters = config.model.lora_rank is not None
+    what = "adapters" if adapters else "all parameters"
+    if not isinstance(config.data, ChatFile):
+        return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
+    commands = (
+        f"Generate text with fnet sample {run} --prompt TEXT. "
+        f"Train {what} with fnet train {run} --data.path FILE --resume"
+    )
+    if adapters:
+        return commands
+    model = quote(Path(config.model.path))
+    return (
+        f"{commands}, or adapters with fnet train finetune_lora --model.path {model} "
+        "--data.path FILE"
     )
 
 

@@ -122,7 +122,9 @@ def _read_json_lines(path: str, option: str) -> Iterator[Record]:
 
 
 def _hint(line: bytes, path: str) -> str:
-    """Say how to convert a file that is one JSON array."""
+    """Say how to convert a file that is CSV or one JSON array."""
+    if Path(path).suffix.lower() == ".csv":
+        return "; convert CSV with csv.DictReader and json.dumps"
     return f"; for an array, jq -c '.[]' {path}" if line.lstrip().startswith(b"[") else ""
 
 

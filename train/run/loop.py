@@ -250,8 +250,8 @@ class _Loop:
             return None
         ends_wait = self._interruption.ends_wait if self._is_alone else contextlib.nullcontext
         try:
-            with ends_wait(), self.wait.waiting():
-                return self._meter.next_batch(self._batches)
+            with ends_wait():
+                return self._meter.next_batch(self._batches, self.wait.waiting())
         except (Interrupted, Exception) as error:
             if not self._is_alone:  # the others wait for this process
                 raise

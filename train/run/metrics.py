@@ -54,17 +54,23 @@ class Meter:
         yield
         self._start += time.perf_counter() - start
 
-    def next_batch(self, batches: Iterator[Any]) -> Any:
+    def next_batch(
+        self,
+        batches: Iterator[Any],
+        waiting: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Any:
         """Return the next batch, while the device computes the last step.
 
         The loop is at most one step ahead of the device: more would hold a batch each and save no
         time. Waiting for input counts from the end of the last step, because before it the device
-        does not wait. Another thread notes when that is.
+        does not wait. Another thread notes when that is. ``waiting`` is entered for the input
+        alone: a slow step of the device is no slow input.
         """
         jax.block_until_ready(self._window[-2:-1])
         last, since = self._window[-1:], time.perf_counter()
         ending = None if is_ready(last) else self._watcher.submit(idle_since, last)
-        batch = next(batches)
+        with waiting or contextlib.nullcontext():
+            batch = next(batches)
         if is_ready(last):
             since = max(since, ending.result()) if ending else since
             self._input_wait += time.perf_counter() - since
