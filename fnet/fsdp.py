@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fnet.jaxpr import ELEMENTWISE, Scan, aval
+from fnet.state import check_state
 
 Spec = tuple[Any, ...]
 """Mesh axes of each array axis, as in `jax.sharding.PartitionSpec`."""
@@ -49,6 +50,7 @@ def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 204
       The state with a `jax.ShapeDtypeStruct` with a sharding for each array.
 
     Raises:
+      TypeError: If the state is not a `fnet.TrainState`.
       ValueError: If the mesh has no such axis.
 
     Example:
@@ -77,6 +79,7 @@ def shard_state(state: S, mesh: Mesh, *, axis: str = "fsdp", min_size: int = 204
       Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
       models", arXiv:1910.02054, stage 3.
     """
+    check_state("shard_state", state)
     if axis not in mesh.shape:
         raise ValueError(
             f"shard_state: axis must be an axis of the mesh, {mesh.axis_names}, got {axis!r}"

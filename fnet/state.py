@@ -154,3 +154,30 @@ def _without_shared_buffers(state: TrainState) -> TrainState:
 
     owned: TrainState = jax.tree.map(own, state)
     return owned
+
+
+def check_state(caller: str, state: Any) -> None:
+    """Reject a train state of another library.
+
+    Args:
+      caller: Name of the function for the error.
+      state: Train state.
+
+    Raises:
+      TypeError: If the state is not a `TrainState`.
+
+    Example:
+      >>> from fnet.state import check_state
+      >>> try:
+      ...     check_state("make_step", {})
+      ... except TypeError as error:
+      ...     print(str(error).partition(";")[0])
+      make_step: the state must be a fnet.TrainState, got a builtins.dict
+    """
+    if not isinstance(state, TrainState):
+        kind = type(state)
+        raise TypeError(
+            f"{caller}: the state must be a fnet.TrainState, got a "
+            f"{kind.__module__}.{kind.__qualname__}; create it with "
+            "fnet.TrainState.create(params=..., optimizer=..., key=...)."
+        )

@@ -23,7 +23,7 @@ from fnet.memory.plan import Candidate, Plan, plan
 from fnet.memory.remat import Policy
 from fnet.memory.sizes import tree_bytes
 from fnet.memory.target import Target, shapes_on
-from fnet.state import TrainState
+from fnet.state import TrainState, check_state
 
 Metrics = dict[str, Array]
 
@@ -111,6 +111,7 @@ class Step:
 
     def apply(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step without jit or donation: the pure function behind ``__call__``."""
+        check_state("make_step", state)
         if (state.ema is None) != (self.ema_decay is None and self.average is None):
             raise ValueError(
                 f"make_step: ema_decay={self.ema_decay}, but the state "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training import train_state
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fnet
@@ -444,3 +445,17 @@ def test_shard_state_names_the_axes_of_the_mesh():
     )
     with pytest.raises(ValueError, match=r"axis must be an axis of the mesh, .*, got 'model'"):
         shard_state(state, mesh_of(1, 4), axis="model")
+
+
+@pytest.mark.parametrize("caller", ["shard_state", "make_step"])
+def test_rejects_the_train_state_of_flax(caller):
+    tx = optax.sgd(0.1)
+    state = train_state.TrainState.create(apply_fn=None, params={"w": jnp.zeros(4)}, tx=tx)
+    step = fnet.make_step(lambda params, model_state, batch, key: batch["x"] @ params["w"], tx)
+    calls = {
+        "shard_state": lambda: shard_state(state, mesh_of(1, 4)),
+        "make_step": lambda: step.apply(state, {"x": jnp.ones((2, 4))}),
+    }
+    message = rf"^{caller}: the state must be a fnet.TrainState, got a flax.training.train_state"
+    with pytest.raises(TypeError, match=message):
+        calls[caller]()
