@@ -139,7 +139,7 @@ MISTAKES = [
     ({"masks": [colored(RED, GREEN)]}, "data.class_table: the masks hold 2 colors: 0 255 0, 255 0 0; name the class of each color in ./classes.csv, one line name,r,g,b for each"),
     ({"masks": [gray(0, 3, 255)._replace(is_lossy=True)]}, "data.path: masks are JPEG files, whose compression changes values: the masks hold 0, 3, 255; save masks as PNG"),
     ({"masks": []}, "no mask can be read"),
-    ({"masks": [gray(0)], "classes": 4, "rows": COLORED}, "data.classes: 4, but classes.txt has 2 classes"),
+    ({"masks": [gray(0)], "classes": 4, "rows": COLORED}, "data.classes: 4, but classes.txt has 2 classes; leave it out, or give another table"),
     ({"masks": [gray(0)], "mask_values": (1, 1)}, "data.mask_values: a value is there twice"),
     ({"masks": [gray(0)], "mask_values": (0, 255), "ignore": (255,)}, "data.ignore: 255 is the value of class 1"),
     ({"masks": [gray(0)], "rows": COLORED, "ignore": ("blue",)}, "data.ignore: no class blue in the class table"),
@@ -176,6 +176,8 @@ REFUSED = [
     ([gray(0, 1), gray(2, 3)], {"classes": 3}, "data.path: 1.png: value 3, expected 0 to 2, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or --data.classes 4 to make every value a class"),
     ([gray(0, 3)._replace(is_lossy=True)], {"classes": 2}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; JPEG compression changes values: save masks as PNG"),
     ([gray(0, 3)], {"classes": 2, "table": "classes.txt"}, "data.path: 0.png: value 3, expected 0, 1, or 255 to ignore a pixel; pixels of this mask without a class: 3 (50.0%); give --data.ignore 3 to ignore them, or add their classes to classes.txt"),
+    ([colored(RED, GREEN)], {"classes": 2}, "data.class_table: 0.png: the mask holds colors: 0 255 0, 255 0 0; name the class of each color in classes.csv in the folder of the data, one line name,r,g,b for each"),
+    ([colored(RED, GREEN)], {"classes": 2, "table": "classes.csv"}, "data.class_table: 0.png: the mask holds colors, but classes.csv has none: 0 255 0, 255 0 0; name the class of each color in classes.csv, one line name,r,g,b for each"),
     ([gray(*range(99))], {"classes": 98}, "data.path: 0.png: value 98, expected 0 to 97, or 255 to ignore a pixel; pixels of this mask without a class: 98 (1.0%); give --data.ignore 98 to ignore them, or other --data.classes or --data.mask-values"),
 ]  # fmt: skip
 

@@ -195,7 +195,10 @@ def make_label_map(
     classes = [row for row in rows if not row.is_void]
     if num_given is not None and len(classes) != num_given:
         field = "mask_values" if config.mask_values else "classes"
-        raise UserError(f"data.{field}: {num_given}, but {source} has {len(classes)} classes")
+        raise UserError(
+            f"data.{field}: {num_given}, but {source} has {len(classes)} classes; leave it "
+            "out, or give another table"
+        )
     if not 2 <= len(classes) <= IGNORE:
         raise UserError(
             f"data.class_table: {source} names {len(classes)} classes; expected 2 to {IGNORE}"
@@ -396,7 +399,13 @@ def _explain_bad(
         return message
     if sample.mask.kind == "color" or label_map.palettes == "colors":
         if not label_map.codes:
-            return message
+            colors = shorten([_color_text(color) for color in sorted(sample.counts)])
+            lacks = f", but {table} has none" if table else ""
+            where = table or "classes.csv in the folder of the data"
+            return (
+                f"data.class_table: {sample.path}: the mask holds colors{lacks}: {colors}; name "
+                f"the class of each color in {where}, one line name,r,g,b for each"
+            )
         return f"{message}; {table or 'data.class_table'} has the colors of the classes"
     known, total = dict(label_map.values), sum(sample.counts.values())
     unknown = sorted(value for value in sample.counts if value not in known)
