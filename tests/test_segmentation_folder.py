@@ -167,7 +167,8 @@ def test_reads_class_names_from_a_file(folder):
     assert load(folder, classes=None).classes == ("sky", "left half", "right half")
     assert load(folder, classes=3).classes == ("sky", "left half", "right half")
     assert load_error(folder, classes=4) == (
-        f"data.classes: 4, but {folder / 'classes.txt'} has 3 classes"
+        f"data.classes: 4, but {folder / 'classes.txt'} has 3 classes; leave it out, or give "
+        "another table"
     )
 
 
