@@ -77,5 +77,5 @@ def test_accuracy_error_shows_the_expected_label_shape():
 @pytest.mark.parametrize("loss", [losses.cross_entropy, losses.accuracy])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_])
 def test_rejects_labels_that_are_not_integers(loss, dtype):
-    with pytest.raises(TypeError, match="labels must be integer class indices"):
+    with pytest.raises(TypeError, match=r"integer class indices, got .*; .*astype"):
         loss(jnp.ones((4, 3)), jnp.ones(4, dtype))

@@ -77,4 +77,7 @@ def _check_labels(where: str, logits: Array, labels: Array) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"{where}: labels must have shape {logits.shape[:-1]}, got {labels.shape}")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"{where}: labels must be integer class indices, got {labels.dtype}")
+        raise TypeError(
+            f"{where}: labels must be integer class indices, got {labels.dtype}; "
+            "if they are whole numbers, cast them with labels.astype(int)."
+        )

@@ -60,7 +60,8 @@ class Privacy:
     def spent(self, step: int, steps: int) -> float:
         """Return an upper bound on epsilon of the first ``step`` steps of ``steps``.
 
-        It is at most 0.002 or 0.5 % above `epsilon`, and takes a tenth of its time and memory.
+        It is at most 0.002 or 0.5 % above `epsilon`, or more if epsilon of the run is below 0.01.
+        It takes a tenth of the time and memory.
         """
         bound = _epsilon(self, step, COARSE_GRID)
         release_free_memory()
