@@ -44,6 +44,7 @@ _IMAGENET = (
     *_FEW,
 )
 _CIFAR = (*_IMAGES, *_FEW)
+_CAMVID = ("--data.path", "camvid", "--data.image-size", "128", *_FEW)
 _CHAT = (
     "--data.path",
     "chat.jsonl",
@@ -78,8 +79,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "imagenet_resnext152": _IMAGENET,
     "imagenet_wider_resnet38": _IMAGENET,
     "imagenet_densenet264": _IMAGENET,
-    "camvid_deeplab": ("--data.path", "camvid", "--data.image-size", "128", *_FEW),
-    "segmentation": ("--data.path", "camvid", "--data.image-size", "128", *_FEW),
+    "camvid_deeplab": _CAMVID,
+    "segmentation": _CAMVID,
     "vit_finetune": (*_IMAGES, "--model.path", "vit", "--data.batch-size", "16", *_FEW),
     "finetune_lora": _CHAT,
     "finetune_full": _CHAT,

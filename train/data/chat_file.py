@@ -438,6 +438,11 @@ def _filled(record: Record, name: str) -> str:
     return text
 
 
+def _missing(where: str, key: str, message: Mapping[Any, Any]) -> UserError:
+    given = list_available([str(k) for k in message], "keys")
+    return UserError(f"{where}: no {key}{given}")
+
+
 def _messages(record: Record, name: str) -> list[dict[str, Any]]:
     """Read the messages of a chat, whose keys are role and content, or from and value.
 
@@ -458,15 +463,13 @@ def _messages(record: Record, name: str) -> list[dict[str, Any]]:
             read = {"role": _SHAREGPT.get(role, role), "content": read.pop("value", None), **read}
         role, content = read.get("role"), read.get("content")
         if role is None:
-            given_keys = list_available([str(key) for key in message], "keys")
-            raise UserError(f"{where}: no role{given_keys}")
+            raise _missing(where, "role", message)
         if role not in ROLES:
             raise UserError(f"{where}: expected a role of {', '.join(ROLES)}, got {role!r}")
         if content is None and "tool_calls" in read:
             read["content"] = content = ""
         elif content is None:
-            given_keys = list_available([str(key) for key in message], "keys")
-            raise UserError(f"{where}: no content{given_keys}")
+            raise _missing(where, "content", message)
         elif not isinstance(content, str):
             raise UserError(f"{where}: content must be a text, got {type(content).__name__}")
         elif role == "assistant" and not content.strip() and "tool_calls" not in read:

@@ -13,6 +13,7 @@ import jax
 
 import fnet
 from fnet import TrainState
+from fnet.privacy.audit import Audit
 from train.output import examples, plots
 from train.output.summary import describe_results, what_next
 from train.run.audit import audit
@@ -81,12 +82,8 @@ def write_results(
         # Pretrained weights have other initial values.
         known = not folder.imported.exists()
         audited = audit(run, run.canaries, trained.state.params, seeds.data, initial_known=known)
-    summary = _summary(run, folder, programs, trained)
-    summary |= {
-        "metrics": test_metrics(evaluation.metrics),
-        "audit": audited._asdict() if audited else None,
-        "seconds": time.perf_counter() - start_time,
-    }
+    seconds = time.perf_counter() - start_time
+    summary = _summary(run, folder, programs, trained, evaluation, audited, seconds)
     if trained.step == trained.first_step:
         summary |= _training_results(folder.summary, trained.step)
     atomic_write(folder.summary, as_json(summary))
@@ -111,19 +108,27 @@ def unreadable_name(run: Setup) -> str:
     return f"{NOT_PRIVATE}/unreadable_files" if run.privacy else "unreadable_files"
 
 
-def _summary(run: Setup, folder: RunFolder, programs: Programs, trained: Trained) -> dict[str, Any]:
-    """Return what summary.json says of training, without results on test examples."""
+def _summary(
+    run: Setup,
+    folder: RunFolder,
+    programs: Programs,
+    trained: Trained,
+    evaluation: Evaluation,
+    audited: Audit | None,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return the content of summary.json."""
     lines, planned = read_metrics(folder.metrics), programs.planned
     report = planned.executable.report
     unreadable = [trained.unreadable_files, *(line.get(unreadable_name(run), 0) for line in lines)]
     return {
-        "metrics": None,
+        "metrics": test_metrics(evaluation.metrics),
         "privacy": _privacy(run, trained.step),
-        "audit": None,
+        "audit": audited._asdict() if audited else None,
         "noise_scale": noise_scale(lines),
         "unreadable_files": None if run.config.is_release_only else max(unreadable),
         "steps": trained.step,
-        "seconds": None,
+        "seconds": seconds,
         "examples_per_second": throughput(lines),
         "input_wait": input_wait(lines),
         "input_wait_reason": trained.input_wait_reason,
