@@ -117,7 +117,7 @@ def test_a_batch_with_statistics_is_split_last():
     # A microbatch of one example has no statistics, so another policy is chosen.
     plan = plan_step(int(0.95 * peaks["none"]), microbatch_choices=(1, BATCH))
     assert (plan.chosen.policy.name, plan.chosen.microbatches) == ("norms", 1)
-    with pytest.raises(BudgetError, match=r"the lowest peak is .* by norms"):
+    with pytest.raises(BudgetError, match=r"the lowest peak found is .* by norms"):
         plan_step(int(0.95 * min(peaks.values())), microbatch_choices=(1, BATCH))
 
 
@@ -139,7 +139,8 @@ def test_a_printed_plan_without_rematerialization_names_the_compiler_options(ste
     args, _, peaks = step_and_peaks
     plan = fnet.plan_step(*args, 2 * peaks["none"], policies=("none",), microbatch_choices=(1,))
     options = plan.chosen.compiler_options
-    assert str(plan).endswith("by      compiler options" if options else "by      no change")
+    way = "compiler options (plan.chosen.compiler_options)" if options else "no change"
+    assert str(plan).endswith(f"by      {way}")
 
 
 def test_rejects_a_budget_below_the_state(step_and_peaks):
@@ -152,9 +153,18 @@ def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_an
     (step, state, batch), _, peaks = step_and_peaks
     budget, some = memory.tree_bytes(state) + 1, ("none", "segments")
     with pytest.raises(
-        BudgetError, match=f"lowest peak is {memory.format_bytes(peaks['segments'])}, by seg"
+        BudgetError, match=f"lowest peak found is {memory.format_bytes(peaks['segments'])}, by seg"
     ):
         fnet.plan_step(step, state, batch, budget, policies=some, microbatch_choices=(1,))
+
+
+def test_a_budget_that_nothing_fits_names_the_peak_of_the_most_microbatches():
+    model = fnet.serial(layers.dense(WIDTH, WIDTH), head=layers.dense(WIDTH, 10))
+    step, state, batch = arguments(model)
+    with pytest.raises(BudgetError, match=f"by {BATCH} microbatches"):
+        fnet.plan_step(
+            step, state, batch, memory.tree_bytes(state) + 1, microbatch_choices=(1, 2, BATCH)
+        )
 
 
 def test_a_reserve_is_taken_from_the_budget(step_and_peaks):

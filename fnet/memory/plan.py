@@ -110,9 +110,12 @@ class Plan(NamedTuple):
 
 def _way(c: Candidate) -> str:
     """Describe policy and microbatches."""
-    if str(c) == "none":
-        return "compiler options" if c.compiler_options else "no change"
-    return str(c).replace("planned", "planned rematerialization", 1)
+    if c.policy.name != "none":
+        return str(c).replace("planned", "planned rematerialization", 1)
+    if c.microbatches > 1:
+        return f"{c.microbatches} microbatches"
+    options = "compiler options (plan.chosen.compiler_options)"
+    return options if c.compiler_options else "no change"
 
 
 class BudgetError(ValueError):
@@ -238,8 +241,8 @@ def plan(
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
         raise BudgetError(
-            f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak is "
-            f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
+            f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found "
+            f"is {format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
             "use a smaller batch, a smaller optimizer state or more devices."
         )
     if limit is None:  # the smallest of equally fast ones
@@ -326,7 +329,18 @@ class _Search:
                 options = self._best_options(made)
             if planner and made and isinstance(attempt.source, _Named) and made[0].loss:
                 sources.append(_Planned(self, made[0]))
+        if self.limit is not None and not self.fitting:
+            self._compile_smallest(policies[0], options)
         return first.front() if first and self.limit is None else ()
+
+    def _compile_smallest(self, policy: Policy, options: Sequence[Mapping[str, Any]]) -> None:
+        """Compile the most microbatches that are possible, whose peak the error names."""
+        compiled = {c.microbatches for c in self.candidates}
+        for n in sorted(set(self.choices) - compiled, reverse=True):
+            if n < max(compiled) or self.compile(
+                _Attempt(_Named(self, policy), policy, n, 0.0), options
+            ):
+                break
 
     def _best_options(self, made: "list[_Compiled]") -> Sequence[Mapping[str, Any]]:
         return (min(made, key=lambda c: c.candidate.peak.total).candidate.compiler_options,)
