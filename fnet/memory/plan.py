@@ -241,8 +241,8 @@ def plan(
     least = min(ranked, key=lambda c: c.peak.total)
     if not search.fits(least.peak.total):
         raise BudgetError(
-            f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found "
-            f"is {format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
+            f"no policy fits a budget of {format_bytes(limit or 0)}: the lowest peak found is "
+            f"{format_bytes(least.peak.total)}, by {_way(least)}{reserved}. Raise the budget, or "
             "use a smaller batch, a smaller optimizer state or more devices."
         )
     if limit is None:  # the smallest of equally fast ones
