@@ -3,7 +3,7 @@
     fnet train digits
 
 About 20 s on two CPU cores, compilation included (5 s more the first time).
-42,874 parameters, 4.5 MiB at the peak of the train step. Test accuracy on the
+42,874 parameters, 3.7 MiB at the peak of the train step. Test accuracy on the
 held-out fifth, 360 images: 100 %; over five splits and seeds (--data.split-seed
 and --train.seed 0 to 4) 98.6 to 100 %, mean 99.4 %.
 """

@@ -38,7 +38,7 @@ MISTAKES = [
     (TEST, {"class_names": "names"}, "data.class_names: no array names in {}; there are x_train, y_train, x_test, y_test"),
     ({"x": X, "y": Y[:-2]}, {}, "data.labels: y in {} has 28 labels for the 30 images in x"),
     (TEST | {"y_test": make_labels(7)}, {}, "data.labels: y_test in {} has 7 labels for the 6 images in x_test"),
-    ({"x": X.reshape(N, -1), "y": Y}, {}, "data.images: x in {} has shape (30, 60); expected [N, height, width] or [N, height, width, channels]"),
+    ({"x": X.reshape(N, -1), "y": Y}, {}, "data.images: x in {} has shape (30, 60); expected [N, height, width] or [N, height, width, channels]; save a table of numbers as x[:, None, :]"),
     ({"x": X[None], "y": Y}, {}, "data.images: x in {} has shape (1, 30, 4, 5, 3); expected [N, height"),
     ({"x": X[:0], "y": Y[:0]}, {}, "data.images: x in {} is empty: its shape is (0, 4, 5, 3)"),
     (TEST | {"x_test": X[:0], "y_test": Y[:0]}, {}, "data.images: x_test in {} is empty: its shape is (0, 4, 5, 3)"),

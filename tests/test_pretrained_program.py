@@ -133,7 +133,10 @@ def test_an_imported_model_is_a_run(folder, capsys):
     out = capsys.readouterr().out
     assert "34,976" in out
     assert "bfloat16" in out
-    assert "Train all parameters with fnet train run --data.path FILE --resume, or adapters" in out
+    assert (
+        "Train all parameters with fnet train run --data.path chats.jsonl --resume, or adapters"
+        in out
+    )
     assert sorted(p.name for p in (folder / "run").iterdir()) == ["config.json", "model"]
 
     words = "--prompt", "2+2=", "--length", 6, "--temperature", 0

@@ -13,7 +13,7 @@ from train import arguments
 from train.arguments import ImportModelArguments
 from train.commands.positional import positional
 from train.config import ChatFile, Config, ImageFolder, Optim, Pretrained, Train
-from train.data.chat import load_json
+from train.data.chat import has_template, load_json
 from train.data.model_folder import ModelFolder, read_folder
 from train.errors import UserError
 from train.output.progress import line_printer
@@ -45,16 +45,17 @@ def _next_commands(config: Config, run: str) -> str:
     what = "adapters" if adapters else "all parameters"
     if not isinstance(config.data, ChatFile):
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
+    chat = " --chat" if has_template(Path(config.model.path)) else ""
     commands = (
-        f"Generate text with fnet sample {run} --prompt TEXT. "
-        f"Train {what} with fnet train {run} --data.path FILE --resume"
+        f"Generate text with fnet sample {run}{chat} --prompt TEXT. "
+        f"Train {what} with fnet train {run} --data.path chats.jsonl --resume"
     )
     if adapters:
         return commands
     model = quote(Path(config.model.path))
     return (
         f"{commands}, or adapters with fnet train finetune_lora --model.path {model} "
-        "--data.path FILE"
+        "--data.path chats.jsonl"
     )
 
 

@@ -299,6 +299,7 @@ def _as_images(images: np.ndarray, what: str, config: ArrayFile) -> np.ndarray:
         raise UserError(
             f"data.images: {what} has shape {shape}; expected [N, height, width] or "
             "[N, height, width, channels]"
+            + ("; save a table of numbers as x[:, None, :]" if images.ndim == 2 else "")
         )
     if not images.size:
         raise UserError(f"data.images: {what} is empty: its shape is {shape}")

@@ -245,6 +245,15 @@ def load_template(
     return ChatTemplate(template, tokens, f"chat_template in {where}", now)
 
 
+def has_template(folder: Path) -> bool:
+    """Whether the folder of a model has a chat template."""
+    try:
+        load_template(folder)
+    except UserError:
+        return False
+    return True
+
+
 def special_tokens(folder: Path) -> dict[str, str]:
     """Read the special tokens of a model by name, such as ``{"eos_token": "</s>"}``.
 

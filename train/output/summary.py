@@ -127,7 +127,7 @@ def what_next(run: "Setup", folder: RunFolder, written: Sequence[Path]) -> list[
     model, path = run.config.model, quote(folder.path)
     generates = isinstance(model, LanguageModel | Denoiser) or run.task.dataset.classes == ()
     chat = " --chat" if run.task.dataset.is_chat else ""
-    command = f"sample {path}{chat}" if generates else f"eval {path}"
+    command = f"sample {path}{chat}" if generates else f"eval {path}, fnet predict {path} IMAGE"
     lines = [
         f"files in {folder.path}: {', '.join(p.name for p in written)}",
         f"next: fnet report {path}, fnet {command}",
