@@ -245,7 +245,10 @@ def test_n_private_steps_and_n_resumed_steps_equal_2n_steps(finished_private_run
     fnet_command("train", "private.py", "--out", "parts", "--train.steps", 4)
     fnet_command("train", "private.py", "--out", "parts", "--resume")
     chex.assert_trees_all_equal(final_state(folder), final_state(private / "parts"))
-    assert metrics_of(folder) == metrics_of(private / "parts")
+    for whole, parts in zip(metrics_of(folder), metrics_of(private / "parts"), strict=True):
+        # The epsilon of a line of progress is computed on a coarser grid than that of the last.
+        assert whole.pop("privacy/epsilon") == pytest.approx(parts.pop("privacy/epsilon"), rel=0.01)
+        assert whole == parts
     assert guarantee_of(folder) == guarantee_of(private / "parts")
 
 
@@ -396,7 +399,9 @@ def test_a_private_step_is_planned_within_a_budget(quantile, workplace, monkeypa
         for step in (run.step, planned.executable)
     )
     chex.assert_trees_all_close(whole, parts, atol=1e-6)  # the same noise, too
-    assert largest_batch(run, planned.plan.chosen, int(0.6 * peak)) >= 512
+    largest, step = largest_batch(run, 2 * peak)
+    assert largest.config.data.batch_size > 512
+    assert step.executable.report.peak.total <= 2 * peak
 
 
 def test_the_noise_scale_is_a_ratio_of_exponential_averages():
