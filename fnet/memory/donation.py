@@ -30,7 +30,7 @@ class DonationError(ValueError):
       ...     memory.donation(jax.jit(jnp.sin).lower(jnp.zeros(4)).compile())
       ... except memory.DonationError as error:
       ...     print(error)
-      nothing is donated: jit the step with donate_argnums=0.
+      nothing is donated: jit the step with donate_argnums, the positions of its state.
     """
 
 
@@ -77,7 +77,9 @@ def donation(compiled: jax.stages.Compiled) -> Donation:
         if getattr(jax.config, option):
             raise DonationError(f"state not updated in place: {option} turns donation off.")
     if not donated:
-        raise DonationError("nothing is donated: jit the step with donate_argnums=0.")
+        raise DonationError(
+            "nothing is donated: jit the step with donate_argnums, the positions of its state."
+        )
     aliased = _aliased_arguments(compiled)
     copied = [(path, a) for i, (path, a) in enumerate(arguments) if a.donated and i not in aliased]
     if not copied:
