@@ -73,7 +73,8 @@ def test_writes_the_documented_files(finished_run, tmp_path_factory):
     assert f"test accuracy {number(summary['metrics']['test/accuracy'])}" in after["result:"]
     assert "curves.png" in after["files"]
     place = shelf / "finished_run"
-    assert after["next:"] == f"fnet report {place}, fnet eval {place}"
+    commands = f"fnet report {place}", f"fnet eval {place}", f"fnet predict {place} IMAGE"
+    assert after["next:"] == ", ".join(commands)
 
 
 def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
@@ -201,6 +202,7 @@ def test_help_lists_fields_with_their_values(capsys):
 MISTAKES = [
     (("train", "digitz"), "no recipe digitz (did you mean digits?)"),
     (("train", "missing.py"), "no recipe missing.py"),
+    (("train", "nowhere/run.py"), "nowhere/run.py: no nowhere in .; give the name of a recipe"),
     (("train",), "missing CONFIG; usage: fnet train CONFIG"),
     (("trian", "digits"), "no command trian (did you mean train?)"),
     (("train", "tiny.py", "--optim.lerning-rate", "1"), "unknown option --optim.lerning-rate (did you mean --optim.learning-rate?)"),

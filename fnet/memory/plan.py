@@ -302,10 +302,10 @@ class _Search:
         Returns:
           The predicted front.
         """
-        sources: list[_Named | _Planned] = [_Named(self, p) for p in policies]
+        named = [_Named(self, p) for p in policies]
+        sources: list[_Named | _Planned] = list(named)
         first: _Planned | None = None
-        for source in list(sources):
-            assert isinstance(source, _Named)
+        for source in named:
             made = self.compile(source.first(), self.options)
             if planner and made and made[0].loss:
                 first = _Planned(self, made[0])
@@ -318,6 +318,8 @@ class _Search:
         while self.limit is not None and len(self.candidates) < _MOST_PROGRAMS:
             attempts = [a for source in sources if (a := source.next())]
             best = min(map(self.order, self.fitting), default=(True, float("inf")))
+            if not attempts and not self.fitting:  # a plan of the most microbatches is the smallest
+                attempts = [a for a in (named[0].last(),) if a]
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)
@@ -329,18 +331,7 @@ class _Search:
                 options = self._best_options(made)
             if planner and made and isinstance(attempt.source, _Named) and made[0].loss:
                 sources.append(_Planned(self, made[0]))
-        if self.limit is not None and not self.fitting:
-            self._compile_smallest(policies[0], options)
         return first.front() if first and self.limit is None else ()
-
-    def _compile_smallest(self, policy: Policy, options: Sequence[Mapping[str, Any]]) -> None:
-        """Compile the most microbatches that are possible, whose peak the error names."""
-        compiled = {c.microbatches for c in self.candidates}
-        for n in sorted(set(self.choices) - compiled, reverse=True):
-            if n < max(compiled) or self.compile(
-                _Attempt(_Named(self, policy), policy, n, 0.0), options
-            ):
-                break
 
     def _best_options(self, made: "list[_Compiled]") -> Sequence[Mapping[str, Any]]:
         return (min(made, key=lambda c: c.candidate.peak.total).candidate.compiler_options,)
@@ -430,7 +421,8 @@ class _Named:
         self._search, self._policy = search, policy
         self._peaks: list[Peak] = []
         self._time = 0.0
-        self._tried = 0
+        self._tried: set[int] = set()
+        self._compiled = 0
 
     def first(self) -> _Attempt:
         """The attempt with the fewest microbatches."""
@@ -441,23 +433,26 @@ class _Named:
         search = self._search
         if self._peaks and search.fits(self._peaks[-1].total):
             return None
-        larger = [n for n in search.choices if n > self._tried]
+        larger = [n for n in search.choices if n > max(self._tried)]
         fitting = [
             n for n in larger if search.fits(_lower_bound(self._peaks, n // search.choices[0]))
         ]
+        return self._attempt(fitting[0]) if fitting else None
+
+    def last(self) -> _Attempt | None:
+        """The most microbatches that are possible, or None if they were compiled."""
+        larger = [n for n in self._search.choices if n > self._compiled and n not in self._tried]
+        return self._attempt(larger[-1]) if larger else None
+
+    def _attempt(self, n: int) -> _Attempt:
         # The state is read once per microbatch.
-        return next(
-            (
-                _Attempt(self, self._policy, n, self._time + (n - 1) * search.state_bytes)
-                for n in fitting
-            ),
-            None,
-        )
+        return _Attempt(self, self._policy, n, self._time + (n - 1) * self._search.state_bytes)
 
     def learn(self, attempt: _Attempt, candidate: Candidate | None) -> None:
         """Take the peak of an attempt, or None if it was impossible."""
-        self._tried = attempt.microbatches
+        self._tried.add(attempt.microbatches)
         if candidate:
+            self._compiled = max(self._compiled, attempt.microbatches)
             self._peaks.append(candidate.peak)
             self._time = self._time or candidate.cost.time
 

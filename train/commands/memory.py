@@ -64,6 +64,8 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if options.budget is not None:
         config = _replace(config, "memory", budget=options.budget)
     find_batch_size = options.batch_size == "auto"
+    if find_batch_size and not (config.memory.budget or options.target):
+        raise UserError("--batch-size auto: needs --budget or --target")
     if options.batch_size is not None and not find_batch_size:
         config = _replace(config, "data", batch_size=_batch_size(options.batch_size))
     run = setup(configs.check(config, "command line"), without_data=True)
@@ -92,7 +94,7 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         first = predictions[0]
         report = memory_report(first.run, first.planned)
     if len(predictions) == 1:
-        console.print(*memory_tables(report), sep="\n")
+        console.print(*memory_tables(report, first.run.devices), sep="\n")
         if plan := first.planned.plan:
             console.print(plan_table(plan, reserve(first.run, first.target)))
             log(plan_summary(plan, reserve(first.run, first.target)))
@@ -100,13 +102,17 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if process.always:
         step_peak, state_bytes = first.peak.total, tree_bytes(first.run.state_shapes)
         predicted = process.peak(state_bytes // first.run.devices, step_peak)
-        log(f"Peak of the process: {format_bytes(predicted)} ({process})")
+        what = "each device, with the runtime" if first.run.devices > 1 else "the process"
+        log(f"Peak of {what}: {format_bytes(predicted)} ({process})")
     if options.target:
         console.print(devices_table(predictions))
         log(_NOT_COUNTED)
     if find_batch_size and len(predictions) == 1:
         size, policy = first.run.config.data.batch_size, first.planned.policy
-        log(f"largest batch size that fits: {size} (remat policy {policy})")
+        words = f"--data.batch-size {size} --memory.policy {policy}"
+        if first.run.devices > 1:
+            size = f"{size}, {size // first.run.devices} for each of {first.run.devices} devices"
+        log(f"largest batch size that fits: {size}; train with {words}")
     content = report.as_dict() | {"predictions": [p.as_dict() for p in predictions]}
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -45,10 +45,26 @@ def load(given: str) -> Config:
             return _run(path)
     except OSError as error:
         raise UserError(f"cannot read {given}: {error.strerror or error}") from error
+    others = "a recipe file, a run folder or a config.json"
+    if path.is_dir() or len(path.parts) > 1:
+        missing, siblings = _first_missing(path)
+        near = did_you_mean(missing.name, siblings)
+        raise UserError(
+            f"{given}: no {missing.name} in {missing.parent}{near}; give the name of a recipe, "
+            f"{others}"
+        )
     raise UserError(
         f"no recipe {given}{did_you_mean(path.stem, known)}; there are {', '.join(known)}; or give "
-        "a recipe file, a run folder or a config.json"
+        f"{others}"
     )
+
+
+def _first_missing(path: Path) -> tuple[Path, list[str]]:
+    """Return the first part of a path that does not exist, and the names beside it."""
+    parts = (*reversed(path.parents), path, path / "config.json")
+    missing = next(part for part in parts if not part.exists())
+    is_folder = missing.parent.is_dir()
+    return missing, [p.name for p in missing.parent.iterdir()] if is_folder else []
 
 
 def _run(path: Path) -> Config:

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 _MOST_LAYERS = 40
 
 
-def memory_tables(report: "MemoryReport") -> Iterator[rich_table.Table]:
+def memory_tables(report: "MemoryReport", devices: int = 1) -> Iterator[rich_table.Table]:
     """Render the memory of a compiled step for the terminal: sums, residuals, largest buffers."""
     memory = StoredMemory.of(report)
     sums = list(step_sums(memory).items())
-    yield to_rich(Table("Memory of the compiled train step", ("", ""), sums))
+    title = "Memory of the compiled train step"
+    if devices > 1:
+        title += f" on each of {devices} devices"
+    yield to_rich(Table(title, ("", ""), sums))
     for table in (residuals_table(memory), largest_table(memory)):
         if table.rows:
             yield to_rich(table)

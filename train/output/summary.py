@@ -57,7 +57,7 @@ def before_training(
     step = format_bytes(report.peak.total)
     memory = f"{format_bytes(predicted)}{per_device} predicted"
     if jax.default_backend() == "cpu":
-        memory += f" for the process, {step} of it for a step"
+        memory += f"{_of_process(run)}, {step} of it for a step"
     if config.memory.budget:
         memory += f"; budget {config.memory.budget}"
     split = f" in {planned.microbatches:,} microbatches" if planned.microbatches > 1 else ""
@@ -93,6 +93,10 @@ def before_training(
     return facts
 
 
+def _of_process(run: "Setup") -> str:
+    return " with the runtime" if run.devices > 1 else " for the process"
+
+
 def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
     """Describe the results of a finished run in lines, from the contents of summary.json."""
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
@@ -100,7 +104,7 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
     if run.devices > 1:
         memory += " per device"
     if jax.default_backend() == "cpu":
-        memory += " for the process"
+        memory += _of_process(run)
     if run.config.memory.budget:
         memory += f", budget {run.config.memory.budget}"
     rate = summary["examples_per_second"]

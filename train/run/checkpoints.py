@@ -21,7 +21,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from fnet import TrainState
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
-from train.run.distributed import any_process
+from train.run.distributed import any_process, lost_connection
 from train.run.process_memory import IN_FLIGHT, release_free_memory
 from train.run.run_folder import check_no_pattern
 
@@ -511,10 +511,12 @@ def _on_one_device(shape: Any) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def _saving(folder: Path) -> Iterator[None]:
-    """Raise any error in writing a checkpoint as `TrainingError`."""
+    """Raise an error in writing a checkpoint as `TrainingError`, except for a lost connection."""
     try:
         yield
     except Exception as error:
+        if lost_connection(error):
+            raise
         raise TrainingError(
             f"cannot save a checkpoint in {folder}: {_reason(error)}; earlier checkpoints are "
             "intact"

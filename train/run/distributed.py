@@ -129,7 +129,7 @@ def together() -> Iterator[None]:
     except BaseException as error:
         is_over.set()
         code = 2 if isinstance(error, UserError) else 1
-        lost = _lost_connection(error)
+        lost = lost_connection(error)
         if lost is None:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         else:
@@ -162,7 +162,7 @@ def _client() -> Any:
         return None
 
 
-def _lost_connection(error: BaseException) -> str | None:
+def lost_connection(error: BaseException) -> str | None:
     """Return the message of an error that means that another process is gone, or None."""
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
