@@ -90,6 +90,7 @@ class TrainState:
         Raises:
           TypeError: If not exactly one of ``model`` and ``params`` is given, ``model_state`` comes
             with a model, or ``optimizer`` or ``key`` is missing.
+          ValueError: If ``params`` were donated.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, fnet
@@ -108,6 +109,11 @@ class TrainState:
         if not hasattr(key, "dtype"):
             raise TypeError(
                 f"TrainState.create: key must be a random key, as jax.random.key(0), got {key!r}."
+            )
+        if any(map(_is_deleted, jax.tree.leaves(params))):
+            raise ValueError(
+                "TrainState.create: params were donated to an earlier step; make new ones, or pass "
+                "copies, jax.tree.map(jnp.copy, params), to the first state."
             )
         init_key, key = jax.random.split(key)
         if model is not None:
@@ -128,6 +134,10 @@ class TrainState:
     def evaluation_params(self) -> Any:
         """Parameters to evaluate: the moving average if there is one, else ``params``."""
         return self.params if self.ema is None else self.ema
+
+
+def _is_deleted(a: Any) -> bool:
+    return isinstance(a, Array) and not isinstance(a, jax.core.Tracer) and a.is_deleted()
 
 
 def _average_dtype(p: Any) -> Any:

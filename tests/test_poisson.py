@@ -237,3 +237,8 @@ def test_rejects_invalid_sampling(arguments, message):
 def test_rejects_arrays_that_do_not_fit(arrays):
     with pytest.raises(ValueError, match="arrays need 8 rows and any name but weight"):
         next(PoissonSampling(8, 2).batches(arrays, 0, 1))
+
+
+def test_rejects_arrays_without_names():
+    with pytest.raises(TypeError, match=r"expected arrays by name, .* got list"):
+        next(PoissonSampling(8, 2).batches([np.zeros(8)], 0, 1))

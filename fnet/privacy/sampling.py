@@ -151,8 +151,14 @@ class PoissonSampling:
           The arrays' rows [rows, ...] by name, and ``weight``, float32 [rows].
 
         Raises:
+          TypeError: The arrays have no names.
           ValueError: An array has another number of examples, or is named ``weight``.
         """
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"PoissonSampling: expected arrays by name, as {{'x': x, 'y': y}}, got "
+                f"{type(arrays).__name__}."
+            )
         for name, array in arrays.items():
             if name == "weight" or len(array) != self.examples:
                 raise ValueError(

@@ -110,9 +110,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     if find_batch_size and len(predictions) == 1:
         size, policy = first.run.config.data.batch_size, first.planned.policy
         words = f"--data.batch-size {size} --memory.policy {policy}"
-        if first.run.devices > 1:
-            size = f"{size}, {size // first.run.devices} for each of {first.run.devices} devices"
-        log(f"largest batch size that fits: {size}; train with {words}")
+        devices = first.run.devices
+        each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
+        log(f"largest batch size that fits: {size}{each}; train with {words}")
     content = report.as_dict() | {"predictions": [p.as_dict() for p in predictions]}
     try:
         out.mkdir(parents=True, exist_ok=True)

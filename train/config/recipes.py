@@ -60,7 +60,7 @@ def load(given: str) -> Config:
 
 
 def _first_missing(path: Path) -> tuple[Path, list[str]]:
-    """Return the first part of a path that does not exist, and the names beside it."""
+    """Return the first part of a path that does not exist, and its siblings."""
     parts = (*reversed(path.parents), path, path / "config.json")
     missing = next(part for part in parts if not part.exists())
     is_folder = missing.parent.is_dir()
