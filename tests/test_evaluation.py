@@ -305,6 +305,36 @@ def test_examples_show_confident_errors_first_and_then_unsure_ones(evaluated, mo
     )
 
 
+def test_examples_show_segmented_images_without_their_padding(evaluated, monkeypatch, tmp_path):
+    run, evaluate, state = evaluated("halves", 3)
+    recorded = {}
+
+    def segmentations(images, masks, predictions, *rest):
+        recorded.update(images=images, masks=masks, predictions=predictions)
+
+    monkeypatch.setattr(examples.plots, "segmentations", segmentations)
+    assert examples.draw(run, evaluate, state, "a title", tmp_path / "a.png")
+    # Files are 20, 22 or 24 pixels wide and 24 high; the longer side becomes 16.
+    widths = {image.shape[1] for image in recorded["images"]}
+    assert widths <= {13, 15, 16}
+    assert len(widths) > 1
+    for image, *labels in zip(*recorded.values(), strict=True):
+        assert image.shape[0] == 16
+        assert all(a.shape == image.shape[:2] for a in labels)
+        assert (labels[0][1:] != 255).all()
+
+
+def test_pixels_that_do_not_count_are_shown_if_they_are_not_padding():
+    image = np.full((4, 6, 3), 124, np.uint8)
+    mask = np.full((4, 6), 255, np.uint8)
+    mask[:2, :4] = 1
+    assert examples._crop(examples._Segmented(image, mask, mask)).image.shape == (2, 4, 3)
+    image[2, 3] = 0
+    assert examples._crop(examples._Segmented(image, mask, mask)).image.shape == (3, 4, 3)
+    blank = examples._Segmented(image[3:], mask[3:], mask[3:])
+    assert examples._crop(blank) is blank
+
+
 def test_class_names_with_dollars_are_not_formulas(tmp_path):
     names = ("$_$", "$\\no$")
     image = np.zeros((1, 8, 8, 3), np.uint8)

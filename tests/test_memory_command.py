@@ -1,6 +1,7 @@
 """``fnet memory`` and ``memory.budget``: predictions, plans and budgets."""
 
 import json
+import re
 from unittest.mock import Mock
 
 import jax
@@ -11,7 +12,7 @@ from rich.console import Console
 from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
-from train.output.memory_tables import plan_table
+from train.output.memory_tables import describe_candidate, plan_summary, plan_table
 from train.run import planning, programs
 from train.run.process_memory import Overhead, overhead
 from train.run.setup import setup
@@ -229,6 +230,43 @@ def test_plan_tables_show_all_digits(width):
     assert "…" not in printed
     if width == 80:  # wide enough for each number on one line
         assert all(n in printed for n in ("segments", "987.00", "12,345.6", "1,234.5", "1.00"))
+
+
+def candidate(policy, microbatches, mebibytes, flops, options):
+    peak = memory.Peak(mebibytes * 2**20, 0, 0, 0, 0)
+    return memory.Candidate(policy, microbatches, memory.Cost(flops, 0), peak, options)
+
+
+def test_each_program_of_a_plan_is_shown_with_its_number_and_the_budget():
+    config = Config(data=Digits(batch_size=8), model=Mlp(hidden=(4,)), memory=Memory(budget="1GiB"))
+    run = setup(config)
+    lines = []
+    planning.plan(run, progress=lambda *c: lines.append(describe_candidate(*c)))
+    left = memory.format_bytes(planning.limit(run))
+    way = "no rematerialization(, min memory schedule)?"
+    expected = rf"compiled {{}} of at most 10 programs: {way}, peak .*iB, budget {left}"
+    assert len(lines) >= 2
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(expected.format(number), line)
+
+
+def test_a_plan_says_how_the_next_smaller_program_differs():
+    default, small = memory.CANDIDATE_OPTIONS["cpu"]
+    none, segments = (memory.REMAT_POLICIES[name] for name in ("none", "segments"))
+    chosen = candidate(none, 1, 50, 100, default)
+    smaller = candidate(none, 1, 40, 100, small)
+    slower = candidate(segments, 4, 30, 125, small)
+    plan = memory.Plan(2**30, chosen, smaller, (chosen, smaller, slower))
+    assert plan_summary(plan, 2**20).splitlines() == [
+        "no rematerialization, the fastest that fits of 3 compiled programs.",
+        "1.00 MiB of the budget is reserved for the process itself.",
+        "Next smaller: the same with XLA's min memory schedule, 41.00 MiB.",
+    ]
+    assert plan_summary(plan._replace(chosen=smaller, smaller=slower), 0).splitlines() == [
+        "no rematerialization, min memory schedule, the fastest that fits of 3 compiled programs.",
+        "Next smaller: remat policy segments, 4 microbatches, min memory schedule, 30.00 MiB, "
+        "about 25% slower.",
+    ]
 
 
 @pytest.mark.slow

@@ -68,6 +68,23 @@ def test_image_mask_and_prediction_stand_side_by_side_under_their_names(drawn, t
     np.testing.assert_array_equal(drawn_colors, colors[[0, 1, 2, 255]])
 
 
+def test_segmentations_of_several_sizes_are_centered_on_white(drawn, tmp_path):
+    images = [np.zeros((4, 8, 3), np.uint8), np.zeros((6, 4, 3), np.uint8)]
+    masks = [np.zeros(image.shape[:2], np.uint8) for image in images]
+    args = ("a", "b"), palette(), ["first", "second"], "a title", tmp_path / "a.png"
+    plots.segmentations(images, masks, masks, *args)
+    (ax,) = drawn[0].axes
+    canvas = np.asarray(ax.images[0].get_array())
+    for text, image in zip(ax.texts[::3], images, strict=True):
+        middle, above = text.get_position()
+        x, y = round(middle - 4 + 0.5), round(above + 0.02 * 6 + 0.5)
+        expected = np.full((6, 8, 3), 255)
+        left = (8 - image.shape[1]) // 2
+        expected[: image.shape[0], left : left + image.shape[1]] = image
+        np.testing.assert_array_equal(canvas[y : y + 6, x : x + 8], expected)
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["a"]
+
+
 def test_captions_of_wrong_predictions_are_red(drawn, tmp_path):
     images = np.zeros((3, 4, 4, 3), np.uint8)
     captions = ["cat", "dog", "cow"]

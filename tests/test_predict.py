@@ -293,6 +293,16 @@ def test_a_mistake_is_one_line_with_exit_code_2(words, message, begun, recipes, 
     assert_one_line_error(capsys, message)
 
 
+def test_suggests_a_run_of_a_similar_name(begun, recipes, capsys):
+    begun("halves")
+    (recipes / "runs" / "half").mkdir()  # of no run
+    assert exit_code("predict", "runs/halfes", "halves") == 2
+    error = "no run in runs/halfes: it has no config.json (did you mean runs/halves?)"
+    assert_one_line_error(capsys, error)
+    assert exit_code("eval", "runs/digits") == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 def test_reports_a_folder_that_cannot_be_written(run_of, capsys):
     run = run_of("halves")
     assert exit_code("predict", run, "halves/images", "--out", "halves.py") == 2

@@ -26,8 +26,13 @@ def printable(text: str) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean X?)"`` for the known name that is closest to ``name``, or ``""``."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {matches[0]}?)" if matches else ""
+    closest = closest_name(name, known)
+    return f" (did you mean {closest}?)" if closest else ""
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is closest to ``name``, or None if none is close."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:

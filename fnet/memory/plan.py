@@ -24,8 +24,9 @@ Build = Callable[[Policy, int], jax.stages.Traced]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A plan compiles at most this many programs.
-_MOST_PROGRAMS = 10
+MOST_PROGRAMS = 10
+"""Largest number of programs that a plan within a budget compiles."""
+
 # A plan that fits is improved while the next proposal is so much faster.
 _WORTH_COMPILING = 0.005
 # XLA's GPU compiler (jaxlib 0.10) completes the copy of an array to the host when the backward pass
@@ -315,7 +316,7 @@ class _Search:
         if self.limit is None:
             for attempt in first.spread() if first else ():
                 options = self._best_options(self.compile(attempt, options))
-        while self.limit is not None and len(self.candidates) < _MOST_PROGRAMS:
+        while self.limit is not None and len(self.candidates) < MOST_PROGRAMS:
             attempts = [a for source in sources if (a := source.next())]
             best = min(map(self.order, self.fitting), default=(True, float("inf")))
             if not attempts and not self.fitting:  # a plan of the most microbatches is the smallest

@@ -75,8 +75,8 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
 
     with compiling(console) as show:
 
-        def show_candidate(c: Candidate) -> None:
-            show(describe_candidate(c))
+        def show_candidate(number: int, c: Candidate, limit: int | None) -> None:
+            show(describe_candidate(number, c, limit))
 
         def show_size(size: int, peak: int) -> None:
             show(f"searching the largest batch size: {size} needs {format_bytes(peak)}")

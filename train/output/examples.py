@@ -125,21 +125,21 @@ def _draw_segmentations(
     if not segmented:
         return False
     segmented.sort(key=lambda s: s.accuracy)
-    shown = [segmented[i] for i in spread(len(segmented), _NUM_SEGMENTED)]
+    shown = [_crop(segmented[i]) for i in spread(len(segmented), _NUM_SEGMENTED)]
     dataset = run.task.dataset
     total = data.num_examples(dataset.test)
     title = f"{title}: {len(shown)} of {total:,} test images, from the worst to the best"
-    images, masks, predicted = _crop(*map(np.stack, zip(*shown, strict=True)))
+    images, masks, predicted = zip(*shown, strict=True)
     captions = [f"prediction, {s.accuracy:.0%} of pixels right" for s in shown]
     colors = palette(dataset.label_map)
     plots.segmentations(images, masks, predicted, dataset.classes, colors, captions, title, path)
     return True
 
 
-def _crop(images: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Crop [N, H, W, ...] to the part that images cover; the canvas beyond has one color."""
-    covered = (images != images[:, -1:, -1:]).any((0, -1))
-    if not covered.any():
-        return images, *others
-    height, width = (int(np.flatnonzero(covered.any(axis))[-1]) + 1 for axis in (1, 0))
-    return tuple(a[:, :height, :width] for a in (images, *others))
+def _crop(s: _Segmented) -> _Segmented:
+    """Crop to the image: the padding beyond has one color, and is ignored in the mask."""
+    is_padding = (s.image == s.image[-1, -1]).all(-1) & (s.mask == IGNORE)
+    if is_padding.all():
+        return s
+    height, width = (int(np.flatnonzero(~is_padding.all(axis))[-1]) + 1 for axis in (1, 0))
+    return _Segmented(*(a[:height, :width] for a in s))

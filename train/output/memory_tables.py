@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich import table as rich_table
 
 from fnet.memory import REMAT_POLICIES, Candidate, Plan, format_bytes
+from fnet.memory.plan import MOST_PROGRAMS
 from train.output.stored import StoredMemory
 from train.output.tables import Table, to_rich
 
@@ -174,21 +175,48 @@ def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
     return t
 
 
-def describe_candidate(candidate: Candidate) -> str:
-    """Return a line of progress: a candidate of a plan that was compiled, and its peak."""
-    return f"compiled {candidate}: {format_bytes(candidate.peak.total)}"
+def describe_candidate(number: int, candidate: Candidate, limit: int | None) -> str:
+    """Return a line of progress: a program of a plan that was compiled.
+
+    Args:
+      number: number of the program, from 1.
+      candidate: what was compiled.
+      limit: bytes that the step may use, or None.
+    """
+    count = f"{number}" if limit is None else f"{number} of at most {MOST_PROGRAMS} programs"
+    budget = "" if limit is None else f", budget {format_bytes(max(limit, 0))}"
+    peak = format_bytes(candidate.peak.total)
+    return f"compiled {count}: {_way(candidate)}, peak {peak}{budget}"
 
 
 def plan_summary(plan: Plan, reserve: int) -> str:
-    """Describe what a plan leaves to the process and its next smaller candidate."""
-    lines = []
+    """Describe the choice of a plan, what it leaves to the process, and a smaller candidate."""
+    chosen, smaller = plan.chosen, plan.smaller
+    programs = len(plan.candidates)
+    of = f", the fastest that fits of {programs:,} compiled programs" if programs > 1 else ""
+    lines = [f"{_way(chosen)}{of}."]
     if reserve and plan.budget:
         lines.append(f"{format_bytes(reserve)} of the budget is reserved for the process itself.")
-    if plan.smaller:
-        need = format_bytes(plan.smaller.peak.total + (reserve if plan.budget else 0))
-        slower = plan.smaller.cost.time / plan.chosen.cost.time - 1
-        lines.append(f"Next smaller: {plan.smaller}, {need}, about {slower:.0%} slower.")
+    if smaller:
+        need = format_bytes(smaller.peak.total + (reserve if plan.budget else 0))
+        slower = max(smaller.cost.time / chosen.cost.time - 1, 0)
+        way, time = _way(smaller), f", about {slower:.0%} slower"
+        if smaller.policy is chosen.policy and smaller.microbatches == chosen.microbatches:
+            # The estimated time does not depend on the schedule.
+            way, time = f"the same with XLA's {_schedule(smaller)} schedule", ""
+        lines.append(f"Next smaller: {way}, {need}{time}.")
     return "\n".join(lines)
+
+
+def _way(c: Candidate) -> str:
+    """Describe a candidate, including the XLA schedule on a CPU if it is not the default."""
+    policy = {"none": "no", "planned": "planned"}.get(str(c.policy))
+    parts = [f"{policy} rematerialization" if policy else f"remat policy {c.policy}"]
+    if c.microbatches > 1:
+        parts.append(f"{c.microbatches} microbatches")
+    if _schedule(c) != "default":
+        parts.append(f"{_schedule(c)} schedule")
+    return ", ".join(parts)
 
 
 def _schedule(c: Candidate) -> str:

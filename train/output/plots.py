@@ -71,9 +71,9 @@ def classifications(
 
 
 def segmentations(
-    images: np.ndarray,
-    masks: np.ndarray,
-    predictions: np.ndarray,
+    images: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    predictions: Sequence[np.ndarray],
     classes: Sequence[str],
     colors: np.ndarray,
     captions: Sequence[str],
@@ -83,18 +83,20 @@ def segmentations(
     """Save images, true masks and predicted masks side by side with a legend, as a PNG.
 
     Args:
-      images: uint8 [N, H, W, 3].
-      masks: True labels, [N, H, W]. Labels beyond the classes are drawn as void.
-      predictions: Predicted labels, [N, H, W].
-      classes: Names. The legend shows those that occur in a mask or in a prediction, and void.
+      images: uint8 [H, W, 3], which may differ in size.
+      masks: True labels, [H, W]. Labels beyond the classes are drawn as void.
+      predictions: Predicted labels, [H, W].
+      classes: Names. The legend shows those that occur in a mask or in a prediction, and void if
+        it occurs.
       colors: Colors of the labels, uint8 [256, 3].
       captions: Caption of each prediction.
       title: Title of the picture.
       path: Path of the PNG.
     """
-    masks = np.where(masks < len(classes), masks, 255)
+    masks = [np.where(mask < len(classes), mask, 255) for mask in masks]
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
     tiles = [
-        tile
+        _on_white(tile, height, width)
         for image, mask, prediction in zip(images, masks, predictions, strict=True)
         for tile in (
             image,
@@ -103,12 +105,12 @@ def segmentations(
         )
     ]
     figure, ax, corners = _tile(np.stack(tiles), 3, 0.1, title, inches=3.0)
-    height, width = images.shape[1:3]
     names = [name for caption in captions for name in ("image", "truth", caption)]
     for (x, y), name in zip(corners, names, strict=True):
         place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 8, "parse_math": False}
         ax.text(x + width / 2, y - 0.02 * height, name, **place)
-    shown = {int(i): "void" if i == 255 else classes[i] for i in np.union1d(masks, predictions)}
+    labels = np.unique(np.concatenate([a.ravel() for a in (*masks, *predictions)]))
+    shown = {int(i): "void" if i == 255 else classes[i] for i in labels}
     legend = ax.legend(
         handles=[Patch(color=colors[i] / 255, label=_shorten(n)) for i, n in shown.items()],
         loc="upper center",
@@ -301,6 +303,14 @@ def _tile(
     ax.set_title(title, fontsize=10)
     ax.axis("off")
     return figure, ax, corners
+
+
+def _on_white(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Place an image, uint8 [H, W, 3], at the top of a white canvas, centered."""
+    canvas = np.full((height, width, 3), 255, np.uint8)
+    left = (width - image.shape[1]) // 2
+    canvas[: image.shape[0], left : left + image.shape[1]] = image
+    return canvas
 
 
 def _shorten(name: str, most: int = 32) -> str:

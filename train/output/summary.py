@@ -75,11 +75,7 @@ def before_training(
         f"a step{split}",
     }
     if planned.plan:
-        facts["plan"] = (
-            f"{planned.plan.chosen}, the fastest of {len(planned.plan.candidates):,} ways"
-        )
-        if more := plan_summary(planned.plan, reserve(run)):
-            facts["plan"] += ". " + " ".join(more.splitlines())
+        facts["plan"] = " ".join(plan_summary(planned.plan, reserve(run)).splitlines())
     epochs = number(run.steps / run.steps_per_epoch)
     facts["steps"] = f"{run.steps:,} ({epochs} epochs) on {on}"
     facts["time"] = "estimated once the first steps are measured"

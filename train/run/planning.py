@@ -1,6 +1,7 @@
 """Compile a train step within the config's memory budget."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ from train.run.frozen import without_frozen
 from train.run.process_memory import Overhead
 from train.run.setup import Setup
 
-Progress = Callable[[Candidate], None]
+Progress = Callable[[int, Candidate, int | None], None]
+"""Called with the number of a plan's compiled program, the candidate, and the limit of `limit`."""
 SizeProgress = Callable[[int, int], None]
 """Called with a batch size and the peak of its step."""
 
@@ -159,6 +161,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
       UserError: as `compile_step`.
     """
     section = run.config.memory
+    numbers, most = itertools.count(1), limit(run, target)
     try:
         return plan_step(
             run.step,
@@ -169,7 +172,7 @@ def plan(run: Setup, *, target: Target | None = None, progress: Progress | None 
             microbatch_choices=_microbatch_choices(run),
             reserve=reserve(run, target),
             target=target,
-            progress=progress,
+            progress=None if progress is None else lambda c: progress(next(numbers), c, most),
         )
     except ValueError as error:
         raise UserError(f"memory: {error}") from error

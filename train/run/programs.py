@@ -57,7 +57,7 @@ def compile_programs(
       DonationError: if the step would not update the state in place.
     """
     with compiling(console) as show:
-        planned = compile_step(run, progress=lambda c: show(describe_candidate(c)))
+        planned = compile_step(run, progress=lambda *c: show(describe_candidate(*c)))
         evaluate = run.compile_evaluation(unreadable, _evaluation_batch_size(run, planned))
         compile_checksums(without_frozen(run.state_shapes))
         state_bytes = memory.tree_bytes(run.state_shapes) // run.devices

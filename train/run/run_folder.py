@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from train import config as configs
 from train.config import Config
-from train.errors import UserError
+from train.errors import UserError, closest_name
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -128,8 +128,16 @@ class RunFolder:
           UserError: if there is no run here.
         """
         if not self.config.is_file():
-            raise UserError(f"no run in {self.path}: it has no config.json")
+            raise UserError(f"no run in {self.path}: it has no config.json{self._similar_run()}")
         return configs.from_json(self.config.read_bytes(), str(self.config))
+
+    def _similar_run(self) -> str:
+        """Return ``" (did you mean runs/shapes?)"`` for a run of a similar name, or ``""``."""
+        with contextlib.suppress(OSError):
+            folders = [p for p in self.path.parent.iterdir() if (p / self.config.name).is_file()]
+            if closest := closest_name(self.path.name, (p.name for p in folders)):
+                return f" (did you mean {self.path.with_name(closest)}?)"
+        return ""
 
     def create(self) -> None:
         """Create an empty folder, which becomes a run's with `write_config`.
