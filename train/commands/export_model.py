@@ -1,7 +1,7 @@
 """Write a fine-tuned model as a folder that other programs load."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 from fnet.interop.huggingface.checkpoint import Tensor, leaf
 from fnet.interop.peft import huggingface_modules, to_peft
 from train.arguments import ExportArguments
-from train.config import Config, Pretrained
-from train.data.model_folder import INDEX, SINGLE, read_folder
+from train.commands import export_images
+from train.config import ChatFile, Config, Pretrained, TextFile
+from train.data.model_folder import INDEX, SINGLE, ModelFolder, read_folder
 from train.errors import UserError
 from train.run import weight_files
 from train.run.frozen import load_network
@@ -27,37 +28,26 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
     """Write a fine-tuned model with its config and tokenizer, and return the folder.
 
     Tensors have the names, layouts and dtypes of the published model. Adapters are merged, or
-    written alone as PEFT reads them.
+    written alone as PEFT reads them. Models of images have the classes of the run.
 
     Raises:
       UserError: if there is no checkpoint, or the folder cannot be written.
     """
     section = config.model
     assert isinstance(section, Pretrained)
-    adapters = pretrained.adapters_of(section)
-    if options.adapters and adapters is None:
+    if options.adapters and section.lora_rank is None:
         raise UserError("--adapters: the run has none, because it trains all parameters")
     out = Path(options.out) if options.out else folder.path / "exported"
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out: {out} is not empty; give a new folder")
     source = read_folder(Path(section.path))
-    model = pretrained.build_network(config)
-    network = load_network(folder, model, best=options.best)
-    trained = network.evaluation_params
+    has_text = isinstance(config.data, TextFile | ChatFile)
+    write = (_language_model if has_text else _image_model)(folder, config, options, source)
     part = out.with_name(f".{out.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        if options.adapters and adapters is not None:
-            modules = huggingface_modules(model.base)
-            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
-            (part / "adapter_config.json").write_text(as_json(peft_config))
-            weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
-        else:
-            params = pretrained.merge(section, trained, network.model_state)
-            dtypes = {name: t.dtype for name, t in source.tensors.items()}
-            _write_tensors(part, model.base.tensors, params, dtypes)
-            copy_small_files(part, folder.model, source.path)
+        write(part)
         if out.is_dir():
             out.rmdir()
         part.rename(out)
@@ -67,6 +57,47 @@ def export_model(folder: RunFolder, config: Config, options: ExportArguments) ->
             f"cannot write {out}: {error.strerror or error}; choose another --out"
         ) from error
     return out
+
+
+def _language_model(
+    folder: RunFolder, config: Config, options: ExportArguments, source: ModelFolder
+) -> Callable[[Path], None]:
+    """Restore a language model, and return a function that writes it to a folder."""
+    section = config.model
+    assert isinstance(section, Pretrained)
+    adapters = pretrained.adapters_of(section)
+    model = pretrained.build_network(config)
+    network = load_network(folder, model, best=options.best)
+    trained = network.evaluation_params
+
+    def write(part: Path) -> None:
+        if options.adapters and adapters is not None:
+            modules = huggingface_modules(model.base)
+            peft_config, tensors = to_peft(adapters, trained, modules, str(source.path))
+            (part / "adapter_config.json").write_text(as_json(peft_config))
+            weight_files.write(part / "adapter_model.safetensors", tensors, {"format": "pt"})
+            return
+        params = pretrained.merge(section, trained, network.model_state)
+        dtypes = {name: t.dtype for name, t in source.tensors.items()}
+        _write_tensors(part, model.base.tensors, params, dtypes)
+        copy_small_files(part, folder.model, source.path)
+
+    return write
+
+
+def _image_model(
+    folder: RunFolder, config: Config, options: ExportArguments, source: ModelFolder
+) -> Callable[[Path], None]:
+    """Restore an image network, and return a function that writes it to a folder."""
+    model = export_images.published_model(folder, config, source, best=options.best)
+
+    def write(part: Path) -> None:
+        _write_tensors(part, model.tensors, model.params, model.dtypes)
+        copy_small_files(part, folder.model, source.path)
+        for name, content in model.files.items():
+            (part / name).write_text(as_json(content))
+
+    return write
 
 
 def _write_tensors(

@@ -14,23 +14,19 @@ from jax import Array, export
 from fnet.losses.segmentation import bilinear_weights
 from train.arguments import ExportArguments
 from train.config import (
-    ArrayFile,
     ChatFile,
     Config,
     DeepLab,
     Denoiser,
     LanguageModel,
-    Synthetic,
     TextFile,
 )
-from train.data import sample_batch
-from train.data.preprocessing import Preprocessor
 from train.errors import TrainingError, UserError
 from train.run.class_names import read_classes
 from train.run.frozen import load_network
 from train.run.run_folder import RunFolder, atomic_write
-from train.tasks import build, images
-from train.tasks.pretrained import image_network
+from train.tasks import images
+from train.tasks.pretrained import image_network, in_float32
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 """Platforms that a StableHLO program runs on."""
@@ -87,10 +83,9 @@ def _network(
         )
     if isinstance(config.data, TextFile | ChatFile):
         raise UserError(f"--format {options.format}: is for networks that label images")
-    if isinstance(config.data, ArrayFile | Synthetic):
-        shape = tuple(sample_batch(build(config).dataset, 1)["image"].shape[1:])
-    else:  # the data need not be there
-        shape = Preprocessor(config).shape
+    shape = images.image_shape(config)
+    # The program is float32. The activations of a published model have the config's precision.
+    config = in_float32(config)
     model = image_network(config, len(read_classes(folder, config)), shape)
     trained = load_network(folder, model, best=options.best)
     params, state = trained.evaluation_params, trained.model_state

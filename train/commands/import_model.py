@@ -7,15 +7,14 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from fnet.interop.huggingface import preprocessing
 from fnet.memory import format_bytes
 from train import arguments
 from train.arguments import ImportModelArguments
 from train.commands.positional import positional
 from train.config import ChatFile, Config, ImageFolder, Optim, Pretrained, Train
-from train.data.chat import has_template, load_json
+from train.data.chat import has_template
 from train.data.model_folder import ModelFolder, read_folder
-from train.errors import UserError
+from train.data.model_images import image_data, size_note
 from train.output.progress import line_printer
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, quote
@@ -34,6 +33,8 @@ def main(argv: list[str]) -> None:
     console = Console()
     console.print(model_table(folder, shapes))
     log = line_printer(console)
+    if note := size_note(config):
+        log(note)
     log(f"wrote {out}; the weights stay in {folder.path}")
     log(_next_commands(config, quote(out)))
 
@@ -70,7 +71,7 @@ def default_config(path: Path) -> Config:
     source = read_folder(path)
     data: ChatFile | ImageFolder = ChatFile()
     if pretrained.match(source, "float32")[0].losses is None:
-        data = _image_data(source)
+        data = image_data(source.path, source.config)
     name = path.resolve().name
     valid = "".join(c if c.isalnum() or c in "_.-" else "-" for c in name).lstrip("_.-")
     return Config(
@@ -80,28 +81,6 @@ def default_config(path: Path) -> Config:
         optim=Optim(name="adamw", learning_rate=1e-5, warmup_steps=100),
         train=Train(epochs=1.0, precision="bfloat16"),
     )
-
-
-def _image_data(source: ModelFolder) -> ImageFolder:
-    """Return images with the input size, mean and standard deviation of a published model."""
-    stored = load_json(source.path / "preprocessor_config.json")
-    if "architecture" in source.config:  # of timm, which has no other file
-        stored = source.config
-    default = ImageFolder()
-    size = source.config.get("image_size", default.image_size)
-    size = size if isinstance(size, int) else size[0]
-    if not stored:
-        return ImageFolder(image_size=size)
-    try:
-        how = preprocessing(stored)
-    except (ValueError, LookupError) as error:
-        raise UserError(f"{source.path}: {error}") from error
-    side = how.size[0] if how.size else size
-    shorter = how.resize if isinstance(how.resize, int) and how.resize >= side else None
-    if len(how.mean) != 3 or len(how.std) != 3:
-        raise UserError(f"{source.path}: expected images of 3 channels, got mean {how.mean}")
-    (r, g, b), (dr, dg, db) = how.mean, how.std
-    return ImageFolder(image_size=side, resize=shorter, mean=(r, g, b), std=(dr, dg, db))
 
 
 def import_model(config: Config, out: Path) -> tuple[ModelFolder, Any]:

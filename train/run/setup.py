@@ -30,6 +30,7 @@ from train.config import (
 from train.config.data import Images
 from train.data import Dataset, buckets, placeholder, poisson, users
 from train.data.canaries import add_canaries, draw_included, exclude
+from train.data.model_images import size_note
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
 from train.run.evaluation import Evaluator
@@ -190,6 +191,8 @@ def setup(config: Config, *, without_data: bool = False, dataset: Dataset | None
     missing = placeholder.load(config) if without_data else None
     task = build_task(config, missing.dataset if missing else dataset)
     notes = [f"data: {missing.note}"] if missing else []
+    if note := size_note(config):
+        notes.append(note)
     notes_are_public = not config.is_release_only
     if notes_are_public:  # they depend on training examples
         notes += [f"data: {note}" for note in task.dataset.notes]

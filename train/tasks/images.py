@@ -25,8 +25,10 @@ from train.data import (
     image_folder,
     image_shards,
     num_examples,
+    sample_batch,
     synthetic,
 )
+from train.data.preprocessing import Preprocessor
 from train.errors import UserError
 
 _SOURCES: dict[type, Callable[[Any], Dataset]] = {
@@ -75,6 +77,17 @@ def load(config: Config) -> Dataset:
     if isinstance(config.model, Denoiser) and isinstance(config.data, ArrayFile):
         _check_unit_interval(dataset)
     return dataset
+
+
+def image_shape(config: Config) -> tuple[int, ...]:
+    """Return the shape [H, W, C] of the network's input; image files need not be there.
+
+    Raises:
+      UserError: if the data source has no images.
+    """
+    if isinstance(config.data, ArrayFile | Synthetic):
+        return tuple(sample_batch(load(config), 1)["image"].shape[1:])
+    return Preprocessor(config).shape
 
 
 def _check_unit_interval(dataset: Dataset) -> None:

@@ -1,5 +1,6 @@
 """Published models as networks of a run: all parameters, or adapters on frozen ones."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +118,11 @@ def build_network(config: Config) -> PretrainedNetwork:
     )
 
 
+def in_float32(config: Config) -> Config:
+    """Return the config with float32 activations."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision="float32"))
+
+
 CLASSIFIER = "classifier"
 """Name of a new classifier. The learning rate of classifiers can differ."""
 
@@ -156,12 +162,13 @@ def build_image_network(
         raise UserError("model.lora_rank: adapters are for language models; omit it for images")
     folder = read_folder(Path(section.path))
     tensors: Mapping[str, Any] = folder.tensors
+    stored = folder.config
     image = jax.ShapeDtypeStruct((1, *image_shape), jnp.float32)
 
     def build(interpolate: bool) -> tuple[PretrainedModel, Any, int]:
         """Build the model, the shapes of its parameters, and the size of its output."""
         model, shapes = huggingface.match_tensors(
-            folder.config,
+            stored,
             tensors,
             dtype=jnp.dtype(config.train.precision),
             interpolate_positions=interpolate,
@@ -184,6 +191,7 @@ def build_image_network(
         head = {t.name for t in model.tensors if t.path.split("/")[0] == "head"}
         if head and size != num_classes:
             tensors = {name: t for name, t in tensors.items() if name not in head}
+            stored = _without_classes(stored)
             model, shapes, size = build(interpolate)
             head = set()
     except (TypeError, ValueError) as error:
@@ -217,6 +225,17 @@ def build_image_network(
         base=model,
         new=CLASSIFIER if classifier is not None else "",
     )
+
+
+def _without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a network without its classifier.
+
+    The tensors decide about the classifier in the files of transformers, the config in timm's.
+    """
+    if "architecture" not in config:
+        return dict(config)
+    args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
+    return {**config, "model_args": args, "num_classes": 0}
 
 
 def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:

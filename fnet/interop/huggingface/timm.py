@@ -56,6 +56,7 @@ def build(options: Options, dtype: DTypeLike) -> PretrainedModel:
             "with the suffixes dinov2, clip, siglip and gap, convnext_* and convnextv2_*"
         )
     options.ignore("architecture", "num_features", "global_pool")
+    options.ignore("label_names", "label_descriptions")
     pretrained: Mapping[str, Any] = options.get("pretrained_cfg", {})
     channels, *size = pretrained.get("input_size", (3, 224, 224))
     args |= {"in_chans": channels, "img_size": size}

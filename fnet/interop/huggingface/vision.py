@@ -154,7 +154,8 @@ def image_tower(options: Options, dtype: DTypeLike) -> PretrainedModel:
         both.ignore(*towers, "logit_scale_init_value", "projection_dim", "initializer_factor")
         vision = dict(both.get("vision_config", {}))
         vision |= both.get("vision_config_dict", {})
-        projected = None if siglip else both.get("projection_dim", 512)
+        if not siglip and both.has("visual_projection.weight", True):
+            projected = both.get("projection_dim", 512)
         options = both.of(vision)
     result = _tower(options, dtype, siglip, projected)
     options.reject_unread()

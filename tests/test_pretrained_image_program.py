@@ -1,0 +1,128 @@
+"""Published image networks in the program: image size, new classes, export."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+from program_cases import assert_one_line_error, exit_code, fnet_command
+
+import fnet
+from fnet.interop.huggingface import preprocessing
+from tests.pretrained_folder import VIT, write_folder
+from tests.pretrained_image_cases import CONFIGS
+from tests.test_pretrained_images import tensors_of
+from train.arguments import ExportArguments
+from train.commands.export_model import export_model
+from train.config import Config, ImageFolder, Pretrained, Synthetic, Train
+from train.data.chat import load_json
+from train.data.model_folder import read_folder
+from train.data.model_images import image_data, size_note
+from train.errors import UserError
+from train.run.class_names import write_classes
+from train.run.frozen import load_network
+from train.run.run_folder import RunFolder
+from train.tasks import images, pretrained
+
+FLOWERS = ("daisy", "rose", "tulip")
+
+
+def make_run(workplace, name, data, tensors=None):
+    """Make a run of a published network at step 0."""
+    config = VIT if name == "small" else CONFIGS[name]
+    write_folder(workplace / "model", config, tensors=tensors)
+    run = Config(data=data, model=Pretrained(path="model"), train=Train(precision="bfloat16"))
+    folder = RunFolder(workplace / "run")
+    folder.create()
+    folder.write_config(run)
+    return folder, run
+
+
+def folder_data(size, **options):
+    return ImageFolder(image_size=size, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), **options)
+
+
+def logits_of_run(folder, config, x):
+    """Compute logits in float32."""
+    shape, num_classes = x.shape[1:], len(FLOWERS)
+    config = pretrained.in_float32(config)
+    network = pretrained.build_image_network(config, num_classes, shape)
+    trained = load_network(folder, network)
+    return network.apply(trained.evaluation_params, {}, x, train=False)[0]
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "timm_vit"])
+def test_an_exported_folder_has_the_new_classes_and_the_size_of_the_run(workplace, name):
+    folder, run = make_run(workplace, name, folder_data(24, resize=32), tensors_of(name))
+    write_classes(folder, FLOWERS)
+    source = read_folder(export_model(folder, run, ExportArguments()))
+    model, params = fnet.interop.from_huggingface(source.config, source.tensors)
+    x = jax.random.normal(jax.random.key(1), (2, 24, 24, 3))
+    actual, _ = model.apply(params, {}, x, train=False)
+    chex.assert_trees_all_close(actual, logits_of_run(folder, run, x), atol=2e-5)
+    if name.startswith("timm"):
+        assert source.config["label_names"] == list(FLOWERS)
+        stored = source.config
+    else:
+        assert source.config["id2label"] == {"0": "daisy", "1": "rose", "2": "tulip"}
+        assert source.config["architectures"][0].endswith("ForImageClassification")
+        stored = load_json(source.path / "preprocessor_config.json")
+    assert preprocessing(stored).interpolation == "bilinear"
+    expected = {"image_size": 24, "resize": 32, "mean": run.data.mean, "std": run.data.std}
+    data = image_data(source.path, source.config)
+    assert {name: getattr(data, name) for name in expected} == expected
+
+
+def test_an_exported_folder_keeps_the_classifier_and_the_dtypes_of_the_model(workplace):
+    folder, run = make_run(workplace, "small", folder_data(16))
+    tensors = write_folder(workplace / "model", VIT, dtype=np.float16)
+    write_classes(folder, tuple("abcdefg"))
+    source = read_folder(export_model(folder, run, ExportArguments()))
+    assert source.config["id2label"]["6"] == "g"
+    exported = {name: np.asarray(t[...]) for name, t in source.tensors.items()}
+    chex.assert_trees_all_equal(exported, tensors)
+
+
+def test_export_reports_models_that_have_no_published_classifier(workplace, capsys):
+    name = "clip_no_projection"
+    folder, _ = make_run(workplace, name, folder_data(16), tensors_of(name))
+    write_classes(folder, FLOWERS)
+    assert exit_code("export", "run") == 2
+    assert_one_line_error(
+        capsys, "clip_vision_model with a classifier of your classes has no published layout"
+    )
+
+
+def test_a_checkpoint_of_both_towers_of_clip_gets_a_new_classifier(workplace):
+    folder, run = make_run(workplace, "clip", folder_data(16), tensors_of("clip"))
+    x = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+    assert logits_of_run(folder, run, x).shape == (2, 3)
+
+
+def test_an_exported_program_of_a_bfloat16_run_is_float32(workplace):
+    data = Synthetic(classes=3, image_size=16, batch_size=4, examples=8)
+    folder, run = make_run(workplace, "small", data)
+    fnet_command("export", "run", "--format", "stablehlo")
+    program = jax.export.deserialize(bytearray((folder.path / "model.stablehlo").read_bytes()))
+    x = np.random.default_rng(0).random((2, 16, 16, 3), np.float32)
+    expected = logits_of_run(folder, run, images.normalize(pretrained.in_float32(run), x))
+    chex.assert_trees_all_close(program.call(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_another_image_size_than_the_model_has_is_noted(workplace):
+    _, run = make_run(workplace, "small", folder_data(24))
+    assert size_note(run) == (
+        "data.image_size: 24, but model has images of 16 x 16; give --data.image-size 16 to train "
+        "at its own size"
+    )
+    own = {"size": {"height": 24, "width": 24}}
+    (workplace / "model" / "preprocessor_config.json").write_text(str(own).replace("'", '"'))
+    assert size_note(run) is None
+    (workplace / "model" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        size_note(run)
+
+
+def test_memory_prints_the_note_on_the_image_size(workplace, capsys):
+    make_run(workplace, "small", folder_data(24, batch_size=2, path="none"))
+    fnet_command("memory", "run")
+    assert "data.image_size: 24, but model has images of 16 x 16" in capsys.readouterr().out

@@ -1,0 +1,216 @@
+"""A fine-tuned image network in the layout of the published model, with the run's classes."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fnet.interop.huggingface import FAMILIES, build_model
+from fnet.interop.huggingface.checkpoint import PretrainedModel, Tensor
+from fnet.models.vit import resize_positions
+from train.config import Config, HuggingFace
+from train.config.data import Images
+from train.data.model_folder import ModelFolder
+from train.data.model_images import position_size
+from train.errors import UserError
+from train.run.class_names import read_classes
+from train.run.frozen import load_network
+from train.run.run_folder import RunFolder
+from train.tasks import images, pretrained
+
+_TOLERANCE = 1e-4
+"""Largest difference of logits, relative to the largest one."""
+_BILINEAR = 2
+"""Pillow's number of the filter that resizes images."""
+
+
+class PublishedModel(NamedTuple):
+    """Content of a model's folder.
+
+    Attributes:
+      files: JSON files by name.
+      tensors: Names and layouts.
+      params: Parameters.
+      dtypes: Dtypes of tensors by name.
+    """
+
+    files: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    params: Any
+    dtypes: dict[str, np.dtype]
+
+
+def published_model(
+    folder: RunFolder, config: Config, source: ModelFolder, *, best: bool
+) -> PublishedModel:
+    """Return a trained image network as its library reads it, at the image size of the run.
+
+    Learned positions are resized to this size. The logits are compared with the run's.
+
+    Args:
+      folder: folder of the run.
+      config: config of the run.
+      source: the published model.
+      best: restore the best checkpoint instead of the newest.
+
+    Raises:
+      UserError: if the library has no such classifier, or there is no checkpoint.
+    """
+    classes, shape = read_classes(folder, config), images.image_shape(config)
+    config = pretrained.in_float32(config)
+    network = pretrained.build_image_network(config, len(classes), shape)
+    model_config = _with_classes(source, classes, has_new=bool(network.new))
+    model_config = _with_size(model_config, shape)
+    names = [t.name for t in network.base.tensors]
+    model = build_model(model_config, names=[*names, "classifier.weight"] if network.new else names)
+    restored = load_network(folder, network, best=best)
+    trained = jax.tree.map(np.asarray, restored.evaluation_params)
+    params = _arrange(trained, model, source, shape, network.new)
+    image = jax.random.normal(jax.random.key(0), (2, *shape))
+    expected, _ = network.apply(trained, {}, image, train=False)
+    if not _is_close(model, params, image, expected):
+        raise _not_supported(source)
+    tensors = model.tensors if network.new else network.base.tensors
+    published = {t.path: source.tensors[t.name].dtype for t in network.base.tensors}
+    usual = next(iter(published.values()))
+    return PublishedModel(
+        files={"config.json": model_config} | _preprocessor(config, model_config),
+        tensors=tensors,
+        params=params,
+        dtypes={t.name: published.get(t.path, usual) for t in tensors},
+    )
+
+
+def _with_classes(
+    source: ModelFolder, classes: tuple[str, ...], *, has_new: bool
+) -> dict[str, Any]:
+    """Return the config.json of a classifier for these classes."""
+    config = dict(source.config)
+    if "architecture" in config:  # of timm
+        args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
+        config |= {"num_classes": len(classes), "label_names": list(classes)}
+        return config | ({"model_args": args} if args else {})
+    family = FAMILIES[config["model_type"]]
+    heads = [a for a in family.architectures if a.endswith("ForImageClassification")]
+    if not heads:
+        raise _not_supported(source)
+    if has_new:
+        config["architectures"] = heads[:1]
+    config.pop("num_labels", None)
+    labels = {str(i): name for i, name in enumerate(classes)}
+    return config | {"id2label": labels, "label2id": {name: i for i, name in enumerate(classes)}}
+
+
+def _with_size(config: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a config.json for images of this shape."""
+    height, width, channels = shape
+    if "architecture" not in config:
+        return config | {"image_size": height if height == width else [height, width]}
+    args, stored = config.get("model_args", {}), config.get("pretrained_cfg", {})
+    config = config | {"pretrained_cfg": stored | {"input_size": [channels, height, width]}}
+    if "img_size" in args:
+        config["model_args"] = args | {"img_size": [height, width]}
+    return config
+
+
+def _arrange(
+    trained: Mapping[str, Any],
+    model: PretrainedModel,
+    source: ModelFolder,
+    shape: tuple[int, ...],
+    new: str,
+) -> dict[str, Any]:
+    """Give trained parameters the paths and shapes of the published model's."""
+    shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
+    params = {name: p for name, p in trained.items() if name != new}
+    if new:
+        kernel, bias = trained[new]["kernel"], trained[new]["bias"]
+        if "kernel" not in shapes.get("head", {}):
+            raise _not_supported(source)
+        # DINOv2's classifier also reads the mean of the patches, which the run did not.
+        rest = shapes["head"]["kernel"].shape[0] - len(kernel)
+        params["head"] = {"kernel": np.pad(kernel, ((0, max(rest, 0)), (0, 0))), "bias": bias}
+    positions = params.get("pos_embedding")
+    if positions is not None and positions.shape != shapes["pos_embedding"].shape:
+        patch = params["patches"]["kernel"].shape[:2]
+        rows, columns = (side // p for side, p in zip(shape, patch, strict=False))
+        prefix = shapes["pos_embedding"].shape[0] - rows * columns
+        params["pos_embedding"] = _resized(positions, prefix, (rows, columns), source, patch)
+    return params
+
+
+def _resized(
+    positions: np.ndarray,
+    prefix: int,
+    grid: tuple[int, int],
+    source: ModelFolder,
+    patch: tuple[int, int],
+) -> np.ndarray:
+    """Resize positions as the network does when it is applied."""
+    config = source.config
+    size = position_size(config)
+    before = size[0] // patch[0], size[1] // patch[1]
+    is_antialiased = "architecture" in config or config["model_type"] == "dinov2_with_registers"
+    resized = resize_positions(
+        jnp.asarray(positions[prefix:]),
+        before,
+        grid,
+        "bicubic_antialiased" if is_antialiased else "bicubic",
+    )
+    return np.concatenate([positions[:prefix], resized])
+
+
+def _is_close(model: PretrainedModel, params: Any, image: Any, expected: Any) -> bool:
+    """Whether the published model gives the logits of the run."""
+    try:
+        actual, _ = model.apply(params, {}, image, train=False)
+    except (KeyError, TypeError, ValueError):
+        return False
+    if actual.shape != expected.shape:
+        return False
+    return bool(np.abs(actual - expected).max() <= _TOLERANCE * np.abs(expected).max())
+
+
+def _preprocessor(config: Config, model_config: dict[str, Any]) -> dict[str, Any]:
+    """Return files that prepare images as `fnet predict` does."""
+    data = config.data
+    if not isinstance(data, Images | HuggingFace):
+        return {}
+    size, shorter = data.image_size, data.shorter_side
+    mean, std = list(data.mean), list(data.std)
+    if "architecture" in model_config:
+        stored = model_config["pretrained_cfg"] | {
+            "mean": mean,
+            "std": std,
+            "interpolation": "bilinear",
+            "crop_pct": size / shorter,
+            "crop_mode": "center",
+            "num_classes": model_config["num_classes"],
+        }
+        return {"config.json": model_config | {"pretrained_cfg": stored}}
+    return {
+        "preprocessor_config.json": {
+            "image_processor_type": "CLIPImageProcessor",  # resizes the shorter side, then crops
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": shorter},
+            "resample": _BILINEAR,
+            "do_center_crop": True,
+            "crop_size": {"height": size, "width": size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": mean,
+            "image_std": std,
+        }
+    }
+
+
+def _not_supported(source: ModelFolder) -> UserError:
+    kind = source.config.get("model_type") or source.config.get("architecture")
+    return UserError(
+        f"{source.path}: {kind} with a classifier of your classes has no published layout; give "
+        "--format stablehlo or --format onnx"
+    )

@@ -1,0 +1,71 @@
+"""Images as a published model expects them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fnet.interop.huggingface import preprocessing
+from train.config import Config, HuggingFace, ImageFolder, Pretrained
+from train.config.data import Images
+from train.data.chat import load_json
+from train.data.model_folder import read_config
+from train.errors import UserError
+
+
+def position_size(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the height and width of images that a config.json describes.
+
+    Learned positions are for this size. Images are often prepared at another one.
+    """
+    if "architecture" in config:  # of timm
+        size = config.get("pretrained_cfg", {}).get("input_size", (3, 224, 224))[1:]
+        size = config.get("model_args", {}).get("img_size", size)
+    else:
+        size = (config.get("vision_config") or config).get("image_size", 224)
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def image_data(path: Path, config: Mapping[str, Any]) -> ImageFolder:
+    """Return images with the input size, mean and standard deviation of a published model.
+
+    Args:
+      path: folder of the model, perhaps with preprocessor_config.json.
+      config: its config.json.
+
+    Raises:
+      UserError: if the preprocessing is not supported.
+    """
+    # timm has no other file.
+    stored = config if "architecture" in config else load_json(path / "preprocessor_config.json")
+    size = position_size(config)[0]
+    if not stored:
+        return ImageFolder(image_size=size)
+    try:
+        how = preprocessing(stored)
+    except (ValueError, LookupError) as error:
+        raise UserError(f"{path}: {error}") from error
+    side = how.size[0] if how.size else size
+    shorter = how.resize if isinstance(how.resize, int) and how.resize >= side else None
+    if len(how.mean) != 3 or len(how.std) != 3:
+        raise UserError(f"{path}: expected images of 3 channels, got mean {how.mean}")
+    (r, g, b), (dr, dg, db) = how.mean, how.std
+    return ImageFolder(image_size=side, resize=shorter, mean=(r, g, b), std=(dr, dg, db))
+
+
+def size_note(config: Config) -> str | None:
+    """Return a line if a run trains a published model at another image size than its own."""
+    model, data = config.model, config.data
+    if not isinstance(model, Pretrained) or not isinstance(data, Images | HuggingFace):
+        return None
+    path = Path(model.path)
+    stored = read_config(path)
+    try:
+        own = image_data(path, stored).image_size
+    except UserError:  # its preprocessing is not supported
+        own = position_size(stored)[0]
+    if own == data.image_size:
+        return None
+    return (
+        f"data.image_size: {data.image_size}, but {path} has images of {own} x {own}; "
+        f"give --data.image-size {own} to train at its own size"
+    )
