@@ -374,6 +374,7 @@ def compile_step(
     *,
     budget: int | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    progress: Callable[[Candidate], None] | None = None,
 ) -> Executable:
     """Compile a step ahead of time and prove that it updates the state in place.
 
@@ -388,6 +389,8 @@ def compile_step(
       budget: Limit on the bytes of the compiled step per device, such as "4GiB", "4GB" or an int.
       compiler_options: XLA options to compile with. By default, it compiles with each of the
         backend's `fnet.memory.CANDIDATE_OPTIONS` and returns the smallest program.
+      progress: Called with each candidate for the budget after it is compiled. ``print`` is
+        enough.
 
     Returns:
       An executable ``(state, batch) -> (state, metrics)`` with ``.report``, ``.compiled`` and
@@ -421,7 +424,7 @@ def compile_step(
     if budget is not None:
         if compiler_options is not None:
             raise ValueError("compile_step: a budget chooses the compiler options; give only one.")
-        chosen = plan_step(step, state, batch, budget).chosen
+        chosen = plan_step(step, state, batch, budget, progress=progress).chosen
         step = cast(Step, step).replace(remat=chosen.policy, microbatches=chosen.microbatches)
         compiler_options = chosen.compiler_options
     lowered = step.lower(state, batch)

@@ -13,6 +13,7 @@ from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
 from train.output.memory_tables import describe_candidate, plan_summary, plan_table
+from train.output.summary import describe_results
 from train.run import planning, programs
 from train.run.process_memory import Overhead, overhead
 from train.run.setup import setup
@@ -83,6 +84,7 @@ def test_plans_within_a_budget(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", f"{budget}B", "--out", "tight")
     printed = capsys.readouterr().out
     assert "too large" in printed
+    assert "\\n" not in printed
     recorded = json.loads((workplace / "tight" / "memory.json").read_text())
     assert recorded["plan"]["budget"] == budget
     assert (workplace / "tight" / "plan.png").read_bytes().startswith(b"\x89PNG")
@@ -98,6 +100,20 @@ def test_plans_within_a_budget(workplace, capsys):
     )
     assert summary["peak_bytes_predicted"] <= budget
     assert (workplace / "run" / "memory.png").exists()
+
+
+def test_a_finished_run_warns_of_a_measured_peak_above_its_budget():
+    run = setup(Config(data=Digits(), model=Mlp(hidden=(8,)), memory=Memory(budget="20MiB")))
+    summary = {"metrics": {}, "steps": 1, "seconds": 1.0, "examples_per_second": 1.0}
+    summary |= {"quantization_errors": {}, "peak_bytes_predicted": 19 * 2**20}
+
+    def warnings(measured):
+        lines = describe_results(run, summary | {"peak_bytes_seen": measured})
+        return [line for line in lines if "warning" in line]
+
+    assert warnings(None) == warnings(20 * 2**20) == []
+    (warning,) = warnings(23 * 2**20)
+    assert "3.00 MiB above the budget; to stay within 20MiB, lower --memory.budget by" in warning
 
 
 @pytest.mark.slow

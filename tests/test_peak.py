@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fnet
 from fnet import layers, losses, repeat, residual, serial
-from fnet.memory import Peak, peak, target, tree_bytes
+from fnet.memory import Peak, check_remat, donation, peak, target, timeline, tree_bytes
 from fnet.memory.peak import CANDIDATE_OPTIONS
+from fnet.memory.remat import flops
 
 OPTIONS = CANDIDATE_OPTIONS["cpu"]
 X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
@@ -369,3 +371,23 @@ def test_the_curve_of_a_program_for_an_h100():
     p = peak(target.compile_for(h100, jax.jit(jax.grad(loss)), params, state, x))
     assert 0.95 * p.assigned <= max(p.curve) <= p.assigned
     assert {"blocks/body/up", "blocks/body/down"} <= {b.layer for b in p.timeline.at_peak}
+
+
+@pytest.mark.parametrize("read", [peak, timeline, donation, flops, lambda p: check_remat(p, p)])
+def test_names_the_call_that_compiles_a_program(read):
+    def f(x):
+        return x + 1
+
+    program, linear = jax.jit(f), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    of_nnx = nnx.jit(nnx.Linear.__call__)
+    cases = (
+        (program.lower(X), r"got Lowered; call \.compile\(\)"),
+        (program.trace(X), r"got Traced; call \.lower\(\)\.compile\(\)"),
+        (program, r"got f; call \.lower\(\.\.\.\)\.compile\(\)"),
+        (of_nnx, r"got __call__; call \.lower\(\.\.\.\)\.compile\(\)"),
+        (of_nnx.lower(linear, jnp.ones((1, 2))), r"got Lowered; call \.compile\(\)"),
+        (f, r"got f; call jax\.jit\(f\)\.lower\(\.\.\.\)\.compile\(\)"),
+    )
+    for given, message in cases:
+        with pytest.raises(TypeError, match=f"expected a compiled program, {message}"):
+            read(given)

@@ -145,8 +145,25 @@ def test_a_printed_plan_without_rematerialization_names_the_compiler_options(ste
 
 def test_rejects_a_budget_below_the_state(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
-    with pytest.raises(BudgetError, match=r"state, which alone takes \d\d.\d\d KiB"):
+    size = memory.format_bytes(memory.tree_bytes(state))
+    with pytest.raises(BudgetError, match=f"too small: the train state takes {size}. Give more"):
         fnet.plan_step(step, state, batch, "50kB")
+
+
+@pytest.mark.parametrize(
+    ("reserve", "parts"),
+    [
+        (2**20, r"the process takes 1.00 MiB besides the step \(.*\), and the train state takes"),
+        (2**10, r"the train state takes .*, and the process takes 1.00 KiB besides the step"),
+    ],
+)
+def test_a_budget_below_state_and_reserve_names_the_larger_one_first(
+    step_and_peaks, reserve, parts
+):
+    (step, state, batch), *_ = step_and_peaks
+    more = memory.format_bytes(memory.tree_bytes(state) + reserve)
+    with pytest.raises(BudgetError, match=rf"too small: {parts}.*\. Give more than {more}"):
+        fnet.plan_step(step, state, batch, memory.tree_bytes(state), reserve=reserve)
 
 
 def test_a_budget_that_nothing_fits_names_the_lowest_peak_and_its_policy(step_and_peaks):
@@ -230,8 +247,10 @@ def test_rejects_a_plan_of_a_jitted_function(step_and_peaks):
 def test_compile_step_keeps_to_its_budget(step_and_peaks):
     (step, state, batch), _, peaks = step_and_peaks
     budget = int(0.9 * peaks["none"])
-    executable = fnet.compile_step(step, state, batch, budget=budget)
+    candidates = []
+    executable = fnet.compile_step(step, state, batch, budget=budget, progress=candidates.append)
     assert executable.report.peak.total <= budget
+    assert executable.step.remat in [c.policy for c in candidates]
     assert (str(executable.step.remat), executable.step.microbatches) != ("none", 1)
     with pytest.raises(ValueError, match="a budget chooses the compiler options"):
         fnet.compile_step(step, state, batch, budget=budget, compiler_options={})

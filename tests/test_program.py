@@ -261,7 +261,7 @@ MISTAKES = [
     (("memory", "tiny.py", "--batch-size", "auto"), "--batch-size auto: needs --budget or --target"),
     (("memory", "tiny.py", "--batch-size", "none"), "--batch-size: expected a number of examples or auto, got none"),
     (("memory", "tiny.py", "--batch-size", "9" * 5000), "--batch-size: expected a number of examples or auto, got 999"),
-    (("memory", "tiny.py", "--budget", "16MiB"), "is too small for the train state, which alone takes"),
+    (("memory", "tiny.py", "--budget", "16MiB"), "a budget of 16.00 MiB is too small: the process takes 16."),
     (("train", "tiny.py", "--memory.policy", "offload"), "memory.policy: offload does not work on cpu: expected one of auto, none"),
     (("train", "mode.json"), "mode.json: grad.mode: expected one of 'mean', 'microbatch', 'per_example', 'clipped', got 'clip'"),
     (("train", "parts.json"), "grad.microbatches: 3 do not divide data.batch_size 64"),

@@ -17,6 +17,8 @@ from fnet.memory import format_bytes, parse_bytes
         ("2TiB", 2**41),
         ("17B", 17),
         (17, 17),
+        (17.9, 17),
+        (0.5 * 2**40, 2**39),
     ],
 )
 def test_parses_binary_and_decimal_units(text, expected):
@@ -27,6 +29,12 @@ def test_parses_binary_and_decimal_units(text, expected):
 def test_rejects_other_text_and_shows_the_allowed_forms(text):
     with pytest.raises(ValueError, match=r"4GiB|at least one byte"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("size", [0.5, -8.0, float("nan"), float("inf")])
+def test_rejects_floats_that_are_no_amount(size):
+    with pytest.raises(ValueError, match="at least one byte and a finite number"):
+        parse_bytes(size)
 
 
 def test_formats_with_a_binary_unit():

@@ -216,9 +216,24 @@ def is_elementwise_opcode(opcode: str) -> bool:
 
 
 def unwrap(compiled: Any) -> jax.stages.Compiled:
-    """Return JAX's compiled program, also of a `fnet.step.Executable` or of ``flax.nnx.jit``."""
+    """Return JAX's compiled program, also of a `fnet.step.Executable` or of ``flax.nnx.jit``.
+
+    Raises:
+      TypeError: If it is not compiled. The message says what to call.
+    """
     program = getattr(compiled, "compiled", compiled)
-    return cast(jax.stages.Compiled, program)
+    if hasattr(program, "as_text") and not hasattr(program, "compile"):
+        return cast(jax.stages.Compiled, program)
+    if hasattr(program, "compile"):
+        call = ".compile()"
+    elif isinstance(program, jax.stages.Traced):
+        call = ".lower().compile()"
+    elif hasattr(program, "lower") and not isinstance(program, str):
+        call = ".lower(...).compile()"
+    else:
+        call = "jax.jit(f).lower(...).compile()"
+    given = getattr(program, "__name__", type(program).__name__)
+    raise TypeError(f"expected a compiled program, got {given}; call {call}.")
 
 
 def donated(header: str) -> dict[Path, tuple[int, Path]]:

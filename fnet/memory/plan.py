@@ -128,7 +128,7 @@ class BudgetError(ValueError):
       ...     memory.plan(lambda policy, microbatches: None, "1KiB", state_bytes=4096)
       ... except memory.BudgetError as error:
       ...     print(error)
-      a budget of 1.00 KiB is too small for the train state, which alone takes 4.00 KiB.
+      a budget of 1.00 KiB is too small: the train state takes 4.00 KiB. Give more than 4.00 KiB.
     """
 
 
@@ -207,12 +207,18 @@ def plan(
     limit = None if budget is None else parse_bytes(budget)
     reserved = f", plus {format_bytes(reserve)} outside of the program" if reserve else ""
     if limit is not None and limit < state_bytes + reserve:
-        needs = (
-            f"the train state, which alone takes {format_bytes(state_bytes)}{reserved}"
-            if state_bytes
-            else f"{format_bytes(reserve)} that stay in memory outside of the program"
-        )
-        raise BudgetError(f"a budget of {format_bytes(limit)} is too small for {needs}.")
+        small = f"a budget of {format_bytes(limit)} is too small"
+        state = f"the train state takes {format_bytes(state_bytes)}"
+        process = f"the process takes {format_bytes(reserve)} besides the step"
+        more = f"Give more than {format_bytes(state_bytes + reserve)}."
+        if not state_bytes:
+            stays = f"{format_bytes(reserve)} that stay in memory outside of the program"
+            raise BudgetError(f"{small} for {stays}.")
+        if not reserve:
+            raise BudgetError(f"{small}: {state}. {more}")
+        parts = f"{process} (runtime, batches, checkpoints)", state
+        larger, other = parts if reserve > state_bytes else parts[::-1]
+        raise BudgetError(f"{small}: {larger}, and {other}. {more}")
     platform = target.device.platform if target else jax.default_backend()
     named: Sequence[str | Policy] = ("none",) if policies is None else tuple(policies)
     supported = policies_for(platform)

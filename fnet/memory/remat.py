@@ -224,6 +224,7 @@ def check_remat(plain: jax.stages.Compiled, remat: jax.stages.Compiled) -> Remat
       >>> 1 < report.flops_ratio < 4 / 3, report.temporaries_ratio < 0.7
       (True, True)
     """
+    plain, remat = hlo.unwrap(plain), hlo.unwrap(remat)
     report = RematReport(
         flops_before=flops(plain),
         flops_after=flops(remat),
@@ -247,6 +248,7 @@ def flops(compiled: jax.stages.Compiled) -> int:
     Args:
       compiled: The compiled program, ``jax.jit(f).lower(...).compile()``.
     """
+    compiled = hlo.unwrap(compiled)
     counted = _cost(compiled, "flops")
     return _product_flops(compiled.as_text() or "") if counted is None else counted
 

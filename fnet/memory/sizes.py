@@ -21,20 +21,20 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: str | int) -> int:
+def parse_bytes(size: str | float) -> int:
     """Parse an amount of memory such as ``"4GiB"``.
 
     Units are B, and K, M, G or T followed by B (powers of 1000) or iB (powers of 1024), in upper
     or lower case. Fractions and a space before the unit are allowed.
 
     Args:
-      size: A number with a unit, or an int, which is a number of bytes.
+      size: A number with a unit, or a number of bytes, such as ``0.5 * peak.total``.
 
     Returns:
       The number of bytes, rounded down.
 
     Raises:
-      ValueError: If ``size`` has another form, or is less than one byte.
+      ValueError: If ``size`` has another form, is less than one byte, or is not finite.
 
     Example:
       >>> from fnet import memory
@@ -42,12 +42,14 @@ def parse_bytes(size: str | int) -> int:
       ...     memory.parse_bytes("4GB"),
       ...     memory.parse_bytes("4GiB"),
       ...     memory.parse_bytes("1.5 kib"),
+      ...     memory.parse_bytes(0.5 * 1537),
       ... )
-      (4000000000, 4294967296, 1536)
+      (4000000000, 4294967296, 1536, 768)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*", str(size).lower())
-    if isinstance(size, int) and not isinstance(size, bool):
-        value = Fraction(size)
+    value: Fraction | float
+    if isinstance(size, int | float) and not isinstance(size, bool):
+        value = size  # compared without rounding, also an int
     elif match and match[2].upper() in _UNITS:
         value = Fraction(match[1]) * _UNITS[match[2].upper()]
     else:

@@ -97,7 +97,8 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         console.print(*memory_tables(report, first.run.devices), sep="\n")
         if plan := first.planned.plan:
             console.print(plan_table(plan, reserve(first.run, first.target)))
-            log(plan_summary(plan, reserve(first.run, first.target)))
+            for text in plan_summary(plan, reserve(first.run, first.target)).splitlines():
+                log(text)
     process = overhead(first.run, first.target)
     if process.always:
         step_peak, state_bytes = first.peak.total, tree_bytes(first.run.state_shapes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from rich.console import Console
 
-from fnet.memory import REMAT_POLICIES, format_bytes, tree_bytes
+from fnet.memory import REMAT_POLICIES, format_bytes, parse_bytes, tree_bytes
 from train.config import Denoiser, LanguageModel, Pretrained
 from train.data import num_examples
 from train.errors import shorten
@@ -110,6 +110,13 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
         f"  {summary['steps']:,} steps in {duration(summary['seconds'])}{speed}",
         f"  {memory}",
     ]
+    budget = run.config.memory.budget
+    if budget and measured and (over := measured - parse_bytes(budget)) > 0:
+        size = format_bytes(over)
+        lines.append(
+            f"  warning: the measured peak is {size} above the budget; "
+            f"to stay within {budget}, lower --memory.budget by {size}"
+        )
     if errors := summary["quantization_errors"]:
         lines.append(f"  quantized weights: {describe_errors(errors)}")
     return lines
