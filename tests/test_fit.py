@@ -310,7 +310,11 @@ def test_an_image_network_is_one_line(folder, capsys):
     }
     headers_of(folder / "vit", config)
     assert exit_code("fit", "vit", "--budget", "1GB") == 2
-    assert_one_line_error(capsys, "model.path: vit is not a language model")
+    assert_one_line_error(
+        capsys,
+        "model.path: vit is not a language model; for images, give fnet memory vit_finetune "
+        "--model.path vit --data.path IMAGES --budget MEMORY",
+    )
 
 
 def test_every_way_is_a_command(folder):

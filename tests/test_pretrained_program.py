@@ -267,6 +267,29 @@ def test_rejects_models_of_other_data(folder, capsys):
         setup(dataclasses.replace(config, model=adapters))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sample", "run", "--prompt", "2"),
+        ("eval", "run"),
+        ("export", "run"),
+        ("export", "run", "--format", "stablehlo"),
+        ("predict", "run", "x.png"),
+        ("train", "run", "--resume"),
+    ],
+)
+def test_a_moved_model_is_one_line(folder, capsys, words):
+    RunFolder(folder / "run").create()
+    RunFolder(folder / "run").write_config(config_of(folder))
+    (folder / "llama").rename(folder / "moved")
+    assert exit_code(*words) == 2
+    assert_one_line_error(
+        capsys,
+        f"model.path: {folder / 'llama'} is not a folder; if the model was moved, change "
+        "model.path in run/config.json",
+    )
+
+
 def tokenizer_folder(path):
     """Give a model a tokenizer of words, a chat template and generation settings."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -23,6 +23,7 @@ from train.config import (
     LanguageModel,
     Mlp,
     Optim,
+    Pretrained,
     TextFile,
     Train,
 )
@@ -258,13 +259,20 @@ def test_skipped_steps_are_listed(make):
     assert "step 7" in page.section("examples")
 
 
-def test_a_language_model_has_perplexity_and_no_pictures(make):
-    config = Config(data=TextFile(path="x.txt"), model=LanguageModel(), train=Train(steps=40))
+@pytest.mark.parametrize("model", [LanguageModel(), Pretrained(path="llama")])
+def test_a_language_model_has_perplexity_and_no_examples(make, model):
+    config = Config(data=TextFile(path="x.txt"), model=model, train=Train(steps=40))
     lines = [line(10, train_loss=3.0), line(40, train_loss=2.0, test_loss=math.log(9))]
     page = page_of(make(config=config, lines=lines))
     assert "perplexity 9" in page.words
     assert page.charts[0].title == "loss (nats per token)"
-    assert "A language model has no pictures." in page.section("examples")
+    assert "examples" not in [e.attributes.get("id") for e in page.all("section")]
+    assert "Examples" not in page.all("nav")[0].inside
+    evaluation = {"step": 40, "metrics": {"test/loss": 2.5}, "options": {}}
+    folder = make(
+        "evaluated", config=config, files={"evaluation.json": json.dumps(evaluation).encode()}
+    )
+    assert "fnet eval at step 40: loss 2.5" in page_of(folder).section("evaluation")
 
 
 def test_a_diffusion_run_without_samples_says_how_to_draw_them(make):

@@ -39,7 +39,7 @@ from train.run.evaluation import Evaluation
 from train.run.evaluation_files import evaluation_files
 from train.run.frozen import load_network
 from train.run.mesh import layout, make_cpu_devices
-from train.run.model_files import with_model_files
+from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
 from train.tasks import language
@@ -92,7 +92,8 @@ def evaluate_run(folder: RunFolder, options: EvalArguments, console: Console) ->
       UserError: for a run without a checkpoint, an option that its kind does not have, or a
         folder that cannot be written.
     """
-    config = apply_options(folder, with_model_files(folder, folder.read_config()), options)
+    config = check_model(folder, folder.read_config())
+    config = apply_options(folder, with_model_files(folder, config), options)
     if options.chat and options.choices is None:
         raise UserError("--chat: writes the questions of --choices; give a file of questions")
     if options.choices is not None:

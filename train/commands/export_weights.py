@@ -14,6 +14,7 @@ from train.config import Pretrained
 from train.errors import UserError, printable
 from train.run import weight_files
 from train.run.checkpoints import Checkpoints
+from train.run.model_files import check_model
 from train.run.run_folder import RunFolder
 
 
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> None:
     if options.format == "safetensors":
         print(printable(str(export_weights(folder, options))))
         return
-    path, checked = export_program(folder, folder.read_config(), options)
+    path, checked = export_program(folder, check_model(folder, folder.read_config()), options)
     print(printable(str(path)))
     print(checked, file=sys.stderr)
 
@@ -40,7 +41,7 @@ def export_weights(folder: RunFolder, options: ExportArguments) -> Path:
       UserError: if there is no run or no checkpoint, the network does not have these names, or
         the file cannot be written.
     """
-    config = folder.read_config()
+    config = check_model(folder, folder.read_config())
     if isinstance(config.model, Pretrained):
         return export_model(folder, config, options)
     weight_files.check_network(config)

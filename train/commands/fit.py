@@ -182,7 +182,10 @@ def read_model(path: Path) -> Model:
     folder = read_folder(path)
     network, _ = pretrained.match(folder, "bfloat16")
     if network.losses is None:
-        raise UserError(f"model.path: {path} is not a language model")
+        raise UserError(
+            f"model.path: {path} is not a language model; for images, give fnet memory "
+            f"vit_finetune --model.path {quote(path)} --data.path IMAGES --budget MEMORY"
+        )
     config = folder.config
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     if blocks < 1:

@@ -35,6 +35,7 @@ from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
 from train.run.class_names import read_classes, read_label_map
 from train.run.frozen import load_network
+from train.run.model_files import check_model
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.tasks.classification import average_logits_over_crops
 from train.tasks.pretrained import image_network
@@ -83,7 +84,8 @@ def main(argv: list[str]) -> None:
     (given, *images), flags = positional(argv, usage, PredictArguments)
     options = arguments.read(PredictArguments, flags, f"fnet predict {given} IMAGE...")
     folder = RunFolder.of(given)
-    result = predict(folder, folder.read_config(), images, options)
+    config = check_model(folder, folder.read_config())
+    result = predict(folder, config, images, options)
     if options.json:
         print(json.dumps(as_dict(result), indent=2))
     else:

@@ -26,7 +26,7 @@ from train.output import plots
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import check_classes
 from train.run.frozen import load_network
-from train.run.model_files import with_model_files
+from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder
 from train.tasks import language, pretrained
 from train.tasks.diffusion import build_network, build_schedule
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     """Run ``fnet sample RUN``."""
     (given,), flags = positional(argv, "fnet sample RUN", TextArguments, ImageArguments)
     folder, prog = RunFolder.of(given), f"fnet sample {given}"
-    config = folder.read_config()
+    config = check_model(folder, folder.read_config())
     if isinstance(config.model, LanguageModel | Pretrained):
         options = arguments.read(TextArguments, flags, prog)
         if options.chat:

@@ -12,6 +12,7 @@ from train.config import recipes
 from train.run.distributed import join, together
 from train.run.loop import train
 from train.run.mesh import make_cpu_devices
+from train.run.model_files import check_model
 from train.run.run_folder import RunFolder
 
 
@@ -28,6 +29,9 @@ def main(argv: list[str]) -> None:
         out = resumed.path
     else:
         out = Path(f"runs/{config.name}")
+
+    if options.resume and (out / "config.json").is_file():
+        check_model(RunFolder(out), config)
 
     cluster = options.coordinator, options.processes, options.process
     is_distributed = options.distributed or any(value is not None for value in cluster)

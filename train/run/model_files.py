@@ -27,6 +27,20 @@ def copy_model_files(folder: RunFolder, config: Config) -> None:
         ) from error
 
 
+def check_model(folder: RunFolder, config: Config) -> Config:
+    """Return the config of a run, whose published model must be where it was.
+
+    Raises:
+      UserError: if there is no such folder.
+    """
+    if isinstance(config.model, Pretrained) and not Path(config.model.path).is_dir():
+        raise UserError(
+            f"model.path: {config.model.path} is not a folder; if the model was moved, change "
+            f"model.path in {folder.config}"
+        )
+    return config
+
+
 def copy_small_files(to: Path, *sources: Path) -> None:
     """Copy config and tokenizer, each from the first source that has it.
 

@@ -74,7 +74,10 @@ def build_network(config: Config) -> PretrainedNetwork:
     folder = read_folder(Path(section.path))
     model, shapes = match(folder, config.train.precision)
     if model.losses is None:
-        raise UserError(f"model.path: {folder.path} is not a language model")
+        raise UserError(
+            f"model.path: {folder.path} is not a language model; for images, give the recipe "
+            "vit_finetune"
+        )
     errors: dict[str, float] = {}
     quantize = _quantize(section, shapes)
 

@@ -14,7 +14,6 @@ from markupsafe import Markup, escape
 from rich.console import Console
 
 import fnet
-from train.config import LanguageModel
 from train.errors import UserError
 from train.output.curves import MOST_POINTS, describe, metrics_of
 from train.output.progress import line_printer
@@ -74,7 +73,7 @@ def render(runs: Sequence[Run], now: float) -> str:
       now: Time in seconds since 1970.
     """
     metrics = metrics_of([run.curves for run in runs])
-    if all(isinstance(run.config.model, LanguageModel) for run in runs):
+    if all(run.has_text for run in runs):
         title = "loss (nats per token)"
         metrics = [m._replace(title=title) if m.name == "loss" else m for m in metrics]
     curves = [curve for metric in metrics for curve in metric.curves.values()]

@@ -101,7 +101,7 @@ def _test_score(metric: Metric, run: Run, index: int) -> Cell:
         return Cell(text(last))
     sign = 1 if metric.name == "loss" else -1
     notes = []
-    if metric.name == "loss" and isinstance(run.config.model, LanguageModel) and last < 50:
+    if metric.name == "loss" and run.has_text and last < 50:
         notes.append(f"perplexity {number(math.exp(last))}")
     best = int(np.argmin(sign * curve.values))
     if sign * curve.values[best] < sign * last:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.config import Config
+from train.config import ChatFile, Config, TextFile
 from train.errors import UserError
 from train.output import stored
 from train.output.curves import Curve, read_curves
@@ -69,6 +69,11 @@ class Run:
     checkpoints: list[int]
     owner: str | None
     notes: list[str]
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the data are text, so that there are no pictures."""
+        return isinstance(self.config.data, TextFile | ChatFile)
 
     @property
     def step(self) -> int:
