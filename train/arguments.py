@@ -167,7 +167,7 @@ class ExportArguments(CheckpointArguments):
     out: Annotated[
         str | None, _default("weights.safetensors in the run folder; of published models exported/")
     ] = None
-    """Output file; a folder for a published language model."""
+    """Output file; a folder for a published model."""
     format: Literal["safetensors", "stablehlo", "onnx"] = "safetensors"
     """Weights alone, or an image network for any batch size: for jax.export, or for ONNX."""
     names: Literal["reference", "torchvision"] = "reference"
