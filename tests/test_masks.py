@@ -107,6 +107,15 @@ def test_a_table_has_names_values_colors_and_void():
     assert (len(label_map.names), label_map.names[8], label_map.void) == (11, "Car", BLACK)
 
 
+def test_gray_labels_take_names_and_colors_from_the_rows_of_a_table():
+    rows = (Row("soil", None, RED), Row("leaf", None, GREEN), Row("fruit", None, BLACK))
+    label_map, notes = decide(gray(0, 2, 1, 255), rows=rows)
+    assert label_map.labels(gray(0, 2, 1, 255))[0].tolist() == [0, 2, 1, 255]
+    assert label_map.names == ("soil", "leaf", "fruit")
+    assert label_map.colors == (RED, GREEN, BLACK)
+    assert notes == []
+
+
 def test_colors_are_looked_up_in_the_table():
     assert labels(colored(RED, BLACK, GREEN), rows=COLORED) == [0, 255, 1]
     with pytest.raises(UnreadableError, match="the color 1 2 3 is of no class"):

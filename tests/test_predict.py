@@ -1,6 +1,7 @@
 """``fnet predict``: labels and masks of images, and mistakes."""
 
 import dataclasses
+import doctest
 import io
 import json
 import os
@@ -11,19 +12,22 @@ import jax
 import numpy as np
 import pytest
 import vision_cases
-from PIL import Image
+from PIL import ExifTags, Image
 from program_cases import assert_one_line_error, exit_code, fnet_command
 from rich.console import Console
 
 from train import data
+from train import predictor as predictor_module
 from train.arguments import PredictArguments
-from train.commands.predict import predict, predict_mask, print_predictions
+from train.commands.predict import predict, print_predictions
 from train.config import Config, Digits, ImageFolder, SegmentationFolder, Synthetic
 from train.config.recipes import load
 from train.data import evaluation_batches
+from train.data.decode import UnreadableError
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError
 from train.output.palette import palette
+from train.predictor import Predictor, predict_mask
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import read_classes, write_classes
 from train.run.run_folder import RunFolder
@@ -92,7 +96,7 @@ def test_json_prints_only_json_and_writes_nothing(run_of, recipes, capsys):
 def test_prints_a_table_on_a_terminal(run_of):
     folder = RunFolder(run_of("colours"))
     options = PredictArguments(top_k=2, out="out")
-    result = predict(folder, folder.read_config(), ["colours/val/red/0.png"], options)
+    result = predict(folder, ["colours/val/red/0.png"], options)
     text = io.StringIO()
     print_predictions(result, Console(file=text, force_terminal=True, width=80))
     text = text.getvalue()
@@ -145,6 +149,60 @@ def test_a_mask_of_the_input_size_equals_that_of_evaluation(run_of, recipes):
         fnet_command("predict", run, f"{i}.png", "--out", "out", "--json")
         result = np.asarray(Image.open(recipes / "out" / "masks" / f"{i}.png"))
         np.testing.assert_array_equal(result, labels)
+
+
+def test_predicts_images_of_pillow_as_the_command(run_of, recipes, capsys):
+    run = run_of("halves")
+    names = [f"{i:02}" for i in range(5)]
+    paths = [f"halves/images/{name}.png" for name in names]
+    fnet_command("predict", run, *paths, "--out", "out")
+    predictor = Predictor(run)
+    assert (predictor.classes, predictor.step) == (vision_cases.CLASSES, 40)
+    for given in (paths, [Image.open(path) for path in paths]):
+        masks = predictor(given)
+        assert len(masks) == len(names)
+        for name, mask in zip(names, masks, strict=True):
+            written = np.asarray(Image.open(recipes / "out" / "masks" / f"{name}.png"))
+            np.testing.assert_array_equal(mask, written)
+    assert predictor([]) == []
+    # One image is compiled as a batch of its own.
+    chex.assert_trees_all_equal(predictor(paths[:1])[0], masks[0])
+
+
+def test_predicts_probabilities_of_images_of_pillow(run_of, recipes, capsys):
+    run = run_of("colours")
+    path = "colours/val/red/0.png"
+    (probabilities,) = Predictor(run)([Image.open(path)])
+    (prediction,) = json.loads(printed(capsys, run, path, "--json"))["predictions"]
+    expected = {label["label"]: label["probability"] for label in prediction["labels"]}
+    result = dict(zip(vision_cases.CLASSES, probabilities.tolist(), strict=True))
+    assert result == pytest.approx(expected)
+
+
+def test_an_image_of_pillow_keeps_its_size_and_its_rotation(run_of, recipes):
+    photo = Image.effect_noise((400, 200), 50)
+    exif = photo.getexif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo.save(recipes / "photo.jpg", exif=exif)
+    opened = Image.open(recipes / "photo.jpg")
+    (mask,) = Predictor(run_of("halves"))([opened])
+    assert mask.shape == (400, 200)
+    assert opened.size == (400, 200)
+
+
+def test_refuses_an_unreadable_image(run_of, recipes):
+    (recipes / "empty.png").touch()
+    with pytest.raises(UnreadableError, match="zero bytes"):
+        Predictor(run_of("halves"))(["empty.png"])
+    with pytest.raises(UnreadableError, match="range is undefined"):
+        Predictor(recipes / "runs" / "halves")([Image.new("F", (4, 4))])
+
+
+def test_the_example_of_the_predictor(recipes):
+    vision_cases.write_shapes_run(recipes)
+    (recipes / "photos").mkdir()
+    Image.new("RGB", (30, 20)).save(recipes / "photos" / "0.jpg")
+    assert doctest.testmod(predictor_module) == (0, 7)
 
 
 def test_masks_exclude_the_padding_of_an_image():
@@ -322,8 +380,7 @@ def test_prints_a_mark_for_bytes_that_are_not_utf_8(run_of, recipes, capsys):
     name = os.fsdecode(b"caf\xe9.png")
     shutil.copy(recipes / "colours" / "val" / "red" / "0.png", recipes / name)
     assert "caf\ufffd.png  red " in printed(capsys, run, name)
-    config = RunFolder(run).read_config()
-    result = predict(RunFolder(run), config, [name], PredictArguments())
+    result = predict(RunFolder(run), [name], PredictArguments())
     text = io.StringIO()
     print_predictions(result, Console(file=text, force_terminal=True, width=100))
     assert "caf\ufffd.png" in text.getvalue()
@@ -338,10 +395,11 @@ def test_batches_are_no_larger_than_in_training(run_of, recipes, monkeypatch):
         sizes.append(rows)
         return data.pad_batch(arrays, rows)
 
-    monkeypatch.setattr("train.commands.predict.pad_batch", padded)
+    monkeypatch.setattr("train.predictor.pad_batch", padded)
     for batch_size, crops, expected in ((20, 1, 15), (4, 1, 4), (4, 2, 2), (4, 10, 1)):
         changed = dataclasses.replace(config.data, batch_size=batch_size, crops=crops)
         few = dataclasses.replace(config, data=changed)
-        predict(folder, few, ["colours/val"], PredictArguments(json=True))
+        folder.write_config(few)
+        predict(folder, ["colours/val"], PredictArguments(json=True))
         assert set(sizes) == {expected}
         sizes.clear()

@@ -9,9 +9,10 @@ from program_cases import fnet_command
 
 from fnet import layers
 from fnet.layer import Layer, serial
-from train.config import DeepLab
+from train.config import Config, DeepLab, SegmentationFolder
 from train.config.recipes import load
 from train.run.checkpoints import Checkpoints
+from train.run.class_names import write_classes
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 
@@ -104,6 +105,27 @@ def small(self, image_shape, num_classes) -> Layer:
     )
 
 
+def save_initial(folder):
+    """Save a checkpoint of initial values for a run that has a config."""
+    run = setup(folder.read_config())
+    with Checkpoints(folder.checkpoints, 1) as checkpoints:
+        checkpoints.save(0, jax.jit(run.init)(jax.random.key(0)), {})
+        checkpoints.wait()
+
+
+def write_shapes_run(root):
+    """Write ``runs/shapes`` of the segmentation tutorial with initial values, and some data."""
+    write_halves(root / "shapes")
+    names = ("ground", "disk", "box", "triangle")
+    (root / "shapes" / "classes.txt").write_text("\n".join(names))
+    data = SegmentationFolder(path=str(root / "shapes"), image_size=96)
+    folder = RunFolder(root / "runs" / "shapes")
+    folder.create()
+    folder.write_config(Config(data=data, model=DeepLab()))
+    write_classes(folder, names)
+    save_initial(folder)
+
+
 # Fixtures: test modules declare them with pytest.fixture.
 
 
@@ -152,10 +174,7 @@ def saved(begun):
 
     def make(recipe):
         folder = RunFolder(begun(recipe))
-        run = setup(folder.read_config())
-        with Checkpoints(folder.checkpoints, 1) as checkpoints:
-            checkpoints.save(0, jax.jit(run.init)(jax.random.key(0)), {})
-            checkpoints.wait()
+        save_initial(folder)
         return folder.path
 
     return make

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from PIL import Image
 from rich.console import Console
@@ -18,31 +17,16 @@ from rich.table import Table
 from train import arguments
 from train.arguments import PredictArguments
 from train.commands.positional import positional
-from train.config import (
-    ChatFile,
-    Config,
-    DeepLab,
-    Denoiser,
-    LanguageModel,
-    TextFile,
-)
-from train.data import pad_batch
+from train.config import DeepLab
 from train.data.decode import UnreadableError, decode
 from train.data.files import IMAGE_PATTERNS, list_images
 from train.data.preprocessing import PreprocessedImage, Preprocessor
 from train.errors import UserError, printable
 from train.output.palette import overlay_labels, palette
 from train.output.progress import line_printer
-from train.run.class_names import read_classes, read_label_map
-from train.run.frozen import load_network
-from train.run.model_files import check_model
+from train.predictor import Predictor, config_of_images
+from train.run.class_names import read_label_map
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.tasks.classification import average_logits_over_crops
-from train.tasks.pretrained import image_network
-from train.tasks.segmentation import Views, logits_by_view
-
-_BATCH_SIZE = 16
-"""Largest number of images, or crops, in a batch."""
 
 
 class Prediction(NamedTuple):
@@ -84,8 +68,7 @@ def main(argv: list[str]) -> None:
     (given, *images), flags = positional(argv, usage, PredictArguments)
     options = arguments.read(PredictArguments, flags, f"fnet predict {given} IMAGE...")
     folder = RunFolder.of(given)
-    config = check_model(folder, folder.read_config())
-    result = predict(folder, config, images, options)
+    result = predict(folder, images, options)
     if options.json:
         print(json.dumps(as_dict(result), indent=2))
     else:
@@ -100,9 +83,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(2)
 
 
-def predict(
-    folder: RunFolder, config: Config, given: Sequence[str], options: PredictArguments
-) -> Predictions:
+def predict(folder: RunFolder, given: Sequence[str], options: PredictArguments) -> Predictions:
     """Predict labels of images, which are prepared as the run's test images are.
 
     Masks and overlays of segmented images are written, and predictions.json unless
@@ -110,49 +91,37 @@ def predict(
 
     Args:
       folder: folder of the run.
-      config: config of the run.
       given: image files and folders of images.
       options: options of the command.
 
     Raises:
-      UserError: if the run does not label images or has no checkpoint, a path has no image, or
-        the output folder cannot be written.
+      UserError: if there is no run, it does not label images or has no checkpoint, a path has no
+        image, or the output folder cannot be written.
     """
-    is_text = isinstance(config.data, TextFile | ChatFile)
-    if isinstance(config.model, LanguageModel | Denoiser) or is_text:
-        raise UserError(
-            f"{folder.path} is a run of {config.model.name}, which predicts no labels; "
-            "try fnet sample"
-        )
+    config = config_of_images(folder)
     paths = find_images(given)
-    classes = read_classes(folder, config)
-    prepare = Preprocessor(config)
-    model = image_network(config, len(classes), prepare.shape)
-    params, state, step = load_network(folder, model, best=options.best)
+    predictor = Predictor(folder.path, best=options.best)
+    classes = predictor.classes
     is_segmentation = isinstance(config.model, DeepLab)
     out = Path(options.out) if options.out else folder.path / "predictions"
     if is_segmentation:
         colors = palette(read_label_map(folder, config))
-        to_prediction = _segmentation(out, paths, prepare, classes, colors, options.top_k)
+        max_pixels = predictor.preprocessor.max_pixels
+        to_prediction = _segmentation(out, paths, max_pixels, classes, colors, options.top_k)
     else:
         to_prediction = _classification(classes, options.top_k)
-    network = jax.jit(_network(config, model))
-    batch_size = max(min(_BATCH_SIZE, config.data.batch_size) // prepare.crops, 1)
-    outputs = _outputs(
-        paths, prepare, lambda x: network(params, state, x), min(batch_size, len(paths))
-    )
     predictions, unreadable = [], []
     try:
         if is_segmentation or not options.json:
             out.mkdir(parents=True, exist_ok=True)
-        for path, prepared, output in outputs:
+        for path, output in _outputs(paths, predictor):
             try:
-                if isinstance(prepared, UnreadableError):
-                    raise prepared
-                predictions.append(to_prediction(path, prepared, output))
+                if isinstance(output, UnreadableError):
+                    raise output
+                predictions.append(to_prediction(path, output))
             except UnreadableError as error:
                 unreadable.append((path, str(error)))
-        result = Predictions(step, predictions, unreadable)
+        result = Predictions(predictor.step, predictions, unreadable)
         if not options.json:
             result = result._replace(path=out / "predictions.json")
             atomic_write(out / "predictions.json", as_json(as_dict(result)))
@@ -184,23 +153,6 @@ def find_images(given: Sequence[str]) -> list[str]:
             raise UserError(f"no image in {name}; expected {IMAGE_PATTERNS}")
         paths += [os.path.join(name, image) for image in below]
     return paths
-
-
-def predict_mask(logits: np.ndarray, prepared: PreprocessedImage) -> np.ndarray:
-    """Return labels uint8 [H, W] from logits [h, w, K], resized to the image file's size."""
-    height, width, classes = logits.shape
-    side = prepared.image.shape[0]
-    part = tuple(
-        length * n / side for length, n in zip(prepared.part, (width, height), strict=True)
-    )
-    best = np.full(prepared.size[::-1], -np.inf, np.float32)
-    labels = np.zeros(best.shape, np.uint8)
-    for label in range(classes):
-        plane = Image.fromarray(np.ascontiguousarray(logits[..., label], np.float32))
-        z = np.asarray(plane.resize(prepared.size, Image.Resampling.BILINEAR, box=(0, 0, *part)))
-        labels[z > best] = label
-        np.maximum(best, z, out=best)
-    return labels
 
 
 def print_predictions(result: Predictions, console: Console) -> None:
@@ -239,33 +191,18 @@ def as_dict(result: Predictions) -> dict[str, Any]:
     }
 
 
-def _network(config: Config, model: Any) -> Callable[[Any, Any, Any], Any]:
-    """``(params, state, image [N, ...])`` -> probabilities [N, K], or logits [N, h, w, K]."""
-    if isinstance(config.model, DeepLab):
-        view_logits = logits_by_view(config, model, Views())
-        return lambda params, state, image: view_logits(params, state, image)[0]
-    mean_logits = average_logits_over_crops(config, model)
-    return lambda *inputs: jax.nn.softmax(mean_logits(*inputs).astype(np.float32))
-
-
 def _outputs(
-    paths: Sequence[str],
-    prepare: Preprocessor,
-    network: Callable[[np.ndarray], Any],
-    batch_size: int,
-) -> Iterator[tuple[str, PreprocessedImage | UnreadableError, Any]]:
-    """Yield each path with its prepared image and the network's output, or with its error."""
-    for start in range(0, len(paths), batch_size):
-        batch_paths = paths[start : start + batch_size]
-        batch = [_read(prepare, path) for path in batch_paths]
-        images = [item.image for item in batch if isinstance(item, PreprocessedImage)]
-        outputs: Iterator[np.ndarray] = iter(())
-        if images:
-            # Padded to one size, so that the network is compiled once.
-            padded_images = pad_batch({"image": np.stack(images)}, batch_size)["image"]
-            outputs = iter(np.asarray(network(padded_images)))
+    paths: Sequence[str], predictor: Predictor
+) -> Iterator[tuple[str, np.ndarray | UnreadableError]]:
+    """Yield each path with its prediction, or with its error."""
+    size = predictor.batch_size(len(paths))
+    for start in range(0, len(paths), size):
+        batch_paths = paths[start : start + size]
+        batch = [_read(predictor.preprocessor, path) for path in batch_paths]
+        readable = [item for item in batch if isinstance(item, PreprocessedImage)]
+        outputs = predictor.predict_batch(readable, size)
         for path, item in zip(batch_paths, batch, strict=True):
-            yield path, item, next(outputs) if isinstance(item, PreprocessedImage) else None
+            yield path, next(outputs) if isinstance(item, PreprocessedImage) else item
 
 
 def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableError:
@@ -275,13 +212,11 @@ def _read(prepare: Preprocessor, path: str) -> PreprocessedImage | UnreadableErr
         return error
 
 
-_ToPrediction = Callable[[str, PreprocessedImage, np.ndarray], Prediction]
+_ToPrediction = Callable[[str, np.ndarray], Prediction]
 
 
 def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
-    def to_prediction(
-        path: str, prepared: PreprocessedImage, probabilities: np.ndarray
-    ) -> Prediction:
+    def to_prediction(path: str, probabilities: np.ndarray) -> Prediction:
         most_probable = np.argsort(-probabilities, kind="stable")[:top_k]
         return Prediction(path, [(classes[i], float(probabilities[i])) for i in most_probable])
 
@@ -291,7 +226,7 @@ def _classification(classes: Sequence[str], top_k: int) -> _ToPrediction:
 def _segmentation(
     out: Path,
     paths: Sequence[str],
-    prepare: Preprocessor,
+    max_pixels: int,
     classes: Sequence[str],
     colors: np.ndarray,
     top_k: int,
@@ -299,15 +234,14 @@ def _segmentation(
     """Write ``masks/NAME.png`` and ``overlays/NAME.png``, in the same subfolders as the images."""
     names = _mask_names(paths)
 
-    def to_prediction(path: str, prepared: PreprocessedImage, logits: np.ndarray) -> Prediction:
-        labels = predict_mask(logits, prepared)
+    def to_prediction(path: str, labels: np.ndarray) -> Prediction:
         mask, overlay = (out / kind / names[path] for kind in ("masks", "overlays"))
         for file in (mask, overlay):
             file.parent.mkdir(parents=True, exist_ok=True)
         picture = Image.fromarray(labels)
         picture.putpalette(colors.tobytes())
         picture.save(mask)
-        image = decode(path, max_pixels=prepare.max_pixels)
+        image = decode(path, max_pixels=max_pixels)
         Image.fromarray(overlay_labels(image, labels, colors)).save(overlay)
         shares = np.bincount(labels.ravel(), minlength=len(classes)) / labels.size
         largest = [i for i in np.argsort(-shares, kind="stable")[:top_k] if shares[i]]

@@ -1,10 +1,11 @@
 """Decoding of image files to upright 8-bit RGB, and of mask files to their values."""
 
+import contextlib
 import io
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -62,7 +63,11 @@ def whole(width: int, height: int) -> View:
     return View((0, 0, width, height), (width, height))
 
 
-def decode(path: str | bytes, view: ViewOf = whole, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+def decode(
+    source: str | bytes | os.PathLike[str] | Image.Image,
+    view: ViewOf = whole,
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
     """Decode an image file to uint8 [height, width, 3].
 
     The result is the first frame, rotated as EXIF says. Gray, palette and CMYK become RGB, 16 bits
@@ -72,14 +77,19 @@ def decode(path: str | bytes, view: ViewOf = whole, max_pixels: int = MAX_PIXELS
     average, half the difference between bicubic and bilinear.
 
     Args:
-      path: image file.
+      source: image file, or an image of Pillow, which is never decoded at reduced size.
       view: part of the image, and its size.
       max_pixels: largest number of pixels of the image and of the result.
 
     Raises:
       UnreadableError: for any problem with the file.
     """
-    return decode_content(_read(path), view, max_pixels)
+    if isinstance(source, Image.Image):
+        with _unreadable():
+            _check_pixels(source, max_pixels)
+            # Decoding a JPEG at reduced size would change the size of the caller's image.
+            return np.asarray(_apply_view(source.copy(), view, max_pixels))
+    return decode_content(_read(source), view, max_pixels)
 
 
 def decode_content(
@@ -193,7 +203,7 @@ def _rescales_gray(image: Image.Image) -> bool:
     return False
 
 
-def _read(path: str | bytes) -> bytes:
+def _read(path: str | bytes | os.PathLike[str]) -> bytes:
     """Read a whole file. A memory-mapped file that is truncated would kill the process."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
@@ -213,14 +223,16 @@ def _open(content: bytes, use: Callable[[Image.Image], _T], max_pixels: int) -> 
     """Open an image and call ``use`` on it; raise `UnreadableError` for any problem."""
     if not content:
         raise UnreadableError("zero bytes")
+    with _unreadable(), Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+        _check_pixels(image, max_pixels)
+        return use(image)
+
+
+@contextlib.contextmanager
+def _unreadable() -> Iterator[None]:
+    """Turn every exception into an `UnreadableError`."""
     try:
-        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-            if image.width * image.height > max_pixels:
-                raise UnreadableError(
-                    f"{image.width} x {image.height} pixels are more than data.max_pixels "
-                    f"{max_pixels:,}"
-                )
-            return use(image)
+        yield
     except UnreadableError:
         raise
     except UnidentifiedImageError:
@@ -229,6 +241,13 @@ def _open(content: bytes, use: Callable[[Image.Image], _T], max_pixels: int) -> 
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
     except Exception as error:  # Pillow's parsers raise anything on a damaged file
         raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _check_pixels(image: Image.Image, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels:
+        raise UnreadableError(
+            f"{image.width} x {image.height} pixels are more than data.max_pixels {max_pixels:,}"
+        )
 
 
 def _apply_view(image: Image.Image, view: ViewOf, max_pixels: int) -> Image.Image:

@@ -1,5 +1,6 @@
 """Preprocessing of any image file for a run's network, as in evaluation."""
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class PreprocessedImage(NamedTuple):
 
 
 class Preprocessor:
-    """``preprocessor(path) -> PreprocessedImage``, for the data source of a config.
+    """``preprocessor(image) -> PreprocessedImage``, for the data source of a config.
 
     Image folders, shards and Hugging Face data sets resize the shorter side and take the center
     crop, or several crops. Segmentation folders fit the image into a square, at its upper left
@@ -79,8 +80,8 @@ class Preprocessor:
             )
         self._data = data
 
-    def __call__(self, path: str) -> PreprocessedImage:
-        """Read an image file.
+    def __call__(self, source: str | os.PathLike[str] | Image.Image) -> PreprocessedImage:
+        """Read an image file, or an image of Pillow.
 
         Raises:
           UnreadableError: with the reason.
@@ -96,7 +97,7 @@ class Preprocessor:
                 return fit(width, height, side).view
             return View((0, 0, width, height), (side, side))
 
-        image = decode(path, view, self.max_pixels)
+        image = decode(source, view, self.max_pixels)
         height, width, _ = image.shape
         if isinstance(data, Images | HuggingFace):
             image = evaluation_crops(image, side, self.crops, self._border)
