@@ -120,7 +120,7 @@ def test_a_finished_run_warns_of_a_measured_peak_above_its_budget():
 def test_the_largest_batch_fits_and_a_larger_one_does_not(workplace, capsys):
     fnet_command("memory", "deep.py", "--budget", "1MB", "--batch-size", "auto", "--out", "auto")
     printed = capsys.readouterr().out
-    size = int(printed.split("largest batch size that fits: ")[1].split()[0])
+    size = int(printed.split("largest batch size that fits: ")[1].split(";")[0])
     assert f"\nsearching the largest batch size: {size} needs " in printed  # one line per size
     recorded = json.loads((workplace / "auto" / "memory.json").read_text())
     assert recorded["peak"]["total"] + 1000 <= 1_000_000
@@ -260,7 +260,9 @@ def test_each_program_of_a_plan_is_shown_with_its_number_and_the_budget():
     planning.plan(run, progress=lambda *c: lines.append(describe_candidate(*c)))
     left = memory.format_bytes(planning.limit(run))
     way = "no rematerialization(, min memory schedule)?"
-    expected = rf"compiled {{}} of at most 10 programs: {way}, peak .*iB, budget {left}"
+    expected = (
+        rf"compiled {{}} of at most 10 programs: {way}, peak .*iB, budget {left} for the step"
+    )
     assert len(lines) >= 2
     for number, line in enumerate(lines, 1):
         assert re.fullmatch(expected.format(number), line)
