@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fnet import layers
 from fnet.autodiff.per_example.clipped import clipped_grad, gradient_strategies
+from fnet.jaxpr import find_equations
 from fnet.memory import peak
 
 allow_rank_promotion = pytest.fixture(autouse=True)(example_losses.allow_rank_promotion)
@@ -560,3 +561,13 @@ def test_affine_functions_of_a_parameter_equal_a_loop_over_examples(name):
     total, info = clipped_grad(loss, clip)(w, x)
     np.testing.assert_allclose(info.norms, norms, rtol=1e-5)
     np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cloned_keys_are_batched():
+    def losses(w, x, key):
+        mask = jax.random.bernoulli(jax.random.clone(key), 0.5, x.shape)
+        return jnp.square((x * mask) @ w)
+
+    gradient = jax.make_jaxpr(clipped_grad(losses, 1.0))
+    jaxpr = gradient(jnp.ones(3), jnp.ones((8, 3)), jax.random.key(0))
+    assert not list(find_equations(jaxpr, "scan"))

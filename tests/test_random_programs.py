@@ -151,7 +151,7 @@ ELEMENTWISE = {
     "integers": lambda a: a * (((4 * a).astype(jnp.int32) ^ 5 | 8) & ~2) / 16,
     "shifts": lambda a: a * (((4 * a).astype(jnp.int32) << 2) >> 1) / 16,
     "rem": lambda a: lax.rem(a, jnp.full_like(a, 0.7)),
-    "nextafter": lambda a: a + lax.stop_gradient(lax.nextafter(a, 2 * a)),
+    "nextafter": lambda a: a + lax.nextafter(*map(lax.stop_gradient, (a, 2 * a))),
     "optimization_barrier": lambda a: lax.optimization_barrier(a) * 2,
     "copy": lambda a: jnp.array(a, copy=True),
     "float16": lambda a: a + lax.stop_gradient(a).astype(jnp.float16).astype(jnp.float32),

@@ -440,7 +440,7 @@ def rule_of(name: str) -> Rule | None:
     return _RULES.get(name)
 
 
-UNCHANGED = ("device_put", "optimization_barrier", "pbroadcast", "pcast", "pvary")
+UNCHANGED = ("device_put", "optimization_barrier", "pbroadcast", "pcast", "pvary", "random_clone")
 """Primitives whose results are their operands."""
 
 _SAME_SHAPES = ("add_any", "clamp", "select_n")
