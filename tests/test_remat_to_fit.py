@@ -183,6 +183,21 @@ def test_rejects_losses_per_example():
         memory.remat_to_fit(lambda w, x: w * x, "1GiB", jnp.ones(()), jnp.ones(3))
 
 
+@pytest.mark.parametrize(
+    ("result", "given"),
+    [
+        ((jnp.ones(3), {}), r"\(\(3,\), aux\)"),
+        (None, "None; pass the loss, not the whole train step"),
+        ({i: jnp.ones(2) for i in range(40)}, "dict of 40 arrays; pass the loss, not the whole"),
+        (([jnp.ones(2)] * 3, jnp.ones(())), "tuple of 4 arrays; pass the loss, not the whole"),
+    ],
+)
+def test_describes_results_that_are_no_loss_in_one_line(result, given):
+    with pytest.raises(TypeError, match=f"scalar or .*, got {given}") as error:
+        memory.remat_to_fit(lambda w: result, "1GiB", jnp.ones(()))
+    assert "\n" not in str(error.value)
+
+
 def test_rejects_budget_that_nothing_fits():
     with pytest.raises(memory.BudgetError, match=r"lowest peak .*\. Raise the budget, or"):
         memory.remat_to_fit(lambda w: jnp.sin(w).sum(), 6000, jnp.ones(1000))

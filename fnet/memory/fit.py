@@ -183,10 +183,10 @@ class _Call(NamedTuple):
             result = loss(*args, **kwargs)
             has_aux = isinstance(result, tuple) and len(result) == 2
             value, aux = result if has_aux else (result, None)
-            if jnp.shape(value) != ():
+            if not _is_scalar(value):
                 raise TypeError(
                     "remat_to_fit: the loss must return a scalar or (scalar, aux), got "
-                    f"{jax.tree.map(jnp.shape, result)}."
+                    f"{_describe(result)}."
                 )
             changed = _nnx().state(objects) if objects else {}
             leaves, structure = jax.tree.flatten((aux, changed))
@@ -218,6 +218,22 @@ def _nnx() -> Any:
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "shape", None) == ()
+
+
+def _describe(result: Any) -> str:
+    """Describe what a loss must not return, in one line."""
+    if _is_array(result):
+        return str(result.shape)
+    if isinstance(result, tuple) and len(result) == 2 and _is_array(result[0]):
+        return f"({result[0].shape}, aux)"
+    given = "None"
+    if result is not None:
+        given = f"{type(result).__name__} of {len(jax.tree.leaves(result)):,} arrays"
+    return f"{given}; pass the loss, not the whole train step"
 
 
 def _is_floating(leaf: Any) -> bool:
