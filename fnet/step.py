@@ -372,7 +372,7 @@ def compile_step(
     state: TrainState,
     batch: dict[str, Array],
     *,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     progress: Callable[[Candidate], None] | None = None,
 ) -> Executable:
@@ -452,7 +452,7 @@ def plan_step(
     step: Step | jax.stages.Wrapped,
     state: TrainState,
     batch: dict[str, Array],
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     *,
     policies: Sequence[str | Policy] | None = None,
     microbatch_choices: Iterable[int] | None = None,

@@ -134,7 +134,7 @@ class BudgetError(ValueError):
 
 def plan(
     build: Build,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     *,
     policies: Sequence[str | Policy] | None = None,
     microbatches: Iterable[int] = (1,),

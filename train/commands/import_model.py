@@ -46,17 +46,18 @@ def _next_commands(config: Config, run: str) -> str:
     what = "adapters" if adapters else "all parameters"
     if not isinstance(config.data, ChatFile):
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
+    path = quote(Path(config.data.path)) if config.data.path else "chats.jsonl"
     chat = " --chat" if has_template(Path(config.model.path)) else ""
     commands = (
         f"Generate text with fnet sample {run}{chat} --prompt TEXT. "
-        f"Train {what} with fnet train {run} --data.path chats.jsonl --resume"
+        f"Train {what} with fnet train {run} --data.path {path} --resume"
     )
     if adapters:
         return commands
     model = quote(Path(config.model.path))
     return (
         f"{commands}, or adapters with fnet train finetune_lora --model.path {model} "
-        "--data.path chats.jsonl"
+        f"--data.path {path}"
     )
 
 

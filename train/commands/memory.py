@@ -110,7 +110,9 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
         log(_NOT_COUNTED)
     if find_batch_size and len(predictions) == 1:
         size, policy = first.run.config.data.batch_size, first.planned.policy
-        words = f"--data.batch-size {size} --memory.policy {policy}"
+        limit = first.run.config.memory.budget
+        way = f"--memory.budget {limit}" if limit else f"--memory.policy {policy}"
+        words = f"--data.batch-size {size} {way}"
         devices = first.run.devices
         each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
         log(f"largest batch size that fits: {size}{each}; train with {words}")
