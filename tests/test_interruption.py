@@ -3,7 +3,10 @@
 import signal
 
 import pytest
+from program_cases import fnet_command
 
+from train.run import loop
+from train.run.checkpoints import Checkpoints
 from train.run.interruption import Interrupted, Interruption
 
 
@@ -44,3 +47,14 @@ def test_a_signal_ends_a_wait_but_nothing_else():
     with Interruption() as interruption:
         signal.raise_signal(signal.SIGTERM)
         assert interruption.signal == "SIGTERM"
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_loses_nothing(workplace, monkeypatch):
+    class Signalling(Checkpoints):
+        def wait(self):
+            signal.raise_signal(signal.SIGINT)
+            super().wait()
+
+    monkeypatch.setattr(loop, "Checkpoints", Signalling)
+    fnet_command("train", "tiny.py", "--out", "run")
+    assert (workplace / "run" / "summary.json").exists()

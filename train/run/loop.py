@@ -93,7 +93,8 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             distributed.union if distributed.has_other_processes() else None,
         )
         programs = compile_programs(run, weights, unreadable, console)
-        earlier = read_metrics(folder.metrics) if resume else []
+        last = max(folder.saved_steps, default=0)  # later lines are dropped
+        earlier = [x for x in read_metrics(folder.metrics) if x["step"] <= last] if resume else []
         facts = before_training(run, programs.planned, programs.predicted_bytes, earlier)
         print_facts(console, facts)
         if run.privacy:
@@ -123,8 +124,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             loop = _Loop(
                 run, folder, programs, seeds, unreadable, checkpoints, start, start_time, log
             )
-            loop.run(console, high_water, profile)
-            checkpoints.wait()
+            with loop.interruption:  # also while the last checkpoint is written
+                loop.run(console, high_water, profile)
+                checkpoints.wait()
         measured_bytes = high_water.bytes()  # before the plots, which are not training
 
         num_params = programs.planned.executable.report.parameters
@@ -154,6 +156,7 @@ class _Loop:
       evaluation: Last evaluation, or None.
       failure: Error or signal that ended the loop before its last step, or None.
       wait: Time in which the device waited for input.
+      interruption: Records a signal while it is entered, which `run` and the last save need.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class _Loop:
         self._meter = Meter(
             config.data.batch_size, private=config.is_private, release_only=config.is_release_only
         )
-        self._interruption = Interruption()
+        self.interruption = Interruption()
         self._is_alone = not distributed.has_other_processes()
 
     def run(self, console: Console, high_water: HighWater, profile: int) -> None:
@@ -201,7 +204,6 @@ class _Loop:
         """
         run, folder, first = self._run, self._folder, self.step
         with (
-            self._interruption,
             Progress(console, run.steps, first) as progress,
             self.wait,
             folder.metrics.open("a", buffering=1) as metrics_file,
@@ -237,7 +239,7 @@ class _Loop:
         why = "another process was interrupted" if self.failure is None else "the input failed"
         saved = f"saved after step {self.step} of {self._run.steps}"
         saved = saved if self.step else "no step was taken"
-        self._log(f"{self._interruption.signal or why}: {saved}; continue with")
+        self._log(f"{self.interruption.signal or why}: {saved}; continue with")
         self._log(f"  fnet train {quote(self._folder.config)} --resume")
         if not self._is_alone:
             self._log("  in every process, with the options that connect them, as before")
@@ -248,7 +250,7 @@ class _Loop:
         """Return a batch, or None after the last step, a signal or a failure."""
         if self.step == self._run.steps:
             return None
-        ends_wait = self._interruption.ends_wait if self._is_alone else contextlib.nullcontext
+        ends_wait = self.interruption.ends_wait if self._is_alone else contextlib.nullcontext
         try:
             with ends_wait():
                 return self._meter.next_batch(self._batches, self.wait.waiting())
@@ -267,7 +269,7 @@ class _Loop:
             is_stopping = self.failure is not None
         else:  # all must stop at the same step
             is_stopping = is_logging and distributed.any_process(
-                self._interruption.signal is not None
+                self.interruption.signal is not None
             )
         if self.failure is not None and not isinstance(self.failure, Interrupted):
             is_evaluating = False  # its input would fail, too
