@@ -204,6 +204,7 @@ def test_canaries_can_be_users(audited):
     assert metrics["norm_max"] == pytest.approx(1.5, rel=1e-5)  # of a canary
 
 
+@pytest.mark.slow
 def test_a_language_model_can_be_audited(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{i:04}" for i in range(500)))

@@ -238,6 +238,7 @@ def folder(workplace):
     return workplace
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_on_text_and_on_questions(folder, capsys):
     fnet_command("train", "answers.py", "--out", "run")
     assert "data: 36 examples packed into" in capsys.readouterr().out

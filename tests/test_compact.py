@@ -326,6 +326,7 @@ def test_update_in_the_backward_pass_equals_mean(optimizer):
     assert_equal_but_for_rounding(*results)
 
 
+@pytest.mark.slow
 def test_fsdp_shards_the_state_like_the_parameters_and_moves_none_of_it():
     optimizer = compact_adamw(1e-3)
     mesh = jax.make_mesh((1, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)

@@ -108,6 +108,7 @@ def test_bounds_may_be_a_prefix_of_params():
     np.testing.assert_allclose(gradient.sensitivity(), 2**0.5)
 
 
+@pytest.mark.slow
 def test_users_with_several_examples():
     users = X.reshape(2, 3, 4), Y.reshape(2, 3)
     gradient = clipped_grad(loss, batch_argnums=(1, 2), keep_batch_dim=False, l2_clip_norm=0.1)

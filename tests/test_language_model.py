@@ -185,6 +185,7 @@ def test_stream_rejects_empty_prompt_and_bidirectional_model():
         next(fnet.stream(undecodable, {}, {}, tokens(3), jax.random.key(0), 4))
 
 
+@pytest.mark.slow
 def test_cache_is_updated_in_place():
     model, params, state = build("window", "attention", "mamba", "mamba2", "rg_lru")
     carry = jax.eval_shape(lambda p: _prefill(model, 500, params, state, p), tokens(3))

@@ -494,6 +494,7 @@ def test_a_skipped_step_keeps_frozen_weights_in_place():
     np.testing.assert_array_equal(state.model_state["frozen"]["kernel"], before)
 
 
+@pytest.mark.slow
 @FORMS
 def test_clipping_finds_the_factors_by_ghost_norms(form):
     params, _ = MODEL.init(new_key())

@@ -256,6 +256,7 @@ def test_compile_step_keeps_to_its_budget(step_and_peaks):
         fnet.compile_step(step, state, batch, budget=budget, compiler_options={})
 
 
+@pytest.mark.slow
 def test_a_private_step_fits_a_budget_by_microbatches(step_and_peaks):
     (step, state, batch), *_ = step_and_peaks
     private = fnet.make_step(step.loss, optax.sgd(0.1), fnet.autodiff.clipped(1.0))

@@ -104,6 +104,7 @@ def test_prints_a_table_on_a_terminal(run_of):
     assert text.count("%") == 2
 
 
+@pytest.mark.slow
 def test_masks_have_the_size_of_the_image_and_are_accurate(run_of, recipes, capsys):
     run = run_of("halves")
     config = RunFolder(run).read_config()

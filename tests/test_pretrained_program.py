@@ -95,6 +95,7 @@ def test_adapters_start_at_the_published_model(folder, options):
     assert run.step.loss is not None
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_neither_copied_nor_differentiated(folder):
     run = setup(config_of(folder, lora_rank=2))
     report = fnet.compile_step(run.step, run.state_shapes, run.batch_shapes).report

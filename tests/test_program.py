@@ -77,6 +77,7 @@ def test_writes_the_documented_files(finished_run, tmp_path_factory):
     assert after["next:"] == ", ".join(commands)
 
 
+@pytest.mark.slow
 def test_a_run_that_crashed_and_was_interrupted_ends_with_the_same_bits(
     workplace, finished_run, monkeypatch, capsys
 ):
@@ -417,6 +418,7 @@ def test_removes_the_folder_of_a_run_that_did_not_start(workplace, monkeypatch):
     assert not (workplace / "new").exists()
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_of_an_earlier_version_prints_its_results_and_changes_nothing(
     finished_run, capsys
 ):

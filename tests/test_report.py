@@ -410,6 +410,7 @@ def test_labels_are_folder_names_unless_two_are_the_same(make):
     assert [run.label for run in read_runs([a, b])] == [str(a.path), str(b.path)]
 
 
+@pytest.mark.slow
 def test_many_runs_have_different_lines_and_less_than_four_megabytes(make):
     lines = [line(i, **{f"train_m{j}": math.sin(i + j) for j in range(12)}) for i in range(1, 400)]
     folders = [make(f"r{i}", lines=lines) for i in range(20)]

@@ -258,6 +258,7 @@ def digits_of_writers(workplace):
     return workplace
 
 
+@pytest.mark.slow
 def test_a_run_accounts_for_users(digits_of_writers, capsys):
     fnet_command("train", "users.py", "--out", "run")
     summary = json.loads((digits_of_writers / "run" / "summary.json").read_text())

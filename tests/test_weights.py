@@ -113,6 +113,7 @@ def test_exporting_and_importing_keeps_the_metrics(trained, place, capsys):
     chex.assert_trees_all_equal(load_file("again.safetensors"), load_file(place / "trained/weights.safetensors"))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_from_imported_weights_equals_training_from_the_same_initial_values(
     trained, place
 ):
