@@ -9,6 +9,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from program_cases import exit_code, fnet_command
@@ -184,6 +185,15 @@ def test_a_killed_process_ends_the_others_with_one_line(workplace):
     assert "fnet: the connection to another process was lost (Gloo" in output[0]
     assert "restart all of them with --resume" in output[0]
     assert "Traceback" not in output[0]
+
+
+@pytest.mark.parametrize("kind", [ValueError, jax.errors.JaxRuntimeError])
+def test_a_lost_connection_is_recognized_in_errors_of_jax_and_orbax(kind):
+    where = "[external/gloo/gloo/transport/tcp/pair.cc:547]"
+    error = kind(f"UNKNOWN: Gloo AllGather failed: {where} Connection closed by peer [::1]:10157")
+    expected = "Gloo AllGather failed: Connection closed by peer [::1]:10157"
+    assert distributed.lost_connection(error) == expected
+    assert distributed.lost_connection(kind("No space left on device")) is None
 
 
 def test_distributed_without_a_cluster_explains_the_flags(capsys):

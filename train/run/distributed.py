@@ -164,12 +164,13 @@ def _client() -> Any:
 
 def lost_connection(error: BaseException) -> str | None:
     """Return the message of an error that means that another process is gone, or None."""
-    if not isinstance(error, jax.errors.JaxRuntimeError):
+    pattern = r"Gloo|NCCL"  # Orbax raises errors of its own around JAX's
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        pattern += r"|[Cc]oordination|UNAVAILABLE|DEADLINE_EXCEEDED|[Bb]arrier"
+    lines = [line for line in str(error).splitlines() if re.search(pattern, line)]
+    if not lines:
         return None
-    text = str(error)
-    if not re.search(r"Gloo|NCCL|[Cc]oordination|UNAVAILABLE|DEADLINE_EXCEEDED|[Bb]arrier", text):
-        return None
-    text = re.sub(r"\[external[^\]]*\] |^[A-Z_]+: | \[type.*", "", text.splitlines()[0])
+    text = re.sub(r"\[external[^\]]*\] |^[A-Z_]+: | \[type.*", "", lines[0])
     return text[:200]
 
 
