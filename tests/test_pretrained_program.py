@@ -135,7 +135,7 @@ def test_an_imported_model_is_a_run(folder, capsys):
     assert "34,976" in out
     assert "bfloat16" in out
     assert (
-        "Train all parameters with fnet train run --data.path chats.jsonl --resume, or adapters"
+        "Train all parameters with fnet train run --data.path sums.jsonl --resume, or adapters"
         in out
     )
     assert sorted(p.name for p in (folder / "run").iterdir()) == ["config.json", "model"]

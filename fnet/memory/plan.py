@@ -325,8 +325,8 @@ class _Search:
         while self.limit is not None and len(self.candidates) < MOST_PROGRAMS:
             attempts = [a for source in sources if (a := source.next())]
             best = min(map(self.order, self.fitting), default=(True, float("inf")))
-            if not attempts and not self.fitting:  # a plan of the most microbatches is the smallest
-                attempts = [a for a in (named[0].last(),) if a]
+            if not attempts and not self.fitting and (last := named[0].last()):
+                attempts = [last]  # a plan of the most microbatches is the smallest
             if not attempts:
                 break
             attempt = min(attempts, key=self.order)

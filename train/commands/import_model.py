@@ -46,7 +46,7 @@ def _next_commands(config: Config, run: str) -> str:
     what = "adapters" if adapters else "all parameters"
     if not isinstance(config.data, ChatFile):
         return f"Train {what} with fnet train {run} --data.path FOLDER --resume"
-    path = quote(Path(config.data.path)) if config.data.path else "chats.jsonl"
+    path = quote(Path(config.data.path))
     chat = " --chat" if has_template(Path(config.model.path)) else ""
     commands = (
         f"Generate text with fnet sample {run}{chat} --prompt TEXT. "

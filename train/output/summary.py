@@ -101,8 +101,8 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
         memory += " per device"
     if jax.default_backend() == "cpu":
         memory += _of_process(run)
-    if run.config.memory.budget:
-        memory += f", budget {run.config.memory.budget}"
+    if budget := run.config.memory.budget:
+        memory += f", budget {budget}"
     rate = summary["examples_per_second"]
     speed = f", {number(rate)} examples/s" if rate else ""
     lines = [
@@ -110,7 +110,6 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
         f"  {summary['steps']:,} steps in {duration(summary['seconds'])}{speed}",
         f"  {memory}",
     ]
-    budget = run.config.memory.budget
     if budget and measured and (over := measured - parse_bytes(budget)) > 0:
         size = format_bytes(over)
         lines.append(
