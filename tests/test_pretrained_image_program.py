@@ -126,3 +126,10 @@ def test_memory_prints_the_note_on_the_image_size(workplace, capsys):
     make_run(workplace, "small", folder_data(24, batch_size=2, path="none"))
     fnet_command("memory", "run")
     assert "data.image_size: 24, but model has images of 16 x 16" in capsys.readouterr().out
+
+
+def test_a_config_of_timm_without_classes_has_no_arguments_left_for_them():
+    config = {"architecture": "vit", "num_classes": 5, "model_args": {"num_classes": 5}}
+    assert pretrained.without_classes(config) == {"architecture": "vit", "num_classes": 0}
+    config["model_args"]["img_size"] = 32
+    assert pretrained.without_classes(config)["model_args"] == {"img_size": 32}

@@ -87,11 +87,9 @@ def _with_classes(
     source: ModelFolder, classes: tuple[str, ...], *, has_new: bool
 ) -> dict[str, Any]:
     """Return the config.json of a classifier for these classes."""
-    config = dict(source.config)
+    config = pretrained.without_classes(source.config)
     if "architecture" in config:  # of timm
-        args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
-        config |= {"num_classes": len(classes), "label_names": list(classes)}
-        return config | ({"model_args": args} if args else {})
+        return config | {"num_classes": len(classes), "label_names": list(classes)}
     family = FAMILIES[config["model_type"]]
     heads = [a for a in family.architectures if a.endswith("ForImageClassification")]
     if not heads:

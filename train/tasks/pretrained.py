@@ -194,7 +194,7 @@ def build_image_network(
         head = {t.name for t in model.tensors if t.path.split("/")[0] == "head"}
         if head and size != num_classes:
             tensors = {name: t for name, t in tensors.items() if name not in head}
-            stored = _without_classes(stored)
+            stored = without_classes(stored)
             model, shapes, size = build(interpolate)
             head = set()
     except (TypeError, ValueError) as error:
@@ -230,7 +230,7 @@ def build_image_network(
     )
 
 
-def _without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of a network without its classifier.
 
     The tensors decide about the classifier in the files of transformers, the config in timm's.
@@ -238,7 +238,8 @@ def _without_classes(config: Mapping[str, Any]) -> dict[str, Any]:
     if "architecture" not in config:
         return dict(config)
     args = {n: v for n, v in config.get("model_args", {}).items() if n != "num_classes"}
-    return {**config, "model_args": args, "num_classes": 0}
+    rest = {n: v for n, v in config.items() if n != "model_args"}
+    return rest | ({"model_args": args} if args else {}) | {"num_classes": 0}
 
 
 def _no_losses(*args: Any, **options: Any) -> tuple[Array, Any]:
