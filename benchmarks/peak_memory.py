@@ -194,7 +194,8 @@ def as_page(described: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]])
         "the CPU, in a fresh process.\nThe table compares `peak_bytes_predicted` with "
         "`peak_bytes_seen` of `summary.json`, one run each.",
         f"{sum(good)} of {len(good)} recipes are within the bound: {BOUND} of the measured bytes, "
-        "whichever is larger.\n`tests/test_predictions.py` (slow) fails if another one leaves it. "
+        "whichever is larger.\n`tests/train/run/test_predictions.py` (slow) fails if another one "
+        "leaves it. "
         "`python -m benchmarks.peak_memory` writes this page.",
         markdown_table(rows),
         *["\n".join(notes)] * bool(notes),

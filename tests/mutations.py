@@ -39,45 +39,45 @@ TIME_LIMIT = 900
 """Seconds after which a test run is stopped."""
 
 TARGETS = {
-    "fnet/layers/abn.py": "tests/test_abn.py tests/test_abn_transforms.py tests/test_abn_devices.py",
-    "fnet/layers/activations.py": "tests/test_activations.py tests/test_abn.py",
-    "fnet/layers/attention_context.py": "tests/test_attention_context.py tests/test_stack.py",
-    "fnet/layers/dynamic_tanh.py": "tests/test_feed_forward.py",
-    "fnet/layers/fold.py": "tests/test_fold.py",
-    "fnet/layers/group_norm.py": "tests/test_group_norm.py",
-    "fnet/layers/norm.py": "tests/test_norm.py",
-    "fnet/layers/pooling.py": "tests/test_pooling.py",
-    "fnet/layers/reversible.py": "tests/test_reversible.py",
-    "fnet/losses/linear_cross_entropy.py": "tests/test_linear_cross_entropy.py",
-    "fnet/diffusion/schedules.py": "tests/test_diffusion_schedules.py",
-    "fnet/diffusion/targets.py": "tests/test_diffusion_targets.py",
-    "fnet/diffusion/samplers.py": "tests/test_samplers.py",
-    "fnet/autodiff/accumulate.py": "tests/test_accumulate.py tests/test_step.py",
-    "fnet/autodiff/mean.py": "tests/test_step.py",
+    "fnet/layers/abn.py": "tests/layers/test_abn.py tests/layers/test_abn_transforms.py tests/layers/test_abn_devices.py",
+    "fnet/layers/activations.py": "tests/layers/test_activations.py tests/layers/test_abn.py",
+    "fnet/layers/attention_context.py": "tests/layers/test_attention_context.py tests/layers/test_stack.py",
+    "fnet/layers/dynamic_tanh.py": "tests/layers/test_feed_forward.py",
+    "fnet/layers/fold.py": "tests/layers/test_fold.py",
+    "fnet/layers/group_norm.py": "tests/layers/test_group_norm.py",
+    "fnet/layers/norm.py": "tests/layers/test_norm.py",
+    "fnet/layers/pooling.py": "tests/layers/test_pooling.py",
+    "fnet/layers/reversible.py": "tests/layers/test_reversible.py",
+    "fnet/losses/linear_cross_entropy.py": "tests/losses/test_linear_cross_entropy.py",
+    "fnet/diffusion/schedules.py": "tests/diffusion/test_diffusion_schedules.py",
+    "fnet/diffusion/targets.py": "tests/diffusion/test_diffusion_targets.py",
+    "fnet/diffusion/samplers.py": "tests/diffusion/test_samplers.py",
+    "fnet/autodiff/accumulate.py": "tests/autodiff/test_accumulate.py tests/step/test_step.py",
+    "fnet/autodiff/mean.py": "tests/step/test_step.py",
     "fnet/autodiff/per_example/batch_axis.py": (
-        "tests/test_batch_axis.py tests/test_clipped_errors.py tests/test_sensitivity.py"
+        "tests/autodiff/per_example/test_batch_axis.py tests/autodiff/per_example/test_clipped_errors.py tests/autodiff/per_example/test_sensitivity.py"
     ),
-    "fnet/autodiff/per_example/batching.py": "tests/test_batching.py tests/test_clipped.py",
-    "fnet/autodiff/per_example/backward.py": "tests/test_clipped.py tests/test_clipped_errors.py",
-    "fnet/autodiff/per_example/derived.py": "tests/test_derived.py tests/test_parameter_parts.py",
-    "fnet/autodiff/per_example/products.py": "tests/test_products.py",
-    "fnet/autodiff/per_example/hoist.py": "tests/test_derived.py tests/test_clipped_remat.py",
-    "fnet/autodiff/per_example/taps.py": "tests/test_clipped.py tests/test_clipped_remat.py",
-    "fnet/autodiff/per_example/adaptive.py": "tests/test_adaptive.py",
-    "fnet/autodiff/per_example/clipped.py": "tests/test_clipped.py tests/test_clipped_errors.py",
+    "fnet/autodiff/per_example/batching.py": "tests/autodiff/per_example/test_batching.py tests/autodiff/per_example/test_clipped.py",
+    "fnet/autodiff/per_example/backward.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
+    "fnet/autodiff/per_example/derived.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_parameter_parts.py",
+    "fnet/autodiff/per_example/products.py": "tests/autodiff/per_example/test_products.py",
+    "fnet/autodiff/per_example/hoist.py": "tests/autodiff/per_example/test_derived.py tests/autodiff/per_example/test_clipped_remat.py",
+    "fnet/autodiff/per_example/taps.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_remat.py",
+    "fnet/autodiff/per_example/adaptive.py": "tests/autodiff/per_example/test_adaptive.py",
+    "fnet/autodiff/per_example/clipped.py": "tests/autodiff/per_example/test_clipped.py tests/autodiff/per_example/test_clipped_errors.py",
     "fnet/autodiff/per_example/ghost_norm.py": (
-        "tests/test_ghost_norm.py tests/test_parameter_parts.py tests/test_clipped.py"
+        "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py"
     ),
     "fnet/autodiff/per_example/parameter_gradients.py": (
-        "tests/test_ghost_norm.py tests/test_parameter_parts.py tests/test_clipped.py"
+        "tests/autodiff/per_example/test_ghost_norm.py tests/autodiff/per_example/test_parameter_parts.py tests/autodiff/per_example/test_clipped.py"
     ),
-    "fnet/autodiff/per_example/modes.py": "tests/test_modes.py",
-    "fnet/privacy/accounting.py": "tests/test_privacy.py tests/test_correlated_noise.py",
-    "fnet/privacy/correlated.py": "tests/test_correlated_noise.py",
-    "fnet/privacy/noise.py": "tests/test_correlated_noise.py",
-    "fnet/privacy/sampling.py": "tests/test_poisson.py",
-    "fnet/step.py": "tests/test_step.py tests/test_skip_nonfinite.py",
-    "train/data/packing.py": "tests/test_packing.py",
+    "fnet/autodiff/per_example/modes.py": "tests/autodiff/test_modes.py",
+    "fnet/privacy/accounting.py": "tests/privacy/test_privacy.py tests/privacy/test_correlated_noise.py",
+    "fnet/privacy/correlated.py": "tests/privacy/test_correlated_noise.py",
+    "fnet/privacy/noise.py": "tests/privacy/test_correlated_noise.py",
+    "fnet/privacy/sampling.py": "tests/train/data/test_poisson.py",
+    "fnet/step.py": "tests/step/test_step.py tests/step/test_skip_nonfinite.py",
+    "train/data/packing.py": "tests/train/data/test_packing.py",
 }
 """File -> the tests that must notice a mutant of any of its functions."""
 

@@ -71,7 +71,7 @@ def test_decoding_imports_neither_jax_nor_fnet_nor_grain():
         "import sys, train.data.image_batches;"
         "print([m for m in ('jax', 'fnet', 'grain', 'PIL.Image') if m in sys.modules])"
     )
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=root, check=True)
     assert out.stdout.decode().strip() == "['PIL.Image']"
 
@@ -106,9 +106,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_workers_end_with_a_killed_program(tmp_path, name):
     path = tmp_path / "killed.py"
-    tests = Path(__file__).parent
-    path.write_text(KILLED.format(tests=str(tests), signal=name))
-    environment = os.environ | {"PYTHONPATH": str(tests.parent)}
+    support = Path(row_functions.__file__).parent
+    path.write_text(KILLED.format(tests=str(support), signal=name))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     # Workers hold stdout open, so this returns after the last one has ended.
     out = subprocess.run(
         [sys.executable, str(path)], stdout=subprocess.PIPE, env=environment, timeout=100
@@ -131,9 +131,9 @@ if __name__ == "__main__":
 
 def test_the_program_ends_when_a_worker_is_killed(tmp_path):
     path = tmp_path / "crashed.py"
-    tests = Path(__file__).parent
-    path.write_text(CRASHED.format(tests=str(tests)))
-    environment = os.environ | {"PYTHONPATH": str(tests.parent)}
+    support = Path(row_functions.__file__).parent
+    path.write_text(CRASHED.format(tests=str(support)))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     out = subprocess.run(
         [sys.executable, str(path)], capture_output=True, env=environment, timeout=100
     )

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from pretrained_folder import LLAMA, VIT, write_folder
 from program_cases import assert_one_line_error, exit_code, fnet_command, metrics_of
 from safetensors.numpy import load_file
 
 import fnet
-from tests.pretrained_folder import LLAMA, VIT, write_folder
 from train.config import ChatFile, Config, Optim, Pretrained, Synthetic, Train
 from train.data.model_folder import read_folder
 from train.errors import UserError

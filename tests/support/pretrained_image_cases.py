@@ -1,8 +1,8 @@
 """Tiny configs of published image networks, their weights, and outputs of transformers and timm.
 
 Weights are drawn by NumPy from the tensors' names in the files. The outputs are those of
-transformers 5.24.0 and timm 1.0.31 with torch 2.13.0 in float32: ``python -m
-tests.pretrained_image_cases`` prints them again.
+transformers 5.24.0 and timm 1.0.31 with torch 2.13.0 in float32: ``python
+tests/support/pretrained_image_cases.py`` prints them again.
 """
 
 import json
@@ -10,8 +10,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-
-from tests.pretrained_cases import weights
+from pretrained_cases import weights
 
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4}
 _VIT = _SIZES | {"image_size": 16, "intermediate_size": 48}

@@ -82,7 +82,7 @@ def test_verdict_needs_two_groups_of_seeds(groups, verdict):
 
 
 def test_page_has_the_losses_of_the_last_run():
-    folder = Path(__file__).parents[1] / "docs/benchmarks"
+    folder = Path(__file__).parents[2] / "docs/benchmarks"
     page = (folder / "attention_context.md").read_text()
     results = json.loads((folder / "benchmarks.json").read_text())["results"]
     for task in results["attention_context"]["data"].values():

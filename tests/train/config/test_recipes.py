@@ -9,9 +9,9 @@ import jax
 import ml_dtypes
 import pytest
 from image_cases import write_class_folders
+from pretrained_folder import LLAMA, write_folder
 from program_cases import fnet_command
 
-from tests.pretrained_folder import LLAMA, write_folder
 from train.config import (
     Config,
     DenseNet,
@@ -61,7 +61,7 @@ def test_every_recipe_loads_and_builds(name, tmp_path):
 
 
 PEAK = re.compile(r"([\d.]+)\s+MiB\s+at\s+the\s+peak")
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 PEAKS = {path.stem: PEAK.search(path.read_text()) for path in CONFIGS.glob("digits*.py")}
 STATED_PEAKS = {name: peak[1] for name, peak in sorted(PEAKS.items()) if peak}
 

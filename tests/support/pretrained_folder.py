@@ -3,10 +3,10 @@
 import json
 
 import numpy as np
+from pretrained_cases import file_shapes, weights
 from safetensors.numpy import save_file
 
 from fnet.interop.huggingface import build_model
-from tests.pretrained_cases import file_shapes, weights
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256,

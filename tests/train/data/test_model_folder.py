@@ -8,9 +8,9 @@ import chex
 import ml_dtypes
 import numpy as np
 import pytest
+from pretrained_folder import LLAMA, write_folder
 from safetensors.numpy import load_file, save_file
 
-from tests.pretrained_folder import LLAMA, write_folder
 from train.data.model_folder import (
     DTYPES,
     check_folder,

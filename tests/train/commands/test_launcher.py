@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from image_cases import write_class_folders
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 MODULE = (sys.executable, "-m", "fnet")
 SCRIPT = (sys.executable, "-c", "from fnet.__main__ import main; main()")
 

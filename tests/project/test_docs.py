@@ -15,17 +15,17 @@ from pathlib import Path
 
 import ml_dtypes
 import pytest
+import vision_cases
 import yaml
+from pretrained_folder import LLAMA, write_folder, write_tokenizer
 
 import fnet
 from benchmarks import readme
 from fnet.layers import activations
-from tests import vision_cases
-from tests.pretrained_folder import LLAMA, write_folder, write_tokenizer
 from train import arguments
 from train.config import DeepLab, recipes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 API = sorted((DOCS / "api").glob("*.md"))
@@ -77,7 +77,7 @@ def test_the_python_of_a_document_runs_from_top_to_bottom(page, tmp_path, monkey
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "NPROC": "32",
         "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     }
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True

@@ -1,7 +1,7 @@
 """Tiny configs of published language models, their weights, and logits of transformers.
 
 Weights are drawn by NumPy from the tensors' names, so that no file is needed. The logits are those
-of transformers 5.24.0 with torch 2.13.0 in float32: ``python -m tests.pretrained_cases`` prints
+of transformers 5.24.0 with torch 2.13.0 in float32: ``python tests/support/pretrained_cases.py`` prints
 them again.
 """
 

@@ -7,12 +7,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from pretrained_folder import LLAMA, write_folder
 from program_cases import assert_one_line_error, exit_code, fnet_command
+from published_configs import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_0_5B
 
 from fnet.interop.huggingface import build_model
 from fnet.quantization import leaves_with_paths
-from tests.pretrained_folder import LLAMA, write_folder
-from tests.published_configs import LLAMA_3_2_1B, LLAMA_3_8B, QWEN_2_5_0_5B
 from train import arguments
 from train.arguments import FitArguments, TrainArguments
 from train.commands import fit

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-NOTEBOOKS = Path(__file__).parent.parent / "docs" / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "docs" / "notebooks"
 SMALL = {  # in place of the cell with the tag "parameters"
     "in_place_nnx": "DEPTHS = [8]\nDEPTH, WIDTH = 1, 16\nEPOCHS, BATCH = 1, 64",
     "clipped_equinox": "WIDTH, DEPTH = 64, 2\nEPOCHS, BATCH = 2, 64\nCLIP = 1.0",

@@ -10,8 +10,8 @@ import chex
 import pytest
 from program_cases import exit_code, final_state, fnet_command, metrics_of
 from shard_cases import png, write_tar
-from test_distributed import together
 
+from tests.train.run.test_distributed import together
 from train.data.shards import Shards
 
 pytestmark = pytest.mark.slow

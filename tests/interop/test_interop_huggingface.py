@@ -6,15 +6,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pretrained_image_cases
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from pretrained_cases import CONFIGS, LOGITS, TOKENS, file_shapes, peer, weights
 
 import fnet
 from fnet.interop.huggingface import FAMILIES, build_model
 from fnet.interop.huggingface.checkpoint import Tensor
 from fnet.interop.huggingface.decoders import rotary_embedding
-from tests import pretrained_image_cases
-from tests.pretrained_cases import CONFIGS, LOGITS, TOKENS, file_shapes, peer, weights
 
 
 @functools.cache

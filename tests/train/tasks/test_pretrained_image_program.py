@@ -4,13 +4,13 @@ import chex
 import jax
 import numpy as np
 import pytest
+from pretrained_folder import VIT, write_folder
+from pretrained_image_cases import CONFIGS
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
 import fnet
 from fnet.interop.huggingface import preprocessing
-from tests.pretrained_folder import VIT, write_folder
-from tests.pretrained_image_cases import CONFIGS
-from tests.test_pretrained_images import tensors_of
+from tests.interop.test_pretrained_images import tensors_of
 from train.arguments import ExportArguments
 from train.commands.export_model import export_model
 from train.config import Config, ImageFolder, Pretrained, Synthetic, Train

@@ -7,11 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import fnet
-from fnet.interop.huggingface import FAMILIES, build_model
-from tests.pretrained_cases import weights
-from tests.pretrained_image_cases import (
+from pretrained_cases import weights
+from pretrained_image_cases import (
     CONFIGS,
     MASKED,
     OTHER_SIZES,
@@ -22,6 +19,9 @@ from tests.pretrained_image_cases import (
     outputs,
     peer,
 )
+
+import fnet
+from fnet.interop.huggingface import FAMILIES, build_model
 
 TOWERS = {
     "clip": ["logit_scale", "text_model.final_layer_norm.weight", "text_projection.weight"],

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 from data_cases import error_message
+from pretrained_folder import LLAMA, write_folder
 from program_cases import assert_one_line_error, exit_code, fnet_command
 
-from tests.pretrained_folder import LLAMA, write_folder
 from train.config import ChatFile, LanguageModel, TextFile, recipes
 from train.data import text_file
 from train.data.chat import ChatTemplate
