@@ -25,8 +25,10 @@ _EIGEN_CONVOLUTIONS = (
     else {}
 )
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
-# operations with the original ones. Without this pass it cannot.
-_KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# operations with the original ones. Without this pass it cannot. But the pass that hoists small loops
+# cannot read a barrier, and ends the process.
+_KEEP_BARRIERS = "cse_barrier_expander,small-while-loop-hoisting"
+_KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": _KEEP_BARRIERS}
 # The default scheduler of the CPU compiler trades memory for concurrency.
 _SCHEDULE_FOR_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 
@@ -35,7 +37,7 @@ _KEEP_CASTS_IN_LOOPS = (
     _EIGEN_CONVOLUTIONS
     | _SCHEDULE_FOR_MEMORY
     | {
-        "xla_disable_hlo_passes": "cse_barrier_expander,while-loop-invariant-code-motion,"
+        "xla_disable_hlo_passes": f"{_KEEP_BARRIERS},while-loop-invariant-code-motion,"
         "while-loop-expensive-invariant-code-motion"
     }
 )

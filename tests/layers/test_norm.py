@@ -332,7 +332,7 @@ def temporaries_in_activations(norm, depth, width=128, rows=2048):
     x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     options = {
         "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-        "xla_disable_hlo_passes": "cse_barrier_expander",
+        "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting",
     }
     step = jax.jit(jax.grad(loss), compiler_options=options)
     report = step.lower([block] * depth, x).compile().memory_analysis()

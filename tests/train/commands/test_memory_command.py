@@ -30,7 +30,7 @@ def little_is_reserved(monkeypatch):
     monkeypatch.setattr(programs, "overhead", little)
 
 
-KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
 
 DEEP = """
 from train.config import Config, Digits, Mlp, Optim, Train
@@ -192,8 +192,7 @@ def test_the_reserve_includes_prefetched_batches():
 
 @pytest.mark.slow
 def test_the_plan_for_the_largest_batch_fits_the_target(workplace, monkeypatch):
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    here = Target("here", jax.local_devices()[0], 1_000_000, options)
+    here = Target("here", jax.local_devices()[0], 1_000_000, KEEP_REMAT)
     monkeypatch.setattr("train.commands.memory.target_of", lambda given, count: here)
     fnet_command("memory", "deep.py", "--target", "here", "--batch-size", "auto", "--out", "auto")
     result = json.loads((workplace / "auto" / "memory.json").read_text())
