@@ -25,8 +25,8 @@ _EIGEN_CONVOLUTIONS = (
     else {}
 )
 # jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
-# operations with the original ones. Without this pass it cannot. But the pass that hoists small loops
-# cannot read a barrier, and ends the process.
+# operations with the original ones. Without this pass it cannot. But then XLA's hoisting of small
+# loops meets a barrier, and ends the process.
 _KEEP_BARRIERS = "cse_barrier_expander,small-while-loop-hoisting"
 _KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": _KEEP_BARRIERS}
 # The default scheduler of the CPU compiler trades memory for concurrency.
