@@ -1,6 +1,5 @@
 """Datasets, and their batches for training and evaluation."""
 
-import concurrent.futures
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -123,51 +122,33 @@ def training_batches(
       local: rows of each batch that are needed, bool [batch_size]; the others may be arbitrary.
         The batches differ in nothing else. None needs all of them.
     """
-    import grain  # imports JAX, which processes that decode images must not
-
     needed = {"local": local} if dataset.reads_local and local is not None else {}
     if dataset.order is None:
-        rows = (
-            grain.MapDataset.source(_Rows(dataset.train))
-            .seed(seed)
-            .shuffle()
-            .repeat()
-            .batch(batch_size, drop_remainder=True)  # drops nothing: the source is endless
-        )
+        import grain  # imports JAX, which processes that decode images must not
+
+        rows = grain.MapDataset.range(num_examples(dataset.train)).seed(seed).shuffle().repeat()
+        index = rows.batch(batch_size, drop_remainder=True)  # drops nothing: it is endless
     else:
-        batches = _Batches(dataset.train, dataset.order(batch_size, seed))
-        rows = grain.MapDataset.source(batches).seed(seed)
-    made = rows.random_map(lambda rows, rng: augment_rows(dataset, rows | needed, rng))
-    return prefetch(made, dataset.batches_at_once)
+        index = _endless(dataset.order(batch_size, seed)).seed(seed)
+
+    def make_batch(index: np.ndarray, generator: np.random.Generator) -> Arrays:
+        return augment_rows(dataset, select_rows(dataset.train, index) | needed, generator)
+
+    return _prefetch(index.random_map(make_batch), dataset.batches_at_once)
 
 
-class _Batches:
-    """Rows of each batch as a random access source for grain."""
-
-    def __init__(self, arrays: Arrays, order: Callable[[int], np.ndarray]):
-        self._arrays, self._order = arrays, order
-
-    def __len__(self) -> int:
-        return 2**62
-
-    def __getitem__(self, index: Any) -> Arrays:
-        return select_rows(self._arrays, self._order(int(index)))
+def batches_by_step(make_batch: Callable[[int], Arrays]) -> "grain.DatasetIterator":
+    """Iterate over ``make_batch(0)``, ``make_batch(1)``, ... without end, as `training_batches`."""
+    return _prefetch(_endless(make_batch))
 
 
-class _Rows:
-    """Rows as a random access source for grain."""
+def _endless(function: Callable[[int], Any]) -> "grain.MapDataset":
+    import grain
 
-    def __init__(self, arrays: Arrays):
-        self._arrays = arrays
-
-    def __len__(self) -> int:
-        return num_examples(self._arrays)
-
-    def __getitem__(self, index: Any) -> Arrays:
-        return select_rows(self._arrays, index)
+    return grain.MapDataset.range(2**62).map(function)
 
 
-def prefetch(batches: "grain.MapDataset", threads: int = 1) -> "grain.DatasetIterator":
+def _prefetch(batches: "grain.MapDataset", threads: int = 1) -> "grain.DatasetIterator":
     """Iterate over batches in order; threads make them while the device computes."""
     import grain
 
@@ -178,11 +159,12 @@ def prefetch(batches: "grain.MapDataset", threads: int = 1) -> "grain.DatasetIte
 def evaluation_batches(
     dataset: Dataset, batch_size: int, local: np.ndarray | None = None
 ) -> Iterator[Arrays]:
-    """Iterate over the test examples once, in order. One batch is prefetched.
+    """Iterate over the test examples once, in order; a thread makes the next batches.
 
     Each batch has ``weight`` [batch]: 1.0 for an example, 0.0 for the padding of the last batch.
     ``local`` is as in `training_batches`.
     """
+    import grain
 
     def make_batch(start: int) -> Arrays:
         rows = {name: a[start : start + batch_size] for name, a in dataset.test.items()}
@@ -192,14 +174,8 @@ def evaluation_batches(
         batch.pop("local", None)
         return pad_batch(batch, batch_size)
 
-    starts = range(0, num_examples(dataset.test), batch_size)
-    with concurrent.futures.ThreadPoolExecutor(1) as reader:
-        next_batch = reader.submit(make_batch, 0)
-        for start in starts:
-            batch = next_batch.result()
-            if start + batch_size in starts:
-                next_batch = reader.submit(make_batch, start + batch_size)
-            yield batch
+    starts = grain.MapDataset.range(0, num_examples(dataset.test), batch_size)
+    return _prefetch(starts.map(make_batch))
 
 
 def pad_batch(batch: Arrays, batch_size: int) -> Arrays:

@@ -1,7 +1,5 @@
 """Users with several examples each: their numbers, their split, and batches of them."""
 
-from typing import SupportsIndex
-
 import grain
 import numpy as np
 
@@ -11,11 +9,12 @@ from train.data import (
     Arrays,
     Dataset,
     augment_rows,
+    batches_by_step,
     pad_batch,
-    prefetch,
     sample_batch,
     select_rows,
 )
+from train.data.poisson import stream
 from train.errors import UserError
 
 
@@ -76,8 +75,26 @@ def user_batches(
     for padding, which repeats a user's examples, and for unreadable files. ``weight`` [users] is
     1.0 for a sampled user, 0.0 for padding.
     """
-    source = _UserBatches(dataset, sampling, examples_per_user, seed)
-    return prefetch(grain.MapDataset.source(source))
+    assert dataset.users is not None
+    by_user = np.argsort(dataset.users, kind="stable")
+    rows_of_user = np.split(by_user, np.cumsum(np.bincount(dataset.users))[:-1])
+    k = examples_per_user
+
+    def make_batch(step: int) -> Arrays:
+        # Sampling has other streams, so that the sampled users depend on nothing else.
+        augmenting, choosing = stream(seed, step, 1), stream(seed, step, 3)
+        chosen = [
+            choosing.permutation(rows_of_user[user])[:k] for user in sampling.indices(seed, step)
+        ]
+        # A user's examples are repeated: padding of zeros could have a gradient that is not finite.
+        rows = np.array([np.resize(own, k) for own in chosen], np.int64).reshape(-1)
+        weight = np.array([np.arange(k) < len(own) for own in chosen], np.float32).reshape(-1)
+        batch = augment_rows(dataset, select_rows(dataset.train, rows), augmenting)
+        batch[EXAMPLE_WEIGHT] = weight * batch.pop("weight", np.float32(1))
+        grouped = {name: a.reshape(len(chosen), k, *a.shape[1:]) for name, a in batch.items()}
+        return pad_batch(grouped, sampling.rows)
+
+    return batches_by_step(make_batch)
 
 
 def sample_user_batch(dataset: Dataset, users: int, examples_per_user: int) -> Arrays:
@@ -86,41 +103,3 @@ def sample_user_batch(dataset: Dataset, users: int, examples_per_user: int) -> A
     shape = users, examples_per_user
     repeated = {name: np.broadcast_to(a, (*shape, *a.shape[1:])) for name, a in batch.items()}
     return repeated | {EXAMPLE_WEIGHT: repeated.pop("weight"), "weight": np.ones(users, np.float32)}
-
-
-class _UserBatches:
-    """Random access source for grain, with one batch per index."""
-
-    def __init__(
-        self, dataset: Dataset, sampling: PoissonSampling, examples_per_user: int, seed: int
-    ):
-        assert dataset.users is not None
-        by_user = np.argsort(dataset.users, kind="stable")
-        starts = np.cumsum(np.bincount(dataset.users))[:-1]
-        self._rows = np.split(by_user, starts)
-        self._dataset, self._sampling, self._seed = dataset, sampling, seed
-        self._examples_per_user = examples_per_user
-
-    def __len__(self) -> int:
-        return 2**62
-
-    def __getitem__(self, index: SupportsIndex) -> Arrays:
-        step, k = int(index), self._examples_per_user
-        # Sampling has other streams, so that the sampled users depend on nothing else.
-        augmenting, choosing = (
-            np.random.Generator(
-                np.random.Philox(np.random.SeedSequence(self._seed, spawn_key=(step, stream)))
-            )
-            for stream in (1, 3)
-        )
-        chosen = [
-            choosing.permutation(self._rows[user])[:k]
-            for user in self._sampling.indices(self._seed, step)
-        ]
-        # A user's examples are repeated: padding of zeros could have a gradient that is not finite.
-        rows = np.array([np.resize(own, k) for own in chosen], np.int64).reshape(-1)
-        weight = np.array([np.arange(k) < len(own) for own in chosen], np.float32).reshape(-1)
-        batch = augment_rows(self._dataset, select_rows(self._dataset.train, rows), augmenting)
-        batch[EXAMPLE_WEIGHT] = weight * batch.pop("weight", np.float32(1))
-        by_user = {name: a.reshape(len(chosen), k, *a.shape[1:]) for name, a in batch.items()}
-        return pad_batch(by_user, self._sampling.rows)
