@@ -33,7 +33,7 @@ from fnet.privacy import (
 )
 from train.config import Clipped, Memory, Mesh, recipes
 from train.errors import UserError
-from train.run.metrics import noise_scale, noise_scale_course
+from train.output.logged import noise_scale, noise_scale_course
 from train.run.planning import compile_step, largest_batch
 from train.run.privacy import Privacy, check_dp_accounting, privacy_from_config
 from train.run.setup import setup

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from train.config import Config, Train
-from train.output.report import render, report
-from train.output.report.runs import read_runs
+from train.report import render, report
+from train.report.runs import read_runs
 from train.run.run_folder import RunFolder
 
 EVIL = "<script>alert(1)</script>&\"'é"

@@ -30,9 +30,9 @@ from train.data.chat import ChatTemplate
 from train.data.tokenizer import Tokenizer, load_tokenizer
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError, printable
-from train.output import examples, plots
-from train.output.confusion import accuracy_by_class, iou_by_class
+from train.output import plots
 from train.output.progress import line_printer
+from train.run import examples
 from train.run.choices import load_questions, score_choices
 from train.run.class_names import check_classes, read_classes, read_label_map
 from train.run.evaluation import Evaluation
@@ -43,6 +43,7 @@ from train.run.model_files import check_model, with_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.setup import Setup, setup
 from train.tasks import language
+from train.tasks.confusion import accuracy_by_class, iou_by_class
 from train.tasks.segmentation import Views, make_measure
 
 _MAX_CLASSES = 40

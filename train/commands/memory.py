@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fnet.memory import Candidate, format_bytes, tree_bytes
+from fnet.memory import format_bytes, tree_bytes
 from fnet.memory.target import Target
 from train import arguments
 from train import config as configs
@@ -16,18 +16,19 @@ from train.config import Config, recipes
 from train.errors import UserError
 from train.output import plots
 from train.output.memory_tables import (
+    StepMemory,
     describe_candidate,
-    devices_table,
     memory_tables,
     plan_summary,
     plan_table,
 )
 from train.output.progress import compiling, line_printer
+from train.output.tables import Table, to_rich
 from train.platform import use_cpu
 from train.run.memory_report import memory_report
 from train.run.mesh import make_cpu_devices
-from train.run.planning import overhead, reserve
-from train.run.prediction import predict_on, target_of
+from train.run.planning import overhead
+from train.run.prediction import Prediction, predict_on, target_of
 from train.run.run_folder import as_json, atomic_write
 from train.run.setup import setup
 
@@ -71,67 +72,97 @@ def predict_memory(config: Config, options: MemoryArguments, console: Console) -
     run = setup(configs.check(config, "command line"), without_data=True)
     for note in run.notes:
         log(note)
-    out = Path(options.out or f"runs/{config.name}-memory")
 
     with compiling(console) as show:
-
-        def show_candidate(number: int, c: Candidate, limit: int | None) -> None:
-            show(describe_candidate(number, c, limit))
-
-        def show_size(size: int, peak: int) -> None:
-            show(f"searching the largest batch size: {size} needs {format_bytes(peak)}")
-
         predictions = [
             predict_on(
                 run,
                 target,
                 largest=find_batch_size,
-                progress=show_candidate,
-                size_progress=show_size,
+                progress=lambda *candidate: show(describe_candidate(*candidate)),
+                size_progress=lambda size, peak: show(
+                    f"searching the largest batch size: {size} needs {format_bytes(peak)}"
+                ),
             )
             for target in targets
         ]
         first = predictions[0]
         report = memory_report(first.run, first.planned)
-    if len(predictions) == 1:
-        console.print(*memory_tables(report, first.run.devices), sep="\n")
-        if plan := first.planned.plan:
-            console.print(plan_table(plan, reserve(first.run, first.target)))
-            for text in plan_summary(plan, reserve(first.run, first.target)).splitlines():
-                log(text)
+    memory, plan = StepMemory.model_validate(report), first.planned.plan
     process = overhead(first.run, first.target)
+    if len(predictions) == 1:
+        console.print(*memory_tables(memory, first.run.devices), sep="\n")
+        if plan:
+            console.print(to_rich(plan_table(plan, process.always)))
+            for text in plan_summary(plan, process.always).splitlines():
+                log(text)
     if process.always:
-        step_peak, state_bytes = first.peak.total, tree_bytes(first.run.state_shapes)
-        predicted = process.peak(state_bytes // first.run.devices, step_peak)
+        state_bytes = tree_bytes(first.run.state_shapes) // first.run.devices
         what = "each device, with the runtime" if first.run.devices > 1 else "the process"
-        log(f"Peak of {what}: {format_bytes(predicted)} ({process})")
+        predicted = format_bytes(process.peak(state_bytes, first.peak.total))
+        log(f"Peak of {what}: {predicted} ({process})")
     if options.target:
-        console.print(devices_table(predictions))
+        console.print(to_rich(devices_table(predictions)))
         log(_NOT_COUNTED)
     if find_batch_size and len(predictions) == 1:
-        size, policy = first.run.config.data.batch_size, first.planned.policy
-        limit = first.run.config.memory.budget
-        way = f"--memory.budget {limit}" if limit else f"--memory.policy {policy}"
-        words = f"--data.batch-size {size} {way}"
-        devices = first.run.devices
-        each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
-        log(f"largest batch size that fits: {size}{each}; train with {words}")
-    content = report.as_dict() | {"predictions": [p.as_dict() for p in predictions]}
+        log(_largest_batch(first))
+
+    out = Path(options.out or f"runs/{config.name}-memory")
+    content = report | {"predictions": [p.as_dict() for p in predictions]}
     try:
         out.mkdir(parents=True, exist_ok=True)
         atomic_write(out / "memory.json", as_json(content))
-        plots.memory(report, f"{config.name}: memory of a train step", out / "memory.png")
-        if plan := first.planned.plan:
-            reserved = reserve(first.run, first.target)
+        plots.memory(memory, f"{config.name}: memory of a train step", out / "memory.png")
+        if plan:
             title = f"{config.name}: peak memory and compute"
-            plots.plan(plan, reserved, title, out / "plan.png")
+            plots.plan(plan, process.always, title, out / "plan.png")
     except OSError as error:
         raise UserError(
             f"cannot write to {out}: {error.strerror or error}; choose another --out"
         ) from error
-    plots_of = "memory.png" + (", plan.png" if first.planned.plan else "")
     log(f"memory: {out / 'memory.json'}")
-    log(f"plot: {out / plots_of}")
+    log(f"plot: {out / 'memory.png'}{', plan.png' if plan else ''}")
+
+
+def devices_table(predictions: list[Prediction]) -> Table:
+    """Return what a step takes on each device, with its estimated time."""
+    devices, unit = predictions[0].run.devices, predictions[0].unit
+    links = ("sent",) if devices > 1 else ()
+
+    def row(p: Prediction) -> tuple[str, ...]:
+        e, split = p.estimate, f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
+        known = (
+            p.target.name if p.target else "this machine",
+            f"{p.planned.policy}{split}",
+            f"{p.run.config.data.batch_size:,}",
+            format_bytes(p.peak.total) + ("" if p.fits else " too large"),
+        )
+        if e is None or p.utilization is None:
+            return *known, "?", "?", "?", "rates unknown", *["?" for _ in links]
+        limit = max(e.share, key=lambda name: e.share[name])
+        rates = f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit
+        return *known, *rates, *[format_bytes(int(e.link_bytes)) for _ in links]
+
+    return Table(
+        f"Estimate{f' on {devices} devices' if links else ''}, at the rates of the data sheets",
+        ("device", "remat", "batch", "peak", "s / step", f"{unit} / s", "MFU", "limit", *links),
+        [row(p) for p in predictions],
+        texts=2,
+        caption=(
+            "Bytes are per device. The time is a lower bound: a roofline over the compiled "
+            "program. Kernels seldom reach the rates of a data sheet."
+        ),
+        styles=["" if p.fits else "dim" for p in predictions],
+        is_wide=True,
+    )
+
+
+def _largest_batch(p: Prediction) -> str:
+    """Describe the largest batch that fits, and how to train with it."""
+    size, devices, budget = p.run.config.data.batch_size, p.run.devices, p.run.config.memory.budget
+    way = f"--memory.budget {budget}" if budget else f"--memory.policy {p.planned.policy}"
+    each = f", {size // devices} for each of {devices} devices" if devices > 1 else ""
+    return f"largest batch size that fits: {size}{each}; train with --data.batch-size {size} {way}"
 
 
 def _replace(config: Config, section: str, **values: Any) -> Config:

@@ -7,7 +7,7 @@ from rich.console import Console
 from train import arguments
 from train.arguments import ReportArguments
 from train.commands.positional import positional
-from train.output.report import report
+from train.report import report
 from train.run.run_folder import RunFolder
 
 

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.output.formats import number, percent
-from train.output.stored import finite
-from train.run.metrics import NOT_PRIVATE, noise_scale_course
+from train.output.logged import NOT_PRIVATE, finite, noise_scale_course
 
 COLORS = (
     *("#1f6fb4", "#c2410c", "#15803d", "#9333a8"),

@@ -1,37 +1,73 @@
-"""Tables of a train step's memory, from the contents of memory.json."""
+"""Memory of a compiled train step: the contents of memory.json, and its tables."""
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field
 from rich import table as rich_table
 
-from fnet.memory import REMAT_POLICIES, Candidate, Plan, format_bytes
+from fnet.memory import (
+    REMAT_POLICIES,
+    Buffer,
+    Candidate,
+    LayerResiduals,
+    Plan,
+    RematReport,
+    format_bytes,
+)
 from fnet.memory.plan import MOST_PROGRAMS
-from train.output.stored import StoredMemory
 from train.output.tables import Table, to_rich
-
-if TYPE_CHECKING:
-    from train.run.memory_report import MemoryReport
-    from train.run.prediction import Prediction
 
 _MOST_LAYERS = 40
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
-def memory_tables(report: "MemoryReport", devices: int = 1) -> Iterator[rich_table.Table]:
+
+class Stored(BaseModel):
+    """A JSON object. Fields that nobody reads are ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class StoredPeak(Stored):
+    """Bytes of a compiled step, see `fnet.memory.Peak`."""
+
+    arguments: Count
+    outputs: Count
+    aliased: Count
+    temporaries: Count
+    total: Count
+    workspace: Count = 0
+
+
+class StepMemory(Stored):
+    """Contents of memory.json, as far as people look at them."""
+
+    parameters: Count
+    state_bytes: Count
+    peak: StoredPeak
+    policy: str
+    microbatches: Count
+    residuals: tuple[LayerResiduals, ...]
+    remat: RematReport | None = None
+    largest_at_peak: tuple[Buffer, ...] = ()
+    live_bytes: tuple[Count, ...] | None = None
+
+
+def memory_tables(memory: StepMemory, devices: int = 1) -> Iterator[rich_table.Table]:
     """Render the memory of a compiled step for the terminal: sums, residuals, largest buffers."""
-    memory = StoredMemory.of(report)
-    sums = list(step_sums(memory).items())
     title = "Memory of the compiled train step"
     if devices > 1:
         title += f" on each of {devices} devices"
-    yield to_rich(Table(title, ("", ""), sums))
+    yield to_rich(Table(title, ("", ""), list(step_sums(memory).items())))
     for table in (residuals_table(memory), largest_table(memory)):
         if table.rows:
             yield to_rich(table)
 
 
-def step_sums(memory: StoredMemory) -> dict[str, str]:
+def step_sums(memory: StepMemory) -> dict[str, str]:
     """Return the memory of a compiled step in sums, by name."""
     peak, policy = memory.peak, memory.policy
     saves = f": saves {REMAT_POLICIES[policy].saves}" if policy in REMAT_POLICIES else ""
@@ -55,7 +91,14 @@ def step_sums(memory: StoredMemory) -> dict[str, str]:
     return sums
 
 
-def residuals_table(memory: StoredMemory, longest: int = 0) -> Table:
+def describe_errors(errors: Mapping[str, float]) -> str:
+    """Describe the relative errors of quantized weights by path."""
+    worst = max(errors, key=lambda path: errors[path])
+    median = statistics.median(errors.values())
+    return f"relative error {median:.2%} (median), {errors[worst]:.2%} at most, in {worst}"
+
+
+def residuals_table(memory: StepMemory, longest: int = 0) -> Table:
     """Return what each layer saves for the backward pass, in forward order.
 
     Args:
@@ -77,7 +120,7 @@ def residuals_table(memory: StoredMemory, longest: int = 0) -> Table:
     )
 
 
-def largest_table(memory: StoredMemory) -> Table:
+def largest_table(memory: StepMemory) -> Table:
     """Return the largest buffers that are alive at the peak of the compiled step."""
     buffers = memory.largest_at_peak
     longest = max([1, *(b.bytes for b in buffers)])
@@ -103,46 +146,8 @@ def _path(name: str) -> str:
     return re.sub(r"\['([^']*)'\]", r"/\1", name).removeprefix("state.")
 
 
-def devices_table(predictions: "list[Prediction]") -> rich_table.Table:
-    """Render what a step takes on each device, with its estimated time."""
-    count = predictions[0].run.devices
-    on = f" on {count} devices" if count > 1 else ""
-    title = f"Estimate{on}, at the rates of the data sheets"
-    t = rich_table.Table(title=title, padding=(0, 1, 0, 0))  # its numbers fit 80 columns
-    t.title_justify = t.caption_justify = "left"
-    unit = predictions[0].unit
-    for name in ("device", "remat"):
-        t.add_column(name, overflow="fold")
-    for name in ("batch", "peak", "s / step", f"{unit} / s", "MFU"):
-        t.add_column(name, justify="right", overflow="fold")
-    t.add_column("limit", overflow="fold")
-    if count > 1:
-        t.add_column("sent", justify="right", overflow="fold")
-    for p in predictions:
-        e = p.estimate
-        split = f" / {p.planned.microbatches}" if p.planned.microbatches > 1 else ""
-        cells = [
-            p.target.name if p.target else "this machine",
-            f"{p.planned.policy}{split}",
-            f"{p.run.config.data.batch_size:,}",
-            format_bytes(p.peak.total) + ("" if p.fits else " too large"),
-        ]
-        if e is None or p.utilization is None:
-            cells += ["?", "?", "?", "rates unknown"] + ["?"] * (count > 1)
-        else:
-            limit = max(e.share, key=lambda name: e.share[name])
-            cells += [f"{e.seconds:.3g}", f"{p.per_second:,.0f}", f"{p.utilization:.0%}", limit]
-            cells += [format_bytes(int(e.link_bytes))] * (count > 1)
-        t.add_row(*cells, style="" if p.fits else "dim")
-    t.caption = (
-        "Bytes are per device. The time is a lower bound: a roofline over the compiled program. "
-        "Kernels seldom reach the rates of a data sheet."
-    )
-    return t
-
-
-def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
-    """Render every candidate of a plan for the terminal, the fastest first.
+def plan_table(plan: Plan, reserve: int) -> Table:
+    """Return every candidate of a plan, the fastest first.
 
     Args:
       plan: Candidates, and which one is chosen.
@@ -150,29 +155,34 @@ def plan_table(plan: Plan, reserve: int) -> rich_table.Table:
     """
     fastest = min(c.cost.time for c in plan.candidates)
     within = f" within {format_bytes(plan.budget)}" if plan.budget else ""
-    t = rich_table.Table(title=f"Ways to train{within}", title_justify="left")
-    # Columns fold in a narrow terminal, so that no digit is cut off.
-    t.add_column("remat", overflow="fold")
-    for name in ("micro-\nbatches", "peak", "GFLOP", "GB", "time"):
-        t.add_column(name, justify="right", overflow="fold")
-    t.add_column("schedule", overflow="fold")
-    t.add_column("", overflow="fold")
-    for c in plan.candidates:
+
+    def verdict(c: Candidate) -> str:
+        if c is plan.chosen:
+            return "chosen"
         fits = plan.budget is None or c.peak.total + reserve <= plan.budget
-        t.add_row(
-            str(c.policy),
-            str(c.microbatches),
-            format_bytes(c.peak.total),
-            f"{c.cost.flops / 1e9:,.1f}",
-            f"{c.cost.bytes / 1e9:,.1f}",
-            f"{c.cost.time / fastest:.2f}",
-            _schedule(c),
-            "chosen" if c is plan.chosen else "" if fits else "too large",
-            style="bold" if c is plan.chosen else "" if fits else "dim",
-        )
-    t.caption = "GFLOP, GB: compute and memory traffic per step. Time: estimate from both."
-    t.caption_justify = "left"
-    return t
+        return "" if fits else "too large"
+
+    return Table(
+        f"Ways to train{within}",
+        ("remat", "schedule", "micro-\nbatches", "peak", "GFLOP", "GB", "time", ""),
+        [
+            (
+                str(c.policy),
+                _schedule(c),
+                str(c.microbatches),
+                format_bytes(c.peak.total),
+                f"{c.cost.flops / 1e9:,.1f}",
+                f"{c.cost.bytes / 1e9:,.1f}",
+                f"{c.cost.time / fastest:.2f}",
+                verdict(c),
+            )
+            for c in plan.candidates
+        ],
+        texts=2,
+        caption="GFLOP, GB: compute and memory traffic per step. Time: estimate from both.",
+        styles=[{"chosen": "bold", "": ""}.get(verdict(c), "dim") for c in plan.candidates],
+        is_wide=True,
+    )
 
 
 def describe_candidate(number: int, candidate: Candidate, limit: int | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib import ticker
@@ -12,11 +12,8 @@ from matplotlib.patches import Patch
 
 from fnet.memory import Plan, format_bytes
 from train.output.curves import COLORS, round_ticks, style
+from train.output.memory_tables import StepMemory
 from train.output.palette import overlay_labels
-from train.output.stored import StoredMemory
-
-if TYPE_CHECKING:
-    from train.run.memory_report import MemoryReport
 
 _MOST_POINTS = 400
 """Points of the curve of live bytes."""
@@ -158,15 +155,14 @@ def confusion_matrix(matrix: np.ndarray, classes: Sequence[str], title: str, pat
     figure.savefig(path, dpi=110)
 
 
-def memory(report: "MemoryReport", title: str, path: Path) -> None:
+def memory(stored: StepMemory, title: str, path: Path) -> None:
     """Save memory.png: residuals by layer, and live bytes while the compiled step runs.
 
     Args:
-      report: Memory of a compiled train step.
+      stored: Memory of a compiled train step.
       title: Title of the picture.
       path: Path of the PNG.
     """
-    stored = StoredMemory.of(report)
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     figure.suptitle(title, parse_math=False)
     by_layer, over_time = figure.subplots(1, 2)
@@ -230,7 +226,7 @@ def plan(plan: Plan, reserved: int, title: str, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def draw_live_bytes(ax: Axes, stored: StoredMemory, highest: int = 0) -> None:
+def draw_live_bytes(ax: Axes, stored: StepMemory, highest: int = 0) -> None:
     """Draw the bytes that are alive at each instruction, and the peak that XLA assigned.
 
     Args:

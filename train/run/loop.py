@@ -14,8 +14,9 @@ from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
 from train.output import curves, plots
+from train.output.logged import read_metrics
+from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
-from train.output.summary import before_training, print_facts
 from train.run import distributed, initial_weights, tracking
 from train.run.checkpoints import Checkpoints
 from train.run.class_names import write_classes
@@ -30,12 +31,13 @@ from train.run.process_memory import HighWater, occupy_gaps
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
 from train.run.results import Trained, test_metrics, unreadable_name, write_results
-from train.run.run_folder import RunFolder, as_json, atomic_write, quote, read_metrics
+from train.run.run_folder import RunFolder, as_json, atomic_write, quote
 from train.run.same_data import describe_data, write_data
 from train.run.seeds import Seeds, describe_seeds, read_seeds
 from train.run.setup import Setup, setup
 from train.run.skipped_steps import SkippedSteps
 from train.run.start import Start, create_folder, first_state, reopen_folder
+from train.run.summary import before_training, print_facts
 
 
 def train(config: Config, out: Path, *, resume: bool, console: Console, profile: int = 0) -> None:
@@ -100,9 +102,9 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if run.privacy:
             log(f"privacy: {run.privacy.describe(run.steps)}")
             log(describe_seeds(folder, config))
-        atomic_write(folder.memory, as_json(programs.report.as_dict()))
+        atomic_write(folder.memory, as_json(programs.report))
         title = f"{config.name}: memory of a train step"
-        plots.memory(programs.report, title, folder.memory_picture)
+        plots.memory(StepMemory.model_validate(programs.report), title, folder.memory_picture)
         occupy_gaps()
         high_water = HighWater(run.devices // jax.process_count())
         distributed.wait_for_all("compiled")

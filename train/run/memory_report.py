@@ -1,11 +1,11 @@
-"""Memory report of a compiled train step: everything that is known before it runs, as data."""
+"""Memory of a compiled train step: everything that is known before it runs, as data."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from fnet import memory
-from fnet.memory import Buffer, LayerResiduals, Plan, Policy, Timeline
+from fnet.memory import LayerResiduals, Plan, Policy
 from train.run.planning import Planned
 from train.run.setup import Setup
 
@@ -13,52 +13,30 @@ _MAX_LAYERS = 20
 """Largest number of rows in a table and of bars in a plot."""
 
 
-class MemoryReport(NamedTuple):
-    """Memory of a compiled train step.
+def memory_report(run: Setup, planned: Planned) -> dict[str, Any]:
+    """Return the contents of memory.json.
 
-    Attributes:
-      planned: Compiled step, and the plan it was chosen from.
-      residuals: Bytes that the backward pass saves, by layer in forward order; for one
-        microbatch if there are several.
-      timeline: Live bytes over the compiled program's schedule; None if the compiler does not
-        report it.
+    ``live_bytes`` and ``largest_at_peak`` are empty if the compiler does not report the schedule,
+    and ``residuals`` are of one microbatch if there are several.
     """
-
-    planned: Planned
-    residuals: list[LayerResiduals]
-    timeline: Timeline | None
-
-    @property
-    def largest(self) -> list[Buffer]:
-        """Largest buffers that are live at the peak."""
-        return self.timeline.largest if self.timeline else []
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report for memory.json."""
-        planned = self.planned
-        return planned.executable.report.as_dict() | {
-            "policy": str(planned.policy),
-            "microbatches": planned.microbatches,
-            "remat": planned.remat._asdict() if planned.remat else None,
-            "plan": _plan_as_dict(planned.plan) if planned.plan else None,
-            "residuals": [layer._asdict() for layer in self.residuals],
-            "largest_at_peak": [buffer._asdict() for buffer in self.largest],
-            "live_bytes": self.timeline.live_bytes if self.timeline else None,
-        }
-
-
-def memory_report(run: Setup, planned: Planned) -> MemoryReport:
-    """Report the memory of a run's compiled train step."""
     try:
         timeline = planned.executable.report.peak.timeline
     except ValueError:
         timeline = None
     residuals = residuals_by_layer(run, planned.policy, planned.microbatches)
-    return MemoryReport(planned, residuals, timeline)
+    return planned.executable.report.as_dict() | {
+        "policy": str(planned.policy),
+        "microbatches": planned.microbatches,
+        "remat": planned.remat._asdict() if planned.remat else None,
+        "plan": _plan_as_dict(planned.plan) if planned.plan else None,
+        "residuals": [layer._asdict() for layer in residuals],
+        "largest_at_peak": [b._asdict() for b in timeline.largest] if timeline else [],
+        "live_bytes": timeline.live_bytes if timeline else None,
+    }
 
 
 def residuals_by_layer(run: Setup, policy: str | Policy, microbatches: int) -> list[LayerResiduals]:
-    """Return the bytes that the loss saves for the backward pass, by layer.
+    """Return the bytes that the loss saves for the backward pass, by layer in forward order.
 
     Layers are grouped by the first parts of their names, so that at most 20 rows remain.
     """
@@ -89,18 +67,13 @@ def residuals_by_layer(run: Setup, policy: str | Policy, microbatches: int) -> l
 
 
 def _plan_as_dict(plan: Plan) -> dict[str, Any]:
-    def candidate_as_dict(c: memory.Candidate | None) -> dict[str, Any] | None:
-        if c is None:
-            return None
-        return c._asdict() | {
-            "policy": str(c.policy),
-            "cost": c.cost._asdict(),
-            "peak": c.peak.as_dict(),
-        }
+    def as_dict(c: memory.Candidate) -> dict[str, Any]:
+        costs = {"cost": c.cost._asdict(), "peak": c.peak.as_dict()}
+        return c._asdict() | {"policy": str(c.policy)} | costs
 
     return {
         "budget": plan.budget,
-        "chosen": candidate_as_dict(plan.chosen),
-        "smaller": candidate_as_dict(plan.smaller),
-        "candidates": [candidate_as_dict(c) for c in plan.candidates],
+        "chosen": as_dict(plan.chosen),
+        "smaller": as_dict(plan.smaller) if plan.smaller else None,
+        "candidates": [as_dict(c) for c in plan.candidates],
     }

@@ -1,19 +1,17 @@
-"""Metrics of training steps: means over a window, throughput, score and noise scale."""
+"""Metrics of training steps: means over a window, and the score."""
 
 import concurrent.futures
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from train.errors import TrainingError
-
-NOT_PRIVATE = "not_private"
-"""First part of the names of metrics that a guarantee of privacy does not cover."""
+from train.output.logged import NOT_PRIVATE
 
 _FROM_NOISY_GRADIENT = frozenset({"grad_norm", "clip"})
 """Metrics of a private step that the guarantee covers. Others see training examples."""
@@ -150,30 +148,6 @@ def idle_since(metrics: Any) -> float:
     return time.perf_counter()
 
 
-def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the examples per second of a run's training steps, however often it was resumed."""
-    windows = _windows(lines)
-    seconds = sum(steps / line["examples_per_second"] for line, steps in windows)
-    return sum(steps for _, steps in windows) / seconds if windows else None
-
-
-def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of a run's training time in which the device waited for input."""
-    windows = [(steps / line["examples_per_second"], line) for line, steps in _windows(lines)]
-    waited = sum(seconds * line.get("input_wait", 0.0) for seconds, line in windows)
-    return waited / sum(seconds for seconds, _ in windows) if windows else None
-
-
-def _windows(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """Return lines of metrics.jsonl with the number of steps that each stands for."""
-    steps = np.diff([line["step"] for line in lines], prepend=0).tolist()
-    return [
-        (line, n)
-        for line, n in zip(lines, steps, strict=True)
-        if n > 0 and line.get("examples_per_second", 0) > 0
-    ]
-
-
 def score_of(metrics: Mapping[str, float]) -> float | None:
     """Return the score of a network: mean IoU, else accuracy, else minus its loss.
 
@@ -181,35 +155,3 @@ def score_of(metrics: Mapping[str, float]) -> float | None:
     """
     score = metrics.get("mean_iou", metrics.get("accuracy", -metrics["loss"]))
     return score if math.isfinite(score) else None
-
-
-def noise_scale(lines: Sequence[dict[str, Any]]) -> float | None:
-    """Return the simple noise scale at the end of a run; None if it is not known."""
-    course = noise_scale_course(lines)
-    return course[-1][1] if course and course[-1][0] == lines[-1]["step"] else None
-
-
-def noise_scale_course(lines: Sequence[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the simple noise scale over a run, in examples: (step, tr(Sigma) / |G|^2).
-
-    This is the batch size at which the noise of the gradient is as large as the gradient
-    (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A). Both
-    estimates are noisy, and unlike them their ratio is biased. Therefore each is averaged
-    exponentially (half-life: a tenth of the run) before the division. Steps at which the average of
-    |G|^2 is not positive are dropped.
-
-    Args:
-      lines: lines of metrics.jsonl, with ``train/grad_var`` and ``train/grad_sq``.
-    """
-    measured = [r for r in lines if "train/grad_sq" in r and r["step"] > 0]
-    course = []
-    var = sq = last = 0.0
-    for line in measured:
-        step = line["step"]
-        decay = 0.5 ** ((step - last) / (measured[-1]["step"] / 10))
-        var = decay * var + (1 - decay) * line["train/grad_var"]
-        sq = decay * sq + (1 - decay) * line["train/grad_sq"]
-        last = step
-        if sq > 0:
-            course.append((step, var / sq))
-    return course

@@ -1,7 +1,7 @@
 """All programs of a run, compiled before its first step, so that their memory is known."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 from rich.console import Console
@@ -14,7 +14,7 @@ from train.run.checkpoints import compile_checksums
 from train.run.evaluation import Evaluator
 from train.run.frozen import without_frozen
 from train.run.initial_weights import InitialWeights
-from train.run.memory_report import MemoryReport, memory_report
+from train.run.memory_report import memory_report
 from train.run.planning import Planned, StepCache, compile_step, overhead
 from train.run.setup import Setup
 
@@ -28,7 +28,7 @@ class Programs(NamedTuple):
       evaluate: Function ``state -> Evaluation``.
       init: Function ``key -> TrainState``.
       learning_rate: Function ``number of updates -> learning rate``.
-      report: Memory of the train step.
+      report: Contents of memory.json.
       predicted_bytes: Predicted peak memory of the run, per device.
     """
 
@@ -37,7 +37,7 @@ class Programs(NamedTuple):
     evaluate: Evaluator
     init: Callable[[Array], TrainState]
     learning_rate: Callable[[int], float]
-    report: MemoryReport
+    report: dict[str, Any]
     predicted_bytes: int
 
 

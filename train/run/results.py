@@ -14,16 +14,17 @@ import jax
 import fnet
 from fnet import TrainState
 from fnet.privacy.audit import Audit
-from train.output import examples, plots
-from train.output.summary import describe_results, what_next
+from train.output import plots
+from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
+from train.run import examples
 from train.run.audit import audit
 from train.run.audit import describe as describe_audit
 from train.run.evaluation import Evaluation
-from train.run.metrics import NOT_PRIVATE, input_wait, noise_scale, throughput
 from train.run.programs import Programs
-from train.run.run_folder import RunFolder, as_json, atomic_write, read_metrics
+from train.run.run_folder import RunFolder, as_json, atomic_write
 from train.run.seeds import Seeds, describe_seeds, needs_secret
 from train.run.setup import Setup
+from train.run.summary import describe_results, what_next
 
 
 class Trained(NamedTuple):

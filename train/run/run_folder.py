@@ -13,6 +13,7 @@ from typing import Any, Self
 from train import config as configs
 from train.config import Config
 from train.errors import UserError, closest_name
+from train.output.logged import read_metrics
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {
@@ -232,24 +233,6 @@ def changed_fields(there: Config, here: Config) -> dict[str, tuple[Any, Any]]:
     a, b = configs.flatten(there), configs.flatten(here)
     names = sorted((a.keys() | b.keys()) - MAY_CHANGE_ON_RESUME)
     return {n: (a.get(n, "absent"), b.get(n, "absent")) for n in names if a.get(n) != b.get(n)}
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics file, or [] if there is none.
-
-    Lines without a step, such as one that a kill cut off, are skipped.
-    """
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
 
 
 def check_no_pattern(path: Path) -> None:

@@ -12,8 +12,8 @@ from fnet.losses.segmentation import pixel_cross_entropy, pixel_predictions
 from train.config import Config, DeepLab, SegmentationFolder
 from train.data import Dataset, sample_batch, segmentation_folder
 from train.errors import UserError
-from train.output.confusion import pixel_scores
 from train.tasks import images
+from train.tasks.confusion import pixel_scores
 from train.tasks.task import Batch, BatchMetrics, Task
 
 

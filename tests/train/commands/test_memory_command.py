@@ -13,10 +13,11 @@ from fnet import memory
 from fnet.memory.target import Peaks, Target
 from train.config import Config, Digits, Memory, Mlp
 from train.output.memory_tables import describe_candidate, plan_summary, plan_table
-from train.output.summary import describe_results
+from train.output.tables import to_rich
 from train.run import planning, programs
 from train.run.process_memory import Overhead, overhead
 from train.run.setup import setup
+from train.run.summary import describe_results
 
 
 @pytest.fixture(autouse=True)
@@ -240,7 +241,7 @@ def test_plan_tables_show_all_digits(width):
     way = memory.Candidate("segments", 16, work, memory.Peak(987 * 2**20, 0, 0, 0, 0), {})
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(plan_table(memory.Plan(2**30, way, None, (way,)), 0))
+        console.print(to_rich(plan_table(memory.Plan(2**30, way, None, (way,)), 0)))
     printed = capture.get()
     assert "…" not in printed
     if width == 80:  # wide enough for each number on one line

@@ -18,9 +18,9 @@ from train.config.model import Backbone
 from train.data import evaluation_batches
 from train.data.class_table import PUBLISHED, VOID, voc_color
 from train.data.masks import LabelMap
-from train.output.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.output.palette import distinct_colors, overlay_labels, palette
 from train.tasks import build
+from train.tasks.confusion import accuracy_by_class, iou_by_class, pixel_scores
 from train.tasks.segmentation import Views, logits_by_view, make_measure
 
 small_deeplab = pytest.fixture(vision_cases.small_deeplab)

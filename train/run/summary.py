@@ -1,10 +1,9 @@
 """What a run prints before its first step and after its last one."""
 
-import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -15,15 +14,12 @@ from train.data import num_examples
 from train.errors import shorten
 from train.output.curves import describe
 from train.output.formats import duration, number
-from train.output.memory_tables import plan_summary
+from train.output.memory_tables import describe_errors, plan_summary
 from train.output.progress import line_printer
-from train.run.planning import reserve
+from train.run.planning import Planned, reserve
 from train.run.run_folder import RunFolder, quote
+from train.run.setup import Setup
 from train.tasks.pretrained import FROZEN
-
-if TYPE_CHECKING:
-    from train.run.planning import Planned
-    from train.run.setup import Setup
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
@@ -37,7 +33,7 @@ def print_facts(console: Console, facts: Mapping[str, str]) -> None:
 
 
 def before_training(
-    run: "Setup", planned: "Planned", predicted: int, lines: list[dict[str, Any]]
+    run: Setup, planned: Planned, predicted: int, lines: list[dict[str, Any]]
 ) -> dict[str, str]:
     """Summarize a run whose step is compiled: data, network, memory, steps and time.
 
@@ -89,11 +85,11 @@ def before_training(
     return facts
 
 
-def _of_process(run: "Setup") -> str:
+def _of_process(run: Setup) -> str:
     return " with the runtime" if run.devices > 1 else " for the process"
 
 
-def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
+def describe_results(run: Setup, summary: Mapping[str, Any]) -> list[str]:
     """Describe the results of a finished run in lines, from the contents of summary.json."""
     predicted, measured = summary["peak_bytes_predicted"], summary["peak_bytes_seen"]
     memory = f"peak memory {format_bytes(measured)}, predicted {format_bytes(predicted)}"
@@ -121,14 +117,7 @@ def describe_results(run: "Setup", summary: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def describe_errors(errors: Mapping[str, float]) -> str:
-    """Describe the relative errors of quantized weights by path."""
-    worst = max(errors, key=lambda path: errors[path])
-    median = statistics.median(errors.values())
-    return f"relative error {median:.2%} (median), {errors[worst]:.2%} at most, in {worst}"
-
-
-def what_next(run: "Setup", folder: RunFolder, written: Sequence[Path]) -> list[str]:
+def what_next(run: Setup, folder: RunFolder, written: Sequence[Path]) -> list[str]:
     """Return lines with the files that show the results, and with commands to try next."""
     model, path = run.config.model, quote(folder.path)
     generates = isinstance(model, LanguageModel | Denoiser) or run.task.dataset.classes == ()

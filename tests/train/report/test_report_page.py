@@ -13,12 +13,12 @@ import report_cases
 from program_cases import exit_code, fnet_command
 from report_cases import EVIL, LINES, MEMORY, NOW, PNG, Page, line, page_of, written
 
+from train import report as report_package
 from train.config import Config, ImageFolder
 from train.errors import UserError
-from train.output import report as report_package
 from train.output.curves import COLORS, GRID_COLOR, MOST_POINTS
-from train.output.report import render
-from train.output.report.runs import read_runs
+from train.report import render
+from train.report.runs import read_runs
 from train.run.run_folder import RunFolder
 
 STYLE = (Path(report_package.__file__).parent / "style.css").read_text()

@@ -9,9 +9,9 @@ from fnet.memory import format_bytes
 from train.config import Clipped, DeepLab, Denoiser, LanguageModel
 from train.output.curves import SCORES, Metric, describe
 from train.output.formats import duration, number
-from train.output.report.runs import Run
+from train.output.logged import NOT_PRIVATE
 from train.output.tables import Cell, Table
-from train.run.metrics import NOT_PRIVATE
+from train.report.runs import Run
 
 
 def describe_run(run: Run) -> str:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from train.config import ChatFile, Config, TextFile
 from train.errors import UserError
-from train.output import stored
 from train.output.curves import Curve, read_curves
+from train.output.logged import finite, throughput
+from train.output.memory_tables import StepMemory
+from train.report import files
 from train.run.run_folder import RunFolder
 
 PICTURES = {
@@ -30,7 +30,7 @@ _MOST_PICTURED = 4
 class Evaluated(NamedTuple):
     """An evaluation by `fnet eval`: its evaluation.json, and its pictures as data URIs."""
 
-    result: stored.StoredEvaluation
+    result: files.Evaluation
     pictures: dict[str, str]
 
 
@@ -61,10 +61,10 @@ class Run:
     lines: list[dict[str, Any]]
     curves: dict[str, Curve]
     written: float | None
-    summary: stored.StoredSummary | None
-    memory: stored.StoredMemory | None
+    summary: files.Summary | None
+    memory: StepMemory | None
     evaluations: list[Evaluated]
-    bad_steps: list[stored.StoredBadStep]
+    bad_steps: list[files.BadStep]
     pictures: dict[str, str]
     checkpoints: list[int]
     owner: str | None
@@ -83,7 +83,7 @@ class Run:
     @property
     def epoch(self) -> float:
         """Epoch of the last logged step; nan if it is not known."""
-        return stored.finite(self.lines[-1].get("epoch")) if self.lines else math.nan
+        return finite(self.lines[-1].get("epoch")) if self.lines else math.nan
 
     @property
     def total_steps(self) -> int | None:
@@ -92,7 +92,7 @@ class Run:
         if train.steps or not self.epoch > 0:
             return train.steps or None
         steps = train.epochs * self.step / self.epoch
-        return math.ceil(round(steps, 6)) if steps < stored.MOST_STEPS else None
+        return math.ceil(round(steps, 6)) if steps < files.MOST_STEPS else None
 
     @property
     def finished(self) -> bool:
@@ -103,11 +103,8 @@ class Run:
     @property
     def training_seconds(self) -> float | None:
         """Time spent in training steps, however often the run was resumed."""
-        rate = self.curves.get("examples_per_second")
-        if rate is None or not len(rate.values) or not (rate.values > 0).all():
-            return None
-        examples = np.diff(rate.steps, prepend=0.0) * self.config.data.batch_size
-        return float((examples / rate.values).sum())
+        rate = throughput(self.lines)
+        return self.step * self.config.data.batch_size / rate if rate else None
 
     def last(self, key: str) -> float | None:
         """Return the last value of a metric, or None."""
@@ -139,8 +136,8 @@ def _read(folder: RunFolder, label: str) -> Run:
     except OSError as error:
         raise UserError(f"cannot read {folder.config}: {error.strerror or error}") from error
     notes: list[str] = []
-    lines, written = stored.load_lines(folder.metrics, notes)
-    bad_steps, _ = stored.load_lines(folder.bad_steps, notes)
+    lines, written = files.load_lines(folder.metrics, notes)
+    bad_steps, _ = files.load_lines(folder.bad_steps, notes)
     checkpoints = [p.name for p in folder.checkpoints.glob("[0-9]*") if p.name.isdecimal()]
     return Run(
         label=label,
@@ -149,30 +146,30 @@ def _read(folder: RunFolder, label: str) -> Run:
         lines=lines,
         curves=read_curves(lines),
         written=written,
-        summary=stored.load(stored.StoredSummary, folder.summary, notes),
-        memory=stored.load(stored.StoredMemory, folder.memory, notes),
+        summary=files.load(files.Summary, folder.summary, notes),
+        memory=files.load(StepMemory, folder.memory, notes),
         evaluations=_read_evaluations(folder, notes),
-        bad_steps=stored.load(list[stored.StoredBadStep], folder.bad_steps, notes, bad_steps) or [],
+        bad_steps=files.load(list[files.BadStep], folder.bad_steps, notes, bad_steps) or [],
         pictures=_read_pictures(folder.path, notes),
         checkpoints=sorted(map(int, checkpoints)),
-        owner=(stored.load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip()
+        owner=(files.load_bytes(folder.lock_file, []) or b"").decode(errors="replace").strip()
         or None,
         notes=notes,
     )
 
 
 def _read_pictures(path: Path, notes: list[str]) -> dict[str, str]:
-    pictures = {name: stored.load_picture(path / name, notes) for name in PICTURES}
+    pictures = {name: files.load_picture(path / name, notes) for name in PICTURES}
     return {name: uri for name, uri in pictures.items() if uri}
 
 
 def _read_evaluations(folder: RunFolder, notes: list[str]) -> list[Evaluated]:
-    plain = stored.load(stored.StoredEvaluation, folder.evaluation, notes)
+    plain = files.load(files.Evaluation, folder.evaluation, notes)
     evaluations = [Evaluated(plain, {})] if plain else []  # its pictures are those of the run
     paths = folder.evaluations.glob(f"*/{folder.evaluation.name}")
     newest_first = sorted(paths, key=lambda path: (-path.stat().st_mtime, path))
     for i, path in enumerate(newest_first):
-        if result := stored.load(stored.StoredEvaluation, path, notes):
+        if result := files.load(files.Evaluation, path, notes):
             pictures = _read_pictures(path.parent, notes) if i < _MOST_PICTURED else {}
             evaluations.append(Evaluated(result, pictures))
     if (more := len(newest_first) - _MOST_PICTURED) > 0:

@@ -17,9 +17,9 @@ import fnet
 from train.errors import UserError
 from train.output.curves import MOST_POINTS, describe, metrics_of
 from train.output.progress import line_printer
-from train.output.report import overview, sections
-from train.output.report.runs import PICTURES, Run, read_runs
 from train.output.tables import MISSING
+from train.report import overview, sections
+from train.report.runs import PICTURES, Run, read_runs
 from train.run.run_folder import RunFolder, atomic_write
 
 _HERE = Path(__file__).parent

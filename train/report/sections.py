@@ -12,14 +12,18 @@ from fnet.memory import format_bytes
 from train.config import Config, flatten
 from train.output.curves import COLORS, DASHES, Metric, XAxis, draw
 from train.output.formats import duration, number, percent
-from train.output.memory_tables import largest_table, residuals_table, step_sums
+from train.output.logged import NOT_PRIVATE
+from train.output.memory_tables import (
+    StepMemory,
+    describe_errors,
+    largest_table,
+    residuals_table,
+    step_sums,
+)
 from train.output.plots import draw_live_bytes
-from train.output.report.runs import Run
-from train.output.report.svg import to_svg
-from train.output.stored import StoredMemory
-from train.output.summary import describe_errors
 from train.output.tables import MISSING, Cell, Table
-from train.run.metrics import NOT_PRIVATE
+from train.report.runs import Run
+from train.report.svg import to_svg
 
 _MOST_ROWS = 20
 _MOST_NAMES = 8
@@ -128,7 +132,7 @@ def memory_sums(run: Run) -> dict[str, str]:
 
 def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | None, Table]]:
     """Yield runs, residuals, live bytes and largest buffers of each compiled step, to one scale."""
-    labels: dict[StoredMemory, list[str]] = {}
+    labels: dict[StepMemory, list[str]] = {}
     for run in runs:
         if run.memory:
             labels.setdefault(run.memory, []).append(run.label)
@@ -139,7 +143,7 @@ def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | No
         yield ", ".join(names), residuals_table(memory, longest), live, largest_table(memory)
 
 
-def _live_bytes(memory: StoredMemory, highest: int, name: str) -> Chart:
+def _live_bytes(memory: StepMemory, highest: int, name: str) -> Chart:
     live = memory.live_bytes or (0,)
     most, at = format_bytes(max(live)), f"at instruction {live.index(max(live)):,}"
     draw_memory = functools.partial(draw_live_bytes, stored=memory, highest=highest)

@@ -1,103 +1,22 @@
 """Files of a run's folder as data, checked when they are read."""
 
 import base64
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
-from train.run.run_folder import read_metrics
+from train.output.logged import finite, read_metrics
+from train.output.memory_tables import Count, Stored
 
-if TYPE_CHECKING:
-    from train.run.memory_report import MemoryReport
-
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 T = TypeVar("T")
 
 MOST_STEPS = 2**53
 """Not every integer from here on is a float64."""
-_TOO_LARGE = 1e100
-"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
 _MOST_PICTURE_BYTES = 16 * 2**20
 
 
-class _Stored(BaseModel):
-    """A JSON object. Fields that nobody reads are ignored."""
-
-    model_config = ConfigDict(frozen=True)
-
-
-class StoredPeak(_Stored):
-    """Bytes of a compiled step, see `fnet.memory.Peak`."""
-
-    arguments: Count
-    outputs: Count
-    aliased: Count
-    temporaries: Count
-    total: Count
-    workspace: Count = 0
-
-
-class StoredResiduals(_Stored):
-    """Arrays that one layer saves for the backward pass."""
-
-    layer: str
-    bytes: Count
-    arrays: Count
-
-
-class StoredBuffer(_Stored):
-    """A buffer that is alive at the peak, see `fnet.memory.Buffer`."""
-
-    bytes: Count
-    shape: tuple[Count, ...]
-    dtype: str
-    kind: str
-    layer: str
-    phase: str
-    instruction: str
-
-
-class StoredRemat(_Stored):
-    """Effect of a remat policy, see `fnet.memory.RematReport`."""
-
-    flops_before: Count
-    flops_after: Count
-    temporaries_before: Count
-    temporaries_after: Count
-
-
-class StoredMemory(_Stored):
-    """Contents of memory.json, as far as people look at them."""
-
-    parameters: Count
-    state_bytes: Count
-    peak: StoredPeak
-    policy: str
-    microbatches: Count
-    residuals: tuple[StoredResiduals, ...] = Field(
-        validation_alias=AliasChoices("residuals", "kept")
-    )
-    remat: StoredRemat | None = Field(None, validation_alias=AliasChoices("remat", "recomputation"))
-    largest_at_peak: tuple[StoredBuffer, ...] = ()
-    live_bytes: tuple[Count, ...] | None = None
-
-    @classmethod
-    def of(cls, report: "MemoryReport") -> "StoredMemory":
-        """Return what memory.json holds of a compiled step."""
-        return cls.model_validate(report.as_dict())
-
-
-class StoredAudit(_Stored):
+class Audit(Stored):
     """Result of an audit, see `fnet.privacy.audit.Audit`."""
 
     epsilon: FiniteFloat
@@ -107,24 +26,24 @@ class StoredAudit(_Stored):
     correct: Count
 
 
-class StoredSummary(_Stored):
+class Summary(Stored):
     """Contents of summary.json."""
 
     steps: Count
     seconds: FiniteFloat
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float] = Field({})
     noise_scale: float | None = None
     input_wait_reason: str | None = None
-    quantization_errors: dict[str, float] = {}
-    audit: StoredAudit | None = None
+    quantization_errors: dict[str, float] = Field({})
+    audit: Audit | None = None
     parameters: Count | None = None
     budget_bytes: Count | None = None
     peak_bytes_predicted: Count | None = None
     peak_bytes_seen: Count | None = None
-    versions: dict[str, str] = {}
+    versions: dict[str, str] = Field({})
 
 
-class StoredClass(_Stored):
+class ClassScore(Stored):
     """A class in evaluation.json: examples and accuracy, or pixels and IoU."""
 
     name: str
@@ -134,16 +53,16 @@ class StoredClass(_Stored):
     iou: float | None = None
 
 
-class StoredEvaluation(_Stored):
+class Evaluation(Stored):
     """Contents of evaluation.json, which `fnet eval` writes; ``description`` has its options."""
 
     step: Count
     description: str = ""
-    metrics: dict[str, float] = {}
-    classes: tuple[StoredClass, ...] = ()
+    metrics: dict[str, float] = Field({})
+    classes: tuple[ClassScore, ...] = ()
 
 
-class StoredBadStep(_Stored):
+class BadStep(Stored):
     """A line of bad_steps.jsonl: a step that was skipped."""
 
     step: Count
@@ -209,12 +128,3 @@ def load_bytes(path: Path, notes: list[str]) -> bytes | None:
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror or error}")
         return None
-
-
-def finite(value: Any) -> float:
-    """Return a number from JSON as a float, and anything else as nan."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    if not abs(value) < _TOO_LARGE:
-        return math.nan
-    return float(value) if abs(value) > 1 / _TOO_LARGE else 0.0

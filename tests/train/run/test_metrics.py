@@ -7,7 +7,8 @@ import pytest
 from program_cases import metrics_of
 
 from train.errors import TrainingError
-from train.run.metrics import Meter, input_wait, score_of, throughput
+from train.output.logged import input_wait, throughput
+from train.run.metrics import Meter, score_of
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
 

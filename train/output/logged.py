@@ -1,0 +1,98 @@
+"""What a run has logged: the lines of metrics.jsonl, and averages over them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NOT_PRIVATE = "not_private"
+"""First part of the names of metrics that a guarantee of privacy does not cover."""
+
+_TOO_LARGE = 1e100
+"""Numbers from here on count as infinite, so that ratios of two numbers stay finite."""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file, or [] if there is none.
+
+    Lines without a step, such as one that a kill cut off, are skipped.
+    """
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
+    return lines
+
+
+def finite(value: Any) -> float:
+    """Return a number from JSON as a float, and anything else as nan."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    if not abs(value) < _TOO_LARGE:
+        return math.nan
+    return float(value) if abs(value) > 1 / _TOO_LARGE else 0.0
+
+
+def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the examples per second of a run's training steps, however often it was resumed."""
+    windows = _windows(lines)
+    seconds = sum(steps / rate for _, steps, rate in windows)
+    return sum(steps for _, steps, _ in windows) / seconds if windows else None
+
+
+def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of a run's training time in which the device waited for input."""
+    windows = [(steps / rate, line) for line, steps, rate in _windows(lines)]
+    waited = sum(seconds * line.get("input_wait", 0.0) for seconds, line in windows)
+    return waited / sum(seconds for seconds, _ in windows) if windows else None
+
+
+def _windows(
+    lines: Sequence[Mapping[str, Any]],
+) -> list[tuple[Mapping[str, Any], int, float]]:
+    """Return lines with the number of steps that each stands for, and their speed."""
+    steps = np.diff([line["step"] for line in lines], prepend=0).tolist()
+    rates = [finite(line.get("examples_per_second")) for line in lines]
+    windows = zip(lines, steps, rates, strict=True)
+    return [(line, n, rate) for line, n, rate in windows if n > 0 and rate > 0]
+
+
+def noise_scale(lines: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the simple noise scale at the end of a run; None if it is not known."""
+    course = noise_scale_course(lines)
+    return course[-1][1] if course and course[-1][0] == lines[-1]["step"] else None
+
+
+def noise_scale_course(lines: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return the simple noise scale over a run, in examples: (step, tr(Sigma) / |G|^2).
+
+    This is the batch size at which the noise of the gradient is as large as the gradient
+    (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A). Both
+    estimates are noisy, and unlike them their ratio is biased. Therefore each is averaged
+    exponentially (half-life: a tenth of the run) before the division. Steps at which the average of
+    |G|^2 is not positive are dropped.
+
+    Args:
+      lines: lines of metrics.jsonl, with ``train/grad_var`` and ``train/grad_sq``.
+    """
+    measured = [r for r in lines if "train/grad_sq" in r and r["step"] > 0]
+    course = []
+    var = sq = last = 0.0
+    for line in measured:
+        step = line["step"]
+        decay = 0.5 ** ((step - last) / (measured[-1]["step"] / 10))
+        var = decay * var + (1 - decay) * line["train/grad_var"]
+        sq = decay * sq + (1 - decay) * line["train/grad_sq"]
+        last = step
+        if sq > 0:
+            course.append((step, var / sq))
+    return course
