@@ -217,8 +217,8 @@ def test_a_private_run_reports_epsilon_before_and_after(finished_private_run):
 
 
 RELEASED_FILES = {
-    "checkpoints", "classes.json", "config.json", "confusion.png", "curves.png", "memory.json",
-    "memory.png", "metrics.jsonl", "summary.json",
+    "checkpoints", "classes.json", "config.json", "confusion.png", "curves.png", "data.json",
+    "memory.json", "memory.png", "metrics.jsonl", "summary.json",
 }  # fmt: skip
 RELEASED_METRICS = {
     "step", "epoch", "train/grad_norm", "train/learning_rate", "privacy/epsilon", "test/loss",

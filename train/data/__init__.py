@@ -37,6 +37,8 @@ class Dataset(NamedTuple):
         of step 0, 1, ...; None shuffles all of them in each epoch.
       batches_at_once: Number of training batches that threads make at once.
       name: Describes a row of ``train`` to the user: its file, or its index.
+      file_bytes: Size of the files that only this row of ``train`` points to, -1 if unreadable.
+      contents: Arrays that rows point into, such as all tokens, or sizes of shared files.
       explain: Says why the example with this ``id`` has weight 0: its file and the error. None if
         it can be read.
       max_bad_fraction: Largest fraction of unreadable files to tolerate, per split.
@@ -60,6 +62,8 @@ class Dataset(NamedTuple):
     order: Callable[[int, int], Callable[[int], np.ndarray]] | None = None
     batches_at_once: int = 1
     name: Callable[[int], str] = str
+    file_bytes: Callable[[int], int] = lambda row: 0
+    contents: tuple[np.ndarray, ...] = ()
     explain: Callable[[int], str | None] = lambda id: None
     max_bad_fraction: float = 0.0
     users: np.ndarray | None = None

@@ -99,6 +99,7 @@ def load(config: ArrayFile) -> Dataset:
         classes=classes,
         augment=augment,
         prepare=prepare,
+        contents=tuple(images),
         users=None if users is None else number_users(users[ids[0]], len(ids[0]), ""),
         name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {splits[0].path}",
     )

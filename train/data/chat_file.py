@@ -128,6 +128,7 @@ def load(config: ChatFile) -> Dataset:
         augment=augment,
         prepare=prepare,
         name=lambda row: "; ".join(train_rows.places[row]),
+        contents=tuple(a for r in (train_rows, test_rows) for a in (r.tokens, r.target, r.first)),
         users=users,
         tokens_per_byte=lambda: tokens_per_byte,
         notes=(*notes, *test_notes),

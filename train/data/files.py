@@ -81,6 +81,14 @@ def list_images(folder: Path) -> ImageFiles:
     return ImageFiles(sorted(paths), skipped)
 
 
+def file_bytes(path: bytes) -> int:
+    """Return the size of a file, -1 if it is unreadable."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
 def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
     """Return a note about all files that are left out, or ()."""
     skipped: Counter[str] = sum((f.skipped for f in files), Counter())

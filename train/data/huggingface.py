@@ -1,6 +1,7 @@
 """Images that Hugging Face's datasets library loads, from the hub or from disk."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from train.config import HuggingFace
 from train.data import Arrays, Dataset, num_examples
 from train.data.augment import center_crop, resize_shorter_side
 from train.data.decode import UnreadableError, ViewOf, decode, decode_content
+from train.data.files import file_bytes
 from train.data.image_batches import TrainingImages, check_crop, read_images
 from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
 from train.data.users import number_users, split_by_user
@@ -76,6 +78,7 @@ def load(config: HuggingFace) -> Dataset:
         augment=images.augment,
         prepare=images.prepare,
         name=images.name,
+        file_bytes=images.file_bytes,
         explain=images.explain,
         max_bad_fraction=config.max_bad_fraction,
         users=None if users is None else number_users(users[indices[0]], num_train, ""),
@@ -130,6 +133,14 @@ class _Images:
         except UnreadableError as error:
             return f"{self.name(id)}: {error}"
         return None
+
+    def file_bytes(self, id: int) -> int:
+        """Return the size of an encoded image, -1 if there is none."""
+        split, index = self._locate(id)
+        (file,) = split.files[index].values()
+        if file is None or file["bytes"] is None:
+            return file_bytes(os.fsencode((file or {}).get("path") or ""))
+        return len(file["bytes"])
 
     def _make_batch(self, rows: Arrays, read: Callable[[int, int], np.ndarray]) -> Arrays:
         """Add ``image`` from ``read(i, id)``, and ``weight``, to the rows."""

@@ -94,6 +94,7 @@ def load(config: ImageShards) -> Dataset:
         order=order,
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
         name=describe,
+        contents=(np.array([index.stat.size for index in indices]),),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=notes,

@@ -12,7 +12,7 @@ from train.data import Arrays, Dataset, num_examples
 from train.data.augment import fit, to_uint8
 from train.data.class_table import find_table
 from train.data.decode import UnreadableError, decode_mask, upright_size
-from train.data.files import ImageFiles, describe_skipped
+from train.data.files import ImageFiles, describe_skipped, file_bytes
 from train.data.image_batches import EvaluationMasks, TrainingMasks, decode_pair, read_local
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
@@ -134,6 +134,7 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         prepare=prepare,
         reads_local=True,
         name=lambda row: str(root / os.fsdecode(pairs[row][0])),
+        file_bytes=lambda row: sum(file_bytes(os.path.join(folder, path)) for path in pairs[row]),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=tuple(notes),

@@ -67,6 +67,7 @@ def load(config: TextFile) -> Dataset:
         test=_gather(tokens, test_start, test_length, context) | {"weight": weight},
         classes=(),
         augment=augment,
+        contents=(tokens,),
         users=None if config.user is None else number_users(document, len(document), "data.user"),
         tokens_per_byte=tokens_per_byte,
     )

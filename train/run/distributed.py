@@ -237,7 +237,7 @@ def check_same_data(data: dict[str, Any]) -> None:
     """
     if not has_other_processes():
         return
-    own = np.asarray([data["train"], data["test"], data["checksum"]], np.uint32)
+    own = np.asarray([data["train"], data["test"], data["crc32"]], np.uint32)
     every = multihost_utils.process_allgather(own)
     for i, other in enumerate(every):
         if (other != every[0]).any():

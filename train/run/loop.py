@@ -32,7 +32,7 @@ from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
 from train.run.results import Trained, test_metrics, unreadable_name, write_results
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
-from train.run.same_data import describe_data, write_data
+from train.run.same_data import describe_data
 from train.run.seeds import Seeds, describe_seeds, read_seeds
 from train.run.setup import Setup, setup
 from train.run.skipped_steps import SkippedSteps
@@ -67,7 +67,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
     resumes = resume and RunFolder(out).has_started
     is_saved = resumes and RunFolder(out).saved_steps
     weights = None if is_saved else initial_weights.load_configured(run)
-    data = describe_data(run.task.dataset)
+    data = describe_data(run.task.dataset, private=config.is_private)
     distributed.wait_for_all("data")
     distributed.check_same_data(data)
 
@@ -77,7 +77,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        create_folder(folder, run, weights)
+        create_folder(folder, run, data, weights)
 
     with distributed.run_folder(out, prepare) as folder:
         for note in run.notes:
@@ -86,7 +86,6 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             console.print(weights.lines())
         log(f"training {config.name} in {folder.path}")
         write_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
-        write_data(folder, config, data)
         seeds = read_seeds(folder, config)
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(

@@ -79,6 +79,11 @@ class RunFolder:
         return self.config.is_file() and (has_logged or has_saved)
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a run here has taken a step, as far as its metrics and checkpoints say."""
+        return any(self.saved_steps) or bool(read_metrics(self.metrics))
+
+    @property
     def saved_steps(self) -> list[int]:
         """Steps of the checkpoints; 0 is that of `fnet import`."""
         names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []

@@ -7,6 +7,7 @@ stores them in a file of their own.
 
 import dataclasses
 import functools
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -118,6 +119,20 @@ def needs_secret(config: Config) -> bool:
     """Whether noise and sampling of a run follow from a secret seed."""
     grad = config.grad
     return config.is_private and isinstance(grad, Clipped) and grad.insecure_noise_seed is None
+
+
+def keyed_checksum(folder: RunFolder, config: Config, text: str) -> str:
+    """Return a code of a text that tells nothing to someone without the secret seed.
+
+    Raises:
+      UserError: if the secret seed is missing or damaged.
+    """
+    if needs_secret(config):
+        key = _read_secret(folder.secret_seed)
+    else:
+        assert isinstance(config.grad, Clipped)
+        key = str(config.grad.insecure_noise_seed).encode()
+    return hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
 def _read_secret(path: Path) -> bytes:

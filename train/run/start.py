@@ -13,7 +13,7 @@ from train.run.frozen import load_network, restore
 from train.run.initial_weights import InitialWeights
 from train.run.model_files import copy_model_files
 from train.run.run_folder import RunFolder, as_json, atomic_write
-from train.run.same_data import check_data
+from train.run.same_data import check_data, write_data
 from train.run.seeds import check_secret, create_secret, needs_secret
 from train.run.setup import Setup, check_same_noise
 
@@ -32,8 +32,16 @@ class Start(NamedTuple):
     position: Any = None
 
 
-def create_folder(folder: RunFolder, run: Setup, weights: InitialWeights | None) -> None:
+def create_folder(
+    folder: RunFolder, run: Setup, data: dict[str, Any], weights: InitialWeights | None
+) -> None:
     """Create the folder of a new run.
+
+    Args:
+      folder: folder of the run.
+      run: setup of the run.
+      data: `train.run.same_data.describe_data` of its data set.
+      weights: pretrained weights that it begins with, or None.
 
     Raises:
       UserError: if it cannot be written, or has a run.
@@ -41,6 +49,7 @@ def create_folder(folder: RunFolder, run: Setup, weights: InitialWeights | None)
     folder.create()
     create_secret(folder, run.config)
     copy_model_files(folder, run.config)
+    write_data(folder, run.config, data)
     folder.write_config(run.config)
     if weights is not None:
         atomic_write(folder.imported, as_json(weights.as_dict()))
@@ -70,6 +79,7 @@ def reopen_folder(
         log(changed)
     if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
         create_secret(folder, run.config)
+    write_data(folder, run.config, data)
 
 
 def first_state(

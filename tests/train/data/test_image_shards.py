@@ -366,20 +366,23 @@ def test_continues_in_the_middle_of_an_epoch_with_other_processes(kind, tmp_path
     chex.assert_trees_all_equal([next(batches) for _ in range(3)], whole[4:])
 
 
+def describe(folder):
+    return describe_data(load(folder), private=False)
+
+
 def test_a_resumed_run_finds_that_shards_changed(tmp_path):
     write("tar", tmp_path / "d")
     folder, config = RunFolder(tmp_path), Config()
-    write_data(folder, config, describe_data(load(tmp_path / "d")))
+    folder.metrics.write_text('{"step": 1}\n')
+    write_data(folder, config, describe(tmp_path / "d"))
     os.utime(tmp_path / "d" / "train-0.tar", (0, 0))  # the same content
-    assert check_data(folder, config, describe_data(load(tmp_path / "d"))) is None
+    assert check_data(folder, config, describe(tmp_path / "d")) is None
     write_tar(tmp_path / "d" / "train-0.tar", range(1, 13))
-    assert "other rows; the next batches are of the new data" in check_data(
-        folder, config, describe_data(load(tmp_path / "d"))
-    )
+    changed = check_data(folder, config, describe(tmp_path / "d"))
+    assert "other rows; the next batches are of the new data" in changed
     write_tar(tmp_path / "d" / "train-2.tar", range(3))
-    assert "24 training and 6 test examples then, 27 training" in check_data(
-        folder, config, describe_data(load(tmp_path / "d"))
-    )
+    changed = check_data(folder, config, describe(tmp_path / "d"))
+    assert "24 training and 6 test examples then, 27 training" in changed
 
 
 def test_reads_remote_shards_as_local_ones(kind, tmp_path):

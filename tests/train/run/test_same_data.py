@@ -1,0 +1,160 @@
+"""A resumed run finds the data that it began with; a private run does not continue without them."""
+
+import hmac
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_cases import write_image, write_mask
+from program_cases import assert_one_line_error, exit_code, fnet_command
+
+from train.config import ArrayFile, ChatFile, ImageFolder, SegmentationFolder, TextFile
+from train.data import Dataset, arrays, chat_file, image_folder, segmentation_folder, text_file
+from train.run.same_data import describe_data
+
+TEXT = "In the beginning there was a text of some length. " * 20
+
+
+def text(path, changed):
+    path.write_text(TEXT.replace("text", "word", 1) if changed else TEXT)
+    return text_file.load(TextFile(path=str(path), context=16))
+
+
+def chats(path, changed):
+    answers = ["yes" * i for i in range(1, 30)]
+    answers[7] = answers[7].replace("y", "b") if changed else answers[7]
+    examples = [{"prompt": str(i), "completion": text} for i, text in enumerate(answers)]
+    path.write_text("\n".join(map(json.dumps, examples)))
+    return chat_file.load(ChatFile(path=str(path), context=128))
+
+
+def images_in_one_file(path, changed):
+    image = np.arange(30 * 4 * 4 * 3, dtype=np.uint8).reshape(30, 4, 4, 3)
+    image[17, 2, 2, 0] += changed
+    np.savez(path.with_suffix(".npz"), x=image, y=np.arange(30) % 3)
+    return arrays.load(ArrayFile(path=str(path.with_suffix(".npz")), images="x", labels="y"))
+
+
+def image_files(path, changed):
+    for split in ("train", "val"):
+        for i in range(8):
+            write_image(path / split / "ab"[i % 2] / f"{i}.png", i)
+    if changed:
+        write_image(path / "train" / "b" / "3.png", 20, (40, 40))
+    return image_folder.load(ImageFolder(path=str(path)))
+
+
+def masks(path, changed):
+    labels = np.repeat(np.array([[0], [1]], np.uint8), 32).reshape(8, 8)
+    for split in ("train", "val"):
+        for i in range(4):
+            write_image(path / split / "images" / f"{i}.png", i, (8, 8))
+            write_mask(path / split / "masks" / f"{i}.png", labels)
+    if changed:
+        write_mask(path / "train" / "masks" / "1.png", labels.T)
+    return segmentation_folder.load(SegmentationFolder(path=str(path), classes=2, image_size=8))
+
+
+@pytest.mark.parametrize("source", [text, chats, images_in_one_file, image_files, masks])
+@pytest.mark.parametrize("private", [False, True])
+def test_other_contents_of_as_many_rows_are_other_data(source, private, tmp_path):
+    before, same, other = (
+        describe_data(source(tmp_path / "data", changed), private=private)
+        for changed in (False, False, True)
+    )
+    assert before == same
+    assert before != other
+    assert (before["train"], before["test"]) == (other["train"], other["test"])
+
+
+def test_a_private_run_recognizes_each_of_many_files():
+    names = [f"{i}.png" for i in range(25_001)]
+    renamed = [*names[:12_001], "other.png", *names[12_002:]]
+    rows = {"id": np.arange(25_001)}
+    before, other = (
+        describe_data(Dataset(rows, rows, (), lambda *rows: rows, name=n.__getitem__), private=True)
+        for n in (names, renamed)
+    )
+    assert before != other
+
+
+RECIPE = """
+from train.config import ArrayFile, Clipped, Config, Mlp, Optim, Train
+
+def config():
+    return Config(
+        name="private",
+        data=ArrayFile(path="data.npz", batch_size=16),
+        model=Mlp(hidden=()),
+        optim=Optim(learning_rate=0.5),
+        grad=Clipped(noise_multiplier=1.0, delta=1e-5),
+        train=Train(steps=2, log_every=1, eval_every=2),
+    )
+"""
+
+
+@pytest.fixture(scope="module", params=[(), ("--grad.release-only",)], ids=["all", "release-only"])
+def private_run(request, tmp_path_factory):
+    """A folder with a private run of two steps and its data, and the run's flags."""
+    folder = tmp_path_factory.mktemp("private_run")
+    images_in_one_file(folder / "data", changed=False)
+    (folder / "private.py").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        fnet_command("train", "private.py", "--out", "run", *request.param)
+    return folder
+
+
+@pytest.fixture
+def resumed(private_run, tmp_path, monkeypatch):
+    """Copies the private run, and returns the words that continue it for one more step."""
+    shutil.copytree(private_run, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return "train", "run/config.json", "--resume", "--train.steps", 3
+
+
+def test_a_private_run_continues_with_the_same_data(resumed, capsys):
+    fnet_command(*resumed)
+    assert "resumed after step 2 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: path.write_text(path.read_text()[:10]), "Unterminated string"),
+        (lambda path: path.write_text("[]"), "an earlier version wrote it, or it is damaged"),
+        (lambda path: path.write_text('{"train": 24}'), "an earlier version wrote it"),
+    ],
+    ids=["missing", "truncated", "no object", "other keys"],
+)
+def test_a_private_run_does_not_continue_without_a_description(
+    resumed, damage, reason, tmp_path, capsys
+):
+    damage(tmp_path / "run" / "data.json")
+    capsys.readouterr()
+    assert exit_code(*resumed) == 2
+    assert_one_line_error(capsys, f"cannot read run/data.json ({reason}")
+
+
+def test_a_private_run_does_not_continue_with_other_pixels(resumed, tmp_path, capsys):
+    images_in_one_file(tmp_path / "data", changed=True)
+    capsys.readouterr()
+    assert exit_code(*resumed) == 2
+    assert_one_line_error(capsys, "data: changed since run was last trained: other rows; ")
+
+
+def test_release_only_describes_the_data_only_to_the_holder_of_the_seed(private_run):
+    written = json.loads((private_run / "run" / "data.json").read_text())
+    config = json.loads((private_run / "run" / "config.json").read_text())
+    if not config["grad"]["release_only"]:
+        assert written.keys() == {"train", "test", "crc32"}
+        return
+    secret = bytes.fromhex((private_run / "run" / "secret_seed").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(private_run)
+        data = describe_data(images_in_one_file(Path("data"), changed=False), private=True)
+    code = hmac.new(secret, json.dumps(data).encode(), "sha256").hexdigest()
+    assert written == {"keyed_checksum": code}
