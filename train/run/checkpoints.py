@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -17,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from orbax.checkpoint.checkpoint_managers import (
+    AnyPreservationPolicy,
+    LatestN,
+    PolicyCheckpointInfo,
+    PreservationContext,
+    PreservationPolicy,
+)
 
 from fnet import TrainState
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
@@ -27,9 +32,6 @@ from train.run.run_folder import check_no_pattern
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-_RENAMED = {"pos_embedding": "places", "timestep": "time"}
-"""Parameters of the denoiser and their names in checkpoints of earlier versions."""
 
 Content = TypeVar("Content")
 
@@ -100,23 +102,19 @@ class Checkpoints:
         keep_best: bool = True,
     ):
         self._folder, self._log, self._read_only = folder.absolute(), log, keep is None
-        self._best = best
+        self._best, self._scores = best, dict[int, float]()
         check_no_pattern(folder)
-        self._has_moved_damaged = self._move_damaged_scores()
-        best_policy = BestN(get_metric_fn=_score, n=1, keep_checkpoints_without_metrics=False)
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy([LatestN(keep), *[best_policy] * keep_best]),
-            best_fn=_score,  # without it, orbax does not write metrics
-            cleanup_tmp_directories=not self._read_only,
-            read_only=self._read_only,
-            create=not self._read_only,
-            lightweight_initialize=self._read_only,  # otherwise orbax fails on damaged scores
-            enable_async_checkpointing=_in_background(shapes),
-        )
+        policies = [LatestN(keep), *[_Best(self._scores)] * keep_best]
         gigabytes = _gigabytes_in_flight(shapes)
         self._manager = ocp.CheckpointManager(
             self._folder,
-            options=options,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=not self._read_only,
+                read_only=self._read_only,
+                create=not self._read_only,
+                enable_async_checkpointing=_in_background(shapes),
+            ),
             item_handlers={
                 "state": ocp.PyTreeCheckpointHandler(
                     save_concurrent_gb=gigabytes, restore_concurrent_gb=gigabytes
@@ -124,6 +122,14 @@ class Checkpoints:
                 "data": ocp.JsonCheckpointHandler(),
             },
         )
+        for step in self._manager.all_steps():
+            try:
+                score = self._read_data(step)["score"]
+            except Exception as error:  # logged once, when the checkpoint is read
+                if best:
+                    self._log_damaged(step, _reason(error))
+            else:
+                self._scores |= {} if score is None else {step: score}
 
     def __enter__(self) -> Self:
         return self
@@ -141,7 +147,7 @@ class Checkpoints:
     @property
     def best_score(self) -> float:
         """Highest score of any checkpoint; minus infinity if none has a score."""
-        return max(self._scores().values(), default=float("-inf"))
+        return max(self._scores.values(), default=float("-inf"))
 
     def save(
         self, step: int, state: TrainState, position: dict[str, Any], score: float | None = None
@@ -159,14 +165,14 @@ class Checkpoints:
         """
         if self.latest_step == step:
             return
-        data = {"position": position, "checksums": checksums(state)}
+        data = {"position": position, "checksums": checksums(state), "score": score}
+        self._scores |= {} if score is None else {step: score}
         with _saving(self._folder):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(state), data=ocp.args.JsonSave(data)
                 ),
-                metrics=None if score is None else {"score": score},
             )
         release_free_memory()
 
@@ -191,12 +197,9 @@ class Checkpoints:
         target = jax.tree.map(_with_sharding, shapes)
 
         def read(step: int) -> Restored:
-            saved = self._manager.item_metadata(step).state.tree
-            renamed = _renamed_in(saved["params"])
-            self._compare(step, saved, _rename_keys(shapes, renamed))
-            state, position = self._read(step, _rename_keys(target, renamed))
-            state = jax.tree.map(to_jax_buffer, state)
-            return Restored(step, _rename_keys(state, _inverse(renamed)), position)
+            self._compare(step, self._manager.item_metadata(step).state.tree, shapes)
+            state, position = self._read(step, target)
+            return Restored(step, jax.tree.map(to_jax_buffer, state), position)
 
         return self._newest(read)
 
@@ -224,16 +227,12 @@ class Checkpoints:
         def read(step: int) -> RestoredNetwork:
             saved = self._manager.item_metadata(step).state.tree
             params_name = "params" if saved.get("ema") is None else "ema"
-            renamed = _renamed_in(saved["params"])
             network = {name: saved[name] for name in (params_name, "model_state")}
             if init is not None:
                 params, model_state = jax.eval_shape(init, jax.random.key(0))
-                here = {params_name: params, "model_state": model_state}
-                self._compare(step, network, _rename_keys(here, renamed))
+                self._compare(step, network, {params_name: params, "model_state": model_state})
             target = jax.tree.map(_on_one_device, network, is_leaf=lambda a: hasattr(a, "shape"))
-            target = place(target) if place else target
-            restored, _ = self._read(step, target)
-            restored = _rename_keys(restored, _inverse(renamed))
+            restored, _ = self._read(step, place(target) if place else target)
             return RestoredNetwork(restored[params_name], restored["model_state"], step)
 
         network = self._newest(read)
@@ -243,26 +242,31 @@ class Checkpoints:
 
     def _read(self, step: int, target: Any) -> tuple[Any, dict[str, Any]]:
         """Read the arrays of a target tree and the position; compare the arrays' checksums."""
-        self._score_of(step)  # raises if it is damaged
+        data = self._read_data(step)
         part = ocp.args.PyTreeRestore(
             target, ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=part, data=ocp.args.JsonRestore())
-        )
-        expected = restored.data["checksums"]
-        actual = checksums(restored.state)
-        different = sorted(name for name in actual if expected.get(name) != actual[name])
+        state = self._manager.restore(step, args=ocp.args.Composite(state=part)).state
+        actual = checksums(state)
+        different = sorted(name for name in actual if data["checksums"].get(name) != actual[name])
         if different:
             raise DamagedError(f"{different[0]} is not what was saved")
-        return restored.state, restored.data["position"]
+        return state, data["position"]
+
+    def _read_data(self, step: int) -> dict[str, Any]:
+        """Read what is saved besides the arrays."""
+        data = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+        content: dict[str, Any] = data.data
+        if not isinstance(content.setdefault("score", None), float | int | None):
+            raise DamagedError("its score is not a number")
+        return content
 
     def _newest(self, read: Callable[[int], Content]) -> Content | None:
         """Read the newest intact checkpoint, or the best one; all processes take the same."""
         steps = sorted(self._manager.all_steps(), reverse=True)
         which, fix = "", "start a new run with another --out"
         if self._best and steps:
-            scores = self._scores()
+            scores = self._scores
             steps = sorted(scores, key=lambda step: (scores[step], step), reverse=True)
             if not steps:
                 raise UserError(f"no checkpoint in {self._folder} has a score; leave out --best")
@@ -285,47 +289,9 @@ class Checkpoints:
                 return content
             self._log_damaged(step, reason)
             self._move_damaged(step)
-        if steps or self._has_moved_damaged:
+        if steps:
             raise UserError(f"every checkpoint{which} in {self._folder} is damaged; {fix}")
         return None
-
-    def _scores(self) -> dict[int, float]:
-        """Return the score of each checkpoint that has one, by step."""
-        scores = {}
-        for step in self._manager.all_steps():
-            try:
-                if (score := self._score_of(step)) is not None:
-                    scores[step] = score
-            except ValueError as error:
-                if self._best:  # otherwise it is logged when the checkpoint is read
-                    self._log_damaged(step, str(error))
-        return scores
-
-    def _score_of(self, step: int) -> float | None:
-        metrics = self._manager.metrics(step)
-        return None if metrics is None else _score(metrics)
-
-    def _move_damaged_scores(self) -> bool:
-        """Move checkpoints with a damaged score away, with which orbax could not save.
-
-        Returns:
-          Whether there were any.
-        """
-        if self._read_only:
-            return False
-        has_moved = False
-        if jax.process_index() == 0:
-            for path in sorted(self._folder.glob("*/metrics/metrics")):
-                checkpoint = path.parents[1]
-                try:
-                    _score(json.loads(path.read_bytes()))
-                except ValueError as error:
-                    if checkpoint.name.isdecimal():  # not a save that a kill cut off
-                        step = int(checkpoint.name)
-                        self._log_damaged(step, str(error))
-                        self._rename(step)
-                        has_moved = True
-        return any_process(has_moved)  # the other processes wait here
 
     def _log_damaged(self, step: int, why: str) -> None:
         self._log(
@@ -337,14 +303,12 @@ class Checkpoints:
         if self._read_only:
             return
         if jax.process_index() == 0:
-            self._rename(step)
+            damaged = self._folder.parent / f"damaged_checkpoint_{step}"
+            shutil.rmtree(damaged, ignore_errors=True)
+            (self._folder / str(step)).rename(damaged)
         any_process(False)  # the other processes wait here
         self._manager.reload()
-
-    def _rename(self, step: int) -> None:
-        damaged = self._folder.parent / f"damaged_checkpoint_{step}"
-        shutil.rmtree(damaged, ignore_errors=True)
-        (self._folder / str(step)).rename(damaged)
+        self._scores.pop(step, None)
 
     def _compare(self, step: int, there: Any, here: Any) -> None:
         """Raise `UserError` if names or shapes of the saved arrays differ from ``here``."""
@@ -356,6 +320,19 @@ class Checkpoints:
                     f"{name} is {saved.get(name, 'absent')} there, "
                     f"{expected.get(name, 'absent')} here"
                 )
+
+
+@dataclasses.dataclass
+class _Best(PreservationPolicy):
+    """Preserve the checkpoint with the highest score, of several the newest."""
+
+    scores: Mapping[int, float]
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> Sequence[bool]:
+        scored = [(self.scores[c.step], c.step) for c in checkpoints if c.step in self.scores]
+        return [(self.scores.get(c.step), c.step) == max(scored, default=None) for c in checkpoints]
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -466,38 +443,6 @@ def _shapes(tree: Any) -> dict[str, str]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     shapes = {_dotted(p): str(tuple(leaf.shape)) for p, leaf in leaves if hasattr(leaf, "shape")}
     return {name: shape for name, shape in shapes.items() if name != "key"}
-
-
-def _renamed_in(saved_params: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of parameters in a checkpoint of an earlier version, by today's names."""
-    return {new: old for new, old in _RENAMED.items() if old in saved_params}
-
-
-def _inverse(names: dict[str, str]) -> dict[str, str]:
-    return {new: old for old, new in names.items()}
-
-
-def _rename_keys(tree: Any, names: dict[str, str]) -> Any:
-    """Rename dict keys throughout a train state or a part of one."""
-    if not names:
-        return tree
-    if isinstance(tree, TrainState):
-        state = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **{k: _rename_keys(v, names) for k, v in state.items()})
-    if isinstance(tree, dict):
-        return {names.get(k, k): _rename_keys(v, names) for k, v in tree.items()}
-    if isinstance(tree, tuple):
-        items = [_rename_keys(item, names) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
-    return tree
-
-
-def _score(metrics: Any) -> float:
-    """Return the score in ``{"score": ...}``; raise ValueError for anything else."""
-    score = metrics.get("score") if isinstance(metrics, dict) else None
-    if not isinstance(score, int | float) or not -math.inf < score < math.inf:
-        raise ValueError(f"its score is {score}, not a finite number")
-    return score
 
 
 def _with_sharding(shape: Any) -> jax.ShapeDtypeStruct:
