@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fnet import memory
 from fnet.memory import format_bytes, roofline, tree_bytes
@@ -25,6 +23,7 @@ from train.config import ChatFile, Config, Pretrained, recipes
 from train.data.model_folder import DTYPES, SINGLE, ModelFolder, read_folder
 from train.errors import UserError
 from train.output.progress import line_printer
+from train.output.tables import Table, to_rich
 from train.platform import use_cpu
 from train.run import planning
 from train.run.mesh import layout
@@ -33,8 +32,6 @@ from train.run.run_folder import quote
 from train.run.setup import Setup, setup
 from train.tasks import pretrained
 from train.tasks.pretrained import FROZEN
-
-Log = Callable[[str], None]
 
 _WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("finetune_full", ("--optim.name", "adamw", "--train.params-dtype", "float32")),
@@ -94,10 +91,10 @@ class Row(NamedTuple):
     state_bytes: int
     trained: int
     trained_bytes: int
-    shape: Shape | None
-    cost: Cost | None
-    longest: int | None
-    flags: tuple[str, ...]
+    shape: Shape | None = None
+    cost: Cost | None = None
+    longest: int | None = None
+    flags: tuple[str, ...] = ()
 
 
 class Model(NamedTuple):
@@ -140,8 +137,17 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
     target = target_of(options.target) if options.target else None
     limit = _limit(options.budget, target)
     context = _context(options.context, model)
-    console.print(_heading(model))
-    console.print(_work(model, options))
+    tensors = model.folder.tensors.values()
+    console.print(
+        f"{path}: {model.folder.config.get('model_type')}, "
+        f"{sum(int(np.prod(t.shape)) for t in tensors):,} values in "
+        f"{format_bytes(model.folder.nbytes)}, {model.blocks} blocks"
+    )
+    # Two contexts: the one that was asked for, and another for the longest context.
+    count = len(options.ways) * 2 * len(model.depths(options.exact))
+    console.print(
+        f"compiling {count} programs, or more if the first ones do not fit; a line for each"
+    )
     log = line_printer(console)
     with tempfile.TemporaryDirectory() as shallow, console.status("reading") as status:
         planner = _Planner(
@@ -154,7 +160,7 @@ def fit(path: Path, options: FitArguments, console: Console) -> None:
             status=status.update,
         )
         rows = [planner.row(way, context, options.batch_size) for way in options.ways]
-    console.print(ways_table(rows, limit, target, planner))
+    console.print(to_rich(ways_table(rows, limit, target, planner)))
     for note in _notes(rows, limit, target, planner):
         log(note)
     for row in rows:
@@ -302,7 +308,7 @@ class _Planner:
     target: Target | None
     depths: tuple[int, ...]
     shallow: Path
-    log: Log
+    log: Callable[[str], None]
     status: Callable[[str], None]
 
     @property
@@ -316,31 +322,25 @@ class _Planner:
         state = self.setup(way, shapes[0], batch_size).state_shapes
         if batch_size > 1 and FROZEN not in state.model_state:
             shapes.append(Shape("segments", 1, context))  # without a sum of large gradients
-        state_bytes = tree_bytes(state)
-        trained = (state.params, state.opt_state)
         row = Row(
             way=way,
-            state_bytes=state_bytes,
+            state_bytes=tree_bytes(state),
             trained=sum(a.size for a in jax.tree.leaves(state.params)),
-            trained_bytes=tree_bytes(trained),
-            shape=None,
-            cost=None,
-            longest=None,
-            flags=(),
+            trained_bytes=tree_bytes((state.params, state.opt_state)),
         )
-        if state_bytes > self.limit:
-            self.log(f"{way}: the train state alone takes {format_bytes(state_bytes)}")
+        if row.state_bytes > self.limit:
+            self.log(f"{way}: the train state alone takes {format_bytes(row.state_bytes)}")
             return row
         costs: dict[Shape, Cost] = {}
         for shape in shapes:
-            costs[shape] = self.cost(way, shape, batch_size, state_bytes)
+            costs[shape] = self.cost(way, shape, batch_size, row.state_bytes)
             if costs[shape].peak <= self.limit:
                 break
         chosen = min(costs, key=lambda s: (costs[s].peak > self.limit, costs[s].peak))
         return row._replace(
             shape=chosen,
             cost=costs[chosen],
-            longest=self.longest(way, chosen, batch_size, state_bytes, costs[chosen]),
+            longest=self.longest(way, chosen, batch_size, row.state_bytes, costs[chosen]),
             flags=_flags(way, self.model.folder.path, chosen, batch_size),
         )
 
@@ -448,61 +448,37 @@ def _describe(shape: Shape) -> str:
     return f"context {shape.context:,}, {shape.policy}, {shape.microbatches} microbatches"
 
 
-def _heading(model: Model) -> str:
-    tensors = model.folder.tensors.values()
-    count = sum(int(np.prod(t.shape)) for t in tensors)
-    return (
-        f"{model.folder.path}: {model.folder.config.get('model_type')}, {count:,} values in "
-        f"{format_bytes(model.folder.nbytes)}, {model.blocks} blocks"
-    )
-
-
-def _work(model: Model, options: FitArguments) -> str:
-    """Say how many programs are compiled."""
-    contexts = 2  # the one that was asked for, and another for the longest context
-    count = len(options.ways) * contexts * len(model.depths(options.exact))
-    return f"compiling {count} programs, or more if the first ones do not fit; a line for each"
-
-
 def ways_table(rows: list[Row], limit: int, target: Target | None, planner: _Planner) -> Table:
-    """Render the ways to train, one a row."""
-    on = f" on {target.name}" if target else ""
-    t = Table(
-        title=f"Ways to train within {format_bytes(limit)}{on}",
-        title_justify="left",
-        box=box.SIMPLE,
-        padding=0,
-    )
-    for name in ("way", "remat / micro-\nbatches"):
-        t.add_column(name, overflow="fold")
-    names = ("state", "peak", "longest\ncontext", "trained", "bytes /\ntrained")
-    for name in (*names, *(("s / step",) if target else ())):
-        t.add_column(name, justify="right", overflow="fold")
+    """Return the ways to train, one a row."""
     about = "~" if planner.is_estimate else ""
-    for row in rows:
-        cells = [row.way, "", format_bytes(row.state_bytes), "too large", ""]
+
+    def cells(row: Row) -> tuple[str, ...]:
+        shape, peak, longest, seconds = "", "too large", "", ""
         if row.shape and row.cost:
-            too_large = "" if fits(row, limit) else "\ntoo large"
-            cells = [
-                row.way,
-                f"{row.shape.policy} / {row.shape.microbatches}",
-                format_bytes(row.state_bytes),
-                f"{about}{format_bytes(int(row.cost.peak))}{too_large}",
-                f"~{row.longest:,}" if row.longest else "none",
-            ]
-        cells += [_millions(row.trained), f"{row.trained_bytes / row.trained:.1f}"]
-        if target:
-            seconds = row.cost.seconds if row.cost else None
-            cells.append("" if seconds is None else f"{about}{seconds:.3g}")
-        t.add_row(*cells, style="" if fits(row, limit) else "dim")
-    t.caption_justify = "left"
+            shape = f"{row.shape.policy} / {row.shape.microbatches}"
+            peak = f"{about}{format_bytes(int(row.cost.peak))}"
+            peak += "" if fits(row, limit) else "\ntoo large"
+            longest = f"~{row.longest:,}" if row.longest else "none"
+            seconds = "" if row.cost.seconds is None else f"{about}{row.cost.seconds:.3g}"
+        each = f"{row.trained_bytes / row.trained:.1f}"
+        sizes = format_bytes(row.state_bytes), peak, longest, _millions(row.trained), each
+        return row.way, shape, *sizes, *([seconds] if target else [])
+
+    columns = "state", "peak", "longest\ncontext", "trained", "bytes /\ntrained"
     positions = planner.model.positions
     most = f", at most the {positions:,} positions of the model" if positions else ""
-    t.caption = (
-        "bytes / trained: trained parameters and optimizer state. Longest context: by a line "
-        f"through two contexts{most}."
+    return Table(
+        f"Ways to train within {format_bytes(limit)}{f' on {target.name}' if target else ''}",
+        ("way", "remat / micro-\nbatches", *columns, *(["s / step"] if target else [])),
+        [cells(row) for row in rows],
+        texts=2,
+        caption=(
+            "bytes / trained: trained parameters and optimizer state. Longest context: by a line "
+            f"through two contexts{most}."
+        ),
+        styles=["" if fits(row, limit) else "dim" for row in rows],
+        is_wide=True,
     )
-    return t
 
 
 def _millions(count: int) -> str:

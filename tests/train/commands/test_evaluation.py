@@ -21,8 +21,9 @@ from train.config import Config, DeepLab, ImageFolder, Mlp, SegmentationFolder, 
 from train.data import evaluation_batches
 from train.data.unreadable import UnreadableFiles
 from train.errors import UserError
-from train.output import examples, plots
+from train.output import plots
 from train.output.palette import palette
+from train.run import examples
 from train.run.evaluation import Evaluation, Evaluator
 from train.run.run_folder import RunFolder
 from train.run.setup import setup
