@@ -57,13 +57,10 @@ def classifications(
       title: Title of the picture.
       path: Path of the PNG.
     """
-    room = 0.3  # of an image's height, for two lines of text
-    figure, ax, corners = _tile(_rgb(images), min(len(images), 6), room, title, inches=1.7)
-    height, width = images.shape[1:3]
-    for (x, y), text, is_correct in zip(corners, captions, correct, strict=True):
-        color = "black" if is_correct else "#cc3311"
-        place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 7, "parse_math": False}
-        ax.text(x + width / 2, y - 0.03 * height, text, color=color, **place)
+    colors = ["black" if is_correct else "#cc3311" for is_correct in correct]
+    texts = list(zip(captions, colors, strict=True))
+    # Two lines of text take 0.3 of an image's height.
+    figure, _ = _tile(_rgb(images), texts, title, columns=min(len(images), 6), room=0.3, inches=1.7)
     figure.savefig(path, dpi=110)
 
 
@@ -91,21 +88,12 @@ def segmentations(
       path: Path of the PNG.
     """
     masks = [np.where(mask < len(classes), mask, 255) for mask in masks]
-    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
-    tiles = [
-        _on_white(tile, height, width)
-        for image, mask, prediction in zip(images, masks, predictions, strict=True)
-        for tile in (
-            image,
-            overlay_labels(image, mask, colors),
-            overlay_labels(image, prediction, colors),
-        )
-    ]
-    figure, ax, corners = _tile(np.stack(tiles), 3, 0.1, title, inches=3.0)
-    names = [name for caption in captions for name in ("image", "truth", caption)]
-    for (x, y), name in zip(corners, names, strict=True):
-        place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 8, "parse_math": False}
-        ax.text(x + width / 2, y - 0.02 * height, name, **place)
+    tiles, texts = [], []
+    for image, mask, prediction, caption in zip(images, masks, predictions, captions, strict=True):
+        overlays = (overlay_labels(image, labels, colors) for labels in (mask, prediction))
+        tiles += [image, *overlays]
+        texts += [(text, "black") for text in ("image", "truth", caption)]
+    figure, ax = _tile(tiles, texts, title, columns=3, room=0.1, inches=3.0)
     labels = np.unique(np.concatenate([a.ravel() for a in (*masks, *predictions)]))
     shown = {int(i): "void" if i == 255 else classes[i] for i in labels}
     legend = ax.legend(
@@ -270,43 +258,42 @@ def _rgb(images: np.ndarray) -> np.ndarray:
 
 
 def _tile(
-    images: np.ndarray, columns: int, room: float, title: str, *, inches: float
-) -> tuple[Figure, Axes, list[tuple[float, float]]]:
+    images: Sequence[np.ndarray] | np.ndarray,
+    captions: Sequence[tuple[str, str]],
+    title: str,
+    *,
+    columns: int,
+    room: float,
+    inches: float,
+) -> tuple[Figure, Axes]:
     """Draw images in rows on white as one picture, which is faster than one axes per image.
 
     Args:
-      images: uint8 [N, H, W, 3].
+      images: uint8 [H, W, 3], centered in columns of the widest one's width.
+      captions: Text and color above each image.
+      title: Title of the picture.
       columns: Images per row.
       room: Room above each image, as a share of its height.
-      title: Title of the picture.
       inches: Width of a column.
-
-    Returns:
-      The figure, its axes, and x and y of each image's upper left corner in them.
     """
-    n, height, width, _ = images.shape
-    rows, above, gap = -(-n // columns), max(round(room * height), 1), max(width // 16, 1)
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    rows, above, gap = -(-len(images) // columns), max(round(room * height), 1), max(width // 16, 1)
     canvas = np.full((rows * (height + above), columns * (width + gap), 3), 255, np.uint8)
-    corners = []
-    for i, image in enumerate(images):
-        y, x = i // columns * (height + above) + above, i % columns * (width + gap)
-        canvas[y : y + height, x : x + width] = image
-        corners.append((x - 0.5, y - 0.5))  # imshow places a pixel's center at its index
     total = inches * columns
     figure = Figure(figsize=(total, total * canvas.shape[0] / canvas.shape[1] + 0.4))
     ax = figure.add_axes((0, 0, 1, 1 - 0.4 / figure.get_figheight()))
+    for i, (image, (text, color)) in enumerate(zip(images, captions, strict=True)):
+        y, x = i // columns * (height + above) + above, i % columns * (width + gap)
+        left = x + (width - image.shape[1]) // 2
+        canvas[y : y + image.shape[0], left : left + image.shape[1]] = image
+        # imshow places a pixel's center at its index.
+        place: dict[str, Any] = {"ha": "center", "va": "bottom", "size": 7.5}
+        at = x - 0.5 + width / 2, y - 0.5 - 0.02 * height
+        ax.text(*at, text, color=color, parse_math=False, **place)
     ax.imshow(canvas, interpolation="nearest")
     ax.set_title(title, fontsize=10)
     ax.axis("off")
-    return figure, ax, corners
-
-
-def _on_white(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Place an image, uint8 [H, W, 3], at the top of a white canvas, centered."""
-    canvas = np.full((height, width, 3), 255, np.uint8)
-    left = (width - image.shape[1]) // 2
-    canvas[: image.shape[0], left : left + image.shape[1]] = image
-    return canvas
+    return figure, ax
 
 
 def _shorten(name: str, most: int = 32) -> str:

@@ -42,12 +42,12 @@ class Restored(NamedTuple):
     Attributes:
       step: Number of steps taken.
       state: Train state after them.
-      position: Position in the data.
+      position: Position in the data; None for the beginning.
     """
 
     step: int
     state: TrainState
-    position: dict[str, Any]
+    position: dict[str, Any] | None
 
 
 class RestoredNetwork(NamedTuple):

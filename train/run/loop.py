@@ -18,25 +18,33 @@ from train.output.logged import read_metrics
 from train.output.memory_tables import StepMemory
 from train.output.progress import Progress, line_printer
 from train.run import distributed, initial_weights, tracking
-from train.run.checkpoints import Checkpoints
-from train.run.class_names import write_classes
+from train.run.checkpoints import Checkpoints, Restored
+from train.run.class_names import check_classes, write_classes
 from train.run.evaluation import Evaluation
-from train.run.frozen import without_frozen
+from train.run.frozen import load_network, restore, without_frozen
+from train.run.initial_weights import InitialWeights
 from train.run.input_wait import InputWait
 from train.run.interruption import Interrupted, Interruption
 from train.run.mesh import layout
 from train.run.metrics import Meter, score_of
+from train.run.model_files import copy_model_files
 from train.run.planning import check_memory_config
 from train.run.process_memory import HighWater, occupy_gaps
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
-from train.run.results import Trained, test_metrics, unreadable_name, write_results
+from train.run.results import test_metrics, unreadable_name, write_results
 from train.run.run_folder import RunFolder, as_json, atomic_write, quote
-from train.run.same_data import describe_data
-from train.run.seeds import Seeds, describe_seeds, read_seeds
-from train.run.setup import Setup, setup
+from train.run.same_data import check_data, describe_data, write_data
+from train.run.seeds import (
+    Seeds,
+    check_secret,
+    create_secret,
+    describe_seeds,
+    needs_secret,
+    read_seeds,
+)
+from train.run.setup import Setup, check_same_noise, setup
 from train.run.skipped_steps import SkippedSteps
-from train.run.start import Start, create_folder, first_state, reopen_folder
 from train.run.summary import before_training, print_facts
 
 
@@ -73,11 +81,11 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
 
     def prepare(folder: RunFolder) -> None:
         if resumes:
-            reopen_folder(folder, run, data, log)
+            _reopen_folder(folder, run, data, log)
             return
         if resume and not folder.config.is_file():
             log(f"no run in {folder.path} yet: starting a new one")
-        create_folder(folder, run, data, weights)
+        _create_folder(folder, run, data, weights)
 
     with distributed.run_folder(out, prepare) as folder:
         for note in run.notes:
@@ -90,7 +98,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         # The names of training files are not covered by a guarantee.
         unreadable = UnreadableFiles(
             run.task.dataset,
-            _ignore if config.is_release_only else log,
+            (lambda line: None) if config.is_release_only else log,
             distributed.union if distributed.has_other_processes() else None,
         )
         programs = compile_programs(run, weights, unreadable, console)
@@ -115,7 +123,7 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
             shapes=without_frozen(run.state_shapes),
             keep_best=config.checkpoint.best,
         ) as checkpoints:
-            start = first_state(run, folder, checkpoints, programs.init, resume=resume)
+            start = _first_state(run, folder, checkpoints, programs, resume=resume)
             if start.step:
                 log(f"resumed after step {start.step} of {run.steps}")
                 if start.step == run.steps:
@@ -136,16 +144,70 @@ def train(config: Config, out: Path, *, resume: bool, console: Console, profile:
         if loop.step < run.steps or loop.failure:
             loop.report_stop()
             return
-        trained = Trained(
+        write_results(
+            run,
+            folder,
+            programs,
             loop.state,
-            loop.step,
-            start.step,
             loop.evaluation,
-            loop.wait.reason,
-            unreadable.count,
-            measured_bytes,
+            seeds,
+            log,
+            is_trained=loop.step > start.step,
+            start_time=start_time,
+            measured={
+                "unreadable_files": loop.unreadable_files(),
+                "input_wait_reason": loop.wait.reason,
+                "peak_bytes_seen": measured_bytes,
+            },
         )
-        write_results(run, folder, programs, trained, seeds, start_time, log)
+
+
+def _create_folder(
+    folder: RunFolder, run: Setup, data: dict[str, Any], weights: InitialWeights | None
+) -> None:
+    """Create the folder of a new run."""
+    folder.create()
+    create_secret(folder, run.config)
+    copy_model_files(folder, run.config)
+    write_data(folder, run.config, data)
+    folder.write_config(run.config)
+    if weights is not None:
+        atomic_write(folder.imported, as_json(weights.as_dict()))
+
+
+def _reopen_folder(
+    folder: RunFolder, run: Setup, data: dict[str, Any], log: Callable[[str], None]
+) -> None:
+    """Prepare the folder of a run that is resumed, whose config may have changed.
+
+    Raises:
+      UserError: if the run cannot go on with this config, data or folder.
+    """
+    before = folder.read_config()
+    check_same_noise(run, before)
+    check_classes(folder, run.task.dataset.classes, run.task.dataset.label_map)
+    check_secret(folder, before)
+    changed = check_data(folder, run.config, data)
+    folder.resume(run.config)
+    if changed:
+        log(changed)
+    if needs_secret(run.config) and not needs_secret(before):  # imported, not trained yet
+        create_secret(folder, run.config)
+    write_data(folder, run.config, data)
+
+
+def _first_state(
+    run: Setup, folder: RunFolder, checkpoints: Checkpoints, programs: Programs, *, resume: bool
+) -> Restored:
+    """Return the last checkpoint, or initial values before the beginning of the data."""
+    init = programs.init
+    if resume and checkpoints.latest_step == 0:
+        # An imported network: the rest follows from the config, which may have changed.
+        network = load_network(folder, run.task.model)
+        init = run.compile_init((network.evaluation_params, network.model_state))
+    elif resume and (restored := restore(checkpoints, run.task.model, run.state_shapes)):
+        return restored
+    return Restored(0, init(jax.random.key(run.config.train.seed)), None)
 
 
 class _Loop:
@@ -168,7 +230,7 @@ class _Loop:
         seeds: Seeds,
         unreadable: UnreadableFiles,
         checkpoints: Checkpoints,
-        start: Start,
+        start: Restored,
         start_time: float,
         log: Callable[[str], None],
     ):
@@ -230,6 +292,13 @@ class _Loop:
                     batch = self._next_batch()  # while the device computes
                 if self._end_step(progress, write):
                     break
+
+    def unreadable_files(self) -> int | None:
+        """Return the number of unreadable files in the whole run; None if it is not released."""
+        if self._run.config.is_release_only:
+            return None
+        name, lines = unreadable_name(self._run), read_metrics(self._folder.metrics)
+        return max([self._unreadable.count, *(line.get(name, 0) for line in lines)])
 
     def report_stop(self) -> None:
         """Report where a run stopped before its last step, and how to continue.
@@ -338,7 +407,3 @@ class _Loop:
             self._checkpoints.save(self.step, public, self._position, score)
         if score is not None:
             self._best_score = max(self._best_score, score)
-
-
-def _ignore(line: str) -> None:
-    """Print nothing."""

@@ -42,8 +42,8 @@ class Planned(NamedTuple):
     executable: Executable
     policy: str | Policy
     microbatches: int
-    plan: Plan | None
-    remat: RematReport | None
+    plan: Plan | None = None
+    remat: RematReport | None = None
 
 
 def compile_step(
@@ -59,14 +59,11 @@ def compile_step(
     Raises:
       UserError: for a budget that nothing fits, or a policy that this device does not support.
     """
-    section = run.config.memory
-    if section.budget:
+    if run.config.memory.budget:
         return compile_chosen(run, plan(run, target=target, progress=progress), target=target)
-    policy = "none" if section.policy == "auto" else section.policy
-    microbatches = run.step.microbatches
-    executable = _compile(run, policy, microbatches, target)
-    remat = _check_remat(run, policy, microbatches, executable, target)
-    return Planned(executable, policy, microbatches, None, remat)
+    policy, microbatches = _policy(run), run.step.microbatches
+    planned = Planned(_compile(run, policy, microbatches, target), policy, microbatches)
+    return _with_remat(run, planned, target)
 
 
 class StepCache:
@@ -150,8 +147,7 @@ def compile_chosen(run: Setup, plan: Plan, *, target: Target | None = None) -> P
     """Compile the chosen candidate of a plan."""
     c = plan.chosen
     executable = _compile(run, c.policy, c.microbatches, target, c.compiler_options)
-    remat = _check_remat(run, c.policy, c.microbatches, executable, target)
-    return Planned(executable, c.policy, c.microbatches, plan, remat)
+    return _with_remat(run, Planned(executable, c.policy, c.microbatches, plan), target)
 
 
 def plan(run: Setup, *, target: Target | None = None, progress: Progress | None = None) -> Plan:
@@ -198,22 +194,15 @@ def predict(
     Raises:
       UserError: as `compile_step`.
     """
-    section = run.config.memory
-    policy = "none" if section.policy == "auto" else section.policy
-    first = analyze(run, policy, target)
-    if limit is not None and first.executable.report.peak.total > limit:
-        budget = f"{limit + reserve(run, target)}B"
-        memory_section = dataclasses.replace(section, budget=budget)
-        run = run._replace(config=dataclasses.replace(run.config, memory=memory_section))
-        planned = plan(run, target=target, progress=progress)
-        c = planned.chosen
-        first = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
-        return first._replace(plan=planned)
-    if policy == "none":
-        return first
-    return first._replace(
-        remat=_check_remat(run, policy, first.microbatches, first.executable, target)
-    )
+    first = analyze(run, _policy(run), target)
+    if limit is None or _peak(first) <= limit:
+        return _with_remat(run, first, target)
+    section = dataclasses.replace(run.config.memory, budget=f"{limit + reserve(run, target)}B")
+    run = run._replace(config=dataclasses.replace(run.config, memory=section))
+    chosen = plan(run, target=target, progress=progress)
+    c = chosen.chosen
+    fitting = analyze(run, c.policy, target, c.microbatches, c.compiler_options)
+    return fitting._replace(plan=chosen)
 
 
 class Largest(NamedTuple):
@@ -258,16 +247,12 @@ def largest_batch(
 
     def peak(size: int) -> int:
         resized = run.with_batch_size(size * parts, microbatches)
-        planned = min(
-            (analyze(resized, p, target) for p in policies),
-            key=lambda planned: planned.executable.report.peak.total,
-        )
-        policies[:] = [planned.policy]
-        compiled[size] = Largest(resized, planned)
-        total = planned.executable.report.peak.total
+        smallest = min((analyze(resized, p, target) for p in policies), key=_peak)
+        policies[:] = [smallest.policy]
+        compiled[size] = Largest(resized, smallest)
         if progress:
-            progress(size * parts, total)
-        return total + reserve(resized, target) - reserve(run, target)
+            progress(size * parts, _peak(smallest))
+        return _peak(smallest) + reserve(resized, target) - reserve(run, target)
 
     start = max(run.config.data.batch_size // parts, 1)
     try:
@@ -308,9 +293,13 @@ def _microbatch_choices(run: Setup) -> tuple[int, ...] | None:
     return tuple(2**i for i in range(shard.bit_length()) if shard % 2**i == 0)
 
 
-def _arguments(run: Setup, target: Target | None) -> tuple[Any, Any]:
-    shapes = (run.state_shapes, run.batch_shapes)
-    return shapes_on(target, shapes) if target else shapes
+def _policy(run: Setup) -> str:
+    """Return the policy of a step without a plan."""
+    return "none" if run.config.memory.policy == "auto" else run.config.memory.policy
+
+
+def _peak(planned: Planned) -> int:
+    return planned.executable.report.peak.total
 
 
 def _compile(
@@ -330,7 +319,8 @@ def _compile(
     )
     try:
         step = run.step.replace(remat=policy, microbatches=microbatches)
-        arguments = _arguments(run, target)
+        shapes = run.state_shapes, run.batch_shapes
+        arguments = shapes_on(target, shapes) if target else shapes
         executables = [fnet.compile_step(step, *arguments, compiler_options=o) for o in options]
         return min(executables, key=lambda executable: executable.report.peak.total)
     except memory.DonationError:
@@ -361,24 +351,19 @@ def analyze(
     unoptimized = _WITHOUT_OPTIMIZED_CODE.get(platform, {})
     options = [o | unoptimized for o in candidates]
     smallest = _compile(run, policy, microbatches, target, *options)
-    return Planned(smallest, policy, microbatches, None, None)
+    return Planned(smallest, policy, microbatches)
 
 
-def _check_remat(
-    run: Setup,
-    policy: str | Policy,
-    microbatches: int,
-    executable: Executable,
-    target: Target | None,
-) -> RematReport | None:
+def _with_remat(run: Setup, planned: Planned, target: Target | None) -> Planned:
     """Compare the compiled step with the same one without remat."""
-    if str(policy) == "none":
-        return None
-    options = executable.report.compiler_options
-    baseline = _compile(run, "none", microbatches, target, options)
+    if str(planned.policy) == "none":
+        return planned
+    options = planned.executable.report.compiler_options
+    baseline = _compile(run, "none", planned.microbatches, target, options)
     try:
-        return memory.check_remat(baseline.compiled, executable.compiled)
+        remat = memory.check_remat(baseline.compiled, planned.executable.compiled)
     except memory.RematError as error:
         if run.config.memory.policy == "auto":  # chosen because it fits, not for its savings
-            return None
-        raise UserError(f"memory.policy: {policy}: {error}") from error
+            return planned
+        raise UserError(f"memory.policy: {planned.policy}: {error}") from error
+    return planned._replace(remat=remat)

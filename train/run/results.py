@@ -7,13 +7,12 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 import fnet
 from fnet import TrainState
-from fnet.privacy.audit import Audit
 from train.output import plots
 from train.output.logged import NOT_PRIVATE, input_wait, noise_scale, read_metrics, throughput
 from train.run import examples
@@ -27,36 +26,18 @@ from train.run.setup import Setup
 from train.run.summary import describe_results, what_next
 
 
-class Trained(NamedTuple):
-    """A run after its last step.
-
-    Attributes:
-      state: Train state.
-      step: Number of steps.
-      first_step: Number of steps before this process.
-      evaluation: Evaluation of the state; None if the run was resumed after its last step.
-      input_wait_reason: Why the device waited for input, or None.
-      unreadable_files: Number of unreadable files.
-      measured_bytes: Measured peak memory per device; None if it cannot be measured.
-    """
-
-    state: TrainState
-    step: int
-    first_step: int
-    evaluation: Evaluation | None
-    input_wait_reason: str | None
-    unreadable_files: int
-    measured_bytes: int | None
-
-
 def write_results(
     run: Setup,
     folder: RunFolder,
     programs: Programs,
-    trained: Trained,
+    state: TrainState,
+    evaluation: Evaluation | None,
     seeds: Seeds,
-    start_time: float,
     log: Callable[[str], None],
+    *,
+    is_trained: bool,
+    start_time: float,
+    measured: dict[str, Any],
 ) -> None:
     """Write the summary and the pictures of a finished run, and print its results.
 
@@ -64,37 +45,41 @@ def write_results(
       run: setup of the run.
       folder: folder of the run.
       programs: compiled programs of the run.
-      trained: the run after its last step.
+      state: train state after the last step.
+      evaluation: evaluation of the state; None if the run was resumed after its last step.
       seeds: seeds of the run.
-      start_time: time of its start by `time.perf_counter`, less the time of earlier processes.
       log: prints a line.
+      is_trained: whether this process took a step.
+      start_time: time of its start by `time.perf_counter`, less the time of earlier processes.
+      measured: fields of summary.json that only training can measure.
     """
-    evaluation = trained.evaluation or programs.evaluate(trained.state)
+    evaluation = evaluation or programs.evaluate(state)
     written = [folder.summary, folder.curves, folder.memory_picture]
     if evaluation.confusion is not None:
-        classes, title = run.task.dataset.classes, f"{run.config.name}, step {trained.step}"
+        classes, title = run.task.dataset.classes, f"{run.config.name}, step {run.steps}"
         plots.confusion_matrix(evaluation.confusion, classes, title, folder.confusion)
         written.append(folder.confusion)
         if not run.config.is_release_only:  # the picture shows test images themselves
-            examples.draw(run, programs.evaluate, trained.state, title, folder.examples)
+            examples.draw(run, programs.evaluate, state, title, folder.examples)
             written.append(folder.examples)
     audited = None
     if run.canaries:
         # Pretrained weights have other initial values.
         known = not folder.imported.exists()
-        audited = audit(run, run.canaries, trained.state.params, seeds.data, initial_known=known)
-    seconds = time.perf_counter() - start_time
-    summary = _summary(run, folder, programs, trained, evaluation, audited, seconds)
-    if trained.step == trained.first_step:
-        summary |= _training_results(folder.summary, trained.step)
+        audited = audit(run, run.canaries, state.params, seeds.data, initial_known=known)
+    measured |= {"seconds": time.perf_counter() - start_time}
+    if not is_trained:
+        measured |= _measured_before(folder.summary, run.steps)
+    results = {"audit": audited._asdict() if audited else None} | measured
+    summary = _summary(run, read_metrics(folder.metrics), programs, evaluation) | results
     atomic_write(folder.summary, as_json(summary))
     for text in describe_results(run, summary):
         log(text)
     if run.privacy:
-        log(f"privacy: {run.privacy.describe(trained.step)}")
+        log(f"privacy: {run.privacy.describe(run.steps)}")
         log(describe_seeds(folder, run.config))
     if audited:
-        log(describe_audit(audited, run.privacy, trained.step))
+        log(describe_audit(audited, run.privacy, run.steps))
     for text in what_next(run, folder, written):
         log(text)
 
@@ -110,29 +95,20 @@ def unreadable_name(run: Setup) -> str:
 
 
 def _summary(
-    run: Setup,
-    folder: RunFolder,
-    programs: Programs,
-    trained: Trained,
-    evaluation: Evaluation,
-    audited: Audit | None,
-    seconds: float,
+    run: Setup, lines: list[dict[str, Any]], programs: Programs, evaluation: Evaluation
 ) -> dict[str, Any]:
-    """Return the content of summary.json."""
-    lines, planned = read_metrics(folder.metrics), programs.planned
+    """Return what summary.json holds besides what was measured."""
+    planned, privacy = programs.planned, None
     report = planned.executable.report
-    unreadable = [trained.unreadable_files, *(line.get(unreadable_name(run), 0) for line in lines)]
+    if run.privacy:
+        privacy = run.privacy.as_dict(run.steps) | {"secret_noise": needs_secret(run.config)}
     return {
         "metrics": test_metrics(evaluation.metrics),
-        "privacy": _privacy(run, trained.step),
-        "audit": audited._asdict() if audited else None,
+        "privacy": privacy,
         "noise_scale": noise_scale(lines),
-        "unreadable_files": None if run.config.is_release_only else max(unreadable),
-        "steps": trained.step,
-        "seconds": seconds,
+        "steps": run.steps,
         "examples_per_second": throughput(lines),
         "input_wait": input_wait(lines),
-        "input_wait_reason": trained.input_wait_reason,
         "parameters": report.parameters,
         "state_bytes": report.state_bytes,
         "donated_bytes": report.donation.aliased_bytes,
@@ -141,19 +117,11 @@ def _summary(
         "microbatches": planned.microbatches,
         "budget_bytes": planned.plan.budget if planned.plan else None,
         "peak_bytes_predicted": programs.predicted_bytes,
-        "peak_bytes_seen": trained.measured_bytes,
         "versions": _versions(),
     }
 
 
-def _privacy(run: Setup, step: int) -> dict[str, Any] | None:
-    """Return the guarantee for the summary, and whether anyone can compute the noise."""
-    if not run.privacy:
-        return None
-    return run.privacy.as_dict(step) | {"secret_noise": needs_secret(run.config)}
-
-
-def _training_results(path: Path, step: int) -> dict[str, Any]:
+def _measured_before(path: Path, step: int) -> dict[str, Any]:
     """Return what only training can measure, from the summary of a run that ended at ``step``."""
     try:
         summary = json.loads(path.read_bytes())
