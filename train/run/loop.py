@@ -246,7 +246,7 @@ class _Loop:
         self._batches = unreadable.watch(run.training_batches(seeds.data))
         if start.position is not None:
             self._batches.set_state(start.position)
-        self._position = start.position
+        self._position: Any = start.position
         self._best_score = checkpoints.best_score
         self._skipped = SkippedSteps(run, folder.bad_steps, log)
         self._num_skipped = len(read_metrics(folder.bad_steps))
