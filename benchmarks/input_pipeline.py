@@ -18,6 +18,8 @@ which is why this module imports JAX and grain late.
 """
 
 import contextlib
+import dataclasses
+import functools
 import multiprocessing
 import os
 import statistics
@@ -33,23 +35,21 @@ from PIL import Image
 
 from benchmarks.claims import argument_parser, publish
 from train.data import Arrays
-from train.data.image_batches import CachedImages, EvaluationImages, TrainingImages
+from train.data.image_batches import ImageOptions, read_evaluation, read_training
+from train.data.labeled_images import CachedImages
 from train.data.workers import Workers
 
-Make = Callable[[TrainingImages, Arrays], object]
-"""Function that makes a batch of rows."""
+Make = Callable[[Callable[[Arrays], Arrays], Arrays], object]
+"""``(read, rows)``: makes a batch of rows."""
 
 BATCH = 128
 IMAGES = 512
 PARTS: dict[str, Any] = {
     "crop": "resized",
-    "area": (0.08, 1.0),
+    "min_area": 0.08,
     "padding": 4,
     "flip": True,
-    "color_jitter": 0.0,
-    "lighting": 0.0,
-    "cutout": 0,
-    "fill": (124, 116, 104),
+    "mean": (0.485, 0.456, 0.406),
 }
 
 
@@ -63,10 +63,10 @@ def write_images(folder: Path, width: int, height: int) -> np.ndarray:
         noisy = np.asarray(smooth) + generator.normal(0, 6, (height, width, 3))
         image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
         image.save(folder / f"{i}.jpg", quality=90)
-    return np.array([f"{i}.jpg".encode() for i in range(IMAGES)])
+    return np.array([str(folder / f"{i}.jpg") for i in range(IMAGES)], object)
 
 
-def cases(root: Path) -> dict[str, tuple[TrainingImages, np.ndarray]]:
+def cases(root: Path) -> dict[str, tuple[ImageOptions, np.ndarray]]:
     """Transformation and files, by name of the case."""
     small, large = root / "small", root / "large"
     files = {small: write_images(small, 32, 32), large: write_images(large, 500, 375)}
@@ -77,7 +77,7 @@ def cases(root: Path) -> dict[str, tuple[TrainingImages, np.ndarray]]:
     }
     return {
         name: (
-            TrainingImages(**PARTS | {"root": os.fsencode(folder), "size": size} | options),
+            ImageOptions(**PARTS | {"image_size": size} | options),
             files[folder],
         )
         for name, (folder, size, options) in chosen.items()
@@ -99,13 +99,13 @@ def threads(n: int) -> Make:
     """Share rows among n threads of this process."""
     pool = ThreadPoolExecutor(n)
 
-    def make(images: TrainingImages, rows: Arrays) -> None:
-        list(pool.map(images, [{k: a[i::n] for k, a in rows.items()} for i in range(n)]))
+    def make(read: Callable[[Arrays], Arrays], rows: Arrays) -> None:
+        list(pool.map(read, [{k: a[i::n] for k, a in rows.items()} for i in range(n)]))
 
     return make
 
 
-def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[int]) -> Callable:
+def reading(images: ImageOptions, paths: np.ndarray, make: Make, cores: set[int]) -> Callable:
     """Build a function that makes batches of all files."""
 
     def read() -> None:
@@ -113,20 +113,26 @@ def reading(images: TrainingImages, paths: np.ndarray, make: Make, cores: set[in
         with on_cores(cores):
             for start in range(0, len(paths), BATCH):
                 path = paths[start : start + BATCH]
-                make(images, {"path": path} | images.draw(len(path), generator))
+                make(
+                    functools.partial(read_training, images),
+                    {"file": path} | images.draw(len(path), generator),
+                )
 
     return read
 
 
-def cached(images: TrainingImages, paths: np.ndarray) -> Make:
+def cached(images: ImageOptions, paths: np.ndarray) -> Make:
     """Decode images the first time and augment them each time."""
-    decode = EvaluationImages(images.root, images.size, images.size, 1, images.fill)
-    cache = CachedImages(decode.shape, len(paths), lambda i: decode({"path": paths[i]}))
+    plain = dataclasses.replace(images, resize=images.image_size)
+    read = functools.partial(read_evaluation, plain)
+    cache = CachedImages(
+        np.arange(len(paths)), plain, lambda rows: read({"file": paths[rows["id"]]})
+    )
     index = {path: i for i, path in enumerate(paths.tolist())}
 
-    def make(images: TrainingImages, rows: Arrays) -> None:
-        which = np.array([index[path] for path in rows["path"].tolist()])
-        images.augment(cache(which)["image"], rows)
+    def make(read: Callable[[Arrays], Arrays], rows: Arrays) -> None:
+        ids = np.array([index[path] for path in rows["file"].tolist()])
+        images.augment(cache({"id": ids})["image"], rows)
 
     return make
 
@@ -193,12 +199,13 @@ def start_grain_worker() -> object:
 
 def costs(root: Path) -> Iterator[dict[str, str]]:
     """Startup time and memory of a worker process; a row per kind."""
-    images = TrainingImages(**PARTS | {"root": os.fsencode(root / "small"), "size": 32})
-    files = {"path": np.array([b"0.jpg", b"1.jpg"])} | images.draw(2, np.random.default_rng(0))
+    images = ImageOptions(**PARTS | {"image_size": 32})
+    paths = np.array([str(root / "small" / f"{i}.jpg") for i in range(2)], object)
+    files = {"file": paths} | images.draw(2, np.random.default_rng(0))
 
     def start_worker() -> Workers:
         workers = Workers(1)
-        workers(images, files)
+        workers(functools.partial(read_training, images), files)
         return workers
 
     import grain  # noqa: F401 (the program has imported it when it starts workers)

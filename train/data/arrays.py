@@ -3,7 +3,8 @@
 import os
 import re
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,15 +12,16 @@ import numpy as np
 
 from train.config import ArrayFile
 from train.data import Arrays, Dataset, num_examples
-from train.data.image_batches import TrainingImages, check_padding
-from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
-from train.data.users import number_users, split_by_user
-from train.errors import UserError, did_you_mean, list_available, shorten
+from train.data.columns import as_labels, choose, name_classes, number_users
+from train.data.image_batches import ImageOptions
+from train.data.labeled_images import check_padding
+from train.data.splits import choose_test_split, hold_out
+from train.errors import UserError, list_available, shorten
 
 _IMAGE_NAMES = ("x", "image", "images", "data")
 _LABEL_NAMES = ("y", "label", "labels", "target", "targets")
 _CLASS_NAMES = ("classes", "class_names", "label_names")
-_TRAIN, _TEST = "train", ("val", "test")
+_TRAIN = "train"
 _EXPECTED = "expected an .npz file, or a folder with train.npz and optionally val.npz or test.npz"
 _BYTES_PER_CHECK = 2**24
 """Bytes of images that are checked for nan and infinity at once."""
@@ -43,52 +45,40 @@ def load(config: ArrayFile) -> Dataset:
         match the images in number or have one class; or if a class is too small to split.
     """
     splits = _find_splits(config)
-    images = [
-        _as_images(_read_array(s.path, s.images), f"{s.images} in {s.path}", config) for s in splits
-    ]
+    images = [_as_images(_read_array(s.path, s.images), s.images, s.path, config) for s in splits]
     labels = [
         as_labels(_read_array(s.path, s.labels), f"data.labels: {s.labels} in {s.path}")
         for s in splits
     ]
     _check_splits(splits, images, labels)
-    names = _read_class_names(config, splits[0].path)
-    classes = class_names(labels, names, f"data.labels: {config.path}")
+    path = splits[0].path
+    classes = name_classes(
+        labels, _read_class_names(config, path), f"data.labels: {splits[0].labels} in {path}"
+    )
     _check_per_channel("mean", config.mean, images[0])
     _check_per_channel("std", config.std, images[0])
     check_padding(config.crop, config.padding, *images[0].shape[1:3])
-    offset = len(labels[0]) if len(splits) == 2 else 0
     users = None
     if config.user is not None:
-        what = f"data.user: {config.user} in {splits[0].path}"
-        users = number_users(_read_user_ids(splits[0].path, config.user), len(labels[0]), what)
-    if offset:
+        user = choose("data.user", config.user, _array_names(path), path, "array")
+        what = f"data.user: {user} in {path}"
+        users = number_users(_read_array(path, user), len(labels[0]), what)
+    offset = 0
+    if len(splits) == 2:
+        offset = len(labels[0])
         ids = np.arange(offset), offset + np.arange(len(labels[1]))
-    elif users is not None:
-        ids = split_by_user(users, config.test_fraction, config.split_seed)
     else:
-        ids = split_by_class(labels[0], config.test_fraction, config.split_seed)
-    if not offset:
-        labels = [labels[0][indices] for indices in ids]
+        ids = hold_out(config, labels[0], users)
+        labels = [labels[0][index] for index in ids]
     train, test = (
-        {"id": indices.astype(np.int32), "label": label}
-        for indices, label in zip(ids, labels, strict=True)
+        {"id": index.astype(np.int32), "label": label}
+        for index, label in zip(ids, labels, strict=True)
     )
-    training = TrainingImages(
-        root=b"",
-        size=images[0].shape[1],
-        crop=config.crop,
-        area=(1.0, 1.0),
-        padding=config.padding,
-        flip=config.flip,
-        color_jitter=0.0,
-        lighting=0.0,
-        cutout=0,
-        fill=(),
-    )
+    options = ImageOptions.of(config)
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        draws = training.draw(num_examples(rows), generator)
-        return rows | {"image": training.augment(_select_images(images[0], rows["id"]), draws)}
+        draws = options.draw(num_examples(rows), generator)
+        return rows | {"image": options.augment(_select_images(images[0], rows["id"]), draws)}
 
     def prepare(rows: Arrays) -> Arrays:
         return rows | {"image": _select_images(images[-1], rows["id"] - offset)}
@@ -101,7 +91,7 @@ def load(config: ArrayFile) -> Dataset:
         prepare=prepare,
         contents=tuple(images),
         users=None if users is None else number_users(users[ids[0]], len(ids[0]), ""),
-        name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {splits[0].path}",
+        name=lambda row: f"image {train['id'][row]} of {splits[0].images} in {path}",
     )
 
 
@@ -125,30 +115,30 @@ def _find_splits(config: ArrayFile) -> list[_Split]:
       UserError: if a file or an array is missing, several match, or both splits are the same.
     """
     root = Path(config.path)
-    (images, *test_images), (labels, *test_labels) = config.images or [""], config.labels or [""]
-    train_names, test_names = (images, labels), ("".join(test_images), "".join(test_labels))
+    given = [*zip_longest(config.images, config.labels), (None, None), (None, None)]
     if root.is_dir():
-        files = sorted(path.stem for path in root.glob("*.npz"))
-        if _TRAIN not in files:
-            raise UserError(
-                f"data.path: no file {root / _TRAIN}.npz; {_EXPECTED}"
-                f"{list_available(files, 'files')}"
-            )
-        splits = [_find_arrays(root / f"{_TRAIN}.npz", ("", _TRAIN), train_names)]
-        test = _choose_test_split(config, root, files)
-        if test is None and any(test_names):
-            raise UserError(
-                f"data.test_split: {root} holds neither val.npz nor test.npz; name the file with "
-                f"{' and '.join(filter(None, test_names))}{list_available(files, 'files')}"
-            )
-        splits += [_find_arrays(root / f"{test}.npz", ("", test), test_names)] if test else []
+        names = sorted(path.stem for path in root.glob("*.npz"))
+        train = _TRAIN
+        choose("data.path", f"{train}.npz", [f"{name}.npz" for name in names], root, "file")
     else:
         parsed = filter(None, map(_parse_name, _array_names(root)))
-        suffixes = sorted({suffix for _, suffix in parsed if suffix})
-        splits = [_find_arrays(root, ("", _TRAIN), train_names)]
-        test = _choose_test_split(config, root, suffixes)
-        if test or any(test_names):
-            splits.append(_find_arrays(root, (test or _TEST[-1],), test_names))
+        names, train = sorted({suffix for _, suffix in parsed if suffix}), ""
+    test = choose_test_split(config.test_split, names, root)
+    if root.is_dir():
+        if test is None and any(given[1]):
+            raise UserError(
+                f"data.test_split: {root} has no test split; name the file with "
+                f"{' and '.join(filter(None, given[1]))}{list_available(names, 'files')}"
+            )
+        files = [root / f"{name}.npz" for name in (train, test) if name]
+        splits = [
+            _find_arrays(file, ("", file.stem), names)
+            for file, names in zip(files, given, strict=False)
+        ]
+    else:
+        splits = [_find_arrays(root, ("", _TRAIN), given[0])]
+        if test or any(given[1]):
+            splits.append(_find_arrays(root, (test or "test",), given[1]))
     if len(splits) == 2 and splits[0][:2] == splits[1][:2]:
         raise UserError(
             f"data.test_split: {splits[0].images} in {splits[0].path} is both the training and "
@@ -157,42 +147,15 @@ def _find_splits(config: ArrayFile) -> list[_Split]:
     return splits
 
 
-def _choose_test_split(config: ArrayFile, root: Path, splits: Collection[str]) -> str | None:
-    """Choose the test split: the given name, or val, or test, or none."""
-    name = config.test_split
-    if name is not None and name not in splits:
-        raise UserError(
-            f"data.test_split: no split {name} in {root}{did_you_mean(name, splits)}"
-            f"{list_available(sorted(splits), 'splits')}"
-        )
-    return name or next((split for split in _TEST if split in splits), None)
-
-
-def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str]) -> _Split:
-    """Find the arrays of a split by the given names, or by common names for each empty one."""
+def _find_arrays(path: Path, suffixes: Sequence[str], given: Sequence[str | None]) -> _Split:
+    """Find the arrays of a split by the given names, or by common names for each that is None."""
     names = _array_names(path)
+    kinds = ((_IMAGE_NAMES, "images"), (_LABEL_NAMES, "labels"))
     arrays = []
-    for what, stems, name in zip(
-        ("images", "labels"), (_IMAGE_NAMES, _LABEL_NAMES), given, strict=True
-    ):
-        matches = [
-            n for n in names if _parse_name(n) in [(stems, suffix.lower()) for suffix in suffixes]
-        ]
-        if name and name not in names:
-            raise UserError(
-                f"data.{what}: no array {name} in {path}{did_you_mean(name, names)}"
-                f"{list_available(names, 'arrays')}"
-            )
-        if not name and len(matches) > 1:
-            raise UserError(f"data.{what}: {path} has {' and '.join(matches)}; name one")
-        if not name and not matches:
-            split = "" if _TRAIN in suffixes else f" of {suffixes[-1]}"
-            raise UserError(
-                f"data.{what}: no array in {path} has a common name for {what}{split} "
-                f"({', '.join(_common_names(stems, suffixes))}, ...); name one"
-                f"{list_available(names, 'arrays')}"
-            )
-        arrays.append(name or matches[0])
+    for (stems, what), name in zip(kinds, given, strict=True):
+        known = [(stems, suffix.lower()) for suffix in suffixes]
+        matches = [n for n in names if _parse_name(n) in known]
+        arrays.append(choose(f"data.{what}", name, names, path, "array", matches))
     return _Split(path, *arrays)
 
 
@@ -204,10 +167,6 @@ def _parse_name(name: str) -> tuple[tuple[str, ...], str] | None:
         if len(rest) == len(words) - 1 < 2:
             return stems, "".join(rest)
     return None
-
-
-def _common_names(stems: Sequence[str], suffixes: Sequence[str]) -> list[str]:
-    return [f"{s}_{suffix}" if suffix else s for suffix in suffixes for s in stems[:3]]
 
 
 def _array_names(path: Path) -> list[str]:
@@ -231,21 +190,6 @@ def _array_names(path: Path) -> list[str]:
             return list(arrays.files)
     except Exception as error:  # parsers of a damaged file raise anything
         raise _unreadable(path, error) from error
-
-
-def _read_user_ids(path: Path, name: str) -> np.ndarray:
-    """Read the array of user ids.
-
-    Raises:
-      UserError: if it is missing or damaged.
-    """
-    names = _array_names(path)
-    if name not in names:
-        raise UserError(
-            f"data.user: no array {name} in {path}{did_you_mean(name, names)}"
-            f"{list_available(names, 'arrays')}"
-        )
-    return _read_array(path, name)
 
 
 def _read_array(path: Path, name: str) -> np.ndarray:
@@ -291,8 +235,9 @@ def _unreadable(what: object, error: Exception) -> UserError:
     return UserError(f"data.path: cannot read {what}: {str(error) or type(error).__name__}")
 
 
-def _as_images(images: np.ndarray, what: str, config: ArrayFile) -> np.ndarray:
+def _as_images(images: np.ndarray, name: str, path: Path, config: ArrayFile) -> np.ndarray:
     """View an array as images [N, H, W, C]."""
+    what = f"{name} in {path}"
     shape, is_float = images.shape, images.dtype.kind == "f"
     if images.dtype != np.uint8 and not is_float:
         raise UserError(f"data.images: {what} is {images.dtype}; expected uint8 or floating")
@@ -341,7 +286,6 @@ def _check_splits(
                 f"data.labels: {label_name} in {path} has {len(label):,} labels for the "
                 f"{len(image):,} images in {image_name}"
             )
-    check_several_classes(labels[0], f"data.labels: {splits[0].labels} in {splits[0].path}")
     kinds = [
         f"{'uint8' if image.dtype == np.uint8 else 'floating'} {image.shape[1:]}"
         for image in images
@@ -356,25 +300,19 @@ def _check_splits(
 
 def _read_class_names(config: ArrayFile, path: Path) -> tuple[str, ...] | None:
     """Read the array of class names, if there is one."""
-    names, name = _array_names(path), config.class_names
+    names = _array_names(path)
     matches = [n for n in names if n.lower() in _CLASS_NAMES]
-    if name is not None and name not in names:
-        raise UserError(
-            f"data.class_names: no array {name} in {path}{did_you_mean(name, names)}"
-            f"{list_available(names, 'arrays')}"
-        )
-    if name is None and not matches:
+    if config.class_names is None and not matches:
         return None
-    if name is None and len(matches) > 1:
-        raise UserError(f"data.class_names: {path} has {' and '.join(matches)}; name one")
-    array = _read_array(path, name or matches[0])
+    name = choose("data.class_names", config.class_names, names, path, "array", matches)
+    array = _read_array(path, name)
     if array.ndim != 1 or array.dtype.kind not in "USui":
         raise UserError(
-            f"data.class_names: {name or matches[0]} in {path} is {array.dtype} of shape "
+            f"data.class_names: {name} in {path} is {array.dtype} of shape "
             f"{array.shape}; expected strings [K]"
         )
     if array.dtype.kind == "S":
-        array = np.char.decode(array, "utf-8", "replace")
+        array = np.char.decode(array, "utf-8", "surrogateescape")
     return tuple(str(class_name) for class_name in array)
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from train.config import ChatFile
 from train.data import Arrays, Dataset, records
 from train.data.chat import DATA_DATE, ROLES, ChatTemplate, load_template
+from train.data.columns import number_users
 from train.data.packing import pack
 from train.data.records import Record
+from train.data.splits import count_held_out, split_by_user
 from train.data.tokenizer import Pieces, Tokenizer, load_tokenizer
-from train.data.users import number_users, split_by_user
 from train.errors import UserError, list_available
 
 _FIELDS = {
@@ -210,19 +211,13 @@ def _number_users(documents: list[_Document]) -> np.ndarray:
 def _split(config: ChatFile, examples: list[_Document]) -> tuple[list[_Document], list[_Document]]:
     """Split examples into training and test; no user is in both."""
     count = len(examples)
-    num_test = round(config.test_fraction * count)
+    if not count:
+        raise UserError(f"data.path: {config.path} holds no examples")
     if config.user is not None:
         users, seed = _number_users(examples), config.split_seed or 0
         train, test = split_by_user(users, config.test_fraction, seed)
-    elif not count:
-        raise UserError(f"data.path: {config.path} holds no examples")
-    elif not 0 < num_test < count:
-        raise UserError(
-            f"data.test_fraction: {config.test_fraction} of {count} examples in {config.path} "
-            f"leaves {num_test} for testing and {count - num_test} for training; expected at "
-            "least one each, or data.test_path"
-        )
     else:
+        num_test = count_held_out(count, config.test_fraction, f"examples in {config.path}")
         order = np.arange(count)
         if config.split_seed is not None:
             order = np.random.default_rng(config.split_seed).permutation(count)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from train.data.columns import read_lines
 from train.errors import UserError
 
 Color = tuple[int, int, int]
@@ -77,11 +78,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
     Raises:
       UserError: if it cannot be read, names a class twice, or gives two classes one value or color.
     """
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.class_table: cannot read {path}: {error}") from error
-    lines = [line for line in text.splitlines() if line.strip()]
+    lines = [line for line in read_lines(str(path), "data.class_table") if line.strip()]
     try:
         rows = tuple(_rows(lines))
         for what in ("name", "value", "color"):

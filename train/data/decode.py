@@ -63,8 +63,12 @@ def whole(width: int, height: int) -> View:
     return View((0, 0, width, height), (width, height))
 
 
+File = str | os.PathLike[str] | bytes | UnreadableError
+"""Path of a file, its content, or why there is no content."""
+
+
 def decode(
-    source: str | bytes | os.PathLike[str] | Image.Image,
+    source: File | Image.Image,
     view: ViewOf = whole,
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
@@ -89,20 +93,7 @@ def decode(
             _check_pixels(source, max_pixels)
             # Decoding a JPEG at reduced size would change the size of the caller's image.
             return np.asarray(_apply_view(source.copy(), view, max_pixels))
-    return decode_content(_read(source), view, max_pixels)
-
-
-def decode_content(
-    content: bytes, view: ViewOf = whole, max_pixels: int = MAX_PIXELS
-) -> np.ndarray:
-    """Decode the bytes of an image file, as `decode`.
-
-    Raises:
-      UnreadableError: for any problem with the bytes.
-    """
-    return np.asarray(
-        _open(content, lambda image: _apply_view(image, view, max_pixels), max_pixels)
-    )
+    return np.asarray(_open(source, lambda image: _apply_view(image, view, max_pixels), max_pixels))
 
 
 class MaskValues(NamedTuple):
@@ -121,12 +112,8 @@ class MaskValues(NamedTuple):
     is_lossy: bool = False
 
 
-def decode_mask(path: str | bytes, max_pixels: int = MAX_PIXELS) -> MaskValues:
+def decode_mask(file: File, max_pixels: int = MAX_PIXELS) -> MaskValues:
     """Decode a mask file to its upright values. Colors that are all gray become gray values.
-
-    Args:
-      path: mask file.
-      max_pixels: largest number of pixels.
 
     Raises:
       UnreadableError: if the file is unreadable, has transparent pixels, or has gray values that
@@ -161,15 +148,11 @@ def decode_mask(path: str | bytes, max_pixels: int = MAX_PIXELS) -> MaskValues:
             )
         return MaskValues(np.asarray(image).astype(np.int32), "gray", is_lossy=is_lossy)
 
-    return _open(_read(path), read, max_pixels)
+    return _open(file, read, max_pixels)
 
 
-def upright_size(path: str | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int, bool]:
+def upright_size(file: File, max_pixels: int = MAX_PIXELS) -> tuple[int, int, bool]:
     """Read width and height of an image, and whether its EXIF orientation exchanged them.
-
-    Args:
-      path: image file.
-      max_pixels: largest number of pixels.
 
     Raises:
       UnreadableError: if the file is unreadable.
@@ -182,7 +165,7 @@ def upright_size(path: str | bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, 
         size = image.size[::-1] if is_transposed else image.size
         return *size, is_transposed
 
-    return _open(_read(path), read, max_pixels)
+    return _open(file, read, max_pixels)
 
 
 def pack_colors(colors: np.ndarray) -> np.ndarray:
@@ -203,7 +186,7 @@ def _rescales_gray(image: Image.Image) -> bool:
     return False
 
 
-def _read(path: str | bytes | os.PathLike[str]) -> bytes:
+def _read(path: str | os.PathLike[str]) -> bytes:
     """Read a whole file. A memory-mapped file that is truncated would kill the process."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
@@ -216,11 +199,22 @@ def _read(path: str | bytes | os.PathLike[str]) -> bytes:
         raise UnreadableError(error.strerror or str(error) or type(error).__name__) from error
 
 
+def file_bytes(file: File) -> int:
+    """Return the size of a file, -1 if it is unreadable."""
+    try:
+        return len(file) if isinstance(file, bytes) else os.stat(file).st_size  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return -1
+
+
 _T = TypeVar("_T")
 
 
-def _open(content: bytes, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
+def _open(file: File, use: Callable[[Image.Image], _T], max_pixels: int) -> _T:
     """Open an image and call ``use`` on it; raise `UnreadableError` for any problem."""
+    if isinstance(file, UnreadableError):
+        raise file
+    content = file if isinstance(file, bytes) else _read(file)
     if not content:
         raise UnreadableError("zero bytes")
     with _unreadable(), Image.open(io.BytesIO(content), formats=_FORMATS) as image:

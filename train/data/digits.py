@@ -8,7 +8,7 @@ import numpy as np
 
 from train.config import Digits
 from train.data import Arrays, Dataset
-from train.data.labels import split_by_class
+from train.data.splits import hold_out
 
 
 def load(config: Digits) -> Dataset:
@@ -22,7 +22,7 @@ def load(config: Digits) -> Dataset:
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
-    train, test = split_by_class(labels, config.test_fraction, config.split_seed)
+    train, test = hold_out(config, labels)
 
     def augment(batch: Arrays, generator: np.random.Generator) -> Arrays:
         return batch | {"image": random_shift(batch["image"], config.max_shift, generator)}

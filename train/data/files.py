@@ -1,28 +1,18 @@
-"""Image files below a folder, and the folders of training and test images."""
+"""Image files below a folder."""
 
-import errno
 import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from train.data import storage
+from train.data.columns import normalized
 from train.data.decode import EXTENSIONS
-from train.errors import UserError, did_you_mean, shorten
+from train.errors import UserError, shorten
 
 IMAGE_PATTERNS = f"files *.{', *.'.join(EXTENSIONS)}"
 """Patterns of image files, for error messages."""
-
-
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation"),
-    "test": ("test", "testing"),
-}
-"""Names of the folders and files of each split."""
-
-_NO_FILE = "pipe, socket or device"
-_LOOP = "link to itself"
 
 
 class ImageFiles(NamedTuple):
@@ -38,55 +28,19 @@ class ImageFiles(NamedTuple):
 
 
 def list_images(folder: Path) -> ImageFiles:
-    """Find all image files below a folder.
-
-    Links are followed, and skipped if they lead to themselves or to a folder around them. Names
-    that begin with a dot are skipped, and not counted. So are pipes, sockets and devices, which
-    would block.
-    """
-    paths: list[str] = []
+    """Find all image files below a folder, as `storage.walk` does."""
     skipped: Counter[str] = Counter()
-
-    def walk(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> None:
-        status = os.stat(path)
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            skipped[_LOOP] += 1
-            return
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                try:
-                    is_folder, is_file = entry.is_dir(), entry.is_file()
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    skipped[_LOOP] += 1
-                    continue
-                _, dot, extension = entry.name.rpartition(".")
-                if is_folder:
-                    walk(entry.path, f"{prefix}{entry.name}/", above | {here})
-                elif extension.lower() not in EXTENSIONS:
-                    skipped[f"{dot}{extension}" if dot else "no extension"] += 1
-                elif is_file or not os.path.exists(entry.path):  # a broken link is reported later
-                    paths.append(prefix + entry.name)
-                else:
-                    skipped[_NO_FILE] += 1
-
+    paths: list[str] = []
     try:
-        walk(str(folder), "", frozenset())
+        for path in storage.walk(str(folder), skipped):
+            _, dot, extension = path.rpartition("/")[2].rpartition(".")
+            if extension.lower() in EXTENSIONS:
+                paths.append(path)
+            else:
+                skipped[f"{dot}{extension}" if dot else "no extension"] += 1
     except OSError as error:
         raise UserError(f"data.path: cannot read {error.filename}: {error.strerror}") from error
     return ImageFiles(sorted(paths), skipped)
-
-
-def file_bytes(path: bytes) -> int:
-    """Return the size of a file, -1 if it is unreadable."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
 
 
 def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
@@ -98,51 +52,29 @@ def describe_skipped(files: Iterable[ImageFiles]) -> tuple[str, ...]:
     return (f"left out {skipped.total():,} files that are no images: {kinds}",)
 
 
-def subfolders(folder: Path) -> list[str]:
-    """List the names of the folders in a folder, sorted, without names that begin with a dot."""
+def subfolders(folder: Path) -> dict[str, str]:
+    """List the folders in a folder, sorted, without names that begin with a dot.
+
+    Returns:
+      Their names by `normalized` name.
+
+    Raises:
+      UserError: if it cannot be read, or two names differ only in their Unicode form.
+    """
     try:
         with os.scandir(folder) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
     except OSError as error:
         raise UserError(f"data.path: cannot read {folder}: {error.strerror}") from error
-
-
-def find_test_folder(root: Path, name: str | None) -> str | None:
-    """Find the folder of test images: the given name, or val, or test, or None.
-
-    Raises:
-      UserError: if the given one is missing, or is the training folder.
-    """
-    names = subfolders(root)
-    if name == "train":
-        raise UserError(f"data.test_split: {root / name} is the training set; name another folder")
-    if name is not None:
-        if name not in names:
-            raise UserError(f"data.test_split: no folder {root / name}{did_you_mean(name, names)}")
-        return name
-    for default in ("val", "test"):
-        if default in names:
-            return default
-    return None
-
-
-def find_training_folder(root: Path, expected: str) -> Path:
-    """Find ``root/train``.
-
-    Args:
-      root: folder that the user gave.
-      expected: description of the folder's contents, for the error.
-
-    Raises:
-      UserError: if it is missing.
-    """
-    check_folder(root, f"; expected a folder with {expected}")
-    if not (root / "train").is_dir():
-        raise UserError(
-            f"data.path: no folder {root / 'train'}; {root} must hold {expected}"
-            f"{_available(subfolders(root))}"
-        )
-    return root / "train"
+    by_name: dict[str, str] = {}
+    for name in names:
+        if normalized(name) in by_name:
+            raise UserError(
+                f"data.path: two folders in {folder} are called {name}, in two forms of Unicode; "
+                "rename one"
+            )
+        by_name[normalized(name)] = name
+    return by_name
 
 
 def check_folder(root: Path, remedy: str = "") -> None:
@@ -150,7 +82,3 @@ def check_folder(root: Path, remedy: str = "") -> None:
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "does not exist"
         raise UserError(f"data.path: {root} {problem}{remedy}")
-
-
-def _available(folders: list[str]) -> str:
-    return f"; there are {shorten(folders)}" if folders else "; it holds no folders"

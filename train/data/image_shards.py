@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from train.config import ImageShards
-from train.data import Arrays, Dataset, storage
-from train.data.augment import resize_shorter_side
-from train.data.decode import UnreadableError
-from train.data.files import SPLIT_NAMES
-from train.data.image_batches import LabeledImages, decode_row
-from train.data.labels import as_labels, check_several_classes, class_names, split_by_class
+from train.data import Dataset, storage
+from train.data.columns import as_labels, name_classes, read_names
+from train.data.labeled_images import image_dataset
 from train.data.order import Rows, ShuffledBatches
 from train.data.shards import CACHE_BYTES, EXPECTED, Fields, Index, Shards, format_of, index_shards
+from train.data.splits import SPLIT_NAMES, hold_out
 from train.data.storage import StorageError
 from train.errors import UserError, shorten
 
@@ -25,11 +23,9 @@ _REMOTE_BATCHES = 2
 
 
 def load(config: ImageShards) -> Dataset:
-    """Find the images of shards; batches read them.
+    """Find the images of shards; batches read them, see `image_dataset`.
 
-    Rows are ``id`` int32 [N], which counts training images and then test images, and ``label``
-    int32 [N]. Batches are those of `train.data.image_folder`. Training rows are in the order of
-    `ShuffledBatches`.
+    Training rows are in the order of `ShuffledBatches`.
 
     Raises:
       UserError: if there are no shards, too many of them are damaged, images or labels are not
@@ -53,50 +49,29 @@ def load(config: ImageShards) -> Dataset:
     # The source of each image: 0, 1, ... for training, -1 for testing.
     sources = [i for i, files in enumerate(paths) for _ in files] + [-1] * len(test_paths)
     source = np.repeat(np.array(sources, np.int64), counts)
-    train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
     for i, path in enumerate(config.path):
         if not (source == i).any():
             raise UserError(f"data.path: there are no images in {path}")
+    train, test = np.flatnonzero(source >= 0), np.flatnonzero(source < 0)
     if not test_paths:
-        train, test = map(np.sort, split_by_class(label, config.test_fraction, config.split_seed))
+        train, test = map(np.sort, hold_out(config, label))
     if not len(test):
         raise UserError(f"data.test_path: there are no images in {shorten(test_paths)}")
     rows = np.concatenate([train, test])
-    shard, place, label = shard[rows], place[rows], label[rows]
-    num_train = len(train)
-    check_several_classes(label[:num_train], f"data.label: {shorten(config.path)}")
-    classes = class_names((label[:num_train], label[num_train:]), names, "data.label")
-
-    def fetch(ids: np.ndarray) -> Arrays:
-        return {"content": shards.read(shard[ids], place[ids])}
-
-    def describe(id: int) -> str:
-        return shards.describe(int(shard[id]), place[id])
-
-    def explain(id: int) -> str | None:
-        try:
-            view = resize_shorter_side(config.shorter_side)
-            decode_row(b"", fetch(np.array([id])), 0, view, max_pixels=config.max_pixels)
-        except UnreadableError as error:
-            return f"{describe(id)}: {error}"
-        return None
-
-    images = LabeledImages(config, b"", fetch, num_train, len(test))
-    order = _order(config, source[train], shard[:num_train], place[:num_train], indices)
-    arrays = {"id": np.arange(len(rows), dtype=np.int32), "label": label}
-    return Dataset(
-        train={name: a[:num_train] for name, a in arrays.items()},
-        test={name: a[num_train:] for name, a in arrays.items()},
-        classes=classes,
-        augment=images.augment,
-        prepare=images.prepare,
-        reads_local=True,
-        order=order,
+    shard, place = shard[rows], place[rows]
+    labels = label[train], label[test]
+    n = len(train)
+    return image_dataset(
+        config,
+        labels,
+        lambda ids: shards.read(shard[ids], place[ids]),
+        lambda id: shards.describe(int(shard[id]), place[id]),
+        classes=name_classes(labels, names, f"data.label: {shorten(config.path)}"),
+        order=_order(config, source[train], shard[:n], place[:n], indices),
         batches_at_once=_REMOTE_BATCHES if shards.are_remote else 1,
-        name=describe,
+        # The sizes of shards stand for those of their images, which are in them.
+        file_bytes=lambda id: 0,
         contents=(np.array([index.stat.size for index in indices]),),
-        explain=explain,
-        max_bad_fraction=config.max_bad_fraction,
         notes=notes,
     )
 
@@ -246,12 +221,7 @@ def _class_names(
     config: ImageShards, paths: Sequence[str], indices: Sequence[Index]
 ) -> tuple[str, ...] | None:
     if config.class_names is not None:
-        try:
-            with storage.open_file(config.class_names) as file:
-                names = tuple(line.strip() for line in file.read().decode().splitlines())
-        except (StorageError, ValueError) as error:
-            raise UserError(f"data.class_names: {error}") from error
-        return tuple(filter(None, names))
+        return read_names(config.class_names, "data.class_names")
     found = {index.classes: path for path, index in zip(paths, indices, strict=True)}
     found.pop((), None)
     if len(found) > 1:

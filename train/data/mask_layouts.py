@@ -4,20 +4,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.data.files import (
-    IMAGE_PATTERNS,
-    SPLIT_NAMES,
-    ImageFiles,
-    check_folder,
-    list_images,
-    subfolders,
-)
-from train.errors import UserError, did_you_mean, shorten
+from train.data.columns import normalized, read_lines
+from train.data.files import IMAGE_PATTERNS, ImageFiles, check_folder, list_images, subfolders
+from train.data.splits import choose_test_split, choose_training_split
+from train.errors import UserError, shorten
 
 Pair = tuple[str, str]
 """Paths of an image and of its mask, relative to the folder of the data."""
 
-_TRAIN, _TEST = SPLIT_NAMES["train"], (*SPLIT_NAMES["val"], *SPLIT_NAMES["test"])
 _HERE = ""
 """The split of a layout without splits."""
 
@@ -56,7 +50,7 @@ class Layout(NamedTuple):
                 found = (path.name for path in parent.iterdir() if path.is_file())
                 candidates = [n.removesuffix(after) for n in found if n.endswith(after)]
             else:
-                candidates = subfolders(parent)
+                candidates = [*subfolders(parent).values()]
         return sorted(split for split in candidates if self._holds(root, split))
 
     def _holds(self, root: Path, split: str) -> bool:
@@ -104,31 +98,21 @@ class FoundLayout(NamedTuple):
         """Whether the folder is split into training and test images."""
         return self.splits != [_HERE]
 
-    def training(self) -> str:
-        """Return the name of the training split."""
-        return next(split for split in _TRAIN if split in self.splits)
-
     def test(self, given: str | None) -> str:
         """Return the name of the test split: the given one, or val, or test.
 
         Raises:
           UserError: if there is none.
         """
-        if given is not None:
-            if given not in self.splits:
-                raise UserError(
-                    f"data.test_split: no split {given} in {self.root}"
-                    f"{did_you_mean(given, self.splits)}; there are {shorten(self.splits)}"
-                )
-            return given
-        for split in _TEST:
-            if split in self.splits:
-                return split
-        raise UserError(
-            f"data.path: no split val or test in {self.root}; there are {shorten(self.splits)}; "
-            "name another one with data.test_split, or move all images into images/ and all masks "
-            "into masks/, so that data.test_fraction of them are held out"
-        )
+        test = choose_test_split(given, self.splits, self.root)
+        if test is None:
+            raise UserError(
+                f"data.path: no split val or test in {self.root}; there are "
+                f"{shorten(self.splits)}; name another one with data.test_split, or move all "
+                "images into images/ and all masks into masks/, so that data.test_fraction of them "
+                "are held out"
+            )
+        return test
 
     def pairs(self, split: str = _HERE) -> tuple[list[Pair], list[ImageFiles]]:
         """Match the images of a split with their masks.
@@ -185,9 +169,9 @@ def find_layout(root: Path, *, training: bool = True) -> FoundLayout:
     check_folder(root, "; expected a folder with images and masks")
     for layout in LAYOUTS:
         splits = layout.splits(root)
-        if splits == [_HERE] or (splits and (not training or {*splits} & {*_TRAIN})):
+        if splits == [_HERE] or (splits and (not training or choose_training_split(splits))):
             return FoundLayout(layout, root, splits)
-    there = subfolders(root)
+    there = [*subfolders(root).values()]
     raise UserError(
         f"data.path: no images with masks in {root}, which holds "
         f"{shorten(there) if there else 'no folders'}{_hint(root, there)}; expected images with "
@@ -218,7 +202,7 @@ def _by_name(folder: Path, files: Sequence[str], suffix: str) -> dict[str, str]:
         name = file.rpartition(".")[0]
         if not name.endswith(suffix):
             continue
-        name = name.removesuffix(suffix)
+        name = normalized(name.removesuffix(suffix))
         if name in by_name:
             raise UserError(f"data.path: {by_name[name]} and {file} in {folder} have the same name")
         by_name[name] = file
@@ -245,10 +229,7 @@ def _check_partners(
 
 def _read_names(path: Path) -> list[str]:
     """Read the names of a split: the first word of each line, without extension."""
-    try:
-        lines = path.read_text("utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.path: cannot read {path}: {error}") from error
+    lines = read_lines(str(path), "data.path")
     words = (line.split()[0] for line in lines if line.strip())
     names = [word.rpartition(".")[0] if "." in Path(word).name else word for word in words]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(map(normalized, names)))

@@ -1,5 +1,6 @@
 """Images and their segmentation masks in a folder, in one of several layouts."""
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -9,11 +10,11 @@ import numpy as np
 
 from train.config import SegmentationFolder
 from train.data import Arrays, Dataset, num_examples
-from train.data.augment import fit, to_uint8
+from train.data.augment import fit
 from train.data.class_table import find_table
-from train.data.decode import UnreadableError, decode_mask, upright_size
-from train.data.files import ImageFiles, describe_skipped, file_bytes
-from train.data.image_batches import EvaluationMasks, TrainingMasks, decode_pair, read_local
+from train.data.decode import UnreadableError, decode_mask, file_bytes, upright_size
+from train.data.files import ImageFiles, describe_skipped
+from train.data.image_batches import ImageOptions, decode_pair, read_local, read_masked
 from train.data.mask_layouts import FoundLayout, Pair, find_layout
 from train.data.masks import (
     IGNORE,
@@ -25,6 +26,7 @@ from train.data.masks import (
     median_frequency_weights,
     spread,
 )
+from train.data.splits import choose_training_split, count_held_out
 from train.data.workers import Workers
 from train.errors import UserError
 
@@ -78,50 +80,33 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
     _check_sizes(root, some, config, most)
     check_masks(label_map, _samples(root, some + others, config), len(test), most, "test")
 
+    # As bytes, which take less than half the memory of strings.
     pairs = np.array([[os.fsencode(name) for name in pair] for pair in train + test])
     ids = np.arange(len(pairs), dtype=np.int32)
-    fill = to_uint8(config.mean)
-    folder = os.fsencode(root)
-    training = TrainingMasks(
-        root=folder,
-        size=config.image_size,
-        label_map=label_map,
-        scale=config.scale,
-        flip=config.flip,
-        color_jitter=config.color_jitter,
-        lighting=config.lighting,
-        fill=fill,
-        max_pixels=config.max_pixels,
-    )
-    evaluation = EvaluationMasks(folder, config.image_size, label_map, fill, config.max_pixels)
-    workers = Workers(config.workers)
+    options = ImageOptions.of(config, crop="scaled")
+    workers = Workers(options.workers)
+    read_masks = functools.partial(read_masked, options, label_map)
 
-    def paths(rows: Arrays) -> Arrays:
-        selected = pairs[rows["id"]]
-        return {"path": selected[:, 0], "mask_path": selected[:, 1]}
+    def paths(id: int) -> tuple[str, str]:
+        image, mask = (str(root / os.fsdecode(path)) for path in pairs[id])
+        return image, mask
+
+    def read(rows: Arrays) -> Arrays:
+        chosen = np.empty((num_examples(rows), 2), object)
+        chosen[:] = [paths(id) for id in rows["id"].tolist()] or chosen
+        return workers(read_masks, rows | {"file": chosen[:, 0], "mask": chosen[:, 1]})
 
     def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
-        draws = training.draw(num_examples(rows), generator)
-        return rows | read_local(
-            lambda rows: workers(training, rows), paths(rows) | draws, rows.get("local")
-        )
+        draws = options.draw(num_examples(rows), generator)
+        return rows | read_local(read, {"id": rows["id"]} | draws, rows.get("local"))
 
     def prepare(rows: Arrays) -> Arrays:
-        return rows | read_local(
-            lambda rows: workers(evaluation, rows), paths(rows), rows.get("local")
-        )
+        return rows | read_local(read, {"id": rows["id"]}, rows.get("local"))
 
     def explain(id: int) -> str | None:
-        image, mask = pairs[id]
         try:
-            decode_pair(
-                folder,
-                image,
-                mask,
-                label_map,
-                lambda w, h: fit(w, h, config.image_size),
-                config.max_pixels,
-            )
+            size = config.image_size
+            decode_pair(*paths(id), label_map, lambda w, h: fit(w, h, size), config.max_pixels)
         except UnreadableError as error:
             return str(error)
         return None
@@ -133,8 +118,8 @@ def load(config: SegmentationFolder, trained: LabelMap | None = None) -> Dataset
         augment=augment,
         prepare=prepare,
         reads_local=True,
-        name=lambda row: str(root / os.fsdecode(pairs[row][0])),
-        file_bytes=lambda row: sum(file_bytes(os.path.join(folder, path)) for path in pairs[row]),
+        name=lambda id: paths(id)[0],
+        file_bytes=lambda id: sum(map(file_bytes, paths(id))),
         explain=explain,
         max_bad_fraction=config.max_bad_fraction,
         notes=tuple(notes),
@@ -159,14 +144,9 @@ def _find_splits(
         pairs, files = found.pairs()
         if test_only:
             return pairs[:1], pairs, files
+        num_test = count_held_out(len(pairs), config.test_fraction, "images")
         order = np.random.default_rng(config.split_seed).permutation(len(pairs))
-        num_test = round(config.test_fraction * len(pairs))
-        if not 0 < num_test < len(pairs):
-            raise UserError(
-                f"data.test_fraction: {config.test_fraction} of {len(pairs)} images leaves none "
-                f"to {'train' if num_test else 'test'} on"
-            )
-        held_out = set(order[:num_test].tolist())
+        held_out = {*order[:num_test].tolist()}
         splits: tuple[list[Pair], list[Pair]] = [], []
         for i, pair in enumerate(pairs):
             splits[i in held_out].append(pair)
@@ -175,11 +155,8 @@ def _find_splits(
     if test_only:
         test, files = found.pairs(test_split)
         return test[:1], test, files
-    train_split = found.training()
-    if test_split == train_split:
-        raise UserError(
-            f"data.test_split: {root / test_split} is the training set; name another split"
-        )
+    train_split = choose_training_split(found.splits)
+    assert train_split is not None  # `find_layout` has looked for it
     train, files = found.pairs(train_split)
     test, test_files = found.pairs(test_split)
     return train, test, files + test_files

@@ -1,11 +1,13 @@
 """Files on this machine, and objects in remote storage (gs://, s3://, ...) through fsspec."""
 
+import errno
 import glob
 import itertools
 import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -114,12 +116,7 @@ def expand(path: str) -> list[str] | None:
     try:
         if not is_remote(path):
             if os.path.isdir(path):
-                found = [
-                    os.path.join(folder, name)
-                    for folder, _, names in os.walk(path, followlinks=True)
-                    for name in names
-                ]
-                return sorted(f for f in found if not _is_hidden(os.path.relpath(f, path)))
+                return sorted(os.path.join(path, file) for file in walk(path, Counter()))
             has_pattern = glob.has_magic(path) and not os.path.exists(path)
             return sorted(glob.glob(path, recursive=True)) if has_pattern else None
         files = filesystem(path)
@@ -132,6 +129,41 @@ def expand(path: str) -> list[str] | None:
         return sorted(f for f in found if not _is_hidden(f.removeprefix(root).strip("/")))
     except Exception as error:
         raise as_storage_error(path, error) from error
+
+
+def walk(folder: str, skipped: Counter[str]) -> Iterator[str]:
+    """Yield the files below a folder of this machine, relative to it.
+
+    Links are followed. Those that lead to themselves or to a folder around them are left out and
+    counted, like pipes, sockets and devices, which would block. Names that begin with a dot are
+    left out. A broken link is a file, which cannot be read later.
+    """
+
+    def below(path: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[str]:
+        status = os.stat(path)
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            skipped["link to itself"] += 1
+            return
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                try:
+                    is_folder, is_file = entry.is_dir(), entry.is_file()
+                except OSError as error:
+                    if error.errno != errno.ELOOP:
+                        raise
+                    skipped["link to itself"] += 1
+                    continue
+                if is_folder:
+                    yield from below(entry.path, f"{prefix}{entry.name}/", above | {here})
+                elif is_file or not os.path.exists(entry.path):
+                    yield prefix + entry.name
+                else:
+                    skipped["pipe, socket or device"] += 1
+
+    return below(folder, "", frozenset())
 
 
 def filesystem(path: str) -> Any:

@@ -10,8 +10,8 @@ import numpy as np
 
 from train.config import TextFile
 from train.data import Arrays, Dataset
+from train.data.columns import number_users
 from train.data.tokenizer import Tokenizer, load_tokenizer
-from train.data.users import number_users
 from train.errors import UserError
 
 

@@ -1,4 +1,4 @@
-"""Users with several examples each: their numbers, their split, and batches of them."""
+"""Batches of users with several examples each."""
 
 import grain
 import numpy as np
@@ -15,45 +15,6 @@ from train.data import (
     select_rows,
 )
 from train.data.poisson import stream
-from train.errors import UserError
-
-
-def number_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
-    """Number the users of examples from 0, int32 [N].
-
-    Args:
-      ids: one id per example, integers or strings [N] or [N, 1].
-      examples: number of examples N.
-      what: config field and array, which begin the error message.
-
-    Raises:
-      UserError: for another shape or dtype.
-    """
-    if ids.shape not in ((examples,), (examples, 1)) or ids.dtype.kind not in "uiUS":
-        raise UserError(
-            f"{what} is {ids.dtype} of shape {ids.shape}; expected one integer or string for each "
-            f"of the {examples} examples"
-        )
-    return np.unique(ids.reshape(-1), return_inverse=True)[1].astype(np.int32)
-
-
-def split_by_user(
-    users: np.ndarray, test_fraction: float, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Split the indices of ``users`` [N] into training and test, without a user in both.
-
-    Raises:
-      UserError: if the fraction leaves no user for training or for testing.
-    """
-    count = int(users.max()) + 1
-    num_test = round(test_fraction * count)
-    if not 0 < num_test < count:
-        raise UserError(
-            f"data.test_fraction: {test_fraction} of {count} users leaves {num_test} users for "
-            "testing and the others for training; expected at least one each"
-        )
-    is_test = np.isin(users, np.random.default_rng(seed).permutation(count)[:num_test])
-    return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
 def num_users(dataset: Dataset) -> int:

@@ -23,18 +23,18 @@ TWO_HOT[4] = 1
 
 # Arrays of the file, options, and the message, with {} for the path.
 MISTAKES = [
-    ({"a": X, "b": Y}, {}, "data.images: no array in {} has a common name for images (x, image, images, x_train, image_train, images_train, ...); name one; there are a, b"),
-    ({"x": X, "b": Y}, {}, "data.labels: no array in {} has a common name for labels (y, label, labels, y_train, label_train, labels_train, ...); name one; there are x, b"),
-    ({"x_train": X, "y_train": Y, "x_test": X}, {}, "data.labels: no array in {} has a common name for labels of test (y_test, label_test, labels_test, ...); name one; there are x_train, y_train, x_test"),
-    ({"x_test": X, "y_test": Y}, {}, "data.images: no array in {} has a common name for images"),
+    ({"a": X, "b": Y}, {}, "data.images: {} has no array that can be the images; name one; there are a, b"),
+    ({"x": X, "b": Y}, {}, "data.labels: {} has no array that can be the labels; name one; there are x, b"),
+    ({"x_train": X, "y_train": Y, "x_test": X}, {}, "data.labels: {} has no array that can be the labels; name one; there are x_train, y_train, x_test"),
+    ({"x_test": X, "y_test": Y}, {}, "data.images: {} has no array that can be the images"),
     ({}, {}, "; name one; there are no arrays"),
-    ({"x": X, "images": X, "y": Y}, {}, "data.images: {} has x and images; name one"),
-    ({"x": X, "x_train": X, "y": Y}, {}, "data.images: {} has x and x_train; name one"),
+    ({"x": X, "images": X, "y": Y}, {}, "data.images: {} has several arrays (x, images) that can be the images; name one"),
+    ({"x": X, "x_train": X, "y": Y}, {}, "data.images: {} has several arrays (x, x_train) that can be the images; name one"),
     ({"x": X, "y": Y}, {"images": ("xx",)}, "data.images: no array xx in {} (did you mean x?); there are x, y"),
-    ({"x": X, "y": Y}, {"labels": ("y", "z")}, "data.images: no array in {} has a common name for images of test"),
+    ({"x": X, "y": Y}, {"labels": ("y", "z")}, "data.images: {} has no array that can be the images"),
     ({"x": X, "y": Y}, {"images": ("x", "x"), "labels": ("y", "y")}, "data.test_split: x in {} is both the training and the test set"),
-    (TEST, {"test_split": "train"}, "data.test_split: x_train in {} is both the training and the test set"),
-    (TEST, {"test_split": "tests"}, "data.test_split: no split tests in {} (did you mean test?); there are test, train"),
+    (TEST, {"test_split": "train"}, "data.test_split: train in {} is the training split; there are test"),
+    (TEST, {"test_split": "tests"}, "data.test_split: no split tests in {} (did you mean test?); there are test"),
     (TEST, {"class_names": "names"}, "data.class_names: no array names in {}; there are x_train, y_train, x_test, y_test"),
     ({"x": X, "y": Y[:-2]}, {}, "data.labels: y in {} has 28 labels for the 30 images in x"),
     (TEST | {"y_test": make_labels(7)}, {}, "data.labels: y_test in {} has 7 labels for the 6 images in x_test"),
@@ -53,15 +53,15 @@ MISTAKES = [
     ({"x": X, "y": Y.astype(str)}, {}, "data.labels: y in {} is <U21; expected integers from 0"),
     ({"x": X, "y": NEGATIVE}, {}, "data.labels: y in {} has -1 at index 5; expected integers from 0 to 2147483647"),
     ({"x": X, "y": Y + 2**40}, {}, "data.labels: y in {} has 1099511627776 at index 0; expected integers"),
-    ({"x": X, "y": Y + 1000}, {}, "data.labels: {} has label 1002, which makes more classes than the 30 training examples; labels count classes from 0"),
+    ({"x": X, "y": Y + 1000}, {}, "data.labels: y in {} has label 1002, which makes more classes than the 30 training examples; labels count classes from 0"),
     ({"x": X, "y": TWO_HOT}, {}, "data.labels: y in {} has shape (30, 3), but row 4 is not one-hot: 1, 1, 1; give each image one label"),
     ({"x": X, "y": np.stack([Y, Y], 1)}, {}, "data.labels: y in {} has shape (30, 2), but row 0 is not one-hot: 0, 0"),
     ({"x": X, "y": Y[:, None, None]}, {}, "data.labels: y in {} has shape (30, 1, 1); expected [N], [N, 1] or one-hot [N, K]"),
     ({"x": X, "y": 0 * Y}, {}, "data.labels: y in {} has only the class 0; give examples of two or more"),
     ({"x": X, "y": np.r_[Y[:-1], 7]}, {}, "data.test_fraction: 0.2 does not work: The least populated class"),
-    ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: {} has label 2, but there are 2 class names"),
+    ({"x": X, "y": Y, "classes": np.array(["a", "b"])}, {}, "data.labels: y in {} has label 2, but there are 2 class names"),
     ({"x": X, "y": Y, "classes": np.eye(3)}, {}, "data.class_names: classes in {} is float64 of shape (3, 3); expected strings [K]"),
-    ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: {} has classes and class_names; name one"),
+    ({"x": X, "y": Y, "classes": np.eye(3), "class_names": Y}, {}, "data.class_names: {} has several arrays (classes, class_names) that can be the class names; name one"),
     ({"x": X, "y": Y}, {"mean": (0.1, 0.2)}, "data.mean: 2 numbers for images of 3 channels; give one per channel, or one for all"),
     ({"x": X, "y": Y}, {"mean": (125.0,)}, "data.mean: 125; uint8 images are divided by 255 first: give numbers in [0, 1]"),
     ({"x": X, "y": Y}, {"crop": "padded"}, "data.padding: 4 pixels can shift images of 4 x 5 out of view; give fewer"),
@@ -84,13 +84,13 @@ def test_missing_files_are_named(tmp_path):
         == f"data.path: {tmp_path / 'no.npz'} does not exist; {expected}"
     )
     assert load_error(tmp_path) == (
-        f"data.path: no file {tmp_path / 'train.npz'}; {expected}; there are no files"
+        f"data.path: no file train.npz in {tmp_path}; there are no files"
     )
     write_npz(tmp_path / "training.npz", x=X, y=Y)
-    assert load_error(tmp_path).endswith("; there are training")
+    assert load_error(tmp_path).endswith("(did you mean training.npz?); there are training.npz")
     (tmp_path / "training.npz").rename(tmp_path / "train.npz")
     message = load_error(tmp_path, images=("x", "x"), labels=("y", "y"))
-    assert "holds neither val.npz nor test.npz; name the file with x and y" in message
+    assert "has no test split; name the file with x and y" in message
 
 
 def test_files_that_are_not_npz_are_refused(tmp_path):

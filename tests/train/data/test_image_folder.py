@@ -19,12 +19,13 @@ from train.data import (
     evaluation_batches,
     image_batches,
     image_folder,
+    labeled_images,
     select_rows,
     training_batches,
 )
 from train.data.augment import color_jitter, cutout, horizontal_flip, shift
 from train.data.files import subfolders
-from train.data.image_batches import TrainingImages
+from train.data.image_batches import ImageOptions
 from train.data.rand_augment import rand_augment, random_erasing
 from train.errors import UserError
 from train.run.setup import setup
@@ -254,17 +255,17 @@ def test_refuses_missing_folders(tmp_path):
 
 def test_refuses_folders_without_training_or_test_images(tmp_path):
     assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
-    assert "it holds no folders" in load_error(tmp_path)
+    assert "there are no folders" in load_error(tmp_path)
     write_image(tmp_path / "train" / "cat" / "a.png")
     assert load_error(tmp_path) == (
         f"data.path: {tmp_path / 'train'} has only the class cat; give images of two or more"
     )
     (tmp_path / "valid").mkdir()
-    message = load_error(tmp_path, test_split="vald")
-    assert message == f"data.test_split: no folder {tmp_path / 'vald'} (did you mean valid?)"
-    message = load_error(tmp_path, test_split="train")
-    assert (
-        message == f"data.test_split: {tmp_path / 'train'} is the training set; name another folder"
+    assert load_error(tmp_path, test_split="vald") == (
+        f"data.test_split: no split vald in {tmp_path} (did you mean valid?); there are valid"
+    )
+    assert load_error(tmp_path, test_split="train") == (
+        f"data.test_split: train in {tmp_path} is the training split; there are valid"
     )
 
 
@@ -411,23 +412,20 @@ def test_names_a_folder_that_cannot_be_read(tmp_path):
         subfolders(tmp_path / "nowhere")
 
 
-def test_training_images_have_the_options_of_the_config():
+def test_reads_images_with_the_options_of_the_config():
     config = ImageFolder(
         image_size=16, crop="reflected", min_area=0.25, padding=3, flip=False, color_jitter=0.2,
         lighting=0.3, cutout=5, mean=(0.1, 0.2, 0.8), rand_augment=2, magnitude=7,
-        random_erasing=0.25, max_pixels=1000,
+        random_erasing=0.25, max_pixels=1000, mixup=0.1, crops=10, border=1, workers=3,
     )  # fmt: skip
-    assert TrainingImages.from_config(config, b"root") == TrainingImages(
-        root=b"root", size=16, crop="reflected", area=(0.25, 1.0), padding=3, flip=False,
-        color_jitter=0.2, lighting=0.3, cutout=5, fill=(26, 51, 204),
-        rand_augment=2, magnitude=7, random_erasing=0.25, max_pixels=1000,
-    )  # fmt: skip
+    options = ImageOptions.of(config, resize=config.shorter_side)
+    for name, value in vars(options).items():
+        if name != "scale":  # of images with masks
+            assert value == (18 if name == "resize" else getattr(config, name))
+    assert options.fill == (26, 51, 204)
 
 
-NO_AUGMENTATION = {
-    "root": b"", "size": 8, "crop": "center", "area": (1.0, 1.0), "padding": 2, "flip": False,
-    "color_jitter": 0.0, "lighting": 0.0, "cutout": 0, "fill": (1, 2, 3),
-}  # fmt: skip
+NO_AUGMENTATION = {"image_size": 8, "padding": 2, "mean": (1 / 255, 2 / 255, 3 / 255)}
 
 
 SINGLE_AUGMENTATIONS = {
@@ -446,7 +444,7 @@ SINGLE_AUGMENTATIONS = {
 @pytest.mark.parametrize("name", SINGLE_AUGMENTATIONS)
 def test_each_option_applies_its_augmentation(name):
     options, expected = SINGLE_AUGMENTATIONS[name]
-    images = TrainingImages(**NO_AUGMENTATION | options)
+    images = ImageOptions(**NO_AUGMENTATION | options)
     draws = images.draw(16, np.random.default_rng(0))
     image = np.random.default_rng(1).integers(0, 256, (16, 8, 8, 3), np.uint8)
     augmented = images.augment(image.copy(), draws)
@@ -473,9 +471,9 @@ def test_draws_balanced_classes_and_repeats_from_a_folder(tmp_path):
 
 
 def test_mixup_gets_its_strength_from_the_config(tmp_path, monkeypatch):
-    alphas, draw = [], image_batches.draw_mixup
+    alphas, draw = [], labeled_images.draw_mixup
     monkeypatch.setattr(
-        image_batches,
+        labeled_images,
         "draw_mixup",
         lambda n, alpha, g: alphas.append(alpha) or draw(n, alpha, g),
     )
@@ -490,9 +488,9 @@ def test_a_process_reads_its_rows_of_the_same_batch(options, tmp_path, monkeypat
     write_class_folders(tmp_path, train=32, test=4)
     config = ImageFolder(path=str(tmp_path), image_size=8, resize=8, color_jitter=0.4, **options)
     whole, _ = take_batches(image_folder.load(config), n=2, size=16)
-    decoded, decode = [], image_batches.decode_row
+    decoded, decode = [], image_batches.decode
     monkeypatch.setattr(
-        image_batches, "decode_row", lambda *args, **kw: decoded.append(args) or decode(*args, **kw)
+        image_batches, "decode", lambda *args: decoded.append(args) or decode(*args)
     )
     local = np.arange(16) >= 14
     data = image_folder.load(config)

@@ -37,7 +37,7 @@ def test_finds_images_with_their_masks(layout, tmp_path):
     if layout == "CamVid of SegNet":
         write(tmp_path, "train.txt")
     found = find_layout(tmp_path)
-    assert (found.training(), found.test(None), found.test("test")) == ("train", "val", "test")
+    assert (found.test(None), found.test("test")) == ("val", "test")
     pairs, _ = found.pairs("train")
     assert pairs == [tuple(f.format(split="train", name=name) for f in files) for name in "ab"]
 
@@ -46,7 +46,8 @@ def test_finds_the_training_and_validation_folders_of_ade20k(tmp_path):
     for split in ("training", "validation"):
         write(tmp_path, f"images/{split}/a.jpg", f"annotations/{split}/a.png")
     found = find_layout(tmp_path)
-    assert (found.training(), found.test(None)) == ("training", "validation")
+    assert found.splits == ["training", "validation"]
+    assert found.test(None) == "validation"
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_a_seed_splits_images_without_split_folders(tmp_path):
         heights = [(m[:, 0] != 255).sum() for b in evaluation_batches(data, 3) for m in b["mask"]]
         assert sizes.setdefault(seed, heights) == heights
     assert sizes[0] != sizes[1]
-    assert "leaves none to test on" in load_error(tmp_path, test_fraction=0.01)
-    assert "leaves none to train on" in load_error(tmp_path, test_fraction=0.99)
+    assert "leaves 0 for testing" in load_error(tmp_path, test_fraction=0.01)
+    assert "and 0 for training" in load_error(tmp_path, test_fraction=0.99)
 
 
 def test_refuses_a_test_folder_for_images_without_split_folders(tmp_path):
@@ -298,7 +298,7 @@ def test_refuses_missing_folders(folder, tmp_path_factory):
     (folder / "val" / "masks").rename(folder / "val" / "labels")
     assert load_error(folder).startswith("data.path: no split val or ")
     assert load_error(folder, test_split="vall") == (
-        f"data.test_split: no split vall in {folder}; there are train"
+        f"data.test_split: no split vall in {folder}; there are no others"
     )
     for split in ("train", "val"):
         (empty / split / "images").mkdir(parents=True)

@@ -19,7 +19,8 @@ from fnet.privacy import PoissonSampling
 from fnet.privacy.users import per_user
 from train.config import ImageFolder, TextFile, recipes
 from train.data import Dataset, image_folder, num_examples, text_file
-from train.data.users import split_by_user, user_batches
+from train.data.splits import split_by_user
+from train.data.users import user_batches
 from train.errors import UserError
 from train.run.privacy import Privacy
 from train.run.setup import setup
@@ -179,7 +180,9 @@ def test_a_split_has_no_user_in_both_parts():
     assert sorted([*train, *test]) == list(range(len(USER_OF_ROW)))
     assert len(set(USER_OF_ROW[test])) == 2
     assert not set(USER_OF_ROW[train]) & set(USER_OF_ROW[test])
-    with pytest.raises(UserError, match=r"data.test_fraction: 0.01 of 7 users leaves 0 users"):
+    with pytest.raises(
+        UserError, match=r"data.test_fraction: 0.01 of 7 users leaves 0 for testing"
+    ):
         split_by_user(USER_OF_ROW, 0.01, 0)
 
 

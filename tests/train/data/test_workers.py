@@ -1,5 +1,6 @@
 """Worker processes: same results as without them, and their end."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import row_functions
 from image_cases import write_image
 
-from train.data.image_batches import EvaluationImages
+from train.data.image_batches import ImageOptions, read_evaluation
 from train.data.workers import Workers
 from train.errors import TrainingError
 
@@ -145,8 +146,8 @@ def test_workers_read_the_same_images(two_workers, tmp_path):
     for i in range(5):
         write_image(tmp_path / f"{i}.png", i)
     (tmp_path / "3.png").write_bytes(b"")
-    paths = {"path": np.array([f"{i}.png".encode() for i in range(5)])}
-    images = EvaluationImages(os.fsencode(tmp_path), 8, 8, 1, (1, 2, 3))
-    batch = two_workers(images, paths)
-    chex.assert_trees_all_equal(batch, images(paths))
+    files = {"file": np.array([f"{tmp_path}/{i}.png" for i in range(5)], object)}
+    read = functools.partial(read_evaluation, ImageOptions(image_size=8, resize=8, mean=(0, 0, 1)))
+    batch = two_workers(read, files)
+    chex.assert_trees_all_equal(batch, read(files))
     assert batch["weight"].tolist() == [1.0, 1.0, 1.0, 0.0, 1.0]

@@ -1,0 +1,214 @@
+"""Names of arrays, columns and classes, and labels, as people write them."""
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from train.data import storage
+from train.errors import UserError, did_you_mean, list_available, shorten
+
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+def choose(
+    option: str,
+    given: str | None,
+    names: Iterable[str],
+    where: object,
+    kind: str,
+    candidates: Sequence[str] = (),
+    usual: Sequence[str] = (),
+) -> str:
+    """Return the given name, else the first usual one of the candidates, else the only candidate.
+
+    Args:
+      option: config field that gives the name, for error messages.
+      given: its value.
+      names: all names that there are.
+      where: file or data set that has them.
+      kind: what they are the names of, such as ``"column"``.
+      candidates: names that are possible if none is given.
+      usual: usual names.
+
+    Raises:
+      UserError: if the given name does not exist, or none or several are possible.
+    """
+    available = list(names)
+    if given is not None:
+        if given not in available:
+            raise UserError(
+                f"{option}: no {kind} {given} in {where}{did_you_mean(given, available)}"
+                f"{list_available(available, f'{kind}s')}"
+            )
+        return given
+    found = [name for name in usual if name in candidates]
+    if len(candidates) == 1 or found:
+        return found[0] if found else candidates[0]
+    several = f"several {kind}s ({shorten(candidates)})" if candidates else f"no {kind}"
+    what = option.rpartition(".")[2].replace("_", " ")
+    raise UserError(
+        f"{option}: {where} has {several} that can be the {what}; name one"
+        f"{list_available(available, f'{kind}s')}"
+    )
+
+
+def normalized(name: str) -> str:
+    """Return a name in Unicode's composed form; a Mac writes file names in another one."""
+    return unicodedata.normalize("NFC", name)
+
+
+def read_lines(path: str, option: str) -> list[str]:
+    """Read the lines of a text file in UTF-8, perhaps with a byte order mark.
+
+    Raises:
+      UserError: if it cannot be read, or is not UTF-8.
+    """
+    try:
+        with storage.open_file(path) as file:
+            return file.read().decode("utf-8-sig").splitlines()
+    except storage.StorageError as error:
+        raise UserError(f"{option}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{option}: {path} is not UTF-8 at byte {error.start:,}; convert it"
+        ) from error
+
+
+def read_names(path: str, option: str) -> tuple[str, ...]:
+    """Read the names of labels 0, 1, ..., one per line. Empty lines may end the file.
+
+    Raises:
+      UserError: as `read_lines`, or if another line is empty, which would shift the names.
+    """
+    names = [line.strip() for line in read_lines(path, option)]
+    while names and not names[-1]:
+        names.pop()
+    if "" in names:
+        raise UserError(
+            f"{option}: line {names.index('') + 1} of {path} is empty; expected a class name"
+        )
+    return tuple(names)
+
+
+def parse_labels(values: Sequence[Any], where: Callable[[int], str]) -> np.ndarray:
+    """Convert labels to int64 [N], or to str [N] if one of them is a name.
+
+    Texts are numbers if all of them consist of digits; 1_0 is a name.
+
+    Args:
+      values: integers and texts.
+      where: describes the place of a value, for the error message.
+
+    Raises:
+      UserError: for other types, such as fractions, lists and missing values.
+    """
+    for i, value in enumerate(values):
+        if not isinstance(value, int | str):
+            raise UserError(
+                f"{where(i)} has the label {value!r:.40}; expected an integer from 0, or a name"
+            )
+    texts = [str(int(value)) if isinstance(value, int) else value for value in values]
+    if all(map(_INTEGER.fullmatch, texts)):
+        return np.array(texts, np.int64) if texts else np.zeros(0, np.int64)
+    return np.array(texts, str)
+
+
+def as_labels(labels: np.ndarray, what: str) -> np.ndarray:
+    """Convert labels to int32 [N], from integers [N] or [N, 1], or from one-hot rows [N, K].
+
+    Args:
+      labels: array of any shape and dtype.
+      what: config field and array, which begin the error message.
+
+    Raises:
+      UserError: for anything else, and for negative labels.
+    """
+    shape, kind = labels.shape, labels.dtype.kind
+    if not labels.size:
+        raise UserError(f"{what} is empty")
+    if labels.ndim == 2 and shape[1] > 1 and kind in "buif":
+        invalid = np.flatnonzero(((labels != 0) & (labels != 1)).any(1) | (labels.sum(1) != 1))
+        if invalid.size:
+            row = [f"{value:g}" for value in labels[invalid[0]].astype(float)]
+            raise UserError(
+                f"{what} has shape {shape}, but row {invalid[0]} is not one-hot: {shorten(row)}; "
+                "give each image one label"
+            )
+        return labels.argmax(1).astype(np.int32)
+    if labels.ndim == 0 or labels.ndim > 2 or (labels.ndim == 2 and shape[1] != 1):
+        raise UserError(f"{what} has shape {shape}; expected [N], [N, 1] or one-hot [N, K]")
+    labels = labels.reshape(-1)
+    if kind not in "ui":
+        raise UserError(f"{what} is {labels.dtype}; expected integers from 0")
+    most = np.iinfo(np.int32).max
+    invalid = np.flatnonzero((labels < 0) | (labels > most))
+    if invalid.size:
+        raise UserError(
+            f"{what} has {labels[invalid[0]]} at index {invalid[0]}; expected integers from 0 to "
+            f"{most}"
+        )
+    return labels.astype(np.int32)
+
+
+def name_classes(
+    labels: Sequence[np.ndarray], names: Sequence[str] | None, what: str
+) -> tuple[str, ...]:
+    """Return the names of labels 0, 1, ...; ``("0", "1", ...)`` if there are no names.
+
+    Args:
+      labels: training labels, and test labels.
+      names: class names, if there are any.
+      what: config field and array, which begin the error message.
+
+    Raises:
+      UserError: if the training labels are of one class, a label has no name, a name is not UTF-8,
+        or there are more classes than training examples and no names.
+    """
+    train = labels[0]
+    largest = max(int(split.max()) for split in labels)
+    if (train == train[0]).all():
+        raise UserError(f"{what} has only the class {train[0]}; give examples of two or more")
+    if names is None and largest >= len(train):
+        raise UserError(
+            f"{what} has label {largest}, which makes more classes than the {len(train):,} "
+            "training examples; labels count classes from 0"
+        )
+    if names is not None and largest >= len(names):
+        raise UserError(f"{what} has label {largest}, but there are {len(names)} class names")
+    return tuple(map(str, range(largest + 1))) if names is None else check_names(names, what)
+
+
+def check_names(names: Iterable[str], what: str) -> tuple[str, ...]:
+    """Return class names, which reports and pictures show.
+
+    Raises:
+      UserError: if one is not UTF-8.
+    """
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{what}: the class name {name} is not UTF-8; rename it") from None
+    return tuple(names)
+
+
+def number_users(ids: np.ndarray, examples: int, what: str) -> np.ndarray:
+    """Number the users of examples from 0, int32 [N].
+
+    Args:
+      ids: one id per example, integers or strings [N] or [N, 1].
+      examples: number of examples N.
+      what: config field and array, which begin the error message.
+
+    Raises:
+      UserError: for another shape or dtype.
+    """
+    if ids.shape not in ((examples,), (examples, 1)) or ids.dtype.kind not in "uiUS":
+        raise UserError(
+            f"{what} is {ids.dtype} of shape {ids.shape}; expected one integer or string for each "
+            f"of the {examples} examples"
+        )
+    return np.unique(ids.reshape(-1), return_inverse=True)[1].astype(np.int32)

@@ -1,0 +1,166 @@
+"""Data sets of labeled images, whose files are in a folder, in shards or in a library."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from train.data import Arrays, Dataset, num_examples
+from train.data.augment import draw_mixup, mixup, resize_shorter_side
+from train.data.decode import File, UnreadableError, decode, file_bytes
+from train.data.image_batches import (
+    Crop,
+    ImageOptions,
+    evaluation_shape,
+    read_evaluation,
+    read_local,
+    read_training,
+)
+from train.data.workers import Workers
+from train.errors import UserError
+
+if TYPE_CHECKING:  # imports JAX
+    from train.config.data import HuggingFace, Images
+
+Read = Callable[[Arrays], Arrays]
+
+
+def image_dataset(
+    config: "Images | HuggingFace",
+    labels: Sequence[np.ndarray],
+    files: Callable[[np.ndarray], Iterable[File]],
+    describe: Callable[[int], str],
+    **others: Any,
+) -> Dataset:
+    """Return a data set whose batches read its files.
+
+    Rows are ``id`` int32 [N], which counts training images and then test images, and ``label``
+    int32 [N]. Batches add ``image`` uint8 [N, H, W, 3], or [N, crops, H, W, 3] in evaluation with
+    several crops, and ``weight`` float32 [N], 0.0 for an unreadable file. With mixup, training
+    batches add ``label_2`` and ``mix``: see `augment.mixup`.
+
+    Args:
+      config: the data source.
+      labels: labels of the training images, and of the test images.
+      files: ``ids -> files``.
+      describe: ``id -> text``, the file of an image and its place in it.
+      **others: other attributes of the data set.
+
+    Raises:
+      UserError: for options that exclude each other.
+    """
+    options = ImageOptions.of(config, resize=config.shorter_side)
+    _check_options(options)
+    workers = Workers(options.workers)
+
+    def reader(read: Callable[[ImageOptions, Arrays], Arrays], options: ImageOptions) -> Read:
+        def call(rows: Arrays) -> Arrays:
+            file = np.empty(num_examples(rows), object)
+            file[:] = [*files(rows["id"])]
+            return workers(functools.partial(read, options), rows | {"file": file})
+
+        return call
+
+    read_train, read_test = reader(read_training, options), reader(read_evaluation, options)
+    num_train = len(labels[0])
+    ids = np.arange(sum(map(len, labels)), dtype=np.int32)
+    if options.cache:
+        uncropped = replace(options, resize=options.image_size, crops=1, border=0)
+        cached = CachedImages(ids[:num_train], uncropped, reader(read_evaluation, uncropped))
+        read_test = CachedImages(ids[num_train:], options, read_test)
+
+        def read_train(rows: Arrays) -> Arrays:
+            images = cached(rows)
+            return images | {"image": options.augment(images["image"], rows)}
+
+    def augment(rows: Arrays, generator: np.random.Generator) -> Arrays:
+        n, local = num_examples(rows), rows.get("local")
+        draws = {"id": rows["id"]} | options.draw(n, generator)
+        if not options.mixup:
+            return rows | read_local(read_train, draws, local)
+        mixed = draw_mixup(n, options.mixup, generator)
+        if local is not None:  # with the images that are mixed in
+            local = local | np.isin(np.arange(n), mixed["other"][local])
+        return mixup(rows | read_local(read_train, draws, local), mixed)
+
+    def prepare(rows: Arrays) -> Arrays:
+        return rows | read_local(read_test, {"id": rows["id"]}, rows.get("local"))
+
+    def explain(id: int) -> str | None:
+        (file,) = files(np.array([id]))
+        try:
+            decode(file, resize_shorter_side(options.resize), options.max_pixels)
+        except UnreadableError as error:
+            return f"{describe(id)}: {error}"
+        return None
+
+    def size(id: int) -> int:
+        return sum(map(file_bytes, files(np.array([id]))))
+
+    return Dataset(
+        train={"id": ids[:num_train], "label": labels[0]},
+        test={"id": ids[num_train:], "label": labels[1]},
+        augment=augment,
+        prepare=prepare,
+        reads_local=True,
+        name=describe,
+        explain=explain,
+        max_bad_fraction=config.max_bad_fraction,
+        **{"file_bytes": size} | others,
+    )
+
+
+class CachedImages:
+    """Test images that are read at their first use and then stay in memory.
+
+    Args:
+      ids: their ids, which follow each other.
+      options: their options.
+      read: reads rows of ``id``.
+    """
+
+    def __init__(self, ids: np.ndarray, options: ImageOptions, read: Read):
+        self._first, self._read = int(ids[0]), read
+        # Written to, so that the process takes this memory before training's is measured.
+        self._image = np.full((len(ids), *evaluation_shape(options)), 1, np.uint8)
+        self._weight = np.full(len(ids), np.nan, np.float32)  # nan: not read yet
+
+    def __call__(self, rows: Arrays) -> Arrays:
+        """Return copies of ``image`` and ``weight`` of rows."""
+        index = rows["id"] - self._first
+        new = np.unique(index[np.isnan(self._weight[index])])
+        if new.size:
+            batch = self._read({"id": new + self._first})
+            self._image[new], self._weight[new] = batch["image"], batch["weight"]
+        return {"image": self._image[index], "weight": self._weight[index]}
+
+
+def _check_options(options: ImageOptions) -> None:
+    """Raise `UserError` for options that exclude each other."""
+    size = options.image_size
+    check_padding(options.crop, options.padding, size, size)
+    if size > options.resize:
+        raise UserError(
+            f"data.resize: {options.resize} is less than data.image_size {size}, which is cropped "
+            "from it"
+        )
+    if options.cache and options.crop == "resized":
+        raise UserError(
+            "data.cache: resized crops decode each image again; give data.crop padded, reflected "
+            "or center"
+        )
+    if options.border and options.crops != 10:
+        raise UserError(
+            f"data.border: {options.border}, but only ten-crop uses a border; give data.crops 10"
+        )
+
+
+def check_padding(crop: Crop, padding: int, height: int, width: int) -> None:
+    """Raise `UserError` if the padding is as large as an image, so that crops may show none."""
+    if crop in ("padded", "reflected") and padding >= min(height, width):
+        raise UserError(
+            f"data.padding: {padding} pixels can shift images of {height} x {width} out of view; "
+            "give fewer"
+        )
