@@ -52,7 +52,7 @@ def throughput(lines: Sequence[Mapping[str, Any]]) -> float | None:
 def input_wait(lines: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the share of a run's training time in which the device waited for input."""
     windows = [(steps / rate, line) for line, steps, rate in _windows(lines)]
-    waited = sum(seconds * line.get("input_wait", 0.0) for seconds, line in windows)
+    waited = sum(seconds * finite(line.get("input_wait", 0.0)) for seconds, line in windows)
     return waited / sum(seconds for seconds, _ in windows) if windows else None
 
 

@@ -5,9 +5,8 @@ import datetime
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
@@ -82,10 +81,7 @@ def render(runs: Sequence[Run], now: float) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     loader = jinja2.FileSystemLoader(_HERE)
     jinja = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    filters: list[Callable[..., Any]] = [breakable, describe, sections.line_of]
-    filters += [sections.throughput, sections.memory_sums]
-    filters += [overview.describe_run, overview.describe_state]
-    jinja.filters |= {function.__name__: function for function in filters}
+    jinja.filters["breakable"] = breakable
     figures = [overview.figures_of(run, i, metrics) for i, run in enumerate(runs)]
     page = jinja.get_template("page.html").render(
         runs=runs,
@@ -98,6 +94,8 @@ def render(runs: Sequence[Run], now: float) -> str:
         style=Markup(style),
         policy=f"{_POLICY}; style-src 'sha256-{digest}'",
         sections=sections,
+        overview=overview,
+        describe=describe,
         axis=sections.shared_axis(runs),
         points=min(max(_POINTS_OF_A_PAGE // max(len(curves), 1), 60), MOST_POINTS),
         longest=max((len(curve.values) for curve in curves), default=0),

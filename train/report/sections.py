@@ -12,7 +12,7 @@ from fnet.memory import format_bytes
 from train.config import Config, flatten
 from train.output.curves import COLORS, DASHES, Metric, XAxis, draw
 from train.output.formats import duration, number, percent
-from train.output.logged import NOT_PRIVATE
+from train.output.logged import NOT_PRIVATE, input_wait
 from train.output.memory_tables import (
     StepMemory,
     describe_errors,
@@ -96,38 +96,51 @@ def compare(
     return Table(title, ["", *heads], rows, texts=1 + len(runs))
 
 
-def throughput(run: Run) -> dict[str, str]:
-    """Return how fast a run trained, by name."""
-    rate, wait = run.curves.get("examples_per_second"), run.curves.get("input_wait")
-    seconds = run.training_seconds
-    if rate is None or not seconds:
-        return {}
-    slowest = int(np.argmin(rate.values))
-    texts = {
-        "examples per second": number(run.step * run.config.data.batch_size / seconds),
-        "median": number(float(np.median(rate.values))),
-        "slowest": f"{number(rate.values[slowest])} at step {rate.steps[slowest]:,.0f}",
-        "time per step": f"{number(1000 * seconds / run.step)} ms",
-        "training time": duration(seconds),
-    }
-    if wait is not None and np.array_equal(wait.steps, rate.steps):
-        times = np.diff(rate.steps, prepend=0.0) / rate.values
-        texts["input wait"] = percent(float((wait.values * times).sum() / times.sum()))
+def throughput(runs: Sequence[Run]) -> Table:
+    """Return how fast runs trained."""
+
+    def texts(run: Run) -> dict[str, str]:
+        rate, seconds = run.curves.get("examples_per_second"), run.training_seconds
+        if rate is None or not seconds:
+            return {}
+        slowest = int(np.argmin(rate.values))
+        texts = {
+            "examples per second": number(run.step * run.config.data.batch_size / seconds),
+            "median": number(float(np.median(rate.values))),
+            "slowest": f"{number(rate.values[slowest])} at step {rate.steps[slowest]:,.0f}",
+            "time per step": f"{number(1000 * seconds / run.step)} ms",
+            "training time": duration(seconds),
+        }
+        if "input_wait" in run.curves:
+            texts["input wait"] = percent(input_wait(run.lines) or 0.0)
         if run.summary and run.summary.input_wait_reason:
             texts["why it waits"] = run.summary.input_wait_reason
-    return texts
+        return texts
+
+    title = "Training steps only, without compilation, evaluation and checkpoints"
+    return compare(title, [texts(run) for run in runs], runs)
 
 
-def memory_sums(run: Run) -> dict[str, str]:
-    """Return the memory of a run in sums, by name."""
-    sizes: dict[str, int | None] = {}
-    if s := run.summary:
-        sizes = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
-        sizes |= {"budget": s.budget_bytes}
-    sums = {name: format_bytes(size) for name, size in sizes.items() if size is not None}
-    if s and s.quantization_errors:
-        sums["quantized weights"] = describe_errors(s.quantization_errors)
-    return sums | (step_sums(run.memory) if run.memory else {})
+def memory_sums(runs: Sequence[Run]) -> Table:
+    """Return the memory of runs in sums."""
+
+    def texts(run: Run) -> dict[str, str]:
+        sums, s = {}, run.summary
+        if s:
+            peaks = {"predicted peak": s.peak_bytes_predicted, "measured peak": s.peak_bytes_seen}
+            sizes = peaks | {"budget": s.budget_bytes}
+            sums = {name: format_bytes(n) for name, n in sizes.items() if n is not None}
+            if s.quantization_errors:
+                sums["quantized weights"] = describe_errors(s.quantization_errors)
+        return sums | (step_sums(run.memory) if run.memory else {})
+
+    return compare("Peak memory and its parts", [texts(run) for run in runs], runs, mark=True)
+
+
+def versions(runs: Sequence[Run]) -> Table:
+    """Return the versions of fnet and its libraries."""
+    columns = [run.summary.versions if run.summary else {} for run in runs]
+    return compare("Versions", columns, runs, mark=True)
 
 
 def compiled_steps(runs: Sequence[Run]) -> Iterator[tuple[str, Table, Chart | None, Table]]:
