@@ -11,12 +11,12 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from fnet.memory.cost import Cost, estimate_cost
+from fnet.memory.graph import analyze
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
 from fnet.memory.proposals import Offloads, Planner, Proposal
 from fnet.memory.remat import REMAT_POLICIES, Policy, planned, policies_for
 from fnet.memory.sizes import format_bytes, parse_bytes
 from fnet.memory.target import Target
-from fnet.memory.tensors import analyze
 from fnet.memory.windows import trace_inlined
 
 Build = Callable[[Policy, int], jax.stages.Traced]

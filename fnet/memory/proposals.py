@@ -1,9 +1,10 @@
 """Choose what to save for the backward pass within a number of bytes: an integer program.
 
-Each array of a loss (`fnet.memory.tensors`) is saved, moved to host memory, or rematerialized when
+Each array of a loss (`fnet.memory.graph`) is saved, moved to host memory, or rematerialized when
 the backward pass reaches its window. `Planner.solve` minimizes the time of rematerialization.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fnet.memory.cost import FLOPS_PER_BYTE, Cost
-from fnet.memory.tensors import Graph, Name, Operation, Tensor
+from fnet.memory.graph import Graph, Name, Operation, Tensor, merge
 from fnet.memory.windows import Window
 
 # Smaller arrays, relative to all that the plain loss saves, are always saved.
@@ -70,52 +71,28 @@ class Planner:
     @functools.cached_property
     def plain_bytes(self) -> int:
         """Bytes that the backward pass needs of the plain loss."""
-        return sum(self._plain_segment_bytes)
+        return sum(self._plain_piece_bytes)
 
     @functools.cached_property
-    def _plain_segment_bytes(self) -> list[int]:
-        sizes = [0] * len(self.graph.segments)
-        seen: set[Tensor] = set()
-        raw = {t for s in self.graph.segments for t in s.needs}
-        for s in self.graph.segments:
-            for t in s.needs:
-                if t not in seen and t not in self.graph.fused and t.copy_of not in raw:
-                    seen.add(t)
-                    sizes[t.segment] += t.saved_bytes
+    def _plain_piece_bytes(self) -> list[int]:
+        sizes = [0] * len(self.graph.pieces)
+        needed = dict.fromkeys(itertools.chain.from_iterable(self.graph.needs))
+        for t in needed:
+            if t not in self.graph.fused and t.copy_of not in needed:
+                sizes[t.piece] += t.saved_bytes
         return sizes
 
     @functools.cached_property
     def _partitions(self) -> list[list[int]]:
-        """The window of each segment, for windows of several sizes."""
+        """The window of each piece, for windows of several sizes."""
         found: list[list[int]] = []
+        pieces, sizes = self.graph.pieces, self._plain_piece_bytes
         for size in _WINDOW_SIZES:
-            windows = self._windows_up_to(size * self.plain_bytes)
+            starts = merge(pieces, sizes, size * self.plain_bytes)[1]
+            windows = [bisect.bisect(starts, i) - 1 for i in range(len(pieces))]
             if windows not in found:
                 found.append(windows)
         return found
-
-    def _windows_up_to(self, limit: float) -> list[int]:
-        """Merge segments into windows of at most ``limit`` bytes, where few bytes pass."""
-        segments, sizes = self.graph.segments, self._plain_segment_bytes
-        count = len(segments)
-        best: list[tuple[float, int]] = [(0.0, 0)]
-        for j in range(1, count + 1):
-            options: list[tuple[float, int]] = []
-            total = 0
-            for i in range(j - 1, -1, -1):
-                total += sizes[i]
-                if options and (total > limit or segments[i].is_loop):
-                    break
-                options.append((best[i][0] + (segments[i].passing if i else 0), i))
-                if segments[i].is_loop:
-                    break
-            best.append(min(options))
-        starts, j = [], count
-        while j:
-            j = best[j][1]
-            starts.append(j)
-        first = set(starts)
-        return list(itertools.accumulate((i in first and i > 0) for i in range(count)))
 
     @functools.cached_property
     def _programs(self) -> "list[_Program]":
@@ -195,20 +172,20 @@ class _Program:
             terms[self._column(("offload", t), cost, True)] = 1.0
         return terms
 
-    def _runs(self, o: Operation) -> int:
+    def _runs(self, o: Operation, piece: int) -> int:
         if ("run", o) in self.columns:
             return self.columns["run", o]
         column = self._column(("run", o), o.cost.flops / FLOPS_PER_BYTE + o.written)
         for t in o.inputs:
             if t not in self.always:
-                self._at_least(self._available(t, o.segment) | {column: -1.0}, 0.0)
+                self._at_least(self._available(t, piece) | {column: -1.0}, 0.0)
         return column
 
-    def _available(self, t: Tensor, segment: int) -> dict[int, float]:
-        """Columns of which one is set if an array exists while a segment is rematerialized."""
+    def _available(self, t: Tensor, piece: int) -> dict[int, float]:
+        """Columns of which one is set if an array exists while a piece is rematerialized."""
         terms = self._saved(t) if t.name else {}
-        if t.operation and self.windows[t.segment] == self.windows[segment]:
-            terms[self._runs(t.operation)] = 1.0
+        if t.operation and self.windows[t.piece] == self.windows[piece]:
+            terms[self._runs(t.operation, t.piece)] = 1.0
         return terms
 
     def _build(self) -> None:
@@ -217,19 +194,19 @@ class _Program:
         after: list[dict[int, float]] = [{} for _ in range(count)]  # bytes while later ones run
         fixed_here, fixed_after = [0.0] * count, [0.0] * count
         stored: set[Tensor] = set()
-        needed = {(self.windows[n], t) for n, s in enumerate(self.graph.segments) for t in s.needs}
+        needed = {(self.windows[n], t) for n, ts in enumerate(self.graph.needs) for t in ts}
         named = {t.copy_of: t for t in self.graph.tensors if t.copy_of}
 
         def add(row: dict[int, float], column: int, size: float) -> None:
             row[column] = row.get(column, 0.0) + size
 
-        for number, s in enumerate(self.graph.segments):
+        for number, needs in enumerate(self.graph.needs):
             w = self.windows[number]
             plain = self._column(("plain", w), 0.0, True)
-            for t in s.needs:
+            for t in needs:
                 if t in self.always:
                     continue
-                if self.windows[t.segment] != w:
+                if self.windows[t.piece] != w:
                     self._at_least(self._saved(t), 1.0)
                     continue
                 self._at_least(self._available(t, number) | {plain: 1.0}, 1.0)
@@ -248,12 +225,12 @@ class _Program:
                 if t.name:
                     self.columns[("needed", t)] = -1
         for t in self.always:
-            fixed_after[self.windows[t.segment]] += t.saved_bytes
-            fixed_here[self.windows[t.segment]] += t.saved_bytes
+            fixed_after[self.windows[t.piece]] += t.saved_bytes
+            fixed_here[self.windows[t.piece]] += t.saved_bytes
         for (kind, key), column in list(self.columns.items()):
             if kind not in ("save", "offload"):
                 continue
-            w = self.windows[key.segment]
+            w = self.windows[key.piece]
             is_needed = ("needed", key) in self.columns
             if kind == "save":
                 add(after[w], column, key.saved_bytes)
@@ -385,19 +362,19 @@ class _Program:
         return int(max(self.constants[w] - used[row] for w, row in enumerate(self.peaks)))
 
     def _as_windows(self, chosen: set[Any]) -> tuple[Window, ...]:
-        segments = self.graph.segments
+        pieces = self.graph.pieces
         saved: list[set[Name]] = [set() for _ in range(self.windows[-1] + 1)]
         offloaded: list[set[Name]] = [set() for _ in saved]
         for t in self.always:
-            saved[self.windows[t.segment]].add(t.name or (0, 0))
+            saved[self.windows[t.piece]].add(t.name or (0, 0))
         for kind, key in chosen:
             if kind == "save":
-                saved[self.windows[key.segment]].add(key.name)
+                saved[self.windows[key.piece]].add(key.name)
             elif kind == "offload":
-                offloaded[self.windows[key.segment]].add(key.name)
+                offloaded[self.windows[key.piece]].add(key.name)
         windows = []
-        for w, group in itertools.groupby(range(len(segments)), self.windows.__getitem__):
-            members = [segments[i] for i in group]
+        for w, group in itertools.groupby(range(len(pieces)), self.windows.__getitem__):
+            members = [pieces[i] for i in group]
             windows.append(
                 Window(
                     members[0].start,

@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr
 
 from fnet.backward_pass import recompute
 from fnet.memory import hlo
+from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
-from fnet.memory.tensors import equation_names
 from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,7 +124,7 @@ def planned(windows: Sequence[Window], equations: tuple[str, ...]) -> Policy:
 
     Args:
       windows: Windows of the loss, with the arrays that each saves.
-      equations: `fnet.memory.tensors.equation_names` of the loss that they are chosen for. A loss
+      equations: `fnet.memory.graph.equation_names` of the loss that they are chosen for. A loss
         with other equations, as at another sequence length, is divided into segments instead.
 
     Returns:

@@ -1,25 +1,23 @@
 """Residuals: the arrays that the forward pass saves for the backward pass, by layer.
 
-`residuals` traces ``jax.vjp`` of a function and interprets the forward pass once more, with an
-`_Origin` in place of each array. An origin names the equation that made the array, through jit,
-checkpoint, scan and the like.
+`residuals` linearizes a function, and follows each array that the backward pass reads back to the
+equation that made it, through jit, checkpoint, scan and the like.
 """
 
 import dataclasses
 import functools
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 
-from fnet.jaxpr import Scan, argument_names, aval, inner_jaxprs, interpret, scopes, source_line
+from fnet.jaxpr import Scan, argument_names, aval, inner_jaxprs, scopes, source_line
+from fnet.memory.graph import Forward, linearize, renames
 from fnet.memory.sizes import leaf_bytes
 
 
@@ -125,29 +123,29 @@ def residuals(
 
       tanh saves its derivative, and the second product saves its input.
     """
-    forward = _trace(f, args, kwargs, argnums, has_aux)
-    origins = forward.origins()
-    output_of = {id(origins[i]): name for i, name in forward.outputs.items()}
-    found: dict[int, tuple[_Origin, Residual]] = {}
-    for i in forward.residuals:
-        origin, array = origins[i], aval(forward.jaxpr.outvars[i])
-        if origin.is_fill or id(origin) in found:
+    forward, arguments = _trace(f, args, kwargs, argnums, has_aux)
+    call = _Call(forward.closed.jaxpr, arguments=arguments)
+    returned = tree_leaves_with_path(forward.returned if has_aux else forward.returned[0])
+    outputs = {
+        call.origin(v): f"output {keystr(path)}".strip()
+        for v, (path, _) in zip(call.jaxpr.outvars, returned, strict=False)
+    }
+    found: dict[_Origin, Residual] = {}
+    for v in (call.jaxpr.outvars[i] for i in forward.residuals):
+        origin, array = call.origin(v), aval(v)
+        if origin is None or origin in found:
             continue
         on_host = getattr(getattr(array, "memory_space", None), "name", "") == "Host"
-        alias_of = origin.alias_of or output_of.get(id(origin), "host memory" if on_host else "")
-        found[id(origin)] = (
-            origin,
-            Residual(
-                layer=origin.layer,
-                shape=tuple(array.shape),
-                dtype=array.dtype,
-                bytes=leaf_bytes(array),
-                operation=origin.operation,
-                source=origin.source,
-                alias_of=alias_of,
-            ),
+        found[origin] = Residual(
+            layer="/".join(origin.call.scopes(origin.eqn)) if origin.eqn else "",
+            shape=tuple(array.shape),
+            dtype=array.dtype,
+            bytes=leaf_bytes(array),
+            operation=origin.eqn.primitive.name if origin.eqn else "",
+            source=origin.call.source(origin.eqn) if origin.eqn else "",
+            alias_of=origin.alias_of or outputs.get(origin, "host memory" if on_host else ""),
         )
-    return [residual for _, residual in sorted(found.values(), key=lambda pair: pair[0].order)]
+    return [found[origin] for origin in sorted(found, key=lambda origin: origin.order)]
 
 
 def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[LayerResiduals]:
@@ -190,88 +188,46 @@ def by_layer(residuals: Sequence[Residual], depth: int | None = None) -> list[La
     return list(rows.values())
 
 
-class _Forward(NamedTuple):
-    """The forward pass of ``jax.vjp`` as a jaxpr.
-
-    Attributes:
-      jaxpr: Maps arrays to outputs and residuals.
-      arguments: Name of each argument of the jaxpr.
-      outputs: Name of each result that ``f`` returns, by its position.
-      residuals: Positions of the results that the backward pass reads.
-    """
-
-    jaxpr: Jaxpr
-    arguments: list[str]
-    outputs: dict[int, str]
-    residuals: list[int]
-
-    def origins(self) -> "list[_Origin]":
-        """The origin of each result."""
-        first = -len(self.arguments) - 1  # before constants, which come before all equations
-        arguments = [
-            _Origin(first + i, alias_of=f"argument {name}") for i, name in enumerate(self.arguments)
-        ]
-        return _Call(self.jaxpr, itertools.count()).run(arguments)
-
-
 def _trace(
     f: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     argnums: int | Sequence[int],
     has_aux: bool,
-) -> _Forward:
-    """Trace ``jax.vjp(f, ...)``. Its result is a pytree whose leaves are the residuals."""
+) -> tuple[Forward, list[str]]:
+    """Linearize a function of pytrees; return the names of the arrays among its arguments, too."""
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if any(not -len(args) <= n < len(args) for n in positions):
         raise ValueError(
-            f"residuals: argnums={argnums}, but f has {len(args)} positional arguments."
+            f"residuals: argnums={argnums}, but f has {len(args)} positional arguments"
         )
     positions = tuple(n % len(args) for n in positions)
     names = argument_names(f, args)
     paths, tree = tree_flatten_with_path((args, kwargs))
     leaves = [leaf for _, leaf in paths]
-    chosen = [
+    chosen = {
         i
         for i, (path, leaf) in enumerate(paths)
         if path[0].idx == 0 and path[1].idx in positions and _is_floating(leaf)
-    ]
+    }
     if not chosen:
         given = ", ".join(names[n] for n in positions)
         raise TypeError(
             f"residuals: nothing to differentiate: {given} has no floating leaf; "
-            "choose another argument with argnums."
+            "choose another argument with argnums"
         )
     arrays = [i for i, leaf in enumerate(leaves) if i in chosen or _is_array(leaf)]
 
-    def forward(*values: Any) -> tuple[Any, ...]:
-        traced = dict(zip(arrays, values, strict=True))
+    def of_arrays(*values: Any) -> tuple[Any, Any]:
+        given = dict(zip(arrays, values, strict=True))
+        a, k = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
+        value, aux = f(*a, **k) if has_aux else (f(*a, **k), ())
+        _check_differentiable(value, has_aux)
+        return value, aux
 
-        def of_chosen(*differentiated: Any) -> Any:
-            given = traced | dict(zip(chosen, differentiated, strict=True))
-            a, k = jax.tree.unflatten(tree, [given.get(i, leaf) for i, leaf in enumerate(leaves)])
-            out = f(*a, **k)
-            _check_differentiable(out[0] if has_aux else out, has_aux)
-            return out
-
-        vjp: Any = jax.vjp
-        out_and_vjp: tuple[Any, ...] = vjp(of_chosen, *(traced[i] for i in chosen), has_aux=has_aux)
-        return out_and_vjp
-
-    closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*(leaves[i] for i in arrays))
-    out, vjp = shapes[:2]
-    # A custom_vjp rule may save arrays that its backward pass never reads.
-    backward = jax.make_jaxpr(lambda vjp, cotangent: vjp(cotangent))(vjp, out).jaxpr
-    _, is_read = dce_jaxpr(backward, [True] * len(backward.outvars))
-    first, count = len(jax.tree.leaves(out)), len(jax.tree.leaves(vjp))
-    returned = tree_leaves_with_path((out, *shapes[2:]) if has_aux else out)
-    results = [*range(first), *range(first + count, len(closed.jaxpr.outvars))]
-    return _Forward(
-        closed.jaxpr,
-        [_leaf_name(paths[i][0], names) for i in arrays],
-        {i: f"output {keystr(p)}".strip() for i, (p, _) in zip(results, returned, strict=True)},
-        [first + i for i in range(count) if is_read[i]],
-    )
+    differentiated = [n for n, i in enumerate(arrays) if i in chosen]
+    forward = linearize(of_arrays, [leaves[i] for i in arrays], differentiated)
+    return forward, [_leaf_name(paths[i][0], names) for i in arrays]
 
 
 def _is_array(leaf: Any) -> bool:
@@ -314,65 +270,128 @@ class _Origin:
 
     Attributes:
       order: Position in forward order.
+      call: Jaxpr that it belongs to.
       eqn: Innermost equation that made the array. None for arguments, constants, and arrays that
         enter the body of a loop.
-      call: Jaxpr that contains ``eqn``.
       alias_of: ``"argument x"``, ``"constant"`` or empty.
-      is_fill: Whether the array is a single repeated number or an iota.
     """
 
-    order: int = 0
+    order: tuple[int, ...]
+    call: "_Call"
     eqn: JaxprEqn | None = None
-    call: "_Call | None" = None
     alias_of: str = ""
-    is_fill: bool = False
-
-    @property
-    def operation(self) -> str:
-        return self.eqn.primitive.name if self.eqn else ""
-
-    @property
-    def layer(self) -> str:
-        return "/".join(self.call.scopes(self.eqn)) if self.call and self.eqn else ""
-
-    @property
-    def source(self) -> str:
-        return self.call.source(self.eqn) if self.call and self.eqn else ""
 
 
-# Equations whose output is their input, with the same elements in the same order.
-_RENAMING = {
-    *("name", "reduce_precision", "optimization_barrier", "copy"),
-    *("reshape", "squeeze", "expand_dims", "broadcast_in_dim"),
-    *("pvary", "pcast", "sharding_constraint", "stop_gradient"),
-}
-# Equations that fill an array with a number.
+# Primitives that fill an array with a number.
 _FILLING = {"broadcast_in_dim", "convert_element_type", "iota", "empty", "empty2"}
 # Parameters with jaxprs that make no outputs: the condition of a while, the update of a scatter.
 _WITHOUT_OUTPUTS = ("cond_jaxpr", "update_jaxpr")
-_CONSTANT = object()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """A jaxpr and the equation that calls it.
+    """A jaxpr, and the equation that calls it.
 
-    Attributes:
-      jaxpr: The equations to interpret.
-      clock: Counts equations, in forward order.
-      eqn: Equation that calls the jaxpr. None for the outermost jaxpr.
+    Args:
+      jaxpr: The equations.
+      arguments: Names of the arguments of the outermost jaxpr.
+      eqn: Equation that calls the jaxpr. None for the outermost one.
       outer: Call that contains ``eqn``.
+      number: Position of ``eqn`` in it.
     """
 
-    jaxpr: Jaxpr
-    clock: Iterator[int]
-    eqn: JaxprEqn | None = None
-    outer: "_Call | None" = None
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        *,
+        arguments: Sequence[str] = (),
+        eqn: JaxprEqn | None = None,
+        outer: "_Call | None" = None,
+        number: int = 0,
+    ):
+        self.jaxpr, self.eqn, self.outer = jaxpr, eqn, outer
+        self._order: tuple[int, ...] = (*outer._order, number) if outer else ()
+        self._inner: dict[int, list[_Call]] = {}
+        self._makers = {
+            v: (n, j) for n, e in enumerate(jaxpr.eqns) for j, v in enumerate(e.outvars)
+        }
+        # None is an array of a single repeated number, or an iota, which XLA writes where it is
+        # read.
+        self._origins: dict[Any, _Origin | None] = {
+            v: _Origin((-1,), self, alias_of="constant") for v in jaxpr.constvars
+        }
+        for i, v in enumerate(jaxpr.invars):
+            self._origins[v] = self._given(i, v, arguments)
+        for e in jaxpr.eqns:
+            for v in e.outvars:
+                if all(a is None for a in map(self._known, e.invars)) and (
+                    e.primitive.name in _FILLING or renames(e) or getattr(aval(v), "size", 2) <= 1
+                ):
+                    self._origins[v] = None
 
-    def run(self, inputs: Sequence[_Origin]) -> list[_Origin]:
-        """Interpret the jaxpr: one origin per input in, one per result out."""
-        closed = ClosedJaxpr(self.jaxpr, [_CONSTANT] * len(self.jaxpr.constvars))
-        return interpret(closed, inputs, self._step, _constant)
+    def _known(self, atom: Any) -> Any:
+        return None if isinstance(atom, Literal) else self._origins.get(atom, self)
+
+    def _given(self, i: int, v: Any, arguments: Sequence[str]) -> _Origin | None:
+        """The origin of an argument. A loop has other arrays inside than outside."""
+        if self.eqn is None or self.outer is None:
+            return _Origin((i - len(arguments) - 1,), self, alias_of=f"argument {arguments[i]}")
+        atoms = self.eqn.invars[self.eqn.primitive.name == "cond" :]
+        is_loop = self.eqn.primitive.name in ("scan", "while")
+        if not is_loop and len(atoms) == len(self.jaxpr.invars) and _shape(atoms[i]) == _shape(v):
+            return self.outer.origin(atoms[i])
+        return _Origin((), self)
+
+    def origin(self, atom: Any) -> _Origin | None:
+        """Follow an array back to the equation that made it: through renamings and into calls."""
+        if isinstance(atom, Literal):
+            return None
+        if atom not in self._origins:
+            number, output = self._makers[atom]
+            eqn = self.jaxpr.eqns[number]
+            if renames(eqn):
+                self._origins[atom] = self.origin(eqn.invars[output])
+            else:
+                self._origins[atom] = self._made(number, output)
+        return self._origins[atom]
+
+    def _made(self, number: int, output: int) -> _Origin | None:
+        eqn = self.jaxpr.eqns[number]
+        made = _Origin((*self._order, number), self, eqn)
+        if number not in self._inner:
+            params = tuple(v for k, v in eqn.params.items() if k not in _WITHOUT_OUTPUTS)
+            self._inner[number] = [
+                _Call(inner, eqn=eqn, outer=self, number=number)
+                for inner in inner_jaxprs(params)
+                if len(inner.outvars) == len(eqn.outvars)
+            ]
+        calls = self._inner[number]
+        if eqn.primitive.name == "device_put":  # for example to host memory
+            return _made_by(self.origin(eqn.invars[output]), made)
+        if eqn.primitive.name == "scan":
+            return self._scanned(eqn, output, made, calls[0])
+        results = [call.origin(call.jaxpr.outvars[output]) for call in calls]
+        if len(results) == 1 and eqn.primitive.name != "while":
+            shapes = [[_shape(v) for v in vs] for vs in (calls[0].jaxpr.outvars, eqn.outvars)]
+            if shapes[0] == shapes[1]:
+                return results[0]
+        return _made_by(next((r for r in results if r), None), made)
+
+    def _scanned(self, eqn: JaxprEqn, output: int, made: _Origin, body: "_Call") -> _Origin | None:
+        """A result of a scan. What the body returns unchanged is the input of the scan."""
+        scan = Scan.of(eqn)
+        inputs = [body.origin(v) for v in body.jaxpr.invars]
+        _, carry, _ = scan.split(inputs)
+        result = body.origin(body.jaxpr.outvars[output])
+        if output < scan.num_carry:
+            if result is carry[output]:
+                return self.origin(eqn.invars[scan.num_consts + output])
+        elif result in inputs[scan.num_consts + scan.num_carry :]:
+            return self.origin(eqn.invars[inputs.index(result)])
+        # The carry that enters an iteration was made by the iteration before.
+        for _ in carry:
+            if result in carry:
+                result = body.origin(body.jaxpr.outvars[carry.index(result)])
+        return _made_by(result, made)
 
     def scopes(self, eqn: JaxprEqn) -> tuple[str, ...]:
         """Named scopes of an equation of this jaxpr, including the scopes of the call."""
@@ -400,100 +419,16 @@ class _Call:
             return source_line(self.eqn)
         return self.outer._line_of_call
 
-    def _step(self, eqn: JaxprEqn, inputs: list[_Origin]) -> list[_Origin]:
-        """The handler of `interpret`: one origin per output of an equation."""
-        name = eqn.primitive.name
-        made = _Origin(next(self.clock), eqn, self)
-        params = tuple(v for k, v in eqn.params.items() if k not in _WITHOUT_OUTPUTS)
-        calls = [_Call(inner, self.clock, eqn, self) for inner in inner_jaxprs(params)]
-        if name == "scan":
-            return _scan(eqn, inputs, made, calls[0])
-        if calls:
-            return _call(eqn, inputs, made, calls)
-        outputs = []
-        for i, var in enumerate(eqn.outvars):
-            source = min(i, len(inputs) - 1)
-            if name in _RENAMING and _is_renaming(eqn, eqn.invars[source], var):
-                outputs.append(inputs[source])
-            elif (name in _FILLING or aval(var).size <= 1) and all(x.is_fill for x in inputs):
-                outputs.append(dataclasses.replace(made, is_fill=True))
-            elif name == "device_put":  # for example to host memory
-                outputs.append(_made_by(inputs[source], made))
-            else:
-                outputs.append(dataclasses.replace(made))
-        return outputs
 
-
-def _call(eqn: JaxprEqn, inputs: list[_Origin], made: _Origin, calls: list[_Call]) -> list[_Origin]:
-    """Outputs of an equation that calls jaxprs: jit, checkpoint, cond, while, shard_map, ..."""
-    name = eqn.primitive.name
-    given = inputs[1:] if name == "cond" else inputs
-    invars = eqn.invars[1:] if name == "cond" else eqn.invars
-    results = []
-    for call in calls:
-        jaxpr = call.jaxpr
-        if len(jaxpr.outvars) != len(eqn.outvars):
-            continue
-        inner = [_Origin() for _ in jaxpr.invars]
-        if name != "while" and len(jaxpr.invars) == len(given):
-            pairs = zip(jaxpr.invars, invars, strict=True)
-            same = [_shape(a) == _shape(b) for a, b in pairs]
-            inner = [g if s else i for g, s, i in zip(given, same, inner, strict=True)]
-        results.append(call.run(inner))
-    if len(calls) == len(results) == 1 and name != "while":
-        inner_shapes = [_shape(v) for v in calls[0].jaxpr.outvars]
-        if inner_shapes == [_shape(v) for v in eqn.outvars]:
-            return results[0]
-    outputs = []
-    for i in range(len(eqn.outvars)):
-        branches = [result[i] for result in results if not result[i].is_fill]
-        outputs.append(_made_by(branches[0] if branches else made, made))
-    return outputs
-
-
-def _scan(eqn: JaxprEqn, inputs: list[_Origin], made: _Origin, call: _Call) -> list[_Origin]:
-    """Outputs of a scan. A carry or scanned array that the body returns unchanged is the input."""
-    scan = Scan.of(eqn)
-    _, carry, xs = scan.split(inputs)
-    placeholders = [_Origin() for _ in inputs]
-    _, inner_carry, inner_xs = scan.split(placeholders)
-    results = call.run(placeholders)
-    new_carry, ys = results[: scan.num_carry], results[scan.num_carry :]
-    # The carry that enters an iteration was made by the iteration before.
-    previous = dict(zip(inner_carry, new_carry, strict=True))
-
-    def maker(result: _Origin) -> _Origin:
-        for _ in previous:
-            result = previous.get(result, result)
-        return _made_by(result, made)
-
-    unchanged = dict(zip(inner_xs, xs, strict=True))
-    return [
-        outer if result is inner else maker(result)
-        for outer, inner, result in zip(carry, inner_carry, new_carry, strict=True)
-    ] + [unchanged.get(result) or maker(result) for result in ys]
-
-
-def _made_by(inner: _Origin, made: _Origin) -> _Origin:
+def _made_by(inner: _Origin | None, made: _Origin) -> _Origin:
     """A new array: made by the equation behind ``inner`` if there is one, else by ``made``."""
-    source = inner if inner.eqn is not None and not inner.is_fill else made
+    source = inner if inner is not None and inner.eqn is not None else made
     return dataclasses.replace(source, alias_of="")
-
-
-def _constant(value: Any) -> _Origin:
-    """The origin of a constant of a jaxpr, or of a literal, which is a number."""
-    return _Origin(-1, alias_of="constant") if value is _CONSTANT else _Origin(is_fill=True)
 
 
 def _shape(atom: Any) -> Any:
     """Shape of an array; None for tokens and the like."""
     return getattr(aval(atom), "shape", None)
-
-
-def _is_renaming(eqn: JaxprEqn, source: Any, var: Any) -> bool:
-    if eqn.primitive.name == "reduce_precision":  # jax.checkpoint adds it with all bits
-        return bool(eqn.params["mantissa_bits"] == jnp.finfo(aval(var).dtype).nmant)
-    return bool(aval(source).size == aval(var).size and aval(source).dtype == aval(var).dtype)
 
 
 _JAX = inspect.getfile(jax).removesuffix("__init__.py")

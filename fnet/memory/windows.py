@@ -7,20 +7,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from fnet.backward_pass import bind_static, finish_together
 from fnet.jaxpr import Scan, in_scopes, inline
-from fnet.memory.tensors import (
+from fnet.memory.graph import (
     CARRY,
     Name,
     array_names,
     as_text,
     is_floating,
-    large_loops,
-    made_bytes,
-    passing_bytes,
-    places_between,
+    merge,
+    pieces,
     run_named,
     segment_of,
 )
@@ -203,51 +201,21 @@ def segments(closed: ClosedJaxpr, *, loops_on_host: bool = False) -> list[Window
     Returns:
       The windows. The last one is plain, unless it is a loop.
     """
-    jaxpr = closed.jaxpr
-    large, count = large_loops(jaxpr), len(jaxpr.eqns)
+    parts = pieces(closed.jaxpr)
+    sizes = [piece.made for piece in parts]
+    before = [0, *itertools.accumulate(sizes)]
+    least = max(sizes, default=0)
+    limits = sorted({b - a for a, b in itertools.combinations(before, 2) if b - a >= least}) or [0]
+    trials = limits[:: max(1, len(limits) // _TRIALS)]
+    _, limit = min((merge(parts, sizes, limit)[0] + limit, limit) for limit in trials)
+    starts = [*merge(parts, sizes, limit)[1], len(parts)]
     windows = []
-    for start, end in itertools.pairwise(_cuts(jaxpr, large)):
-        is_loop = start in large
+    for first, after in itertools.pairwise(starts):
+        start, end, is_loop = parts[first].start, parts[after - 1].end, parts[first].is_loop
         offloaded: frozenset[Name] = frozenset()
         if loops_on_host and is_loop:
-            num_carry = Scan.of(jaxpr.eqns[start]).num_carry
+            num_carry = Scan.of(closed.jaxpr.eqns[start]).num_carry
             offloaded = frozenset((CARRY, i) for i in range(num_carry))
-        plain = end == count and not is_loop
+        plain = after == len(parts) and not is_loop
         windows.append(Window(start, end, is_loop, plain, offloaded=offloaded))
     return windows
-
-
-def _cuts(jaxpr: Jaxpr, large: set[int]) -> list[int]:
-    """Positions between equations where segments begin and end, from 0 to the last."""
-    passing = passing_bytes(jaxpr)
-    forced = {i + side for i in large for side in (0, 1)}
-    places = places_between(jaxpr, large)
-    made = [0 if i in large else b for i, b in enumerate(made_bytes(jaxpr))]
-    made_before = [0, *itertools.accumulate(made)]
-
-    def division(limit: int) -> tuple[float, list[int]]:
-        """The saved bytes and the cuts of the best segments of up to ``limit`` bytes."""
-        best: list[tuple[float, int]] = [(0.0, 0)]
-        for j in range(1, len(places)):
-            options = []
-            for i in range(j - 1, -1, -1):
-                if made_before[places[j]] - made_before[places[i]] > limit:
-                    break
-                options.append((best[i][0] + (passing[places[i]] if i else 0), i))
-                if places[i] in forced:
-                    break
-            best.append(min(options))
-        cuts, j = [places[-1]], len(places) - 1
-        while j:
-            j = best[j][1]
-            cuts.append(places[j])
-        return best[-1][0], cuts[::-1]
-
-    # The largest segment is at least the largest one between two neighboring places.
-    sizes = {made_before[b] - made_before[a] for a in places for b in places if a < b}
-    neighbors = itertools.pairwise(places)
-    least = max((made_before[b] - made_before[a] for a, b in neighbors), default=0)
-    limits = sorted(size for size in sizes if size >= least) or [0]
-    trials = limits[:: max(1, len(limits) // _TRIALS)]
-    _, best_limit = min((division(limit)[0] + limit, limit) for limit in trials)
-    return division(best_limit)[1]

@@ -12,9 +12,9 @@ import scipy.optimize
 
 import fnet
 from fnet.memory import compile_min_memory, estimate_cost, peak, residuals
+from fnet.memory.graph import analyze
 from fnet.memory.proposals import Planner
 from fnet.memory.remat import planned
-from fnet.memory.tensors import analyze
 from fnet.memory.windows import trace_inlined
 
 DEPTH, WIDTH, BATCH = 8, 32, 1024

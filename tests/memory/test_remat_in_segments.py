@@ -10,7 +10,7 @@ from layer_cases import initial
 
 import fnet
 from fnet import layers
-from fnet.memory import compile_min_memory, estimate_cost, peak, remat_in_segments, tensors, windows
+from fnet.memory import compile_min_memory, estimate_cost, graph, peak, remat_in_segments, windows
 from fnet.memory.remat import REMAT_POLICIES
 
 DEPTH, WIDTH, BATCH = 24, 64, 512
@@ -89,7 +89,7 @@ def test_cuts_are_optimal_with_one_large_part_that_cannot_be_cut():
 
     kernels, x = inputs()
     wide = np.ones((WIDTH, 5 * WIDTH), np.float32)
-    jaxpr = jax.make_jaxpr(f)(kernels[:blocks], wide, x).jaxpr
+    closed = jax.make_jaxpr(f)(kernels[:blocks], wide, x)
 
     def needed(cuts):
         """Bytes that pass at the cuts after blocks, plus bytes of the largest segment."""
@@ -100,11 +100,11 @@ def test_cuts_are_optimal_with_one_large_part_that_cannot_be_cut():
 
     subsets = (itertools.combinations(range(1, blocks + 1), n) for n in range(blocks + 1))
     best = min(map(needed, itertools.chain(*subsets)))
-    cuts = windows._cuts(jaxpr, set())
-    made, passing = tensors.made_bytes(jaxpr), tensors.passing_bytes(jaxpr)
-    largest = max(sum(made[a:b]) for a, b in itertools.pairwise(cuts))
+    parts, chosen = graph.pieces(closed.jaxpr), windows.segments(closed)
+    largest = max(sum(p.made for p in parts if w.start <= p.start < w.end) for w in chosen)
+    starts = {w.start for w in chosen}
     scalar = 4  # the sum at the end
-    assert sum(passing[cut] for cut in cuts[1:-1]) + largest <= best + scalar
+    assert sum(p.passing for p in parts if p.start in starts) + largest <= best + scalar
 
 
 def test_flops_grow_by_less_than_one_forward_pass():
