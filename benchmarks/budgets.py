@@ -29,8 +29,9 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_fresh_process, markdown_table
 from benchmarks.networks import image_loss
 from fnet import layers, models
+from fnet.cpu.heap import limit_freed_memory
 from fnet.memory import Plan, format_bytes, tree_bytes
-from train.run.process_memory import HighWater, limit_freed_memory, overhead
+from train.run.process_memory import HighWater, overhead
 
 SHARES = (1.0, 0.75, 0.5, 0.3)
 

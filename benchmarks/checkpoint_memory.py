@@ -28,9 +28,10 @@ import orbax.checkpoint as ocp
 import fnet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_fresh_process, markdown_table
+from fnet.cpu.heap import limit_freed_memory
 from fnet.memory import tree_bytes
 from train.run.checkpoints import Checkpoints
-from train.run.process_memory import HighWater, limit_freed_memory
+from train.run.process_memory import HighWater
 
 SAVES, STEPS_BETWEEN = 3, 3
 

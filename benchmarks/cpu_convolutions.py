@@ -31,7 +31,7 @@ from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import markdown_table, step_caller
 from benchmarks.vision_networks import flax_norm
 from fnet import Layer, losses, memory, models
-from fnet.convolutions import with_fast_convolutions
+from fnet.cpu import for_cpus
 from fnet.step import Step
 
 # Images, height and width; channels in and out; dilation; groups and kernel size, if not 1 and 3.
@@ -108,7 +108,7 @@ def convolutions(
         for name, g, options in (
             ("default", f, {}),
             ("Eigen", f, eigen),
-            ("fnet", with_fast_convolutions(f), eigen),
+            ("fnet", for_cpus(f), eigen),
         ):
             compiled = jax.jit(g).lower(*arrays).compile(compiler_options=options)
             programs[name].append(functools.partial(compiled, *arrays))

@@ -24,11 +24,12 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_fresh_process, markdown_table
+from fnet.cpu.heap import limit_freed_memory
 from fnet.interop.huggingface import build_model, from_huggingface
 from fnet.interop.huggingface.checkpoint import leaf
 from fnet.memory import format_bytes, tree_bytes
 from train.data.model_folder import read_folder
-from train.run.process_memory import HighWater, limit_freed_memory
+from train.run.process_memory import HighWater
 
 SIDES = ("fnet", "safetensors")
 

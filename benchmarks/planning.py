@@ -32,8 +32,9 @@ from benchmarks.checkpointed import HAND, Hand, Problem, gpt, resnet50, unet
 from benchmarks.claims import Claim, argument_parser, publish
 from benchmarks.measure import in_fresh_process, markdown_table
 from benchmarks.public_models import PUBLIC, public_problem
+from fnet.cpu.heap import limit_freed_memory, occupy_gaps
 from fnet.memory import BudgetError, estimate_cost, tree_bytes
-from train.run.process_memory import HighWater, limit_freed_memory, occupy_gaps, overhead
+from train.run.process_memory import HighWater, overhead
 
 SHARES = {0.7: "<= 1.05", 0.5: "<= 1.15", 0.35: "<= 1.35"}
 STEPS = 3

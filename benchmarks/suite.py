@@ -91,6 +91,7 @@ SUITE = (
     Benchmark("vision_networks"),
     ahead_of_time("vision_networks", "h100"),
     Benchmark("cpu_convolutions", packages=("torch",), cpu=True),
+    Benchmark("cpu_workspaces", cpu=True),
     Benchmark("max_pool"),
     ahead_of_time("max_pool", "h100"),
     Benchmark("cifar10", path="cifar10", trains=True),

@@ -14,7 +14,7 @@ from jax import Array
 from fnet.autodiff.accumulate import as_mode
 from fnet.autodiff.mean import Gradient, Loss, losses_and_aux, mean
 from fnet.autodiff.update import Mode
-from fnet.convolutions import with_fast_convolutions
+from fnet.cpu import count_cpus, for_cpus
 from fnet.fsdp import gather_at_use
 from fnet.memory import REMAT_POLICIES, BudgetError, format_bytes, parse_bytes
 from fnet.memory.donation import Donation, donation
@@ -170,40 +170,30 @@ class Step:
 
     @functools.cached_property
     def jitted(self) -> jax.stages.Wrapped:
-        """The jitted step."""
-        return _jit(self.apply)
+        """The jitted step, ``(state, batch)``. The static argument ``cpus`` is for `for_cpus`."""
 
-    @functools.cached_property
-    def _jitted_for_one_cpu(self) -> jax.stages.Wrapped:
-        return _jit(with_fast_convolutions(self.apply))
+        def step(
+            state: TrainState, batch: dict[str, Array], cpus: int = 0
+        ) -> tuple[TrainState, Metrics]:
+            return cast(tuple[TrainState, Metrics], for_cpus(self.apply, cpus)(state, batch))
 
-    @functools.cached_property
-    def _jitted_for_cpus(self) -> jax.stages.Wrapped:
-        return _jit(with_fast_convolutions(self.apply, one_device=False))
-
-    def _jitted_for(self, state: TrainState, batch: Any) -> jax.stages.Wrapped:
-        """Return the jitted step for the devices of these arguments."""
-        leaves = jax.tree.leaves((state.step, batch))
-        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-        devices = {d for s in shardings if s for d in s.device_set}
-        platforms = {d.platform for d in devices} or {jax.default_backend()}
-        if platforms != {"cpu"}:
-            return self.jitted
-        return self._jitted_for_one_cpu if len(devices) <= 1 else self._jitted_for_cpus
+        # jit drops arguments that are never read, and with them their donation.
+        return jax.jit(step, static_argnames="cpus", donate_argnums=0, keep_unused=True)
 
     def __call__(self, state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
         """Take one step; ``state`` is donated."""
-        jitted = self._jitted_for(state, batch)
-        return cast(tuple[TrainState, Metrics], jitted(state, batch))
+        cpus = count_cpus((state.step, batch))
+        return cast(tuple[TrainState, Metrics], self.jitted(state, batch, cpus=cpus))
 
     def trace(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Traced:
         """Trace the step for these arguments or their shapes; see ``jax.jit(f).trace``."""
-        return self._jitted_for(state, batch).trace(state, batch)
+        return self.jitted.trace(state, batch, cpus=count_cpus((state.step, batch)))
 
     def lower(self, state: TrainState, batch: dict[str, Array]) -> jax.stages.Lowered:
         """Lower the step for these arguments or their shapes; see ``jax.jit(f).lower``."""
         _check_on_device(state)
-        return self._jitted_for(state, batch).lower(state, batch)
+        lowered: jax.stages.Lowered = self.trace(state, batch).lower()
+        return lowered
 
 
 def _check_on_device(state: TrainState) -> None:
@@ -221,14 +211,6 @@ def _check_on_device(state: TrainState) -> None:
                 f"{jax.tree_util.keystr(path)} in {kind}. A step updates its state in place, on "
                 "the device; fnet.optim.compact_adamw takes 7 bytes per parameter in place of 16."
             )
-
-
-def _jit(apply: Callable[..., tuple[TrainState, Metrics]]) -> jax.stages.Wrapped:
-    def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, Metrics]:
-        return apply(state, batch)
-
-    # jit drops arguments that are never read, and with them their donation.
-    return jax.jit(step, donate_argnums=0, keep_unused=True)
 
 
 def make_step(

@@ -112,8 +112,8 @@ def _prepare_jax(caches: bool = True) -> None:
     """Choose a platform, limit freed memory and perhaps cache compiled programs between runs."""
     import jax
 
+    from fnet.cpu.heap import limit_freed_memory
     from train.platform import choose_platform
-    from train.run.process_memory import limit_freed_memory
 
     choose_platform()
     limit_freed_memory()

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from fnet.memory import hlo
+from fnet import hlo
 
 
 class Donation(NamedTuple):

@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fnet.measured import SPARE_OF_PARAMETERS
 from fnet.memory.plan import Candidate, Plan, plan
 from fnet.memory.remat import Policy
 from fnet.memory.sizes import tree_bytes
 from fnet.memory.target import Target, shapes_on
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# XLA schedules the updates of optimizers differently. With Lion, whose update reads the moment that
-# it replaces, steps took up to 0.7 of the parameters' bytes more than planned.
-_SPARE = 0.75
 
 
 def remat_to_fit(
@@ -89,7 +86,7 @@ def remat_to_fit(
         arguments = shapes_on(target, arrays) if target else arrays
         return jax.jit(step, donate_argnums=0).trace(*arguments)
 
-    held_bytes, spare = tree_bytes(held), int(_SPARE * tree_bytes(call.params))
+    held_bytes, spare = tree_bytes(held), int(SPARE_OF_PARAMETERS * tree_bytes(call.params))
     chosen = plan(build, budget, reserve=held_bytes + spare, target=target, progress=progress)
     chosen = chosen._replace(reserve=held_bytes)
     policy = chosen.chosen.policy

@@ -1,63 +1,20 @@
 """Peak memory of a compiled program, and compiler options that lower it."""
 
 import functools
-import importlib.metadata
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fnet.memory import hlo
+from fnet import hlo
+from fnet.cpu import options
+from fnet.cpu.workspaces import workspace
 from fnet.memory.timeline import Buffer, Timeline, timeline
 
-# YNNPACK takes twice as long as Eigen for gradients of convolutions by their kernels. For matrix
-# products it is faster, and fused reductions take less memory. jaxlib 0.10 gives it all three.
-# XLA rejects options that it does not know, and other versions were not measured.
-_EIGEN_CONVOLUTIONS = (
-    {
-        "xla_cpu_experimental_ynn_fusion_type": (
-            "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
-        )
-    }
-    if importlib.metadata.version("jaxlib").startswith("0.10.")
-    else {}
-)
-# jax 0.10's CPU compiler drops the barriers of jax.checkpoint, then merges the rematerialized
-# operations with the original ones. Without this pass it cannot. But then XLA's hoisting of small
-# loops meets a barrier, and ends the process.
-_KEEP_BARRIERS = "cse_barrier_expander,small-while-loop-hoisting"
-_KEEP_REMAT = _EIGEN_CONVOLUTIONS | {"xla_disable_hlo_passes": _KEEP_BARRIERS}
-# The default scheduler of the CPU compiler trades memory for concurrency.
-_SCHEDULE_FOR_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-
-# The CPU compiler computes bfloat16 in float32, and casts whole stacks in front of a loop.
-_KEEP_CASTS_IN_LOOPS = (
-    _EIGEN_CONVOLUTIONS
-    | _SCHEDULE_FOR_MEMORY
-    | {
-        "xla_disable_hlo_passes": f"{_KEEP_BARRIERS},while-loop-invariant-code-motion,"
-        "while-loop-expensive-invariant-code-motion"
-    }
-)
-
 CANDIDATE_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "cpu": (_KEEP_REMAT, _KEEP_REMAT | _SCHEDULE_FOR_MEMORY),
+    "cpu": (options.KEEP_REMAT, options.MIN_MEMORY)
 }
 """Compiler options that `compile_min_memory` tries, by backend. Either may give the lower peak."""
-
-# In YNNPACK, a convolution with a kernel from this size on copies its padded input twice and its
-# kernel once. Others copy their padded input. Within 6 % for 21 of 22 measured convolutions.
-_LARGE_KERNEL = 3 * 2**17
-# The CPU client starts an operation before it frees the workspace of the last two. Of these, up to
-# 16 MiB each stay: the C library maps larger arrays separately and returns them at once.
-_IN_SUCCESSION = 3
-_STAYS = 2**24
-# Eigen packs at most about this of the patches of each group of a convolution.
-_PACKED_OF_GROUP = 2**21
-# Matrix products with less workspace are not counted.
-_LEAST_PACKED = 2**20
 
 
 class _Parts(NamedTuple):
@@ -164,92 +121,10 @@ def peak(compiled: jax.stages.Compiled) -> Peak:
         outputs=stats.output_size_in_bytes,
         aliased=stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
-        workspace=_workspace(compiled),
+        workspace=workspace(compiled.as_text() or "") if platform(compiled) == "cpu" else 0,
     )
     measured._program = compiled
     return measured
-
-
-def _workspace(compiled: jax.stages.Compiled) -> int:
-    text = compiled.as_text() if platform(compiled) == "cpu" else None
-    if not text or not any(f" {opcode}(" in text for opcode in _WORKSPACES):
-        return 0
-    module = hlo.read(text)
-    sizes = list(_workspaces(module, module.entry))
-    largest = 0
-    for k in range(len(sizes)):
-        window = sorted(sizes[k : k + _IN_SUCCESSION])
-        largest = max(largest, window.pop() + sum(min(size, _STAYS) for size in window))
-    return largest
-
-
-def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = False) -> Iterator[int]:
-    """Yield workspaces in scheduled order."""
-    results = {i.name: i.result for i in module.computations[computation]}
-    for instruction in module.computations[computation]:
-        for called in instruction.called_computations:
-            yield from _workspaces(module, called, by_ynnpack=by_ynnpack)
-        if instruction.opcode == "fusion":
-            fused = instruction.fused_computation
-            by = bool(instruction.attribute('"kind":"(__ynn_fusion)"'))
-            yield from _workspaces(module, fused, by_ynnpack=by)
-        if instruction.opcode in _WORKSPACES:
-            lhs, rhs = (hlo.arrays(results[name])[()] for name in instruction.operands)
-            if instruction.opcode == "dot":
-                size = _dot_workspace(instruction, lhs, rhs)
-            elif by_ynnpack:
-                size = _ynnpack_workspace(instruction, lhs, rhs)
-            else:
-                size = _eigen_workspace(instruction, lhs)
-            if size:
-                yield size
-
-
-def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
-    """Packed operands, by measurements of 18 products."""
-    batch, contracted = (
-        [int(d) for d in dot.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}").split(",") if d]
-        for kind in ("batch", "contracting")
-    )
-    result = hlo.arrays(dot.result)[()]
-    # A transposed left-hand side is packed, and so is the right-hand side of a batch.
-    is_transposed = contracted != [len(lhs.shape) - 1]
-    packed = lhs.bytes + result.bytes if is_transposed else rhs.bytes if batch else 0
-    return packed if packed >= _LEAST_PACKED else 0
-
-
-def _ynnpack_workspace(convolution: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
-    labels = convolution.attribute(r"dim_labels=(\w+)_")
-    windows = hlo.window(convolution)
-    padded = lhs.bytes
-    for d, w in enumerate(windows):
-        length = lhs.shape[labels.index(str(d))]
-        padded_length = max((length - 1) * w.lhs_dilate + 1 + w.low + w.high, 1)
-        padded = padded * padded_length // max(length, 1)
-    if rhs.bytes < _LARGE_KERNEL or any(w.lhs_dilate > 1 for w in windows):
-        return padded
-    return 2 * padded + rhs.bytes
-
-
-def _eigen_workspace(convolution: hlo.Instruction, lhs: hlo.Array) -> int:
-    """Matrices that Eigen makes of images, by measurements of 45 convolutions."""
-    labels, out_labels = (
-        convolution.attribute(pattern) for pattern in (r"dim_labels=(\w+)_", r"->(\w+)")
-    )
-    result = hlo.arrays(convolution.result)[()]
-    channels, features = lhs.shape[labels.index("f")], result.shape[out_labels.index("f")]
-    windows = hlo.window(convolution)
-    elements = math.prod(w.size for w in windows)
-    if any(w.lhs_dilate > 1 for w in windows):
-        # The product of each input with all kernel elements and features.
-        return lhs.bytes // channels * elements * features
-    # Otherwise Eigen packs a few blocks, up to 6 MB. Of groups, it packs all at the same time.
-    groups = int(convolution.attribute(r"feature_group_count=(\d+)") or 1)
-    patches = result.bytes // features * elements * channels // groups
-    return groups * min(patches, _PACKED_OF_GROUP) if groups > 1 else 0
-
-
-_WORKSPACES = ("convolution", "dot")
 
 
 def platform(compiled: jax.stages.Compiled) -> str:
@@ -284,6 +159,6 @@ def compile_min_memory(
     if jax.default_backend() == "cpu" and any(
         leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(lowered.args_info)
     ):
-        candidates = (*candidates, _KEEP_CASTS_IN_LOOPS)
+        candidates = (*candidates, options.KEEP_CASTS_IN_LOOPS)
     compiled = [(lowered.compile(compiler_options=dict(o)), o) for o in candidates]
     return min(compiled, key=lambda c: peak(c[0]).total)

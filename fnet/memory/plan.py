@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory.cost import Cost, estimate_cost
 from fnet.memory.graph import analyze
 from fnet.memory.peak import CANDIDATE_OPTIONS, Peak, peak
@@ -37,9 +38,6 @@ _OFFLOADS: dict[str, Offloads] = {"tpu": "all"}
 _SMALLEST = ((1.05, True), (1.05, False), (1.01, False))
 # After a peak above the budget, the next proposal is smaller by this share, then by twice as much.
 _STEP = 0.01
-
-# XLA assigns buffers before it generates code, so the peak needs no optimized code.
-_WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
 class Candidate(NamedTuple):
@@ -578,7 +576,8 @@ def estimate_peak(
       49152
     """
     platform = target.device.platform if target else jax.default_backend()
-    options = _WITHOUT_OPTIMIZED_CODE.get(platform, {}) | dict(compiler_options)
+    fast: Mapping[str, Any] = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
+    options = {**fast, **compiler_options}
     try:
         # Numbers alone, because a Peak with a timeline keeps the program alive.
         return Peak(*peak(lowered.compile(compiler_options=options)))

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from fnet import hlo
 from fnet.backward_pass import recompute
-from fnet.memory import hlo
 from fnet.memory.graph import equation_names
 from fnet.memory.peak import CANDIDATE_OPTIONS, peak, platform
 from fnet.memory.windows import CheckpointPolicy, Window, remat_windows, segments

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fnet.memory import hlo
-from fnet.memory.hlo import Array, Instruction, Module
+from fnet import hlo
+from fnet.hlo import Array, Instruction, Module
 from fnet.memory.target import Peaks
 
 

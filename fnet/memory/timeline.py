@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fnet.memory import hlo
-from fnet.memory.hlo import Array, Instruction, Module, Path
+from fnet import hlo
+from fnet.hlo import Array, Instruction, Module, Path
 
 
 class Buffer(NamedTuple):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fnet.memory.hlo import arrays
+from fnet.hlo import arrays
 from fnet.memory.timeline import layer_of, timeline
 
 

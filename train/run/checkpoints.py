@@ -25,9 +25,10 @@ from orbax.checkpoint.checkpoint_managers import (
 )
 
 from fnet import TrainState
+from fnet.cpu.heap import release_free_memory
 from train.errors import TrainingError, UserError, is_machine_error, is_out_of_memory
 from train.run.distributed import any_process, lost_connection
-from train.run.process_memory import IN_FLIGHT, release_free_memory
+from train.run.process_memory import IN_FLIGHT
 from train.run.run_folder import check_no_pattern
 
 # Orbax logs each folder it creates and each error in its threads. Errors that matter are raised.

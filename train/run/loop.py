@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from fnet.cpu.heap import occupy_gaps
 from train.config import Config
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError, UserError
@@ -29,7 +30,7 @@ from train.run.mesh import layout
 from train.run.metrics import Meter, score_of
 from train.run.model_files import copy_model_files
 from train.run.planning import check_memory_config
-from train.run.process_memory import HighWater, occupy_gaps
+from train.run.process_memory import HighWater
 from train.run.profiling import Profile
 from train.run.programs import Programs, compile_programs
 from train.run.results import test_metrics, unreadable_name, write_results

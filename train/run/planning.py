@@ -11,6 +11,7 @@ import numpy as np
 
 import fnet
 from fnet import TrainState, memory
+from fnet.cpu.options import WITHOUT_OPTIMIZED_CODE
 from fnet.memory import Candidate, Plan, Policy, RematReport
 from fnet.memory.remat import policies_for
 from fnet.memory.target import Target, shapes_on
@@ -329,10 +330,6 @@ def _compile(
         raise UserError(f"memory: {error}") from error
 
 
-# XLA assigns buffers before it generates code, so the peak needs no optimized code.
-_WITHOUT_OPTIMIZED_CODE = {"cpu": {"xla_backend_optimization_level": 0}}
-
-
 def analyze(
     run: Setup,
     policy: str | Policy,
@@ -348,7 +345,7 @@ def analyze(
     elif target:
         candidates = (target.compiler_options,)
     microbatches = microbatches or run.step.microbatches
-    unoptimized = _WITHOUT_OPTIMIZED_CODE.get(platform, {})
+    unoptimized = WITHOUT_OPTIMIZED_CODE if platform == "cpu" else {}
     options = [o | unoptimized for o in candidates]
     smallest = _compile(run, policy, microbatches, target, *options)
     return Planned(smallest, policy, microbatches)

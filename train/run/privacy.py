@@ -7,6 +7,7 @@ import math
 from typing import Any, Literal
 
 from fnet import privacy
+from fnet.cpu.heap import release_free_memory
 from fnet.privacy.accounting import (
     COARSE_GRID,
     GRID,
@@ -17,7 +18,6 @@ from fnet.privacy.accounting import (
 from train.config import Clipped, Config
 from train.config.training import MAX_EPSILON
 from train.errors import UserError
-from train.run.process_memory import release_free_memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,18 @@
 """Measured memory of the process, next to what the compiler predicted."""
 
-import ctypes
-import functools
 import gc
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from fnet.cpu.heap import release_free_memory
+from fnet.measured import ALLOCATOR, RUNTIME
 from fnet.memory import format_bytes, tree_bytes
 from train.data.workers import SLOT_BYTES, SLOTS_PER_WORKER
 
 IN_FLIGHT = 32 * 2**20
 """Bytes of a state, besides its largest array, that are written or read at a time on CPU."""
-
-# Threads and late code take 7 to 12 MiB in steps of small networks, and 5 more after an evaluation.
-_RUNTIME = 16 * 2**20
-# Gaps after checkpoints, relative to the state.
-_ALLOCATOR = 1 / 12
 
 
 class Overhead(NamedTuple):
@@ -81,20 +76,13 @@ def overhead(state: Any, batch: Any, batches: int, workers: int = 0) -> Overhead
     in_background = sum(sizes) <= IN_FLIGHT
     in_flight = 0 if in_background else IN_FLIGHT + max(sizes)
     return Overhead(
-        runtime=_RUNTIME,
+        runtime=RUNTIME,
         batches=batches * tree_bytes(batch),
         background=2 * sum(sizes) if in_background else 0,  # the copy, and what is written
         checkpoint=in_flight,
-        allocator=int(_ALLOCATOR * sum(sizes)),
+        allocator=int(ALLOCATOR * sum(sizes)),
         workers=SLOTS_PER_WORKER * workers * SLOT_BYTES,
     )
-
-
-# Blocks that occupy gaps. Larger arrays are mapped separately, smaller ones do not add up.
-_LARGEST_GAP, _SMALLEST_GAP = 2**23, 2**16
-
-# malloc.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class HighWater:
@@ -127,61 +115,6 @@ class HighWater:
             self._new_files = max((_status("RssFile") or 0) - self._files, 0)
         self._peak = max(self._peak, peak)
         return max(self._peak - self._new_files - self._baseline, 0) // self._devices
-
-
-def limit_freed_memory() -> None:
-    """Keep the C library from holding much freed memory (Linux). Call this before threads start.
-
-    All threads share one arena: a ResNet-50 step in 16 microbatches then holds 140 MB less.
-    Arrays from 16 MiB on are mapped separately. By default glibc takes arrays of up to 32 MiB from
-    its heap. There, checkpoints leave gaps that arrays of the next step do not fit. With the limit,
-    a small transformer holds 56 MiB above the prediction instead of 117.
-
-    Separate mappings cost a page fault per 4 KiB. The steps of a small ResNet take 1.1 times as
-    long as with glibc's defaults. With a threshold of 2 MiB they would take 1.3 times as long.
-    """
-    limits = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: 16 * 2**20, _M_TRIM_THRESHOLD: 32 * 2**20}
-    try:
-        for name, value in limits.items():
-            ctypes.CDLL("libc.so.6").mallopt(name, value)
-    except (OSError, AttributeError):
-        return
-
-
-def release_free_memory() -> None:
-    """Return free memory of the C library to the system, so that it does not count as used."""
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return
-
-
-@functools.cache
-def occupy_gaps() -> None:
-    """Occupy the gaps that compilation left in the C library's heap (Linux), once in a process.
-
-    Compilers free gigabytes between small blocks that stay. Arrays of the next steps would spread
-    over these gaps, and each page that an array once touched stays in memory: with a U-Net planned
-    for 652 MB, a process took 763 MB. With its gaps occupied, it takes 641 MB.
-
-    Occupied gaps are address space without memory: their pages were returned, and are not written.
-    """
-    release_free_memory()
-    try:
-        library = ctypes.CDLL("libc.so.6")
-        library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
-        library.malloc.argtypes, library.free.argtypes = [ctypes.c_size_t], [ctypes.c_void_p]
-        library.sbrk.argtypes = [ctypes.c_ssize_t]
-        size = _LARGEST_GAP
-        while size >= _SMALLEST_GAP:
-            end = library.sbrk(0)
-            block = library.malloc(size)
-            if library.sbrk(0) != end or (block or end) >= end:
-                # No gap has this size: the heap grew, or the block lies outside of it.
-                library.free(block)
-                size //= 2
-    except (OSError, AttributeError):
-        return
 
 
 def _reset_peak() -> None:

@@ -30,34 +30,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from fnet import measured
 from fnet.jaxpr import aval, rewrite
 
-# Bytes of the transformed inputs and outputs of one chunk, which should fit into the cache.
-_CHUNK = 2**22
-# A chunk has at least two images. Images that are too large for that are not worth it.
-_LEAST_IMAGES = 2
-_LARGEST_CHUNK = 2**24
-
-# Costs in multiplications of a large product, from measurements of 16 shapes: of each transformed
-# number of a tile, of each transformed number of a kernel, and of each in a sum over chunks.
-_TILE_COST = 13
-_KERNEL_COST = 80
-_SUM_COST = 10
-# Products that contract the rows of both operands take longer.
-_GRADIENT_COST = 1.3
-# Smaller savings are within the error of the estimate.
-_LEAST_SAVING = 1.15
-# Separate products of kernel elements pay if at most this part of the multiplications remains.
-_MOST_USED = 0.4
-# Below this many multiplications, times do not matter.
-_LEAST_MULTIPLICATIONS = 2**24
-# Sums over more kernel elements take long to compile.
-_MOST_ELEMENTS = 11 * 11
 # Sums of 16-bit products are in float32.
 _DTYPES = {jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 
 
-def with_fast_convolutions(f: Callable[..., Any], *, one_device: bool = True) -> Callable[..., Any]:
+def count_cpus(tree: Any) -> int:
+    """Return the number of CPUs that hold the arrays of a pytree; 0 on other devices."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    devices = {d for s in shardings if s for d in s.device_set}
+    platforms = {d.platform for d in devices} or {jax.default_backend()}
+    return max(len(devices), 1) if platforms == {"cpu"} else 0
+
+
+def for_cpus(f: Callable[..., Any], count: int = 1) -> Callable[..., Any]:
     """Make a function compute its convolutions in ways that are faster on a CPU.
 
     It replaces float32 convolutions, their gradients by input and their gradients by kernel, also
@@ -67,16 +55,16 @@ def with_fast_convolutions(f: Callable[..., Any], *, one_device: bool = True) ->
 
     Args:
       f: A function of pytrees of arrays.
-      one_device: Whether the program runs on one device. On several, loops over images would
-        gather sharded batches: 3x3 convolutions and kernel gradients of depthwise ones stay.
+      count: Number of CPUs that the program runs on; 0 for other devices, which changes nothing.
+        On several, loops over images would gather sharded batches: 3x3 convolutions and kernel
+        gradients of depthwise ones stay.
 
     Returns:
       A function with the same arguments and results, to be called inside of `jax.jit`.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from fnet import layers
-      >>> from fnet.convolutions import with_fast_convolutions
+      >>> from fnet import cpu, layers
       >>> conv = layers.conv(32, 32)
       >>> params, _ = jax.jit(conv.init)(jax.random.key(0))
       >>> def gradient(x):
@@ -84,10 +72,12 @@ def with_fast_convolutions(f: Callable[..., Any], *, one_device: bool = True) ->
       ...         lambda p: (conv.apply(p, {}, x, train=True)[0] ** 2).sum()
       ...     )(params)
       >>> x = jax.random.normal(jax.random.key(1), (4, 32, 32, 32))
-      >>> a, b = jax.jit(gradient)(x), jax.jit(with_fast_convolutions(gradient))(x)
+      >>> a, b = jax.jit(gradient)(x), jax.jit(cpu.for_cpus(gradient))(x)
       >>> bool(jnp.allclose(a["kernel"], b["kernel"], rtol=1e-4, atol=1e-2))
       True
     """
+    if not count:
+        return f
 
     def fast(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
@@ -95,7 +85,7 @@ def with_fast_convolutions(f: Callable[..., Any], *, one_device: bool = True) ->
             lambda *leaves: f(*jax.tree.unflatten(structure, leaves)), return_shape=True
         )(*leaves)
         # Derivative rules hold no convolutions that run: everything is differentiated already.
-        replace = functools.partial(_replace, one_device=one_device)
+        replace = functools.partial(_replace, one_device=count == 1)
         results = jaxpr_as_fun(rewrite(closed, replace))(*leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -178,7 +168,7 @@ def _by_groups(eqn: JaxprEqn, *, one_device: bool) -> Callable[[Array, Array], A
 
         case _:
             return None
-    if math.prod(size) > _MOST_ELEMENTS:
+    if math.prod(size) > measured.MOST_ELEMENTS:
         return None
     return lambda x, y: f(x, y).reshape(out.shape).astype(out.dtype)
 
@@ -355,17 +345,17 @@ def _pays(
     """Whether Winograd's algorithm is estimated to be faster."""
     direct = 9 * images * math.prod(window.size) * math.prod(channels)
     chunk = _images_at_a_time(images, window, channels)
-    if direct < _LEAST_MULTIPLICATIONS or chunk is None:
+    if direct < measured.LEAST_MULTIPLICATIONS or chunk is None:
         return False
     tiles = 16 * images * window.num_tiles
     kernel = 16 * math.prod(channels)
-    cost = tiles * sum(channels) * _TILE_COST + kernel * _KERNEL_COST
+    cost = tiles * sum(channels) * measured.TILE_COST + kernel * measured.KERNEL_COST
     if kernel_gradient:
-        if 4 * kernel >= _LARGEST_CHUNK:  # a loop holds three such sums
+        if 4 * kernel >= measured.LARGEST_CHUNK:  # a loop holds three such sums
             return False
-        cost += images // chunk * kernel * _SUM_COST
-    products = tiles * math.prod(channels) * (_GRADIENT_COST if kernel_gradient else 1)
-    return direct >= _LEAST_SAVING * (cost + products)
+        cost += images // chunk * kernel * measured.SUM_COST
+    products = tiles * math.prod(channels) * (measured.GRADIENT_COST if kernel_gradient else 1)
+    return direct >= measured.LEAST_SAVING * (cost + products)
 
 
 def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[int, int]) -> bool:
@@ -373,8 +363,8 @@ def _is_mostly_padding(window: _Window, shape: tuple[int, ...], channels: tuple[
     direct = 9 * math.prod(window.size)
     overlaps = _overlaps(window, shape)
     used = sum(math.prod(o.stop - o.start for o in outputs) for _, _, outputs in overlaps)
-    large = shape[0] * direct * math.prod(channels) >= _LEAST_MULTIPLICATIONS
-    return large and used <= _MOST_USED * direct
+    large = shape[0] * direct * math.prod(channels) >= measured.LEAST_MULTIPLICATIONS
+    return large and used <= measured.MOST_USED * direct
 
 
 def _overlaps(
@@ -416,9 +406,10 @@ def _overlaps_kernel_gradient(x: Array, cotangent: Array, window: _Window) -> Ar
 def _images_at_a_time(images: int, window: _Window, channels: tuple[int, int]) -> int | None:
     """Return the number of images in a chunk, a divisor of all; None if none fits."""
     image = 16 * 4 * sum(channels) * window.num_tiles
-    fitting = max(_CHUNK // image, _LEAST_IMAGES)
+    fitting = max(measured.CHUNK // image, measured.LEAST_IMAGES)
     chunk = max(n for n in range(1, images + 1) if images % n == 0 and n <= fitting)
-    return chunk if chunk >= _LEAST_IMAGES and chunk * image <= _LARGEST_CHUNK else None
+    fits = chunk >= measured.LEAST_IMAGES and chunk * image <= measured.LARGEST_CHUNK
+    return chunk if fits else None
 
 
 def _convolve(x: Array, kernel: Array, window: _Window, is_transposed: bool) -> Array:

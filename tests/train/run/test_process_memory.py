@@ -43,7 +43,7 @@ def test_files_that_are_read_after_the_peak_do_not_count(monkeypatch):
 
 USES_GAPS = """
 import ctypes
-from train.run.process_memory import limit_freed_memory, occupy_gaps
+from fnet.cpu.heap import limit_freed_memory, occupy_gaps
 
 limit_freed_memory()
 library = ctypes.CDLL("libc.so.6")

@@ -5,8 +5,8 @@ import optax
 import pytest
 
 import fnet
-from fnet import convolutions, layers, models
-from fnet.convolutions import with_fast_convolutions
+from fnet import layers, measured, models
+from fnet.cpu import for_cpus
 from fnet.jaxpr import find_equations
 
 # images, channels in and out, padding, dilation: odd sizes, uneven padding, holes.
@@ -21,8 +21,8 @@ SHAPES = {
 @pytest.fixture
 def any_size(monkeypatch):
     """Replaces convolutions of any size, so that tests can be small."""
-    monkeypatch.setattr(convolutions, "_LEAST_SAVING", 0)
-    monkeypatch.setattr(convolutions, "_LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(measured, "LEAST_SAVING", 0)
+    monkeypatch.setattr(measured, "LEAST_MULTIPLICATIONS", 0)
 
 
 def convolution(x, kernel, padding="SAME", dilation=(1, 1), **options):
@@ -62,10 +62,10 @@ def test_outputs_and_gradients_match_float64(shape, any_size):
     args = arrays(*SHAPES[shape])
     f = all_three(*SHAPES[shape][3:])
     assert convolutions_left(f, *args) == 3
-    assert convolutions_left(with_fast_convolutions(f), *args) == 0
+    assert convolutions_left(for_cpus(f), *args) == 0
     with jax.enable_x64(True):
         expected = jax.jit(f)(*(np.float64(a) for a in args))
-    for got, exact in zip(jax.jit(with_fast_convolutions(f))(*args), expected, strict=True):
+    for got, exact in zip(jax.jit(for_cpus(f))(*args), expected, strict=True):
         got, exact = np.asarray(got), np.asarray(exact)
         assert got.shape == exact.shape
         assert exact.dtype == np.float64
@@ -73,15 +73,15 @@ def test_outputs_and_gradients_match_float64(shape, any_size):
 
 
 def test_kernels_that_reach_beyond_the_images_match_float64(monkeypatch):
-    monkeypatch.setattr(convolutions, "_LEAST_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(convolutions, "_LEAST_SAVING", np.inf)  # not Winograd's algorithm
+    monkeypatch.setattr(measured, "LEAST_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(measured, "LEAST_SAVING", np.inf)  # not Winograd's algorithm
     padding, dilation = ((5, 4), (9, 8)), (5, 8)
     args = arrays((3, 7, 6), 4, 5, padding, dilation)
     f = all_three(padding, dilation)
-    assert convolutions_left(with_fast_convolutions(f), *args) == 0
+    assert convolutions_left(for_cpus(f), *args) == 0
     with jax.enable_x64(True):
         expected = jax.jit(f)(*(np.float64(a) for a in args))
-    for got, exact in zip(jax.jit(with_fast_convolutions(f))(*args), expected, strict=True):
+    for got, exact in zip(jax.jit(for_cpus(f))(*args), expected, strict=True):
         np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-5)
 
 
@@ -111,8 +111,8 @@ def test_depthwise_convolutions_of_bfloat16_are_summed_in_float32():
         (lambda k: convolution(x, k, "VALID", feature_group_count=4), 64.5),
         (gradient, 50.390625),
     ):
-        assert convolutions_left(with_fast_convolutions(f), kernel) == 0
-        y = jax.jit(with_fast_convolutions(f))(kernel)
+        assert convolutions_left(for_cpus(f), kernel) == 0
+        y = jax.jit(for_cpus(f))(kernel)
         assert y.dtype == jnp.bfloat16
         np.testing.assert_array_equal(y, jnp.bfloat16(exact))
 
@@ -135,7 +135,7 @@ def test_grouped_convolutions_match_float64(case, one_device):
     kernel = rng.normal(size=(*size, channels // groups, channels)).astype(np.float32)
     cotangent = rng.normal(size=jax.eval_shape(conv, x, kernel).shape).astype(np.float32)
     args = x, kernel, cotangent
-    fast = with_fast_convolutions(f, one_device=one_device)
+    fast = for_cpus(f, 1 if one_device else 4)
     # The gradient by a depthwise kernel runs over images, which several devices may share.
     left = (not one_device) if groups == channels else 2
     assert convolutions_left(fast, *args) == left
@@ -164,7 +164,7 @@ def test_leaves_other_convolutions_alone(change, dtype):
     def f(x, kernel):
         return convolution(x, kernel, **change)
 
-    assert convolutions_left(with_fast_convolutions(f), x, kernel) == 1
+    assert convolutions_left(for_cpus(f), x, kernel) == 1
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_replaces_convolutions_that_are_estimated_to_be_faster(images, n_in, n_o
         jax.ShapeDtypeStruct(shape, jnp.float32)
         for shape in ((*images, n_in), (3, 3, n_in, n_out), (*images, n_out))
     ]
-    assert convolutions_left(with_fast_convolutions(all_three("SAME", (1, 1))), *shapes) == left
+    assert convolutions_left(for_cpus(all_three("SAME", (1, 1))), *shapes) == left
 
 
 def step_of(model, size, batch=16):
@@ -244,7 +244,7 @@ def test_a_scan_of_rematerialized_layers_computes_the_same(any_size):
 
     gradient = jax.grad(loss)
     assert convolutions_left(gradient, params) == 4
-    assert convolutions_left(with_fast_convolutions(gradient), params) == 0
-    plain, fast = jax.jit(gradient)(params), jax.jit(with_fast_convolutions(gradient))(params)
+    assert convolutions_left(for_cpus(gradient), params) == 0
+    plain, fast = jax.jit(gradient)(params), jax.jit(for_cpus(gradient))(params)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(fast), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(a).max(), rtol=1e-4)

@@ -1,0 +1,97 @@
+"""Memory that convolutions and matrix products on a CPU allocate while they run.
+
+XLA gives them to Eigen and to YNNPACK, which copy operands into forms of their own. The compiler's
+assignment of buffers does not count these copies.
+"""
+
+import math
+from collections.abc import Iterator
+
+from fnet import hlo, measured
+
+_WORKSPACES = ("convolution", "dot")
+
+
+def workspace(text: str) -> int:
+    """Estimate the most bytes that a program's operations allocate at once.
+
+    Args:
+      text: Text of a program compiled for CPUs.
+    """
+    if not any(f" {opcode}(" in text for opcode in _WORKSPACES):
+        return 0
+    module = hlo.read(text)
+    sizes = list(_workspaces(module, module.entry))
+    largest = 0
+    for k in range(len(sizes)):
+        *window, own = sorted(sizes[k : k + measured.IN_SUCCESSION])
+        # Of the others, larger ones are returned to the system at once.
+        stays = sum(min(size, measured.MAPPED_SEPARATELY) for size in window)
+        largest = max(largest, own + stays)
+    return largest
+
+
+def _workspaces(module: hlo.Module, computation: str, *, by_ynnpack: bool = False) -> Iterator[int]:
+    """Yield workspaces in scheduled order."""
+    results = {i.name: i.result for i in module.computations[computation]}
+    for instruction in module.computations[computation]:
+        for called in instruction.called_computations:
+            yield from _workspaces(module, called, by_ynnpack=by_ynnpack)
+        if instruction.opcode == "fusion":
+            fused = instruction.fused_computation
+            by = bool(instruction.attribute('"kind":"(__ynn_fusion)"'))
+            yield from _workspaces(module, fused, by_ynnpack=by)
+        if instruction.opcode in _WORKSPACES:
+            lhs, rhs = (hlo.arrays(results[name])[()] for name in instruction.operands)
+            if instruction.opcode == "dot":
+                size = _dot_workspace(instruction, lhs, rhs)
+            elif by_ynnpack:
+                size = _ynnpack_workspace(instruction, lhs, rhs)
+            else:
+                size = _eigen_workspace(instruction, lhs)
+            if size:
+                yield size
+
+
+def _dot_workspace(dot: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
+    """Packed operands, by measurements of 18 products."""
+    batch, contracted = (
+        [int(d) for d in dot.attribute(rf"lhs_{kind}_dims=\{{([\d,]*)\}}").split(",") if d]
+        for kind in ("batch", "contracting")
+    )
+    result = hlo.arrays(dot.result)[()]
+    # A transposed left-hand side is packed, and so is the right-hand side of a batch.
+    is_transposed = contracted != [len(lhs.shape) - 1]
+    packed = lhs.bytes + result.bytes if is_transposed else rhs.bytes if batch else 0
+    return packed if packed >= measured.LEAST_PACKED else 0
+
+
+def _ynnpack_workspace(convolution: hlo.Instruction, lhs: hlo.Array, rhs: hlo.Array) -> int:
+    labels = convolution.attribute(r"dim_labels=(\w+)_")
+    windows = hlo.window(convolution)
+    padded = lhs.bytes
+    for d, w in enumerate(windows):
+        length = lhs.shape[labels.index(str(d))]
+        padded_length = max((length - 1) * w.lhs_dilate + 1 + w.low + w.high, 1)
+        padded = padded * padded_length // max(length, 1)
+    if rhs.bytes < measured.YNNPACK_LARGE_KERNEL or any(w.lhs_dilate > 1 for w in windows):
+        return padded
+    return 2 * padded + rhs.bytes
+
+
+def _eigen_workspace(convolution: hlo.Instruction, lhs: hlo.Array) -> int:
+    """Matrices that Eigen makes of images, by measurements of 45 convolutions."""
+    labels, out_labels = (
+        convolution.attribute(pattern) for pattern in (r"dim_labels=(\w+)_", r"->(\w+)")
+    )
+    result = hlo.arrays(convolution.result)[()]
+    channels, features = lhs.shape[labels.index("f")], result.shape[out_labels.index("f")]
+    windows = hlo.window(convolution)
+    elements = math.prod(w.size for w in windows)
+    if any(w.lhs_dilate > 1 for w in windows):
+        # The product of each input with all kernel elements and features.
+        return lhs.bytes // channels * elements * features
+    # Otherwise Eigen packs a few blocks, up to 6 MB. Of groups, it packs all at the same time.
+    groups = int(convolution.attribute(r"feature_group_count=(\d+)") or 1)
+    patches = result.bytes // features * elements * channels // groups
+    return groups * min(patches, measured.EIGEN_PACKED_OF_GROUP) if groups > 1 else 0

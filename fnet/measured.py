@@ -1,0 +1,58 @@
+"""Constants that were measured on a machine, by the benchmark that measures them again.
+
+Constants from a paper or a data sheet, and derived ones, stand where they are used.
+"""
+
+# python -m benchmarks.cpu_convolutions: 16 shapes on AMD EPYC, jaxlib 0.10.
+#
+# Bytes of the transformed inputs and outputs of one chunk of images, which should fit into the
+# cache. A chunk has at least two images. Images that are too large for that are not worth it.
+CHUNK = 2**22
+LEAST_IMAGES = 2
+LARGEST_CHUNK = 2**24
+# Costs in multiplications of a large product: of each transformed number of a tile, of each
+# transformed number of a kernel, and of each in a sum over chunks.
+TILE_COST = 13
+KERNEL_COST = 80
+SUM_COST = 10
+# Products that contract the rows of both operands take longer.
+GRADIENT_COST = 1.3
+# Smaller savings are within the error of the estimate.
+LEAST_SAVING = 1.15
+# Separate products of kernel elements pay if at most this part of the multiplications remains.
+MOST_USED = 0.4
+# Below this many multiplications, times do not matter.
+LEAST_MULTIPLICATIONS = 2**24
+# Sums over more kernel elements take long to compile.
+MOST_ELEMENTS = 11 * 11
+
+# python -m benchmarks.cpu_workspaces: jaxlib 0.10, glibc 2.36.
+#
+# In YNNPACK, a convolution with a kernel from this size on copies its padded input twice and its
+# kernel once. Others copy their padded input. Within 6 % for 21 of 22 convolutions.
+YNNPACK_LARGE_KERNEL = 3 * 2**17
+# Eigen packs at most about this of the patches of each group of a convolution: 45 convolutions.
+EIGEN_PACKED_OF_GROUP = 2**21
+# Matrix products with less workspace are not counted: 18 products.
+LEAST_PACKED = 2**20
+# The CPU client starts an operation before it frees the workspace of the last two.
+IN_SUCCESSION = 3
+
+# python -m benchmarks.checkpoint_memory, python -m benchmarks.budgets: glibc 2.36.
+#
+# Arrays from this size on are mapped separately, and returned to the system at once. The heap
+# returns this much at its end.
+MAPPED_SEPARATELY = 2**24
+TRIMMED = 2**25
+# Blocks that occupy gaps of the heap. Smaller gaps do not add up.
+LARGEST_GAP, SMALLEST_GAP = 2**23, 2**16
+# Threads and late code take 7 to 12 MiB in steps of small networks, and 5 more after an evaluation.
+RUNTIME = 2**24
+# Gaps after checkpoints, relative to the state.
+ALLOCATOR = 1 / 12
+
+# python -m benchmarks.fitted_steps: jaxlib 0.10.
+#
+# XLA schedules the updates of optimizers differently. With Lion, whose update reads the moment that
+# it replaces, steps took up to 0.7 of the parameters' bytes more than planned.
+SPARE_OF_PARAMETERS = 0.75
