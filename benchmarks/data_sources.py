@@ -111,7 +111,7 @@ def write(root: Path, images: list[tuple[bytes, int]]) -> None:
 
 def example(image: bytes, label: int) -> bytes:
     """Encode a tf.train.Example."""
-    from train.data.shards import example_type
+    from train.data.tf_example import example_type
 
     message = example_type()()
     message.features.feature["image"].bytes_list.value.append(image)

@@ -4,6 +4,7 @@ Each example can be read by itself, so that any order of examples can be read, b
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
@@ -13,17 +14,19 @@ import threading
 import weakref
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from train.data import storage
+from train.data.columns import choose, parse_labels, read_names
 from train.data.decode import EXTENSIONS, UnreadableError
 from train.data.storage import StorageError
-from train.errors import TrainingError, UserError, did_you_mean, list_available, shorten
+from train.data.tf_example import parse_example
+from train.errors import TrainingError, UserError, list_available, shorten
 
 _SUFFIXES = {
     "tar": re.compile(r"\.tar$"),
@@ -33,12 +36,12 @@ _SUFFIXES = {
 EXPECTED = "expected files *.tar, *.parquet or *.array_record"
 _IMAGES = ("image", "img", "jpg", "jpeg", "png", "image/encoded", "pixel_values")
 _LABELS = ("label", "labels", "cls", "class", "target", "fine_label", "image/class/label")
+_DOTTED = tuple(f".{extension}" for extension in EXTENSIONS)
 _THREADS = 16
 """Shards that are indexed or read at once."""
-_LOCAL_THREADS = 4
 CACHE_BYTES = 2**30
 """Bytes of row groups that are kept in memory."""
-_INDEX_VERSION = 1
+_INDEX_VERSION = 2
 
 
 class Fields(NamedTuple):
@@ -102,43 +105,36 @@ def _index(path: str, fields: Fields) -> Index:
             )
         raise UserError(f"data.path: {path} has no known format; {EXPECTED}")
     file = storage.stat(path)
-    folder = storage.cache_folder()
     key = repr((_INDEX_VERSION, os.path.abspath(path), *file, *fields))
     name = sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
-    saved = folder / "shards" / f"{name}.npz" if folder else None
-    if saved is not None and (known := _load_index(saved)):
+    saved = storage.cache_folder() / "shards" / f"{name}.npz"
+    if known := _load_index(saved):
         return known._replace(stat=file)
     index = {"tar": _index_tar, "parquet": _index_parquet, "array_record": _index_array_record}
     found = index[kind](path, file.size, fields)
-    if saved is not None and not found.problem:
+    if not found.problem:
         _save_index(found, saved)
     return found._replace(stat=file)
 
 
-def _load_index(path: Any) -> Index | None:
+def _load_index(path: Path) -> Index | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             texts = json.loads(str(arrays["texts"]))
-            return Index(
-                arrays["places"],
-                arrays["labels"],
-                texts["block_bytes"],
-                tuple(texts["classes"]),
-                texts["image"],
-            )
+            texts["classes"] = tuple(texts["classes"])
+            return Index(arrays["places"], arrays["labels"], **texts)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None  # there is none, or it is damaged
 
 
-def _save_index(index: Index, path: Any) -> None:
-    texts = {"block_bytes": index.block_bytes, "classes": index.classes, "image": index.image}
-    part = path.with_name(f"{path.stem}-{os.getpid()}-{threading.get_ident()}.npz")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(part, places=index.places, labels=index.labels, texts=json.dumps(texts))
-        part.replace(path)
-    except OSError:  # without it, only the next start is slower
-        part.unlink(missing_ok=True)
+def _save_index(index: Index, path: Path) -> None:
+    texts = {name: getattr(index, name) for name in ("block_bytes", "classes", "image")}
+
+    def write(file: IO[bytes]) -> None:
+        np.savez(file, places=index.places, labels=index.labels, texts=json.dumps(texts))
+
+    with contextlib.suppress(OSError):  # without it, only the next start is slower
+        storage.atomic_write(path, write)
 
 
 # ---- Tar files, as WebDataset writes them: files with the same name up to its first dot are an
@@ -185,6 +181,11 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
             )
         if found:
             images[key] = parts[found[0]]
+        elif not fields.image and (others := [n for n in parts if n.endswith(_DOTTED)]):
+            raise UserError(
+                f"data.image: {key}.{others[0]} in {path} has several dots, but a name ends at its "
+                f"first dot and {others[0]} is its kind; rename such files, or give data.image"
+            )
     kinds = sorted({extension for parts in samples.values() for extension in parts})
     if not images and not problem:
         wanted = f"*.{fields.image}" if fields.image else "with an image"
@@ -200,7 +201,9 @@ def _index_tar(path: str, size: int, fields: Fields) -> Index:
                 f"data.label: {path} has no file *.{label}, and its images are in no folders, "
                 f"which would be labels{list_available(kinds, 'files')}"
             )
-    return Index(_places(list(images.values())), _label_array(values), problem=problem)
+    keys = list(images)
+    found_labels = parse_labels(values, lambda i: f"data.label: {keys[i]} in {path}")
+    return Index(_places(list(images.values())), found_labels, problem=problem)
 
 
 def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
@@ -223,7 +226,7 @@ def _tar_members(file: IO[bytes]) -> Iterator[tuple[str, int, int]]:
 def _tar_label(path: str, key: str, content: bytes | None, label: str, field: str) -> Any:
     if content is None:
         raise UserError(f"data.label: {key} in {path} has no file *.{label}")
-    text = content.decode(errors="replace").strip()
+    text = content.decode(errors="surrogateescape").strip()
     if not field:
         return text
     try:
@@ -234,14 +237,6 @@ def _tar_label(path: str, key: str, content: bytes | None, label: str, field: st
 
 def _places(places: Sequence[Any]) -> np.ndarray:
     return np.array(places, np.int64).reshape(-1, 2)
-
-
-def _label_array(values: list[Any]) -> np.ndarray:
-    """Convert labels to int64, or to str if one of them is not a number."""
-    try:
-        return np.array([int(value) for value in values], np.int64)
-    except ValueError:
-        return np.array([str(value) for value in values], str)
 
 
 # ---- Parquet files, as Hugging Face's datasets library writes them: a column of images, each a
@@ -261,17 +256,16 @@ def _index_parquet(path: str, size: int, fields: Fields) -> Index:
             schema, metadata = file.schema_arrow, file.metadata
             classes = _huggingface_classes(schema)
             images = [f.name for f in schema if _is_image_type(pyarrow, f.type)]
-            image = _choose("image", path, fields.image, schema.names, images, _IMAGES)
-            numbers = [f.name for f in schema if _is_label_type(pyarrow, f.type)]
-            label = _choose(
-                "label", path, fields.label, schema.names, list(classes) or numbers, _LABELS
+            image = choose(
+                "data.image", fields.image, schema.names, path, "column", images, _IMAGES
             )
-            column = file.read(columns=[label]).column(0)
-            if column.null_count:
-                raise UserError(f"data.label: {path} has {column.null_count} rows without {label}")
-            if pyarrow.types.is_dictionary(column.type):
-                column = column.cast(column.type.value_type)
-            labels = _label_array(column.to_pylist())
+            numbers = [f.name for f in schema if _is_label_type(pyarrow, f.type)]
+            label = choose(
+                "data.label", fields.label, schema.names, path, "column",
+                list(classes) or numbers, _LABELS,
+            )  # fmt: skip
+            values = file.read(columns=[label]).column(0).to_pylist()
+            labels = parse_labels(values, lambda i: f"data.label: row {i} of {path}")
             groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
             block_bytes = max((_column_bytes(group, image) for group in groups), default=0)
     except pyarrow.ArrowException as error:
@@ -317,31 +311,6 @@ def _column_bytes(group: Any, name: str) -> int:
     )
 
 
-def _choose(
-    field: str,
-    path: str,
-    given: str | None,
-    names: Sequence[str],
-    candidates: Sequence[str],
-    usual: Sequence[str],
-) -> str:
-    """Choose the given name, or the only candidate, or the first usual name among several."""
-    if given is not None:
-        if given not in names:
-            raise UserError(
-                f"data.{field}: {path} has no {given}{did_you_mean(given, names)}"
-                f"{list_available(list(names), 'columns')}"
-            )
-        return given
-    found = [name for name in usual if name in candidates]
-    if len(candidates) == 1 or found:
-        return found[0] if found else candidates[0]
-    raise UserError(
-        f"data.{field}: {path} has {'several' if candidates else 'no'} columns that can be the "
-        f"{field}; name one{list_available(list(names), 'columns')}"
-    )
-
-
 # ---- ArrayRecord files of tf.train.Example, as TensorFlow Datasets writes them.
 
 
@@ -356,17 +325,23 @@ def _index_array_record(path: str, size: int, fields: Fields) -> Index:
             if example is None:
                 raise UserError(f"data.path: record {i} of {path} is not a tf.train.Example")
             if not image:
+                names = list(example)
                 byte_fields = [name for name, value in example.items() if _is_bytes(value)]
-                image = _choose("image", path, fields.image, list(example), byte_fields, _IMAGES)
+                image = choose(
+                    "data.image", fields.image, names, path, "feature", byte_fields, _IMAGES
+                )
                 scalars = [n for n, v in example.items() if len(v) == 1 and n != image]
-                label = _choose("label", path, fields.label, list(example), scalars, _LABELS)
-            value = example.get(label) or [None]
-            if value[0] is None or isinstance(value[0], float):
-                raise UserError(f"data.label: record {i} of {path} has no {label}")
-            values.append(value[0].decode() if isinstance(value[0], bytes) else value[0])
+                label = choose("data.label", fields.label, names, path, "feature", scalars, _LABELS)
+            values.append(_only(example.get(label, [])))
     places = [(i, 0) for i in range(count)]
-    classes = _tfds_classes(path, label)
-    return Index(_places(places), _label_array(values), 0, classes, image)
+    labels = parse_labels(values, lambda i: f"data.label: record {i} of {path}")
+    return Index(_places(places), labels, 0, _tfds_classes(path, label), image)
+
+
+def _only(values: list[Any]) -> Any:
+    """Return the only value of a feature, as text if it is bytes."""
+    value = values[0] if len(values) == 1 else values or None
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
 
 
 def _array_record_reader(path: str) -> Any:
@@ -391,82 +366,12 @@ def _is_bytes(values: list[Any]) -> bool:
 
 def _tfds_classes(path: str, label: str) -> tuple[str, ...]:
     """Read the class names that TensorFlow Datasets wrote next to a shard."""
-    folder, slash, _ = path.rpartition("/")
+    names = f"{path.rpartition('/')[0] or '.'}/{label}.labels.txt"
     try:
-        with storage.open_file(f"{folder}{slash}{label}.labels.txt") as file:
-            return tuple(file.read().decode().splitlines())
-    except (StorageError, ValueError):
+        storage.stat(names)
+    except StorageError:
         return ()
-
-
-def parse_example(record: bytes) -> dict[str, list[Any]] | None:
-    r"""Parse a tf.train.Example: lists of bytes, float or int by feature name. None if it is none.
-
-    Example:
-      >>> parse_example(b"\n\x10\n\x0e\n\x05label\x12\x05\x1a\x03\n\x01\x07")
-      {'label': [7]}
-    """
-    from google.protobuf.message import DecodeError
-
-    try:
-        features = example_type().FromString(record).features.feature
-    except DecodeError:
-        return None
-    found = {}
-    for name, feature in features.items():
-        kind = feature.WhichOneof("kind")
-        found[name] = list(getattr(feature, kind).value) if kind else []
-    return found or None
-
-
-@functools.cache
-def example_type() -> Any:
-    """Build the message type of tf.train.Example, which TensorFlow and only it would bring."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="fnet/tf_example.proto", package="fnet", syntax="proto3"
-    )
-
-    def message(parent: Any, name: str, *parts: tuple[str, int, int, str | None]) -> Any:
-        added = parent.add(name=name)
-        for field, number, label, kind in parts:
-            options: dict[str, Any] = {"name": field, "number": number, "label": label}
-            if kind and kind[0] == ".":
-                options |= {"type": kinds.TYPE_MESSAGE, "type_name": kind}
-            else:
-                options["type"] = kinds.Type.Value(f"TYPE_{kind}")
-            added.field.add(**options)
-        return added
-
-    one, many = kinds.LABEL_OPTIONAL, kinds.LABEL_REPEATED
-    types = file.message_type
-    message(types, "BytesList", ("value", 1, many, "BYTES"))
-    message(types, "FloatList", ("value", 1, many, "FLOAT"))
-    message(types, "Int64List", ("value", 1, many, "INT64"))
-    feature = message(
-        types,
-        "Feature",
-        ("bytes_list", 1, one, ".fnet.BytesList"),
-        ("float_list", 2, one, ".fnet.FloatList"),
-        ("int64_list", 3, one, ".fnet.Int64List"),
-    )
-    feature.oneof_decl.add(name="kind")
-    for field in feature.field:
-        field.oneof_index = 0
-    features = message(types, "Features", ("feature", 1, many, ".fnet.Features.FeatureEntry"))
-    entry = message(
-        features.nested_type,
-        "FeatureEntry",
-        ("key", 1, one, "STRING"),
-        ("value", 2, one, ".fnet.Feature"),
-    )
-    entry.options.map_entry = True
-    message(types, "Example", ("features", 1, one, ".fnet.Features"))
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("fnet.Example"))
+    return read_names(names, "data.class_names")
 
 
 # ---- Reading
@@ -491,7 +396,8 @@ class Shards:
         self.reads = np.zeros(len(paths), np.int64)
         self._formats = [format_of(path) for path in paths]
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
-        self._blocks = _Blocks(self._read_row_group)
+        blocks = CACHE_BYTES // max(1, *(index.block_bytes for index in indices))
+        self._row_group = functools.lru_cache(max(blocks, 1))(self._read_row_group)
         self._footers: dict[int, Any] = {}
         self._records: dict[int, Any] = {}  # readers
         weakref.finalize(self, _close, self._records)  # before the libraries below them end
@@ -524,38 +430,24 @@ class Shards:
         Raises:
           TrainingError: if a shard has disappeared, was written to, or is not accessible.
         """
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for i, (shard, first) in enumerate(
+            zip(shards.tolist(), places[:, 0].tolist(), strict=True)
+        ):
+            groups.setdefault(self._group(shard, first), []).append(i)
+        read = {
+            "tar": self._read_tars,
+            "parquet": self._read_rows,
+            "array_record": self._read_records,
+        }
         content = np.empty(len(shards), object)
-        tasks: list[tuple[Callable[..., list[Any]], np.ndarray]] = []
-        order = np.argsort(shards, kind="stable")
-        parts = np.split(order, np.flatnonzero(np.diff(shards[order])) + 1) if len(order) else []
-        tars: dict[str, list[np.ndarray]] = {}
-        for part in parts:
-            shard = shards[part[0]]
-            if self._formats[shard] == "parquet":
-                groups = places[part, 0]
-                for group in np.unique(groups).tolist():
-                    rows = part[groups == group]
-                    if self._blocks.has((int(shard), group)):
-                        found = self._read_rows(shards[rows], places[rows])
-                        for i, value in zip(rows.tolist(), found, strict=True):
-                            content[i] = value
-                    else:
-                        tasks.append((self._read_rows, rows))
-            elif self._formats[shard] == "array_record":
-                tasks.append((self._read_records, part))
-            else:
-                tars.setdefault(storage.scheme(self.paths[shard]), []).append(part)
-        local = tars.pop("", [])
-        for start in range(min(len(local), _LOCAL_THREADS)):
-            tasks.append((self._read_tars, np.concatenate(local[start::_LOCAL_THREADS])))
-        # The client of a remote storage has its own concurrency.
-        tasks += [(self._read_remote_tars, np.concatenate(parts)) for parts in tars.values()]
         futures = [
-            (rows, self._threads.submit(read, shards[rows], places[rows])) for read, rows in tasks
+            (rows, self._threads.submit(read[kind], shards[rows], places[rows]))
+            for (kind, *_), rows in groups.items()
         ]
         try:
             for rows, future in futures:
-                for i, value in zip(rows.tolist(), future.result(), strict=True):
+                for i, value in zip(rows, future.result(), strict=True):
                     content[i] = value
         except StorageError as error:
             raise TrainingError(
@@ -566,27 +458,19 @@ class Shards:
                 future.cancel()
         return content
 
-    def _read_tars(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
-        """Read images of local tar files, sorted by shard."""
-        content: list[Any] = []
-        current, file = -1, None
-        try:
-            for shard, (start, size) in zip(shards.tolist(), places.tolist(), strict=True):
-                if shard != current:
-                    if file is not None:
-                        file.close()
-                    current, file = shard, self._open(shard)
-                assert file is not None
-                content.append(_complete(os.pread(file.fileno(), size, start), start, size))
-        except OSError as error:
-            raise storage.as_storage_error(self.paths[current], error) from error
-        finally:
-            if file is not None:
-                file.close()
-        np.add.at(self.reads, shards, 1)
-        return content
+    def _group(self, shard: int, first: int) -> tuple[Any, ...]:
+        """Return the kind of a shard, and what one thread reads of it."""
+        kind = self._formats[shard]
+        if kind == "parquet":
+            return kind, shard, first
+        if kind == "tar":  # the client of a remote storage has its own concurrency
+            return kind, storage.scheme(self.paths[shard]) or shard
+        return kind, shard
 
-    def _read_remote_tars(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
+    def _read_tars(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
+        """Read images of tar files on one kind of storage."""
+        for shard in np.unique(shards).tolist():
+            self._check_unchanged(shard)
         paths = [self.paths[shard] for shard in shards.tolist()]
         starts, sizes = places.T.tolist()
         content = storage.read_ranges(paths, starts, sizes)
@@ -599,7 +483,7 @@ class Shards:
         with self._opening:
             reader = self._records.get(shard)
             if reader is None:
-                self._check_unchanged(shard, storage.stat(self.paths[shard]))
+                self._check_unchanged(shard, even_remote=True)
                 reader = self._records[shard] = _array_record_reader(self.paths[shard])
         try:
             records = reader.read(places[:, 0].tolist())
@@ -611,7 +495,7 @@ class Shards:
 
     def _read_rows(self, shards: np.ndarray, places: np.ndarray) -> list[Any]:
         """Read images of one row group of a Parquet file."""
-        column = self._blocks.read((int(shards[0]), int(places[0, 0])))
+        column = self._row_group(int(shards[0]), int(places[0, 0]))
         if isinstance(column, UnreadableError):
             return [column] * len(places)
         images = column.take(places[:, 1]).to_pylist()
@@ -619,16 +503,16 @@ class Shards:
             UnreadableError("there is no image") if image is None else image for image in images
         ]
 
-    def _read_row_group(self, key: tuple[int, int]) -> Any:
+    def _read_row_group(self, shard: int, group: int) -> Any:
         """Read the images of a row group: an Arrow array, or an `UnreadableError`."""
         import pyarrow
         import pyarrow.parquet
 
-        shard, group = key
         path = self.paths[shard]
+        self._check_unchanged(shard)
         try:
             with (
-                self._open(shard) as source,
+                storage.open_file(path, buffering=0) as source,
                 pyarrow.parquet.ParquetFile(
                     source, metadata=self._footers.get(shard), pre_buffer=True
                 ) as file,
@@ -648,33 +532,23 @@ class Shards:
                 return UnreadableError(" ".join(str(error).split()))
             raise storage.as_storage_error(path, error) from error
 
-    def _open(self, shard: int) -> IO[bytes]:
-        """Open a shard, which must be as it was."""
-        path = self.paths[shard]
-        if storage.is_remote(path):
-            return storage.open_file(path)
-        file = storage.open_file(path, buffering=0)
-        status = os.fstat(file.fileno())
-        self._check_unchanged(shard, storage.stat_of(status))
-        return file
-
-    def _check_unchanged(self, shard: int, now: storage.Stat) -> None:
-        before = self._stats[shard]
+    def _check_unchanged(self, shard: int, *, even_remote: bool = False) -> None:
+        """Check that a shard is as it was. Remote ones would be asked for each batch."""
+        path, before = self.paths[shard], self._stats[shard]
+        if storage.is_remote(path) and not even_remote:
+            return
+        now = storage.stat(path)
         if now != before:
             size = f"from {before.size:,} to {now.size:,} bytes" if now[0] != before[0] else "in it"
-            raise StorageError(f"{self.paths[shard]} changed {size} since the run started")
+            raise StorageError(f"{path} changed {size} since the run started")
 
 
 def _image_in(record: bytes, name: str) -> Any:
     """Return the bytes of an image in a tf.train.Example, or an `UnreadableError`."""
-    from google.protobuf.message import DecodeError
-
-    try:
-        example = example_type().FromString(record)
-    except DecodeError:
+    example = parse_example(record)
+    if example is None:
         return UnreadableError("it is not a tf.train.Example")
-    features = example.features.feature
-    values = features[name].bytes_list.value if name in features else ()
+    values = example.get(name)
     return values[0] if values else UnreadableError(f"there is no {name}")
 
 
@@ -690,47 +564,3 @@ def _complete(content: Any, start: int, size: int) -> Any:
     if len(content) < size:
         return UnreadableError(f"the file ends at byte {start + len(content):,}")
     return bytes(content)
-
-
-class _Blocks:
-    """Blocks that are kept after they were read, up to a number of bytes.
-
-    Args:
-      read: ``key -> block``, an Arrow array or an `UnreadableError`.
-    """
-
-    def __init__(self, read: Callable[[Any], Any]):
-        self._read, self._lock = read, threading.Lock()
-        self._blocks: OrderedDict[Any, concurrent.futures.Future] = OrderedDict()
-
-    def has(self, key: Any) -> bool:
-        """Whether a block is in memory."""
-        with self._lock:
-            return key in self._blocks and self._blocks[key].done()
-
-    def read(self, key: Any) -> Any:
-        """Return a block, which one thread reads while others that need it wait."""
-        with self._lock:
-            future = self._blocks.get(key)
-            is_new = future is None
-            if future is None:
-                future = self._blocks[key] = concurrent.futures.Future()
-            self._blocks.move_to_end(key)
-        if not is_new:
-            return future.result()
-        try:
-            block = self._read(key)
-        except BaseException as error:
-            with self._lock:
-                self._blocks.pop(key, None)
-            future.set_exception(error)
-            raise
-        future.set_result(block)
-        with self._lock:
-            while len(self._blocks) > 1 and self._bytes() > CACHE_BYTES:
-                self._blocks.popitem(last=False)
-        return block
-
-    def _bytes(self) -> int:
-        done = (future.result() for future in self._blocks.values() if future.done())
-        return sum(getattr(block, "nbytes", 0) for block in done)

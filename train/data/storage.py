@@ -1,5 +1,6 @@
 """Files on this machine, and objects in remote storage (gs://, s3://, ...) through fsspec."""
 
+import contextlib
 import errno
 import glob
 import itertools
@@ -8,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -87,11 +88,24 @@ def stat_of(status: os.stat_result) -> Stat:
 
 
 def read_ranges(paths: Sequence[str], starts: Sequence[int], sizes: Sequence[int]) -> list[Any]:
-    """Read parts of remote objects of one kind of storage, concurrently if the client can.
+    """Read parts of files on one kind of storage, concurrently if its client can.
 
     Returns:
-      Bytes of each part, or a `StorageError`. Parts beyond the end of an object are shorter.
+      Bytes of each part, or a `StorageError`. Parts beyond the end of a file are shorter.
+
+    Raises:
+      StorageError: if a file of this machine cannot be read.
     """
+    if not is_remote(paths[0]):
+        with contextlib.ExitStack() as opened:
+            by_path = {p: opened.enter_context(open_file(p, buffering=0)) for p in {*paths}}
+            try:
+                return [
+                    os.pread(by_path[path].fileno(), size, start)
+                    for path, start, size in zip(paths, starts, sizes, strict=True)
+                ]
+            except OSError as error:
+                raise as_storage_error(paths[0], error) from error
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     files = filesystem(paths[0])
     found = files.cat_ranges(list(paths), list(starts), ends, on_error="return")
@@ -194,12 +208,25 @@ def as_storage_error(path: str, error: Exception) -> StorageError:
     return StorageError(f"cannot read {path}: {reason}")
 
 
-def cache_folder() -> Path | None:
-    """Return the folder of fnet's caches; None for a user without a home."""
+def cache_folder() -> Path:
+    """Return the folder of fnet's caches; a temporary one for a user without a home."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "fnet")
     except RuntimeError:
-        return None
+        return Path(tempfile.gettempdir(), "fnet")
+
+
+def atomic_write(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file of a cache, which other processes may write at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as part:
+        try:
+            write(part.file)
+            part.close()
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise
 
 
 def local_copy(path: str) -> str:
@@ -211,22 +238,13 @@ def local_copy(path: str) -> str:
     if not is_remote(path):
         return path
     name = sha256(f"{path}\n{stat(path).stamp}".encode()).hexdigest()[:32]
-    folder = (cache_folder() or Path(tempfile.gettempdir(), "fnet")) / "copies"
-    copy = folder / f"{name}-{path.rpartition('/')[2]}"
-    if copy.is_file():
-        return str(copy)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as part:
-            try:
-                with open_file(path) as source:
-                    shutil.copyfileobj(source, part, 2**22)
-                os.replace(part.name, copy)
-            except BaseException:
-                os.unlink(part.name)
-                raise
-    except Exception as error:
-        raise as_storage_error(path, error) from error
+    copy = cache_folder() / "copies" / f"{name}-{path.rpartition('/')[2]}"
+    if not copy.is_file():
+        try:
+            with open_file(path) as source:
+                atomic_write(copy, lambda part: shutil.copyfileobj(source, part, _BLOCK))
+        except Exception as error:
+            raise as_storage_error(path, error) from error
     return str(copy)
 
 

@@ -186,13 +186,20 @@ def _load(config: TextFile | ChatFile) -> Tokenizer:
 
 
 def _encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+    try:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"symbol {error.start:,} of the text, {text[error.start]!r}, is half of a surrogate "
+            "pair; repair or remove it"
+        ) from None
 
 
 def _split_bytes(text: str) -> Pieces:
+    ids = _encode_bytes(text)
     sizes = [len(c.encode("utf-8", "surrogateescape")) for c in text]
     start = np.repeat(np.arange(len(text)), sizes)
-    return Pieces(_encode_bytes(text), start, start + 1)
+    return Pieces(ids, start, start + 1)
 
 
 def _decode_bytes(ids: Iterable[int]) -> str:

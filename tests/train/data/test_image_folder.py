@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import unicodedata
 
 import chex
 import numpy as np
@@ -291,6 +292,23 @@ def test_folders_named_like_splits_are_no_classes(tmp_path):
     for name in ("Train", "Valid"):
         write_image(tmp_path / name / "cat" / "a.png")
     assert f"no folder {tmp_path / 'train'}" in load_error(tmp_path)
+
+
+def test_matches_class_folders_in_both_forms_of_unicode(tmp_path):
+    for split, form in (("train", "NFD"), ("val", "NFC")):
+        for i, name in enumerate(("café", "thé")):
+            write_image(tmp_path / split / unicodedata.normalize(form, name) / "a.png", i)
+    data = load(tmp_path)
+    assert data.classes == tuple(unicodedata.normalize("NFD", name) for name in ("café", "thé"))
+    assert data.test["label"].tolist() == [0, 1]
+    write_image(tmp_path / "train" / "café" / "b.png", 3)
+    assert "are called café, in two forms of Unicode; rename one" in load_error(tmp_path)
+
+
+def test_refuses_class_folders_that_are_not_utf8(tmp_path):
+    for name in ("cat", os.fsdecode(b"d\xf6g")):
+        write_image(tmp_path / name / "a.png")
+    assert load_error(tmp_path).endswith("is not UTF-8; rename it")
 
 
 def test_counts_files_that_are_left_out(folder):

@@ -30,7 +30,8 @@ from train.data import (
     sample_batch,
     training_batches,
 )
-from train.data.shards import Fields, Shards, index_shards, parse_example
+from train.data.shards import Fields, Shards, index_shards
+from train.data.tf_example import parse_example
 from train.data.unreadable import UnreadableFiles
 from train.errors import TrainingError
 from train.run.run_folder import RunFolder
@@ -171,7 +172,7 @@ def test_finds_columns_by_type_and_by_name(tmp_path):
     write_parquet(tmp_path / "a.parquet", range(12), label="breed", plain=True)
     assert load(tmp_path / "a.parquet", test_fraction=0.25).classes == ("0", "1", "2")
     message = error_message(load, tmp_path / "a.parquet", label="bred")
-    assert message.endswith("has no bred (did you mean breed?); there are image, breed")
+    assert message.endswith("(did you mean breed?); there are image, breed")
     assert "data.image: " in error_message(load, tmp_path / "a.parquet", image="picture")
 
 
@@ -181,6 +182,70 @@ def test_parses_examples_as_tensorflow_writes_them():
     (value,) = parse_example(example({"x": 0.5}))["x"]
     assert value == 0.5
     assert parse_example(b"no example") is None
+
+
+def write_labels(path, labels):
+    def with_json(i):
+        return {"png": png(i), "json": json.dumps({"y": labels[i]}).encode()}
+
+    write_tar(path, range(len(labels)), files=with_json)
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0, None, [0], {"a": 1}])
+def test_labels_that_are_neither_integers_nor_names_are_refused(wrong, tmp_path):
+    write_labels(tmp_path / "a.tar", [0, 1, 0, wrong])
+    message = error_message(load, tmp_path / "a.tar", label="json.y")
+    assert message.startswith("data.label: 0003 in ")
+    assert message.endswith(f"has the label {wrong!r}; expected an integer from 0, or a name")
+
+
+def test_labels_in_parquet_are_integers_or_names(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    for values, expected in (
+        ([0.5, 1.0], "row 0 of {} has the label 0.5; expected"),
+        ([0, None], "row 1 of {} has the label None; expected"),
+        ([[0], [1]], "row 0 of {} has the label [0]; expected"),
+    ):
+        table = pyarrow.table({"image": [png(0), png(1)], "label": values})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        message = error_message(load, tmp_path / "a.parquet", label="label")
+        assert expected.format(tmp_path / "a.parquet") in message
+
+
+def test_only_digits_are_numbers(tmp_path):
+    write_labels(tmp_path / "a.tar", ["10", "1_0", "20"] * 4)
+    data = load(tmp_path / "a.tar", label="json.y", test_fraction=0.25)
+    assert data.classes == ("10", "1_0", "20")
+    write_labels(tmp_path / "b.tar", ["1", "0", "02"] * 4)
+    data = load(tmp_path / "b.tar", label="json.y", test_fraction=0.25)
+    assert data.classes == ("0", "1", "2")
+
+
+def test_files_of_class_names_may_have_a_byte_order_mark_but_no_gaps(tmp_path):
+    write_tar(tmp_path / "a.tar", range(12))
+    names = tmp_path / "names.txt"
+    options = {"test_fraction": 0.25, "class_names": str(names)}
+    names.write_bytes("\ufeffkatze \r\nhünd\r\neule\r\n\r\n".encode())
+    assert load(tmp_path / "a.tar", **options).classes == ("katze", "hünd", "eule")
+    names.write_text("cat\n\ndog\nowl\n")
+    assert error_message(load, tmp_path / "a.tar", **options) == (
+        f"data.class_names: line 2 of {names} is empty; expected a class name"
+    )
+    names.write_bytes("h\xfcnd\n".encode("latin-1"))
+    assert "is not UTF-8 at byte 1; convert it" in error_message(
+        load, tmp_path / "a.tar", **options
+    )
+
+
+def test_images_with_several_dots_in_their_names_are_not_left_out_silently(tmp_path):
+    def dotted(i):
+        return {"2020.png" if i else "png": png(i), "cls": b"0"}
+
+    write_tar(tmp_path / "a.tar", range(4), files=dotted)
+    message = error_message(load, tmp_path / "a.tar")
+    assert message.startswith("data.image: 0001.2020.png in ")
+    assert message.endswith("rename such files, or give data.image")
 
 
 _BUILDER = """

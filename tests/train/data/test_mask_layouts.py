@@ -1,5 +1,7 @@
 """Layouts of folders with images and masks, as data sets are published."""
 
+import unicodedata
+
 import pytest
 from data_cases import error_message
 
@@ -40,6 +42,13 @@ def test_finds_images_with_their_masks(layout, tmp_path):
     assert (found.test(None), found.test("test")) == ("val", "test")
     pairs, _ = found.pairs("train")
     assert pairs == [tuple(f.format(split="train", name=name) for f in files) for name in "ab"]
+
+
+def test_matches_images_with_masks_in_both_forms_of_unicode(tmp_path):
+    image, mask = (unicodedata.normalize(form, "é") for form in ("NFC", "NFD"))
+    write(tmp_path, f"images/{image}.jpg", f"masks/{mask}.png")
+    pairs, _ = find_layout(tmp_path).pairs()
+    assert pairs == [(f"images/{image}.jpg", f"masks/{mask}.png")]
 
 
 def test_finds_the_training_and_validation_folders_of_ade20k(tmp_path):
