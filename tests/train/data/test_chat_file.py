@@ -306,7 +306,7 @@ def test_test_metrics_average_over_targets(write, network):
         ([{"text": "ab"}, {"txt": "ab"}], {}, "line 2: no field text (did you mean txt?)"),
         ([{"text": "ab"}, {"text": 3}], {}, "line 2: text must be a text, got int"),
         ([{"text": "ab"}, {"text": " "}], {}, "line 2: text is empty; remove the record"),
-        ([{"text": "ab"}, {"text": "a\ud83d"}], {}, "line 2: symbol 1 of the text, '\\ud83d', is half of a surrogate"),
+        ([{"text": "ab"}, r'{"text": "a\ud83d"}'], {}, "line 2: symbol 1 of the text, '\\ud83d', is half of a surrogate"),
         ([{"prompt": "a", "answer": ""}], {}, "line 1: answer is empty; remove the record"),
         ([{"text": "a"}] * 2, {"test_fraction": 0.5}, "line 1: has no token to learn; remove the record"),
         ([{"text": "ab"}] * 3, {"test_fraction": 0.1}, "0.1 of 3 examples in FILE leaves 0 for testing"),
